@@ -18,7 +18,6 @@ from mini_engine.model.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-TOKENIZER_FILES = ("tokenizer.json", "vocab.json")  # of which transformers would make an empty one if both are missing
 DEFAULT_MEDIA_CACHE_BYTES = 4 << 30
 MAX_UNIX_PATH = 107  # sun_path without its terminating zero
 
@@ -57,8 +56,8 @@ def check_model(model_dir: str, config: EngineConfig) -> ModelConfig:
         model = ModelConfig.from_dir(model_dir)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the model in {model_dir} cannot be served: {error}") from None
-    if not any((Path(model_dir) / name).is_file() for name in TOKENIZER_FILES):
-        raise ConfigError(f"{model_dir} has no tokenizer: add {' or '.join(TOKENIZER_FILES)}")
+    if not (Path(model_dir) / "tokenizer.json").is_file():
+        raise ConfigError(f"{model_dir} has no tokenizer.json; write it with `save_pretrained` of the tokenizer")
     ranks, longest = config.tensor_parallel_size, model.text.max_position_embeddings
     heads, kv_heads, vision_heads = model.text.num_heads, model.text.num_kv_heads, model.vision.num_heads
     for uneven, remedy in (

@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from mini_engine.api.conversation import ChatMessage, TextPart
 from mini_engine.api.errors import bad_request
-from mini_engine.api.protocol import ChatRequest, StructuredOutputs
-from mini_engine.api.tool_calls import THINK, AnswerFormat, AnswerParser
+from mini_engine.api.protocol import ChatMessage, ChatRequest, StructuredOutputs
+from mini_engine.api.tool_calls import THINK, AnswerFormat, AnswerParser, after_thought
 from mini_engine.media.hashing import HASH_BYTES
 from mini_engine.messages import CachedMedia, EngineLimits, MediaItem, Modality
 
@@ -85,7 +84,7 @@ class ChatRenderer:
         text = self._apply_template([self._for_template(message) for message in messages], self._arguments(asked))
         self._check_length(text)
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-        wanted = [part.modality for message in messages for part in message.media]
+        wanted = [modality for message in messages for modality, _ in message.media]
         placed = [self._modality_of[token] for token in token_ids if token in self._modality_of]
         if placed != wanted:
             counts = f"{len(placed)} placeholders for {len(wanted)} media items"
@@ -97,7 +96,7 @@ class ChatRenderer:
         end = self.tokenizer.decode(token_ids[-16:], skip_special_tokens=False)  # enough for the tag
         return self._format.thoughts and end.rstrip().endswith(THINK)
 
-    def constrain(self, chat: ChatRequest, in_thought: bool = False) -> ChatRequest:
+    def constrain(self, chat: ChatRequest, in_thought: bool) -> ChatRequest:
         """The request with the grammar that its answer follows: a call that it asks for, after the thought. Raises
         ApiError, a 400: it asks for no function of its own, or for another grammar too."""
         grammar = chat.grammar
@@ -107,9 +106,9 @@ class ChatRenderer:
         if chat.must_call:
             parallel = chat.parallel_tool_calls is not False and chat.tool_choice == "required"
             grammar = self._format.call_grammar(chat.must_call, parallel)
-        elif not grammar or not in_thought:
+        if not grammar:
             return chat
-        grammar = self._format.after_thought(grammar) if in_thought else grammar
+        grammar = after_thought(grammar) if in_thought else grammar
         return msgspec.structs.replace(chat, structured_outputs=StructuredOutputs(grammar=grammar))
 
     def parser_maker(self, chat: ChatRequest, in_thought: bool) -> Callable[[], AnswerParser]:
@@ -179,18 +178,17 @@ class ChatRenderer:
     def _for_template(self, message: ChatMessage) -> dict[str, Any]:
         """The message as Hugging Face templates know it: media as bare {"type": "image"}, arguments as objects."""
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
-        called = message.tool_calls or ()
+        called, thought = message.tool_calls or (), message.reasoning_content
         calls = [{"id": one.id, "type": one.type, "function": one.function.parsed()} for one in called]
-        more = {"reasoning_content": message.thought, "tool_calls": calls, "tool_call_id": message.tool_call_id}
+        more = {"tool_calls": calls, "tool_call_id": message.tool_call_id, "reasoning_content": thought}
         more = {name: value for name, value in more.items() if value}
-        self._check_text(str(more))
         if not isinstance(message.content, list):
             self._check_text(message.content or "")
             return {"role": role, "content": message.content or "", **more}
         # Joined, because a template writes consecutive parts without anything in between.
-        self._check_text("".join(part.text if isinstance(part, TextPart) else "\n" for part in message.content))
+        self._check_text("".join("\n" if part.text is None else part.text for part in message.content))
         parts = [
-            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": part.modality}
+            {"type": part.modality} if part.text is None else {"type": "text", "text": part.text}
             for part in message.content
         ]
         return {"role": role, "content": parts, **more}
@@ -208,16 +206,11 @@ class ChatRenderer:
             raise bad_request(text, "tools")
         more, goes_on = asked.chat_template_kwargs or {}, bool(asked.continue_final_message)
         opens = not goes_on if asked.add_generation_prompt is None else asked.add_generation_prompt
-        if goes_on and (opens or asked.messages[-1].role != "assistant"):
-            text = "'continue_final_message' needs a last message of the role assistant and no 'add_generation_prompt'."
-            raise bad_request(text, "continue_final_message")
         own = {"add_generation_prompt": opens, "continue_final_message": goes_on, "tools": msgspec.to_builtins(tools)}
         for name in more:
             if name in {"messages", *own} or name not in self._template:
                 text = f"the chat template has no variable {name[:64]!r} that a request may set; leave it out"
                 raise bad_request(text, "chat_template_kwargs")
-        self._check_text(str(own), "tools")
-        self._check_text(str(more), "chat_template_kwargs")
         return own | more
 
     def _apply_template(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
@@ -237,10 +230,9 @@ def collect_media(messages: Sequence[ChatMessage], limits: Mapping[str, int]) ->
     refs: list[MediaRef] = []
     counts: Counter[str] = Counter()
     for message in messages:
-        for part in message.media:
-            counts[part.modality] += 1
-            name = f"{part.modality} {counts[part.modality]}"
-            refs.append(MediaRef(part.modality, part.url, name))
+        for modality, url in message.media:
+            counts[modality] += 1
+            refs.append(MediaRef(modality, url, f"{modality} {counts[modality]}"))
     for limited, limit in limits.items():
         if counts[limited] > limit:
             raise bad_request(

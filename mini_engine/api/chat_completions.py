@@ -51,10 +51,11 @@ async def start(context: AppContext, chat: ChatRequest, state: State) -> Generat
     async with contextlib.AsyncExitStack() as held:
         context.engines.preparing.add(state.end)
         held.callback(context.engines.preparing.discard, state.end)
-        await context.sampling.check(context.renderer.constrain(chat))
-        token_ids, fetched = await prepare(context, chat, state, held)
+        token_ids = await render(context, chat)
         in_thought = context.renderer.opens_thought(token_ids)
         chat = context.renderer.constrain(chat, in_thought)
+        await context.sampling.check(chat)
+        fetched = await prepare(context, chat, token_ids, state, held)
         hashes = list(dict.fromkeys(item.media_hash for item in fetched))
         with context.engines.choose(hashes[0] if hashes else None, chat.num_choices) as engine:  # row 5
             held.enter_context(engine.media.holding(request_id))
@@ -79,16 +80,18 @@ async def start(context: AppContext, chat: ChatRequest, state: State) -> Generat
     return generation
 
 
+async def render(context: AppContext, chat: ChatRequest) -> list[int]:
+    """The prompt's token ids, with one placeholder for each item."""
+    return await run_sized(partial(context.renderer.render, chat), chat.num_characters, INLINE_CHARACTERS)
+
+
 async def prepare(
-    context: AppContext, chat: ChatRequest, state: State, held: contextlib.AsyncExitStack
-) -> tuple[list[int], list[FetchedItem]]:
-    """Rows 2 to 4 of docs/request-path.md. Returns the prompt's token ids with one placeholder for each item, and the
-    items, which have room and places until `held` is closed. Raises as `start`."""
+    context: AppContext, chat: ChatRequest, token_ids: list[int], state: State, held: contextlib.AsyncExitStack
+) -> list[FetchedItem]:
+    """Rows 2 to 4 of docs/request-path.md for the media of a prompt, which have room and places until `held` is
+    closed. Raises as `start`."""
     request_id, clock = state.request_id, state.clock
-    # Row 2: the media references, the prompt with a placeholder for each, their settings.
     refs = collect_media(chat.messages, context.config.item_limits)
-    render = partial(context.renderer.render, chat)
-    token_ids = await run_sized(render, chat.num_characters, INLINE_CHARACTERS)
     budget = video_tokens(context.limits, len(token_ids), chat.token_limit or 1, len(refs))
     settings = context.media_settings.resolve(chat, budget)
     # Row 3: room for the media's bytes, the bytes, and their hashes.
@@ -102,4 +105,4 @@ async def prepare(
         request_id, len(token_ids), len(refs), reservation.amount, extra=about(request_id),
     )  # fmt: skip
     clock.enter("other")
-    return token_ids, fetched
+    return fetched

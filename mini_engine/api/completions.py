@@ -10,12 +10,11 @@ import contextlib
 from functools import partial
 
 from fastapi import APIRouter, Request
-from starlette.datastructures import State
 from starlette.responses import JSONResponse, Response
 
 from mini_engine.api.body import INLINE_CHARACTERS, read_body, run_sized, takes
 from mini_engine.api.chat import check_budget, prompt_sources
-from mini_engine.api.chat_completions import prepare
+from mini_engine.api.chat_completions import prepare, render
 from mini_engine.api.context import AppContext, context_of
 from mini_engine.api.errors import bad_request
 from mini_engine.api.generation import Generation
@@ -79,16 +78,21 @@ async def tokenize(request: Request) -> Response:
     asked = await read_body(request, TokenizeRequest, context)
     media: list[MediaItem] = []
     if asked.prompt is None:
-        tokens, media = await _measure(context, asked, request.state)
+        async with contextlib.AsyncExitStack() as held:
+            token_ids = await render(context, asked.chat)
+            fetched = await prepare(context, asked.chat, token_ids, request.state, held)
+            measured = await context.media.measure(fetched, request.state.request_id)
+            sources = prompt_sources([item.media_hash for item in fetched], measured, {})
+            tokens, media = context.renderer.expand(token_ids, sources)
+            check_budget(media, context.limits)
     else:
         special = asked.add_special_tokens is not False
         encode = partial(context.renderer.encode, asked.prompt, special, allow_placeholders=True)
         tokens = await run_sized(encode, len(asked.prompt), INLINE_CHARACTERS)
     names = [context.renderer.tokenizer.id_to_token(token) for token in tokens] if asked.return_token_strs else None
     body = {"count": len(tokens), "max_model_len": context.limits.max_model_len, "tokens": tokens, "token_strs": names}
-    counts = {"image_tokens": 0, "video_tokens": 0}
-    for item in media:
-        counts[f"{item.modality}_tokens"] += item.num_tokens
+    kinds = ("image", "video")
+    counts = {f"{kind}_tokens": sum(one.num_tokens for one in media if one.modality == kind) for kind in kinds}
     return JSONResponse(body | {"prompt_tokens_details": counts})
 
 
@@ -100,14 +104,3 @@ async def detokenize(request: Request) -> Response:
     context.sampling.check_tokens("tokens", asked.tokens)
     decode = partial(context.renderer.tokenizer.decode, asked.tokens, skip_special_tokens=False)
     return JSONResponse({"prompt": await run_sized(decode, len(asked.tokens), INLINE_CHARACTERS)})
-
-
-async def _measure(context: AppContext, asked: TokenizeRequest, state: State) -> tuple[list[int], list[MediaItem]]:
-    """The prompt of the conversation, and its media without data."""
-    async with contextlib.AsyncExitStack() as held:
-        token_ids, fetched = await prepare(context, asked.chat, state, held)
-        measured = await context.media.measure(fetched, state.request_id)
-        sources = prompt_sources([item.media_hash for item in fetched], measured, {})
-        prompt, media = context.renderer.expand(token_ids, sources)
-        check_budget(media, context.limits)
-        return prompt, media

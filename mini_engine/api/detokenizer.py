@@ -114,7 +114,7 @@ class Detokenizer:
             end, _, self.stopped_by = match
             self._held = ""
             return text[: end if self._include_stop else end - len(self.stopped_by)]
-        held = max((overlap(text, stop) for stop in self._stop), default=0)
+        held = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - held :]
         self._exempt = max(0, self._exempt - (len(text) - held))
         return text[: len(text) - held]
@@ -130,7 +130,7 @@ class Detokenizer:
         return min(ends, default=None)
 
 
-def overlap(text: str, stop: str) -> int:
+def _overlap(text: str, stop: str) -> int:
     """How many of the last characters of `text` are the first of `stop`, short of all of it."""
     return next((count for count in range(len(stop) - 1, 0, -1) if text.endswith(stop[:count])), 0)
 

@@ -1,4 +1,4 @@
-"""Grammars that an answer has to match, as text for llguidance: an engine's rank 0 makes matchers of it.
+"""Grammars that an answer has to match, in llguidance's variant of Lark: an engine's rank 0 makes matchers of them.
 
 Knows nothing of requests; how a grammar acts on the choice of tokens is in `worker/grammar.py`.
 """
@@ -9,7 +9,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from llguidance import LLMatcher
 
 # What stands between the tokens of a JSON value: no more than indentation needs, or a model could write it for ever.
@@ -19,14 +18,18 @@ MAX_GRAMMAR = 100_000  # characters; llguidance takes a tenth of a second for so
 
 def json_grammar(schema: dict[str, Any]) -> str:
     """JSON that is valid under a JSON schema."""
-    # As `LLMatcher.grammar_from_json_schema` writes it, in a hundredth of the time.
     schema = {"x-guidance": {"whitespace_pattern": WHITESPACE}, **schema}
-    return msgspec.json.encode({"grammars": [{"json_schema": schema}]}).decode()
+    return f"start: %json {json.dumps(schema)}"
+
+
+def regex_grammar(regex: str) -> str:
+    """A text that this regular expression, in the syntax of Rust's `regex`, matches as a whole."""
+    return json.loads(LLMatcher.grammar_from_regex(regex))["grammars"][0]["lark_grammar"]
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
     """One of these texts."""
-    return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices)))
+    return "start: " + " | ".join(map(json.dumps, choices))
 
 
 def problem_with(grammar: str) -> str | None:

@@ -25,11 +25,10 @@ from mini_engine.failpoints import reach_failpoint
 from mini_engine.media.decoder import Job
 from mini_engine.media.decoder_pool import DecoderPool, Decoding
 from mini_engine.media.errors import ItemError, MediaError
-from mini_engine.media.fetch import declared_size, fetch, is_elsewhere, is_local_file
+from mini_engine.media.fetch import Frames, declared_size, fetch, fetch_frames, has_frames, is_elsewhere, is_local_file
 from mini_engine.media.hashing import media_hash
 from mini_engine.media.http_fetch import fetch_http, tls_context
 from mini_engine.media.policy import MediaPolicy, Received
-from mini_engine.media.sent_frames import SentFrames, fetch_frames, is_frames
 from mini_engine.messages import Modality
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class FetchedItem:
     data: bytes
     settings: MediaSettings
     media_hash: bytes
-    frames: SentFrames | None = None  # `data` are the images of a video, one after another
+    frames: Frames | None = None  # `data` are the images of a video, one after another
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +179,7 @@ class MediaLoader:
 
         def fetched() -> FetchedItem:
             frames = None
-            if ref.modality == "video" and is_frames(ref.url):
+            if ref.modality == "video" and has_frames(ref.url):
                 data, frames = fetch_frames(ref.url, self.policy, self.decoders.limits, settings.sampling, ref.name)
             elif ref.modality == "video" and settings.sampling.timestamps:
                 raise MediaError(ref.name, "timestamps are for a video that is sent as frames; remove them")
@@ -195,7 +194,7 @@ class MediaLoader:
     async def _work(self, item: FetchedItem, owner: str, probe: bool = False) -> _Worked:
         began = time.monotonic()
         sampling = item.settings.sampling if item.modality == "video" and item.frames is None else None
-        frames = item.frames.parts if item.frames else []
+        frames = item.frames.sizes if item.frames else []
         job = Job(item.name, len(item.data), sampling, self._allow_partial_video, frames, probe)
         decoding = await self.decoders.decode(job, item.data, owner)
         decoded = time.monotonic()

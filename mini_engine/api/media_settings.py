@@ -18,9 +18,9 @@ import msgspec
 from mini_engine.api.errors import bad_request
 from mini_engine.api.protocol import ChatRequest
 from mini_engine.decode_limits import DecodeLimits
+from mini_engine.media.fetch import Frames
 from mini_engine.media.processor import EDGES, TIME_TOKENS, Kind, Kwargs, MediaProcessor, MediaSettings
 from mini_engine.media.sampling import Count, VideoSampling
-from mini_engine.media.sent_frames import SentFrames
 from mini_engine.messages import EngineLimits, Modality
 
 OptionsT = TypeVar("OptionsT", bound=msgspec.Struct)
@@ -28,7 +28,7 @@ LONGEST_VIDEO, LEAST_VIDEO = 128_000, 64  # tokens
 LEAST_STEP_TOKENS = 32  # of Qwen3-VL, as it has for its longest videos
 
 
-def hash_key(settings: MediaSettings, modality: Modality, frames: SentFrames | None = None) -> bytes:
+def hash_key(settings: MediaSettings, modality: Modality, frames: Frames | None = None) -> bytes:
     """All that a media hash covers of an item but its bytes and the model, of which a server has one."""
     of_videos = [repr(settings.sampling), settings.video_tokens] if modality == "video" else []
     # JSON separates the parts: no two different lists have the same text.

@@ -1,4 +1,4 @@
-"""The request bodies of all endpoints: which fields there are, and what they may hold; messages: `conversation.py`.
+"""The request bodies of all endpoints: which fields there are, and what they may hold.
 
 A field is supported, `Ignored`, or known and accepted only at a value that changes nothing (`only`); an unknown one is
 an error. None means the default of the model or the server. Knows nothing of defaults that depend on the model
@@ -11,14 +11,14 @@ import functools
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 import msgspec
-from llguidance import LLMatcher
 from msgspec import Meta, Struct
 
-from mini_engine.api.conversation import Ignored, Messages
 from mini_engine.api.errors import bad_request
-from mini_engine.api.grammars import choice_grammar, json_grammar
-from mini_engine.api.tool_calls import CALL_END, Function, Tool, Tools
+from mini_engine.api.grammars import choice_grammar, json_grammar, regex_grammar
+from mini_engine.api.tool_calls import CALL_END, Function, Tool, ToolCall, Tools
+from mini_engine.messages import Modality
 
+MAX_MESSAGES = 4096
 MAX_STOP_STRINGS = 16  # OpenAI takes 4; more cost little here
 MAX_STOP_LENGTH = 1024  # characters; text that may start a stop string costs up to as many comparisons per token
 MAX_CHOICES = 128  # OpenAI's limit on `n`
@@ -31,8 +31,8 @@ Positive = Annotated[int, Meta(ge=1)]
 TokenId = Count32
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
+Ignored = Annotated[Any, Meta(description="Ignored: it does not change the answer.")]
 MediaIOKwargs = dict[Literal["image", "video"], dict[str, Any] | None]
-ANY_OBJECT = {"type": "object"}
 
 
 def only(*neutral: Any) -> Meta:
@@ -68,6 +68,95 @@ def _unsupported(kind: type[Body]) -> dict[str, tuple[str, tuple[Any, ...]]]:
     return {name: meta.extra["neutral"] for name, meta in metas.items() if meta.extra}
 
 
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+class MediaUrl(Struct, frozen=True, forbid_unknown_fields=True):
+    """The URL of an image or video."""
+
+    url: Annotated[str, Meta(min_length=1)]
+    detail: Ignored = None  # `mm_processor_kwargs` sets the size of items
+
+
+class File(Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of a file, a `data:` URL of an image or a video."""
+
+    file_data: Annotated[str, Meta(pattern="^data:(image|video)/")]
+    filename: Ignored = None
+
+
+Location = MediaUrl | Annotated[str, Meta(min_length=1)]
+INPUT = {"input_text": "text", "input_image": "image_url", "input_video": "video_url"}  # names of the Responses API
+
+
+class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A part of a message: the one of text, image, video and file that `type` names."""
+
+    type: Literal["text", "image_url", "video_url", "file", "input_text", "input_image", "input_video"]
+    text: str | None = None
+    image_url: Location | None = None
+    video_url: Location | None = None
+    file: File | None = None
+    detail: Ignored = None
+    uuid: Ignored = None
+
+    def __post_init__(self) -> None:
+        wanted = INPUT.get(self.type, self.type)
+        if [name for name in ("text", "image_url", "video_url", "file") if getattr(self, name) is not None] != [wanted]:
+            raise ValueError(f"a part of the type {self.type} has `{wanted}`, and nothing else")
+
+    @property
+    def modality(self) -> Modality | None:
+        """None: text."""
+        is_video = self.video_url is not None or self.url.startswith("data:video")
+        return None if self.text is not None else "video" if is_video else "image"
+
+    @property
+    def url(self) -> str:
+        """Where the image or video is; of text empty."""
+        location = self.file.file_data if self.file else self.image_url or self.video_url or ""
+        return location.url if isinstance(location, MediaUrl) else location
+
+
+class ChatMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One message. What an answer of OpenAI's has beside its text is accepted where it says nothing."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    reasoning_content: str | None = None
+    tool_call_id: str | None = None
+    name: Ignored = None
+    refusal: None = None
+    audio: None = None
+    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+    tool_calls: list[ToolCall] | None = None
+    function_call: None = None
+
+    def __post_init__(self) -> None:
+        own = bool(self.tool_calls or self.reasoning_content)
+        if (own and self.role != "assistant") or (self.content is None and not own):
+            raise ValueError("it needs `content`; only the role assistant may have `tool_calls` or a thought instead")
+
+    @property
+    def parts(self) -> list[Part]:
+        """`content` as a list."""
+        return self.content if isinstance(self.content, list) else [Part(type="text", text=self.content or "")]
+
+    @property
+    def media(self) -> list[tuple[Modality, str]]:
+        """The images and videos, each with its URL, in order."""
+        return [(part.modality, part.url) for part in self.parts if part.modality is not None]
+
+    @property
+    def num_characters(self) -> int:
+        """Of text, thoughts and arguments."""
+        texts = [self.reasoning_content, *(call.function.arguments for call in self.tool_calls or ())]
+        return sum(len(text or "") for text in (*texts, *(part.text for part in self.parts)))
+
+
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
 # --- generation ------------------------------------------------------------------------------------------------------
 
 
@@ -83,14 +172,6 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("`include_obfuscation` and `continuous_usage_stats` are not supported")
 
 
-class TextFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """Any text."""
-
-
-class JsonObjectFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
-    """Any JSON object."""
-
-
 class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True):
     """A JSON schema that an answer is valid under, `strict` or not."""
 
@@ -100,41 +181,37 @@ class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True):
     strict: Ignored = None
 
 
-class JsonSchemaFormat(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
-    """JSON under a schema."""
+class ResponseFormat(Struct, frozen=True, forbid_unknown_fields=True):
+    """Any text, any JSON object, or JSON under a schema."""
 
-    json_schema: JsonSchema
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def __post_init__(self) -> None:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("the type json_schema has `json_schema`, and no other")
 
 
 class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
     """vLLM's: what the answer has to be, by exactly one of the fields."""
 
-    json: dict[str, Any] | str | None = None  # a JSON schema, or its text
-    json_object: bool | None = None
+    json: dict[str, Any] | None = None  # a JSON schema
     regex: str | None = None  # of the whole answer, in the syntax of Rust's `regex`
     choice: Annotated[list[str], Meta(min_length=1)] | None = None
-    grammar: str | None = None  # in llguidance's variant of Lark
+    grammar: Annotated[str, Meta(min_length=1)] | None = None  # in llguidance's variant of Lark
 
     def __post_init__(self) -> None:
-        if sum(getattr(self, name) not in (None, False) for name in self.__struct_fields__) != 1:
+        if sum(getattr(self, name) is not None for name in self.__struct_fields__) != 1:
             raise ValueError(f"Send exactly one of {', '.join(self.__struct_fields__)}")
-        if isinstance(self.json, str):
-            try:
-                msgspec.json.decode(self.json, type=dict[str, Any])
-            except msgspec.DecodeError as error:
-                raise ValueError(f"`json` is not the text of a JSON schema: {error}") from None
 
     @property
     def text(self) -> str:
-        """The grammar in llguidance's form."""
+        """The grammar in Lark."""
+        if self.json is not None:
+            return json_grammar(self.json)
         if self.regex is not None:
-            return LLMatcher.grammar_from_regex(self.regex)
-        if self.grammar is not None:
-            return LLMatcher.grammar_from_lark(self.grammar)
-        if self.choice is not None:
-            return choice_grammar(self.choice)
-        schema = msgspec.json.decode(self.json) if isinstance(self.json, str) else self.json
-        return json_grammar(ANY_OBJECT if schema is None else schema)
+            return regex_grammar(self.regex)
+        return choice_grammar(self.choice) if self.choice else self.grammar or ""
 
 
 class GenerationRequest(Body, kw_only=True, frozen=True):
@@ -165,7 +242,7 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
     user: Ignored = None
@@ -184,20 +261,19 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
 
     @property
     def grammar(self) -> str:
-        """What the answer has to match, in llguidance's form; empty: it may be any text."""
+        """What the answer has to match, in Lark; empty: it may be any text."""
         if self.structured_outputs is not None:
             return self.structured_outputs.text
-        match self.response_format:
-            case JsonObjectFormat():
-                return json_grammar(ANY_OBJECT)
-            case JsonSchemaFormat(JsonSchema(schema=schema)):
-                return json_grammar(schema)
-        return ""
+        if self.response_format is None or self.response_format.type == "text":
+            return ""
+        asked = self.response_format.json_schema
+        return json_grammar(asked.schema if asked else {"type": "object"})
 
     @property
     def grammar_field(self) -> str:
         """The field that errors about the grammar name."""
-        return "response_format" if self.structured_outputs is None else "structured_outputs"
+        is_format = self.response_format is not None and self.response_format.type != "text"
+        return "response_format" if is_format else "structured_outputs"
 
     @property
     def stop_strings(self) -> list[str]:
@@ -216,7 +292,7 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
 
     def check(self) -> None:
         super().check()
-        if self.structured_outputs is not None and not isinstance(self.response_format, TextFormat | None):
+        if self.structured_outputs and self.response_format and self.response_format.type != "text":
             text = "Send either 'structured_outputs' or a 'response_format' other than text, not both."
             raise bad_request(text, "structured_outputs")
         if self.stream_options is not None and not self.stream:

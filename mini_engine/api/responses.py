@@ -6,8 +6,8 @@ In OpenAI's form. Encoded by msgspec, since a stream has one event for each step
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
-import itertools
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ from mini_engine.api.detokenizer import ListedToken
 from mini_engine.api.errors import error_event, explain
 from mini_engine.api.generation import Generation, Piece
 from mini_engine.api.protocol import ChatRequest, GenerationRequest
-from mini_engine.api.tool_calls import AnswerParser, Fragment, Tool
+from mini_engine.api.tool_calls import AnswerParser, Tool
 
 DONE = b"data: [DONE]\n\n"
 
@@ -63,9 +63,10 @@ class Responder(ABC):
             async with contextlib.aclosing(_pieces(generations)) as pieces:
                 async for piece in pieces:
                     unfinished -= piece.finish_reason is not None
-                    for choice in self._event_choices(piece):
-                        started, more = True, unfinished or choice["finish_reason"] is None
-                        yield self._event(choice) if more else self._last_events(choice, generations)
+                    choice = self._event_choice(piece)
+                    if choice is not None:
+                        started = True
+                        yield self._event(choice) if unfinished else self._last_events(choice, generations)
         except Exception as error:  # noqa: BLE001 - explain() logs what it does not know
             if not started:
                 raise
@@ -94,68 +95,57 @@ class Responder(ABC):
         """All of a choice."""
 
     @abstractmethod
-    def _event_choices(self, piece: Piece) -> list[dict[str, Any]]:
-        """What a piece adds to a choice, one for each event; the last has the finish reason."""
+    def _event_choice(self, piece: Piece) -> dict[str, Any] | None:
+        """What a piece adds to a choice; None: nothing."""
 
 
 class ChatResponder(Responder):
-    """Chat completions. The first event of each choice has the role; each has text, a thought or a call, not two."""
+    """Chat completions. The first event of each choice has the role."""
 
     whole_object = "chat.completion"
     event_object = "chat.completion.chunk"
 
     def __init__(self, asked: ChatRequest, request_id: str, model: str, make_parser: Callable[[], AnswerParser]):
         super().__init__(asked, request_id, model)
-        self._make_parser = make_parser
-        self._parsers: dict[int, AnswerParser] = {}  # of the choices of a stream that have begun
+        self._parsers: dict[int, AnswerParser] = collections.defaultdict(make_parser)  # of the choices that have begun
         self._is_named = isinstance(asked.tool_choice, Tool)
 
     def _whole_choice(self, piece: Piece) -> dict[str, Any]:
-        parser = self._make_parser()
-        fragments = parser.push(piece.text, last=True)
-        content, reasoning = (
-            "".join(one.text for one in fragments if one.kind == kind) for kind in ("content", "reasoning_content")
-        )
-        calls = [_new_call(one.text) for one in fragments if one.kind == "call"]
-        for one in fragments:
-            if one.kind == "arguments":
-                calls[one.call]["function"]["arguments"] += one.text
-        more = {name: value for name, value in (("reasoning_content", reasoning), ("tool_calls", calls)) if value}
-        message = {"role": "assistant", "content": content or (None if more else ""), "refusal": None, **more}
-        return self._choice(piece, "message", message, len(calls))
+        said = self._split(piece)
+        for call in said.get("tool_calls", ()):
+            del call["index"]
+        message = {"role": "assistant", "content": None if said else "", "refusal": None} | said
+        return self._choice(piece, "message", message)
 
-    def _event_choices(self, piece: Piece) -> list[dict[str, Any]]:
-        begun = piece.index in self._parsers
-        parser = self._parsers[piece.index] = self._parsers[piece.index] if begun else self._make_parser()
-        deltas = [_delta(fragment) for fragment in parser.push(piece.text, piece.finish_reason is not None)]
-        if not begun:
-            deltas[:1] = [{"role": "assistant", "content": ""} | (deltas[0] if deltas else {})]
-        elif not deltas and (piece.finish_reason or piece.logprobs):
-            deltas = [{}]
-        choices = [self._choice(piece, "delta", delta, parser.num_calls) for delta in deltas]
-        for earlier, later in itertools.pairwise(choices):
-            earlier["finish_reason"] = later["logprobs"] = None
-        return choices
+    def _event_choice(self, piece: Piece) -> dict[str, Any] | None:
+        first = {} if piece.index in self._parsers else {"role": "assistant", "content": ""}
+        delta = first | self._split(piece)
+        return self._choice(piece, "delta", delta) if delta or piece.logprobs or piece.finish_reason else None
 
-    def _choice(self, piece: Piece, name: str, content: dict[str, Any], calls: int) -> dict[str, Any]:
+    def _split(self, piece: Piece) -> dict[str, Any]:
+        """What a piece adds to a message: to its texts, and to its calls, where `index` is the number of a call."""
+        texts: dict[str, str] = {}
+        calls: dict[int, dict[str, Any]] = {}
+        parser = self._parsers[piece.index]
+        number = parser.num_calls - 1
+        for kind, text in parser.push(piece.text, piece.finish_reason is not None):
+            if kind == "call":
+                number += 1
+                head = {"index": number, "id": f"call_{secrets.token_hex(12)}", "type": "function"}
+                calls[number] = head | {"function": {"name": text, "arguments": ""}}
+            elif kind == "arguments":
+                calls.setdefault(number, {"index": number, "function": {"arguments": ""}})
+                calls[number]["function"]["arguments"] += text
+            else:
+                texts[kind] = texts.get(kind, "") + text
+        return texts | ({"tool_calls": list(calls.values())} if calls else {})
+
+    def _choice(self, piece: Piece, name: str, content: dict[str, Any]) -> dict[str, Any]:
         listed = None if piece.logprobs is None else _chat_logprobs(piece.logprobs)
         # OpenAI's: a call that the request has named is no reason to stop.
-        called = piece.finish_reason == "stop" and calls and not self._is_named
+        called = piece.finish_reason == "stop" and self._parsers[piece.index].num_calls and not self._is_named
         reason = "tool_calls" if called else piece.finish_reason
         return {"index": piece.index, name: content, "finish_reason": reason, "logprobs": listed}
-
-
-def _new_call(name: str) -> dict[str, Any]:
-    call_id = f"call_{secrets.token_hex(12)}"
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
-
-
-def _delta(fragment: Fragment) -> dict[str, Any]:
-    if fragment.kind == "call":
-        return {"tool_calls": [{"index": fragment.call, **_new_call(fragment.text)}]}
-    if fragment.kind == "arguments":
-        return {"tool_calls": [{"index": fragment.call, "function": {"arguments": fragment.text}}]}
-    return {fragment.kind: fragment.text}
 
 
 class CompletionResponder(Responder):
@@ -167,8 +157,8 @@ class CompletionResponder(Responder):
         listed = None if piece.logprobs is None else _legacy_logprobs(piece.logprobs)
         return {"index": piece.index, "text": piece.text, "logprobs": listed, "finish_reason": piece.finish_reason}
 
-    def _event_choices(self, piece: Piece) -> list[dict[str, Any]]:
-        return [self._whole_choice(piece)] if piece.text or piece.finish_reason else []
+    def _event_choice(self, piece: Piece) -> dict[str, Any] | None:
+        return self._whole_choice(piece) if piece.text or piece.finish_reason else None
 
 
 def _chat_logprobs(listed: Sequence[ListedToken]) -> dict[str, Any]:

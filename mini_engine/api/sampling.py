@@ -82,11 +82,10 @@ class SamplingResolver:
         have, or a grammar that cannot be followed."""
         self.check_tokens("stop_token_ids", request.stop_token_ids or ())
         self.check_tokens("logit_bias", request.logit_bias or {})
-        if grammar := request.grammar:
-            problem = await asyncio.to_thread(problem_with, grammar)  # its length says little of the time
-            if problem is not None:
-                field = request.grammar_field
-                raise bad_request(f"Invalid '{field}': its grammar cannot be followed: {problem}.", field)
+        # In a thread: its length says little of the time.
+        problem = await asyncio.to_thread(problem_with, request.grammar) if request.grammar else None
+        if problem is not None:
+            raise bad_request(f"The grammar of this request cannot be followed: {problem}.", request.grammar_field)
 
     def check_tokens(self, name: str, token_ids: Iterable[int]) -> None:
         """Raises ApiError, a 400, unless the model has all tokens of the field `name`."""

@@ -6,15 +6,13 @@ object with `name` and `arguments`. Knows nothing of HTTP, tokens or templates.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import msgspec
+import regex
 from msgspec import Meta, Struct
-
-from mini_engine.api.detokenizer import overlap
 
 NAME = "[a-zA-Z0-9_.-]{1,64}"
 THINK, THINK_END, CALL, CALL_END = TAGS = "<think>", "</think>", "<tool_call>", "</tool_call>"
@@ -82,7 +80,7 @@ class AnswerFormat:
 
     calls: bool
     thoughts: bool
-    symbols: dict[str, str]  # the tags in Lark, which writes those that are tokens without quotes
+    vocabulary: Collection[str]  # the added tokens
 
     @classmethod
     def of(cls, template: str, vocabulary: Collection[str], tool_parser: str, reasoning_parser: str) -> AnswerFormat:
@@ -93,44 +91,36 @@ class AnswerFormat:
         if tool_parser == "hermes" and "tools" not in template:
             raise ValueError("--tool-call-parser: the chat template has no tools; give one with --chat-template")
         thoughts = reasoning_parser == "qwen3" or (reasoning_parser == "auto" and THINK in template)
-        symbols = {tag: tag if tag in vocabulary else f'"{tag}"' for tag in TAGS}
-        return cls("tools" in template and is_hermes, thoughts, symbols)
+        return cls("tools" in template and is_hermes, thoughts, vocabulary)
 
     def call_grammar(self, functions: Sequence[Function], parallel: bool) -> str:
         """Lark of an answer that is a call of one of `functions`, or with `parallel` perhaps several."""
-        names = [f"f{number}" for number in range(len(functions))]
-        rules = ["start: call" + r' ("\n" call)*' * parallel, f"body: {' | '.join(names)}"]
-        rules.append(f"call: {self.symbols[CALL]} body {self.symbols[CALL_END]}")
-        for name, function in zip(names, functions, strict=True):
-            head = rf'"\n{{\"name\": \"{function.name}\", \"arguments\": "'
-            rules.append(rf'{name}: {head} %json {msgspec.json.encode(function.schema).decode()} "}}\n"')
-        return "\n".join(rules)
-
-    def after_thought(self, grammar: str) -> str:
-        """A grammar in llguidance's form for a prompt that has opened a thought: it acts once the thought has ended."""
-        is_json = grammar.startswith("{")  # or it is Lark
-        answer = msgspec.json.decode(grammar)["grammars"][0] if is_json else {"lark_grammar": grammar}
-        # A tag that is a token is no text; one that is text needs a lexeme that ends where it first occurs.
-        tag = self.symbols[THINK_END]
-        thought = "thought" if tag.startswith('"') else rf"/(.|\n)*/ {tag}"
-        lark = f"start: {thought} /\\s*/ @answer\nthought[suffix={tag}]: /(.|\\n)*/"
-        grammars = [{"lark_grammar": lark}, {**answer, "name": "answer"}]
-        return msgspec.json.encode({"grammars": grammars}).decode()
+        # Lark writes a tag that is a token without quotes.
+        begin, end = (tag if tag in self.vocabulary else f'"{tag}"' for tag in (CALL, CALL_END))
+        calls = [
+            rf'"\n{{\"name\": \"{one.name}\", \"arguments\": " %json {msgspec.json.encode(one.schema).decode()} "}}\n"'
+            for one in functions
+        ]
+        start = r'call ("\n" call)*' if parallel else "call"
+        return f"start: {start}\ncall: {begin} ({' | '.join(calls)}) {end}"
 
 
-Kind = Literal["content", "reasoning_content", "call", "arguments"]
+def after_thought(grammar: str) -> str:
+    """The grammar for a prompt that has opened a thought: it acts once the thought has ended, with the tag's token."""
+    return f"start: /(.|\\n)*/ {THINK_END} /\\s*/ answer\nanswer: %lark {{\n{grammar}\n}}"
 
-# Where the arguments of a call begin. Anchored by `match`; the whitespace before a tag is no text.
-_HEAD = re.compile(rf'\s*{CALL}\s*{{\s*"name"\s*:\s*"({NAME})"\s*,\s*"arguments"\s*:\s*(?={{)')
 
+Kind = Literal["start", "reasoning_content", "content", "call", "arguments"]
 
-@dataclass(frozen=True, slots=True)
-class Fragment:
-    """A part of an answer: some text of it, the name of a function that it calls, or some of the call's arguments."""
-
-    kind: Kind
-    text: str
-    call: int  # the number of the last call
+_SPACE = r"\s{0,9}"  # not any number: it is held back, and searched again with each text
+_HEAD = _SPACE.join(["", CALL, r"\{", '"name"', ":", f'"({NAME})"', ",", '"arguments"', ":", r"(?=\{)"])
+# What ends the text of a kind, and the kind of what follows.
+_ENDS: dict[Kind, tuple[str, Kind]] = {
+    "start": (rf"\A{_SPACE}{THINK}", "reasoning_content"),  # here only: later the tag is content
+    "reasoning_content": (_SPACE + THINK_END, "content"),
+    "content": (_HEAD, "arguments"),
+    "arguments": (rf"{_SPACE}\}}?{_SPACE}{CALL_END}", "content"),  # with the brace that closes the call
+}
 
 
 class AnswerParser:
@@ -144,99 +134,34 @@ class AnswerParser:
     def __init__(self, *, calls: bool = False, thoughts: bool = False, in_thought: bool = False):
         """`in_thought`: the prompt has opened one."""
         self.num_calls = 0
-        self._held = ""  # not delivered
-        self._kind: Kind | None = "content"  # of what is held; None: it is dropped
-        self._fragments: list[Fragment] = []
-        self._steps = self._read(calls, thoughts, in_thought)
+        self._calls = calls
+        self._kind: Kind = "reasoning_content" if in_thought else "start" if thoughts else "content"
+        self._held = ""  # of this kind, not delivered
+        self._after_tag = in_thought
 
-    def push(self, text: str, last: bool = False) -> list[Fragment]:
-        """Takes the next text, and returns what is certain now; with the `last`, all."""
+    def push(self, text: str, last: bool = False) -> list[tuple[Kind, str]]:
+        """Takes the next text, and returns what is certain now; with the `last`, all. Of a call it is the name."""
         self._held += text
-        next(self._steps)
-        if last:
-            self._emit(self._kind, self._held)
-        fragments, self._fragments = self._fragments, []
-        return fragments
-
-    # --- steps: each takes what it can from the text that is held, and yields to get more ---
-
-    def _read(self, calls: bool, thoughts: bool, in_thought: bool) -> Iterator[None]:
-        if thoughts and not in_thought:
-            while (text := self._held.lstrip()) != THINK and THINK.startswith(text):
-                yield
-            in_thought = text.startswith(THINK)  # here only: later the tag is content
-            self._held = text[len(THINK) :] if in_thought else self._held
-        if in_thought:
-            self._kind = "reasoning_content"
-            yield from self._skip(0)
-            yield from self._text(THINK_END)
-            yield from self._skip(self._held.index(THINK_END) + len(THINK_END))
-        while calls:
-            yield from self._text(CALL)
-            yield from self._call()
+        fragments: list[tuple[Kind, str]] = []
         while True:
-            self._emit("content", self._held)
-            self._held = ""
-            yield
+            pattern, next_kind = _ENDS[self._kind]
+            search = self._kind != "content" or self._calls
+            end = regex.search(pattern, self._held, partial=not last) if search else None
+            if end is None and self._kind == "start":
+                self._kind = "content"
+            elif end is None and last and self._kind == "arguments":
+                self._held += CALL_END  # the answer is cut off, or ends at the tag as its stop string
+            elif end is None or end.partial:
+                return fragments + self._take(len(self._held) if end is None else end.start())
+            else:
+                fragments += self._take(end.start())
+                self._kind, self._held, self._after_tag = next_kind, self._held[len(end[0]) :], True
+                if next_kind == "arguments":
+                    fragments.append(("call", end[1]))
+                    self.num_calls += 1
 
-    def _text(self, tag: str) -> Iterator[None]:
-        """Delivers up to the tag, which then begins what is held, perhaps after whitespace."""
-        while tag not in self._held:
-            self._deliver(len(self._held) - overlap(self._held, tag))
-            yield
-        self._deliver(self._held.index(tag))
-
-    def _deliver(self, end: int) -> None:
-        text = self._held[:end].rstrip()
-        self._emit(self._kind, text)
-        self._held = self._held[len(text) :]
-
-    def _skip(self, end: int) -> Iterator[None]:
-        """Drops what is held up to the end of a tag, and whitespace."""
-        self._kind = "content" if end else self._kind
-        self._held = self._held[end:].lstrip()
-        while not self._held:
-            yield
-            self._held = self._held.lstrip()
-
-    def _call(self) -> Iterator[None]:
-        while not (head := _HEAD.match(self._held)) and CALL_END not in self._held:
-            yield
-        end = self._held.find(CALL_END)
-        if head is None or 0 <= end < head.end():
-            end += len(CALL_END)
-            self._emit("content", self._held[:end])
-            self._held = self._held[end:]
-            return
-        self.num_calls += 1
-        self._emit("call", head[1])
-        self._held = self._held[head.end() :]
-        yield from self._arguments()
-        self._kind = None  # to the tag there is nothing but the brace that closes the call
-        while CALL_END not in self._held:
-            yield
-        yield from self._skip(self._held.index(CALL_END) + len(CALL_END))
-
-    def _arguments(self) -> Iterator[None]:
-        """Up to the bracket that closes them, or to what can only be the tag."""
-        depth, quoted, escaped = 0, False, False
-        while True:
-            for place, character in enumerate(self._held):
-                if quoted:
-                    quoted = escaped or character != '"'
-                    escaped = character == "\\" and not escaped
-                    continue
-                quoted = character == '"'
-                depth += (character in "{[") - (character in "}]")
-                if depth == 0 or character == "<":
-                    end = place + (character != "<")
-                    self._emit("arguments", self._held[:end])
-                    self._held = self._held[end:]
-                    return
-            self._emit("arguments", self._held)
-            self._held = ""
-            yield
-
-    def _emit(self, kind: Kind | None, text: str) -> None:
-        if text and kind is not None:
-            self._fragments.append(Fragment(kind, text, self.num_calls - 1))
+    def _take(self, end: int) -> list[tuple[Kind, str]]:
+        text, self._held = self._held[:end], self._held[end:]
+        text = text.lstrip() if self._after_tag else text
+        self._after_tag = self._after_tag and not text
+        return [(self._kind, text)] if text else []

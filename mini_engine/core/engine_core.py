@@ -263,11 +263,9 @@ class EngineCore:
                 self._publish(work.request, work.end)
         for sampled in flight.tokens:
             request = self.requests.get(sampled.request_id)
-            if request is None:  # it ended while the step ran
-                continue
-            if sampled.error:
+            if request is not None and sampled.error:
                 self._finish(request, "error", sampled.error)
-            else:
+            elif request is not None:  # else it ended while the step ran
                 self._deliver(request, sampled)
         for message in flight.step.release:
             self.outbox.consumed(message)

@@ -145,10 +145,11 @@ class Supervisor:
         if useless := without_effect(config, cache, limits.device):
             logger.info("no effect here: %s", "; ".join(useless))
         logger.info("media cache: %s (%s)", cache.kind, cache.reason)
+        page = "" if config.disable_playground else "(playground: /) "
         logger.info(
-            "serving %s at %s/v1 after %.1f s: %d API server(s), %d engine(s) x %d worker(s), "
+            "serving %s at %s/v1 %safter %.1f s: %d API server(s), %d engine(s) x %d worker(s), "
             "%d KV blocks of %d tokens, up to %d tokens a request",
-            config.served_names[0], url_of(config, self.listeners[0]), seconds,
+            config.served_names[0], url_of(config, self.listeners[0]), page, seconds,
             config.api_server_count, config.data_parallel_size, config.tensor_parallel_size,
             limits.num_blocks, limits.block_size, limits.max_model_len,
         )  # fmt: skip

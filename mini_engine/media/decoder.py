@@ -66,7 +66,7 @@ class Job(msgspec.Struct, frozen=True):
     num_bytes: Size
     sampling: VideoSampling | None = None  # None: an image, or frames
     allow_partial: bool = False
-    frames: list[tuple[int, Size]] = []  # a video of images, one after another: of each its number and its bytes
+    frames: list[Size] = []  # a video of images, one after another: the bytes of each
     probe: bool = False  # leave out the pixels if the file's headers and packets tell the size and the times of frames
 
 

@@ -75,12 +75,12 @@ def parse_http(text: str, policy: MediaPolicy, item: str, base: URL | None = Non
             raise ValueError("not an http(s) URL, or with a user name")
         host, port = (url.raw_host or "").lower(), url.port
     except ValueError as error:
-        problem = f"the URL must be https://host/path, without a user name, of at most {MAX_URL_CHARACTERS} characters"
+        problem = f"the URL must be http(s)://host/path, with no user name, of at most {MAX_URL_CHARACTERS} characters"
         raise MediaError(item, f"{problem}; percent-encode spaces, control characters, backslashes") from error
     if base is not None and base.scheme == "https" and url.scheme == "http":
         raise MediaError(item, "redirect from https to http")
     if policy.allowed_hosts.isdisjoint({(host, None), (host, port)}):
-        raise MediaError(item, "--allowed-media-domains does not list the URL's host with its port")
+        raise MediaError(item, "--allowed-media-domains does not list the URL's host with its port; send a data: URL")
     return url
 
 

@@ -69,26 +69,26 @@ def decode_image(file: mmap.mmap, guard: Guard, allocate: Allocate, probe: bool 
 
 
 def decode_frames(
-    data: mmap.mmap, frames: Sequence[tuple[int, int]], guard: Guard, allocate: Allocate, probe: bool = False
+    data: mmap.mmap, sizes: Sequence[int], guard: Guard, allocate: Allocate, probe: bool = False
 ) -> NDArray[np.uint8]:
-    """Returns [T, H, W, 3]: the images of one size that lie in `data` one after another. `frames` has the number in
-    errors and the bytes of each. `probe` and errors as `decode_image`."""
+    """Returns [T, H, W, 3]: the images of one height and width that lie in `data` one after another. `sizes` are their
+    bytes. `probe` and errors as `decode_image`."""
     rows, start = np.empty((0, 0, 0, 3), np.uint8), 0
-    for place, (number, size) in enumerate(frames):
+    for place, size in enumerate(sizes):
         guard.tick()
         try:
             with mmap.mmap(-1, size) as file:
                 file[:] = data[start : start + size]
                 pixels = decode_image(file, guard, lambda shape: np.empty((*shape, 3), np.uint8), probe)
         except MediaError as error:
-            raise MediaError(guard.item, f"frame {number}: {error.problem}") from error
+            raise MediaError(guard.item, f"frame {place + 1}: {error.problem}") from error
         height, width, _ = pixels.shape
         if place == 0:
-            all_pixels = len(frames) * height * width
+            all_pixels = len(sizes) * height * width
             guard.check("max_video_pixels_kept", all_pixels, "pixels in all frames", "fewer or smaller frames")
-            rows = allocate((len(frames), height, width))
+            rows = allocate((len(sizes), height, width))
         elif pixels.shape != rows.shape[1:]:
-            problem = f"frame {number} has {width}x{height} pixels, the first {rows.shape[2]}x{rows.shape[1]}"
+            problem = f"frame {place + 1} has {width}x{height} pixels, the first {rows.shape[2]}x{rows.shape[1]}"
             raise MediaError(guard.item, f"{problem}; send frames of one size")
         if not probe:
             rows[place] = pixels

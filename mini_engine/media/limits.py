@@ -41,7 +41,7 @@ class Guard:
         """Called before an image or a frame of this size is decoded."""
         self.check(limit, width * height, f"pixels ({width}x{height})", "a smaller one")
         if max(height, width) > _MAX_ASPECT_RATIO * min(height, width):
-            problem = f"{width}x{height} is longer than {_MAX_ASPECT_RATIO} times its width; crop it"
+            problem = f"of {width}x{height} one side is more than {_MAX_ASPECT_RATIO} times the other; crop it"
             raise MediaError(self.item, problem)
 
     def fitting_size(self, frames: int, width: int, height: int) -> tuple[int, int]:

@@ -27,7 +27,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token_ids: list[int] = []  # with the model's end-of-sequence tokens, unless `ignore_eos`
     min_tokens: int = 0  # no stop token is sampled before there are this many
     logprobs: int | None = None  # None: none; else for each sampled token and this many likeliest
-    grammar: str = ""  # in llguidance's form: the output matches it, then a stop token ends it; empty: any output
+    grammar: str = ""  # in llguidance's Lark: the output matches it, then a stop token ends it; empty: any output
 
 
 class Sibling(msgspec.Struct, frozen=True, array_like=True):

@@ -398,7 +398,7 @@ function levels(timings, usage) {
   if (!usage.media) return [prefix];
   const [stored, encoded] = [timings.media_decode + timings.process === 0, timings.encode === 0];
   return [
-    entry(stored, stored ? "media store hit: no decode" : "media store miss"),
+    entry(stored, stored ? "media cache hit: no decode" : "media cache miss"),
     entry(encoded, encoded ? "encoder cache hit: no encode" : "encoder cache miss"),
     prefix,
   ];
@@ -431,7 +431,7 @@ function bytes(count) {
 // --- see the server --------------------------------------------------------------------------------------------------
 
 const CACHES = [
-  ["mm_cache", "media store, items"],
+  ["mm_cache", "media cache, items"],
   ["encoder_cache", "encoder cache, items"],
   ["prefix_cache", "prefix cache, tokens"],
 ];

@@ -103,8 +103,7 @@ class FlatBatch:
     Tensors are int64 on the CPU: `token_ids` `[n]`, `positions` `[3, n]`, `slots` `[n]` (block * block_size + place),
     `last_rows` `[s]`, the last row of each chunk that samples. `sampled` are the sequences of these, and `stops`, int64
     `[s]`, the indices in them of the tokens to be sampled. `in_prompt` are the chunks that begin in a prompt: others
-    have no media. `greedy`: no row needs more than its largest logit; `adjusts`: some row's logits are adjusted;
-    `constrained`: some row has a grammar.
+    have no media. `greedy`: no row needs more than its largest logit; `adjusts`: some row's logits are adjusted.
     """
 
     in_prompt: list[Part]
@@ -116,7 +115,6 @@ class FlatBatch:
     last_rows: Tensor
     greedy: bool
     adjusts: bool
-    constrained: bool
 
     @property
     def decodes(self) -> bool:
@@ -166,7 +164,6 @@ def build_batch(work: Sequence[tuple[Chunk, SequenceState]], block_size: int) ->
         last_rows=torch.tensor([part.first + part.chunk.num_tokens - 1 for part in sampled], dtype=torch.int64),
         greedy=all(part.sequence.recipe.plain for part in sampled),
         adjusts=any(part.sequence.recipe.adjusts for part in sampled),
-        constrained=any(part.sequence.recipe.params.grammar for part in sampled),
     )
     return batch, [spans[i] for i in order]
 

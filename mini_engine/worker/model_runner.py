@@ -24,15 +24,13 @@ from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.worker import sampler
 from mini_engine.worker.attention import AttentionBackend, StepAttention
 from mini_engine.worker.batch import DecodeBatch, FlatBatch, SequenceState, build_batch
-from mini_engine.worker.grammar import Constraint, Grammars, Masks
+from mini_engine.worker.grammar import Constraint, Grammars
 from mini_engine.worker.media_inputs import MediaInputs
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.penalties import Adjustments
 
 if TYPE_CHECKING:
     from mini_engine.worker.decode_graphs import DecodeGraphs  # imports Triton
-
-NO_TOKENIZER = "Structured output needs a tokenizer.json in the model's directory; send the request without it."
 
 
 class Sampling:
@@ -56,9 +54,10 @@ class Sampling:
                 sequence.tokens[stop] = token
             self._result = []
             if self._sampled is not None:
-                reports, errors = self._sampled.logprobs, self._sampled.errors
+                reports = self._sampled.logprobs
+                errors = [one.constraint.error if one.constraint else "" for one in self._sequences]
                 self._result = [
-                    SampledToken(one.request_id, token, reports.get(i, []), errors.get(i, ""))
+                    SampledToken(one.request_id, token, reports.get(i, []), errors[i])
                     for i, (one, token) in enumerate(zip(self._sequences, tokens, strict=True))
                 ]
         return self._result
@@ -112,7 +111,7 @@ class ModelRunner:
         self._attention = attention
         self._cache = cache = attention.cache
         self.graphs = graphs
-        self.grammars: Grammars | None = None  # rank 0 has it, if the model has a tokenizer.json
+        self.grammars: Grammars | None = None  # rank 0 has them
         self._media = media
         self._normalise = normalise
         self._tp = tp
@@ -286,34 +285,31 @@ class ModelRunner:
             sampler.Row(sequence.recipe, stop - sequence.prompt_length)
             for sequence, stop in zip(batch.sampled, stops, strict=True)
         ]
-        masks, errors = self._masks(batch.sampled, stops) if batch.constrained else (None, {})
+        constrained = self._constraints(batch.sampled, stops)
         if batch.adjusts and self._adjustments is None:
             self._adjustments = Adjustments(batch.sampled, stops, logits.shape[1], self.device)
 
         def adjust(logits: Tensor) -> Tensor:
             if self._adjustments is not None:
                 logits = self._adjustments.apply(logits)
-            return logits if masks is None else masks.apply(logits)
+            return self.grammars.mask(logits, constrained) if self.grammars and constrained else logits
 
         sampled = sampler.sample(logits, rows, adjust)
         if self._adjustments is not None:
             self._adjustments.count(sampled.tokens)
-        return sampled._replace(errors=errors)
+        return sampled
 
-    def _masks(self, sequences: Sequence[SequenceState], stops: Sequence[int]) -> tuple[Masks | None, dict[int, str]]:
-        """Those of the rows with a grammar, and by row why one cannot be followed. Waits for the tokens of the step
-        before; the device may compute this one meanwhile."""
-        if self.grammars is None:
-            return None, {i: NO_TOKENIZER for i, one in enumerate(sequences) if one.recipe.params.grammar}
-        self._take_tokens()
-        constraints: dict[int, Constraint] = {}
+    def _constraints(self, sequences: Sequence[SequenceState], stops: Sequence[int]) -> dict[int, Constraint]:
+        """Those of the rows with a grammar that goes on. Waits for the tokens of the step before if there are any; the
+        device may compute this one meanwhile."""
+        going_on: dict[int, Constraint] = {}
         for i, one in enumerate(sequences):
-            if one.recipe.params.grammar:
-                constraints[i] = one.constraint = one.constraint or self.grammars.constrain(one.recipe.params)
-        outputs = {i: sequences[i].tokens[sequences[i].prompt_length : stops[i]] for i in constraints}
-        rows = [i for i, one in constraints.items() if one.advance(outputs[i])]
-        masks = self.grammars.masks(rows, [constraints[i] for i in rows]) if rows else None
-        return masks, {i: one.error for i, one in constraints.items() if one.error}
+            if self.grammars is not None and one.recipe.params.grammar:
+                self._take_tokens()
+                one.constraint = one.constraint or self.grammars.constrain(one.recipe.params)
+                if one.constraint.advance(one.tokens[one.prompt_length : stops[i]]):
+                    going_on[i] = one.constraint
+        return going_on
 
 
 def keep_rows(encoded: dict[bytes, Tensor], item: MediaItem, first: int, rows: Tensor) -> None:

@@ -17,6 +17,7 @@ from mini_engine.kernels import ops
 from mini_engine.kernels.staging import to_device
 from mini_engine.worker.batch import SequenceState
 
+BARRED = -1e30  # not infinity: where a grammar masks all but stop tokens, one of them is chosen all the same
 IN_PROMPT, IN_OUTPUT = 1, 2  # what an occurrence adds to a count: see `ops.penalise`
 
 
@@ -36,9 +37,9 @@ class Adjustments:
         self._size, self._device = vocab_size, device
         self._params = [sequence.recipe.params for sequence in sequences]
         self._steps = 0  # whose tokens have been counted
-        # Output tokens that a sequence has still to choose before it may stop; with a grammar `Constraint` sees to it.
+        # Output tokens that a sequence has still to choose before it may stop.
         self._short = [
-            params.min_tokens - (stop - sequence.prompt_length) if params.stop_token_ids and not params.grammar else 0
+            params.min_tokens - (stop - sequence.prompt_length) if params.stop_token_ids else 0
             for params, sequence, stop in zip(self._params, sequences, stops, strict=True)
         ]
         self._mask_stop_tokens()
@@ -73,7 +74,7 @@ class Adjustments:
         if len(self._biased):
             scores.view(-1).index_add_(0, self._biased, self._biases)
         if len(self._barred):
-            scores.view(-1).index_fill_(0, self._barred, float("-inf"))
+            scores.view(-1).index_fill_(0, self._barred, BARRED)
         if len(self._where):
             ops.penalise(scores, self._counts, self._rows, self._factors)
         return scores

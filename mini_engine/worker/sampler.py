@@ -6,7 +6,7 @@ The parameters of a row act in this order, which is vLLM's:
 2. logit_bias is added
 3. stop tokens are barred while there are fewer than min_tokens; after the bias, so that none can lift the bar
 4. repetition_penalty, then frequency_penalty and presence_penalty
-5. tokens outside of its grammar are barred; stop tokens below min_tokens then here, so that some token is left
+5. tokens outside of its grammar are masked, lower than barred ones: where only an end may come, it does
 6. a greedy row takes its largest logit; for the others follow
 7. temperature
 8. min_p, then top_k, then top_p of the probability that these leave
@@ -98,12 +98,10 @@ class Report:
 
 
 class Sampled(NamedTuple):
-    """`tokens`: int64 `[n]` on the logits' device. `report`: on the rows that ask for one, if any does. `errors`: by
-    row, why it has no token."""
+    """`tokens`: int64 `[n]` on the logits' device. `report`: on the rows that ask for one, if any does."""
 
     tokens: Tensor
     report: Report | None = None
-    errors: dict[int, str] = {}
 
     @property
     def logprobs(self) -> dict[int, list[TokenLogprob]]:

@@ -100,9 +100,8 @@ def _run(child: Child) -> None:
     )
     core.send(child.encoder.encode(WorkerReady(rank, runner.num_blocks, device.type)))
     child.ready()
-    tokenizer = Path(init.model_dir) / "tokenizer.json"
-    if tp.rank == 0 and tokenizer.exists():  # now that no process waits for this one: it may take 0.7 s
-        runner.grammars = Grammars(tokenizer, model.config.text.vocab_size)
+    if tp.rank == 0:  # now that no process waits for this one: it may take 0.7 s
+        runner.grammars = Grammars(Path(init.model_dir) / "tokenizer.json", model.config.text.vocab_size)
     if device.type == "cpu":
         serve(core, child.encoder, runner)
     serve_ahead(core, child.encoder, runner)

@@ -153,12 +153,6 @@ def video(data: bytes = CLIP) -> dict[str, Any]:
     return {"type": "video_url", "video_url": {"url": url}}
 
 
-def frames(*images: bytes) -> dict[str, Any]:
-    """A content part: a video that is sent as its frames."""
-    url = "data:video/jpeg;base64," + ",".join(base64.b64encode(one).decode() for one in images)
-    return {"type": "video_url", "video_url": {"url": url}}
-
-
 class SlowWeb(WebServer):
     """A web server whose response, an image, waits for `go`."""
 

@@ -40,7 +40,7 @@ def test_tools_calls_and_results_reach_the_template(hf: Any) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "é"}'}}
     messages = [
         *user("x"),
-        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "hm"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
         {"role": "tool", "tool_call_id": "1", "content": [image()]},
     ]
     text = rendered(hf, messages, tools=tools)

@@ -10,8 +10,10 @@ import pytest
 
 from mini_engine.api import media_settings
 from tests.api.patience import eventually
-from tests.api.serving import ANSWER, MAX_MODEL_LEN, Counted, Served, choices_of, frames, image, png, video
+from tests.api.serving import ANSWER, MAX_MODEL_LEN, Counted, Served, choices_of, image, video
 
+FRAME = image(57)["image_url"]["url"].partition(",")[2]
+FRAMES = {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{FRAME},{FRAME},{FRAME}"}}
 streamed_or_whole = pytest.mark.parametrize("stream", [False, True])
 
 
@@ -112,11 +114,12 @@ async def test_text_to_tokens_and_back(served: Served, text: str) -> None:
     ([image(111)], {"mm_processor_kwargs": {"max_pixels": 56 * 56}}),
     *[([video()], {"media_io_kwargs": {"video": asked}}) for asked in ({"fps": 5}, {"num_frames": 3}, {"end": 0.2})],
     ([video()], {"max_completion_tokens": MAX_MODEL_LEN - 64}),  # which leaves less room for the video
-    ([frames(png(57), png(57), png(57))], {"media_io_kwargs": {"video": {"timestamps": [0, 0.5, 1.5]}}}),
+    ([FRAMES], {"media_io_kwargs": {"video": {"timestamps": [0, 0.5, 1.5]}}}),
 ])  # fmt: skip
-async def test_tokens_of_a_conversation_are_those_of_its_answer(
+async def test_tokens_of_a_conversation(
     served: Served, content: Any, more: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Those that its answer counts."""
     monkeypatch.setattr(media_settings, "LEAST_VIDEO", 8)
     usage = (await served.post(content, **more)).json()["usage"]
     counted = Counted("media_decodes_total")

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from mini_engine.api import server
-from mini_engine.api.conversation import ChatMessage
-from mini_engine.api.protocol import ChatRequest
+from mini_engine.api.protocol import ChatMessage, ChatRequest
 from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
 from mini_engine.decode_limits import DecodeLimits
 from mini_engine.messages import Init, MediaCachePlan

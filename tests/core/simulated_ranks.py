@@ -69,7 +69,6 @@ class SimulatedLinks:
         self.num_encoded = 0  # items
         self.num_computed = 0
         self.released: list[MessageId] = []
-        self.errors: dict[str, str] = {}  # of requests that get no token
         self.reported: set[tuple[int, MessageId]] = set()  # by a rank; the report may still be on its way
         self.kept: set[bytes] = set()
         self.read: Callable[[StoreHandle], bytes] = lambda handle: b""  # what the store holds there: the media's hash
@@ -166,7 +165,7 @@ class SimulatedLinks:
         token = token_of(chunk.request_id, sequence.num_sampled)
         sequence.append(token)
         sequence.num_sampled += 1
-        return [SampledToken(chunk.request_id, token, error=self.errors.get(chunk.request_id, ""))]
+        return [SampledToken(chunk.request_id, token)]
 
     def _slot(self, table: list[int], position: int) -> int:
         return table[position // self.block_size] * self.block_size + position % self.block_size

@@ -94,17 +94,6 @@ def test_failed_media_are_released_after_all_ranks_reported():
 # --- pings: the core answers for all of its ranks, and only when they have shown that they run -----------------------
 
 
-def test_an_error_of_a_rank_about_a_request_ends_that_request_only():
-    world = World()
-    world.links.errors["a"] = "its grammar is too complex"
-    world.request("a", max_tokens=10)
-    world.request("b", max_tokens=3)
-    world.run()
-    assert (world.ends, world.tokens["a"]) == ({"a": ["error"], "b": ["length"]}, [])
-    assert world.errors["a"] == "its grammar is too complex"
-    world.assert_at_rest()
-
-
 def test_ping_of_an_idle_engine_runs_an_empty_step():
     world = World(ranks=2)
     world.receive(ControlRequest(5))

@@ -6,6 +6,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema_rs
+import openai
 import pytest
 
 from mini_engine.demo import questions, videos
@@ -55,11 +56,15 @@ def test_answers_under_a_grammar_are_right_and_in_its_form(server):
     things = f"an? ({'|'.join(videos.COLOURS)}) ({'|'.join(videos.SHAPES)})"
     form = {"regex": things + " (moving (left|right|up|down)|standing still)"}
     asked = [ask_video(3000 + seed, "describe") for seed in range(24)]
-    more = {"structured_outputs": form, "ignore_eos": True, "min_tokens": 40}
-    assert not wrong_answers(server, asked, extra_body=more)
+    assert not wrong_answers(
+        server, asked, extra_body={"structured_outputs": form, "ignore_eos": True, "min_tokens": 40}
+    )
     enums = {"colour": {"enum": list(videos.COLOURS)}, "shape": {"enum": list(videos.SHAPES)}}
     schema = {"type": "object", "properties": enums, "required": list(enums), "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, "strict": True}}
     more = {"response_format": form, "n": 2, "logprobs": True}
     for one in asked[:4]:
         assert jsonschema_rs.is_valid(schema, json.loads(server.ask(one.text, one.urls, **more)))
+    more = {"structured_outputs": {"grammar": "start: <|unknown|>"}}  # only the model's tokenizer could tell
+    with pytest.raises(openai.InternalServerError, match="grammar of this request .* unknown special token"):
+        server.ask("hello", [], extra_body=more)

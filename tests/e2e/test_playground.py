@@ -77,7 +77,7 @@ def test_a_second_ask_about_a_dropped_video_hits_the_caches(page, tmp_path):
     first.get_by_role("button", name="Ask again").click()
     second = page.locator(".turn").nth(1)
     playwright.expect(second.locator(".answer")).to_have_text("a red circle moving left")
-    playwright.expect(second.locator(".levels")).to_contain_text("media store hit")
+    playwright.expect(second.locator(".levels")).to_contain_text("media cache hit")
     assert {"decode", "process", "encode"} <= stages(second).keys()
     (ROOT / "build").mkdir(exist_ok=True)
     page.wait_for_timeout(2500)  # the numbers of the server are read again, and no longer marked as changed

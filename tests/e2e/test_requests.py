@@ -32,12 +32,11 @@ def test_frames_of_a_video_are_answered_as_the_video(server):
     clip = videos.render(4 * 10**9, width=96, height=96, num_frames=16, fps=8)
     urls = [image_url(videos.Picture(clip.colour, clip.shape, frame)) for frame in clip.frames]
     sent = "data:video/jpeg;base64," + ",".join(url.partition(",")[2] for url in urls)
-    answers = []
-    for url, more in ((video_url(clip), {}), (sent, {"timestamps": [index / 8 for index in range(16)]})):
-        asked = {"messages": [message("Describe the video.", [("video_url", url)])], "temperature": 0}
-        sampling = {"media_io_kwargs": {"video": {"num_frames": 8} | more}}
-        reply = post(server, "/v1/chat/completions", asked | sampling)
-        answers.append((reply["choices"][0]["message"]["content"], reply["usage"]["prompt_tokens"]))
+    times = {"timestamps": [index / 8 for index in range(16)]}
+    answers = [
+        server.ask("Describe the video.", [("video_url", url)], extra_body={"media_io_kwargs": {"video": more}})
+        for url, more in ((video_url(clip), {"num_frames": 16}), (sent, {"num_frames": 16} | times))
+    ]
     assert answers[0] == answers[1]
 
 

@@ -39,9 +39,8 @@ def decode_image(data: bytes, limits: DecodeLimits = NO_LIMITS, probe: bool = Fa
 
 
 def decode_frames(frames: Sequence[bytes], limits: DecodeLimits = NO_LIMITS) -> NDArray[np.uint8]:
-    """Every second frame of a video has been sent: their numbers are 1, 3, 5, ..."""
-    parts = [(2 * place + 1, len(frame)) for place, frame in enumerate(frames)]
-    return image.decode_frames(mapped(b"".join(frames)), parts, Guard("video 1", limits), allocate)
+    sizes = [len(frame) for frame in frames]
+    return image.decode_frames(mapped(b"".join(frames)), sizes, Guard("video 1", limits), allocate)
 
 
 def mapped(data: bytes) -> Any:

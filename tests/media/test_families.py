@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from mini_engine.api.chat import ChatRenderer
-from mini_engine.api.conversation import ChatMessage
-from mini_engine.api.protocol import ChatRequest
+from mini_engine.api.protocol import ChatMessage, ChatRequest
+from mini_engine.media.fetch import CLOCK
 from mini_engine.media.processor import MediaProcessor, ProcessedItem
 from mini_engine.media.sampling import VideoFacts, VideoSampling
-from mini_engine.media.sent_frames import CLOCK
 from mini_engine.worker.normalisation import Normalisation
 from tests import tiny_processor
 from tests.media.decoding import Video
@@ -114,9 +113,8 @@ def test_prompts(processor):
         process_video(processor, media[2]),
     ]
     message = msgspec.convert({"role": "user", "content": parts}, ChatMessage)
-    token_ids, placed_items = renderer.expand(
-        renderer.render(ChatRequest(messages=[message])), [(b"hash", item) for item in items]
-    )
+    prompt = renderer.render(ChatRequest(messages=[message]))
+    token_ids, placed_items = renderer.expand(prompt, [(b"hash", item) for item in items])
     text = hf.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
     theirs = full_call(processor, *media, text=text)
     assert token_ids == list(theirs["input_ids"][0])

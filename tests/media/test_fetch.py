@@ -6,12 +6,15 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mini_engine.decode_limits import DecodeLimits
 from mini_engine.media.errors import MediaError
-from mini_engine.media.fetch import declared_size, fetch, is_elsewhere, is_local_file
+from mini_engine.media.fetch import Frames, declared_size, fetch, fetch_frames, is_elsewhere, is_local_file
 from mini_engine.media.policy import MediaPolicy
+from mini_engine.media.sampling import VideoSampling
 
 POLICY = MediaPolicy(None, 1000)
 BASE64 = "//4xMj8+"
@@ -128,3 +131,37 @@ SIZES["/proc/self/maps"] = "--max-media-bytes"  # stat() reports a size of 0
 def test_size_and_kind_of_file(path: str, hint: str, policy: MediaPolicy, tmp_path: Path) -> None:
     with pytest.raises(MediaError, match=hint):
         fetch(f"file://{tmp_path / path}", MediaPolicy(Path("/"), 1000))
+
+
+FRAMES = [bytes([number]) * number for number in range(1, 5)]  # frame n has n bytes
+UNEVEN = [10.0, 10.5, 12.0, 16.0]
+
+
+def fetched_frames(sampling: VideoSampling, frames: list[bytes] = FRAMES, **limits: Any) -> tuple[bytes, Frames]:
+    url = "data:video/jpeg;base64," + ",".join(base64.b64encode(frame).decode() for frame in frames)
+    return fetch_frames(url, MediaPolicy(None, 60), DecodeLimits(**limits), sampling, "video 1")
+
+
+@pytest.mark.parametrize(("sampling", "times", "seconds"), [
+    (VideoSampling(fps=4, max_frames=4), [0, 0.25, 0.5, 0.75], 1),
+    (VideoSampling(fps=1, timestamps=UNEVEN), UNEVEN, 8),
+    (VideoSampling(num_frames=-1), [0, 0.5, 1, 1.5], 2),  # at two per second
+])  # fmt: skip
+def test_all_frames_count_at_their_times(sampling: VideoSampling, times: list[float], seconds: float) -> None:
+    data, sent = fetched_frames(sampling)
+    assert (data, sent.sizes, sent.facts.timestamps) == (b"".join(FRAMES), [1, 2, 3, 4], times)
+    assert sent.facts.total_frames / sent.facts.fps == seconds
+
+
+@pytest.mark.parametrize(("sampling", "more", "problem"), [
+    ({"fps": 4}, {"frames": [b"a", b"", b"c"]}, "frame 2: is empty"),
+    ({"fps": 4}, {"frames": [b"a" * 40] * 2}, "larger than 60 bytes, the limit of --max-media-bytes"),
+    ({"fps": 2, "timestamps": UNEVEN[:3]}, {}, "it has 4 frames and 3 timestamps; send one for each frame"),
+    ({"num_frames": 3}, {}, "it has 4 frames, more than the 3 of num_frames, .*send fewer"),
+    ({"fps": 4, "start": 1}, {}, "start and end are for a video that is sent as a file"),
+    ({"fps": 2}, {"max_video_seconds": 1.9}, "it has 2 seconds, .*--max-video-seconds"),
+    ({"fps": 2}, {"max_video_frames_kept": 3}, "it has 4 frames, .*--max-video-frames-kept"),
+])  # fmt: skip
+def test_frames_that_are_refused(sampling: dict[str, Any], more: Any, problem: str) -> None:
+    with pytest.raises(MediaError, match=f"^video 1: {problem}"):
+        fetched_frames(VideoSampling(**sampling), **more)
