@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "model": {"model", "kernels"},
     "kernels": {"kernels"},
     "demo": {"demo"},
+    "cluster": {"cluster", "mini_engine.cli"},
 }  # bench may import everything: it measures the parts by themselves
 TOP_LEVEL_FOR_ALL = {
     *("messages", "config", "child", "log", "metrics", "failpoints", "process_setup"),
@@ -66,6 +67,12 @@ def test_imports_point_one_way():
         if not allowed(part, name)
     ]
     assert not wrong, wrong
+
+
+def test_only_the_cluster_imports_ray():
+    pattern = re.compile(r"^\s*(from|import) ray\b", re.MULTILINE)
+    users = {path.parent.name for path in FILES if pattern.search(path.read_text())}
+    assert users == {"cluster"}
 
 
 def test_no_import_cycles_between_files_or_folders():
@@ -110,6 +117,7 @@ def test_every_config_field_is_read_somewhere():
 
 def test_every_path_and_flag_in_the_documents_exists():
     others = {"--gpus", "--memory", "--shm-size", "--stop-timeout", "--tmpfs", "--ulimit", "--no-cache-dir"}
+    others |= {"--head", "--address", "--resources"}  # of `ray start`
     flags = {*re.findall(r"--[a-z-]+", build_parser().format_help()), *others}
     for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = document.read_text()

@@ -23,14 +23,18 @@ def alive(pid: int) -> bool:
         return False
 
 
+def parent(pid: int) -> int:
+    """The process that started `pid`."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
+
+
 def descendants(pid: int) -> list[int]:
     """All processes below `pid`."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError):
-                parent = int(Path(f"/proc/{entry}/stat").read_text().rpartition(") ")[2].split()[1])
-                children.setdefault(parent, []).append(int(entry))
+                children.setdefault(parent(int(entry)), []).append(int(entry))
     found, queue = [], [pid]
     while queue:
         queue += children.get(queue[0], [])

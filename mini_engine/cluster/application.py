@@ -1,0 +1,72 @@
+"""The Ray Serve application: engines, one per host, behind fronts, one per host, both scaled by requests in flight."""
+
+import shlex
+import sys
+from typing import Any
+
+from pydantic import BaseModel
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+
+from mini_engine.cli import parse
+from mini_engine.cluster.engine import EngineReplica
+from mini_engine.cluster.front import Front
+from mini_engine.config import ConfigError, EngineConfig
+
+SERVE = (sys.executable, "-c", "from mini_engine.cli import serve; raise SystemExit(serve())")
+ROUTER = "mini_engine.cluster.router:HostAffineRouter"
+FRONT_REQUESTS = 10_000  # of a front, also those that wait for a host: `/health` must find room
+OWN_FLAGS = ("host", "port", "uds", "root_path", "api_key", "ssl_keyfile", "ssl_certfile")  # not the engines' here
+
+
+class Arguments(BaseModel, extra="forbid"):
+    """What `build` takes, as `name=value` of `serve run` or `args` of a YAML."""
+
+    flags: str = ""  # of serve.py, the model first
+    hosts: int = 1
+    min_hosts: int | None = None  # with `max_hosts`: scaled between the two; each is `hosts` unless given
+    max_hosts: int | None = None
+    gpus: int = 0  # of each host, which the engine uses
+    api_key: str = ""  # that clients must send; none: no key is needed
+    target_requests: float | None = None  # in flight per host, at which hosts are added; unset: `--max-num-seqs`
+    upscale_delay_s: float = 30.0  # for which requests in flight must exceed the target
+    downscale_delay_s: float = 600.0
+
+
+def application(arguments: Arguments, command: tuple[str, ...] = SERVE) -> Application:
+    """The application. `command` is started on each host with `flags`, `--host` and `--port`.
+
+    Raises:
+        ConfigError: `flags` that serve.py would not take, or that are the cluster's to choose.
+    """
+    flags = shlex.split(arguments.flags)
+    config = parse(flags, environ={})
+    for name in OWN_FLAGS:
+        if getattr(config, name) != getattr(EngineConfig(), name):
+            raise ConfigError(f"flags: --{name.replace('_', '-')} is for one engine; see docs/cluster.md#security")
+    at_once = config.max_num_seqs * config.data_parallel_size
+    fewest = arguments.min_hosts or arguments.hosts
+    scaling: dict[str, Any] = {
+        "autoscaling_config": AutoscalingConfig(
+            min_replicas=fewest,
+            initial_replicas=max(fewest, arguments.hosts),
+            max_replicas=arguments.max_hosts or arguments.hosts,
+            target_ongoing_requests=arguments.target_requests or at_once,
+            upscale_delay_s=arguments.upscale_delay_s,
+            downscale_delay_s=arguments.downscale_delay_s,
+        ),
+        "graceful_shutdown_timeout_s": config.shutdown_timeout,
+    }
+    engines = EngineReplica.options(  # type: ignore[attr-defined]
+        max_ongoing_requests=4 * at_once,  # more than run: the engine's own queue knows priorities
+        ray_actor_options={"num_cpus": 0, "num_gpus": arguments.gpus, "resources": {"engine": 1}},
+        request_router_config=RequestRouterConfig(request_router_class=ROUTER),  # type: ignore[arg-type]
+        **scaling,
+    )
+    fronts = Front.options(  # type: ignore[attr-defined]
+        max_ongoing_requests=FRONT_REQUESTS,
+        ray_actor_options={"num_cpus": 0},
+        max_replicas_per_node=1,
+        **scaling,
+    )
+    return fronts.bind(engines.bind([*command, *flags]), arguments.api_key)

@@ -1,0 +1,107 @@
+"""A replica of Ray Serve that owns one engine: starts it, ends with it, and grants leases.
+
+A lease is a call that lasts as long as its request: so Serve counts the request for limits, scaling and draining, while
+the bytes go straight from the front to the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import os
+import re
+import secrets
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+from typing import IO
+
+import aiohttp
+import ray
+from ray import serve
+
+from mini_engine.cluster.router import Attempt
+
+# Starts the command such that it dies with the replica, whose thread the kernel watches.
+LAUNCHER = """
+import os, sys
+from mini_engine.process_setup import die_with_parent
+die_with_parent(int(sys.argv[1]))
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+HEALTH_SECONDS = 10.0
+STOP_SECONDS = 10.0  # for an engine without requests to exit
+LINES_SHOWN = 20  # of the log of an engine that does not start
+
+
+@dataclasses.dataclass(frozen=True)
+class Lease:
+    """Leave to send one request to an engine."""
+
+    host: str  # Ray's id of the node
+    url: str
+    key: str  # the engine's API key, which only this engine and those with leases know
+
+
+@serve.deployment(health_check_period_s=5, health_check_timeout_s=HEALTH_SECONDS + 5)
+class EngineReplica:
+    """See the module."""
+
+    def __init__(self, command: list[str]):
+        """Returns when the engine serves; raises RuntimeError, with the end of its log, when it does not start."""
+        self._key = secrets.token_urlsafe()
+        self._stopping = False
+        address = ray.util.get_node_ip_address()
+        launcher = [sys.executable, "-c", LAUNCHER, str(os.getpid())]
+        environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # Ray sets it to 1
+        self._process = subprocess.Popen(
+            [*launcher, *command, "--host", address, "--port", "0"],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            env=environ | {"MINI_ENGINE_API_KEY": self._key},
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        self._lease = Lease(
+            ray.get_runtime_context().get_node_id(), self._wait_for_url(self._process.stdout), self._key
+        )
+        threading.Thread(target=self._watch, args=(self._process.stdout,), daemon=True).start()
+
+    def _wait_for_url(self, log: IO[str]) -> str:
+        last: collections.deque[str] = collections.deque(maxlen=LINES_SHOWN)
+        for line in log:
+            sys.stderr.write(line)
+            last.append(line)
+            if match := re.search(r" at (http://\S+)/v1 ", line):
+                return match[1]
+        raise RuntimeError(f"the engine exited with status {self._process.wait()}:\n{''.join(last)}")
+
+    def _watch(self, log: IO[str]) -> None:
+        """Copy the log; end this process with the engine's: Serve replaces it at once, health checks take a minute."""
+        for line in log:
+            sys.stderr.write(line)
+        status = self._process.wait()
+        if not self._stopping:
+            print(f"the engine exited with status {status}: this replica ends", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    async def lease(self, _attempt: Attempt) -> AsyncIterator[Lease]:
+        """The lease, which lasts until the caller cancels this call."""
+        yield self._lease
+        await asyncio.Event().wait()
+
+    async def check_health(self) -> None:
+        """Raises when `/health` is not 200; Serve replaces the replica after three times."""
+        timeout = aiohttp.ClientTimeout(HEALTH_SECONDS)
+        async with aiohttp.ClientSession(timeout=timeout, raise_for_status=True) as session:
+            async with session.get(f"{self._lease.url}/health"):
+                pass
+
+    def __del__(self) -> None:
+        """Serve calls this when no lease is left, or the time for that is over."""
+        self._stopping = True
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()

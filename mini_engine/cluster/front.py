@@ -1,0 +1,180 @@
+"""The HTTP ingress: takes a lease on the host of a request's media, and streams request and response.
+
+A request is sent again only if no engine can have received it. An engine that dies may have died of the request: sent
+again, it would end one host after the other.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import aiohttp
+from fastapi import FastAPI
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.handle import DeploymentHandle
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from mini_engine.cluster.engine import Lease
+from mini_engine.cluster.expositions import merge_expositions
+from mini_engine.cluster.media_key import media_key
+from mini_engine.cluster.router import Attempt
+
+LEASE_SECONDS = 2.0  # for a host to grant a lease: an unresponsive one costs that once
+CONNECT_SECONDS = 2.0
+AVOID_SECONDS = 10.0  # after a host has failed, for Ray to notice
+QUEUE_SECONDS = 60.0  # for a host to have room
+OPEN_PATHS = ("/health", "/live")  # no API key
+# RFC 9110, section 7.6.1; and what this connection has in place of the client's.
+HOP_BY_HOP = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "proxy-connection"}
+OWN_HEADERS = HOP_BY_HOP | {"host", "content-length", "expect", "authorization"}
+
+app = FastAPI(openapi_url=None)  # the engines' own is forwarded
+
+
+class NoHost(Exception):
+    """No host has taken the request."""
+
+
+class Forwarded(StreamingResponse):
+    """An engine's response as it comes. `held` ends with it: cut off early, as when the client leaves, that closes the
+    connection, and the engine aborts the request."""
+
+    def __init__(self, response: aiohttp.ClientResponse, held: contextlib.AsyncExitStack, key: str):
+        left_out = HOP_BY_HOP | {"date"}  # Serve adds its own
+        headers = {name: value for name, value in response.headers.items() if name.lower() not in left_out}
+        super().__init__(response.content.iter_any(), response.status, headers | {"x-media-key": key})
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See `Response`."""
+        async with self._held:
+            await super().__call__(scope, receive, send)
+
+
+def _error(status: int, message: str) -> Response:
+    """In OpenAI's form."""
+    kind = {401: "authentication_error"}.get(status, "server_error")
+    headers = {"retry-after": "1"} if status == 503 else {}
+    error = {"message": message, "type": kind, "param": None, "code": None}
+    return JSONResponse({"error": error}, status, headers)
+
+
+# `serve.ingress` takes a copy of what the class refers to: it comes last.
+@serve.deployment
+@serve.ingress(app)
+class Front:
+    """See the module."""
+
+    def __init__(self, engines: DeploymentHandle, api_key: str):
+        self._engines = engines
+        self._api_key = api_key.encode()
+        self._failed: dict[str, float] = {}  # when each host that failed may be preferred again
+        self._known: dict[str, Lease] = {}  # the last of each host
+        timeout = aiohttp.ClientTimeout(None, sock_connect=CONNECT_SECONDS)
+        # A kept connection that its server is closing would fail requests of which nobody knows whether they arrived.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False)
+
+    @app.api_route("/{path:path}", methods=["GET", "HEAD", "POST", "OPTIONS"])
+    async def answer(self, request: Request) -> Response:
+        """Every endpoint."""
+        is_open = request.url.path in OPEN_PATHS or request.method == "OPTIONS"  # a browser's preflight has no key
+        if not is_open and not self._has_key(request.headers):
+            return _error(
+                401, "Incorrect or missing API key: send a valid one in the header 'Authorization: Bearer KEY'."
+            )
+        if request.url.path in ("/health", "/metrics", "/reset_caches"):
+            return await self._answer_for_all(request)
+        body = await request.body()
+        key = await asyncio.to_thread(media_key, body or request.url.path.encode())
+        held = contextlib.AsyncExitStack()
+        try:
+            response = await self._send(request, body, key, held)
+        except BaseException as error:
+            await held.aclose()
+            if isinstance(error, NoHost):
+                return _error(503, "No host has room; send this request again later.")
+            if isinstance(error, aiohttp.ClientError):
+                return _error(502, "The engine that served this request has stopped; send it again later.")
+            raise
+        return Forwarded(response, held, key)
+
+    def _has_key(self, headers: Mapping[str, str]) -> bool:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = key.strip(" ").encode("latin-1") if scheme.lower() == "bearer" else b""
+        return not self._api_key or hmac.compare_digest(given, self._api_key)
+
+    async def _send(
+        self, request: Request, body: bytes, key: str, held: contextlib.AsyncExitStack
+    ) -> aiohttp.ClientResponse:
+        """The response to a request, once it has begun; `held` holds it and its lease."""
+        deadline = time.monotonic() + QUEUE_SECONDS
+        while time.monotonic() < deadline:
+            now = time.monotonic()
+            attempt = Attempt([host for host, until in self._failed.items() if until > now])
+            try:
+                lease = await held.enter_async_context(self._lease(key, attempt))
+            except (TimeoutError, RayError):
+                failed = attempt.tried
+            else:
+                try:
+                    return await held.enter_async_context(self._ask(lease, request, body))
+                except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+                    failed = lease.host
+            await held.aclose()
+            if failed is not None:
+                self._failed[failed] = time.monotonic() + AVOID_SECONDS
+        raise NoHost
+
+    @contextlib.asynccontextmanager
+    async def _lease(self, key: str, attempt: Attempt) -> AsyncIterator[Lease]:
+        granted: Any = self._engines.options(stream=True, session_id=key).lease.remote(attempt)
+        try:
+            lease = await asyncio.wait_for(granted.__anext__(), LEASE_SECONDS)
+            self._known[lease.host] = lease
+            yield lease
+        finally:
+            granted.cancel()
+
+    @contextlib.asynccontextmanager
+    async def _ask(self, lease: Lease, request: Request, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+        headers = [(name, value) for name, value in request.headers.items() if name not in OWN_HEADERS]
+        headers.append(("authorization", f"Bearer {lease.key}"))
+        url = f"{lease.url}{request.url.path}" + (f"?{request.url.query}" if request.url.query else "")
+        async with self._session.request(request.method, url, headers=headers, data=body or None) as response:
+            yield response
+
+    async def _find_hosts(self) -> None:
+        """Take a lease of each host, so that all are known."""
+        seen: list[str] = []
+        while True:
+            async with self._lease("", Attempt(seen)) as lease:
+                if lease.host in seen:
+                    return
+                seen = [*seen, lease.host]
+
+    async def _answer_for_all(self, request: Request) -> Response:
+        """All hosts' metrics with the label `host`; the best `/health`; the worst answer to `/reset_caches`."""
+        with contextlib.suppress(TimeoutError, RayError):  # no host has room: those that are known remain
+            await self._find_hosts()
+        texts: dict[str, str] = {}
+        answers: dict[int, bytes] = {}
+        for host, lease in list(self._known.items()):
+            try:
+                async with self._ask(lease, request, b"") as response:
+                    answers[response.status] = await response.read()
+                    texts[host] = answers[response.status].decode()
+            except aiohttp.ClientError:  # it is gone
+                self._known.pop(host, None)
+        if not answers:
+            return _error(503, "No host answers.")
+        if request.url.path == "/metrics":
+            return Response(merge_expositions(texts), media_type="text/plain; version=0.0.4")
+        status = (max if request.method == "POST" else min)(answers)
+        return Response(answers[status], status, media_type="application/json")

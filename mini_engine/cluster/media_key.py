@@ -1,0 +1,67 @@
+"""The key by which requests are routed: equal for requests that share their first media item.
+
+It names no content: hosts hash what they fetch, so a wrong key costs a decode, never a wrong answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+import msgspec
+
+LOCATIONS = {"video_url": "url", "image_url": "url", "file": "file_data"}  # fields of parts, and where each has its URL
+# Query parameters of signed URLs of Amazon S3, Google Cloud Storage, CloudFront and Azure: new for each request.
+_SIGNATURE = re.compile(
+    r"x-(amz|goog)-.*|awsaccesskeyid|googleaccessid|key-pair-id|policy|signature|expires"
+    r"|sig|se|st|sp|sv|sr|sip|spr|ske|skt|sks|skv|skoid|sktid",
+    re.IGNORECASE,
+)
+
+
+def media_key(body: bytes) -> str:
+    """The key of a request's JSON body: of its first media item, else of its first message or its prompt.
+
+    A body that is not such an object has a key, too: the engine refuses it.
+    """
+    try:
+        request = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return _hash(body)
+    if not isinstance(request, dict):
+        return _hash(body)
+    messages = request.get("messages")
+    messages = messages if isinstance(messages, list) else []
+    for url in _media(messages):
+        return _hash(_unsigned(url).encode())
+    return _hash(msgspec.json.encode(messages[0] if messages else request.get("prompt")))
+
+
+def _media(messages: list[Any]) -> Iterator[str]:
+    for message in messages:
+        parts = message.get("content") if isinstance(message, dict) else None
+        for part in parts if isinstance(parts, list) else ():
+            for field, inner in LOCATIONS.items() if isinstance(part, dict) else ():
+                location = part.get(field)
+                url = location.get(inner) if isinstance(location, dict) else location
+                if isinstance(url, str):
+                    yield url
+
+
+def _unsigned(url: str) -> str:
+    """A URL without what changes from request to request; of a `data:` URL what follows the media type."""
+    if url.startswith("data:"):
+        return url.partition(",")[2]
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # the engine refuses it
+        return url
+    kept = [pair for pair in parse_qsl(parts.query, keep_blank_values=True) if not _SIGNATURE.fullmatch(pair[0])]
+    return parts._replace(query=urlencode(kept), fragment="").geturl()
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

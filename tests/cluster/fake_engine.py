@@ -1,0 +1,81 @@
+"""A process in the place of an engine: it counts what it is sent, and takes the seconds that a request asks for.
+
+A body's `chunks` are streamed with `seconds` between them. `/metrics` has how many distinct media it was sent, which an
+engine would decode, and the requests in progress.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+
+from aiohttp import web
+
+from mini_engine.cluster.media_key import media_key
+
+media: set[str] = set()
+running = 0
+
+
+@web.middleware
+async def authenticate(request: web.Request, handler) -> web.StreamResponse:
+    if (
+        request.path != "/health"
+        and request.headers.get("authorization") != f"Bearer {os.environ['MINI_ENGINE_API_KEY']}"
+    ):
+        return web.Response(status=401)
+    return await handler(request)
+
+
+async def chat(request: web.Request) -> web.StreamResponse:
+    global running
+    body = await request.read()
+    fields = json.loads(body)
+    media.add(media_key(body))
+    running += 1
+    try:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        if not fields.get("stream"):
+            await asyncio.sleep(fields.get("seconds", 0))
+            return web.json_response({"pid": os.getpid()})
+        await response.prepare(request)
+        for number in range(fields["chunks"]):
+            await response.write(f"data: {number}\n\n".encode())
+            await asyncio.sleep(fields.get("seconds", 0))
+        return response
+    finally:
+        running -= 1
+
+
+async def metrics(_: web.Request) -> web.Response:
+    names = {"decodes": len(media), "num_requests_running": running, "pid": os.getpid()}
+    return web.Response(
+        text="".join(f"# TYPE fake:{name} gauge\nfake:{name} {value}\n" for name, value in names.items())
+    )
+
+
+async def health(_: web.Request) -> web.Response:
+    return web.Response()
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int)
+    arguments, _ = parser.parse_known_args()
+    app = web.Application(middlewares=[authenticate])
+    app.add_routes([
+        web.post("/v1/chat/completions", chat), web.get("/metrics", metrics), web.get("/health", health)
+    ])  # fmt: skip
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    site = web.TCPSite(runner, arguments.host, arguments.port)
+    await site.start()
+    print(f"serving fake at http://{arguments.host}:{runner.addresses[0][1]}/v1 after 0 s", flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,82 @@
+"""Ray nodes on this machine, one for the head and one per host, with the application on them, over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.cluster_utils import Cluster
+
+from mini_engine.cluster.application import SERVE, Arguments, application
+
+ROOT = Path(__file__).parents[2]
+STORE_BYTES = 80 << 20  # the least that Ray takes; no tensor passes through it
+SECONDS = 60.0  # for Ray to replace what has died, on a busy machine
+
+
+class RunningCluster:
+    """`with RunningCluster(command, hosts=3) as cluster:`"""
+
+    def __init__(self, command: tuple[str, ...] = SERVE, **arguments: Any):
+        self._command, self._arguments = command, Arguments(**arguments)
+
+    def __enter__(self) -> RunningCluster:
+        os.environ["PYTHONPATH"] = str(ROOT)  # Ray's workers import the application by name
+        self.cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 1, "object_store_memory": STORE_BYTES, "include_dashboard": False},
+        )
+        self.nodes = [
+            self.cluster.add_node(num_cpus=1, resources={"engine": 1}, object_store_memory=STORE_BYTES)
+            for _ in range(self._arguments.max_hosts or self._arguments.hosts)
+        ]
+        try:
+            ray.init(address=self.cluster.address, log_to_driver=False)
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                self.port = free.getsockname()[1]
+            serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": self.port})
+            self.update()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        serve.shutdown()
+        ray.shutdown()
+        self.cluster.shutdown()
+        del os.environ["PYTHONPATH"]
+
+    def update(self, **arguments: Any) -> None:
+        """Returns when the application runs, with these arguments in place of those before."""
+        serve.run(application(self._arguments.model_copy(update=arguments), self._command))
+
+    @contextlib.contextmanager
+    def request(self, path: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPConnection]:
+        """A connection on which a request is sent. Closed at the end, whether or not the response has come."""
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)) as connection:
+            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._arguments.api_key}"}
+            connection.request("GET" if body is None else "POST", path, body and json.dumps(body), headers)
+            yield connection
+
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
+        """Status and body of a response."""
+        with self.request(path, body) as connection:
+            response = connection.getresponse()
+            return response.status, response.read()
+
+    def metric(self, name: str) -> dict[str, float]:
+        """By host."""
+        status, text = self.ask("/metrics")
+        assert status == 200, text
+        found = re.findall(rf'^{re.escape(name)}\{{host="(\w+)".*\}} (\S+)$', text.decode(), re.MULTILINE)
+        return {host: float(value) for host, value in found}

@@ -1,0 +1,44 @@
+"""What `build` takes and refuses."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytest.importorskip("ray", reason="needs the extra [ray]")
+
+from mini_engine.cluster import build  # noqa: E402
+from mini_engine.cluster.expositions import merge_expositions  # noqa: E402
+from mini_engine.config import ConfigError  # noqa: E402
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's own
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [("--api-key a", "flags: --api-key"), ("--port 80", "flags: --port"), ("--max-num-seqs 0", "--max-num-seqs")],
+)
+def test_flags_that_engines_cannot_have_are_refused_before_one_starts(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build({"flags": flags})
+
+
+def test_the_arguments_of_the_documented_file_are_taken() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
+    applications = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])["applications"]
+    resource = yaml.safe_load(page.rpartition("```yaml\n")[2].partition("```")[0])
+    assert yaml.safe_load(resource["spec"]["serveConfigV2"])["applications"] == applications
+    assert build(applications[0]["args"])
+
+
+def test_an_unknown_argument_is_refused() -> None:
+    with pytest.raises(ValueError, match="nodes"):
+        build({"nodes": "3"})
+
+
+def test_metrics_of_hosts_are_one_exposition_with_each_metric_once() -> None:
+    text = '# HELP a What.\n# TYPE a gauge\na{x="1"} 2\na{x="2"} 3\n# HELP b Else.\n# TYPE b counter\nb 4\n'
+    assert merge_expositions({"h": text, "i": "# HELP a What.\n# TYPE a gauge\na 5\n"}) == (
+        '# HELP a What.\n# TYPE a gauge\na{host="h",x="1"} 2\na{host="h",x="2"} 3\na{host="i"} 5\n'
+        '# HELP b Else.\n# TYPE b counter\nb{host="h"} 4\n'
+    )

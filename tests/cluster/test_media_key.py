@@ -1,0 +1,65 @@
+"""The key by which requests are routed."""
+
+import json
+from typing import Any
+
+import pytest
+
+from mini_engine.cluster.media_key import media_key
+
+CLIP = "data:video/mp4;base64,AAAA"
+
+
+def key(*content: dict[str, Any], **more: Any) -> str:
+    return media_key(json.dumps({"messages": [{"role": "user", "content": content}], **more}).encode())
+
+
+def text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def video(url: str) -> dict[str, Any]:
+    return {"type": "video_url", "video_url": {"url": url}}
+
+
+def test_all_forms_of_one_item_have_one_key_whatever_is_asked() -> None:
+    plain = {"type": "input_video", "video_url": CLIP}
+    file = {"type": "file", "file": {"file_data": CLIP}}
+    keys = {
+        key(video(CLIP), text("What moves?")),
+        key(text("Hello"), plain, temperature=0),
+        key(file, video("data:video/mp4;base64,BBBB")),
+    }
+    assert len(keys) == 1 and keys != {key(video("data:video/mp4;base64,BBBB"))}
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "id=7&X-Amz-Signature=1&X-Amz-Date=2&X-Amz-Expires=3",
+        "id=7&X-Goog-Signature=1&X-Goog-Date=2",
+        "Expires=1&id=7&Signature=2&Key-Pair-Id=3",
+        "sv=1&se=2&id=7&sig=3",
+    ],
+)
+def test_a_signature_does_not_change_the_key_of_a_url(query: str) -> None:
+    assert key(video(f"https://a.example/clip?{query}")) == key(video("https://a.example/clip?id=7"))
+    assert key(video(f"https://a.example/clip?{query}")) != key(video("https://a.example/clip?id=8"))
+
+
+def test_without_media_the_first_message_or_the_prompt_decides() -> None:
+    system = {"role": "system", "content": "Be short."}
+    first, second = (
+        media_key(json.dumps({"messages": [system, {"role": "user", "content": ask}]}).encode()) for ask in "ab"
+    )
+    assert first == second != key(text("a"))
+    assert media_key(b'{"prompt": "a"}') == media_key(b'{"prompt": "a", "n": 2}') != media_key(b'{"prompt": "b"}')
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b'{"messages": 1}', b'{"messages": [1, {"content": [1, {"video_url": 1}]}]}', b"\xff",
+     b'{"messages": [{"content": [{"image_url": "http://[a"}]}]}'],
+)  # fmt: skip
+def test_what_the_engine_will_refuse_has_a_key(body: bytes) -> None:
+    assert len(media_key(body)) == 32

@@ -1,0 +1,109 @@
+"""Three nodes with an engine of the bundled model each. The tests share the nodes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from openai import AuthenticationError, OpenAI
+
+pytest.importorskip("ray", reason="needs the extra [ray]")
+
+from tests.cluster.running_cluster import SECONDS, RunningCluster  # noqa: E402 - imports Ray
+from tests.e2e.asking import ENDLESS, Asked, ask_small  # noqa: E402
+from tests.e2e.processes import alive, descendants, eventually, parent  # noqa: E402
+from tests.e2e.running_server import GAUGES, message  # noqa: E402
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own
+HOSTS, VIDEOS = 3, 36
+KEY = "a-key"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RunningCluster]:
+    with RunningCluster(hosts=HOSTS, api_key=KEY) as running:
+        yield running
+        left = engines()
+    assert left and not any(map(alive, left))
+
+
+@pytest.fixture
+def client(cluster: RunningCluster) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"http://127.0.0.1:{cluster.port}/v1", api_key=KEY, max_retries=0) as made:
+        yield made
+
+
+def engines() -> list[int]:
+    """The supervisors' process ids."""
+    found = []
+    for pid in descendants(os.getpid()):
+        try:
+            found += [pid] * (b"mini_engine.cli" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        except OSError:  # has just exited
+            continue
+    return found
+
+
+def ask(client: OpenAI, one: Asked) -> str:
+    reply = client.chat.completions.create(
+        model="mini-engine-demo", messages=[message(one.text, one.urls)], temperature=0
+    )
+    return reply.choices[0].message.content
+
+
+def test_each_video_is_decoded_by_one_engine_and_answered_right(cluster: RunningCluster, client: OpenAI) -> None:
+    asked = [ask_small(seed) for seed in range(VIDEOS)]
+    with ThreadPoolExecutor(4) as pool:  # as many do not exceed the bound on a host's load
+        answers = list(pool.map(lambda one: ask(client, one), asked * 4))
+    right = sum(answer == one.answer for answer, one in zip(answers, asked * 4, strict=True))
+    assert right >= 0.9 * len(answers)
+    decodes = cluster.metric("mini_engine:media_decodes_total")
+    assert len(decodes) == HOSTS and sum(decodes.values()) == VIDEOS and all(decodes.values())
+
+
+def test_every_endpoint_answers_through_the_front(cluster: RunningCluster, client: OpenAI) -> None:
+    assert client.models.list().data[0].id == "mini-engine-demo"
+    plain = client.completions.create(model="mini-engine-demo", prompt="tell me", max_tokens=8, temperature=0)
+    chunks = list(
+        client.completions.create(model="mini-engine-demo", prompt="tell me", max_tokens=8, temperature=0, stream=True)
+    )
+    assert plain.choices[0].text == "".join(chunk.choices[0].text for chunk in chunks)
+    status, body = cluster.ask("/tokenize", {"model": "mini-engine-demo", "prompt": "tell me"})
+    assert status == 200 and b"tokens" in body
+    assert cluster.ask("/health")[0] == 200
+    with pytest.raises(AuthenticationError):
+        client.with_options(api_key="another").models.list()
+
+
+def test_a_client_that_leaves_ends_its_request(cluster: RunningCluster) -> None:
+    body = {"model": "mini-engine-demo", "messages": [message("tell me", [])], **ENDLESS}
+    with cluster.request("/v1/chat/completions", body) as connection:
+        assert connection.getresponse().readline().startswith(b"data: ")
+
+    def check() -> None:
+        held = [value for name in GAUGES for value in cluster.metric(f"mini_engine:{name}").values()]
+        assert len(held) >= len(GAUGES) and not any(held), held
+
+    eventually(check)
+
+
+def test_requests_are_answered_while_a_killed_engine_is_replaced(cluster: RunningCluster, client: OpenAI) -> None:
+    victim = engines()[0]
+    replica = parent(victim)
+    os.kill(victim, signal.SIGKILL)
+
+    def is_gone() -> None:
+        assert not alive(replica)
+
+    eventually(is_gone)  # the replica ends when no process of the engine is left; until then a request may get a 502
+    assert all(ask(client, ask_small(seed)) for seed in range(VIDEOS))
+
+    def check() -> None:
+        assert len(cluster.metric("mini_engine:media_decodes_total")) == HOSTS
+
+    eventually(check, SECONDS)
+    assert len(engines()) == HOSTS and victim not in engines()

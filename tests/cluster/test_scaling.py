@@ -1,0 +1,47 @@
+"""Hosts come and go with the requests in flight, and with updates."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("ray", reason="needs the extra [ray]")
+
+from tests.cluster.running_cluster import SECONDS, RunningCluster  # noqa: E402 - imports Ray
+from tests.cluster.test_cluster import CHAT, FAKE, answer, question  # noqa: E402
+from tests.e2e.processes import eventually  # noqa: E402
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own
+
+
+def test_hosts_follow_requests_in_flight() -> None:
+    scaling = {"min_hosts": 1, "max_hosts": 3, "target_requests": 2, "upscale_delay_s": 0, "downscale_delay_s": 1}
+    with RunningCluster(FAKE, hosts=1, **scaling) as cluster:
+
+        def count(expected: int) -> None:
+            assert len(cluster.metric("fake:pid")) == expected
+
+        eventually(lambda: count(1), SECONDS)
+        with contextlib.ExitStack() as held:
+            for video in range(6):
+                held.enter_context(cluster.request(CHAT, question(video, seconds=1000)))
+            eventually(lambda: count(3), SECONDS)
+        eventually(lambda: count(1), SECONDS)
+
+
+def test_a_rolling_update_finishes_running_requests_and_refuses_none() -> None:
+    with RunningCluster(FAKE, hosts=2) as cluster, ThreadPoolExecutor(1) as pool:
+        before = {int(pid) for pid in cluster.metric("fake:pid").values()}
+        with contextlib.ExitStack() as held:
+            running: list[http.client.HTTPConnection] = [
+                held.enter_context(cluster.request(CHAT, question(video, seconds=3))) for video in range(20)
+            ]
+            update = pool.submit(cluster.update, flags="--max-num-seqs 32")
+            while not update.done():
+                answer(cluster, 0)
+            assert all(one.getresponse().status == 200 for one in running)
+        after = {int(pid) for pid in cluster.metric("fake:pid").values()}
+    assert len(before) == len(after) == 2 and not before & after
