@@ -19,7 +19,7 @@ pytest.importorskip("ray", reason="needs the extra [ray]")
 from tests.cluster.running_cluster import SECONDS, RunningCluster  # noqa: E402 - imports Ray
 from tests.e2e.processes import alive, eventually, parent  # noqa: E402
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's own
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own
 FAKE = (sys.executable, "-m", "tests.cluster.fake_engine")
 HOSTS, LIMIT = 3, 4  # requests per host with `--max-num-seqs 1`
 CHAT = "/v1/chat/completions"
