@@ -34,9 +34,7 @@ def parse(*pieces: str, **options: bool) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("text", "expected"), [
     (" a <think> </think> \n", [("content", " a <think> </think> \n")]),
     (f"Well.\n\n{CALL}\n", [("content", "Well."), *LOOK]),
-    (f"{CALL}\n{CALL} and", [*LOOK, *LOOK, ("content", "and")]),
     (f"\n<think>\nhm <tool_call>\n</think>\n\n{CALL}", [("reasoning_content", "hm <tool_call>"), *LOOK]),
-    ("<think>cut </thi", [("reasoning_content", "cut </thi")]),
     ("x <tool_call>{}</tool_call> y", [("content", "x <tool_call>{}</tool_call> y")]),
     ('x\n<tool_call>\n{"name": "lo', [("content", 'x\n<tool_call>\n{"name": "lo')]),
     (CALL.partition(ARGUMENTS[14:])[0], [LOOK[0], ("arguments", ARGUMENTS[:14])]),
@@ -64,8 +62,6 @@ def test_text_is_held_back_only_while_it_may_begin_a_call() -> None:
     pushed = [[part for _, part in parser.push(text)] for text in texts]
     assert pushed == [["a"], [], [" <tools> b"], [], [], ["look", '{"n'], ['": 1'], ["}"], []]
 
-
-# --- grammar ----------------------------------------------------------------------------------------------------------
 
 NUMBER = {"properties": {"n": {"type": "integer"}}, "required": ["n"]}
 FUNCTIONS = [Function(name="look"), Function(name="zoom.in", parameters=NUMBER)]
@@ -95,8 +91,6 @@ def test_grammar_takes_the_calls_that_the_parser_reads(tmp_path: Path, tokens: t
     if tokens:
         assert accepts(two, thought="a <b>\n</think>\n\n") and not accepts("a", thought="a</think>")
 
-
-# --- to the client ----------------------------------------------------------------------------------------------------
 
 TOOLS: Any = [{"type": "function", "function": {"name": "look", "strict": True, "parameters": {"type": "object"}}}]
 SAID = f"Well.\n{CALL}\n{CALL}END"

@@ -155,10 +155,8 @@ def test_all_frames_count_at_their_times(sampling: VideoSampling, times: list[fl
 
 @pytest.mark.parametrize(("sampling", "more", "problem"), [
     ({"fps": 4}, {"frames": [b"a", b"", b"c"]}, "frame 2: is empty"),
-    ({"fps": 4}, {"frames": [b"a" * 40] * 2}, "larger than 60 bytes, the limit of --max-media-bytes"),
     ({"fps": 2, "timestamps": UNEVEN[:3]}, {}, "it has 4 frames and 3 timestamps; send one for each frame"),
     ({"fps": 4, "start": 1}, {}, "start and end are for a video that is sent as a file"),
-    ({"fps": 2}, {"max_video_seconds": 1.9}, "it has 2 seconds, .*--max-video-seconds"),
     ({"fps": 2}, {"max_video_frames_kept": 3}, "it has 4 frames, .*--max-video-frames-kept"),
 ])  # fmt: skip
 def test_frames_that_are_refused(sampling: dict[str, Any], more: Any, problem: str) -> None:
