@@ -6,6 +6,7 @@ import os
 from typing import Any, Literal
 
 import openai
+import pytest
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 from pydantic_ai import Agent
@@ -60,6 +61,7 @@ def test_langchain(server: RunningServer) -> None:
     assert Scene(**call["args"])
 
 
+@pytest.mark.filterwarnings("ignore")  # its own about pydantic, by release
 def test_litellm(server: RunningServer) -> None:
     at: dict[str, Any] = {"model": f"openai/{server.model}", "api_base": f"{server.url}", "api_key": "none"}
     answer: Any = litellm.completion(messages=PROMPT, response_format=Scene, **at)
