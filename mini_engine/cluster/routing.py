@@ -12,9 +12,7 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping
 
 LOAD_FACTOR = 1.25  # of the mean load, which a host may have and still be preferred
-LOAD_MARGIN = (
-    4  # requests above that: with few requests in flight the mean says little, and a spilled video decodes twice
-)
+LOAD_MARGIN = 4  # requests above that: with few in flight the mean says little, and a spilled video decodes twice
 
 
 def preference(key: str, hosts: Iterable[str]) -> list[str]:
