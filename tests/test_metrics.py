@@ -18,7 +18,7 @@ metrics.ipc_messages_total.labels("torch_shm").inc(3)
 metrics.ipc_buffered_bytes.set(100)
 engine = metrics.EngineMetrics(0, 1000)
 metrics.EngineMetrics(1, 1000)
-engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 200, 3, 1.5, 10, 4, 3, 2, 1, 6))
+engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 200, 3, 1.5, 5, 10, 4, 3, 2, 1, 6))
 engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 200, 3, 1.5))
 metrics.stage_seconds["queue"].observe(1)
 """

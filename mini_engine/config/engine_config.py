@@ -163,6 +163,14 @@ class EngineConfig:
     num_gpu_blocks_override: int | None = _caches(
         None, "Number of KV cache blocks, on any device.", minimum=1, unset="as many as fit into the memory"
     )
+    state_cache_memory_bytes: int | None = _caches(
+        None, "Size of the prefix cache's snapshots of recurrent states on each worker, a part of its KV cache's "
+        "memory; for models with such states.", minimum=0, unset="a quarter of that memory",
+    )  # fmt: skip
+    state_snapshot_interval: int | None = _caches(
+        None, "Tokens of a prompt between two such snapshots, a multiple of --block-size; there are others at the end "
+        "of each media item, prompt and answer.", minimum=1, unset="the KV cache's tokens / snapshots, 256 at least",
+    )  # fmt: skip
     encoder_cache_tokens: int = _caches(
         65536, "Size of the encoder cache in media tokens; also the maximum of one prompt.", minimum=1
     )
@@ -273,6 +281,8 @@ class EngineConfig:
              "--allowed-methods, --allowed-headers and --allow-credentials need --allowed-origins"),
             (local is not None and not os.path.isdir(local),
              f"--allowed-local-media-path: {local} is not a directory"),
+            ((self.state_snapshot_interval or 0) % self.block_size,
+             f"--state-snapshot-interval: not a multiple of --block-size, {self.block_size}"),
             (self.media_io_kwargs.keys() - {"video"}, "--media-io-kwargs: only `video` takes arguments"),
             *((modality not in ("image", "video", "audio") or not isinstance(limit, int) or limit < 0,
                f"--limit-mm-per-prompt: {modality!r}: {limit!r} is not one of image, video with a count >= 0")

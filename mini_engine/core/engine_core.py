@@ -20,7 +20,8 @@ from mini_engine.core.limits import engine_limits, problem_with
 from mini_engine.core.links import Links, Outbox
 from mini_engine.core.media_store import MediaDirectory, MediaStore, media_directory
 from mini_engine.core.request import Request, Tensors, family
-from mini_engine.core.scheduler import Budgets, Counters, Plan, Scheduler
+from mini_engine.core.scheduler import Budgets, Counters, Plan, Scheduler, Work
+from mini_engine.core.states import StatePool
 from mini_engine.core.steps import InFlight, Steps
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.log import about
@@ -79,7 +80,10 @@ class EngineCore:
         self.blocks = BlockPool(limits.num_blocks, limits.block_size)
         self.encoder = EncoderCache(config.encoder_cache_tokens)
         self.media = media
-        self.scheduler = Scheduler(self.blocks, self.encoder, bounds)
+        self.states: StatePool | None = None
+        if limits.num_states:
+            self.states = StatePool(config.max_num_seqs, limits.num_states, limits.state_interval)
+        self.scheduler = Scheduler(self.blocks, self.encoder, bounds, self.states)
         self.steps = Steps(links, config.tensor_parallel_size, media, self.encoder)
         self.max_in_flight = 2 if config.async_scheduling else 1
         self.requests: dict[str, Request] = {}
@@ -159,6 +163,8 @@ class EngineCore:
                 self.links.send(peer, ControlReply(number, self._stats()))
             case ControlRequest(number=number, action="reset_caches"):
                 self.blocks.forget_prefixes()
+                if self.states is not None:
+                    self.states.forget_snapshots()
                 self.encoder.forget_unused()
                 self.media.reset()
                 self.links.send(peer, ControlReply(number))
@@ -261,6 +267,8 @@ class EngineCore:
         for work in flight.work:
             if work.epoch == work.request.epoch:  # else it has ended, or lost its blocks, while the step ran
                 self._publish(work.request, work.end)
+            if self.states is not None:
+                self._publish_snapshots(work, self.states)
         for sampled in flight.tokens:
             request = self.requests.get(sampled.request_id)
             if request is not None and sampled.error:
@@ -285,6 +293,21 @@ class EngineCore:
                 sibling.lead = None
                 self.scheduler.add(sibling)
             request.siblings = []
+
+    def _publish_snapshots(self, work: Work, states: StatePool) -> None:
+        """Let its snapshots be found. Of those in its output the last one stays, and those of the interval."""
+        request, size = work.request, self.blocks.block_size
+        for snapshot in work.snapshots:
+            if work.epoch != request.epoch:
+                states.cancel(snapshot.slot)
+                continue
+            value = request.block_hashes(size)[snapshot.end // size - 1]
+            if states.publish(value, snapshot.slot):
+                self.scheduler.counters.state_snapshots_taken += 1
+                if snapshot.end > request.num_prompt and snapshot.end % states.interval:
+                    if request.last_snapshot is not None:
+                        states.drop(request.last_snapshot)
+                    request.last_snapshot = value
 
     def _deliver(self, request: Request, sampled: SampledToken) -> None:
         first = not request.num_delivered
@@ -359,6 +382,7 @@ class EngineCore:
             self.media.num_bytes_pinned,
             self.media.num_references,
             self.media.oldest_seconds(),
+            self.states.num_snapshots if self.states is not None else 0,
             **dataclasses.asdict(counters),
             media_evictions=evictions,
         )
@@ -372,7 +396,10 @@ def run(child: Child) -> None:
     links = Links(child, init.cores[engine], init.core_workers[engine], config.tensor_parallel_size)
     workers = links.wait_for_workers()
     reach_failpoint("loading-core")
-    limits = engine_limits(config, model, min(ready.num_blocks for ready in workers), workers[0].device)
+    num_blocks, num_states = (
+        min(counts) for counts in zip(*((ready.num_blocks, ready.num_states) for ready in workers), strict=True)
+    )
+    limits = engine_limits(config, model, num_blocks, workers[0].device, num_states)
     media = media_directory(init, model.vision.patch_dim, limits.device)
     core = EngineCore(config, model, limits, Budgets.of(config, workers[0].device), media, links)
     child.ready(limits=limits)

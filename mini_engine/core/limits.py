@@ -11,8 +11,12 @@ from mini_engine.model.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
+LEAST_SNAPSHOT_INTERVAL = 256  # tokens: a copy of the state takes as long as a few of them
 
-def engine_limits(config: EngineConfig, model: ModelConfig, num_blocks: int, device: str) -> EngineLimits:
+
+def engine_limits(
+    config: EngineConfig, model: ModelConfig, num_blocks: int, device: str, num_states: int = 0
+) -> EngineLimits:
     """Limits of one request: the model's, or less if the KV cache holds less. Raises ConfigError: the KV cache holds
     less than `--max-model-len`."""
     wanted = config.sequence_tokens(model.text.max_position_embeddings)
@@ -27,7 +31,16 @@ def engine_limits(config: EngineConfig, model: ModelConfig, num_blocks: int, dev
             "the KV cache holds %d tokens, so requests are limited to that instead of %d; "
             "raise --kv-cache-memory-bytes for more", capacity, wanted,
         )  # fmt: skip
-    return EngineLimits(min(wanted, capacity), num_blocks, config.block_size, config.encoder_cache_tokens, device)
+    interval = config.state_snapshot_interval or _snapshot_interval(capacity, num_states, config)
+    return EngineLimits(
+        min(wanted, capacity), num_blocks, config.block_size, config.encoder_cache_tokens, device, num_states, interval
+    )
+
+
+def _snapshot_interval(capacity: int, num_states: int, config: EngineConfig) -> int:
+    """Tokens between snapshots of recurrent states, so that there are enough for all that the KV cache holds."""
+    snapshots = max(1, num_states - config.max_num_seqs)
+    return -(-max(LEAST_SNAPSHOT_INTERVAL, capacity // snapshots) // config.block_size) * config.block_size
 
 
 def problem_with(new: NewRequest, model: ModelConfig, limits: EngineLimits) -> str | None:

@@ -58,6 +58,8 @@ class Request:
     restarts: bool = True  # its next chunk replaces the ranks' block table for it
     announced: bool = False  # the ranks know the sequence
     holds_media: bool = False  # all its items, if any, are reserved in the encoder cache
+    state: int | None = None  # slot of its recurrent state while it runs
+    last_snapshot: bytes | None = None  # prefix hash of the latest one in its output, which the next one replaces
     num_cached: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
     accepted_at: float = 0.0  # when all ranks had its media, by `time.monotonic()`
     scheduled_at: float = 0.0  # when a step first began to work on it

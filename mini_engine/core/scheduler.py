@@ -15,7 +15,16 @@ from mini_engine.config import EngineConfig
 from mini_engine.core.encoder_cache import EncoderCache, Entry
 from mini_engine.core.kv_blocks import BlockPool
 from mini_engine.core.request import Request
-from mini_engine.messages import Chunk, EncodeItem, MediaItem, NewSequence, SamplingParams
+from mini_engine.core.states import StatePool
+from mini_engine.messages import (
+    Chunk,
+    EncodeItem,
+    MediaItem,
+    NewSequence,
+    SamplingParams,
+    StateSnapshot,
+    StateStart,
+)
 
 # A step within these takes a few milliseconds on any machine; one beyond them is heavy.
 QUICK_PREFILL_TOKENS = 128
@@ -47,6 +56,7 @@ class Work:
     request: Request
     epoch: int
     end: int  # tokens of the sequence that are computed once the chunk is
+    snapshots: list[StateSnapshot]  # of the sequence's recurrent state, in reserved slots
 
 
 @dataclasses.dataclass
@@ -58,6 +68,7 @@ class Plan:
     prefill_left: int
     encoder_left: int
     started: list[NewSequence] = dataclasses.field(default_factory=list)
+    states: list[StateStart] = dataclasses.field(default_factory=list)
     encode: list[EncodeItem] = dataclasses.field(default_factory=list)
     encoded_hashes: list[bytes] = dataclasses.field(default_factory=list)  # items whose last grids are in `encode`
     chunks: list[Chunk] = dataclasses.field(default_factory=list)
@@ -82,17 +93,20 @@ class Counters:
     encoder_cache_queries: int = 0
     encoder_cache_hits: int = 0
     preemptions: int = 0
+    state_snapshots_taken: int = 0
+    state_snapshot_hits: int = 0
 
 
 class Scheduler:
     """Continuous batching with chunked prefill and preemption by recompute.
 
     Decodes go first, then running prefills, then waiting requests by priority and arrival. A request's media are on all
-    ranks when it is added.
+    ranks when it is added. `states`: None if the model has no recurrent states.
     """
 
-    def __init__(self, blocks: BlockPool, encoder: EncoderCache, budgets: Budgets):
+    def __init__(self, blocks: BlockPool, encoder: EncoderCache, budgets: Budgets, states: StatePool | None = None):
         self.blocks = blocks
+        self.states = states
         self.encoder = encoder
         self.budgets = budgets
         self.waiting: list[Request] = []  # in order
@@ -105,7 +119,7 @@ class Scheduler:
         bisect.insort(self.waiting, request, key=lambda other: other.order)
 
     def remove(self, request: Request) -> None:
-        """Remove a request in any state, and free its blocks and its room in the encoder cache."""
+        """Remove a request in any state, and free its blocks, its state and its room in the encoder cache."""
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
@@ -174,6 +188,9 @@ class Scheduler:
     def _free_blocks(self, request: Request) -> None:
         self.blocks.free(request.blocks)
         request.blocks = []
+        if self.states is not None and request.state is not None:
+            self.states.give_back(request.state)
+            request.state = None
         request.num_computed = 0
         request.epoch += 1
         request.restarts = True
@@ -217,8 +234,17 @@ class Scheduler:
         self.waiting.remove(request)
         bisect.insort(self.running, request, key=lambda other: other.order)
         self._count_admission(request)
+        if self.states is not None:
+            self._start_state(request, len(cached), self.states, plan)
         self._add_chunk(request, length, plan)
         return True
+
+    def _start_state(self, request: Request, num_cached: int, states: StatePool, plan: Plan) -> None:
+        """Give it a slot, with the state after its cached blocks."""
+        request.state = states.take()
+        source = states.use(request.hashes[num_cached - 1]) if num_cached else None
+        plan.states.append(StateStart(request.id, request.state, source))
+        self.counters.state_snapshot_hits += source is not None
 
     def _is_quick(self, request: Request, plan: Plan) -> bool:
         """Whether a quick step can compute all missing tokens of the request, and encode the media that they need."""
@@ -239,9 +265,11 @@ class Scheduler:
             member.holds_media = True
 
     def _cached_prefix(self, request: Request) -> list[int]:
-        """Cached blocks of its first tokens; at least one token is left to compute."""
+        """Cached blocks of its first tokens, as far as the recurrent state after them is known; at least one token is
+        left to compute."""
         hashes = request.block_hashes(self.blocks.block_size)
-        return self.blocks.find(hashes[: (request.num_known - 1) // self.blocks.block_size])
+        found = self.blocks.find(hashes[: (request.num_known - 1) // self.blocks.block_size])
+        return found if self.states is None else found[: self.states.longest(hashes[: len(found)])]
 
     def _count_admission(self, request: Request) -> None:
         if request.num_cached is None:
@@ -328,7 +356,8 @@ class Scheduler:
         blocks = request.blocks[first_new : self.blocks.blocks_for(end)]
         samples = end == request.num_known
         plan.chunks.append(Chunk(request.id, start, length, blocks, samples, request.restarts))
-        plan.work.append(Work(request, request.epoch, end))
+        snapshots = [] if self.states is None else self._snapshots(request, start, end, self.states)
+        plan.work.append(Work(request, request.epoch, end, snapshots))
         plan.scheduled.add(request.id)
         plan.requests[request.id] = request
         plan.tokens_left -= length
@@ -338,6 +367,25 @@ class Scheduler:
         request.restarts = False
         request.num_computed = end
         request.num_sampled += samples
+
+    def _snapshots(self, request: Request, start: int, end: int, states: StatePool) -> list[StateSnapshot]:
+        """Those to take of its state in a chunk: in the last full block before each place where another request may go
+        on otherwise (the end of an item, of the prompt, of what is known of the output), and at each interval."""
+        size, interval = self.blocks.block_size, states.interval
+        if request.prefix_salt is None or start // size == end // size:
+            return []
+        ends = [*(item.end for item in request.media), request.num_prompt - 1]
+        places = {*(place // size * size for place in ends), *range(start // interval * interval, end + 1, interval)}
+        if end > request.num_prompt:
+            places.add(end // size * size)
+        hashes, snapshots = request.block_hashes(size), []
+        for place in sorted(place for place in places if start < place <= end):
+            number = place // size - 1
+            if number < len(hashes) and states.use(hashes[number]) is not None:
+                continue
+            if (slot := states.reserve()) is not None:
+                snapshots.append(StateSnapshot(request.id, place, slot))
+        return snapshots
 
     def _announce(self, request: Request, plan: Plan) -> None:
         if not request.announced:

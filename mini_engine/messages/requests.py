@@ -179,6 +179,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     media_bytes_pinned: int = 0  # of those, items with references
     media_references: int = 0  # from running requests to cached media
     media_oldest_seconds: float = 0.0  # since the last use of the longest unused item
+    state_snapshots: int = 0  # of recurrent states
     # Events:
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0  # prompt tokens found
@@ -186,6 +187,8 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     encoder_cache_hits: int = 0  # media items found encoded, or being encoded
     preemptions: int = 0
     media_evictions: int = 0  # cached media dropped to make room
+    state_snapshots_taken: int = 0
+    state_snapshot_hits: int = 0  # sequences that began with one
 
 
 class Outputs(Message, frozen=True):

@@ -28,6 +28,22 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     restart: bool = False  # `block_ids` replace the table; tokens before `start` are in them already
 
 
+class StateStart(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence's recurrent state lies in `slot` from now on: a copy of the snapshot in `source`, or empty."""
+
+    request_id: str
+    slot: int
+    source: int | None
+
+
+class StateSnapshot(msgspec.Struct, frozen=True, array_like=True):
+    """Copy a sequence's recurrent state to `slot`, as it is after token `end`, which lies in the sequence's chunk."""
+
+    request_id: str
+    end: int
+    slot: int
+
+
 class EncodeItem(msgspec.Struct, frozen=True, array_like=True):
     """Run the vision tower on temporal grids `first .. first + count` of media item `index` of a sequence.
 
@@ -58,8 +74,10 @@ class Step(Message, frozen=True):
     drop: list[bytes] = []  # drop these kept media
     keep: list[KeepMedia] = []
     started: list[NewSequence] = []
+    states: list[StateStart] = []
     encode: list[EncodeItem] = []
     chunks: list[Chunk] = []
+    snapshots: list[StateSnapshot] = []
     release: list[MessageId] = []  # drop these tensor messages, which every rank has reported
     drop_senders: list[int] = []  # drop all messages of these incarnations, received and later ones
     media_mark: int | None = None  # bytes of the media store that are in use, or soon will be: register them
@@ -86,6 +104,7 @@ class WorkerReady(Message, frozen=True):
     rank: int
     num_blocks: int
     device: str  # "cpu" or "cuda"
+    num_states: int = 0  # slots of recurrent states; 0: the model has none
 
 
 class MediaReady(Message, frozen=True):

@@ -2,7 +2,7 @@
 
 A KV slot holds the content it stands for: the tokens up to its position and the media among them. So a block used
 twice, a wrong prefix hit, or a token computed against foreign keys is seen at once. The token sampled at output index i
-of a request is a number made from both, so outputs can be compared.
+of a request is a number made from both, so outputs can be compared. A recurrent state is such a content as well.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Sequence:
     def __init__(self, new: NewSequence):
         self.new = new
         self.table: list[int] = []
+        self.state: int | None = None  # slot
         self.num_sampled = 0
         self.contents: list[int] = []
         media = {at: (item.media_hash, i) for item in new.media for i, at in enumerate(places_of(item))}
@@ -62,6 +63,7 @@ class SimulatedLinks:
         self.gone: set[int] = set()
         self.steps: deque[Step] = deque()
         self.slots: dict[int, int] = {}
+        self.states: dict[int, int | None] = {}
         self.sequences: dict[str, Sequence] = {}
         self.started: dict[str, Sequence] = {}  # the ended ones too
         self.encoded: dict[bytes, int] = {}  # hash -> tokens
@@ -112,6 +114,9 @@ class SimulatedLinks:
         for new in step.started:
             assert new.request_id not in self.sequences
             self.sequences[new.request_id] = self.started[new.request_id] = Sequence(new)
+        for start in step.states:
+            self.sequences[start.request_id].state = start.slot
+            self.states[start.slot] = None if start.source is None else self.states[start.source]
         encoded_now = sum(self._encode(item) for item in step.encode)
         single_grid = [encode.count for encode in step.encode] == [1]
         assert single_grid or encoded_now <= self.max_encoder_tokens, "more media than the encoder budget of a step"
@@ -120,6 +125,11 @@ class SimulatedLinks:
         assert len(step.chunks) <= self.max_seqs
         assert len({chunk.request_id for chunk in step.chunks}) == len(step.chunks)
         tokens = [token for chunk in step.chunks for token in self._run_chunk(chunk)]
+        ranges = {chunk.request_id: (chunk.start, chunk.start + chunk.num_tokens) for chunk in step.chunks}
+        for snapshot in step.snapshots:
+            first, last = ranges[snapshot.request_id]
+            assert first < snapshot.end <= last, "a state outside of the chunk"
+            self.states[snapshot.slot] = self.sequences[snapshot.request_id].contents[snapshot.end - 1]
         for message in step.release:
             ranks = range(self.num_ranks)
             assert all((rank, message) in self.reported for rank in ranks), "released before a rank has it"
@@ -158,6 +168,10 @@ class SimulatedLinks:
             self.slots[self._slot(sequence.table, position)] = sequence.contents[position]
         for position in range(end):
             assert self.slots[self._slot(sequence.table, position)] == sequence.contents[position], "foreign keys"
+        if sequence.state is not None:
+            before = sequence.contents[chunk.start - 1] if chunk.start else None
+            assert self.states[sequence.state] == before, "foreign state"
+            self.states[sequence.state] = sequence.contents[end - 1]
         self.num_computed += chunk.num_tokens
         assert chunk.samples == (end == known)
         if not chunk.samples:

@@ -74,6 +74,8 @@ worlds = st.fixed_dictionaries(
         "encoder_cache_tokens": st.integers(8, 14),
         "max_num_encoder_input_tokens": st.sampled_from([None, 1, 3, 6]),
         "long_prefill_token_threshold": st.sampled_from([0, 4]),
+        "snapshots": st.sampled_from([None, 0, 1, 3, 20]),
+        "state_snapshot_interval": st.sampled_from([4, 12]),
     }
 )
 small_worlds = st.fixed_dictionaries(
@@ -83,6 +85,7 @@ small_worlds = st.fixed_dictionaries(
         "max_tokens": st.sampled_from([8, 64]),
         "async_scheduling": st.booleans(),
         "encoder_cache_tokens": st.just(4),
+        "snapshots": st.sampled_from([None, 2]),
     }
 )
 

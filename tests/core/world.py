@@ -44,9 +44,12 @@ TIMED = dataclasses.replace(MODEL, text_tells_time=True)
 
 
 class World:
-    """An engine core with simulated ranks and one recording API server."""
+    """An engine core with simulated ranks and one recording API server; `snapshots`: None without recurrent states."""
 
-    def __init__(self, blocks=64, block_size=4, max_seqs=8, max_tokens=16, ranks=1, media=None, model=MODEL, **more):
+    def __init__(
+        self, blocks=64, block_size=4, max_seqs=8, max_tokens=16, ranks=1, media=None, model=MODEL, snapshots=None,
+        **more,
+    ):  # fmt: skip
         media = RankCopies(1 << 30) if media is None else media
         config = EngineConfig(
             tensor_parallel_size=ranks, max_num_seqs=max_seqs, max_num_batched_tokens=max_tokens,
@@ -54,9 +57,8 @@ class World:
         )  # fmt: skip
         self.links = SimulatedLinks(config)
         self.links.identities[API[1]] = b"api 0:7"
-        self.core = EngineCore(
-            config, model, engine_limits(config, model, blocks, "cpu"), Budgets.of(config, "cpu"), media, self.links
-        )  # fmt: skip
+        limits = engine_limits(config, model, blocks, "cpu", 0 if snapshots is None else max_seqs + snapshots)
+        self.core = EngineCore(config, model, limits, Budgets.of(config, "cpu"), media, self.links)
         self.pool = self.core.blocks
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, list[str]] = {}
@@ -146,6 +148,8 @@ class World:
 
     def assert_at_rest(self):
         assert self.pool.num_used == 0
+        if (states := self.core.states) is not None:
+            assert states.num_free + states.num_snapshots == self.core.limits.num_states
         assert not self.core.requests and not self.core.scheduler.running and not self.core.scheduler.waiting
         assert not self.links.sequences, "the ranks still keep a sequence"
         assert self.links.num_grids.keys() == self.links.encoded.keys(), "the ranks still keep half of an item"

@@ -1,0 +1,80 @@
+"""The slots of recurrent states: one for each running sequence, and snapshots of states that can be found again.
+
+A recurrent state cannot be cut into blocks as keys and values are: it describes all tokens before one place. So it is
+copied at chosen places, ends of full blocks, and a prefix is found as far as there are both its KV blocks and a
+snapshot. A slot may be reused at once, even while a dispatched step still reads it: every worker runs its steps in
+order, and fills a sequence's slot before anything else in a step.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+
+class StatePool:
+    """Allocates the slots `0 .. num_states - 1`, the first `num_sequences` of them to sequences, the others to
+    snapshots. `interval`: tokens from one snapshot of a long prompt to the next, a multiple of the block size."""
+
+    def __init__(self, num_sequences: int, num_states: int, interval: int):
+        self.interval = interval
+        self._sequences = list(reversed(range(num_sequences)))
+        self._unused = list(reversed(range(num_sequences, num_states)))
+        self._snapshots: OrderedDict[bytes, int] = OrderedDict()  # prefix hash -> slot, least recently used first
+
+    @property
+    def num_snapshots(self) -> int:
+        """Snapshots that can be found."""
+        return len(self._snapshots)
+
+    @property
+    def num_free(self) -> int:
+        """Slots that no sequence has, and that neither hold nor will hold a snapshot."""
+        return len(self._sequences) + len(self._unused)
+
+    def take(self) -> int:
+        """A slot for a sequence; there is one."""
+        return self._sequences.pop()
+
+    def give_back(self, slot: int) -> None:
+        """End the use of a slot that `take` returned."""
+        self._sequences.append(slot)
+
+    def longest(self, hashes: Sequence[bytes]) -> int:
+        """Blocks of the longest prefix with a snapshot; `hashes`: of the prefixes that end with each block."""
+        return next((count for count in range(len(hashes), 0, -1) if hashes[count - 1] in self._snapshots), 0)
+
+    def use(self, value: bytes) -> int | None:
+        """The slot of a prefix's snapshot, which becomes the most recently used one; None: there is none."""
+        if value not in self._snapshots:
+            return None
+        self._snapshots.move_to_end(value)
+        return self._snapshots[value]
+
+    def reserve(self) -> int | None:
+        """A slot for a snapshot, perhaps that of the least recently used one; None: all are reserved."""
+        if not self._unused and self._snapshots:
+            self._unused.append(self._snapshots.popitem(last=False)[1])
+        return self._unused.pop() if self._unused else None
+
+    def publish(self, value: bytes, slot: int) -> bool:
+        """A reserved slot holds the state after a prefix now. False: another one does already, and the slot is free."""
+        if value in self._snapshots:
+            self.cancel(slot)
+            return False
+        self._snapshots[value] = slot
+        return True
+
+    def cancel(self, slot: int) -> None:
+        """Free a reserved slot."""
+        self._unused.append(slot)
+
+    def drop(self, value: bytes) -> None:
+        """Free a prefix's snapshot, if there is one."""
+        if value in self._snapshots:
+            self._unused.append(self._snapshots.pop(value))
+
+    def forget_snapshots(self) -> None:
+        """Free all snapshots."""
+        self._unused += self._snapshots.values()
+        self._snapshots.clear()
