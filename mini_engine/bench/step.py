@@ -40,6 +40,7 @@ from mini_engine.messages import Chunk, NewSequence, SamplingParams, Step
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.worker import worker
+from mini_engine.worker.memory import CacheSize
 from mini_engine.worker.model_runner import Launched, ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 
@@ -98,7 +99,8 @@ def make_runner(config: EngineConfig, batch: int, longest: int) -> tuple[ModelRu
     model_dir, device, tp = resolve_model(config), worker.choose_device(config, 0, 0), TensorParallel()
     model = worker.load(model_dir, config, tp, device)
     backend = worker.choose_backend(config.attention_backend, device)
-    attention = worker.make_attention(config, model, backend, batch * -(-longest // config.block_size))
+    size = CacheSize(batch * -(-longest // config.block_size), 1)
+    attention = worker.make_attention(config, model, backend, size)
     graphs = worker.make_graphs(config, model, attention)
     no_media: Any = SimpleNamespace(store=None, rows=None, check=lambda: None, release=lambda _: None)
     runner = ModelRunner(model, attention, no_media, Normalisation.from_dir(model_dir), tp, None, graphs)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from mini_engine.model.config import ModelConfig
+from mini_engine.model.delta_rule import StateShape
 from mini_engine.model.layers import VocabParallelEmbedding
 from mini_engine.model.parallel import Placement
 from mini_engine.model.registry import find_spec
@@ -47,6 +48,7 @@ class VisionLanguageModel(nn.Module):
         self.decoder = Decoder(text, at)
         self.head = self.embedding if tied else VocabParallelEmbedding("lm_head", *rows, at)
         kv_heads = at.tp.kv_heads(text.num_kv_heads)
+        self.state_shape: StateShape | None = None
         self.attention_shape = AttentionShape(text.num_layers, kv_heads.stop - kv_heads.start, text.head_dim)
 
     def embed(self, token_ids: Tensor, media: Sequence[MediaRows] = ()) -> Tensor:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from torch import Tensor
 
 from mini_engine.kernels import onednn, ops
 from mini_engine.model.vision_language import AttentionShape
+
+if TYPE_CHECKING:
+    from mini_engine.worker.states import RecurrentStates
 
 PAD_BYTES = 128 << 10
 GROUP_BYTES = 2 << 20
@@ -48,21 +51,23 @@ class KVCache:
     object.
 
     Contents of a place that was never written are undefined, NaN included. `spare` blocks after the others are in no
-    sequence's table: what a padded batch writes goes there.
+    sequence's table: what a padded batch writes goes there. `states`: what layers without keys and values keep; None if
+    there are none.
     """
 
     storage: Tensor
     spare: int = 0
+    states: RecurrentStates | None = None
 
     @classmethod
     def allocate(
         cls, shape: AttentionShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device,
-        spare: int = 0,
+        spare: int = 0, states: RecurrentStates | None = None,
     ) -> KVCache:  # fmt: skip
         """Room for `num_blocks` blocks and spare ones. On a CPU their memory is taken as it is first written."""
         sizes = (shape.layers, 2, num_blocks + spare, block_size, shape.kv_heads, shape.head_dim)
         # Not zeros: that would touch every page at the start, for blocks that may never be used.
-        return cls(torch.empty(sizes, dtype=dtype, device=device), spare)
+        return cls(torch.empty(sizes, dtype=dtype, device=device), spare, states)
 
     @property
     def num_blocks(self) -> int:
@@ -112,7 +117,7 @@ def attention_order(span: Span) -> tuple[bool, int]:
 
 
 class StepAttention(Protocol):
-    """The `attend` hook of one step; see `model.text.Attend`."""
+    """The attention of one step; see `model.text.Attend`."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Keeps k and v in the cache, then attends."""

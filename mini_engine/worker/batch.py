@@ -29,6 +29,7 @@ class SequenceState:
 
     tokens: int64, room for the prompt and all of its output; known up to the one sampled last.
     blocks: int64, the block table: the first `num_blocks` count.
+    state: the slot of its recurrent state, if the model has such.
     """
 
     def __init__(self, new: NewSequence, vision: VisionConfig, block_size: int) -> None:
@@ -41,7 +42,7 @@ class SequenceState:
         self.tokens = np.empty(longest, dtype=np.int64)
         self.tokens[: self.prompt_length] = new.prompt_token_ids
         self.blocks = np.empty(-(-longest // block_size), dtype=np.int64)
-        self.num_blocks = 0
+        self.num_blocks = self.state = 0
         runs = [run for item in new.media for run in _runs_of(item)]
         placed = mrope_positions(self.prompt_length, runs, vision)
         self._positions = placed.positions.numpy()
@@ -102,11 +103,12 @@ class FlatBatch:
 
     Tensors are int64 on the CPU: `token_ids` `[n]`, `positions` `[3, n]`, `slots` `[n]` (block * block_size + place),
     `last_rows` `[s]`, the last row of each chunk that samples. `sampled` are the sequences of these, and `stops`, int64
-    `[s]`, the indices in them of the tokens to be sampled. `in_prompt` are the chunks that begin in a prompt: others
-    have no media. `greedy`: no row needs more than its largest logit; `adjusts`: some row's logits are adjusted;
-    `constrained`: some row has a grammar.
+    `[s]`, the indices in them of the tokens to be sampled. `parts` are all chunks; `in_prompt` are those that begin in a
+    prompt: others have no media. `greedy`: no row needs more than its largest logit; `adjusts`: some row's logits are
+    adjusted; `constrained`: some row has a grammar.
     """
 
+    parts: list[Part]
     in_prompt: list[Part]
     sampled: list[SequenceState]
     stops: np.ndarray
@@ -157,6 +159,7 @@ def build_batch(work: Sequence[tuple[Chunk, SequenceState]], block_size: int) ->
     sampled = [part for part in parts if part.chunk.samples]
     token_ids, positions, slots = torch.from_numpy(rows).split((1, 3, 1))
     batch = FlatBatch(
+        parts=parts,
         in_prompt=[part for part in parts if part.chunk.start < part.sequence.prompt_length],
         sampled=[part.sequence for part in sampled],
         stops=np.array([part.stop for part in sampled], dtype=np.int64),

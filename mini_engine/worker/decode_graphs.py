@@ -1,8 +1,9 @@
 """Decode steps of a few fixed sizes over fixed memory, so that CUDA can record them once and replay them.
 
 A step takes the next larger size; its other rows are padding: they attend to one token of a block that belongs to no
-sequence, and write to that. Replaying launches all of a step's operators at once; one by one they take longer to launch
-than to run. Without `capture` a step is computed operator by operator, over the same memory.
+sequence, and write to that; so it is with recurrent states. Replaying launches all of a step's operators at once; one
+by one they take longer to launch than to run. Without `capture` a step is computed operator by operator, over the same
+memory.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mini_engine.model.vision_language import VisionLanguageModel
-from mini_engine.worker.attention import StepAttention
+from mini_engine.worker.states import Recurrence, StepHook
 from mini_engine.worker.triton_attention import Tables, TritonAttention, TritonBackend, columns_of
 
 
@@ -45,10 +46,16 @@ class DecodeGraphs:
             torch.ones(most, dtype=torch.int32, device=device),
         )
         self._hidden = torch.zeros(most, model.config.text.hidden_size, dtype=cache.storage.dtype, device=device)
+        states = cache.states
+        self._spare_state = 0 if states is None else states.num_slots
+        self._states = torch.full((most,), self._spare_state, dtype=torch.int64, device=device)
         self._filled = 0  # rows that hold a sequence
         self._sizes = sizes(most)
-        self._attends = {
-            size: TritonAttention(cache, self._slots[:size], backend.decode(self._tables, size), None)
+        self._hooks = {
+            size: StepHook(
+                TritonAttention(cache, self._slots[:size], backend.decode(self._tables, size), None),
+                None if states is None else Recurrence(states, self._states[:size]),
+            )
             for size in self._sizes
         }
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -70,12 +77,15 @@ class DecodeGraphs:
                 self._compute(size)
             self._graphs[size] = graph
 
-    def run(self, token_ids: Tensor, positions: Tensor, slots: Tensor, attend: StepAttention) -> Tensor:
-        """The hidden states `[n, hidden_size]` of a step for which `attend` was made; valid until the next. All on the
+    def run(self, token_ids: Tensor, positions: Tensor, slots: Tensor, hook: StepHook) -> Tensor:
+        """The hidden states `[n, hidden_size]` of a step for which `hook` was made; valid until the next. All on the
         device."""
+        attend = hook.attend
         assert isinstance(attend, TritonAttention) and attend.decode is not None
         count = len(token_ids)
         size = self._sizes[bisect.bisect_left(self._sizes, count)]
+        if hook.recurrence is not None:
+            self._states[:count].copy_(hook.recurrence.slots)
         self._fill(token_ids, slots, attend.decode.tables)
         self._positions_of(size)[:, :count].copy_(positions)
         if size in self._graphs:
@@ -101,11 +111,12 @@ class DecodeGraphs:
             # The blocks that these rows name belong to other sequences by now.
             gone = slice(count, self._filled)
             self._slots[gone] = self._spare_slot
+            self._states[gone] = self._spare_state
             own.contexts[gone] = 1
             own.tables[gone, 0] = self._spare
         self._filled = count
 
     def _compute(self, size: int) -> None:
-        hidden = self._model(self._model.embed(self._token_ids[:size]), self._positions_of(size), self._attends[size])
+        hidden = self._model(self._model.embed(self._token_ids[:size]), self._positions_of(size), self._hooks[size])
         # Copied: a result in the pool would be one for each size, for good.
         self._hidden[:size].copy_(hidden)

@@ -1,4 +1,4 @@
-"""The number of KV cache blocks of a rank, and the other memory of a CUDA device.
+"""The numbers of KV cache blocks and recurrent states of a rank, and the other memory of a CUDA device.
 
 On CUDA a step of the worst kind is run before there is a cache, and measured: so the first large video finds the memory
 that it needs.
@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +20,7 @@ from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.free_memory import CUDA_CONTEXT_BYTES, available_memory, processor_bytes, processor_memory
 from mini_engine.messages import Chunk, MediaCachePlan, Modality, NewSequence, SamplingParams, Step
 from mini_engine.model.config import ModelConfig, VisionConfig
+from mini_engine.model.delta_rule import StateShape
 from mini_engine.model.rope import Grid
 from mini_engine.model.vision_language import AttentionShape
 from mini_engine.worker.model_runner import ModelRunner
@@ -75,35 +77,54 @@ class MemoryUse:
         return ", ".join(f"{what} {nbytes / 2**30:.2f} GiB" for nbytes, what in parts)
 
 
-def count_blocks(
+class CacheSize(NamedTuple):
+    """What one rank keeps of its sequences."""
+
+    num_blocks: int
+    num_states: int  # slots of recurrent states: one for each sequence, the others for snapshots
+
+
+def cache_size(
     config: EngineConfig,
     shape: AttentionShape,
+    state: StateShape | None,
     dtype: torch.dtype,
     longest: int,
     device: torch.device,
     use: MemoryUse | None = None,
-) -> int:
+) -> CacheSize:
     """How many blocks to allocate: `--num-gpu-blocks-override`, or what fits into the memory for them, but no more than
-    `--max-num-seqs` sequences of `longest` tokens fill.
+    `--max-num-seqs` sequences of `longest` tokens fill. Recurrent states of that many sequences and of snapshots take
+    their part of the memory first.
 
     `use` is what all else takes of a CUDA device; needed there unless one of the flags gives the size. Raises
     ConfigError: not a single block fits, or the device has less memory than a flag asks for.
     """
     block_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize * config.block_size
-    if config.num_gpu_blocks_override is not None:
-        _check_free(config, config.num_gpu_blocks_override * block_bytes, "--num-gpu-blocks-override", device)
-        return config.num_gpu_blocks_override
-    memory, origin = _memory(config, use)
-    fit = memory // block_bytes
-    if fit < 1:
-        raise ConfigError(
-            f"{origin} leaves {memory} bytes for the KV cache, but one block needs {block_bytes}; "
-            f"raise {'it' if origin.startswith('--') else '--kv-cache-memory-bytes'}, or lower --block-size"
-        )
-    count = min(fit, config.max_num_seqs * -(-longest // config.block_size))
-    if config.kv_cache_memory_bytes is not None:
-        _check_free(config, count * block_bytes, "--kv-cache-memory-bytes", device)
-    return count
+    state_bytes = state.nbytes(dtype) if state is not None else 0
+    if (num_blocks := config.num_gpu_blocks_override) is not None:
+        memory, origin = num_blocks * block_bytes, "--num-gpu-blocks-override"
+    else:
+        memory, origin = _memory(config, use)
+        num_blocks = config.max_num_seqs * -(-longest // config.block_size)
+    num_states = 0
+    if state_bytes:
+        given = config.state_cache_memory_bytes
+        snapshots = (max(0, memory) // 4 if given is None else given) // state_bytes
+        num_states = config.max_num_seqs + min(snapshots, num_blocks)  # a snapshot is the end of a block
+    if config.num_gpu_blocks_override is None:
+        left = memory - num_states * state_bytes
+        if left < block_bytes:
+            states = f" and recurrent states {num_states * state_bytes}" if num_states else ""
+            raise ConfigError(
+                f"{origin} leaves {memory} bytes for the KV cache, but one block needs {block_bytes}{states}; raise "
+                f"{'it' if origin.startswith('--') else '--kv-cache-memory-bytes'}, or lower --block-size"
+                f"{', --max-num-seqs or --state-cache-memory-bytes' if num_states else ''}"
+            )
+        num_blocks = min(num_blocks, left // block_bytes)
+    if config.num_gpu_blocks_override is not None or config.kv_cache_memory_bytes is not None:
+        _check_free(config, num_blocks * block_bytes + num_states * state_bytes, origin.split()[0], device)
+    return CacheSize(num_blocks, num_states)
 
 
 def _check_free(config: EngineConfig, nbytes: int, flag: str, device: torch.device) -> None:
@@ -134,17 +155,17 @@ def _memory(config: EngineConfig, use: MemoryUse | None) -> tuple[int, str]:
 
 def profile(
     config: EngineConfig, model_dir: str, media_cache: MediaCachePlan, model: ModelConfig,
-    device: torch.device, runner_with: Callable[[int], ModelRunner],
+    device: torch.device, runner_with: Callable[[CacheSize], ModelRunner],
 ) -> MemoryUse | None:  # fmt: skip
     """The memory of its CUDA device that this rank cannot use for the KV cache; None if flags or the CPU set its size.
 
-    `runner_with` makes a runner of the loaded model, with a KV cache of so many blocks. A collective: it runs a step.
+    `runner_with` makes a runner of the loaded model, with a cache of that size. A collective: it runs a step.
     Raises ConfigError: there is no room for the step.
     """
     flags = (config.kv_cache_memory_bytes, config.num_gpu_blocks_override)
     if device.type == "cpu" or flags != (None, None):
         return None
-    runner = runner_with(1)
+    runner = runner_with(CacheSize(1, 1))
     grids = worst_grids(config, model.vision, model_dir)
     step = worst_step(config, config.sequence_tokens(model.text.max_position_embeddings))
     ranks = config.tensor_parallel_size * config.data_parallel_size

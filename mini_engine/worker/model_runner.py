@@ -17,7 +17,17 @@ from torch import Tensor
 
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.kernels.staging import HostCopy, to_device
-from mini_engine.messages import Chunk, EncodeItem, MediaItem, SampledToken, Step, StepResult, StoreHandle, TensorHandle
+from mini_engine.messages import (
+    Chunk,
+    EncodeItem,
+    MediaItem,
+    SampledToken,
+    StateSnapshot,
+    Step,
+    StepResult,
+    StoreHandle,
+    TensorHandle,
+)
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.rope import Grid
 from mini_engine.model.text import MediaRows
@@ -29,6 +39,7 @@ from mini_engine.worker.grammar import Constraint, Grammars, Masks
 from mini_engine.worker.media_inputs import MediaInputs
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.penalties import Adjustments
+from mini_engine.worker.states import Recurrence, StepHook
 
 if TYPE_CHECKING:
     from mini_engine.worker.decode_graphs import DecodeGraphs  # imports Triton
@@ -90,7 +101,7 @@ class ModelRunner:
 
     Args:
         model: this rank's part of the weights; its parameters' device and dtype are those of the computation.
-        attention: over this rank's KV cache, of the same device and dtype.
+        attention: over this rank's KV cache and recurrent states, of the same device and dtype.
         media: the tensors that the API servers sent.
         normalise: what turns raw patches into the vision tower's input.
         tp: this rank's place among those that share the model.
@@ -135,6 +146,11 @@ class ModelRunner:
         return self._cache.num_blocks
 
     @property
+    def num_states(self) -> int:
+        """Slots of recurrent states; 0: the model has none."""
+        return self._cache.states.num_slots if self._cache.states is not None else 0
+
+    @property
     def block_size(self) -> int:
         """Tokens in a block."""
         return self._cache.block_size
@@ -165,8 +181,12 @@ class ModelRunner:
             self._kept[kept.media_hash] = self._media.rows(kept.patches, 0, kept.patches.shape[0]).clone()
         for new in step.started:
             self._sequences[new.request_id] = SequenceState(new, self._model.config.vision, self.block_size)
+        if self._cache.states is not None:
+            for start in step.states:
+                self._sequences[start.request_id].state = start.slot
+            self._cache.states.start(step.states)
         self._encode(step.encode)
-        sampling = self._compute(step.chunks)
+        sampling = self._compute(step.chunks, step.snapshots)
         self._media.release(step.release)
         for incarnation in step.drop_senders:
             self._media.drop_sender(incarnation)
@@ -224,14 +244,14 @@ class ModelRunner:
             self._sampling.result()
             self._sampling = None
 
-    def _compute(self, chunks: Sequence[Chunk]) -> Sampling | None:
+    def _compute(self, chunks: Sequence[Chunk], snapshots: Sequence[StateSnapshot]) -> Sampling | None:
         if not chunks:
             return None
         for chunk in chunks:
             if chunk.block_ids or chunk.restart:
                 self._sequences[chunk.request_id].take_blocks(chunk)
         if self._decode is not None and self._decode.advance(chunks):
-            return self._run(self._decode.batch, self._decode.attend)
+            return self._run(self._decode.batch, self._decode.attend, snapshots)
         self._take_tokens()
         self._decode = self._adjustments = None
         if any(chunk.start and not chunk.samples for chunk in chunks):
@@ -242,18 +262,22 @@ class ModelRunner:
         if batch.decodes:
             self._decode = DecodeBatch(chunks, batch, attend, self._attention)
             batch = self._decode.batch
-        return self._run(batch, attend)
+        return self._run(batch, attend, snapshots)
 
-    def _run(self, batch: FlatBatch, attend: StepAttention) -> Sampling | None:
+    def _run(self, batch: FlatBatch, attend: StepAttention, snapshots: Sequence[StateSnapshot]) -> Sampling | None:
         token_ids, positions = to_device(batch.token_ids, self.device), to_device(batch.positions, self.device)
         # Beside the model. A device computes it by itself, and what it has sampled before would have to be waited for.
         is_beside = batch.constrained and self.device.type == "cpu"
         masks = self._beside.submit(self._masks, batch) if is_beside else None
+        states = self._cache.states
+        hook = StepHook(attend, None if states is None else Recurrence.of(states, batch.parts, snapshots))
         if self.graphs is not None and self._decode is not None:
-            hidden = self.graphs.run(token_ids, positions, to_device(batch.slots, self.device), attend)
+            hidden = self.graphs.run(token_ids, positions, to_device(batch.slots, self.device), hook)
         else:
             media = self._media_rows(batch)
-            hidden = self._model(self._model.embed(token_ids, media), positions, attend, media)
+            hidden = self._model(self._model.embed(token_ids, media), positions, hook, media)
+        if hook.recurrence is not None:
+            hook.recurrence.finish()
         return self._sample(hidden, batch, masks) if batch.sampled else None
 
     def _media_rows(self, batch: FlatBatch) -> list[MediaRows]:

@@ -36,12 +36,13 @@ from mini_engine.transport.cuda_memory import CudaMapped
 from mini_engine.worker.attention import AttentionBackend, KVCache, SdpaBackend
 from mini_engine.worker.grammar import Grammars
 from mini_engine.worker.media_inputs import MediaInputs
-from mini_engine.worker.memory import MemoryUse, count_blocks, profile, room_for
+from mini_engine.worker.memory import CacheSize, MemoryUse, cache_size, profile, room_for
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.pinning import PinnedMemory, fetch_beside
 from mini_engine.worker.serving import serve, serve_ahead
 from mini_engine.worker.shared_collectives import RankEnded, RankLost, meet
+from mini_engine.worker.states import RecurrentStates
 
 if TYPE_CHECKING:
     from mini_engine.worker.decode_graphs import DecodeGraphs  # imports Triton
@@ -83,13 +84,13 @@ def _run(child: Child) -> None:
     model = load(init.model_dir, init.config, tp, device)
     normalise, to_device = Normalisation.from_dir(init.model_dir), pinned.to_device if pinned else None
 
-    def runner_with(num_blocks: int) -> ModelRunner:
-        attention = make_attention(init.config, model, backend, num_blocks)
+    def runner_with(size: CacheSize) -> ModelRunner:
+        attention = make_attention(init.config, model, backend, size)
         graphs = make_graphs(init.config, model, attention)
         return ModelRunner(model, attention, media, normalise, tp, to_device, graphs)
 
     use = profile(init.config, init.model_dir, init.media_cache, model.config, device, runner_with)
-    runner = runner_with(choose_num_blocks(init.config, model, use))
+    runner = runner_with(choose_cache_size(init.config, model, use))
     with room_for("CUDA graphs and a first step beside the KV cache", GRAPHS_REMEDY, device):
         record_graphs(runner)
         warm_up(runner, model.config.vision)
@@ -98,7 +99,7 @@ def _run(child: Child) -> None:
     core = sockets.connect_dealer(
         child.context, init.core_workers[engine], sockets.identity(child.name, child.incarnation)
     )
-    core.send(child.encoder.encode(WorkerReady(rank, runner.num_blocks, device.type)))
+    core.send(child.encoder.encode(WorkerReady(rank, runner.num_blocks, device.type, runner.num_states)))
     child.ready()
     if tp.rank == 0:  # now that no process waits for this one: it may take 0.7 s
         runner.grammars = Grammars(Path(init.model_dir) / "tokenizer.json", model.config.text.vocab_size)
@@ -220,28 +221,41 @@ def longest_sequence(config: EngineConfig, model: VisionLanguageModel) -> int:
     return config.sequence_tokens(model.config.text.max_position_embeddings)
 
 
-def choose_num_blocks(config: EngineConfig, model: VisionLanguageModel, use: MemoryUse | None) -> int:
-    """Blocks of the rank's KV cache; `use` as for `count_blocks`."""
+def choose_cache_size(config: EngineConfig, model: VisionLanguageModel, use: MemoryUse | None) -> CacheSize:
+    """Blocks of the rank's KV cache, and slots of its recurrent states; `use` as for `cache_size`."""
     some, longest = next(model.parameters()), longest_sequence(config, model)
-    num_blocks = count_blocks(config, model.attention_shape, some.dtype, longest, some.device, use)
+    shape, state = model.attention_shape, model.state_shape
+    size = cache_size(config, shape, state, some.dtype, longest, some.device, use)
     logger.info(
         "model loaded: %s on %s with %d thread(s), %d KV blocks of %d tokens",
-        str(some.dtype).removeprefix("torch."), some.device, torch.get_num_threads(), num_blocks, config.block_size,
+        str(some.dtype).removeprefix("torch."), some.device, torch.get_num_threads(), size.num_blocks,
+        config.block_size,
     )  # fmt: skip
-    return num_blocks
+    if state is not None:
+        snapshots, mib = size.num_states - config.max_num_seqs, state.nbytes(some.dtype) / 2**20
+        logger.info(
+            "recurrent states: %d sequences and %d snapshots of %.2f MiB, %.2f GiB in all",
+            config.max_num_seqs, snapshots, mib, size.num_states * mib / 1024,
+        )  # fmt: skip
+    return size
 
 
 def make_attention(
-    config: EngineConfig, model: VisionLanguageModel, backend: AttentionBackendName, num_blocks: int
+    config: EngineConfig, model: VisionLanguageModel, backend: AttentionBackendName, size: CacheSize
 ) -> AttentionBackend:
-    """Attention over a KV cache of the model's device and dtype. Raises ConfigError: the device has no room for it."""
-    some, size = next(model.parameters()), config.block_size
+    """Attention over a KV cache of the model's device and dtype, beside its recurrent states. Raises ConfigError: the
+    device has no room for them."""
+    some, block_size = next(model.parameters()), config.block_size
     # Decode steps are recorded on CUDA, with kernels and collectives that wait for nothing on the host.
     waits = dist.is_initialized() and dist.get_backend() != "nccl"
     spare = int(some.device.type == "cuda" and backend == "triton" and not config.enforce_eager and not waits)
-    what = f"a KV cache of {num_blocks} block(s) of {size} tokens"
+    what, states = f"a KV cache of {size.num_blocks} block(s) of {block_size} tokens", None
     with room_for(what, "lower --block-size, --gpu-memory-utilization or --kv-cache-memory-bytes", some.device):
-        cache = KVCache.allocate(model.attention_shape, num_blocks, size, some.dtype, some.device, spare)
+        if model.state_shape is not None:
+            states = RecurrentStates(model.state_shape, size.num_states, some.dtype, some.device)
+        cache = KVCache.allocate(
+            model.attention_shape, size.num_blocks, block_size, some.dtype, some.device, spare, states
+        )
     if backend == "triton":
         from mini_engine.worker.triton_attention import TritonBackend
 

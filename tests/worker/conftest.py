@@ -10,9 +10,11 @@ from mini_engine.model.weights import load_model
 from mini_engine.worker.attention import KVCache, SdpaBackend
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
+from mini_engine.worker.states import RecurrentStates
 from tests.worker import tiny
 
 NUM_BLOCKS = 256
+NUM_STATES = 16
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -40,12 +42,23 @@ def model(checkpoint: Path) -> VisionLanguageModel:
 def make_runner(checkpoint: Path, model: VisionLanguageModel) -> Callable[..., ModelRunner]:
     def make(media: tiny.MemoryMedia, block_size: int = 16, num_blocks: int = NUM_BLOCKS) -> ModelRunner:
         shape, cpu = model.attention_shape, torch.device("cpu")
-        cache = KVCache.allocate(shape, num_blocks, block_size, torch.float32, cpu)
+        states = make_states(model, cpu)
+        cache = KVCache.allocate(shape, num_blocks, block_size, torch.float32, cpu, states=states)
         # What an earlier owner may have left: nothing of it may reach a result.
         cache.storage.fill_(float("nan"))
         return ModelRunner(model, SdpaBackend(cache), media, Normalisation.from_dir(checkpoint), TensorParallel())
 
     return make
+
+
+def make_states(model: VisionLanguageModel, device: torch.device) -> RecurrentStates | None:
+    """Slots with what an earlier owner may have left; None if the model has none."""
+    if model.state_shape is None:
+        return None
+    states = RecurrentStates(model.state_shape, NUM_STATES, torch.float32, device)
+    states.conv.fill_(float("nan"))
+    states.delta.fill_(float("nan"))
+    return states
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
-from mini_engine.messages import Chunk, EncodeItem, NewSequence, Step
+from mini_engine.messages import Chunk, EncodeItem, NewSequence, StateStart, Step
 from mini_engine.worker.model_runner import Launched, ModelRunner
 
 
@@ -18,6 +18,7 @@ class _Running:
         self.known = len(new.prompt_token_ids)
         self.blocks: list[int] = []
         self.started = self.restart = False
+        self.state = 0
         self.announced = 0  # items
 
 
@@ -31,9 +32,10 @@ def write_steps(
 ) -> list[Step]:
     """`count` tokens for each request, chunks cut to `budget` tokens a step, blocks dealt in random order.
 
-    At the steps in `preempt_at` the first running sequence loses its blocks and starts again. An item is encoded
-    when the first chunk needs it, and evicted with the last of the requests that have it.
+    At the steps in `preempt_at` the first running sequence loses its blocks and its state and starts again. An item is
+    encoded when the first chunk needs it, and evicted with the last of the requests that have it.
     """
+    states = list(range(len(requests)))
     free = random.Random(0).sample(range(num_blocks), num_blocks)
     running = [_Running(new, count) for new in requests]
     steps: list[Step] = []
@@ -42,6 +44,7 @@ def write_steps(
     while running or finished:
         if len(steps) in preempt_at:
             free += running[0].blocks
+            states.insert(0, running[0].state)
             running[0].computed, running[0].blocks, running[0].restart = 0, [], True
         unused = encoded - {item.media_hash for one in running for item in one.new.media}
         encoded -= unused
@@ -55,6 +58,9 @@ def write_steps(
                 continue
             left -= length
             stop = one.computed + length
+            if one.computed == 0:
+                one.state = states.pop()
+                step.states.append(StateStart(one.new.request_id, one.state, None))
             _announce(one, step, stop, encoded)
             blocks = [free.pop() for _ in range(-(-stop // block_size) - len(one.blocks))]
             one.blocks += blocks
@@ -64,6 +70,7 @@ def write_steps(
             if one.known == one.total:
                 running.remove(one)
                 finished.append(one)
+                states.insert(0, one.state)
         steps.append(step)
     return steps
 

@@ -11,13 +11,15 @@ import torch
 from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig, flag_of
 from mini_engine.messages import MediaCachePlan
 from mini_engine.model.config import ModelConfig
+from mini_engine.model.delta_rule import StateShape
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.vision_language import AttentionShape
 from mini_engine.worker import worker
 from mini_engine.worker.memory import (
     HUNGRY_SAMPLING,
+    CacheSize,
     MemoryUse,
-    count_blocks,
+    cache_size,
     profile,
     room_for,
     run_worst,
@@ -39,7 +41,7 @@ OFF = MediaCachePlan("off", 0, "")
 
 
 def count(longest: int = 4096, dtype: torch.dtype = torch.float32, **settings: object) -> int:
-    return count_blocks(EngineConfig(**settings), SHAPE, dtype, longest, CPU)
+    return cache_size(EngineConfig(**settings), SHAPE, None, dtype, longest, CPU).num_blocks
 
 
 @pytest.mark.parametrize(
@@ -63,13 +65,36 @@ def test_count_blocks(blocks, given):
             count(**given)
 
 
+STATE_BYTES = 5 * 4 * (3 * 24 + 2 * 4 * 8)
+
+
+@pytest.mark.parametrize(
+    ("size", "given"),
+    [
+        ((10, 2 + 3), {"kv_cache_memory_bytes": 10 * BLOCK_BYTES + 5 * STATE_BYTES,
+                       "state_cache_memory_bytes": 3 * STATE_BYTES}),
+        ((2, 2 + 4), {"kv_cache_memory_bytes": 16 * STATE_BYTES, "block_size": 32}),  # a quarter for snapshots
+        ((7, 2 + 7), {"num_gpu_blocks_override": 7, "state_cache_memory_bytes": 1 << 20}),  # no more than blocks
+        ("but one block .* states .* lower .*--state-cache-memory-bytes", {"kv_cache_memory_bytes": 2 * STATE_BYTES}),
+    ],
+)  # fmt: skip
+def test_recurrent_states_take_their_part(size, given):
+    config, state = EngineConfig(max_num_seqs=2, **given), StateShape(5, 1, 2, 4, 8, 4)
+    if isinstance(size, str):
+        with pytest.raises(ConfigError, match=size):
+            cache_size(config, SHAPE, state, torch.float32, 4096, CPU)
+    else:
+        assert state.nbytes(torch.float32) == STATE_BYTES
+        assert cache_size(config, SHAPE, state, torch.float32, 4096, CPU) == size
+
+
 def test_what_is_left_of_a_device():
     use = MemoryUse(total=1000 * BLOCK_BYTES, workers=1, outside=5 * BLOCK_BYTES, weights=60 * BLOCK_BYTES,
                     step=20 * BLOCK_BYTES, media=5 * BLOCK_BYTES)  # fmt: skip
 
     def count(share: float, use: MemoryUse = use) -> int:
         config = EngineConfig(gpu_memory_utilization=share)
-        return count_blocks(config, SHAPE, torch.float32, 4096, torch.device("cuda", 0), use)
+        return cache_size(config, SHAPE, None, torch.float32, 4096, torch.device("cuda", 0), use).num_blocks
 
     assert count(0.5) == 500 - 90
     assert count(0.5, dataclasses.replace(use, workers=2)) == 250 - 90
@@ -135,13 +160,13 @@ def test_the_worst_step_fits_beside_the_cache():
     model = worker.load(BUNDLED_MODEL, config, TensorParallel(), cuda)
     normalise = Normalisation.from_dir(BUNDLED_MODEL)
 
-    def runner_with(num_blocks: int) -> ModelRunner:
-        attention = worker.make_attention(config, model, "triton", num_blocks)
+    def runner_with(size: CacheSize) -> ModelRunner:
+        attention = worker.make_attention(config, model, "triton", size)
         return ModelRunner(model, attention, tiny.MemoryMedia(), normalise, TensorParallel())
 
     use = profile(config, BUNDLED_MODEL, OFF, model.config, cuda, runner_with)
     assert use is not None
-    runner = runner_with(worker.choose_num_blocks(config, model, use))
+    runner = runner_with(worker.choose_cache_size(config, model, use))
     vision = model.config.vision
     run_worst(runner, vision, worst_grids(config, vision, BUNDLED_MODEL), worst_step(config, 65536))
     free, total = torch.cuda.mem_get_info(cuda)
