@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -32,9 +32,7 @@ from torch import Tensor
 
 from mini_engine.kernels import onednn, ops
 from mini_engine.model.vision_language import AttentionShape
-
-if TYPE_CHECKING:
-    from mini_engine.worker.states import RecurrentStates
+from mini_engine.worker.states import RecurrentStates
 
 PAD_BYTES = 128 << 10
 GROUP_BYTES = 2 << 20

@@ -103,7 +103,7 @@ class FlatBatch:
 
     Tensors are int64 on the CPU: `token_ids` `[n]`, `positions` `[3, n]`, `slots` `[n]` (block * block_size + place),
     `last_rows` `[s]`, the last row of each chunk that samples. `sampled` are the sequences of these, and `stops`, int64
-    `[s]`, the indices in them of the tokens to be sampled. `parts` are all chunks; `in_prompt` are those that begin in a
+    `[s]`, the indices in them of the tokens to be sampled. `parts` are all chunks; `in_prompt` those that begin in a
     prompt: others have no media. `greedy`: no row needs more than its largest logit; `adjusts`: some row's logits are
     adjusted; `constrained`: some row has a grammar.
     """

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mini_engine.model.vision_language import VisionLanguageModel
-from mini_engine.worker.states import Recurrence, StepHook
+from mini_engine.worker.recurrence import Recurrence, StepHook
 from mini_engine.worker.triton_attention import Tables, TritonAttention, TritonBackend, columns_of
 
 

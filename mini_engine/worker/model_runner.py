@@ -39,7 +39,7 @@ from mini_engine.worker.grammar import Constraint, Grammars, Masks
 from mini_engine.worker.media_inputs import MediaInputs
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.penalties import Adjustments
-from mini_engine.worker.states import Recurrence, StepHook
+from mini_engine.worker.recurrence import Recurrence, StepHook
 
 if TYPE_CHECKING:
     from mini_engine.worker.decode_graphs import DecodeGraphs  # imports Triton

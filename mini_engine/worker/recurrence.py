@@ -1,0 +1,96 @@
+"""The recurrent layers of one step, over the states that `states.py` keeps; and what the model calls in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mini_engine.kernels.staging import to_device
+from mini_engine.messages import StateSnapshot
+from mini_engine.model import delta_rule
+from mini_engine.worker.attention import StepAttention
+from mini_engine.worker.batch import Part
+from mini_engine.worker.states import RecurrentStates
+
+
+class Run(NamedTuple):
+    """Consecutive rows of one sequence in a flat batch; `snapshot`: the slot that gets the state after them."""
+
+    rows: slice
+    slot: int
+    snapshot: int | None
+
+
+@dataclass(frozen=True)
+class Recurrence:
+    """The recurrent layers of one step.
+
+    slots: int64 `[n]` on the device, of the sequences with one token: the first n rows.
+    runs: the other rows; a chunk is cut where a snapshot is taken.
+    copies: (source, target) once all layers have run.
+    """
+
+    states: RecurrentStates
+    slots: Tensor
+    runs: Sequence[Run] = ()
+    copies: Sequence[tuple[int, int]] = ()
+
+    @classmethod
+    def of(cls, states: RecurrentStates, parts: Sequence[Part], snapshots: Sequence[StateSnapshot]) -> Recurrence:
+        """`parts`: of the flat batch, single tokens first; `snapshots`: of these chunks, in order."""
+        slots: list[int] = []
+        runs: list[Run] = []
+        copies: list[tuple[int, int]] = []
+        taken: dict[str, list[StateSnapshot]] = {}
+        for snapshot in snapshots:
+            taken.setdefault(snapshot.request_id, []).append(snapshot)
+        for part in parts:
+            slot, mine = part.sequence.state, taken.get(part.chunk.request_id, [])
+            if part.chunk.num_tokens == 1:
+                slots.append(slot)
+                copies += [(slot, snapshot.slot) for snapshot in mine]
+                continue
+            before, first = part.first - part.chunk.start, part.first
+            cuts = [*((snapshot.end, snapshot.slot) for snapshot in mine), (part.stop, None)]
+            for stop, target in cuts:
+                if before + stop > first:
+                    runs.append(Run(slice(first, before + stop), slot, target))
+                    first = before + stop
+        return cls(states, to_device(torch.tensor(slots, dtype=torch.int64), states.conv.device), runs, copies)
+
+    def __call__(self, layer: int, x: Tensor, g: Tensor, beta: Tensor, kernel: Tensor) -> Tensor:
+        """See `model.text.Attend.recur`."""
+        conv, delta, shape = self.states.conv[layer], self.states.delta[layer], self.states.shape
+        outputs: list[Tensor] = []
+        if count := len(self.slots):
+            outputs.append(
+                delta_rule.decode(x[:count], g[:count], beta[:count], kernel, shape, conv, delta, self.slots)
+            )
+        for rows, slot, snapshot in self.runs:
+            outputs.append(delta_rule.prefill(x[rows], g[rows], beta[rows], kernel, shape, conv[slot], delta[slot]))
+            if snapshot is not None:
+                conv[snapshot], delta[snapshot] = conv[slot], delta[slot]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def finish(self) -> None:
+        """Call once all layers have run."""
+        for source, target in self.copies:
+            self.states.copy(source, target)
+
+
+class StepHook(NamedTuple):
+    """What the model calls in one step; see `model.text.Attend`. `recurrence`: None if it has no recurrent layers."""
+
+    attend: StepAttention
+    recurrence: Recurrence | None
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.attend(layer, q, k, v)
+
+    def recur(self, layer: int, x: Tensor, g: Tensor, beta: Tensor, kernel: Tensor) -> Tensor:
+        assert self.recurrence is not None
+        return self.recurrence(layer, x, g, beta, kernel)
