@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mini_engine.config import ConfigError, EngineConfig, flag_of
 from mini_engine.free_memory import available_memory
-from mini_engine.messages import MediaCachePlan
+from mini_engine.messages import EngineLimits, MediaCachePlan
 from mini_engine.model.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -73,16 +73,18 @@ def check_model(model_dir: str, config: EngineConfig) -> ModelConfig:
     return model
 
 
-def without_effect(config: EngineConfig, cache: MediaCachePlan, device: str) -> list[str]:
-    """A text for each setting that is not the default and changes nothing on this device, "cpu" or "cuda", or beside
+def without_effect(config: EngineConfig, cache: MediaCachePlan, limits: EngineLimits) -> list[str]:
+    """A text for each setting that is not the default and changes nothing on this device, with this model, or beside
     others."""
-    on_cpu, alone = device == "cpu", config.tensor_parallel_size == 1
+    on_cpu, alone = limits.device == "cpu", config.tensor_parallel_size == 1
     sizes = any(isinstance(one, dict) and one.keys() - {"count"} for one in config.limit_mm_per_prompt.values())
     cases = [
         ("gpu_memory_utilization", on_cpu, "the workers run on the CPU"),
         ("gpu_memory_utilization", not on_cpu and config.kv_cache_memory_bytes is not None,
          "--kv-cache-memory-bytes overrides it"),
         ("kv_cache_memory_bytes", config.num_gpu_blocks_override is not None, "--num-gpu-blocks-override overrides it"),
+        ("state_cache_memory_bytes", not limits.num_states, "the model has no recurrent states"),
+        ("state_snapshot_interval", not limits.num_states, "the model has no recurrent states"),
         ("enforce_eager", on_cpu, "CUDA graphs need CUDA"),
         ("mm_encoder_tp_mode", alone, "an engine has one worker"),
         ("distributed_backend", alone and (on_cpu or config.data_parallel_size == 1), "an engine has one worker"),

@@ -14,7 +14,7 @@ from mini_engine import host
 from mini_engine.cli import parse
 from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
 from mini_engine.host import check_model, resolve_model, runtime_directory, without_effect
-from mini_engine.messages import MediaCachePlan
+from mini_engine.messages import EngineLimits, MediaCachePlan
 
 # --- the model's files ------------------------------------------------------------------------------------------------
 
@@ -133,11 +133,14 @@ SIZES = ["--kv-cache-memory-bytes", "1G", "--gpu-memory-utilization", "0.5", "--
          "--kv-cache-memory-bytes (--num-gpu-blocks-override overrides it)"),
         (["--mm-processor-cache-type", "shm", "--mm-shm-cache-max-object-size-mb", "3"], OFF, "cpu",
          "--mm-processor-cache-type (the cache is off); --mm-shm-cache-max-object-size-mb (no cache in shared memory)"),
+        (["--state-snapshot-interval", "512"], SHM, "cpu",
+         "--state-snapshot-interval (the model has no recurrent states)"),
         ([BUNDLED_MODEL, "--revision", "main"], SHM, "cpu", "--revision (MODEL is a directory)"),
     ],
 )  # fmt: skip
 def test_settings_without_effect_are_named(argv, cache, device, expected):
-    assert "; ".join(without_effect(parse(argv, {}), cache, device)) == expected
+    limits = EngineLimits(4096, 8, 16, 45, device)
+    assert "; ".join(without_effect(parse(argv, {}), cache, limits)) == expected
 
 
 # --- the runtime directory --------------------------------------------------------------------------------------------

@@ -142,7 +142,7 @@ class Supervisor:
         for choice in self.generation.transports:
             what = "media that do not fit the cache" if cache.kind == "shm" else "media"
             logger.info("%s reach engine %d by %s: %s", what, choice.engine, choice.transport, choice.reason)
-        if useless := without_effect(config, cache, limits.device):
+        if useless := without_effect(config, cache, limits):
             logger.info("no effect here: %s", "; ".join(useless))
         logger.info("media cache: %s (%s)", cache.kind, cache.reason)
         page = "" if config.disable_playground else "(playground: /) "
