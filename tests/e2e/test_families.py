@@ -20,12 +20,14 @@ from tests.model import families
 from tests.oracle import exact_seconds
 
 COUNT = 64
-PATCH_SIZES = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16}
+PATCH_SIZES = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_5": 16}
 # Prompts are cut into chunks in the middle of items.
 SMALL_STEPS = ["--max-num-batched-tokens", "64"]
 SERVERS = [
     pytest.param(("qwen2_vl", ["--mm-processor-cache-type", "lru"]), id="qwen2_vl"),
     pytest.param(("qwen3_vl", ["--mm-processor-cache-type", "shm"]), id="qwen3_vl"),
+    pytest.param(("qwen3_5", []), id="qwen3_5"),
+    pytest.param(("qwen3_5", ["-tp", "2"]), id="qwen3_5-tp2", marks=pytest.mark.slow),
     pytest.param(("qwen2_5_vl", []), id="qwen2_5_vl", marks=[pytest.mark.slow, exact_seconds]),
     pytest.param(
         ("qwen3_vl", ["--mm-processor-cache-type", "lru", "-tp", "2"]), id="qwen3_vl-tp2", marks=pytest.mark.slow
@@ -107,6 +109,7 @@ def test_answers_equal_transformers(served, tmp_path):
     family = Family(name, tmp_path)
     with RunningServer(str(tmp_path), *SMALL_STEPS, *flags) as server:
         check_answers(family, server)
+        check_conversation(server)
 
 
 def check_answers(family: Family, server: RunningServer) -> None:
@@ -132,3 +135,28 @@ def check_answers(family: Family, server: RunningServer) -> None:
         decodes.append(server.total("media_decodes_total"))
     # Two videos and a picture; both videos once more where they share the prompt's length. Everything else was a hit.
     assert decodes[0] == decodes[1] and decodes[0] in (3, 5)
+
+
+def check_conversation(server: RunningServer) -> None:
+    """Ten turns about one video: from the second on only what is new is computed, and the video is not encoded."""
+    clip = videos.encode(videos.render(3 * 10**9 + 4, width=640, height=480, num_frames=16, fps=8), "mp4", "h264")
+    url = f"data:video/mp4;base64,{base64.b64encode(clip).decode()}"
+    messages = [message("What moves?", [("video_url", url)])]
+    length = 0
+    for turn in range(10):
+        before = server.total("encoder_cache_hits_total"), server.total("media_decodes_total")
+        reply = server.client.chat.completions.create(
+            model=server.model, messages=messages, temperature=0, max_tokens=20, extra_body={"ignore_eos": True}
+        )
+        cached = reply.usage.prompt_tokens_details.cached_tokens
+        if turn:
+            # The text of random tokens is not always tokenised as it was sampled.
+            assert length - 16 <= cached
+            assert (before[0] + 1, before[1]) == (
+                server.total("encoder_cache_hits_total"), server.total("media_decodes_total")
+            )  # fmt: skip
+        length = reply.usage.prompt_tokens
+        messages += [
+            {"role": "assistant", "content": reply.choices[0].message.content},
+            {"role": "user", "content": f"And number {turn}?"},
+        ]

@@ -14,7 +14,7 @@ from mini_engine.worker.states import RecurrentStates
 from tests.worker import tiny
 
 NUM_BLOCKS = 256
-NUM_STATES = 16
+NUM_STATES = 32
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from mini_engine.messages import Chunk, SampledToken, Step, StepResult
+from mini_engine.messages import Chunk, NewSequence, SampledToken, Step, StepResult
 from mini_engine.worker.batch import SequenceState
 from tests.model.families import FAMILIES
 from tests.worker import script, tiny
@@ -24,6 +24,21 @@ def test_tokens_are_those_of_transformers(budget, ahead, preempt_at, family, mak
     requests = tiny.mixed_requests(media, family)
     steps = script.write_steps(requests, COUNT, budget, 16, NUM_BLOCKS, preempt_at)
     assert script.run(make_runner(media), steps, ahead) == expected
+
+
+@pytest.mark.parametrize("family", ["qwen3_5"], indirect=True, scope="session")
+def test_32_sequences_in_a_batch_have_the_tokens_of_each_alone(make_runner):
+    shapes = [[*range(3, 5 + number), (1 + number % 3, 4, 4), 9] for number in range(32)]
+
+    def requests(media: tiny.MemoryMedia) -> list[NewSequence]:
+        return [tiny.make_request(media, f"r{number}", shape, "qwen3_5") for number, shape in enumerate(shapes)]
+
+    media = tiny.MemoryMedia()
+    together = script.run(make_runner(media), script.write_steps(requests(media), 8, 100_000, 16, NUM_BLOCKS), ahead=1)
+    media = tiny.MemoryMedia()
+    for new in requests(media):
+        alone = script.run(make_runner(media), script.write_steps([new], 8, 1000, 16, NUM_BLOCKS))
+        assert alone[new.request_id] == together[new.request_id]
 
 
 def test_a_token_that_was_in_flight_at_the_restart_is_sampled_again(make_runner, expected):
