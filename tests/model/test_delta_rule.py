@@ -1,0 +1,78 @@
+"""Prefill in any pieces and decode in any slots against transformers' own loop over single tokens."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.models.qwen3_5.modeling_qwen3_5 import causal_conv1d_fn, torch_recurrent_gated_delta_rule
+
+from mini_engine.model import delta_rule
+from mini_engine.model.delta_rule import StateShape
+
+SHAPE = StateShape(layers=3, k_heads=2, v_heads=6, k_dim=8, v_dim=12, kernel_size=4)
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+
+def make_inputs(count: int) -> Inputs:
+    """x, g and beta; half of the heads forget slowly, the others soon."""
+    generator = torch.Generator().manual_seed(count)
+    x = torch.randn(count, SHAPE.channels, generator=generator)
+    g = -torch.rand(count, SHAPE.v_heads, generator=generator) * torch.tensor([0.01, 3.0]).repeat(SHAPE.v_heads // 2)
+    return x, g, torch.rand(count, SHAPE.v_heads, generator=generator)
+
+
+KERNEL = torch.randn(SHAPE.channels, SHAPE.kernel_size, generator=torch.Generator().manual_seed(0))
+
+
+def empty_states(slots: int) -> tuple[Tensor, Tensor]:
+    conv = torch.zeros(slots, SHAPE.channels, SHAPE.kernel_size - 1)
+    return conv, torch.zeros(slots, SHAPE.v_heads, SHAPE.k_dim, SHAPE.v_dim)
+
+
+def expected(x: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs `[n, v_heads, v_dim]` and the state delta after them, from an empty history."""
+    keys = SHAPE.k_heads * SHAPE.k_dim
+    mixed = causal_conv1d_fn(x.T[None], KERNEL, activation="silu")[0].T
+    parts = mixed.split((keys, keys, SHAPE.v_heads * SHAPE.v_dim), dim=1)
+    q, k, v = (p.unflatten(1, (-1, dim))[None] for p, dim in zip(parts, (8, 8, 12), strict=True))
+    out, state = torch_recurrent_gated_delta_rule(
+        q, k, v, g=g[None], beta=beta[None], output_final_state=True, use_qk_l2norm_in_kernel=True
+    )
+    return out[0], state[0]
+
+
+@settings(max_examples=40)
+@given(st.lists(st.one_of(st.integers(1, 5), st.integers(60, 70), st.integers(100, 1100)), min_size=1, max_size=5))
+def test_prefill_in_pieces_equals_one_token_after_the_other(lengths: list[int]):
+    inputs = make_inputs(sum(lengths))
+    (conv,), (delta,) = empty_states(1)
+    pieces = zip(*(each.split(lengths) for each in inputs), strict=True)
+    ours = torch.cat([delta_rule.prefill(*piece, KERNEL, SHAPE, conv, delta) for piece in pieces])
+    out, state = expected(*inputs)
+    torch.testing.assert_close(ours, out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(delta, state, atol=1e-5, rtol=1e-5)
+    history = torch.cat((torch.zeros(3, SHAPE.channels), inputs[0]))
+    assert torch.equal(conv, history[-3:].T)
+
+
+def test_decode_after_prefill_changes_its_slots_alone():
+    lengths, slots = (70, 1, 9), torch.tensor([4, 0, 2])
+    conv, delta = (torch.full_like(each, 7.0) for each in empty_states(6))
+    sequences = [make_inputs(length + 5) for length in lengths]
+    for (x, g, beta), length, slot in zip(sequences, lengths, slots, strict=True):
+        conv[slot], delta[slot] = 0, 0
+        delta_rule.prefill(x[:length], g[:length], beta[:length], KERNEL, SHAPE, conv[slot], delta[slot])
+    for i in range(5):
+        rows = (torch.stack([part[n + i] for part, n in zip(each, lengths, strict=True)]) for each in zip(*sequences))
+        out = delta_rule.decode(*rows, KERNEL, SHAPE, conv, delta, slots)
+        for j, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
+            theirs, state = expected(*(each[: length + i + 1] for each in sequence))
+            torch.testing.assert_close(out[j], theirs[-1], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(delta[slots[j]], state, atol=1e-5, rtol=1e-5)
+    others = [1, 3, 5]
+    assert (conv[others] == 7).all() and (delta[others] == 7).all()
+
+
+def test_size_of_a_state():
+    conv, delta = empty_states(SHAPE.layers)
+    assert SHAPE.nbytes(torch.bfloat16) == conv.bfloat16().nbytes + delta.nbytes
