@@ -1,9 +1,9 @@
 """The gated delta rule behind a short causal convolution: the memory of a sequence is of one size, however long it is.
 
-A value head's state S, `[k_dim, v_dim]`, first decays, `S = exp(g) S`; then what it holds for the key moves towards the
-value, `S += k (beta (v - S^T k))^T`; the output is `S^T q` (Yang et al. 2024, Gated Delta Networks, section 3). q, k and
-v are the convolution's output after SiLU; q and k are made unit vectors, and q is scaled by `k_dim ** -0.5`. Knows
-nothing of models, nor where states are kept. All but the convolution is in float32.
+A value head's state S, `[k_dim, v_dim]`, first decays, `S = exp(g) S`; then what it holds for the key moves towards
+the value, `S += k (beta (v - S^T k))^T`; the output is `S^T q` (Yang et al. 2024, Gated Delta Networks, section 3).
+q, k and v are the convolution's output after SiLU; q and k are made unit vectors, and q is scaled by `k_dim ** -0.5`.
+All but the convolution is in float32. Knows nothing of models, nor where states are kept.
 """
 
 from dataclasses import dataclass

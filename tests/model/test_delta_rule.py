@@ -63,7 +63,8 @@ def test_decode_after_prefill_changes_its_slots_alone():
         conv[slot], delta[slot] = 0, 0
         delta_rule.prefill(x[:length], g[:length], beta[:length], KERNEL, SHAPE, conv[slot], delta[slot])
     for i in range(5):
-        rows = (torch.stack([part[n + i] for part, n in zip(each, lengths, strict=True)]) for each in zip(*sequences))
+        tokens = [[part[n + i] for part in sequence] for sequence, n in zip(sequences, lengths, strict=True)]
+        rows = (torch.stack(each) for each in zip(*tokens, strict=True))
         out = delta_rule.decode(*rows, KERNEL, SHAPE, conv, delta, slots)
         for j, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
             theirs, state = expected(*(each[: length + i + 1] for each in sequence))

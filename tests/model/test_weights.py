@@ -111,7 +111,7 @@ def test_no_weights_at_all(copy):
 
 # What every rank holds whole, beside norms, and biases of sums over the ranks.
 WHOLE = {"model.visual.patch_embed.proj.weight", "model.visual.pos_embed.weight"}
-SPLIT_BIAS = re.compile(r"(q_proj|k_proj|v_proj|qkv|gate_proj|up_proj|fc1|merger\.mlp\.0)\.bias$")
+SPLIT_VECTOR = re.compile(r"(q_proj|k_proj|v_proj|qkv|gate_proj|up_proj|fc1|merger\.mlp\.0)\.bias$|A_log$|dt_bias$")
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -132,7 +132,7 @@ def test_ranks_hold_every_weight_once(name, size, checkpoints):
         # Nothing is held beside: the pieces are all that the parameters are.
         assert sum(piece.target.numel() for piece in pieces_of(model)) == sum(p.numel() for p in model.parameters())
     for key, counts in holders.items():
-        is_whole = key in WHOLE or (counts.ndim == 1 and not SPLIT_BIAS.search(key))
+        is_whole = key in WHOLE or (counts.ndim == 1 and not SPLIT_VECTOR.search(key))
         is_kv = "k_proj" in key or "v_proj" in key
         once = max(1, size // config.text.num_kv_heads) if is_kv else 1
         assert counts.unique().tolist() == [size if is_whole else once], key
