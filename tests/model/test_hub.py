@@ -1,5 +1,5 @@
 """Configurations of checkpoints on the hub: names and shapes of all weights are those of transformers; what is not
-supported is named."""
+supported is named. That of Qwen3.5 is assembled, from the published sizes and transformers' defaults."""
 
 import copy
 import json
@@ -39,6 +39,7 @@ def test_names_and_shapes_are_transformers(raw: dict[str, Any], tmp_path):
     # transformers reads the same numbers out of it that have no shape.
     rope = oracle.config.text_config.rope_parameters
     assert rope["rope_theta"] == model.config.text.rope_theta
+    assert len(model.decoder.rope.inv_freq) == len(oracle.model.language_model.rotary_emb.inv_freq)
     assert tuple(rope["mrope_section"]) == model.config.text.mrope_section
     assert oracle.config.text_config.rms_norm_eps == model.config.text.rms_norm_eps
 
@@ -71,10 +72,17 @@ def test_what_cannot_be_served_is_named(change, message):
         ModelConfig.from_dict(HUB["Qwen2.5-VL-7B-Instruct"] | change)
 
 
+def test_unknown_kinds_of_layers_are_named():
+    raw = copy.deepcopy(HUB["Qwen3.5-4B"])
+    raw["text_config"]["layer_types"][0] = "sliding_attention"
+    with pytest.raises(ValueError, match="layer types {'sliding_attention'} are not supported; supported: linear_att"):
+        ModelConfig.from_dict(raw)
+
+
 def test_unknown_architecture_error_lists_those_supported():
-    with pytest.raises(ValueError) as error:
-        ModelConfig.from_dict(HUB["Qwen3-VL-4B-Instruct"] | {"architectures": ["Qwen3VLMoeForConditionalGeneration"]})
-    known = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
+    with pytest.raises(ValueError, match="unsupported architecture: Qwen3_5MoeForConditionalGeneration;") as error:
+        ModelConfig.from_dict(HUB["Qwen3.5-4B"] | {"architectures": ["Qwen3_5MoeForConditionalGeneration"]})
+    known = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5")
     assert set(SPECS) == {f"{name}ForConditionalGeneration" for name in known}
     assert all(name in str(error.value).partition("supported:")[2] for name in SPECS)
 
