@@ -46,12 +46,17 @@ def expected(x: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @settings(max_examples=40)
-@given(st.lists(st.one_of(st.integers(1, 5), st.integers(60, 70), st.integers(100, 1100)), min_size=1, max_size=5))
-def test_prefill_in_pieces_equals_one_token_after_the_other(lengths: list[int]):
+@given(
+    lengths=st.lists(st.one_of(st.integers(1, 5), st.integers(60, 70), st.integers(100, 500)), min_size=1, max_size=5),
+    segment=st.sampled_from([delta_rule.CHUNK, 200]),
+)
+def test_prefill_in_pieces_equals_one_token_after_the_other(lengths: list[int], segment: int):
     inputs = make_inputs(sum(lengths))
     (conv,), (delta,) = empty_states(1)
     pieces = zip(*(each.split(lengths) for each in inputs), strict=True)
-    ours = torch.cat([delta_rule.prefill(*piece, KERNEL, SHAPE, conv, delta) for piece in pieces])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(delta_rule.SEGMENTS, "cpu", segment)
+        ours = torch.cat([delta_rule.prefill(*piece, KERNEL, SHAPE, conv, delta) for piece in pieces])
     out, state = expected(*inputs)
     torch.testing.assert_close(ours, out, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(delta, state, atol=1e-5, rtol=1e-5)
