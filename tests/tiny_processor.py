@@ -24,12 +24,8 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
 {%- if enable_thinking %}{{- '<think>\\n' }}{%- endif %}{%- endif %}
 """
-PROCESSORS = {
-    "qwen2_vl": "Qwen2VLProcessor",
-    "qwen2_5_vl": "Qwen2_5_VLProcessor",
-    "qwen3_vl": "Qwen3VLProcessor",
-    "qwen3_5": "Qwen3VLProcessor",
-}
+PROCESSORS = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor"}
+PROCESSORS |= {"qwen3_vl": "Qwen3VLProcessor", "qwen3_5": "Qwen3VLProcessor"}
 
 
 def build(directory: Path, family: str = "qwen2_5_vl") -> Path:

@@ -56,11 +56,6 @@ class TextConfig:
         """Length of the first part of each head, which is rotated."""
         return 2 * sum(self.mrope_section)
 
-    @property
-    def recurrent_layers(self) -> tuple[int, ...]:
-        """Those with a gated delta net; the others have attention."""
-        return self.linear.layers if self.linear else ()
-
 
 @dataclass(frozen=True)
 class VisionConfig:

@@ -146,12 +146,13 @@ class DecoderLayer(nn.Module):
         super().__init__()
         size, eps, offset = config.hidden_size, config.rms_norm_eps, config.norm_offset
         self.norm1 = RMSNorm(f"{source}.input_layernorm", size, eps, at, offset)
-        recurrent = sum(i < layer for i in config.recurrent_layers)  # before this one
+        recurrent = config.linear.layers if config.linear else ()
+        before = sum(i < layer for i in recurrent)
         self.attention: nn.Module
-        if config.linear and layer in config.linear.layers:
-            self.attention = GatedDeltaNet(f"{source}.linear_attn", recurrent, config, config.linear, at)
+        if config.linear and layer in recurrent:
+            self.attention = GatedDeltaNet(f"{source}.linear_attn", before, config, config.linear, at)
         else:
-            self.attention = Attention(f"{source}.self_attn", layer - recurrent, config, at)
+            self.attention = Attention(f"{source}.self_attn", layer - before, config, at)
         self.norm2 = RMSNorm(f"{source}.post_attention_layernorm", size, eps, at, offset)
         self.mlp = GatedMLP(f"{source}.mlp", size, config.intermediate_size, bias=False, at=at)
 

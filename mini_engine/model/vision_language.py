@@ -49,9 +49,9 @@ class VisionLanguageModel(nn.Module):
         self.decoder = Decoder(text, at)
         self.head = self.embedding if tied else VocabParallelEmbedding("lm_head", *rows, at)
         kv_heads = at.tp.kv_heads(text.num_kv_heads)
-        layers = text.num_layers - len(text.recurrent_layers)
-        self.attention_shape = AttentionShape(layers, kv_heads.stop - kv_heads.start, text.head_dim)
         self.state_shape = self.decoder.state_shape
+        layers = text.num_layers - (self.state_shape.layers if self.state_shape else 0)
+        self.attention_shape = AttentionShape(layers, kv_heads.stop - kv_heads.start, text.head_dim)
 
     def embed(self, token_ids: Tensor, media: Sequence[MediaRows] = ()) -> Tensor:
         """int `[n]` -> `[n, hidden_size]`, the rows of media in their placeholders' place."""

@@ -49,22 +49,17 @@ class ReferenceAttention:
 
     def recur(self, layer: int, x: Tensor, g: Tensor, beta: Tensor, kernel: Tensor) -> Tensor:
         """As `text.Attend`; a single token is decoded, in the second slot of two."""
-        outputs, start = [], 0
+        s, outputs, start = self._shape, [], 0
         for sequence, count in self._batch:
             rows = [each[start : start + count] for each in (x, g, beta)]
-            conv, delta = self._states.setdefault((layer, sequence), self._empty_states(x.dtype))
+            empty = torch.zeros(2, s.channels, s.kernel_size - 1).to(x), torch.zeros(2, s.v_heads, s.k_dim, s.v_dim)
+            conv, delta = self._states.setdefault((layer, sequence), empty)
             if count == 1:
-                slots = torch.tensor([1])
-                outputs.append(delta_rule.decode(*rows, kernel, self._shape, conv, delta, slots))
+                outputs.append(delta_rule.decode(*rows, kernel, s, conv, delta, torch.tensor([1])))
             else:
-                outputs.append(delta_rule.prefill(*rows, kernel, self._shape, conv[1], delta[1]))
+                outputs.append(delta_rule.prefill(*rows, kernel, s, conv[1], delta[1]))
             start += count
         return torch.cat(outputs)
-
-    def _empty_states(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        s = self._shape
-        conv = torch.zeros(2, s.channels, s.kernel_size - 1, dtype=dtype)
-        return conv, torch.zeros(2, s.v_heads, s.k_dim, s.v_dim)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

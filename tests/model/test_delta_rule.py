@@ -1,11 +1,11 @@
-"""Prefill in any pieces and decode in any slots against transformers' own loop over single tokens."""
+"""Prefill in any pieces and decode in any slots against a loop over single tokens."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers.models.qwen3_5.modeling_qwen3_5 import causal_conv1d_fn, torch_recurrent_gated_delta_rule
 
 from mini_engine.model import delta_rule
 from mini_engine.model.config import LinearConfig
@@ -14,10 +14,9 @@ from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.text import state_shape
 
 SHAPE = StateShape(layers=3, k_heads=2, v_heads=6, k_dim=8, v_dim=12, kernel_size=4)
-Inputs = tuple[Tensor, Tensor, Tensor]
 
 
-def make_inputs(count: int) -> Inputs:
+def make_inputs(count: int) -> tuple[Tensor, Tensor, Tensor]:
     """x, g and beta; half of the heads forget slowly, the others soon."""
     generator = torch.Generator().manual_seed(count)
     x = torch.randn(count, SHAPE.channels, generator=generator)
@@ -34,15 +33,19 @@ def empty_states(slots: int) -> tuple[Tensor, Tensor]:
 
 
 def expected(x: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs `[n, v_heads, v_dim]` and the state delta after them, from an empty history."""
+    """Outputs `[n, v_heads, v_dim]` and the state delta after them, from an empty history, in float64."""
     keys = SHAPE.k_heads * SHAPE.k_dim
-    mixed = causal_conv1d_fn(x.T[None], KERNEL, activation="silu")[0].T
-    parts = mixed.split((keys, keys, SHAPE.v_heads * SHAPE.v_dim), dim=1)
-    q, k, v = (p.unflatten(1, (-1, dim))[None] for p, dim in zip(parts, (8, 8, 12), strict=True))
-    out, state = torch_recurrent_gated_delta_rule(
-        q, k, v, g=g[None], beta=beta[None], output_final_state=True, use_qk_l2norm_in_kernel=True
-    )
-    return out[0], state[0]
+    mixed = F.conv1d(F.pad(x.double().T, (3, 0)), KERNEL.double().unsqueeze(1), groups=SHAPE.channels)
+    q, k, v = F.silu(mixed).T.tensor_split((keys, 2 * keys), dim=1)
+    q, k = (each.unflatten(1, (SHAPE.k_heads, -1)).repeat_interleave(3, dim=1) for each in (q, k))
+    q, k = (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
+    state, outputs = torch.zeros(SHAPE.v_heads, SHAPE.k_dim, SHAPE.v_dim, dtype=torch.float64), []
+    for i, value in enumerate(v.unflatten(1, (SHAPE.v_heads, -1))):
+        state = state * g[i].double().exp()[:, None, None]
+        change = beta[i].unsqueeze(1) * (value - torch.einsum("hkv,hk->hv", state, k[i]))
+        state = state + torch.einsum("hk,hv->hkv", k[i], change)
+        outputs.append(torch.einsum("hkv,hk->hv", state, q[i]) * SHAPE.k_dim**-0.5)
+    return torch.stack(outputs).float(), state.float()
 
 
 @settings(max_examples=40)
@@ -84,9 +87,8 @@ def test_decode_after_prefill_changes_its_slots_alone():
 
 
 def test_heads_that_do_not_divide_are_refused():
-    linear = LinearConfig(layers=(0,), k_heads=4, v_heads=6, k_dim=8, v_dim=12, kernel_size=4)
     with pytest.raises(ValueError, match="6 delta-net value heads cannot be split over 4 tensor-parallel ranks"):
-        state_shape(linear, TensorParallel(0, 4))
+        state_shape(LinearConfig((0,), k_heads=4, v_heads=6, k_dim=8, v_dim=12, kernel_size=4), TensorParallel(0, 4))
 
 
 def test_size_of_a_state():
