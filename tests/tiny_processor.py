@@ -24,17 +24,18 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}
 {%- if enable_thinking %}{{- '<think>\\n' }}{%- endif %}{%- endif %}
 """
-PROCESSORS = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
+PROCESSORS = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor"}
+PROCESSORS |= {"qwen3_vl": "Qwen3VLProcessor", "qwen3_5": "Qwen3VLProcessor"}
 
 
 def build(directory: Path, family: str = "qwen2_5_vl") -> Path:
     """Writes the files into `directory`, which AutoProcessor then loads, and returns it.
 
-    The largest image and the largest frame have 48 and 24 tokens; with Qwen3-VL the largest video has 96.
+    The largest image and the largest frame have 48 and 24 tokens; with Qwen3-VL's processor the largest video has 96.
     """
     _write_tokenizer(directory / "tokenizer.json")
     (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    is_third = family == "qwen3_vl"
+    is_third = family.startswith("qwen3")
     common: dict[str, Any] = {"patch_size": 16 if is_third else 14, "temporal_patch_size": 2, "merge_size": 2}
     token = (2 * common["patch_size"]) ** 2  # pixels
     if is_third:

@@ -20,7 +20,10 @@ COLUMNS = 1024  # of one program, where rows are cut
 
 
 @triton.jit
-def _rms_norm(out, x, residual, weight, eps, stride, SIZE: tl.constexpr, PADDED: tl.constexpr, ADD: tl.constexpr):
+def _rms_norm(
+    out, x, residual, weight, eps, stride, SIZE: tl.constexpr, PADDED: tl.constexpr, ADD: tl.constexpr,
+    OFFSET: tl.constexpr,
+):  # fmt: skip
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     inside = column < SIZE
     value = tl.load(x + row * stride + column, mask=inside, other=0.0)
@@ -31,7 +34,10 @@ def _rms_norm(out, x, residual, weight, eps, stride, SIZE: tl.constexpr, PADDED:
         tl.store(x + row * stride + column, value, mask=inside)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
-    normed = wide * scale * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if OFFSET:
+        factor += 1.0
+    normed = wide * scale * factor
     tl.store(out + row * SIZE + column, normed.to(out.dtype.element_ty), mask=inside)
 
 
@@ -117,7 +123,7 @@ def _penalise(scores, counts, rows, factors, SIZE: tl.constexpr, COLUMNS: tl.con
     tl.store(scores + at * SIZE + column, new, mask=seen)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: bool = False) -> Tensor:
     """With a `residual`, which like x then is contiguous, this is added to x first, in place."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     size, add = x.shape[-1], residual is not None
@@ -127,7 +133,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     if x.numel():
         _rms_norm[(len(x),)](
             out, x, residual if add else x, weight, eps, x.stride(0), SIZE=size, PADDED=padded(size), ADD=add,
-            num_warps=_warps(size),
+            OFFSET=offset, num_warps=_warps(size),
         )  # fmt: skip
     return out
 

@@ -44,18 +44,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis (Zhang and Sennrich 2019), a new tensor."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool = False) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis (Zhang and Sennrich 2019), a new tensor. With `offset`
+    the product is with `1 + weight`, summed in float32."""
     if fused(x):
-        return _kernels().rms_norm(x, weight, eps)
+        return _kernels().rms_norm(x, weight, eps, offset=offset)
+    if offset:
+        return F.rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: bool = False) -> Tensor:
     """Add `residual` to `x` in place; returns `rms_norm` of the sum. Both contiguous and of one shape."""
     if fused(x):
-        return _kernels().rms_norm(x, weight, eps, residual)
-    return F.rms_norm(x.add_(residual), weight.shape, weight, eps)
+        return _kernels().rms_norm(x, weight, eps, residual, offset)
+    return rms_norm(x.add_(residual), weight, eps, offset)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

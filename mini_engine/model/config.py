@@ -15,10 +15,23 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
+class LinearConfig:
+    """Dimensions of gated delta nets, and which of the decoder's layers have one in place of attention."""
+
+    layers: tuple[int, ...]
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    kernel_size: int
+
+
+@dataclass(frozen=True)
 class TextConfig:
     """Dimensions of the decoder. `mrope_section` counts the rotary frequencies of (time, height, width); they lie one
     section after the other, or interleaved. `qkv_bias`: the projections to queries, keys and values have one;
-    `qk_norm`: each head's queries and keys are normed."""
+    `qk_norm`: each head's queries and keys are normed; `attention_gate`: each head's output has a gate; `norm_offset`:
+    the weights of norms are stored less 1; `linear`: None if all layers have attention."""
 
     vocab_size: int
     hidden_size: int
@@ -34,6 +47,14 @@ class TextConfig:
     max_position_embeddings: int
     qkv_bias: bool
     qk_norm: bool
+    attention_gate: bool
+    norm_offset: bool
+    linear: LinearConfig | None
+
+    @property
+    def rotary_dim(self) -> int:
+        """Length of the first part of each head, which is rotated."""
+        return 2 * sum(self.mrope_section)
 
 
 @dataclass(frozen=True)
@@ -157,6 +178,23 @@ def _text_config(raw: dict[str, Any], spec: ModelSpec) -> TextConfig:
         max_position_embeddings=raw["max_position_embeddings"],
         qkv_bias=spec.qkv_bias,
         qk_norm=spec.qk_norm,
+        attention_gate=spec.attention_gate,
+        norm_offset=spec.norm_offset,
+        linear=_linear_config(raw) if spec.delta_net else None,
+    )
+
+
+def _linear_config(raw: dict[str, Any]) -> LinearConfig:
+    kinds = raw["layer_types"]
+    if unknown := set(kinds) - {"linear_attention", "full_attention"}:
+        raise ValueError(f"layer types {unknown} are not supported; supported: linear_attention, full_attention")
+    return LinearConfig(
+        layers=tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention"),
+        k_heads=raw["linear_num_key_heads"],
+        v_heads=raw["linear_num_value_heads"],
+        k_dim=raw["linear_key_head_dim"],
+        v_dim=raw["linear_value_head_dim"],
+        kernel_size=raw["linear_conv_kernel_dim"],
     )
 
 

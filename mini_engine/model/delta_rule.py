@@ -1,13 +1,29 @@
-"""The gated delta rule."""
+"""The gated delta rule behind a short causal convolution: the memory of a sequence is of one size, however long it is.
+
+A value head's state S, `[k_dim, v_dim]`, first decays, `S = exp(g) S`; then what it holds for the key moves towards
+the value, `S += k (beta (v - S^T k))^T`; the output is `S^T q` (Yang et al. 2024, Gated Delta Networks, section 3).
+q, k and v are the convolution's output after SiLU; q and k are made unit vectors, and q is scaled by `k_dim ** -0.5`.
+All but the convolution is in float32. Knows nothing of models, nor where states are kept.
+"""
 
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64  # tokens that one triangular system holds
+# Tokens whose intermediate results are in memory at a time, by the device's type; elsewhere one chunk. A CPU spends
+# more on the page faults of large buffers than on their contents, a GPU more on launches of small kernels.
+SEGMENTS = {"cuda": 1024}
+NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class StateShape:
-    """What a rank keeps per sequence."""
+    """What a rank keeps per sequence, for each recurrent layer: conv `[channels, kernel_size - 1]`, the last inputs of
+    the causal convolution, in the model's dtype, and delta `[v_heads, k_dim, v_dim]` in float32. Heads are this rank's;
+    v_heads is a multiple of k_heads, and key head i serves the i-th equal run of value heads."""
 
     layers: int
     k_heads: int
@@ -18,12 +34,105 @@ class StateShape:
 
     @property
     def channels(self) -> int:
+        """Of the convolution: all heads of q, then of k, then of v."""
         return 2 * self.k_heads * self.k_dim + self.v_heads * self.v_dim
 
     def nbytes(self, dtype: torch.dtype) -> int:
-        conv = self.channels * (self.kernel_size - 1) * dtype.itemsize
-        return self.layers * (conv + self.v_heads * self.k_dim * self.v_dim * 4)
+        """Of one sequence, all layers, in a model of this dtype."""
+        conv, delta = self.channels * (self.kernel_size - 1), self.v_heads * self.k_dim * self.v_dim
+        return self.layers * (conv * dtype.itemsize + delta * torch.float32.itemsize)
 
 
-def prefill(x, g, beta, kernel, shape, conv, delta): ...  # type: ignore
-def decode(x, g, beta, kernel, shape, conv, delta, slots): ...  # type: ignore
+def prefill(
+    x: Tensor, g: Tensor, beta: Tensor, kernel: Tensor, shape: StateShape, conv: Tensor, delta: Tensor
+) -> Tensor:
+    """Several consecutive tokens of one sequence.
+
+    Args:
+        x: `[n, channels]`, n >= 1, the convolution's input; may be a view.
+        g: float32 `[n, v_heads]`, the logarithm of the decay, at most 0.
+        beta: float32 `[n, v_heads]`, between 0 and 1.
+        kernel: `[channels, kernel_size]`, of x's dtype.
+        conv, delta: one layer's state before these tokens, overwritten in place with the state after them; may be
+            views. Zeros are an empty history.
+
+    Returns:
+        `[n, v_heads, v_dim]` in x's dtype.
+    """
+    size = SEGMENTS.get(x.device.type, CHUNK)
+    segments = zip(x.split(size), g.split(size), beta.split(size), strict=True)
+    return torch.cat([_prefill(*segment, kernel, shape, conv, delta) for segment in segments])
+
+
+def decode(
+    x: Tensor, g: Tensor, beta: Tensor, kernel: Tensor, shape: StateShape, conv: Tensor, delta: Tensor, slots: Tensor
+) -> Tensor:
+    """One token of each of n sequences. Reads nothing back to the host, so a CUDA graph can hold it.
+
+    Args:
+        x, g, beta, kernel: as for `prefill`, a row for each sequence.
+        conv: one layer's, `[slots, channels, kernel_size - 1]`, updated in place.
+        delta: one layer's, `[slots, v_heads, k_dim, v_dim]`, updated in place.
+        slots: int64 `[n]` on the device, which rows of conv and delta are a sequence's.
+
+    Returns:
+        `[n, v_heads, v_dim]` in x's dtype.
+    """
+    inputs = torch.cat((conv.index_select(0, slots), x.unsqueeze(-1)), dim=-1)
+    conv.index_copy_(0, slots, inputs[..., 1:])
+    q, k, v = _heads(_convolve(inputs, kernel).squeeze(-1), shape)
+    state = delta.index_select(0, slots).mul_(g.exp()[..., None, None])
+    # One pass over the states reads for both; what the query sees of this token's own change is added.
+    read_k, read_q = (torch.stack((k, q), dim=2) @ state).unbind(2)
+    change = (v - read_k) * beta.unsqueeze(-1)
+    delta.index_copy_(0, slots, state.addcmul_(k.unsqueeze(-1), change.unsqueeze(-2)))
+    return (read_q + (q * k).sum(-1, keepdim=True) * change).to(x.dtype)
+
+
+def _prefill(
+    x: Tensor, g: Tensor, beta: Tensor, kernel: Tensor, shape: StateShape, conv: Tensor, delta: Tensor
+) -> Tensor:
+    """Chunk by chunk: inside one, the changes that the tokens make are the solution of a triangular system (the WY form
+    of section 3.3), linear in the state before. So a chunk maps that state to `keep S + add`, all chunks at once, and
+    only these maps are applied one after the other."""
+    inputs = torch.cat((conv, x.T), dim=1)
+    conv.copy_(inputs[:, len(x) :])
+    size = min(CHUNK, len(x))
+    # [v_heads, chunks, tokens of a chunk, ...]; what fills up the last chunk changes nothing.
+    q, k, v, g, beta = (
+        F.pad(each.movedim(0, 1), (0, 0, 0, -len(x) % size)).unflatten(1, (-1, size)).contiguous()
+        for each in (*_heads(_convolve(inputs.unsqueeze(0), kernel)[0].T, shape), g.unsqueeze(-1), beta.unsqueeze(-1))
+    )
+    total = g.cumsum(2)  # the logarithm of the decay since the chunk's start
+    future = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
+    between = (total - total.mT).masked_fill_(future, float("-inf")).exp_()  # from the column's token to the row's
+    system = (k * beta) @ k.mT * between
+    wanted = torch.cat((v * beta, k * (beta * total.exp())), dim=-1)
+    # Only what lies below the diagonal is read.
+    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    change, seen = solved.split((shape.v_dim, shape.k_dim), dim=-1)  # the changes are `change - seen S`
+    end = total[:, :, -1:]
+    to_end = (k * (end - total).exp()).mT
+    add = to_end @ change
+    keep = torch.eye(shape.k_dim, device=x.device) * end.exp() - to_end @ seen
+    states = [delta]
+    for chunk in range(add.shape[1]):
+        states.append(torch.baddbmm(add[:, chunk], keep[:, chunk], states[-1]))
+    before = torch.stack(states[:-1], dim=1)
+    delta.copy_(states[-1])
+    out = (q * total.exp()) @ before + (q @ k.mT * between) @ (change - seen @ before)
+    return out.flatten(1, 2)[:, : len(x)].movedim(0, 1).to(x.dtype)
+
+
+def _convolve(inputs: Tensor, kernel: Tensor) -> Tensor:
+    """`[any, channels, n + kernel_size - 1]` -> `[any, channels, n]`, after SiLU."""
+    return F.silu(F.conv1d(inputs, kernel.unsqueeze(1), groups=len(kernel)))
+
+
+def _heads(x: Tensor, shape: StateShape) -> tuple[Tensor, Tensor, Tensor]:
+    """`[n, channels]` -> q, k and v, float32 `[n, v_heads, k_dim or v_dim]`."""
+    qk, v = x.float().split((2 * shape.k_heads * shape.k_dim, shape.v_heads * shape.v_dim), dim=1)
+    qk = qk.unflatten(1, (2 * shape.k_heads, shape.k_dim))
+    qk = qk * (qk.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
+    q, k = qk.repeat_interleave(shape.v_heads // shape.k_heads, dim=1).chunk(2, dim=1)
+    return q * shape.k_dim**-0.5, k, v.unflatten(1, (shape.v_heads, shape.v_dim))

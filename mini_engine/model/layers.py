@@ -63,19 +63,20 @@ def pieces_of(module: nn.Module) -> Iterator[Piece]:
 
 
 class RMSNorm(Layer):
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis (Zhang and Sennrich 2019). Replicated."""
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis (Zhang and Sennrich 2019). Replicated. With `offset` the
+    parameter is the weight less 1."""
 
-    def __init__(self, source: str, size: int, eps: float, at: Placement) -> None:
+    def __init__(self, source: str, size: int, eps: float, at: Placement, offset: bool = False) -> None:
         super().__init__()
-        self.source, self.eps = source, eps
+        self.source, self.eps, self.offset = source, eps, offset
         self.weight = at.empty(size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.rms_norm(x, self.weight, self.eps)
+        return ops.rms_norm(x, self.weight, self.eps, self.offset)
 
     def after_add(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Add `residual`, if any, to x, in place; the norm of the sum."""
-        return self(x) if residual is None else ops.add_rms_norm(x, residual, self.weight, self.eps)
+        return self(x) if residual is None else ops.add_rms_norm(x, residual, self.weight, self.eps, self.offset)
 
 
 class LayerNorm(Layer):

@@ -35,6 +35,7 @@ class ModelSpec:
         grids, or seconds if there is `VisionConfig.tokens_per_second`.
     text_may_tie: whether `tie_word_embeddings` counts inside of `text_config` too, as transformers has it.
     canonical_name: turns the name of a weight in its checkpoints into the one that the layers know.
+    delta_net: whether some layers of the decoder, by `layer_types`, have a gated delta net in place of attention.
     """
 
     architecture: str
@@ -47,6 +48,9 @@ class ModelSpec:
     mrope_interleaved: bool
     text_may_tie: bool
     canonical_name: Callable[[str], str] = canonical_name
+    attention_gate: bool = False
+    norm_offset: bool = False
+    delta_net: bool = False
 
     def load_tower(self) -> Any:
         """The class of its vision tower; imports torch."""
@@ -83,10 +87,11 @@ def _qwen2_5_vision(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _qwen3_vision(raw: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "position_side": math.isqrt(raw["num_position_embeddings"]),
-        "deepstack_layers": tuple(raw["deepstack_visual_indexes"]),
-    }
+    return _qwen3_5_vision(raw) | {"deepstack_layers": tuple(raw["deepstack_visual_indexes"])}
+
+
+def _qwen3_5_vision(raw: dict[str, Any]) -> dict[str, Any]:
+    return {"position_side": math.isqrt(raw["num_position_embeddings"])}
 
 
 _FAMILIES = (
@@ -122,6 +127,20 @@ _FAMILIES = (
         qk_norm=True,
         mrope_interleaved=True,
         text_may_tie=False,
+    ),
+    ModelSpec(
+        "Qwen3_5ForConditionalGeneration",
+        tower="qwen3_vl:Qwen3VisionTower",
+        vision_activation="gelu_pytorch_tanh",
+        read_vision=_qwen3_5_vision,
+        text_tells_time=True,
+        qkv_bias=False,
+        qk_norm=True,
+        mrope_interleaved=True,
+        text_may_tie=False,
+        attention_gate=True,
+        norm_offset=True,
+        delta_net=True,
     ),
 )
 SPECS = {spec.architecture: spec for spec in _FAMILIES}

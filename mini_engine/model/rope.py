@@ -76,7 +76,7 @@ def _text(start: int, length: int) -> Tensor:
 
 
 Rotation = tuple[Tensor, Tensor]
-"""Tables for `ops.rotate`, float32 `[n, 1, head_dim]`: cosines, and sines whose first half is negated."""
+"""Tables for `ops.rotate`, float32 `[n, 1, length of what turns]`: cosines, and sines whose first half is negated."""
 
 
 def inverse_frequencies(theta: float, size: int, device: torch.device) -> Tensor:
@@ -89,7 +89,7 @@ class MRope:
     """M-RoPE tables of the decoder (Qwen2-VL, Wang et al. 2024): frequency i turns by the axis of its section."""
 
     def __init__(self, config: TextConfig, device: torch.device) -> None:
-        self.inv_freq = inverse_frequencies(config.rope_theta, config.head_dim, device)
+        self.inv_freq = inverse_frequencies(config.rope_theta, config.rotary_dim, device)
         axes = _interleaved_axes if config.mrope_interleaved else _sectioned_axes
         self.axis = torch.tensor(axes(config.mrope_section), device=device)
 

@@ -1,28 +1,38 @@
 """The decoder over a flat batch: all sequences of a step lie one after the other.
 
-What belongs to which sequence, and where earlier keys and values are kept, is known to the `attend` hook alone.
+What belongs to which sequence, and where earlier keys and values and states are kept, is known to the `attend` hook
+alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_engine.kernels import ops
-from mini_engine.model.config import TextConfig
-from mini_engine.model.layers import ColumnParallel, GatedMLP, RMSNorm, RowParallel, Rows
-from mini_engine.model.parallel import Placement
+from mini_engine.model.config import LinearConfig, TextConfig
+from mini_engine.model.delta_rule import StateShape
+from mini_engine.model.layers import ColumnParallel, GatedMLP, Layer, Piece, RMSNorm, RowParallel, Rows
+from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.rope import MRope, Rotation
 
 
 class Attend(Protocol):
-    """The attention of one step. Scores are scaled by `head_dim ** -0.5`; key-value head i serves the i-th equal run of
-    query heads."""
+    """The attention and the recurrence of one step; the layers of each kind are counted from 0. Scores are scaled by
+    `head_dim ** -0.5`; key-value head i serves the i-th equal run of query heads."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q `[n, heads_local, head_dim]`, k and v `[n, kv_heads_local, head_dim]`, q and k already rotated -> a tensor
         shaped like q. The arguments may be views of one buffer: copy what is to be kept. v is not contiguous."""
+        ...
+
+    def recur(self, layer: int, x: Tensor, g: Tensor, beta: Tensor, kernel: Tensor) -> Tensor:
+        """The gated delta rule over all rows of the batch, each sequence's after its own state, which is replaced: x
+        `[n, channels]`, a view, g and beta float32 `[n, v_heads_local]`, kernel `[channels, kernel_size]` ->
+        `[n, v_heads_local, v_dim]` in x's dtype. See `delta_rule.prefill`."""
         ...
 
 
@@ -38,13 +48,14 @@ class MediaRows(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention, query heads split over the ranks, key-value heads split or replicated."""
+    """Grouped-query attention, query heads split over the ranks, key-value heads split or replicated. With a gate, the
+    rows of each head's gate follow those of its query in the checkpoint; here they are behind the values."""
 
     def __init__(self, source: str, layer: int, config: TextConfig, at: Placement) -> None:
         super().__init__()
         dim = config.head_dim
         heads, kv_heads = at.tp.part(config.num_heads), at.tp.kv_heads(config.num_kv_heads)
-        self.layer, self.head_dim = layer, dim
+        self.layer, self.head_dim, self.rotary_dim = layer, dim, config.rotary_dim
         self.heads, self.kv_heads = heads.stop - heads.start, kv_heads.stop - kv_heads.start
         part = slice(heads.start * dim, heads.stop * dim)
         kv_part = slice(kv_heads.start * dim, kv_heads.stop * dim)
@@ -53,20 +64,79 @@ class Attention(nn.Module):
             Rows(f"{source}.k_proj", config.num_kv_heads * dim, kv_part),
             Rows(f"{source}.v_proj", config.num_kv_heads * dim, kv_part),
         ]
+        self.split = [self.heads + self.kv_heads, self.kv_heads]
+        if config.attention_gate:
+            places = [slice(i * dim, (i + 1) * dim) for i in range(2 * heads.start, 2 * heads.stop)]
+            both = [Rows(f"{source}.q_proj", 2 * config.num_heads * dim, place) for place in places]
+            rows = [*both[::2], *rows[1:], *both[1::2]]
+            self.split.append(self.heads)
         self.qkv = ColumnParallel(config.hidden_size, rows, bias=config.qkv_bias, at=at)
-        self.q_norm = RMSNorm(f"{source}.q_norm", dim, config.rms_norm_eps, at) if config.qk_norm else None
-        self.k_norm = RMSNorm(f"{source}.k_norm", dim, config.rms_norm_eps, at) if config.qk_norm else None
+        eps, offset = config.rms_norm_eps, config.norm_offset
+        self.q_norm = RMSNorm(f"{source}.q_norm", dim, eps, at, offset) if config.qk_norm else None
+        self.k_norm = RMSNorm(f"{source}.k_norm", dim, eps, at, offset) if config.qk_norm else None
         self.o = RowParallel(f"{source}.o_proj", config.num_heads * dim, part, config.hidden_size, bias=False, at=at)
 
     def forward(self, x: Tensor, turn: Rotation, attend: Attend) -> Tensor:
-        rotated = self.heads + self.kv_heads
-        qkv = self.qkv(x).unflatten(-1, (rotated + self.kv_heads, self.head_dim))
-        qk, v = qkv.split((rotated, self.kv_heads), dim=1)
+        qk, v, *gate = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split(self.split, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split((self.heads, self.kv_heads), dim=1)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        q, k = ops.rotate(qk, *turn).split((self.heads, self.kv_heads), dim=1)
-        return self.o(attend(self.layer, q, k, v).flatten(1))
+        if self.rotary_dim == self.head_dim:
+            qk = ops.rotate(qk, *turn)
+        else:
+            qk[..., : self.rotary_dim] = ops.rotate(qk[..., : self.rotary_dim].contiguous(), *turn)
+        q, k = qk.split((self.heads, self.kv_heads), dim=1)
+        attended = attend(self.layer, q, k, v)
+        return self.o((attended * gate[0].sigmoid() if gate else attended).flatten(1))
+
+
+class GatedDeltaNet(Layer):
+    """Linear attention with a state (Yang et al. 2024), key heads and their value heads split over the ranks."""
+
+    def __init__(self, source: str, layer: int, config: TextConfig, linear: LinearConfig, at: Placement) -> None:
+        super().__init__()
+        self.source, self.layer, self.linear = source, layer, linear
+        keys, values = linear.k_heads * linear.k_dim, linear.v_heads * linear.v_dim
+        k_part, v_part, self.heads = (at.tp.part(total) for total in (keys, values, linear.v_heads))
+        self.channels = 2 * keys + values  # over all ranks
+        # The checkpoint's one matrix holds q, k and v below each other, as the convolution's kernel does.
+        places = ((0, k_part), (keys, k_part), (2 * keys, v_part))
+        self.parts = [slice(start + part.start, start + part.stop) for start, part in places]
+        rows = [Rows(f"{source}.in_proj_qkv", self.channels, part) for part in self.parts]
+        rows.append(Rows(f"{source}.in_proj_z", values, v_part))
+        rows += [Rows(f"{source}.in_proj_{name}", linear.v_heads, self.heads) for name in "ba"]
+        self.project = ColumnParallel(config.hidden_size, rows, bias=False, at=at)
+        self.sizes = [sum(row.count for row in rows[:3]), *(row.count for row in rows[3:])]
+        self.kernel = at.empty(self.sizes[0], linear.kernel_size)
+        # A decay is a power of what these say: few numbers, which checkpoints store in float32.
+        wide = replace(at, dtype=torch.float32)
+        self.A_log, self.dt_bias = wide.empty(self.sizes[-1]), wide.empty(self.sizes[-1])
+        self.norm = RMSNorm(f"{source}.norm", linear.v_dim, config.rms_norm_eps, at)
+        self.out = RowParallel(f"{source}.out_proj", values, v_part, config.hidden_size, bias=False, at=at)
+
+    def forward(self, x: Tensor, _: Rotation, attend: Attend) -> Tensor:
+        qkv, z, b, a = self.project(x).split(self.sizes, dim=1)
+        g = -self.A_log.exp() * F.softplus(a.float() + self.dt_bias)
+        normed = self.norm(attend.recur(self.layer, qkv, g, b.float().sigmoid(), self.kernel))
+        gated = normed * F.silu(z.float()).view(normed.shape)
+        return self.out(gated.to(x.dtype).flatten(1))
+
+    def pieces(self) -> Iterator[Piece]:
+        start = 0
+        for part in self.parts:
+            here = self.kernel[start : start + part.stop - part.start].unsqueeze(1)
+            yield Piece(f"{self.source}.conv1d.weight", (self.channels, *here.shape[1:]), (part,), here)
+            start += len(here)
+        for name, target in (("A_log", self.A_log), ("dt_bias", self.dt_bias)):
+            yield Piece(f"{self.source}.{name}", (self.linear.v_heads,), (self.heads,), target)
+
+
+def state_shape(linear: LinearConfig, tp: TensorParallel) -> StateShape:
+    """A rank's part of the states. Raises ValueError if the heads do not divide."""
+    tp.check_heads("delta-net key", linear.k_heads)
+    tp.check_heads("delta-net value", linear.v_heads)
+    k_heads, v_heads = linear.k_heads // tp.size, linear.v_heads // tp.size
+    return StateShape(len(linear.layers), k_heads, v_heads, linear.k_dim, linear.v_dim, linear.kernel_size)
 
 
 class DecoderLayer(nn.Module):
@@ -74,10 +144,16 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, source: str, layer: int, config: TextConfig, at: Placement) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.norm1 = RMSNorm(f"{source}.input_layernorm", size, eps, at)
-        self.attention = Attention(f"{source}.self_attn", layer, config, at)
-        self.norm2 = RMSNorm(f"{source}.post_attention_layernorm", size, eps, at)
+        size, eps, offset = config.hidden_size, config.rms_norm_eps, config.norm_offset
+        self.norm1 = RMSNorm(f"{source}.input_layernorm", size, eps, at, offset)
+        recurrent = config.linear.layers if config.linear else ()
+        before = sum(i < layer for i in recurrent)
+        self.attention: nn.Module
+        if config.linear and layer in recurrent:
+            self.attention = GatedDeltaNet(f"{source}.linear_attn", before, config, config.linear, at)
+        else:
+            self.attention = Attention(f"{source}.self_attn", layer - before, config, at)
+        self.norm2 = RMSNorm(f"{source}.post_attention_layernorm", size, eps, at, offset)
         self.mlp = GatedMLP(f"{source}.mlp", size, config.intermediate_size, bias=False, at=at)
 
     def forward(self, x: Tensor, residual: Tensor | None, turn: Rotation, attend: Attend) -> tuple[Tensor, Tensor]:
@@ -96,11 +172,13 @@ class Decoder(nn.Module):
     def __init__(self, config: TextConfig, at: Placement) -> None:
         super().__init__()
         at.tp.check_heads("attention", config.num_heads, config.num_kv_heads)
+        self.state_shape = state_shape(config.linear, at.tp) if config.linear else None
         self.rope = MRope(config, at.device)
         self.layers = nn.ModuleList(
             DecoderLayer(f"model.language_model.layers.{i}", i, config, at) for i in range(config.num_layers)
         )
-        self.norm = RMSNorm("model.language_model.norm", config.hidden_size, config.rms_norm_eps, at)
+        norm = "model.language_model.norm"
+        self.norm = RMSNorm(norm, config.hidden_size, config.rms_norm_eps, at, config.norm_offset)
 
     def forward(self, hidden: Tensor, positions: Tensor, attend: Attend, media: Sequence[MediaRows] = ()) -> Tensor:
         """`[n, hidden_size]` and int64 `[3, n]` -> `[n, hidden_size]`, after the final norm, the same on every rank.

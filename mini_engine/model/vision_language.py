@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from mini_engine.model.config import ModelConfig
-from mini_engine.model.delta_rule import StateShape
 from mini_engine.model.layers import VocabParallelEmbedding
 from mini_engine.model.parallel import Placement
 from mini_engine.model.registry import find_spec
@@ -22,7 +21,8 @@ from mini_engine.model.text import Attend, Decoder, MediaRows
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What a rank's key-value cache must hold: per token and layer, one key and one value of `[kv_heads, head_dim]`."""
+    """What a rank's key-value cache must hold: per token and layer with attention, one key and one value of
+    `[kv_heads, head_dim]`."""
 
     layers: int
     kv_heads: int
@@ -32,7 +32,8 @@ class AttentionShape:
 class VisionLanguageModel(nn.Module):
     """One rank's part of the model. Contents are unset until `weights.load_weights` fills them.
 
-    Raises ValueError if attention heads, of decoder or sharded vision tower, do not divide by the group's size.
+    `state_shape` is None if all of the decoder's layers have attention. Raises ValueError if heads, of decoder or
+    sharded vision tower, do not divide by the group's size.
     """
 
     def __init__(self, config: ModelConfig, at: Placement) -> None:
@@ -48,8 +49,9 @@ class VisionLanguageModel(nn.Module):
         self.decoder = Decoder(text, at)
         self.head = self.embedding if tied else VocabParallelEmbedding("lm_head", *rows, at)
         kv_heads = at.tp.kv_heads(text.num_kv_heads)
-        self.state_shape: StateShape | None = None
-        self.attention_shape = AttentionShape(text.num_layers, kv_heads.stop - kv_heads.start, text.head_dim)
+        self.state_shape = self.decoder.state_shape
+        layers = text.num_layers - (self.state_shape.layers if self.state_shape else 0)
+        self.attention_shape = AttentionShape(layers, kv_heads.stop - kv_heads.start, text.head_dim)
 
     def embed(self, token_ids: Tensor, media: Sequence[MediaRows] = ()) -> Tensor:
         """int `[n]` -> `[n, hidden_size]`, the rows of media in their placeholders' place."""
@@ -78,7 +80,7 @@ class VisionLanguageModel(nn.Module):
         Args:
             hidden: `[n, hidden_size]`, from `embed`.
             positions: int64 `[3, n]`, time, height and width; see `rope.mrope_positions`.
-            attend: called once per layer, in order.
+            attend: called once per layer, as attention or as `recur`, in order.
             media: as `embed` got them.
 
         Returns:

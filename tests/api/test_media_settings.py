@@ -105,7 +105,7 @@ def published(directory: Path, family: str) -> tuple[MediaProcessor, MediaSettin
     for name, size in sizes.items():
         path = directory / f"{name}.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"size": size}))
-    if family != "qwen3_vl":
+    if not family.startswith("qwen3"):
         path.unlink()
     processor = MediaProcessor(directory)
     return processor, MediaSettingsResolver(processor, directory)

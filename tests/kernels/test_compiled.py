@@ -76,7 +76,7 @@ def test_attention(dim: int, group: int, dtype: str):
 def test_small_operators(dtype: str):
     for kernel, fixed in (
         (paged._join, {"DIM": 80, "PADDED": 128, "N": 64, "SPLITS": 64, "LEAST": 256}),
-        (elementwise._rms_norm, {"SIZE": 3584, "PADDED": 4096, "ADD": True}),
+        (elementwise._rms_norm, {"SIZE": 3584, "PADDED": 4096, "ADD": True, "OFFSET": True}),
         (elementwise._silu_mul, {"SIZE": 3420, "COLUMNS": 1024}),
         (elementwise._rotate, {"HEADS": 28, "HEADS_PADDED": 32, "HALF": 40, "HALF_PADDED": 64}),
         (elementwise._mrope, {"HALF": 40, "HALF_PADDED": 64}),

@@ -32,9 +32,9 @@ def same(ours: torch.Tensor, expected: torch.Tensor) -> None:
         assert torch.equal(ours, expected)
 
 
-def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool = False) -> torch.Tensor:
     wide = x.double()
-    return wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+    return wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * (weight.double() + offset)
 
 
 @dtypes
@@ -54,14 +54,15 @@ def test_rms_norm_of_heads_in_a_view(device):
 
 
 @dtypes
-def test_add_rms_norm(dtype, device):
+@pytest.mark.parametrize("offset", [False, True])
+def test_add_rms_norm(offset, dtype, device):
     x, residual = (torch.randn(5, 100).to(device, dtype) for _ in range(2))
     weight, kept = torch.randn(100).to(device, dtype), residual.clone()
     total = x + residual
-    normed = ops.add_rms_norm(x, residual, weight, 1e-5)
+    normed = ops.add_rms_norm(x, residual, weight, 1e-5, offset)
     same(x, total)
     assert torch.equal(residual, kept)
-    close(normed, norm(total, weight, 1e-5))
+    close(normed, norm(total, weight, 1e-5, offset))
 
 
 @dtypes

@@ -7,13 +7,13 @@ from torch import nn
 
 IMAGE, VIDEO, START, END = 190, 191, 192, 193
 PATCH_DIM = 3 * 2 * 4 * 4
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 
 def make_config(family: str, vocab_size: int, kv_heads: int, tied: bool, patch_size: int = 4, **tokens: int) -> Any:
     """The family's own configuration class; four heads in decoder and vision tower."""
     # Here: the ranks that share this file's numbers need no transformers, which takes seconds to import.
-    from transformers import Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3VLConfig
+    from transformers import Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3_5Config, Qwen3VLConfig
 
     text = {
         "vocab_size": vocab_size,
@@ -45,16 +45,24 @@ def make_config(family: str, vocab_size: int, kv_heads: int, tied: bool, patch_s
         vision |= {"window_size": 4 * patch_size, "fullatt_block_indexes": [1], "tokens_per_second": 2}
         return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **common)
     text |= {"head_dim": 32, "num_hidden_layers": 3}
-    text["rope_parameters"] = {"rope_type": "default", "mrope_section": [6, 5, 5], "rope_theta": 1e4}
-    # Two of the three layers of the decoder get what is deeper; the table of positions is stretched and shrunk.
-    vision |= {"num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2]}
-    return Qwen3VLConfig(text_config=text, vision_config=vision, **common)
+    # The table of positions is stretched and shrunk.
+    vision |= {"num_position_embeddings": 36}
+    if family == "qwen3_vl":
+        text["rope_parameters"] |= {"mrope_section": [6, 5, 5]}
+        # Two of the three layers of the decoder get what is deeper.
+        vision |= {"deepstack_visual_indexes": [0, 2]}
+        return Qwen3VLConfig(text_config=text, vision_config=vision, **common)
+    text["rope_parameters"] |= {"mrope_section": [3, 3, 2], "partial_rotary_factor": 0.5}
+    text |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    text |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_conv_kernel_dim": 3}
+    text |= {"linear_key_head_dim": 8, "linear_value_head_dim": 12}
+    return Qwen3_5Config(text_config=text, vision_config=vision, **common)
 
 
 def placeholders(family: str, token_id: int, grid: tuple[int, int, int]) -> list[int]:
     """The tokens that stand for an item: what its placeholders are, and what is written between them."""
     t, h, w = grid
-    if family == "qwen3_vl" and token_id == VIDEO:
+    if family.startswith("qwen3") and token_id == VIDEO:
         # A time, as text, before each temporal grid; its length varies.
         frame = [START, *[VIDEO] * (h * w // 4), END]
         return [token for time in range(t) for token in (*range(60, 62 + time % 3), *frame)]
@@ -71,8 +79,10 @@ def build(
     config = make_config(family, vocab_size, kv_heads, tied, **more)
     model: nn.Module = AutoModelForImageTextToText.from_config(config).eval()
     with torch.no_grad():
-        # transformers starts biases at 0 and norms at 1, which would hide a bias added twice.
+        # transformers starts biases at 0 and norms at 1, which would hide a bias added twice. Qwen3.5's decoder stores
+        # its norms less 1; those of the delta nets magnify roundings of small outputs, so they stay small too.
         for name, weight in model.named_parameters():
-            is_scale = name.endswith("weight") and ("norm" in name or "ln_q" in name)
+            is_small = family == "qwen3_5" and "language_model" in name
+            is_scale = name.endswith("weight") and ("norm" in name or "ln_q" in name) and not is_small
             weight.normal_(1.0 if is_scale else 0.0, deviation)
     return model

@@ -1,6 +1,6 @@
 """What the results must be: plain attention with an unbounded cache, and prompts through the model, whole or in chunks.
 
-The worker has its own paged attention.
+The worker has its own paged attention, and its own place for states.
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from mini_engine.model import delta_rule
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.rope import Grid, PlacedRun, PromptPositions, mrope_positions
 from mini_engine.model.text import MediaRows
@@ -16,13 +17,15 @@ from mini_engine.model.vision_language import VisionLanguageModel
 
 
 class ReferenceAttention:
-    """Causal attention with a cache per (layer, sequence); an `attend` hook.
+    """Causal attention with a cache, and the gated delta rule with a state, per (layer, sequence); an `attend` hook.
 
     Call `step` before each forward pass, then hand the object itself over as `attend`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, states: delta_rule.StateShape | None = None) -> None:
+        self._shape = states
         self._cache: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._states: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._batch: list[tuple[int, int]] = []
 
     def step(self, batch: Sequence[tuple[int, int]]) -> "ReferenceAttention":
@@ -41,6 +44,20 @@ class ReferenceAttention:
                 keys, values = torch.cat((old_keys, keys)), torch.cat((old_values, values))
             self._cache[layer, sequence] = (keys, values)
             outputs.append(causal_attention(q[new], keys, values))
+            start += count
+        return torch.cat(outputs)
+
+    def recur(self, layer: int, x: Tensor, g: Tensor, beta: Tensor, kernel: Tensor) -> Tensor:
+        """As `text.Attend`; a single token is decoded, in the second slot of two."""
+        s, outputs, start = self._shape, [], 0
+        for sequence, count in self._batch:
+            rows = [each[start : start + count] for each in (x, g, beta)]
+            empty = torch.zeros(2, s.channels, s.kernel_size - 1).to(x), torch.zeros(2, s.v_heads, s.k_dim, s.v_dim)
+            conv, delta = self._states.setdefault((layer, sequence), empty)
+            if count == 1:
+                outputs.append(delta_rule.decode(*rows, kernel, s, conv, delta, torch.tensor([1])))
+            else:
+                outputs.append(delta_rule.prefill(*rows, kernel, s, conv[1], delta[1]))
             start += count
         return torch.cat(outputs)
 
@@ -84,7 +101,7 @@ def reference_logits(
 
     The i-th prompt is sequence i of `attend`, which keeps the keys and values for decoding further.
     """
-    attend = attend or ReferenceAttention()
+    attend = attend or ReferenceAttention(model.state_shape)
     for_media = torch.tensor([model.config.image_token_id, model.config.video_token_id])
     rows, positions = [media_rows(model, each) for each in prompts], [place(model, each).positions for each in prompts]
     outputs: list[list[Tensor]] = [[] for _ in prompts]

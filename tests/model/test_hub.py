@@ -1,5 +1,5 @@
 """Configurations of checkpoints on the hub: names and shapes of all weights are those of transformers; what is not
-supported is named."""
+supported is named. That of Qwen3.5 is assembled, from the published sizes and transformers' defaults."""
 
 import copy
 import json
@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 BESIDE_TEXT = ("vision_config", "model_type", "architectures", "image_token_id", "video_token_id")
 # `config.json` of checkpoints, shortened to what is read.
 HUB = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "tests/model/hub").glob("*.json"))}
+THIRD_AND_A_HALF = {"architectures": ["Qwen3_5ForConditionalGeneration"]}
 EVERY_CONFIG = pytest.mark.parametrize("raw", HUB.values(), ids=HUB)
 
 
@@ -39,6 +40,7 @@ def test_names_and_shapes_are_transformers(raw: dict[str, Any], tmp_path):
     # transformers reads the same numbers out of it that have no shape.
     rope = oracle.config.text_config.rope_parameters
     assert rope["rope_theta"] == model.config.text.rope_theta
+    assert len(model.decoder.rope.inv_freq) == len(oracle.model.language_model.rotary_emb.inv_freq)
     assert tuple(rope["mrope_section"]) == model.config.text.mrope_section
     assert oracle.config.text_config.rms_norm_eps == model.config.text.rms_norm_eps
 
@@ -64,6 +66,8 @@ def test_what_is_tied_is_what_transformers_ties(tied: bool | None, text_tied: bo
         ({"rope_scaling": {"type": "mrope"}}, "lacks the field 'mrope_section'"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"torch_dtype": "int8"}, "dtype 'int8'"),
+        (THIRD_AND_A_HALF, "lacks the field 'layer_types'"),
+        (THIRD_AND_A_HALF | {"layer_types": ["sliding_attention"]}, "layer types {'sliding_attention'} are not supp"),
     ],
 )
 def test_what_cannot_be_served_is_named(change, message):
@@ -72,9 +76,9 @@ def test_what_cannot_be_served_is_named(change, message):
 
 
 def test_unknown_architecture_error_lists_those_supported():
-    with pytest.raises(ValueError) as error:
-        ModelConfig.from_dict(HUB["Qwen3-VL-4B-Instruct"] | {"architectures": ["Qwen3VLMoeForConditionalGeneration"]})
-    known = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
+    with pytest.raises(ValueError, match="unsupported architecture: Qwen3_5MoeForConditionalGeneration;") as error:
+        ModelConfig.from_dict(HUB["Qwen3.5-4B"] | {"architectures": ["Qwen3_5MoeForConditionalGeneration"]})
+    known = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5")
     assert set(SPECS) == {f"{name}ForConditionalGeneration" for name in known}
     assert all(name in str(error.value).partition("supported:")[2] for name in SPECS)
 

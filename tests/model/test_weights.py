@@ -73,9 +73,11 @@ def test_a_model_that_memory_cannot_hold_is_refused(copy):
         load_model(copy, TensorParallel(), None, CPU, "dummy")
 
 
-def test_a_stored_copy_of_a_tied_head_and_stored_frequencies_are_no_surprise(copy):
+def test_a_stored_copy_of_a_tied_head_frequencies_and_layers_for_speculation_are_no_surprise(copy):
     rewrite(copy, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-    rewrite(copy, lambda t: t.update({"visual.rotary_pos_emb.inv_freq": torch.zeros(2)}))
+    rewrite(
+        copy, lambda t: t.update({"visual.rotary_pos_emb.inv_freq": torch.zeros(2), "mtp.fc.weight": torch.ones(2)})
+    )
     for rank in range(2):
         model = load_model(copy, TensorParallel(rank, 2), torch.bfloat16, CPU)
         assert model.head is model.embedding
@@ -111,7 +113,7 @@ def test_no_weights_at_all(copy):
 
 # What every rank holds whole, beside norms, and biases of sums over the ranks.
 WHOLE = {"model.visual.patch_embed.proj.weight", "model.visual.pos_embed.weight"}
-SPLIT_BIAS = re.compile(r"(q_proj|k_proj|v_proj|qkv|gate_proj|up_proj|fc1|merger\.mlp\.0)\.bias$")
+SPLIT_VECTOR = re.compile(r"(q_proj|k_proj|v_proj|qkv|gate_proj|up_proj|fc1|merger\.mlp\.0)\.bias$|A_log$|dt_bias$")
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -132,7 +134,7 @@ def test_ranks_hold_every_weight_once(name, size, checkpoints):
         # Nothing is held beside: the pieces are all that the parameters are.
         assert sum(piece.target.numel() for piece in pieces_of(model)) == sum(p.numel() for p in model.parameters())
     for key, counts in holders.items():
-        is_whole = key in WHOLE or (counts.ndim == 1 and not SPLIT_BIAS.search(key))
+        is_whole = key in WHOLE or (counts.ndim == 1 and not SPLIT_VECTOR.search(key))
         is_kv = "k_proj" in key or "v_proj" in key
         once = max(1, size // config.text.num_kv_heads) if is_kv else 1
         assert counts.unique().tolist() == [size if is_whole else once], key
