@@ -60,11 +60,13 @@ def check_model(model_dir: str, config: EngineConfig) -> ModelConfig:
         raise ConfigError(f"{model_dir} has no tokenizer.json; write it with `save_pretrained` of the tokenizer")
     ranks, longest = config.tensor_parallel_size, model.text.max_position_embeddings
     heads, kv_heads, vision_heads = model.text.num_heads, model.text.num_kv_heads, model.vision.num_heads
+    recurrent_heads = model.text.linear.k_heads if model.text.linear else 0
     for uneven, remedy in (
         (heads % ranks, f"a divisor of {heads}, the number of attention heads"),
         (kv_heads % ranks and ranks % kv_heads, f"a divisor or multiple of {kv_heads}, the number of key-value heads"),
         (config.mm_encoder_tp_mode == "weights" and vision_heads % ranks,
          f"a divisor of {vision_heads}, the number of vision heads, or --mm-encoder-tp-mode data"),
+        (recurrent_heads % ranks, f"a divisor of {recurrent_heads}, the number of key heads of recurrent layers"),
     ):  # fmt: skip
         if uneven:
             raise ConfigError(f"--tensor-parallel-size: heads cannot be divided by {ranks}; choose {remedy}")
