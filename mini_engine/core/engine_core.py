@@ -80,9 +80,7 @@ class EngineCore:
         self.blocks = BlockPool(limits.num_blocks, limits.block_size)
         self.encoder = EncoderCache(config.encoder_cache_tokens)
         self.media = media
-        self.states: StatePool | None = None
-        if limits.num_states:
-            self.states = StatePool(config.max_num_seqs, limits.num_states, limits.state_interval)
+        self.states = StatePool(config.max_num_seqs, limits.num_states, limits.state_interval)
         self.scheduler = Scheduler(self.blocks, self.encoder, bounds, self.states)
         self.steps = Steps(links, config.tensor_parallel_size, media, self.encoder)
         self.max_in_flight = 2 if config.async_scheduling else 1
@@ -163,8 +161,7 @@ class EngineCore:
                 self.links.send(peer, ControlReply(number, self._stats()))
             case ControlRequest(number=number, action="reset_caches"):
                 self.blocks.forget_prefixes()
-                if self.states is not None:
-                    self.states.forget_snapshots()
+                self.states.forget_snapshots()
                 self.encoder.forget_unused()
                 self.media.reset()
                 self.links.send(peer, ControlReply(number))
@@ -267,8 +264,7 @@ class EngineCore:
         for work in flight.work:
             if work.epoch == work.request.epoch:  # else it has ended, or lost its blocks, while the step ran
                 self._publish(work.request, work.end)
-            if self.states is not None:
-                self._publish_snapshots(work, self.states)
+            self._publish_snapshots(work)
         for sampled in flight.tokens:
             request = self.requests.get(sampled.request_id)
             if request is not None and sampled.error:
@@ -294,14 +290,14 @@ class EngineCore:
                 self.scheduler.add(sibling)
             request.siblings = []
 
-    def _publish_snapshots(self, work: Work, states: StatePool) -> None:
+    def _publish_snapshots(self, work: Work) -> None:
         """Let its snapshots be found. Of those in its output the last one stays, and those of the interval."""
-        request, size = work.request, self.blocks.block_size
+        request, states = work.request, self.states
         for snapshot in work.snapshots:
             if work.epoch != request.epoch:
                 states.cancel(snapshot.slot)
                 continue
-            value = request.block_hashes(size)[snapshot.end // size - 1]
+            value = request.block_hashes(self.blocks.block_size)[snapshot.end // self.blocks.block_size - 1]
             if states.publish(value, snapshot.slot):
                 self.scheduler.counters.state_snapshots_taken += 1
                 if snapshot.end > request.num_prompt and snapshot.end % states.interval:
@@ -382,7 +378,7 @@ class EngineCore:
             self.media.num_bytes_pinned,
             self.media.num_references,
             self.media.oldest_seconds(),
-            self.states.num_snapshots if self.states is not None else 0,
+            self.states.num_snapshots,
             **dataclasses.asdict(counters),
             media_evictions=evictions,
         )

@@ -16,15 +16,7 @@ from mini_engine.core.encoder_cache import EncoderCache, Entry
 from mini_engine.core.kv_blocks import BlockPool
 from mini_engine.core.request import Request
 from mini_engine.core.states import StatePool
-from mini_engine.messages import (
-    Chunk,
-    EncodeItem,
-    MediaItem,
-    NewSequence,
-    SamplingParams,
-    StateSnapshot,
-    StateStart,
-)
+from mini_engine.messages import Chunk, EncodeItem, MediaItem, NewSequence, SamplingParams, StateSnapshot, StateStart
 
 # A step within these takes a few milliseconds on any machine; one beyond them is heavy.
 QUICK_PREFILL_TOKENS = 128
@@ -101,10 +93,10 @@ class Scheduler:
     """Continuous batching with chunked prefill and preemption by recompute.
 
     Decodes go first, then running prefills, then waiting requests by priority and arrival. A request's media are on all
-    ranks when it is added. `states`: None if the model has no recurrent states.
+    ranks when it is added.
     """
 
-    def __init__(self, blocks: BlockPool, encoder: EncoderCache, budgets: Budgets, states: StatePool | None = None):
+    def __init__(self, blocks: BlockPool, encoder: EncoderCache, budgets: Budgets, states: StatePool):
         self.blocks = blocks
         self.states = states
         self.encoder = encoder
@@ -188,7 +180,7 @@ class Scheduler:
     def _free_blocks(self, request: Request) -> None:
         self.blocks.free(request.blocks)
         request.blocks = []
-        if self.states is not None and request.state is not None:
+        if request.state is not None:
             self.states.give_back(request.state)
             request.state = None
         request.num_computed = 0
@@ -234,15 +226,15 @@ class Scheduler:
         self.waiting.remove(request)
         bisect.insort(self.running, request, key=lambda other: other.order)
         self._count_admission(request)
-        if self.states is not None:
-            self._start_state(request, len(cached), self.states, plan)
+        if self.states.is_needed:
+            self._start_state(request, len(cached), plan)
         self._add_chunk(request, length, plan)
         return True
 
-    def _start_state(self, request: Request, num_cached: int, states: StatePool, plan: Plan) -> None:
+    def _start_state(self, request: Request, num_cached: int, plan: Plan) -> None:
         """Give it a slot, with the state after its cached blocks."""
-        request.state = states.take()
-        source = states.use(request.hashes[num_cached - 1]) if num_cached else None
+        request.state = self.states.take()
+        source = self.states.use(request.hashes[num_cached - 1]) if num_cached else None
         plan.states.append(StateStart(request.id, request.state, source))
         self.counters.state_snapshot_hits += source is not None
 
@@ -269,7 +261,7 @@ class Scheduler:
         left to compute."""
         hashes = request.block_hashes(self.blocks.block_size)
         found = self.blocks.find(hashes[: (request.num_known - 1) // self.blocks.block_size])
-        return found if self.states is None else found[: self.states.longest(hashes[: len(found)])]
+        return found[: self.states.longest(hashes[: len(found)])] if self.states.is_needed else found
 
     def _count_admission(self, request: Request) -> None:
         if request.num_cached is None:
@@ -356,8 +348,7 @@ class Scheduler:
         blocks = request.blocks[first_new : self.blocks.blocks_for(end)]
         samples = end == request.num_known
         plan.chunks.append(Chunk(request.id, start, length, blocks, samples, request.restarts))
-        snapshots = [] if self.states is None else self._snapshots(request, start, end, self.states)
-        plan.work.append(Work(request, request.epoch, end, snapshots))
+        plan.work.append(Work(request, request.epoch, end, self._snapshots(request, start, end)))
         plan.scheduled.add(request.id)
         plan.requests[request.id] = request
         plan.tokens_left -= length
@@ -368,11 +359,11 @@ class Scheduler:
         request.num_computed = end
         request.num_sampled += samples
 
-    def _snapshots(self, request: Request, start: int, end: int, states: StatePool) -> list[StateSnapshot]:
+    def _snapshots(self, request: Request, start: int, end: int) -> list[StateSnapshot]:
         """Those to take of its state in a chunk: in the last full block before each place where another request may go
         on otherwise (the end of an item, of the prompt, of what is known of the output), and at each interval."""
-        size, interval = self.blocks.block_size, states.interval
-        if request.prefix_salt is None or start // size == end // size:
+        size, interval = self.blocks.block_size, self.states.interval
+        if not self.states.is_needed or request.prefix_salt is None or start // size == end // size:
             return []
         ends = [*(item.end for item in request.media), request.num_prompt - 1]
         places = {*(place // size * size for place in ends), *range(start // interval * interval, end + 1, interval)}
@@ -381,9 +372,9 @@ class Scheduler:
         hashes, snapshots = request.block_hashes(size), []
         for place in sorted(place for place in places if start < place <= end):
             number = place // size - 1
-            if number < len(hashes) and states.use(hashes[number]) is not None:
+            if number < len(hashes) and self.states.use(hashes[number]) is not None:
                 continue
-            if (slot := states.reserve()) is not None:
+            if (slot := self.states.reserve()) is not None:
                 snapshots.append(StateSnapshot(request.id, place, slot))
         return snapshots
 

@@ -14,9 +14,11 @@ from collections.abc import Sequence
 
 class StatePool:
     """Allocates the slots `0 .. num_states - 1`, the first `num_sequences` of them to sequences, the others to
-    snapshots. `interval`: tokens from one snapshot of a long prompt to the next, a multiple of the block size."""
+    snapshots; `num_states` is 0 if the model has no recurrent states. `interval`: tokens from one snapshot of a long
+    prompt to the next, a multiple of the block size."""
 
     def __init__(self, num_sequences: int, num_states: int, interval: int):
+        self.is_needed = num_states > 0
         self.interval = interval
         self._sequences = list(reversed(range(num_sequences)))
         self._unused = list(reversed(range(num_sequences, num_states)))

@@ -28,7 +28,7 @@ from mini_engine.worker.normalisation import settings_of
 
 logger = logging.getLogger(__name__)
 
-CPU_MEMORY = 1 << 30  # bytes for the blocks where no flag says how many
+CPU_MEMORY = 1 << 30  # bytes for blocks and snapshots where no flag says how many
 STEP_REMEDY = (
     "lower --max-num-batched-tokens, --max-num-encoder-input-tokens or --max-model-len, or raise --tensor-parallel-size"
 )
@@ -105,7 +105,7 @@ def cache_size(
     if (num_blocks := config.num_gpu_blocks_override) is not None:
         memory, origin = num_blocks * block_bytes, "--num-gpu-blocks-override"
     else:
-        memory, origin = _memory(config, use)
+        memory, origin = _memory(config, use, config.max_num_seqs * state_bytes)
         num_blocks = config.max_num_seqs * -(-longest // config.block_size)
     num_states = 0
     if state_bytes:
@@ -143,12 +143,12 @@ def _check_free(config: EngineConfig, nbytes: int, flag: str, device: torch.devi
         )
 
 
-def _memory(config: EngineConfig, use: MemoryUse | None) -> tuple[int, str]:
-    """Bytes for all blocks of one rank, and what set them."""
+def _memory(config: EngineConfig, use: MemoryUse | None, states: int) -> tuple[int, str]:
+    """Bytes for all blocks and recurrent states of one rank, and what set them. `states`: those of its sequences."""
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes, f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
     if use is None:
-        return CPU_MEMORY, "the CPU's default"
+        return CPU_MEMORY + states, "the CPU's default"
     share = config.gpu_memory_utilization
     return use.left(share), f"--gpu-memory-utilization {share:g} ({use})"
 

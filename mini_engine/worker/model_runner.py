@@ -17,17 +17,7 @@ from torch import Tensor
 
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.kernels.staging import HostCopy, to_device
-from mini_engine.messages import (
-    Chunk,
-    EncodeItem,
-    MediaItem,
-    SampledToken,
-    StateSnapshot,
-    Step,
-    StepResult,
-    StoreHandle,
-    TensorHandle,
-)
+from mini_engine.messages import EncodeItem, MediaItem, SampledToken, Step, StepResult, StoreHandle, TensorHandle
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.rope import Grid
 from mini_engine.model.text import MediaRows
@@ -186,7 +176,7 @@ class ModelRunner:
                 self._sequences[start.request_id].state = start.slot
             self._cache.states.start(step.states)
         self._encode(step.encode)
-        sampling = self._compute(step.chunks, step.snapshots)
+        sampling = self._compute(step)
         self._media.release(step.release)
         for incarnation in step.drop_senders:
             self._media.drop_sender(incarnation)
@@ -244,14 +234,15 @@ class ModelRunner:
             self._sampling.result()
             self._sampling = None
 
-    def _compute(self, chunks: Sequence[Chunk], snapshots: Sequence[StateSnapshot]) -> Sampling | None:
+    def _compute(self, step: Step) -> Sampling | None:
+        chunks = step.chunks
         if not chunks:
             return None
         for chunk in chunks:
             if chunk.block_ids or chunk.restart:
                 self._sequences[chunk.request_id].take_blocks(chunk)
         if self._decode is not None and self._decode.advance(chunks):
-            return self._run(self._decode.batch, self._decode.attend, snapshots)
+            return self._run(self._decode.batch, self._decode.attend, step)
         self._take_tokens()
         self._decode = self._adjustments = None
         if any(chunk.start and not chunk.samples for chunk in chunks):
@@ -262,15 +253,15 @@ class ModelRunner:
         if batch.decodes:
             self._decode = DecodeBatch(chunks, batch, attend, self._attention)
             batch = self._decode.batch
-        return self._run(batch, attend, snapshots)
+        return self._run(batch, attend, step)
 
-    def _run(self, batch: FlatBatch, attend: StepAttention, snapshots: Sequence[StateSnapshot]) -> Sampling | None:
+    def _run(self, batch: FlatBatch, attend: StepAttention, step: Step) -> Sampling | None:
         token_ids, positions = to_device(batch.token_ids, self.device), to_device(batch.positions, self.device)
         # Beside the model. A device computes it by itself, and what it has sampled before would have to be waited for.
         is_beside = batch.constrained and self.device.type == "cpu"
         masks = self._beside.submit(self._masks, batch) if is_beside else None
         states = self._cache.states
-        hook = StepHook(attend, None if states is None else Recurrence.of(states, batch.parts, snapshots))
+        hook = StepHook(attend, None if states is None else Recurrence.of(states, batch.parts, step.snapshots))
         if self.graphs is not None and self._decode is not None:
             hidden = self.graphs.run(token_ids, positions, to_device(batch.slots, self.device), hook)
         else:

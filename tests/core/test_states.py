@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mini_engine.core.states import StatePool
-from mini_engine.messages import Finish, Sibling
+from mini_engine.messages import Sibling
 from tests.core.simulated_ranks import token_of
 from tests.core.world import World, finish, item, message
 
@@ -54,17 +54,6 @@ def test_few_snapshots_cost_hits_and_no_answer(snapshots):
         finish(world, name)
     assert world.cached == {"first": 0, "other": 0, "first again": 0}
     assert world.core.states.num_snapshots == snapshots
-
-
-def test_an_abort_in_its_step_gives_the_slots_back():
-    world = World(snapshots=4)
-    world.request("r", prompt=14)
-    world.turn()
-    assert world.core.states.num_free < world.core.limits.num_states
-    world.receive(Finish("r", "abort"))
-    world.run()
-    assert world.core.states.num_free == world.core.limits.num_states
-    world.assert_at_rest()
 
 
 def test_a_reset_forgets_snapshots():

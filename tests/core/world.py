@@ -148,8 +148,8 @@ class World:
 
     def assert_at_rest(self):
         assert self.pool.num_used == 0
-        if (states := self.core.states) is not None:
-            assert states.num_free + states.num_snapshots == self.core.limits.num_states
+        states = self.core.states
+        assert not states.is_needed or states.num_free + states.num_snapshots == self.core.limits.num_states
         assert not self.core.requests and not self.core.scheduler.running and not self.core.scheduler.waiting
         assert not self.links.sequences, "the ranks still keep a sequence"
         assert self.links.num_grids.keys() == self.links.encoded.keys(), "the ranks still keep half of an item"

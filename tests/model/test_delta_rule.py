@@ -89,8 +89,3 @@ def test_decode_after_prefill_changes_its_slots_alone():
 def test_heads_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="6 delta-net value heads cannot be split over 4 tensor-parallel ranks"):
         state_shape(LinearConfig((0,), k_heads=4, v_heads=6, k_dim=8, v_dim=12, kernel_size=4), TensorParallel(0, 4))
-
-
-def test_size_of_a_state():
-    conv, delta = empty_states(SHAPE.layers)
-    assert SHAPE.nbytes(torch.bfloat16) == conv.bfloat16().nbytes + delta.nbytes
