@@ -52,12 +52,12 @@ def make_runner(checkpoint: Path, model: VisionLanguageModel) -> Callable[..., M
 
 
 def make_states(model: VisionLanguageModel, device: torch.device) -> RecurrentStates | None:
-    """Slots with what an earlier owner may have left; None if the model has none."""
+    """Slots with what an earlier owner may have left, but for the spare one; None if the model has none."""
     if model.state_shape is None:
         return None
     states = RecurrentStates(model.state_shape, NUM_STATES, torch.float32, device)
-    states.conv.fill_(float("nan"))
-    states.delta.fill_(float("nan"))
+    states.conv[:, :-1] = states.delta[:, :-1] = float("nan")
+    states.conv[:, -1] = states.delta[:, -1] = 0
     return states
 
 

@@ -15,6 +15,7 @@ from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 from tests.kernels.devices import INTERPRETED, device
 from tests.worker import script, tiny
+from tests.worker.conftest import make_states
 
 __all__ = ["device"]
 pytest.importorskip("triton")
@@ -28,9 +29,11 @@ HUNGRY = {name: getattr(HUNGRY_SAMPLING, name) for name in ("repetition_penalty"
 class World:
     """A model, its cache, and graphs for at most 6 sequences."""
 
-    def __init__(self, checkpoint: Path, device: torch.device) -> None:
+    def __init__(self, checkpoint: Path, device: torch.device, family: str = "qwen2_5_vl") -> None:
+        self.family = family
         self.model = load_model(checkpoint, TensorParallel(), None, device)
-        self.cache = KVCache.allocate(self.model.attention_shape, BLOCKS, 16, torch.float32, device, spare=1)
+        states = make_states(self.model, device)
+        self.cache = KVCache.allocate(self.model.attention_shape, BLOCKS, 16, torch.float32, device, 1, states)
         # Finite alone where padding reads.
         self.cache.storage.fill_(float("nan"))[:, :, BLOCKS] = 0
         self.backend = TritonBackend(self.cache, 2048)
@@ -46,17 +49,18 @@ class World:
         """Of requests that end one after the other, so that the steps get smaller; one restarts in other blocks."""
         media = tiny.MemoryMedia()
         names = ("text", "short", "block") if INTERPRETED else ("image", "text", "two", "short", "block")
-        requests = [new for new in tiny.mixed_requests(media) if new.request_id in names]
+        requests = [new for new in tiny.mixed_requests(media, self.family) if new.request_id in names]
         steps = script.write_steps(requests, 4 if INTERPRETED else 20, 48, 16, BLOCKS, preempt_at=(3,))
         assert max(len(step.chunks) for step in steps) == len(names)
         return script.run(self.runner(media, backend, graphs), steps, ahead=1)
 
 
 @pytest.fixture
-def world(device, checkpoint) -> World:
-    return World(checkpoint, device)
+def world(device, checkpoint, family) -> World:
+    return World(checkpoint, device, family)
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"], indirect=True, scope="session")
 def test_the_tokens_are_those_of_steps_without_and_of_torchs_attention(world):
     tokens = world.tokens(world.backend, world.graphs)
     assert tokens == world.tokens(SdpaBackend(world.cache), None)
