@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Mapping
 from functools import partial
 
 from fastapi import APIRouter, Request
@@ -18,10 +19,11 @@ from mini_engine.api.chat import check_budget, collect_media, media_usage, promp
 from mini_engine.api.context import AppContext, context_of
 from mini_engine.api.generation import Generation
 from mini_engine.api.media_loader import FetchedItem, missing_parts
-from mini_engine.api.media_settings import video_tokens
+from mini_engine.api.media_settings import prompt_tokens, video_tokens
 from mini_engine.api.protocol import ChatRequest
 from mini_engine.api.responses import ChatResponder
 from mini_engine.log import about
+from mini_engine.messages import CachedMedia
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +57,14 @@ async def start(context: AppContext, chat: ChatRequest, state: State) -> Generat
         in_thought = context.renderer.opens_thought(token_ids)
         chat = context.renderer.constrain(chat, in_thought)
         await context.sampling.check(chat)
-        fetched = await prepare(context, chat, token_ids, state, held)
-        hashes = list(dict.fromkeys(item.media_hash for item in fetched))
-        with context.engines.choose(hashes[0] if hashes else None, chat.num_choices) as engine:  # row 5
+        fetched = await prepare(context, chat, state, held)
+        hashes = dict.fromkeys(item.media_hash for item in fetched)
+        with context.engines.choose(next(iter(hashes), None), chat.num_choices) as engine:  # row 5
             held.enter_context(engine.media.holding(request_id))
             found = await engine.media.look_up(request_id, hashes)
+            fetched = await fit(context, chat, token_ids, fetched, found)
+            if smaller := dict.fromkeys(item.media_hash for item in fetched if item.media_hash not in hashes):
+                found |= await engine.media.look_up(request_id, smaller)
             # Row 6: decode and process what is not cached.
             lacking = [item for item in fetched if item.media_hash not in found]
             processed = await context.media.process(lacking, clock, request_id)
@@ -86,14 +91,13 @@ async def render(context: AppContext, chat: ChatRequest) -> list[int]:
 
 
 async def prepare(
-    context: AppContext, chat: ChatRequest, token_ids: list[int], state: State, held: contextlib.AsyncExitStack
+    context: AppContext, chat: ChatRequest, state: State, held: contextlib.AsyncExitStack
 ) -> list[FetchedItem]:
     """Rows 2 to 4 of docs/request-path.md for the media of a prompt, which have room and places until `held` is
-    closed. Raises as `start`."""
+    closed; with settings as if there was no text. Raises as `start`."""
     request_id, clock = state.request_id, state.clock
     refs = collect_media(chat.messages, context.config.item_limits)
-    budget = video_tokens(context.limits, len(token_ids), chat.token_limit or 1, len(refs))
-    settings = context.media_settings.resolve(chat, budget)
+    settings = context.media_settings.resolve(chat, video_tokens(context.limits, 0, 1, 1))
     # Row 3: room for the media's bytes, the bytes, and their hashes.
     reservation = held.enter_context(context.media_bytes.reserve(await context.media.known_bytes(refs)))
     clock.enter("fetch")
@@ -101,8 +105,24 @@ async def prepare(
     clock.enter("admission")  # row 4: not before, since a web server that hangs would block the queue
     await held.enter_async_context(context.places.hold(len(refs)))
     logger.debug(
-        "%s admitted: %d tokens, %d media items of %d bytes",
-        request_id, len(token_ids), len(refs), reservation.amount, extra=about(request_id),
-    )  # fmt: skip
+        "%s admitted: %d media items of %d bytes", request_id, len(refs), reservation.amount, extra=about(request_id)
+    )
     clock.enter("other")
     return fetched
+
+
+async def fit(
+    context: AppContext, chat: ChatRequest, token_ids: list[int], fetched: list[FetchedItem],
+    found: Mapping[bytes, CachedMedia],
+) -> list[FetchedItem]:  # fmt: skip
+    """The items with settings by which they fit beside the text. Those of a video that was `found` stay if it fits: so
+    a conversation that gets longer goes on with the same. Raises ApiError: 400 as `resolve`."""
+    budget = video_tokens(context.limits, len(token_ids), chat.token_limit or 1, len(fetched))
+
+    def fits(item: FetchedItem) -> bool:
+        return item.media_hash in found and prompt_tokens(found[item.media_hash]) <= budget
+
+    if all(item.settings.video_tokens == budget or fits(item) for item in fetched):
+        return fetched
+    settings = context.media_settings.resolve(chat, budget)
+    return [item if fits(item) else await context.media.rehash(item, settings) for item in fetched]

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from mini_engine.api.body import INLINE_CHARACTERS, read_body, run_sized, takes
 from mini_engine.api.chat import check_budget, prompt_sources
-from mini_engine.api.chat_completions import prepare, render
+from mini_engine.api.chat_completions import fit, prepare, render
 from mini_engine.api.context import AppContext, context_of
 from mini_engine.api.errors import bad_request
 from mini_engine.api.generation import Generation
@@ -80,7 +80,8 @@ async def tokenize(request: Request) -> Response:
     if asked.prompt is None:
         async with contextlib.AsyncExitStack() as held:
             token_ids = await render(context, asked.chat)
-            fetched = await prepare(context, asked.chat, token_ids, request.state, held)
+            fetched = await prepare(context, asked.chat, request.state, held)
+            fetched = await fit(context, asked.chat, token_ids, fetched, {})
             measured = await context.media.measure(fetched, request.state.request_id)
             sources = prompt_sources([item.media_hash for item in fetched], measured, {})
             tokens, media = context.renderer.expand(token_ids, sources)

@@ -14,7 +14,8 @@ import threading
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mini_engine import metrics
@@ -116,6 +117,12 @@ class MediaLoader:
         all downloads. Raises MediaError: an item cannot be fetched.
         """
         return await _all(self._fetch(ref, settings, received) for ref in refs)
+
+    async def rehash(self, item: FetchedItem, settings: MediaSettings) -> FetchedItem:
+        """The item with other settings."""
+        work = partial(media_hash, item.data, hash_key(settings, item.modality, item.frames))
+        digest = await asyncio.get_running_loop().run_in_executor(self._reading, work)
+        return replace(item, settings=settings, media_hash=digest)
 
     async def process(
         self, items: Iterable[FetchedItem], clock: RequestClock, owner: str = ""

@@ -21,7 +21,7 @@ from mini_engine.decode_limits import DecodeLimits
 from mini_engine.media.fetch import Frames
 from mini_engine.media.processor import EDGES, TIME_TOKENS, Kind, Kwargs, MediaProcessor, MediaSettings
 from mini_engine.media.sampling import Count, VideoSampling
-from mini_engine.messages import EngineLimits, Modality
+from mini_engine.messages import CachedMedia, EngineLimits, Modality
 
 OptionsT = TypeVar("OptionsT", bound=msgspec.Struct)
 LONGEST_VIDEO, LEAST_VIDEO = 128_000, 64  # tokens
@@ -137,6 +137,11 @@ def video_tokens(limits: EngineLimits, text_tokens: int, answer_tokens: int, num
     while tokens > max(room, LEAST_VIDEO):
         tokens /= 2
     return int(tokens)
+
+
+def prompt_tokens(item: CachedMedia) -> int:
+    """The most that an item takes of a prompt, with the text that tells the time of its steps."""
+    return item.num_tokens + (TIME_TOKENS * item.grid_thw[0] if item.placeholder is not None else 0)
 
 
 def updated(sampling: VideoSampling, asked: Mapping[str, Any]) -> VideoSampling:

@@ -146,7 +146,7 @@ def check_conversation(server: RunningServer) -> None:
     for turn in range(10):
         before = server.total("encoder_cache_hits_total"), server.total("media_decodes_total")
         reply = server.client.chat.completions.create(
-            model=server.model, messages=messages, temperature=0, max_tokens=4, extra_body={"ignore_eos": True}
+            model=server.model, messages=messages, temperature=0, max_tokens=20, extra_body={"ignore_eos": True}
         )
         cached = reply.usage.prompt_tokens_details.cached_tokens
         if turn:
