@@ -164,7 +164,7 @@ _COUNTERS = {  # by field of EngineStats
     "encoder_cache_hits": _counter("encoder_cache_hits_total", "Media items encoded, or being encoded.", "engine"),
     "media_evictions": _counter("mm_cache_evictions_total", "Media items evicted from the cache.", "engine"),
     "state_snapshots_taken": _counter("state_snapshots_taken_total", "Snapshots of recurrent states taken.", "engine"),
-    "state_snapshot_hits": _counter("state_snapshot_hits_total", "Sequences that began with a snapshot.", "engine"),
+    "state_snapshot_hits": _counter("state_snapshot_hits_total", "Admissions that began with a snapshot.", "engine"),
     "preemptions": _counter("num_preemptions_total", "Preempted requests.", "engine"),
 }
 

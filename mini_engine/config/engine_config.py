@@ -169,7 +169,7 @@ class EngineConfig:
     )  # fmt: skip
     state_snapshot_interval: int | None = _caches(
         None, "Tokens of a prompt between two such snapshots, a multiple of --block-size; there are others at the end "
-        "of each media item, prompt and answer.", minimum=1, unset="the KV cache's tokens / snapshots, 256 at least",
+        "of each media item, prompt and answer.", minimum=1, unset="the KV cache's tokens / snapshots, at least 256",
     )  # fmt: skip
     encoder_cache_tokens: int = _caches(
         65536, "Size of the encoder cache in media tokens; also the maximum of one prompt.", minimum=1

@@ -161,7 +161,6 @@ class EngineCore:
                 self.links.send(peer, ControlReply(number, self._stats()))
             case ControlRequest(number=number, action="reset_caches"):
                 self.blocks.forget_prefixes()
-                self.states.forget_snapshots()
                 self.encoder.forget_unused()
                 self.media.reset()
                 self.links.send(peer, ControlReply(number))
@@ -291,19 +290,16 @@ class EngineCore:
             request.siblings = []
 
     def _publish_snapshots(self, work: Work) -> None:
-        """Let its snapshots be found. Of those in its output the last one stays, and those of the interval."""
-        request, states = work.request, self.states
-        for snapshot in work.snapshots:
+        """Put the snapshots of a chunk in the prefix cache."""
+        request, size = work.request, self.blocks.block_size
+        for end, slot in work.snapshots:
             if work.epoch != request.epoch:
-                states.cancel(snapshot.slot)
+                self.states.cancel(slot)
                 continue
-            value = request.block_hashes(self.blocks.block_size)[snapshot.end // self.blocks.block_size - 1]
-            if states.publish(value, snapshot.slot):
-                self.scheduler.counters.state_snapshots_taken += 1
-                if snapshot.end > request.num_prompt and snapshot.end % states.interval:
-                    if request.last_snapshot is not None:
-                        states.drop(request.last_snapshot)
-                    request.last_snapshot = value
+            value = request.block_hashes(size)[end // size - 1]
+            self.scheduler.counters.state_snapshots_taken += self.states.publish(value, slot)
+            if end > request.num_prompt:
+                request.last_snapshot = value
 
     def _deliver(self, request: Request, sampled: SampledToken) -> None:
         first = not request.num_delivered
@@ -392,9 +388,7 @@ def run(child: Child) -> None:
     links = Links(child, init.cores[engine], init.core_workers[engine], config.tensor_parallel_size)
     workers = links.wait_for_workers()
     reach_failpoint("loading-core")
-    num_blocks, num_states = (
-        min(counts) for counts in zip(*((ready.num_blocks, ready.num_states) for ready in workers), strict=True)
-    )
+    num_blocks, num_states = min(one.num_blocks for one in workers), min(one.num_states for one in workers)
     limits = engine_limits(config, model, num_blocks, workers[0].device, num_states)
     media = media_directory(init, model.vision.patch_dim, limits.device)
     core = EngineCore(config, model, limits, Budgets.of(config, workers[0].device), media, links)

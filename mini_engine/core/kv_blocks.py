@@ -81,10 +81,16 @@ class BlockPool:
                 self._plain.append(block)
 
     def publish(self, block: int, value: bytes) -> None:
-        """`block` is full, and `find` returns it for `value`, unless another block holds the same."""
-        if value not in self._block_of and block not in self._hash_of:
-            self._block_of[value] = block
-            self._hash_of[block] = value
+        """`block` is full, and `find` returns it for `value`, unless a held block has the same content. A free one with
+        that content becomes plain: the prefix was last used with this block."""
+        other = self._block_of.get(value)
+        if block in self._hash_of or (other is not None and self._holders[other]):
+            return
+        if other is not None:
+            del self._cached[other], self._hash_of[other]
+            self._plain.append(other)
+        self._block_of[value] = block
+        self._hash_of[block] = value
 
     def forget_prefixes(self) -> None:
         """Forget all prefixes; held blocks stay held."""

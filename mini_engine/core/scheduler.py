@@ -16,7 +16,7 @@ from mini_engine.core.encoder_cache import EncoderCache, Entry
 from mini_engine.core.kv_blocks import BlockPool
 from mini_engine.core.request import Request
 from mini_engine.core.states import StatePool
-from mini_engine.messages import Chunk, EncodeItem, MediaItem, NewSequence, SamplingParams, StateSnapshot, StateStart
+from mini_engine.messages import Chunk, EncodeItem, MediaItem, NewSequence, SamplingParams, StateStart
 
 # A step within these takes a few milliseconds on any machine; one beyond them is heavy.
 QUICK_PREFILL_TOKENS = 128
@@ -48,7 +48,7 @@ class Work:
     request: Request
     epoch: int
     end: int  # tokens of the sequence that are computed once the chunk is
-    snapshots: list[StateSnapshot]  # of the sequence's recurrent state, in reserved slots
+    snapshots: list[tuple[int, int]]  # those of the chunk, in reserved slots
 
 
 @dataclasses.dataclass
@@ -181,7 +181,7 @@ class Scheduler:
         self.blocks.free(request.blocks)
         request.blocks = []
         if request.state is not None:
-            self.states.give_back(request.state)
+            self.states.free(request.state)
             request.state = None
         request.num_computed = 0
         request.epoch += 1
@@ -233,7 +233,7 @@ class Scheduler:
 
     def _start_state(self, request: Request, num_cached: int, plan: Plan) -> None:
         """Give it a slot, with the state after its cached blocks."""
-        request.state = self.states.take()
+        request.state = self.states.allocate()
         source = self.states.use(request.hashes[num_cached - 1]) if num_cached else None
         plan.states.append(StateStart(request.id, request.state, source))
         self.counters.state_snapshot_hits += source is not None
@@ -261,7 +261,7 @@ class Scheduler:
         left to compute."""
         hashes = request.block_hashes(self.blocks.block_size)
         found = self.blocks.find(hashes[: (request.num_known - 1) // self.blocks.block_size])
-        return found[: self.states.longest(hashes[: len(found)])] if self.states.is_needed else found
+        return found[: self.states.find(hashes[: len(found)])] if self.states.is_needed else found
 
     def _count_admission(self, request: Request) -> None:
         if request.num_cached is None:
@@ -347,8 +347,9 @@ class Scheduler:
         first_new = 0 if request.restarts else self.blocks.blocks_for(start)
         blocks = request.blocks[first_new : self.blocks.blocks_for(end)]
         samples = end == request.num_known
-        plan.chunks.append(Chunk(request.id, start, length, blocks, samples, request.restarts))
-        plan.work.append(Work(request, request.epoch, end, self._snapshots(request, start, end)))
+        snapshots = self._snapshots(request, start, end)
+        plan.chunks.append(Chunk(request.id, start, length, blocks, samples, request.restarts, snapshots))
+        plan.work.append(Work(request, request.epoch, end, snapshots))
         plan.scheduled.add(request.id)
         plan.requests[request.id] = request
         plan.tokens_left -= length
@@ -359,24 +360,26 @@ class Scheduler:
         request.num_computed = end
         request.num_sampled += samples
 
-    def _snapshots(self, request: Request, start: int, end: int) -> list[StateSnapshot]:
-        """Those to take of its state in a chunk: in the last full block before each place where another request may go
-        on otherwise (the end of an item, of the prompt, of what is known of the output), and at each interval."""
+    def _snapshots(self, request: Request, start: int, end: int) -> list[tuple[int, int]]:
+        """`Chunk.snapshots`: at the last block boundary before each place where another request may diverge (the end of
+        an item, of the prompt, of the output so far), and in the prompt at each interval."""
         size, interval = self.blocks.block_size, self.states.interval
         if not self.states.is_needed or request.prefix_salt is None or start // size == end // size:
             return []
-        ends = [*(item.end for item in request.media), request.num_prompt - 1]
-        places = {*(place // size * size for place in ends), *range(start // interval * interval, end + 1, interval)}
+        in_prompt = min(end, request.num_prompt - 1)
+        places = {item.end // size * size for item in request.media} | {in_prompt // size * size}
+        places.update(range(start // interval * interval, in_prompt + 1, interval))
         if end > request.num_prompt:
             places.add(end // size * size)
+            self.states.drop(request.last_snapshot)
         hashes, snapshots = request.block_hashes(size), []
-        for place in sorted(place for place in places if start < place <= end):
-            number = place // size - 1
-            if number < len(hashes) and self.states.use(hashes[number]) is not None:
+        for place in sorted(places, reverse=True):  # the longest prefix first: slots may run short
+            if not start < place <= end:
                 continue
-            if (slot := self.states.reserve()) is not None:
-                snapshots.append(StateSnapshot(request.id, place, slot))
-        return snapshots
+            known = place // size <= len(hashes) and self.states.use(hashes[place // size - 1]) is not None
+            if not known and (slot := self.states.reserve()) is not None:
+                snapshots.append((place, slot))
+        return snapshots[::-1]
 
     def _announce(self, request: Request, plan: Plan) -> None:
         if not request.announced:

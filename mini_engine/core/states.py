@@ -34,15 +34,15 @@ class StatePool:
         """Slots that no sequence has, and that neither hold nor will hold a snapshot."""
         return len(self._sequences) + len(self._unused)
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """A slot for a sequence; there is one."""
         return self._sequences.pop()
 
-    def give_back(self, slot: int) -> None:
-        """End the use of a slot that `take` returned."""
+    def free(self, slot: int) -> None:
+        """Free a sequence's slot."""
         self._sequences.append(slot)
 
-    def longest(self, hashes: Sequence[bytes]) -> int:
+    def find(self, hashes: Sequence[bytes]) -> int:
         """Blocks of the longest prefix with a snapshot; `hashes`: of the prefixes that end with each block."""
         return next((count for count in range(len(hashes), 0, -1) if hashes[count - 1] in self._snapshots), 0)
 
@@ -71,12 +71,7 @@ class StatePool:
         """Free a reserved slot."""
         self._unused.append(slot)
 
-    def drop(self, value: bytes) -> None:
+    def drop(self, value: bytes | None) -> None:
         """Free a prefix's snapshot, if there is one."""
-        if value in self._snapshots:
+        if value is not None and value in self._snapshots:
             self._unused.append(self._snapshots.pop(value))
-
-    def forget_snapshots(self) -> None:
-        """Free all snapshots."""
-        self._unused += self._snapshots.values()
-        self._snapshots.clear()

@@ -74,7 +74,6 @@ class Steps:
             states=plan.states,
             encode=plan.encode,
             chunks=plan.chunks,
-            snapshots=[snapshot for work in plan.work for snapshot in work.snapshots],
             release=self.release,
             drop_senders=self.drop_senders,
             media_mark=directory.mark,

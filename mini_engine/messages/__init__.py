@@ -23,8 +23,8 @@ from mini_engine.messages.requests import (
     Sibling, TokenLogprob, Unreserve, Written,
 )  # fmt: skip
 from mini_engine.messages.steps import (
-    Chunk, EncodeItem, KeepMedia, MediaFailed, MediaReady, NewSequence, SampledToken, StateSnapshot, StateStart, Step,
-    StepResult, WorkerReady,
+    Chunk, EncodeItem, KeepMedia, MediaFailed, MediaReady, NewSequence, SampledToken, StateStart, Step, StepResult,
+    WorkerReady,
 )  # fmt: skip
 from mini_engine.messages.tensors import (
     DeviceSlots, MediaItem, Message, MessageId, Modality, ProbeResult, StoreHandle, TensorHandle, TensorMessage,

@@ -188,7 +188,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     preemptions: int = 0
     media_evictions: int = 0  # cached media dropped to make room
     state_snapshots_taken: int = 0
-    state_snapshot_hits: int = 0  # sequences that began with one
+    state_snapshot_hits: int = 0  # admissions that began with one
 
 
 class Outputs(Message, frozen=True):

@@ -26,6 +26,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     block_ids: list[int]  # blocks added to the sequence's table by this step
     samples: bool  # True when the chunk reaches the last known token: sample the next one
     restart: bool = False  # `block_ids` replace the table; tokens before `start` are in them already
+    snapshots: list[tuple[int, int]] = []  # (end, slot): copy the recurrent state after tokens `0 .. end` to the slot
 
 
 class StateStart(msgspec.Struct, frozen=True, array_like=True):
@@ -34,14 +35,6 @@ class StateStart(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
     slot: int
     source: int | None
-
-
-class StateSnapshot(msgspec.Struct, frozen=True, array_like=True):
-    """Copy a sequence's recurrent state to `slot`, as it is after token `end`, which lies in the sequence's chunk."""
-
-    request_id: str
-    end: int
-    slot: int
 
 
 class EncodeItem(msgspec.Struct, frozen=True, array_like=True):
@@ -77,7 +70,6 @@ class Step(Message, frozen=True):
     states: list[StateStart] = []
     encode: list[EncodeItem] = []
     chunks: list[Chunk] = []
-    snapshots: list[StateSnapshot] = []
     release: list[MessageId] = []  # drop these tensor messages, which every rank has reported
     drop_senders: list[int] = []  # drop all messages of these incarnations, received and later ones
     media_mark: int | None = None  # bytes of the media store that are in use, or soon will be: register them

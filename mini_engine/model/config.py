@@ -31,7 +31,7 @@ class TextConfig:
     """Dimensions of the decoder. `mrope_section` counts the rotary frequencies of (time, height, width); they lie one
     section after the other, or interleaved. `qkv_bias`: the projections to queries, keys and values have one;
     `qk_norm`: each head's queries and keys are normed; `attention_gate`: each head's output has a gate; `norm_offset`:
-    the weights of norms are stored less 1; `linear`: None if all layers have attention."""
+    the weights of norms are stored minus 1; `linear`: None if all layers have attention."""
 
     vocab_size: int
     hidden_size: int

@@ -64,7 +64,7 @@ def pieces_of(module: nn.Module) -> Iterator[Piece]:
 
 class RMSNorm(Layer):
     """`x / sqrt(mean(x^2) + eps) * weight` over the last axis (Zhang and Sennrich 2019). Replicated. With `offset` the
-    parameter is the weight less 1."""
+    parameter is the weight minus 1."""
 
     def __init__(self, source: str, size: int, eps: float, at: Placement, offset: bool = False) -> None:
         super().__init__()

@@ -76,7 +76,7 @@ def _text(start: int, length: int) -> Tensor:
 
 
 Rotation = tuple[Tensor, Tensor]
-"""Tables for `ops.rotate`, float32 `[n, 1, length of what turns]`: cosines, and sines whose first half is negated."""
+"""Tables for `ops.rotate`, float32 `[n, 1, rotary_dim]`: cosines, and sines whose first half is negated."""
 
 
 def inverse_frequencies(theta: float, size: int, device: torch.device) -> Tensor:

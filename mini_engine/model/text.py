@@ -108,7 +108,7 @@ class GatedDeltaNet(Layer):
         self.project = ColumnParallel(config.hidden_size, rows, bias=False, at=at)
         self.sizes = [sum(row.count for row in rows[:3]), *(row.count for row in rows[3:])]
         self.kernel = at.empty(self.sizes[0], linear.kernel_size)
-        # A decay is a power of what these say: few numbers, which checkpoints store in float32.
+        # The decay depends on them exponentially: few numbers, which checkpoints store in float32.
         wide = replace(at, dtype=torch.float32)
         self.A_log, self.dt_bias = wide.empty(self.sizes[-1]), wide.empty(self.sizes[-1])
         self.norm = RMSNorm(f"{source}.norm", linear.v_dim, config.rms_norm_eps, at)
@@ -134,7 +134,6 @@ class GatedDeltaNet(Layer):
 def state_shape(linear: LinearConfig, tp: TensorParallel) -> StateShape:
     """A rank's part of the states. Raises ValueError if the heads do not divide."""
     tp.check_heads("delta-net key", linear.k_heads)
-    tp.check_heads("delta-net value", linear.v_heads)
     k_heads, v_heads = linear.k_heads // tp.size, linear.v_heads // tp.size
     return StateShape(len(linear.layers), k_heads, v_heads, linear.k_dim, linear.v_dim, linear.kernel_size)
 

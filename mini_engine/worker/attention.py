@@ -49,7 +49,7 @@ class KVCache:
     object.
 
     Contents of a place that was never written are undefined, NaN included. `spare` blocks after the others are in no
-    sequence's table: what a padded batch writes goes there. `states`: what layers without keys and values keep; None if
+    sequence's table: what a padded batch writes goes there. `states`: recurrent states; None if
     there are none.
     """
 

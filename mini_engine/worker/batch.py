@@ -29,7 +29,7 @@ class SequenceState:
 
     tokens: int64, room for the prompt and all of its output; known up to the one sampled last.
     blocks: int64, the block table: the first `num_blocks` count.
-    state: the slot of its recurrent state, if the model has such.
+    state: the slot of its recurrent state, if any.
     """
 
     def __init__(self, new: NewSequence, vision: VisionConfig, block_size: int) -> None:
@@ -103,9 +103,9 @@ class FlatBatch:
 
     Tensors are int64 on the CPU: `token_ids` `[n]`, `positions` `[3, n]`, `slots` `[n]` (block * block_size + place),
     `last_rows` `[s]`, the last row of each chunk that samples. `sampled` are the sequences of these, and `stops`, int64
-    `[s]`, the indices in them of the tokens to be sampled. `parts` are all chunks; `in_prompt` those that begin in a
-    prompt: others have no media. `greedy`: no row needs more than its largest logit; `adjusts`: some row's logits are
-    adjusted; `constrained`: some row has a grammar.
+    `[s]`, the indices in them of the tokens to be sampled. `parts` are all chunks, those of the first step in a
+    `DecodeBatch`; `in_prompt` those that begin in a prompt: others have no media. `greedy`: no row needs more than its
+    largest logit; `adjusts`: some row's logits are adjusted; `constrained`: some row has a grammar.
     """
 
     parts: list[Part]

@@ -1,9 +1,9 @@
 """Decode steps of a few fixed sizes over fixed memory, so that CUDA can record them once and replay them.
 
 A step takes the next larger size; its other rows are padding: they attend to one token of a block that belongs to no
-sequence, and write to that; so it is with recurrent states. Replaying launches all of a step's operators at once; one
-by one they take longer to launch than to run. Without `capture` a step is computed operator by operator, over the same
-memory.
+sequence, and write to that; their recurrent state is a spare slot. Replaying launches all of a step's operators at
+once; one by one they take longer to launch than to run. Without `capture` a step is computed operator by operator, over
+the same memory.
 """
 
 from __future__ import annotations

@@ -94,37 +94,37 @@ def cache_size(
     use: MemoryUse | None = None,
 ) -> CacheSize:
     """How many blocks to allocate: `--num-gpu-blocks-override`, or what fits into the memory for them, but no more than
-    `--max-num-seqs` sequences of `longest` tokens fill. Recurrent states of that many sequences and of snapshots take
-    their part of the memory first.
+    `--max-num-seqs` sequences of `longest` tokens fill. Snapshots of recurrent states take their part of that memory;
+    the states of as many sequences lie beside it.
 
     `use` is what all else takes of a CUDA device; needed there unless one of the flags gives the size. Raises
     ConfigError: not a single block fits, or the device has less memory than a flag asks for.
     """
     block_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize * config.block_size
     state_bytes = state.nbytes(dtype) if state is not None else 0
-    if (num_blocks := config.num_gpu_blocks_override) is not None:
-        memory, origin = num_blocks * block_bytes, "--num-gpu-blocks-override"
+    sequences = (config.max_num_seqs + 1) * state_bytes  # a slot to spare
+    num_blocks, origin = config.num_gpu_blocks_override, "--num-gpu-blocks-override"
+    if num_blocks is not None:
+        memory = num_blocks * block_bytes
     else:
-        memory, origin = _memory(config, use, config.max_num_seqs * state_bytes)
-        num_blocks = config.max_num_seqs * -(-longest // config.block_size)
-    num_states = 0
-    if state_bytes:
-        given = config.state_cache_memory_bytes
-        snapshots = (max(0, memory) // 4 if given is None else given) // state_bytes
-        num_states = config.max_num_seqs + min(snapshots, num_blocks)  # a snapshot is the end of a block
-    if config.num_gpu_blocks_override is None:
-        left = memory - num_states * state_bytes
+        memory, origin = _memory(config, use, sequences)
+    snapshot_bytes = config.state_cache_memory_bytes
+    if snapshot_bytes is None:
+        snapshot_bytes = max(0, memory) // 4
+    snapshots = snapshot_bytes // state_bytes if state_bytes else 0
+    if num_blocks is None:
+        left = memory - snapshots * state_bytes
         if left < block_bytes:
-            states = f" and recurrent states {num_states * state_bytes}" if num_states else ""
             raise ConfigError(
-                f"{origin} leaves {memory} bytes for the KV cache, but one block needs {block_bytes}{states}; raise "
-                f"{'it' if origin.startswith('--') else '--kv-cache-memory-bytes'}, or lower --block-size"
-                f"{', --max-num-seqs or --state-cache-memory-bytes' if num_states else ''}"
+                f"{origin} leaves {left} bytes for the KV cache, but one block needs {block_bytes}; "
+                f"raise {'it' if origin.startswith('--') else '--kv-cache-memory-bytes'}, or lower --block-size"
             )
-        num_blocks = min(num_blocks, left // block_bytes)
+        num_blocks = min(left // block_bytes, config.max_num_seqs * -(-longest // config.block_size))
+    snapshots = min(snapshots, num_blocks)  # each is of the end of a block
     if config.num_gpu_blocks_override is not None or config.kv_cache_memory_bytes is not None:
-        _check_free(config, num_blocks * block_bytes + num_states * state_bytes, origin.split()[0], device)
-    return CacheSize(num_blocks, num_states)
+        needed = num_blocks * block_bytes + snapshots * state_bytes + sequences
+        _check_free(config, needed, origin.split()[0], device)
+    return CacheSize(num_blocks, config.max_num_seqs + snapshots if state_bytes else 0)
 
 
 def _check_free(config: EngineConfig, nbytes: int, flag: str, device: torch.device) -> None:
@@ -144,13 +144,13 @@ def _check_free(config: EngineConfig, nbytes: int, flag: str, device: torch.devi
 
 
 def _memory(config: EngineConfig, use: MemoryUse | None, states: int) -> tuple[int, str]:
-    """Bytes for all blocks and recurrent states of one rank, and what set them. `states`: those of its sequences."""
+    """Bytes for all blocks and snapshots of one rank, and what set them. `states`: bytes of recurrent states."""
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes, f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
     if use is None:
-        return CPU_MEMORY + states, "the CPU's default"
+        return CPU_MEMORY, "the CPU's default"
     share = config.gpu_memory_utilization
-    return use.left(share), f"--gpu-memory-utilization {share:g} ({use})"
+    return use.left(share) - states, f"--gpu-memory-utilization {share:g} ({use})"
 
 
 def profile(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.kernels.staging import HostCopy, to_device
-from mini_engine.messages import EncodeItem, MediaItem, SampledToken, Step, StepResult, StoreHandle, TensorHandle
+from mini_engine.messages import Chunk, EncodeItem, MediaItem, SampledToken, Step, StepResult, StoreHandle, TensorHandle
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.rope import Grid
 from mini_engine.model.text import MediaRows
@@ -176,7 +176,7 @@ class ModelRunner:
                 self._sequences[start.request_id].state = start.slot
             self._cache.states.start(step.states)
         self._encode(step.encode)
-        sampling = self._compute(step)
+        sampling = self._compute(step.chunks)
         self._media.release(step.release)
         for incarnation in step.drop_senders:
             self._media.drop_sender(incarnation)
@@ -234,15 +234,14 @@ class ModelRunner:
             self._sampling.result()
             self._sampling = None
 
-    def _compute(self, step: Step) -> Sampling | None:
-        chunks = step.chunks
+    def _compute(self, chunks: Sequence[Chunk]) -> Sampling | None:
         if not chunks:
             return None
         for chunk in chunks:
             if chunk.block_ids or chunk.restart:
                 self._sequences[chunk.request_id].take_blocks(chunk)
         if self._decode is not None and self._decode.advance(chunks):
-            return self._run(self._decode.batch, self._decode.attend, step)
+            return self._run(self._decode.batch, self._decode.attend, chunks)
         self._take_tokens()
         self._decode = self._adjustments = None
         if any(chunk.start and not chunk.samples for chunk in chunks):
@@ -253,15 +252,14 @@ class ModelRunner:
         if batch.decodes:
             self._decode = DecodeBatch(chunks, batch, attend, self._attention)
             batch = self._decode.batch
-        return self._run(batch, attend, step)
+        return self._run(batch, attend, chunks)
 
-    def _run(self, batch: FlatBatch, attend: StepAttention, step: Step) -> Sampling | None:
+    def _run(self, batch: FlatBatch, attend: StepAttention, chunks: Sequence[Chunk]) -> Sampling | None:
         token_ids, positions = to_device(batch.token_ids, self.device), to_device(batch.positions, self.device)
         # Beside the model. A device computes it by itself, and what it has sampled before would have to be waited for.
         is_beside = batch.constrained and self.device.type == "cpu"
         masks = self._beside.submit(self._masks, batch) if is_beside else None
-        states = self._cache.states
-        hook = StepHook(attend, None if states is None else Recurrence.of(states, batch.parts, step.snapshots))
+        hook = StepHook(attend, self._recurrence(batch, chunks))
         if self.graphs is not None and self._decode is not None:
             hidden = self.graphs.run(token_ids, positions, to_device(batch.slots, self.device), hook)
         else:
@@ -270,6 +268,17 @@ class ModelRunner:
         if hook.recurrence is not None:
             hook.recurrence.finish()
         return self._sample(hidden, batch, masks) if batch.sampled else None
+
+    def _recurrence(self, batch: FlatBatch, chunks: Sequence[Chunk]) -> Recurrence | None:
+        if self._cache.states is None:
+            return None
+        copies = [
+            (self._sequences[chunk.request_id].state, slot)
+            for chunk in chunks
+            if chunk.num_tokens == 1
+            for _, slot in chunk.snapshots
+        ]
+        return Recurrence.of(self._cache.states, batch.parts, copies)
 
     def _media_rows(self, batch: FlatBatch) -> list[MediaRows]:
         """The media rows of the batch."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from mini_engine.kernels.staging import to_device
-from mini_engine.messages import StateSnapshot
 from mini_engine.model import delta_rule
 from mini_engine.worker.attention import StepAttention
 from mini_engine.worker.batch import Part
@@ -30,8 +29,8 @@ class Recurrence:
     """The recurrent layers of one step.
 
     slots: int64 `[n]` on the device, of the sequences with one token: the first n rows.
-    runs: the other rows; a chunk is cut where a snapshot is taken.
-    copies: (source, target) once all layers have run.
+    runs: the other rows; a chunk is cut into runs where a snapshot is taken.
+    copies: (source, target) once all layers have run: the snapshots of sequences with one token.
     """
 
     states: RecurrentStates
@@ -40,27 +39,17 @@ class Recurrence:
     copies: Sequence[tuple[int, int]] = ()
 
     @classmethod
-    def of(cls, states: RecurrentStates, parts: Sequence[Part], snapshots: Sequence[StateSnapshot]) -> Recurrence:
-        """`parts`: of the flat batch, single tokens first; `snapshots`: of these chunks, in order."""
-        slots: list[int] = []
+    def of(cls, states: RecurrentStates, parts: Sequence[Part], copies: Sequence[tuple[int, int]]) -> Recurrence:
+        """`parts`: of the flat batch, single tokens first."""
+        singles = [part.sequence.state for part in parts if part.chunk.num_tokens == 1]
         runs: list[Run] = []
-        copies: list[tuple[int, int]] = []
-        taken: dict[str, list[StateSnapshot]] = {}
-        for snapshot in snapshots:
-            taken.setdefault(snapshot.request_id, []).append(snapshot)
-        for part in parts:
-            slot, mine = part.sequence.state, taken.get(part.chunk.request_id, [])
-            if part.chunk.num_tokens == 1:
-                slots.append(slot)
-                copies += [(slot, snapshot.slot) for snapshot in mine]
-                continue
-            before, first = part.first - part.chunk.start, part.first
-            cuts = [*((snapshot.end, snapshot.slot) for snapshot in mine), (part.stop, None)]
-            for stop, target in cuts:
-                if before + stop > first:
-                    runs.append(Run(slice(first, before + stop), slot, target))
-                    first = before + stop
-        return cls(states, to_device(torch.tensor(slots, dtype=torch.int64), states.conv.device), runs, copies)
+        for chunk, sequence, first, stop in parts[len(singles) :]:
+            before = first - chunk.start
+            for end, target in [*chunk.snapshots, (stop, None)]:
+                if before + end > first:
+                    runs.append(Run(slice(first, before + end), sequence.state, target))
+                    first = before + end
+        return cls(states, to_device(torch.tensor(singles, dtype=torch.int64), states.conv.device), runs, copies)
 
     def __call__(self, layer: int, x: Tensor, g: Tensor, beta: Tensor, kernel: Tensor) -> Tensor:
         """See `model.text.Attend.recur`."""

@@ -125,11 +125,6 @@ class SimulatedLinks:
         assert len(step.chunks) <= self.max_seqs
         assert len({chunk.request_id for chunk in step.chunks}) == len(step.chunks)
         tokens = [token for chunk in step.chunks for token in self._run_chunk(chunk)]
-        ranges = {chunk.request_id: (chunk.start, chunk.start + chunk.num_tokens) for chunk in step.chunks}
-        for snapshot in step.snapshots:
-            first, last = ranges[snapshot.request_id]
-            assert first < snapshot.end <= last, "a state outside of the chunk"
-            self.states[snapshot.slot] = self.sequences[snapshot.request_id].contents[snapshot.end - 1]
         for message in step.release:
             ranks = range(self.num_ranks)
             assert all((rank, message) in self.reported for rank in ranks), "released before a rank has it"
@@ -172,6 +167,9 @@ class SimulatedLinks:
             before = sequence.contents[chunk.start - 1] if chunk.start else None
             assert self.states[sequence.state] == before, "foreign state"
             self.states[sequence.state] = sequence.contents[end - 1]
+        for place, slot in chunk.snapshots:
+            assert chunk.start < place <= end, "a state outside of the chunk"
+            self.states[slot] = sequence.contents[place - 1]
         self.num_computed += chunk.num_tokens
         assert chunk.samples == (end == known)
         if not chunk.samples:

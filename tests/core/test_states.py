@@ -46,6 +46,31 @@ def test_samples_begin_with_the_state_after_their_prompt():
     world.assert_at_rest()
 
 
+def test_blocks_that_are_computed_again_behind_a_snapshot_are_as_new_as_those_after_them():
+    world = World(blocks=32, max_tokens=128, snapshots=8)
+    for name, first in (("a", 100), ("b", 200)):  # they share 20 tokens, without a snapshot at their end
+        world.request(name, tokens=[*range(20, 40), *range(first, first + 20)], max_tokens=1)
+        finish(world, name)
+    world.request("other", tokens=[*range(300, 390)], max_tokens=1)
+    finish(world, "other")
+    world.request("b again", tokens=[*range(20, 40), *range(200, 220), 5, 6], max_tokens=1)
+    finish(world, "b again")
+    assert world.cached["b again"] == 36
+
+
+def test_an_answer_takes_the_snapshot_of_no_other_prompt():
+    world = World(snapshots=3)
+    for number in range(2):
+        world.request(f"r{number}", prompt=14, first_token=100 * number, max_tokens=1)
+        finish(world, f"r{number}")
+    world.request("long", prompt=3, first_token=300, max_tokens=40)
+    finish(world, "long")
+    for number in range(2):
+        world.request(f"r{number} again", prompt=14, first_token=100 * number, max_tokens=1)
+        finish(world, f"r{number} again")
+        assert world.cached[f"r{number} again"] == 12
+
+
 @pytest.mark.parametrize("snapshots", [0, 1])
 def test_few_snapshots_cost_hits_and_no_answer(snapshots):
     world = World(snapshots=snapshots)
@@ -56,20 +81,11 @@ def test_few_snapshots_cost_hits_and_no_answer(snapshots):
     assert world.core.states.num_snapshots == snapshots
 
 
-def test_a_reset_forgets_snapshots():
-    pool = StatePool(0, 2, 4)
-    for value in (b"a", b"b"):
-        assert pool.publish(value, pool.reserve())
-    assert pool.longest([b"a", b"c"]) == 1
-    pool.forget_snapshots()
-    assert pool.longest([b"a"]) == 0 and pool.num_free == 2
-
-
 def test_the_least_recently_used_snapshot_makes_room():
     pool = StatePool(1, 3, 4)
     slots = {value: pool.reserve() for value in (b"a", b"b")}
     assert pool.reserve() is None, "both will hold a snapshot"
     assert all(pool.publish(value, slot) for value, slot in slots.items())
     assert pool.use(b"a") == slots[b"a"] and pool.reserve() == slots[b"b"]
-    assert not pool.publish(b"a", slots[b"b"]), "another sequence was faster"
+    assert not pool.publish(b"a", slots[b"b"]), "it is published already"
     assert (pool.num_snapshots, pool.num_free) == (1, 2)

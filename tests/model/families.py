@@ -80,7 +80,7 @@ def build(
     model: nn.Module = AutoModelForImageTextToText.from_config(config).eval()
     with torch.no_grad():
         # transformers starts biases at 0 and norms at 1, which would hide a bias added twice. Qwen3.5's decoder stores
-        # its norms less 1; those of the delta nets magnify roundings of small outputs, so they stay small too.
+        # its norms minus 1; those of the delta nets magnify roundings of small outputs, so they stay small too.
         for name, weight in model.named_parameters():
             is_small = family == "qwen3_5" and "language_model" in name
             is_scale = name.endswith("weight") and ("norm" in name or "ln_q" in name) and not is_small

@@ -8,10 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mini_engine.model import delta_rule
-from mini_engine.model.config import LinearConfig
 from mini_engine.model.delta_rule import StateShape
-from mini_engine.model.parallel import TensorParallel
-from mini_engine.model.text import state_shape
 
 SHAPE = StateShape(layers=3, k_heads=2, v_heads=6, k_dim=8, v_dim=12, kernel_size=4)
 
@@ -84,8 +81,3 @@ def test_decode_after_prefill_changes_its_slots_alone():
             torch.testing.assert_close(delta[slots[j]], state, atol=1e-5, rtol=1e-5)
     others = [1, 3, 5]
     assert (conv[others] == 7).all() and (delta[others] == 7).all()
-
-
-def test_heads_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match="6 delta-net value heads cannot be split over 4 tensor-parallel ranks"):
-        state_shape(LinearConfig((0,), k_heads=4, v_heads=6, k_dim=8, v_dim=12, kernel_size=4), TensorParallel(0, 4))

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 BESIDE_TEXT = ("vision_config", "model_type", "architectures", "image_token_id", "video_token_id")
 # `config.json` of checkpoints, shortened to what is read.
 HUB = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "tests/model/hub").glob("*.json"))}
-THIRD_AND_A_HALF = {"architectures": ["Qwen3_5ForConditionalGeneration"]}
+QWEN3_5 = {"architectures": ["Qwen3_5ForConditionalGeneration"]}
 EVERY_CONFIG = pytest.mark.parametrize("raw", HUB.values(), ids=HUB)
 
 
@@ -66,8 +66,8 @@ def test_what_is_tied_is_what_transformers_ties(tied: bool | None, text_tied: bo
         ({"rope_scaling": {"type": "mrope"}}, "lacks the field 'mrope_section'"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"torch_dtype": "int8"}, "dtype 'int8'"),
-        (THIRD_AND_A_HALF, "lacks the field 'layer_types'"),
-        (THIRD_AND_A_HALF | {"layer_types": ["sliding_attention"]}, "layer types {'sliding_attention'} are not supp"),
+        (QWEN3_5, "lacks the field 'layer_types'"),
+        (QWEN3_5 | {"layer_types": ["sliding_attention"]}, "layer types {'sliding_attention'} are not supp"),
     ],
 )
 def test_what_cannot_be_served_is_named(change, message):

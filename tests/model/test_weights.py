@@ -73,7 +73,7 @@ def test_a_model_that_memory_cannot_hold_is_refused(copy):
         load_model(copy, TensorParallel(), None, CPU, "dummy")
 
 
-def test_a_stored_copy_of_a_tied_head_frequencies_and_layers_for_speculation_are_no_surprise(copy):
+def test_a_stored_copy_of_a_tied_head_frequencies_and_layers_for_speculation_are_ignored(copy):
     rewrite(copy, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     rewrite(
         copy, lambda t: t.update({"visual.rotary_pos_emb.inv_freq": torch.zeros(2), "mtp.fc.weight": torch.ones(2)})

@@ -71,11 +71,12 @@ STATE_BYTES = 5 * 4 * (3 * 24 + 2 * 4 * 8)
 @pytest.mark.parametrize(
     ("size", "given"),
     [
-        ((10, 2 + 3), {"kv_cache_memory_bytes": 10 * BLOCK_BYTES + 5 * STATE_BYTES,
+        ((10, 2 + 3), {"kv_cache_memory_bytes": 10 * BLOCK_BYTES + 3 * STATE_BYTES,
                        "state_cache_memory_bytes": 3 * STATE_BYTES}),
-        ((2, 2 + 4), {"kv_cache_memory_bytes": 16 * STATE_BYTES, "block_size": 32}),  # a quarter for snapshots
-        ((7, 2 + 7), {"num_gpu_blocks_override": 7, "state_cache_memory_bytes": 1 << 20}),  # no more than blocks
-        ("but one block .* states .* lower .*--state-cache-memory-bytes", {"kv_cache_memory_bytes": 2 * STATE_BYTES}),
+        ((2, 2 + 1), {"kv_cache_memory_bytes": 3 * BLOCK_BYTES}),  # a quarter for snapshots
+        ((7, 2 + 7), {"num_gpu_blocks_override": 7, "state_cache_memory_bytes": 1 << 20}),
+        ("leaves -1 bytes .* raise it", {"kv_cache_memory_bytes": STATE_BYTES - 1,
+                                         "state_cache_memory_bytes": STATE_BYTES}),
     ],
 )  # fmt: skip
 def test_recurrent_states_take_their_part(size, given):
