@@ -17,6 +17,7 @@ from ray import serve
 from ray.cluster_utils import Cluster
 
 from mini_engine.cluster.application import SERVE, Arguments, application
+from tests.e2e.processes import descendants
 
 ROOT = Path(__file__).parents[2]
 STORE_BYTES = 80 << 20  # the least that Ray takes; no tensor passes through it
@@ -80,3 +81,12 @@ class RunningCluster:
         assert status == 200, text
         found = re.findall(rf'^{re.escape(name)}\{{host="(\w+)".*\}} (\S+)$', text.decode(), re.MULTILINE)
         return {host: float(value) for host, value in found}
+
+
+def processes(name: str) -> list[int]:
+    """Process ids of those on all nodes whose command line contains `name`."""
+    found = []
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(OSError):  # has just exited
+            found += [pid] * (name in Path(f"/proc/{pid}/cmdline").read_text())
+    return found
