@@ -32,6 +32,7 @@ die_with_parent(int(sys.argv[1]))
 os.execv(sys.argv[2], sys.argv[2:])
 """
 HEALTH_SECONDS = 10.0
+FRONT_CHECK_SECONDS = 5.0  # between two looks whether the front of a lease is alive
 STOP_SECONDS = 10.0  # for an engine without requests to exit
 LINES_SHOWN = 20  # of the log of an engine that does not start
 
@@ -85,10 +86,12 @@ class EngineReplica:
             print(f"the engine exited with status {status}: this replica ends", file=sys.stderr, flush=True)
             os._exit(1)
 
-    async def lease(self, _attempt: Attempt) -> AsyncIterator[Lease]:
-        """The lease, which lasts until the caller cancels this call."""
+    async def lease(self, attempt: Attempt) -> AsyncIterator[Lease]:
+        """The lease, which lasts until the front cancels this call or has died."""
         yield self._lease
-        await asyncio.Event().wait()
+        while True:  # Ray does not cancel the calls of a dead caller
+            await asyncio.sleep(FRONT_CHECK_SECONDS)
+            await attempt.front.__ray_ready__.remote()
 
     async def check_health(self) -> None:
         """Raises when `/health` is not 200; Serve replaces the replica after three times."""

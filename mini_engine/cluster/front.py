@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import aiohttp
+import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayError
@@ -73,6 +74,7 @@ class Front:
 
     def __init__(self, engines: DeploymentHandle, api_key: str):
         self._engines = engines
+        self._own = ray.get_runtime_context().current_actor
         self._api_key = api_key.encode()
         self._failed: dict[str, float] = {}  # when each host that failed may be preferred again
         self._known: dict[str, Lease] = {}  # the last of each host
@@ -117,7 +119,7 @@ class Front:
         deadline = time.monotonic() + QUEUE_SECONDS
         while time.monotonic() < deadline:
             now = time.monotonic()
-            attempt = Attempt([host for host, until in self._failed.items() if until > now])
+            attempt = Attempt(self._own, [host for host, until in self._failed.items() if until > now])
             try:
                 lease = await held.enter_async_context(self._lease(key, attempt))
             except (TimeoutError, RayError):
@@ -154,7 +156,7 @@ class Front:
         """Take a lease of each host, so that all are known."""
         seen: list[str] = []
         while True:
-            async with self._lease("", Attempt(seen)) as lease:
+            async with self._lease("", Attempt(self._own, seen)) as lease:
                 if lease.host in seen:
                     return
                 seen = [*seen, lease.host]
