@@ -16,7 +16,7 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from mini_engine.cluster.application import SERVE, Arguments, application
+from mini_engine.cluster import SERVE, Arguments, application
 from tests.e2e.processes import descendants
 
 ROOT = Path(__file__).parents[2]
