@@ -46,13 +46,13 @@ class Lease:
     key: str  # the engine's API key, which only this engine and those with leases know
 
 
-@serve.deployment(health_check_period_s=5, health_check_timeout_s=HEALTH_SECONDS + 5)
+@serve.deployment(health_check_period_s=2, health_check_timeout_s=HEALTH_SECONDS + 5)
 class EngineReplica:
     """See the module."""
 
     def __init__(self, command: list[str]):
         """Returns when the engine serves; raises RuntimeError, with the end of its log, when it does not start."""
-        self._key = secrets.token_urlsafe()
+        key = secrets.token_urlsafe()
         self._stopping = False
         address = ray.util.get_node_ip_address()
         launcher = [sys.executable, "-c", LAUNCHER, str(os.getpid())]
@@ -60,22 +60,20 @@ class EngineReplica:
         self._process = subprocess.Popen(
             [*launcher, *command, "--host", address, "--port", "0"],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-            env=environ | {"MINI_ENGINE_API_KEY": self._key},
+            env=environ | {"MINI_ENGINE_API_KEY": key},
         )  # fmt: skip
-        assert self._process.stdout is not None
-        self._lease = Lease(
-            ray.get_runtime_context().get_node_id(), self._wait_for_url(self._process.stdout), self._key
-        )
-        threading.Thread(target=self._watch, args=(self._process.stdout,), daemon=True).start()
-
-    def _wait_for_url(self, log: IO[str]) -> str:
+        log = self._process.stdout
+        assert log is not None
         last: collections.deque[str] = collections.deque(maxlen=LINES_SHOWN)
         for line in log:
             sys.stderr.write(line)
             last.append(line)
             if match := re.search(r" at (http://\S+)/v1 ", line):
-                return match[1]
-        raise RuntimeError(f"the engine exited with status {self._process.wait()}:\n{''.join(last)}")
+                break
+        else:
+            raise RuntimeError(f"the engine exited with status {self._process.wait()}:\n{''.join(last)}")
+        self._lease = Lease(ray.get_runtime_context().get_node_id(), match[1], key)
+        threading.Thread(target=self._watch, args=(log,), daemon=True).start()
 
     def _watch(self, log: IO[str]) -> None:
         """Copy the log; end this process with the engine's: Serve replaces it at once, health checks take a minute."""

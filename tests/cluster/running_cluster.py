@@ -8,6 +8,8 @@ import json
 import os
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,12 @@ class RunningCluster:
     def update(self, **arguments: Any) -> None:
         """Returns when the application runs, with these arguments in place of those before."""
         serve.run(application(self._arguments.model_copy(update=arguments), self._command))
+
+    def drain(self, node_id: str) -> None:
+        """As an operator does who is to stop a node."""
+        command = [Path(sys.executable).parent / "ray", "drain-node", "--address", self.cluster.address]
+        reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "maintenance"]
+        subprocess.run([*command, "--node-id", node_id, *reason], check=True)
 
     @contextlib.contextmanager
     def request(self, path: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPConnection]:
