@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -46,15 +45,15 @@ def test_a_drained_node_finishes_its_requests_and_another_takes_over() -> None:
 
 
 def test_a_rolling_update_finishes_running_requests_and_refuses_none() -> None:
-    with RunningCluster(FAKE, hosts=2) as cluster, ThreadPoolExecutor(1) as pool:
+    with RunningCluster(FAKE, hosts=2) as cluster:
         before = {int(pid) for pid in cluster.metric("fake:pid").values()}
         with contextlib.ExitStack() as held:
             running: list[http.client.HTTPConnection] = [
                 held.enter_context(cluster.request(CHAT, question(video, seconds=3))) for video in range(20)
             ]
-            update = pool.submit(cluster.update, flags="--max-num-seqs 32")
-            while not update.done():
-                answer(cluster, 0)
+            with requests_in_parallel(cluster) as answered:
+                cluster.update(flags="--max-num-seqs 32")
+            assert all(status == 200 for _, status in answered)
             assert all(one.getresponse().status == 200 for one in running)
         after = {int(pid) for pid in cluster.metric("fake:pid").values()}
     assert len(before) == len(after) == 2 and not before & after
