@@ -135,19 +135,15 @@ class Front:
         async with self._session.request(request.method, url, headers=headers, data=body or None) as response:
             yield response
 
-    async def _find_hosts(self) -> None:
-        """Take a lease of each host, so that all are known."""
-        seen: list[str] = []
-        while True:
-            async with self._lease("", Attempt(self._own, seen)) as lease:
-                if lease.host in seen:
-                    return
-                seen = [*seen, lease.host]
-
     async def _answer_for_all(self, request: Request) -> Response:
         """All hosts' metrics with the label `host`; the best `/health`; the worst answer to `/reset_caches`."""
+        asked: list[str] = []
+        more = True
         with contextlib.suppress(TimeoutError, RayError):  # no host has room: those that are known remain
-            await self._find_hosts()
+            while more:  # a lease of each host, so that all are known
+                async with self._lease("", Attempt(self._own, asked)) as lease:
+                    more = lease.host not in asked
+                    asked.append(lease.host)
         answers: dict[str, tuple[int, bytes]] = {}
         for host, lease in list(self._known.items()):
             try:
