@@ -32,6 +32,7 @@ die_with_parent(int(sys.argv[1]))
 os.execv(sys.argv[2], sys.argv[2:])
 """
 HEALTH_SECONDS = 10.0
+FRONT_CHECK_SECONDS = 5.0  # between two looks whether the front of a lease is alive
 STOP_SECONDS = 10.0  # for an engine without requests to exit
 LINES_SHOWN = 20  # of the log of an engine that does not start
 
@@ -45,13 +46,13 @@ class Lease:
     key: str  # the engine's API key, which only this engine and those with leases know
 
 
-@serve.deployment(health_check_period_s=5, health_check_timeout_s=HEALTH_SECONDS + 5)
+@serve.deployment(health_check_period_s=2, health_check_timeout_s=HEALTH_SECONDS + 5)
 class EngineReplica:
     """See the module."""
 
     def __init__(self, command: list[str]):
         """Returns when the engine serves; raises RuntimeError, with the end of its log, when it does not start."""
-        self._key = secrets.token_urlsafe()
+        key = secrets.token_urlsafe()
         self._stopping = False
         address = ray.util.get_node_ip_address()
         launcher = [sys.executable, "-c", LAUNCHER, str(os.getpid())]
@@ -59,22 +60,20 @@ class EngineReplica:
         self._process = subprocess.Popen(
             [*launcher, *command, "--host", address, "--port", "0"],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-            env=environ | {"MINI_ENGINE_API_KEY": self._key},
+            env=environ | {"MINI_ENGINE_API_KEY": key},
         )  # fmt: skip
-        assert self._process.stdout is not None
-        self._lease = Lease(
-            ray.get_runtime_context().get_node_id(), self._wait_for_url(self._process.stdout), self._key
-        )
-        threading.Thread(target=self._watch, args=(self._process.stdout,), daemon=True).start()
-
-    def _wait_for_url(self, log: IO[str]) -> str:
+        log = self._process.stdout
+        assert log is not None
         last: collections.deque[str] = collections.deque(maxlen=LINES_SHOWN)
         for line in log:
             sys.stderr.write(line)
             last.append(line)
             if match := re.search(r" at (http://\S+)/v1 ", line):
-                return match[1]
-        raise RuntimeError(f"the engine exited with status {self._process.wait()}:\n{''.join(last)}")
+                break
+        else:
+            raise RuntimeError(f"the engine exited with status {self._process.wait()}:\n{''.join(last)}")
+        self._lease = Lease(ray.get_runtime_context().get_node_id(), match[1], key)
+        threading.Thread(target=self._watch, args=(log,), daemon=True).start()
 
     def _watch(self, log: IO[str]) -> None:
         """Copy the log; end this process with the engine's: Serve replaces it at once, health checks take a minute."""
@@ -85,10 +84,12 @@ class EngineReplica:
             print(f"the engine exited with status {status}: this replica ends", file=sys.stderr, flush=True)
             os._exit(1)
 
-    async def lease(self, _attempt: Attempt) -> AsyncIterator[Lease]:
-        """The lease, which lasts until the caller cancels this call."""
+    async def lease(self, attempt: Attempt) -> AsyncIterator[Lease]:
+        """The lease, which lasts until the front cancels this call or has died."""
         yield self._lease
-        await asyncio.Event().wait()
+        while True:  # Ray does not cancel the calls of a dead caller
+            await asyncio.sleep(FRONT_CHECK_SECONDS)
+            await attempt.front.__ray_ready__.remote()
 
     async def check_health(self) -> None:
         """Raises when `/health` is not 200; Serve replaces the replica after three times."""

@@ -4,6 +4,8 @@ A request is sent again only if no engine can have received it. An engine that d
 again, it would end one host after the other.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import hmac
@@ -12,7 +14,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import aiohttp
-from fastapi import FastAPI
+import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
@@ -21,7 +23,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from mini_engine.cluster.engine import Lease
-from mini_engine.cluster.expositions import merge_expositions
 from mini_engine.cluster.media_key import media_key
 from mini_engine.cluster.router import Attempt
 
@@ -29,16 +30,11 @@ LEASE_SECONDS = 2.0  # for a host to grant a lease: an unresponsive one costs th
 CONNECT_SECONDS = 2.0
 AVOID_SECONDS = 10.0  # after a host has failed, for Ray to notice
 QUEUE_SECONDS = 60.0  # for a host to have room
+ANSWER_SECONDS = 10.0  # for each host where all are asked
 OPEN_PATHS = ("/health", "/live")  # no API key
 # RFC 9110, section 7.6.1; and what this connection has in place of the client's.
 HOP_BY_HOP = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "proxy-connection"}
 OWN_HEADERS = HOP_BY_HOP | {"host", "content-length", "expect", "authorization"}
-
-app = FastAPI(openapi_url=None)  # the engines' own is forwarded
-
-
-class NoHost(Exception):
-    """No host has taken the request."""
 
 
 class Forwarded(StreamingResponse):
@@ -59,30 +55,27 @@ class Forwarded(StreamingResponse):
 
 def _error(status: int, message: str) -> Response:
     """In OpenAI's form."""
-    kind = {401: "authentication_error"}.get(status, "server_error")
-    headers = {"retry-after": "1"} if status == 503 else {}
+    kind = "authentication_error" if status == 401 else "server_error"
     error = {"message": message, "type": kind, "param": None, "code": None}
-    return JSONResponse({"error": error}, status, headers)
+    return JSONResponse({"error": error}, status, {"retry-after": "1"} if status == 503 else {})
 
 
-# `serve.ingress` takes a copy of what the class refers to: it comes last.
-@serve.deployment
-@serve.ingress(app)
+@serve.deployment(health_check_period_s=2, health_check_timeout_s=5)
 class Front:
     """See the module."""
 
     def __init__(self, engines: DeploymentHandle, api_key: str):
         self._engines = engines
+        self._own = ray.get_runtime_context().current_actor
         self._api_key = api_key.encode()
         self._failed: dict[str, float] = {}  # when each host that failed may be preferred again
         self._known: dict[str, Lease] = {}  # the last of each host
         timeout = aiohttp.ClientTimeout(None, sock_connect=CONNECT_SECONDS)
-        # A kept connection that its server is closing would fail requests of which nobody knows whether they arrived.
+        # A kept connection that its server is closing would fail requests that may or may not have arrived.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         self._session = aiohttp.ClientSession(timeout=timeout, connector=connector, auto_decompress=False)
 
-    @app.api_route("/{path:path}", methods=["GET", "HEAD", "POST", "OPTIONS"])
-    async def answer(self, request: Request) -> Response:
+    async def __call__(self, request: Request) -> Response:
         """Every endpoint."""
         is_open = request.url.path in OPEN_PATHS or request.method == "OPTIONS"  # a browser's preflight has no key
         if not is_open and not self._has_key(request.headers):
@@ -93,17 +86,14 @@ class Front:
             return await self._answer_for_all(request)
         body = await request.body()
         key = await asyncio.to_thread(media_key, body or request.url.path.encode())
-        held = contextlib.AsyncExitStack()
-        try:
-            response = await self._send(request, body, key, held)
-        except BaseException as error:
-            await held.aclose()
-            if isinstance(error, NoHost):
-                return _error(503, "No host has room; send this request again later.")
-            if isinstance(error, aiohttp.ClientError):
+        async with contextlib.AsyncExitStack() as held:
+            try:
+                response = await self._send(request, body, key, held)
+            except aiohttp.ClientError:
                 return _error(502, "The engine that served this request has stopped; send it again later.")
-            raise
-        return Forwarded(response, held, key)
+            if response is None:
+                return _error(503, "No host has room; send this request again later.")
+            return Forwarded(response, held.pop_all(), key)
 
     def _has_key(self, headers: Mapping[str, str]) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
@@ -112,25 +102,20 @@ class Front:
 
     async def _send(
         self, request: Request, body: bytes, key: str, held: contextlib.AsyncExitStack
-    ) -> aiohttp.ClientResponse:
-        """The response to a request, once it has begun; `held` holds it and its lease."""
+    ) -> aiohttp.ClientResponse | None:
+        """The response to a request, once it has begun; `held` holds it and its lease. None: no host had room."""
         deadline = time.monotonic() + QUEUE_SECONDS
-        while time.monotonic() < deadline:
-            now = time.monotonic()
-            attempt = Attempt([host for host, until in self._failed.items() if until > now])
+        while (now := time.monotonic()) < deadline:
+            attempt = Attempt(self._own, [host for host, until in self._failed.items() if until > now])
             try:
                 lease = await held.enter_async_context(self._lease(key, attempt))
-            except (TimeoutError, RayError):
-                failed = attempt.tried
-            else:
-                try:
-                    return await held.enter_async_context(self._ask(lease, request, body))
-                except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
-                    failed = lease.host
-            await held.aclose()
-            if failed is not None:
-                self._failed[failed] = time.monotonic() + AVOID_SECONDS
-        raise NoHost
+                attempt.tried = lease.host
+                return await held.enter_async_context(self._ask(lease, request, body))
+            except (TimeoutError, RayError, aiohttp.ClientConnectorError):  # no lease, or no connection
+                await held.aclose()
+                if attempt.tried is not None:
+                    self._failed[attempt.tried] = time.monotonic() + AVOID_SECONDS
+        return None
 
     @contextlib.asynccontextmanager
     async def _lease(self, key: str, attempt: Attempt) -> AsyncIterator[Lease]:
@@ -150,31 +135,42 @@ class Front:
         async with self._session.request(request.method, url, headers=headers, data=body or None) as response:
             yield response
 
-    async def _find_hosts(self) -> None:
-        """Take a lease of each host, so that all are known."""
-        seen: list[str] = []
-        while True:
-            async with self._lease("", Attempt(seen)) as lease:
-                if lease.host in seen:
-                    return
-                seen = [*seen, lease.host]
-
     async def _answer_for_all(self, request: Request) -> Response:
         """All hosts' metrics with the label `host`; the best `/health`; the worst answer to `/reset_caches`."""
+        asked: list[str] = []
+        more = True
         with contextlib.suppress(TimeoutError, RayError):  # no host has room: those that are known remain
-            await self._find_hosts()
-        texts: dict[str, str] = {}
-        answers: dict[int, bytes] = {}
+            while more:  # a lease of each host, so that all are known
+                async with self._lease("", Attempt(self._own, asked)) as lease:
+                    more = lease.host not in asked
+                    asked.append(lease.host)
+        answers: dict[str, tuple[int, bytes]] = {}
         for host, lease in list(self._known.items()):
             try:
-                async with self._ask(lease, request, b"") as response:
-                    answers[response.status] = await response.read()
-                    texts[host] = answers[response.status].decode()
-            except aiohttp.ClientError:  # it is gone
+                async with asyncio.timeout(ANSWER_SECONDS), self._ask(lease, request, b"") as response:
+                    answers[host] = response.status, await response.read()
+            except (TimeoutError, aiohttp.ClientError):  # it is gone
                 self._known.pop(host, None)
         if not answers:
             return _error(503, "No host answers.")
         if request.url.path == "/metrics":
+            texts = {host: body.decode() for host, (_, body) in answers.items()}
             return Response(merge_expositions(texts), media_type="text/plain; version=0.0.4")
-        status = (max if request.method == "POST" else min)(answers)
-        return Response(answers[status], status, media_type="application/json")
+        status, body = (max if request.method == "POST" else min)(answers.values())
+        return Response(body, status, media_type="application/json")
+
+
+def merge_expositions(texts: Mapping[str, str]) -> str:
+    """One exposition in Prometheus' text format of those of the hosts: each sample gets the label `host`, and the lines
+    of one metric follow each other, as the format asks."""
+    families: dict[str, dict[str, None]] = {}  # lines of each metric, each once
+    for host, text in texts.items():
+        for line in text.splitlines():
+            if line.startswith("#"):
+                family = families.setdefault(line.split(" ", 3)[2], {})
+            elif "{" in line:
+                line = line.replace("{", f'{{host="{host}",', 1)
+            else:
+                line = line.replace(" ", f'{{host="{host}"}} ', 1)
+            family[line] = None
+    return "".join(f"{line}\n" for family in families.values() for line in family)

@@ -28,10 +28,8 @@ def media_key(body: bytes) -> str:
     A body that is not such an object has a key, too: the engine refuses it.
     """
     try:
-        request = msgspec.json.decode(body)
+        request = msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.DecodeError:
-        return _hash(body)
-    if not isinstance(request, dict):
         return _hash(body)
     messages = request.get("messages")
     messages = messages if isinstance(messages, list) else []

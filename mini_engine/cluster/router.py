@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from ray.actor import ActorHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from mini_engine.cluster.routing import ranked
@@ -13,6 +14,7 @@ from mini_engine.cluster.routing import ranked
 class Attempt:
     """The argument of a lease. The front and its router share the object."""
 
+    front: ActorHandle  # which asks
     avoided: list[str]  # hosts that have failed
     tried: str | None = None  # the host that the router has chosen; None: no host has room
 

@@ -8,6 +8,8 @@ import json
 import os
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from mini_engine.cluster.application import SERVE, Arguments, application
+from mini_engine.cluster import SERVE, Arguments, application
+from tests.e2e.processes import descendants
 
 ROOT = Path(__file__).parents[2]
 STORE_BYTES = 80 << 20  # the least that Ray takes; no tensor passes through it
@@ -60,6 +63,12 @@ class RunningCluster:
         """Returns when the application runs, with these arguments in place of those before."""
         serve.run(application(self._arguments.model_copy(update=arguments), self._command))
 
+    def drain(self, node_id: str) -> None:
+        """As an operator does who is to stop a node."""
+        command = [Path(sys.executable).parent / "ray", "drain-node", "--address", self.cluster.address]
+        reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "maintenance"]
+        subprocess.run([*command, "--node-id", node_id, *reason], check=True)
+
     @contextlib.contextmanager
     def request(self, path: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPConnection]:
         """A connection on which a request is sent. Closed at the end, whether or not the response has come."""
@@ -80,3 +89,12 @@ class RunningCluster:
         assert status == 200, text
         found = re.findall(rf'^{re.escape(name)}\{{host="(\w+)".*\}} (\S+)$', text.decode(), re.MULTILINE)
         return {host: float(value) for host, value in found}
+
+
+def processes(name: str) -> list[int]:
+    """Process ids of those on all nodes whose command line contains `name`."""
+    found = []
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(OSError):  # has just exited
+            found += [pid] * (name in Path(f"/proc/{pid}/cmdline").read_text())
+    return found

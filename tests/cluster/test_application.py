@@ -8,7 +8,7 @@ import yaml
 pytest.importorskip("ray", reason="needs the extra [ray]")
 
 from mini_engine.cluster import build  # noqa: E402
-from mini_engine.cluster.expositions import merge_expositions  # noqa: E402
+from mini_engine.cluster.front import merge_expositions  # noqa: E402
 from mini_engine.config import ConfigError  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's own

@@ -6,28 +6,28 @@ import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from openai import AuthenticationError, OpenAI
 
 pytest.importorskip("ray", reason="needs the extra [ray]")
 
-from tests.cluster.running_cluster import SECONDS, RunningCluster  # noqa: E402 - imports Ray
+from tests.cluster.running_cluster import SECONDS, RunningCluster, processes  # noqa: E402 - imports Ray
 from tests.e2e.asking import ENDLESS, Asked, ask_small  # noqa: E402
-from tests.e2e.processes import alive, descendants, eventually, parent  # noqa: E402
+from tests.e2e.processes import alive, eventually, parent  # noqa: E402
 from tests.e2e.running_server import GAUGES, message  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own
 HOSTS, VIDEOS = 3, 36
 KEY = "a-key"
+ENGINE = "mini_engine.cli"  # in the supervisors' command lines
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RunningCluster]:
     with RunningCluster(hosts=HOSTS, api_key=KEY) as running:
         yield running
-        left = engines()
+        left = processes(ENGINE)
     assert left and not any(map(alive, left))
 
 
@@ -35,17 +35,6 @@ def cluster() -> Iterator[RunningCluster]:
 def client(cluster: RunningCluster) -> Iterator[OpenAI]:
     with OpenAI(base_url=f"http://127.0.0.1:{cluster.port}/v1", api_key=KEY, max_retries=0) as made:
         yield made
-
-
-def engines() -> list[int]:
-    """The supervisors' process ids."""
-    found = []
-    for pid in descendants(os.getpid()):
-        try:
-            found += [pid] * (b"mini_engine.cli" in Path(f"/proc/{pid}/cmdline").read_bytes())
-        except OSError:  # has just exited
-            continue
-    return found
 
 
 def ask(client: OpenAI, one: Asked) -> str:
@@ -92,7 +81,7 @@ def test_a_client_that_leaves_ends_its_request(cluster: RunningCluster) -> None:
 
 
 def test_requests_are_answered_while_a_killed_engine_is_replaced(cluster: RunningCluster, client: OpenAI) -> None:
-    victim = engines()[0]
+    victim = processes(ENGINE)[0]
     replica = parent(victim)
     os.kill(victim, signal.SIGKILL)
 
@@ -106,4 +95,4 @@ def test_requests_are_answered_while_a_killed_engine_is_replaced(cluster: Runnin
         assert len(cluster.metric("mini_engine:media_decodes_total")) == HOSTS
 
     eventually(check, SECONDS)
-    assert len(engines()) == HOSTS and victim not in engines()
+    assert len(processes(ENGINE)) == HOSTS and victim not in processes(ENGINE)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-from concurrent.futures import ThreadPoolExecutor
+import json
 
 import pytest
 
 pytest.importorskip("ray", reason="needs the extra [ray]")
 
 from tests.cluster.running_cluster import SECONDS, RunningCluster  # noqa: E402 - imports Ray
-from tests.cluster.test_cluster import CHAT, FAKE, answer, question  # noqa: E402
-from tests.e2e.processes import eventually  # noqa: E402
+from tests.cluster.test_cluster import CHAT, FAKE, answer, question, requests_in_parallel  # noqa: E402
+from tests.e2e.processes import alive, eventually  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own
 
@@ -32,16 +32,28 @@ def test_hosts_follow_requests_in_flight() -> None:
         eventually(lambda: count(1), SECONDS)
 
 
+def test_a_drained_node_finishes_its_requests_and_another_takes_over() -> None:
+    with RunningCluster(FAKE, max_hosts=2, target_requests=100) as cluster:
+        ((host, pid),) = cluster.metric("fake:pid").items()
+        with cluster.request(CHAT, question(0, seconds=20)) as held, requests_in_parallel(cluster) as answered:
+            cluster.drain(host)
+            eventually(lambda: answer(cluster, 0) != pid, SECONDS)
+            running = held.getresponse()
+            assert running.status == 200 and json.loads(running.read())["pid"] == pid
+        assert all(status == 200 for _, status in answered)
+        eventually(lambda: not alive(int(pid)))
+
+
 def test_a_rolling_update_finishes_running_requests_and_refuses_none() -> None:
-    with RunningCluster(FAKE, hosts=2) as cluster, ThreadPoolExecutor(1) as pool:
+    with RunningCluster(FAKE, hosts=2) as cluster:
         before = {int(pid) for pid in cluster.metric("fake:pid").values()}
         with contextlib.ExitStack() as held:
             running: list[http.client.HTTPConnection] = [
                 held.enter_context(cluster.request(CHAT, question(video, seconds=3))) for video in range(20)
             ]
-            update = pool.submit(cluster.update, flags="--max-num-seqs 32")
-            while not update.done():
-                answer(cluster, 0)
+            with requests_in_parallel(cluster) as answered:
+                cluster.update(flags="--max-num-seqs 32")
+            assert all(status == 200 for _, status in answered)
             assert all(one.getresponse().status == 200 for one in running)
         after = {int(pid) for pid in cluster.metric("fake:pid").values()}
     assert len(before) == len(after) == 2 and not before & after
