@@ -32,7 +32,7 @@ die_with_parent(int(sys.argv[1]))
 os.execv(sys.argv[2], sys.argv[2:])
 """
 HEALTH_SECONDS = 10.0
-FRONT_CHECK_SECONDS = 5.0  # between two looks whether the front of a lease is alive
+FRONT_CHECK_SECONDS = 3.0  # between two looks whether the front of a lease is alive
 STOP_SECONDS = 10.0  # for an engine without requests to exit
 LINES_SHOWN = 20  # of the log of an engine that does not start
 
