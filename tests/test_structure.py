@@ -117,7 +117,7 @@ def test_every_config_field_is_read_somewhere():
 
 def test_every_path_and_flag_in_the_documents_exists():
     others = {"--gpus", "--memory", "--shm-size", "--stop-timeout", "--tmpfs", "--ulimit", "--no-cache-dir"}
-    others |= {"--head", "--address", "--resources", "--num-cpus", "--node-id", "--reason", "--reason-message"}  # of `ray`
+    others |= {"--head", "--address", "--resources", "--node-id", "--reason", "--reason-message"}  # of `ray`
     flags = {*re.findall(r"--[a-z-]+", build_parser().format_help()), *others}
     for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = document.read_text()
