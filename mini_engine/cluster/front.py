@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import re
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -31,7 +32,7 @@ CONNECT_SECONDS = 2.0
 AVOID_SECONDS = 10.0  # after a host has failed, for Ray to notice
 QUEUE_SECONDS = 60.0  # for a host to have room
 ANSWER_SECONDS = 10.0  # for each host where all are asked
-OPEN_PATHS = ("/health", "/live")  # no API key
+OPEN_PATHS = re.compile("/|/health|/live|/playground/.*")  # no API key: the playground asks for it
 # RFC 9110, section 7.6.1; and what this connection has in place of the client's.
 HOP_BY_HOP = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "proxy-connection"}
 OWN_HEADERS = HOP_BY_HOP | {"host", "content-length", "expect", "authorization"}
@@ -77,7 +78,7 @@ class Front:
 
     async def __call__(self, request: Request) -> Response:
         """Every endpoint."""
-        is_open = request.url.path in OPEN_PATHS or request.method == "OPTIONS"  # a browser's preflight has no key
+        is_open = OPEN_PATHS.fullmatch(request.url.path) or request.method == "OPTIONS"  # a browser's preflight has no key
         if not is_open and not self._has_key(request.headers):
             return _error(
                 401, "Incorrect or missing API key: send a valid one in the header 'Authorization: Bearer KEY'."

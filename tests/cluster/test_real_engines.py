@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -64,6 +65,8 @@ def test_every_endpoint_answers_through_the_front(cluster: RunningCluster, clien
     status, body = cluster.ask("/tokenize", {"model": "mini-engine-demo", "prompt": "tell me"})
     assert status == 200 and b"tokens" in body
     assert cluster.ask("/health")[0] == 200
+    with urllib.request.urlopen(f"http://127.0.0.1:{cluster.port}/") as page:  # the playground, without the key
+        assert b"<html" in page.read()
     with pytest.raises(AuthenticationError):
         client.with_options(api_key="another").models.list()
 
