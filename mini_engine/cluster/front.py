@@ -78,7 +78,8 @@ class Front:
 
     async def __call__(self, request: Request) -> Response:
         """Every endpoint."""
-        is_open = OPEN_PATHS.fullmatch(request.url.path) or request.method == "OPTIONS"  # a browser's preflight has no key
+        # A browser's preflight has no key.
+        is_open = OPEN_PATHS.fullmatch(request.url.path) or request.method == "OPTIONS"
         if not is_open and not self._has_key(request.headers):
             return _error(
                 401, "Incorrect or missing API key: send a valid one in the header 'Authorization: Bearer KEY'."
