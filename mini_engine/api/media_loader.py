@@ -120,7 +120,10 @@ class MediaLoader:
 
     async def rehash(self, item: FetchedItem, settings: MediaSettings) -> FetchedItem:
         """The item with other settings."""
-        work = partial(media_hash, item.data, hash_key(settings, item.modality, item.frames))
+        key = hash_key(settings, item.modality, item.frames)
+        if key == hash_key(item.settings, item.modality, item.frames):  # always of an image
+            return replace(item, settings=settings)
+        work = partial(media_hash, item.data, key)
         digest = await asyncio.get_running_loop().run_in_executor(self._reading, work)
         return replace(item, settings=settings, media_hash=digest)
 

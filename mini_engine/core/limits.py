@@ -11,7 +11,7 @@ from mini_engine.model.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-LEAST_SNAPSHOT_INTERVAL = 256  # tokens: a copy of the state takes as long as a few of them
+LEAST_SNAPSHOT_INTERVAL = 256  # tokens; requests diverge at places that have snapshots of their own, seldom elsewhere
 
 
 def engine_limits(

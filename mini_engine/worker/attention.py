@@ -49,8 +49,8 @@ class KVCache:
     object.
 
     Contents of a place that was never written are undefined, NaN included. `spare` blocks after the others are in no
-    sequence's table: what a padded batch writes goes there. `states`: recurrent states; None if
-    there are none.
+    sequence's table: what a padded batch writes goes there. `states`: recurrent states,
+    if the model has any.
     """
 
     storage: Tensor

@@ -41,6 +41,15 @@ def test_32_sequences_in_a_batch_have_the_tokens_of_each_alone(make_runner):
         assert alone[new.request_id] == together[new.request_id]
 
 
+@pytest.mark.parametrize("family", ["qwen3_5"], indirect=True, scope="session")
+def test_a_prompt_may_be_cut_anywhere(make_runner, expected):
+    for budget in range(1, 60):
+        media = tiny.MemoryMedia()
+        (new,) = [request for request in tiny.mixed_requests(media, "qwen3_5") if request.request_id == "two"]
+        steps = script.write_steps([new], 6, budget, 16, NUM_BLOCKS)
+        assert script.run(make_runner(media), steps)["two"] == expected["two"][:6], budget
+
+
 def test_a_token_that_was_in_flight_at_the_restart_is_sampled_again(make_runner, expected):
     """The core preempts while a step runs: it restarts with fewer tokens than the rank has."""
     media = tiny.MemoryMedia()
