@@ -35,7 +35,7 @@ def decode_body(body: bytes, kind: type[BodyT], served_names: Sequence[str]) -> 
     """The request in `body`. Raises ApiError: 400 that names the field and what it may hold; 404 for a model that is
     not served."""
     try:
-        request: BodyT = _decoder(kind).decode(body)
+        request = _decode(body, kind)
     except msgspec.ValidationError as error:
         raise _invalid_field(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -44,6 +44,31 @@ def decode_body(body: bytes, kind: type[BodyT], served_names: Sequence[str]) -> 
     if request.model is not None:
         check_model(request.model, served_names)
     return request
+
+
+def _decode(body: bytes, kind: type[BodyT]) -> BodyT:
+    """The request in `body`, in which a field that is null is as good as absent, also an unknown one."""
+    while True:
+        try:
+            return _decoder(kind).decode(body)
+        except msgspec.ValidationError as error:
+            unknown = re.match(r"Object contains unknown field `.*?`(?: - at `\$\.([\w.]+)`)?$", str(error), re.DOTALL)
+            shorter = unknown and _without_nulls(body, unknown[1].split(".") if unknown[1] else [])
+            if not shorter:
+                raise
+            body = shorter
+
+
+def _without_nulls(body: bytes, path: Sequence[str]) -> bytes | None:
+    """`body` without null fields of the object at `path`; None: it has none."""
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    if path:
+        inner = _without_nulls(bytes(fields.get(path[0], b"{}")), path[1:])
+        kept = None if inner is None else {**fields, path[0]: msgspec.Raw(inner)}
+    else:
+        some = {name: value for name, value in fields.items() if bytes(value) != b"null"}
+        kept = some if len(some) < len(fields) else None
+    return None if kept is None else msgspec.json.encode(kept)
 
 
 def check_model(name: str, served_names: Sequence[str]) -> None:

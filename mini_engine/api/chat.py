@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from mini_engine.api.client_text import MARK, ClientText
 from mini_engine.api.errors import bad_request
 from mini_engine.api.protocol import ChatMessage, ChatRequest, StructuredOutputs
-from mini_engine.api.tool_calls import THINK, AnswerFormat, AnswerParser, after_thought
+from mini_engine.api.tool_calls import TAGS, THINK, AnswerFormat, AnswerParser, after_thought
 from mini_engine.media.hashing import HASH_BYTES
 from mini_engine.messages import CachedMedia, EngineLimits, MediaItem, Modality
 
@@ -55,7 +56,7 @@ class ChatRenderer:
         if not template:
             raise ValueError("the model has no chat template; give one with --chat-template")
         self._template: str = template
-        self._names = frozenset(re.findall(r"[A-Za-z_]\w*", template)) - {"messages"}  # that it may read
+        self._names = frozenset(re.findall(r"[A-Za-z_]\w*", template))  # that it may read
         # The Rust tokenizer itself: its encode changes nothing, so that threads can share it. The wrapper around it
         # may set truncation and padding, which fails ("Already borrowed") while another thread encodes.
         self.tokenizer = hf_processor.tokenizer.backend_tokenizer
@@ -68,6 +69,7 @@ class ChatRenderer:
         vocabulary = hf_processor.tokenizer.get_added_vocab()
         marks = [mark for mark in _VISION_MARKS if mark in vocabulary]
         self._reserved = (hf_processor.image_token, hf_processor.video_token, *marks)
+        self._client_text = ClientText(self.tokenizer, TAGS)
         self._format = AnswerFormat.of(template, vocabulary, tool_parser, reasoning)
         # In characters, which are never more than the bytes that a token stands for.
         self._longest_token = max(map(len, hf_processor.tokenizer.get_vocab()))
@@ -79,13 +81,13 @@ class ChatRenderer:
     def render(self, asked: ChatRequest) -> list[int]:
         """Returns the prompt's token ids, the start of the answer included, with one placeholder id for each item.
 
-        Raises ApiError, a 400, for text that contains the model's placeholder tokens, for tools or variables that the
-        template does not write, and when it refuses the conversation or leaves out an item.
+        Raises ApiError, a 400, for tools that the template does not write, for variables that are fields of the
+        request, and when it refuses the conversation or leaves out an item.
         """
         messages = asked.messages
-        text = self._apply_template([self._for_template(message) for message in messages], self._arguments(asked))
+        text = self._apply_template(asked)
         self._check_length(text)
-        token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        token_ids = self._client_text.encode(text)
         wanted = [modality for message in messages for modality, _ in message.media]
         placed = [self._modality_of[token] for token in token_ids if token in self._modality_of]
         if placed != wanted:
@@ -129,7 +131,10 @@ class ChatRenderer:
         tokens unless they are allowed.
         """
         if not allow_placeholders:
-            self._check_text(text, "prompt")
+            for token in self._reserved:
+                if token in text:
+                    problem = f"the text contains {token}, a media placeholder of this model; remove it"
+                    raise bad_request(problem, "prompt")
         self._check_length(text, "prompt")
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
@@ -178,50 +183,61 @@ class ChatRenderer:
         return expanded, placed
 
     def _for_template(self, message: ChatMessage) -> dict[str, Any]:
-        """The message as Hugging Face templates know it: media as bare {"type": "image"}, arguments as objects."""
+        """The message as Hugging Face templates know it: media as bare {"type": "image"}, arguments as objects.
+
+        In an assistant's text the tags of thoughts and calls stay tokens, since templates look for them there.
+        """
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
-        called, thought = message.tool_calls or (), message.reasoning_content
-        calls = [{"id": one.id, "type": one.type, "function": one.function.parsed()} for one in called]
-        more = {"tool_calls": calls, "tool_call_id": message.tool_call_id, "reasoning_content": thought}
+        mark_text = partial(self._client_text.mark, keep_tags=role == "assistant")
+        more: dict[str, Any] = {"tool_call_id": message.tool_call_id, "reasoning_content": message.thought}
+        calls, as_text = message.tool_calls or [], ""
+        try:
+            tool_calls = [call.parsed() for call in calls]
+            more = self._client_text.mark({**more, "tool_calls": tool_calls})
+        except (msgspec.DecodeError, RecursionError):
+            # Arguments that are no object, or cut off. A template may fail at them; as text they are what was said.
+            as_text = mark_text("\n".join(call.text for call in calls))
+            more = self._client_text.mark(more)
         more = {name: value for name, value in more.items() if value}
         if not isinstance(message.content, list):
-            self._check_text(message.content or "")
-            return {"role": role, "content": message.content or "", **more}
-        # Joined, because a template writes consecutive parts without anything in between.
-        self._check_text("".join("\n" if part.text is None else part.text for part in message.content))
+            content = "\n".join(text for text in (mark_text(message.content or ""), as_text) if text)
+            return {"role": role, "content": content, **more}
         parts = [
-            {"type": part.modality} if part.text is None else {"type": "text", "text": part.text}
+            {"type": part.modality} if part.text is None else {"type": "text", "text": mark_text(part.text)}
             for part in message.content
         ]
-        return {"role": role, "content": parts, **more}
-
-    def _check_text(self, text: str, param: str = "messages") -> None:
-        for token in self._reserved:
-            if token in text:
-                raise bad_request(f"the text contains {token}, a media placeholder of this model; remove it", param)
+        return {"role": role, "content": [*parts, *[{"type": "text", "text": "\n" + as_text}] * bool(as_text)], **more}
 
     def _arguments(self, asked: ChatRequest) -> dict[str, Any]:
-        """What the template gets beside the messages."""
+        """What the template gets beside the messages. A variable that it does not have changes nothing."""
         tools = asked.tools if asked.calls_tools else None
         if tools and not self._format.calls:
             text = "the chat template has no tools in Hermes' format; leave them out, or use another --chat-template"
             raise bad_request(text, "tools")
-        more, goes_on = asked.chat_template_kwargs or {}, bool(asked.continue_final_message)
+        more = {"reasoning_effort": asked.reasoning_effort} | (asked.chat_template_kwargs or {})
+        goes_on = bool(asked.continue_final_message)
         opens = not goes_on if asked.add_generation_prompt is None else asked.add_generation_prompt
         own = {"add_generation_prompt": opens, "continue_final_message": goes_on, "tools": msgspec.to_builtins(tools)}
-        for name in more:
-            if name in own or name not in self._names:
-                text = f"the chat template has no variable {name[:64]!r} that a request may set; leave it out"
-                raise bad_request(text, "chat_template_kwargs")
-        return own | more
+        if fields := more.keys() & {"messages", *own}:
+            raise bad_request(f"set {min(fields)!r} as a field of the request", "chat_template_kwargs")
+        used = {name: value for name, value in more.items() if name in self._names and value is not None}
+        return self._client_text.mark(own | used)
 
-    def _apply_template(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
+    def _apply_template(self, asked: ChatRequest) -> str:
+        """The prompt as text, with the marks of `ClientText`."""
         import jinja2
 
         try:
+            arguments = self._arguments(asked)
+            messages = [self._for_template(message) for message in asked.messages]
             return self._hf.apply_chat_template(messages, chat_template=self._template, tokenize=False, **arguments)
+        except RecursionError:
+            raise bad_request("the tools or template variables are nested too deeply", "messages") from None
         except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise too, as for roles in no order
-            raise bad_request(f"the chat template rejects these messages: {str(error)[:200]}", "messages") from error
+            is_late = any(message.role in ("system", "developer") for message in asked.messages[1:])
+            remedy = "send one system message, as the first" if is_late else "change the roles or order of the messages"
+            reason = str(error).replace(MARK, "")[:200]
+            raise bad_request(f"the chat template rejects these messages: {reason}; {remedy}", "messages") from error
 
 
 def collect_media(messages: Sequence[ChatMessage], limits: Mapping[str, int]) -> list[MediaRef]:

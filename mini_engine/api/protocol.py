@@ -89,7 +89,7 @@ Location = MediaUrl | Annotated[str, Meta(min_length=1)]
 INPUT = {"input_text": "text", "input_image": "image_url", "input_video": "video_url"}  # names of the Responses API
 
 
-class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Part(Struct, frozen=True, kw_only=True):
     """A part of a message: the one of text, image, video and file that `type` names."""
 
     type: Literal["text", "image_url", "video_url", "file", "input_text", "input_image", "input_video"]
@@ -118,24 +118,29 @@ class Part(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return location.url if isinstance(location, MediaUrl) else location
 
 
-class ChatMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One message. What an answer of OpenAI's has beside its text is accepted where it says nothing."""
+class ChatMessage(Struct, frozen=True, kw_only=True):
+    """One message. Unknown fields are ignored: clients annotate messages, and send answers of other servers back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[Part] | None = None
     reasoning_content: str | None = None
+    reasoning: Any = None  # another name of `reasoning_content`, if it is a text
     tool_call_id: str | None = None
-    name: Ignored = None
-    refusal: None = None
-    audio: None = None
-    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
     tool_calls: list[ToolCall] | None = None
+    audio: None = None
     function_call: None = None
 
     def __post_init__(self) -> None:
-        own = bool(self.tool_calls or self.reasoning_content)
-        if (own and self.role != "assistant") or (self.content is None and not own):
+        if self.role == "assistant":
+            return
+        if self.tool_calls or self.reasoning_content or self.content is None:
             raise ValueError("it needs `content`; only the role assistant may have `tool_calls` or a thought instead")
+
+    @property
+    def thought(self) -> str | None:
+        """The text of an assistant's thought."""
+        is_text = self.role == "assistant" and isinstance(self.reasoning, str)
+        return self.reasoning_content or (self.reasoning if is_text else None)
 
     @property
     def parts(self) -> list[Part]:
@@ -150,7 +155,7 @@ class ChatMessage(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     @property
     def num_characters(self) -> int:
         """Of text, thoughts and arguments."""
-        texts = [self.reasoning_content, *(call.function.arguments for call in self.tool_calls or ())]
+        texts = [self.thought, *(call.function.arguments for call in self.tool_calls or ())]
         return sum(len(text or "") for text in (*texts, *(part.text for part in self.parts)))
 
 
@@ -222,7 +227,7 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
 
     max_tokens: Positive | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None  # 0 is greedy
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1 and 0 are off
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
@@ -295,6 +300,9 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
         if self.structured_outputs and self.response_format and self.response_format.type != "text":
             text = "Send either 'structured_outputs' or a 'response_format' other than text, not both."
             raise bad_request(text, "structured_outputs")
+        if self.token_limit is not None and (self.min_tokens or 0) > self.token_limit:
+            text = f"Invalid 'min_tokens': must be at most {self.token_limit}, the maximum of output tokens."
+            raise bad_request(text, "min_tokens", "invalid_value")
         if self.stream_options is not None and not self.stream:
             raise bad_request("'stream_options' is only allowed when 'stream' is true.", "stream_options")
 
@@ -316,6 +324,7 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None  # a variable of some chat templates
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -326,6 +335,8 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     prompt_cache_key: Ignored = None
     prompt_cache_options: Ignored = None
     prompt_cache_retention: Ignored = None
+    prediction: Ignored = None
+    verbosity: Ignored = None
     modalities: Annotated[Any, only(["text"])] = None
 
     @property
@@ -418,6 +429,7 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
     return_token_strs: bool | None = None
     tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 

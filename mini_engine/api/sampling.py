@@ -30,7 +30,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
     """What applies where a request says nothing. Fields are those of generation_config.json."""
 
     temperature: Annotated[float, Meta(ge=0)] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_p: Annotated[float, Meta(ge=0, le=1)] = 1.0
     top_k: Annotated[int, Meta(ge=-1)] = 0  # -1 and 0 are off
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
@@ -96,28 +96,26 @@ class SamplingResolver:
 
     def resolve(self, request: GenerationRequest, prompt_tokens: int) -> SamplingParams:
         """The parameters of `request`, whose expanded prompt has `prompt_tokens` tokens. Raises ApiError: 400; the
-        prompt, or the prompt and what may follow it, is longer than the model takes."""
+        prompt leaves no room for an answer."""
         defaults = self.defaults
         max_tokens = self._max_tokens(request, prompt_tokens)
-        if request.min_tokens is not None and request.min_tokens > max_tokens:
-            text = f"Invalid 'min_tokens': must be at most {max_tokens}, the maximum of output tokens."
-            raise bad_request(text, "min_tokens")
         temperature = _first(request.temperature, defaults.temperature)
-        greedy = temperature < GREEDY_BELOW
+        top_p = _first(request.top_p, defaults.top_p)
+        greedy = temperature < GREEDY_BELOW or top_p == 0
         # Where a grammar is complete nothing but an end can follow.
         ends = [] if request.ignore_eos and not request.grammar else self._ends
         return SamplingParams(
             max_tokens=max_tokens,
             seed=self._random.getrandbits(63) if request.seed is None else request.seed % 2**63,
             temperature=0.0 if greedy else temperature,
-            top_p=1.0 if greedy else _first(request.top_p, defaults.top_p),
+            top_p=1.0 if greedy else top_p,
             top_k=0 if greedy else max(0, _first(request.top_k, defaults.top_k)),
             min_p=0.0 if greedy else _first(request.min_p, defaults.min_p),
             repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty),
             presence_penalty=_first(request.presence_penalty, 0.0),
             frequency_penalty=_first(request.frequency_penalty, 0.0),
             logit_bias=request.logit_bias or {},
-            min_tokens=_first(request.min_tokens, 0),
+            min_tokens=min(_first(request.min_tokens, 0), max_tokens),
             logprobs=request.num_logprobs,
             stop_token_ids=sorted({*ends, *(request.stop_token_ids or ())}),
             grammar=request.grammar,
@@ -153,17 +151,8 @@ class SamplingResolver:
                 request.prompt_field,
                 "context_length_exceeded",
             )
-        asked = request.token_limit
-        if asked is None:
-            return min(room, request.default_tokens or self.defaults.max_new_tokens or room)
-        if asked > room:
-            raise bad_request(
-                f"The prompt has {prompt_tokens} tokens, images and videos included; with {asked} output tokens it "
-                f"exceeds --max-model-len, {self.max_model_len}. Ask for at most {room}.",
-                "max_completion_tokens" if request.max_tokens is None else "max_tokens",
-                "context_length_exceeded",
-            )
-        return asked
+        limit = request.token_limit or request.default_tokens or self.defaults.max_new_tokens or room
+        return min(room, max(limit, request.min_tokens or 0))
 
 
 def _first(value: Any, default: Any) -> Any:

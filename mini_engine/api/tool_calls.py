@@ -20,7 +20,7 @@ THINK, THINK_END, CALL, CALL_END = TAGS = "<think>", "</think>", "<tool_call>", 
 # --- in requests ------------------------------------------------------------------------------------------------------
 
 
-class Function(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Function(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A function that the model may call."""
 
     name: Annotated[str, Meta(pattern=f"^{NAME}$")]
@@ -36,7 +36,7 @@ class Function(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, om
         return {"x-guidance": spacing, "additionalProperties": False} | (self.parameters or {}) | {"type": "object"}
 
 
-class Tool(Struct, frozen=True, forbid_unknown_fields=True):
+class Tool(Struct, frozen=True):
     """One of a request's `tools`, or the `tool_choice` that names its function."""
 
     type: Literal["function"]
@@ -46,29 +46,31 @@ class Tool(Struct, frozen=True, forbid_unknown_fields=True):
 Tools = Annotated[list[Tool], Meta(max_length=128)]  # OpenAI's limit
 
 
-class CalledFunction(Struct, frozen=True, forbid_unknown_fields=True):
-    """The function of an earlier call. `arguments` is the JSON text of an object."""
+class CalledFunction(Struct, frozen=True):
+    """The function of an earlier call. `arguments` is what the model wrote: the JSON text of an object, or not."""
 
     name: str
     arguments: str
 
-    def __post_init__(self) -> None:
-        try:
-            self.parsed()
-        except msgspec.DecodeError as error:
-            raise ValueError(f"`arguments` of {self.name[:64]!r} must be the JSON text of an object: {error}") from None
 
-    def parsed(self) -> dict[str, Any]:
-        """As Hugging Face templates know it: the arguments are an object."""
-        return {"name": self.name, "arguments": msgspec.json.decode(self.arguments or "{}", type=dict[str, Any])}
-
-
-class ToolCall(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ToolCall(Struct, frozen=True, kw_only=True):
     """A call in an assistant's message."""
 
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
+
+    def parsed(self) -> dict[str, Any]:
+        """As Hugging Face templates know it: the arguments are an object. Raises msgspec.DecodeError, RecursionError:
+        they are not."""
+        arguments = msgspec.json.decode(self.function.arguments or "{}", type=dict[str, Any])
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+    @property
+    def text(self) -> str:
+        """The call as a model writes it."""
+        name = msgspec.json.encode(self.function.name).decode()
+        return f'{CALL}\n{{"name": {name}, "arguments": {self.function.arguments}}}\n{CALL_END}'
 
 
 # --- in answers -------------------------------------------------------------------------------------------------------

@@ -61,8 +61,9 @@ def test_the_request_goes_over_the_defaults() -> None:
     assert (params.min_p, params.max_tokens, params.seed) == (0, 3, 4)
 
 
-def test_greedy() -> None:
-    params = resolver(SamplingDefaults(min_p=0.05)).resolve(chat(temperature=1e-6, top_p=0.5, top_k=3), 10)
+@pytest.mark.parametrize("fields", [{"temperature": 1e-6, "top_p": 0.5, "top_k": 3}, {"temperature": 1, "top_p": 0}])
+def test_greedy(fields: dict[str, Any]) -> None:
+    params = resolver(SamplingDefaults(min_p=0.05)).resolve(chat(**fields), 10)
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.0, 1.0, 0, 0.0)
 
 
@@ -104,9 +105,18 @@ async def test_structured_output_becomes_a_grammar_that_an_end_completes(fields:
     assert params.stop_token_ids == [7]
 
 
-def test_length_of_the_answer() -> None:
-    assert resolver().resolve(chat(), 90).max_tokens == 10
-    assert resolver().resolve(chat(max_tokens=10), 90).max_tokens == 10
+@pytest.mark.parametrize(("fields", "most", "least"), [
+    ({}, 9, 0),
+    ({"max_tokens": 10}, 10, 0),
+    ({"max_completion_tokens": 1_000_000}, 10, 0),
+    ({"max_tokens": 65_536, "min_tokens": 11}, 10, 10),
+    ({"min_tokens": 10}, 10, 10),  # a default limits no request that asks for more
+])  # fmt: skip
+def test_length_of_the_answer_is_at_most_the_room_that_the_prompt_leaves(fields: Any, most: int, least: int) -> None:
+    params = resolver(SamplingDefaults(max_new_tokens=9)).resolve(chat(**fields), 90)
+    assert (params.max_tokens, params.min_tokens) == (most, least)
+    with pytest.raises(ApiError, match="The prompt has 100 tokens"):
+        resolver().resolve(chat(**fields), 100)
 
 
 def test_seeds_are_drawn_by_server_seed_and_incarnation() -> None:
