@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,21 @@ async def test_calls_of_whole_and_streamed_answers(served: Served) -> None:
     assert thought == [("tool_calls", "hm", "", look)] * 2
     grammar = served.core.requests[-1].sampling.grammar
     assert "</think>" in grammar and "call (" in grammar
+
+
+async def test_every_answer_can_be_sent_back(served: Served) -> None:
+    """Calls that are cut off, thoughts, empty texts, several calls."""
+    rng = random.Random(0)
+    for _ in range(50):
+        said = "".join(rng.choices(PARTS, k=rng.randrange(6)))
+        served.says(*rng.choice([said, CALL + said, f"<think>{said}</think>{CALL}{said}"]), "END")
+        answer = await served.post(
+            tools=TOOLS, stop="END", chat_template_kwargs={"enable_thinking": rng.random() < 0.3}
+        )
+        message = answer.json()["choices"][0]["message"]
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "content": "1"} for call in message.get("tool_calls", ())
+        ]
+        asked = {"role": "user", "content": "x"}
+        again = await served.post(messages=[asked, message, *results, asked], tools=TOOLS)
+        assert again.status_code == 200, again.text
