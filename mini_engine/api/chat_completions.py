@@ -37,8 +37,7 @@ async def chat_completions(request: Request) -> Response:
     chat = await read_body(request, ChatRequest, context)
     generation = await start(context, chat, state)
     state.cleanup.enter_context(generation)
-    make_parser = context.renderer.parser_maker(chat, generation.in_thought)
-    responder = ChatResponder(chat, state.request_id, context.config.served_names[0], make_parser)
+    responder = ChatResponder(chat, state.request_id, context.config.served_names[0])
     del chat  # its media are as large as text as they are themselves
     return await responder.respond([generation])
 
@@ -75,8 +74,9 @@ async def start(context: AppContext, chat: ChatRequest, state: State) -> Generat
             request = context.sampling.new_request(chat, request_id, prompt, media)
             used = [media_usage(item, context.media.processor) for item in media]
             missing = missing_parts(fetched, processed)
+            parser = context.renderer.thought_parser(in_thought)
             generation = Generation(
-                chat, request, context.vocabulary, clock, media=used, warnings=missing, in_thought=in_thought
+                chat, request, context.vocabulary, clock, media=used, warnings=missing, make_thoughts=parser
             )
         # Row 8: the tensors, then the request.
         clock.enter("transport")

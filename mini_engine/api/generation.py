@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from mini_engine.api.detokenizer import Detokenizer, ListedToken, TokenList, Vocabulary
+from mini_engine.api.detokenizer import Detokenizer, ListedToken, StopStrings, Vocabulary
 from mini_engine.api.errors import EngineError
 from mini_engine.api.protocol import GenerationRequest
 from mini_engine.api.timings import RequestClock
+from mini_engine.api.tool_calls import AnswerParser
 from mini_engine.log import about
 from mini_engine.messages import EngineTimes, FinishReason, NewRequest, RequestOutput, SamplingParams
 
@@ -31,29 +32,36 @@ FinishAtEngine = Callable[[str, FinishReason], None]  # ends a sample, by its id
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some text of one choice, perhaps none. `finish_reason` is set with the choice's last."""
+    """What the next tokens add to one choice. `finish_reason` is set with the choice's last."""
 
     index: int
-    text: str
+    num_tokens: int
+    thought: str
+    text: str  # after the thought
     finish_reason: FinishedBy | None
-    logprobs: list[ListedToken] | None  # of the tokens that `text` is made of; None: not asked for
+    logprobs: list[ListedToken] | None  # of each of the tokens; None: not asked for
 
 
 class Sample:
     """One sample of a request, its choice `index`: the outputs that are not taken yet, and their text."""
 
     def __init__(
-        self, index: int, request_id: str, asked: GenerationRequest, sampling: SamplingParams, vocabulary: Vocabulary
-    ):
-        include_stop, skip_special = bool(asked.include_stop_str_in_output), asked.skip_special_tokens is not False
+        self, index: int, request_id: str, asked: GenerationRequest, sampling: SamplingParams, vocabulary: Vocabulary,
+        thoughts: AnswerParser | None = None,
+    ):  # fmt: skip
+        """`thoughts` splits the thought from the text; None: the answer has none."""
+        include_stop = bool(asked.include_stop_str_in_output)
         self.index = index
         self.request_id = request_id
         self.over = False  # there are no more pieces
         self.completion_tokens = 0  # delivered, up to the one that completes a stop string
         self.num_cached_tokens = 0
         self.times: EngineTimes | None = None  # of the first sample, once its first token arrived
-        self._detokenizer = Detokenizer(vocabulary, asked.stop_strings, include_stop, skip_special, sampling.min_tokens)
-        self._listed = None if sampling.logprobs is None else TokenList(vocabulary, skip_special)
+        self._detokenizer = Detokenizer(vocabulary, asked.skip_special_tokens is not False)
+        self._thoughts = thoughts
+        self._stops = StopStrings(asked.stop_strings, include_stop)
+        self._min_tokens = sampling.min_tokens  # no stop string counts that these complete, as in vLLM
+        self._with_logprobs = sampling.logprobs is not None
         self._hidden_ends = () if include_stop else sampling.stop_token_ids  # without text where they end the sample
         self._ended = False  # by the engine
         self._outputs: list[RequestOutput] = []
@@ -74,25 +82,36 @@ class Sample:
         """The piece that the outputs since the last call make. One with a finish reason, which may be that of a stop
         string, is the last."""
         outputs, self._outputs = self._outputs, []
-        reason, text = outputs[-1].finish_reason, ""
+        reason, before = outputs[-1].finish_reason, self.completion_tokens
+        said: list[tuple[str, str]] = []
+        listed: list[ListedToken] | None = [] if self._with_logprobs else None
         token_ids = [token for output in outputs for token in output.token_ids]
         logprobs = [each for output in outputs for each in output.logprobs]
         hidden = reason == "stop" and bool(token_ids) and token_ids[-1] in self._hidden_ends
-        for position, token_id in enumerate(token_ids[:-1] if hidden else token_ids):
-            if self._detokenizer.stopped_by is not None:
+        for position, token_id in enumerate(token_ids, 1):
+            if self._stops.found is not None:
                 break
-            if self._listed is not None:
-                self._listed.add(self._detokenizer.decoded_length, logprobs[position])
-            text += self._detokenizer.push(token_id)
             self.completion_tokens += 1
-        if reason is not None:
-            text += self._detokenizer.finish()
+            if listed is not None:
+                listed.append(self._detokenizer.list_token(logprobs[position - 1]))
+            if not (hidden and position == len(token_ids)):
+                said.append(self._split(self._detokenizer.push(token_id)))
+        if reason is not None and self._stops.found is None:
+            said.append(self._split(self._detokenizer.finish(), last=True))
         finished: FinishedBy | None = "length" if reason == "length" else "stop" if reason else None
-        if self._detokenizer.stopped_by is not None:
+        if self._stops.found is not None:
             finished = "stop"
-        elif hidden:
-            self.completion_tokens += 1
-        return Piece(self.index, text, finished, None if self._listed is None else self._listed.send(text))
+        thought, text = "".join(thought for thought, _ in said), "".join(text for _, text in said)
+        return Piece(self.index, self.completion_tokens - before, thought, text, finished, listed)
+
+    def _split(self, decoded: str, last: bool = False) -> tuple[str, str]:
+        """What `decoded` adds to the thought, and to the text, where stop strings count."""
+        thought, text = "", decoded
+        if self._thoughts is not None:
+            parts: dict[str, str] = dict(self._thoughts.push(decoded, last))
+            thought, text = parts.get("reasoning_content", ""), parts.get("content", "")
+        text = self._stops.push(text, exempt=self.completion_tokens <= self._min_tokens)
+        return thought, text + (self._stops.finish() if last else "")
 
     def end(self) -> None:
         """There are no more pieces; outputs that were not taken are dropped."""
@@ -112,7 +131,7 @@ class Generation:
         first_index: of its choices.
         media: what the response says of the images and videos, in the order of the prompt.
         warnings: what the answer does not rest on, such as the missing part of a video.
-        in_thought: the prompt has opened one; the answer begins inside.
+        make_thoughts: makes what splits the thought of each choice from its text; None: the answers have none.
     """
 
     def __init__(
@@ -125,18 +144,19 @@ class Generation:
         first_index: int = 0,
         media: Sequence[dict[str, Any]] = (),
         warnings: Sequence[str] = (),
-        in_thought: bool = False,
+        make_thoughts: Callable[[], AnswerParser] | None = None,
     ):
         ids = [request.request_id, *(sibling.request_id for sibling in request.siblings)]
         # Not the request itself: its tensors would stay in memory until the last token.
         self.request_id, self.num_prompt_tokens = request.request_id, len(request.prompt_token_ids)
         self.clock = clock
-        numbered = enumerate(ids, first_index)
-        self.samples = {one: Sample(index, one, asked, request.sampling, vocabulary) for index, one in numbered}
+        self.samples = {
+            each: Sample(index, each, asked, request.sampling, vocabulary, make_thoughts and make_thoughts())
+            for index, each in enumerate(ids, first_index)
+        }
         self.finish_at_engine: FinishAtEngine | None = None  # of the engine that was sent the request
         self.media = media
         self.warnings = warnings
-        self.in_thought = in_thought
         self._error: EngineError | None = None
         self._waiting: collections.deque[Sample] = collections.deque()  # samples with outputs, each once
         self._arrival: asyncio.Future[None] | None = None
@@ -172,9 +192,8 @@ class Generation:
             self._end("error")
             raise self._error
         sample = self._waiting.popleft()
-        before = sample.completion_tokens
         piece = sample.take()
-        self.clock.tokens(self.num_prompt_tokens, sample.completion_tokens - before, piece.index)
+        self.clock.tokens(self.num_prompt_tokens, piece.num_tokens, piece.index)
         if piece.finish_reason is not None:
             self._finish(sample, "stop")  # without effect unless a stop string ended it
             if self.over:

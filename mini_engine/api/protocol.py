@@ -166,15 +166,11 @@ Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAG
 
 
 class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    """`include_usage` asks for one more chunk, with the usage."""
+    """`include_usage` asks for one more chunk, with the usage; beside it `continuous_usage_stats` for usage in each."""
 
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
     continuous_usage_stats: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.include_obfuscation or self.continuous_usage_stats:
-            raise ValueError("`include_obfuscation` and `continuous_usage_stats` are not supported")
+    include_obfuscation: Ignored = None
 
 
 class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True):
@@ -289,11 +285,6 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
     def num_choices(self) -> int:
         """`n`, or 1."""
         return 1 if self.n is None else self.n
-
-    @property
-    def include_usage(self) -> bool:
-        """Whether a stream ends with a usage chunk."""
-        return bool(self.stream_options and self.stream_options.include_usage)
 
     def check(self) -> None:
         super().check()

@@ -11,7 +11,8 @@ import contextlib
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from mini_engine.api.detokenizer import ListedToken
 from mini_engine.api.errors import error_event, explain
 from mini_engine.api.generation import Generation, Piece
-from mini_engine.api.protocol import ChatRequest, GenerationRequest
+from mini_engine.api.protocol import ChatRequest, GenerationRequest, StreamOptions
 from mini_engine.api.tool_calls import AnswerParser, Tool
 
 DONE = b"data: [DONE]\n\n"
@@ -36,7 +37,10 @@ class Responder(ABC):
     def __init__(self, asked: GenerationRequest, request_id: str, model: str):
         self._head = {"id": request_id, "created": int(time.time()), "model": model}
         self._stream = bool(asked.stream)
-        self._include_usage = asked.include_usage
+        options = asked.stream_options or StreamOptions()
+        self._include_usage = bool(options.include_usage)
+        self._in_every_event = self._include_usage and bool(options.continuous_usage_stats)
+        self._usage_so_far: dict[str, Any] | None = None
         self._with_timings = isinstance(asked, ChatRequest) and bool(asked.return_timings)
 
     async def respond(self, generations: Sequence[Generation]) -> Response:
@@ -59,10 +63,14 @@ class Responder(ABC):
         """The events, of which the last leave together. What fails after the first is an event too."""
         first, started = generations[0], False
         unfinished = sum(len(generation.samples) for generation in generations)
+        prompt_tokens, completion_tokens = sum(generation.num_prompt_tokens for generation in generations), 0
         try:
             async with contextlib.aclosing(_pieces(generations)) as pieces:
                 async for piece in pieces:
                     unfinished -= piece.finish_reason is not None
+                    completion_tokens += piece.num_tokens
+                    if self._in_every_event:
+                        self._usage_so_far = _counts(prompt_tokens, completion_tokens)
                     choice = self._event_choice(piece)
                     if choice is not None:
                         started = True
@@ -74,7 +82,7 @@ class Responder(ABC):
 
     def _event(self, *choices: dict[str, Any], **fields: Any) -> bytes:
         if self._include_usage:
-            fields = {"usage": None} | fields  # null in all events but the last
+            fields = {"usage": self._usage_so_far} | fields  # null in all events but the last, if not asked for in each
         body = {"object": self.event_object, "choices": choices} | fields
         return b"data: " + msgspec.json.encode(self._head | body) + b"\n\n"
 
@@ -105,9 +113,10 @@ class ChatResponder(Responder):
     whole_object = "chat.completion"
     event_object = "chat.completion.chunk"
 
-    def __init__(self, asked: ChatRequest, request_id: str, model: str, make_parser: Callable[[], AnswerParser]):
+    def __init__(self, asked: ChatRequest, request_id: str, model: str):
         super().__init__(asked, request_id, model)
-        self._parsers: dict[int, AnswerParser] = collections.defaultdict(make_parser)  # of the choices that have begun
+        new_parser = partial(AnswerParser, calls=asked.calls_tools)
+        self._parsers: dict[int, AnswerParser] = collections.defaultdict(new_parser)  # of the choices that have begun
         self._is_named = isinstance(asked.tool_choice, Tool)
 
     def _whole_choice(self, piece: Piece) -> dict[str, Any]:
@@ -124,7 +133,7 @@ class ChatResponder(Responder):
 
     def _split(self, piece: Piece) -> dict[str, Any]:
         """What a piece adds to a message: to its texts, and to its calls, where `index` is the number of a call."""
-        texts: dict[str, str] = {}
+        texts = {"reasoning_content": piece.thought} if piece.thought else {}
         calls: dict[int, dict[str, Any]] = {}
         parser = self._parsers[piece.index]
         number = parser.num_calls - 1
@@ -158,11 +167,11 @@ class CompletionResponder(Responder):
         return {"index": piece.index, "text": piece.text, "logprobs": listed, "finish_reason": piece.finish_reason}
 
     def _event_choice(self, piece: Piece) -> dict[str, Any] | None:
-        return self._whole_choice(piece) if piece.text or piece.finish_reason else None
+        return self._whole_choice(piece) if piece.text or piece.logprobs or piece.finish_reason else None
 
 
 def _chat_logprobs(listed: Sequence[ListedToken]) -> dict[str, Any]:
-    """Where a token is a part of a character, `bytes` is exact and `token` has U+FFFD."""
+    """Of a token that is a part of a character, `bytes` is exact and `token` has U+FFFD."""
 
     def written(data: bytes, logprob: float) -> dict[str, Any]:
         return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
@@ -241,16 +250,21 @@ def joined(pieces: Sequence[Piece]) -> Piece:
     """Consecutive pieces of one choice as one."""
     last = pieces[-1]
     listed = None if last.logprobs is None else [token for piece in pieces for token in piece.logprobs or ()]
-    return Piece(last.index, "".join(piece.text for piece in pieces), last.finish_reason, listed)
+    thought, text = "".join(piece.thought for piece in pieces), "".join(piece.text for piece in pieces)
+    return Piece(last.index, sum(piece.num_tokens for piece in pieces), thought, text, last.finish_reason, listed)
+
+
+def _counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    total = prompt_tokens + completion_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
 
 
 def _usage(generations: Sequence[Generation]) -> dict[str, Any]:
     """Tokens of the prompts, with images and videos and once for all choices, and tokens delivered."""
     prompt = sum(one.num_prompt_tokens for one in generations)
     completion = sum(one.completion_tokens for one in generations)
-    used = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
     media = generations[0].media
     details = {"cached_tokens": sum(one.num_cached_tokens for one in generations)}
     for kind in ("image", "video"):
         details[f"{kind}_tokens"] = sum(item["tokens"] for item in media if item["type"] == kind)
-    return used | {"prompt_tokens_details": details} | ({"media": media} if media else {})
+    return _counts(prompt, completion) | {"prompt_tokens_details": details} | ({"media": media} if media else {})

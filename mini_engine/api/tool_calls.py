@@ -128,6 +128,7 @@ _ENDS: dict[Kind, tuple[str, Kind]] = {
 class AnswerParser:
     """Splits the text of one choice into fragments as it arrives: the same, put together, however the text is cut.
 
+    A choice has two: one splits off the thought, and one the calls of the text after it, once stop strings have acted.
     Text is held back only while it may begin a tag, and a call until its arguments begin. What cannot be read as a call
     is content. Arguments are delivered as the model writes them, which need not be valid JSON, as OpenAI's. Whitespace
     beside a tag is dropped.

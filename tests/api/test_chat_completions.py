@@ -103,11 +103,13 @@ async def test_stop_token_is_in_the_text_where_it_is_asked_for(served: Served) -
 @streamed_or_whole
 async def test_logprobs(served: Served, stream: bool) -> None:
     served.says("a red", " circ", "le 🎈", " left", " x")
-    answer = await choices_of(await served.ask(logprobs=True, top_logprobs=2, stop=["left"], stream=stream))
+    asked = {"logprobs": True, "top_logprobs": 2, "stop": ["left"], **with_usage(stream)}
+    answer = await choices_of(await served.ask(**asked))
     listed = [one for part in answer.logprobs for one in part.content]
     assert answer.texts == ["a red circle 🎈 "]
     assert b"".join(bytes(one.bytes) for one in listed).startswith(answer.texts[0].encode())
     assert "".join(one.token for one in listed).startswith("a red circle ")
+    assert len(listed) == answer.usage.completion_tokens
     for one in listed:
         assert (one.logprob, [other.logprob for other in one.top_logprobs]) == (-0.25, [-1.0, -2.0])
     assert (await served.ask()).choices[0].logprobs is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from mini_engine.api.detokenizer import Detokenizer, Vocabulary
-from mini_engine.api.generation import Sample
+from mini_engine.api.detokenizer import Detokenizer, StopStrings, Vocabulary
+from mini_engine.api.generation import Piece, Sample
 from mini_engine.api.protocol import CompletionRequest
+from mini_engine.api.responses import joined
+from mini_engine.api.tool_calls import TAGS, AnswerParser
 from mini_engine.media.processor import MediaProcessor
-from mini_engine.messages import RequestOutput, SamplingParams, TokenLogprob
+from mini_engine.messages import FinishReason, RequestOutput, SamplingParams, TokenLogprob
 from tests import tiny_processor
 
 # Pieces that make characters of several tokens, special tokens, and starts of stop strings.
@@ -37,13 +41,35 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def read_all(detokenizer: Detokenizer, ids: list[int]) -> tuple[str, int]:
-    """The whole text, and the number of tokens up to the one that completed a stop string."""
-    texts: list[str] = []
-    for token in ids:
-        if detokenizer.stopped_by is None:
-            texts.append(detokenizer.push(token))
-    return "".join(texts) + detokenizer.finish(), len(texts)
+def read(
+    vocabulary: Vocabulary, ids: list[int], size: int = 1, reason: FinishReason = "length",
+    thoughts: AnswerParser | None = None, sampling: dict[str, Any] | None = None, **asked: Any,
+) -> Piece:  # fmt: skip
+    """The answer that these tokens are, `size` of them in each piece, up to the one that completes a stop string; each
+    token is listed."""
+    request = CompletionRequest(prompt="", **asked)
+    sample = Sample(0, "r", request, SamplingParams(99, 1, logprobs=0, **sampling or {}), vocabulary, thoughts)
+    pieces: list[Piece] = []
+    for start in range(0, max(len(ids), 1), size):
+        part, is_last = ids[start : start + size], start + size >= len(ids)
+        logprobs = [[TokenLogprob(token_id, -1.0)] for token_id in part]
+        sample.add(RequestOutput("r", part, reason if is_last else None, None, logprobs))
+        pieces.append(sample.take())
+        if pieces[-1].finish_reason is not None:
+            break
+    piece = joined(pieces)
+    assert piece.num_tokens == sample.completion_tokens
+    assert [each.likely[0][0] for each in piece.logprobs or ()] == [*map(vocabulary.bytes_of, ids[: piece.num_tokens])]
+    return piece
+
+
+def stopped(text: str, stops: list[str], include: bool = False, first_end: int = 0) -> tuple[str, str]:
+    """The text up to its stop string and this string, found character by character; `first_end` is where it may end."""
+    for end in range(first_end, len(text) + 1):
+        if found := [stop for stop in stops if text[:end].endswith(stop)]:
+            longest = max(found, key=len)
+            return text[: end if include else end - len(longest)], longest
+    return text, ""
 
 
 # --- text ------------------------------------------------------------------------------------------------------------
@@ -55,7 +81,7 @@ def test_any_token_ids_give_what_decoding_them_at_once_gives(
 ) -> None:
     """Random tokens: bytes that form no character, cut-off characters, ids that the tokenizer does not have."""
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) + 3), max_size=20))
-    text, _ = read_all(Detokenizer(vocabulary, skip_special_tokens=skip), ids)
+    text = read(vocabulary, ids, skip_special_tokens=skip).text
     assert text == tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=skip)
 
 
@@ -67,7 +93,7 @@ def test_added_tokens_give_what_decoding_them_at_once_gives(tmp_path: Path, skip
     tokenizer.add_special_tokens({"additional_special_tokens": ["<mine>"]})
     ids = encode(tokenizer, "a<plain>世two words <mine> b世caféĠx<|im_end|>\n")
     assert len({"<plain>", "two words ", "<mine>"} & {tokenizer.convert_ids_to_tokens(one) for one in ids}) == 3
-    text, _ = read_all(Detokenizer(Vocabulary(tokenizer), skip_special_tokens=skip), ids)
+    text = read(Vocabulary(tokenizer), ids, skip_special_tokens=skip).text
     assert text == tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=skip)
     assert ("<mine>" in text) != skip
 
@@ -84,34 +110,48 @@ def test_added_tokens_give_what_decoding_them_at_once_gives(tmp_path: Path, skip
 def test_stop_strings(
     tokenizer: Any, vocabulary: Vocabulary, pieces: list[str], stop: list[str], include: bool, least: int
 ) -> None:
-    """Compared with a reading character by character, from where the text of the first `least` tokens ends."""
+    """Those that the first `min_tokens` tokens complete do not count."""
     ids = encode(tokenizer, "".join(pieces))
     whole = "".join(pieces).replace("<|im_end|>", "")
-    exempt = Detokenizer(vocabulary)
-    for token in ids[:least]:
-        exempt.push(token)
-    lengths = range(exempt.decoded_length + 1 if least else 0, len(whole) + 1)
-    ends = [end for end in lengths if any(whole[:end].endswith(word) for word in stop)]
-    detokenizer = Detokenizer(vocabulary, stop, include, min_tokens=least)
-    text, used = read_all(detokenizer, ids)
-    if not ends:
-        assert (text, used, detokenizer.stopped_by) == (whole, len(ids), None)
+    detokenizer = Detokenizer(vocabulary)
+    exempt = sum(len(detokenizer.push(token)) for token in ids[:least])
+    piece = read(vocabulary, ids, sampling={"min_tokens": least}, stop=stop, include_stop_str_in_output=include)
+    text, found = stopped(whole, stop, include, exempt + 1 if least else 0)
+    assert (piece.text, piece.finish_reason) == (text, "stop" if found else "length")
+    if not found:
+        assert piece.num_tokens == len(ids)
         return
-    found = max((word for word in stop if whole[: ends[0]].endswith(word)), key=len)
-    assert detokenizer.stopped_by == found
-    assert text == whole[: ends[0] if include else ends[0] - len(found)]
     # One token fewer would not have been enough.
+    used = piece.num_tokens
     assert found in tokenizer.decode(ids[:used], skip_special_tokens=True)
     assert used - 1 <= least or not any(
         word in tokenizer.decode(ids[least : used - 1], skip_special_tokens=True) for word in stop
     )
 
 
+@given(
+    pieces=st.lists(st.sampled_from([*PIECES, *TAGS, "<"]), max_size=12),
+    size=st.integers(1, 5),
+    stop=st.lists(st.sampled_from([*STOPS, "</tool_call>", "k>\n", "<"]), max_size=3),
+    in_thought=st.booleans(),
+)
+def test_stop_strings_act_after_the_thought(
+    tokenizer: Any, vocabulary: Vocabulary, pieces: list[str], size: int, stop: list[str], in_thought: bool
+) -> None:
+    text = "".join(pieces).replace("<|im_end|>", "")
+    said = dict(AnswerParser(thoughts=True, in_thought=in_thought).push(text, last=True))
+    parser = AnswerParser(thoughts=True, in_thought=in_thought)
+    piece = read(vocabulary, encode(tokenizer, "".join(pieces)), size, thoughts=parser, stop=stop)
+    expected, found = stopped(said.get("content", ""), stop)
+    assert (piece.thought, piece.text) == (said.get("reasoning_content", ""), expected)
+    assert piece.finish_reason == ("stop" if found else "length")
+
+
 def test_text_is_held_back_only_while_it_may_be_a_stop_string_or_become_a_character(
     tokenizer: Any, vocabulary: Vocabulary
 ) -> None:
-    detokenizer = Detokenizer(vocabulary, ["STOP"])
-    assert [detokenizer.push(token) for token in encode(tokenizer, "xSTSTx")] == ["x", "", "", "ST", "", "STx"]
+    stops = StopStrings(["STOP"])
+    assert [stops.push(text) for text in "xSTSTx"] == ["x", "", "", "ST", "", "STx"]
     first, *_ = encode(tokenizer, "Ж")
     detokenizer = Detokenizer(vocabulary)
     assert [detokenizer.push(first) for _ in range(3)] == ["", "�", "�"]
@@ -122,37 +162,31 @@ def test_text_is_held_back_only_while_it_may_be_a_stop_string_or_become_a_charac
 
 
 @given(
-    pieces=pieces_of_text,
+    data=st.data(),
     size=st.integers(1, 5),
-    stop=st.lists(st.sampled_from(["STOP", "circle", "界", "\n"]), max_size=2),
+    stop=st.lists(st.sampled_from(["a", "\n", "界", "�", "<"]), max_size=2),
     include=st.booleans(),
     skip=st.booleans(),
+    reason=st.sampled_from(["length", "stop"]),
 )
-def test_listed_tokens_are_those_of_the_text(
-    tokenizer: Any, vocabulary: Vocabulary, pieces: list[str], size: int, stop: list[str], include: bool, skip: bool
-) -> None:
-    """Each with a part of its text; only a last token that a stop string cuts through has more bytes than the text."""
-    ids = encode(tokenizer, "".join(pieces) + "🎈")[:-1]
-    asked = CompletionRequest(prompt="", stop=stop, include_stop_str_in_output=include, skip_special_tokens=skip)
-    sample = Sample(0, "r", asked, SamplingParams(99, 1, logprobs=0), vocabulary)
-    text, listed, start = "", [], 0
-    while start < len(ids):
-        part = ids[start : start + size]
-        start += size
-        logprobs = [[TokenLogprob(one, -1.0)] for one in part]
-        sample.add(RequestOutput("r", part, "length" if start >= len(ids) else None, None, logprobs))
-        piece = sample.take()
-        assert not piece.logprobs or piece.text
-        text += piece.text
-        listed += [token.likely[0][0] for token in piece.logprobs or ()]
-        if piece.finish_reason is not None:
-            break
-    plain = Detokenizer(vocabulary, stop, include, skip)
-    assert (text, sample.completion_tokens) == read_all(plain, ids)
-    joined = b"".join(listed)
-    if plain.stopped_by is None:
-        assert joined == b"".join(vocabulary.bytes_shown(one, skip) for one in ids)
-    else:
-        *whole, _ = listed or [b""]
-        assert joined.startswith(text.encode())
-        assert len(b"".join(whole)) < len(text.encode()) or not text
+def test_every_token_is_listed(
+    tokenizer: Any, vocabulary: Vocabulary, data: Any, size: int, stop: list[str], include: bool, skip: bool,
+    reason: FinishReason,
+) -> None:  # fmt: skip
+    """Special tokens, parts of characters, tokens without text, and the one that ends the answer."""
+    drawn = st.lists(st.sampled_from(encode(tokenizer, "a世<|im_end|>\n🎈<")) | st.integers(0, len(tokenizer) + 3))
+    ids = data.draw(drawn)
+    ends = ids[-1:] if reason == "stop" else []
+    sampling = {"stop_token_ids": ends}
+    piece = read(
+        vocabulary, ids, size, reason, sampling=sampling, stop=stop, include_stop_str_in_output=include,
+        skip_special_tokens=skip,
+    )  # fmt: skip
+    shown = [vocabulary.bytes_shown(token_id, skip) for token_id in ids]
+    if ends and not include:
+        shown[-1] = b""
+    text, found = stopped(b"".join(shown).decode(errors="replace"), stop, include)
+    assert (piece.text, found != "" or piece.num_tokens == len(ids)) == (text, True)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    before = itertools.accumulate((len(decoder.decode(data)) for data in shown), initial=0)
+    assert [each.offset for each in piece.logprobs or ()] == list(before)[: piece.num_tokens]

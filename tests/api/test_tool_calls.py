@@ -21,12 +21,14 @@ CALL = f'<tool_call>\n{{"name": "look", "arguments": {ARGUMENTS}}}\n</tool_call>
 LOOK = [("call", "look"), ("arguments", ARGUMENTS)]
 
 
-def parse(*pieces: str, **options: bool) -> list[tuple[str, str]]:
+def parse(*pieces: str, calls: bool = True, thoughts: bool = True, in_thought: bool = False) -> list[tuple[str, str]]:
     """Kinds and texts of the fragments, those of a text put together."""
-    parser = AnswerParser(**{"calls": True, "thoughts": True, **options})
+    first, second = AnswerParser(thoughts=thoughts, in_thought=in_thought), AnswerParser(calls=calls)
     found: list[tuple[str, str]] = []
     for piece in (*pieces, None):
-        for kind, text in parser.push(piece or "", last=piece is None):
+        said = dict(first.push(piece or "", last=piece is None))
+        content = said.pop("content", "")
+        for kind, text in [*said.items(), *second.push(content, last=piece is None)]:
             before = found.pop()[1] if found and found[-1][0] == kind != "call" else ""
             found.append((kind, before + text))
     return found
@@ -120,9 +122,11 @@ async def test_calls_of_whole_and_streamed_answers(served: Served) -> None:
     assert await choices_of(served, parallel_tool_calls=False) == [("tool_calls", "", "Well.", look)] * 2
     assert await choices_of(served, tool_choice="none") == [("stop", "", SAID[:-3])] * 2
     assert await choices_of(served, CALL + "END", tool_choice=TOOLS[0]) == [("stop", "", "", look)] * 2
-    more: Any = {"tool_choice": "required", "extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
-    thought = await choices_of(served, f"hm\n</think>\n{CALL}END", **more)
-    assert thought == [("tool_calls", "hm", "", look)] * 2
+    more: Any = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
+    said = f"hm END </tool_call>\n</think>\n{CALL}\n{CALL}END"  # stops act after the thought
+    thought = await choices_of(served, said, parallel_tool_calls=False, **more)
+    assert thought == [("tool_calls", "hm END </tool_call>", "", look)] * 2
+    assert await choices_of(served, said, tool_choice="required", **more) == [(*thought[0], look)] * 2
     grammar = served.core.requests[-1].sampling.grammar
     assert "</think>" in grammar and "call (" in grammar
 
