@@ -222,7 +222,7 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
     default_tokens: ClassVar[int | None] = None  # of the answer, where neither the request nor the model sets a limit
 
     max_tokens: Positive | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None  # 0 is greedy
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1 and 0 are off
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None

@@ -66,7 +66,7 @@ FORCED = {"tools": [tool()], "tool_choice": "required"}
 BAD_CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     ({"model": "other"}, "model_not_found", "model", "does not exist; this server has tiny, alias."),
     ({"frobnicate": 1}, UNKNOWN, "frobnicate", "Unknown parameter: 'frobnicate'"),
-    ({"temperature": 2.5}, VALUE, "temperature", "<= 2.0"),
+    ({"temperature": 101}, VALUE, "temperature", "<= 100.0"),
     ({"max_tokens": 5, "max_completion_tokens": 5}, VALUE, "max_tokens", "not both"),
     ({"n": 129}, VALUE, "n", "<= 128"),
     ({"min_tokens": 6, "max_tokens": 5}, VALUE, "min_tokens", "at most 5"),
