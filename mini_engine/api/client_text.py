@@ -67,9 +67,20 @@ class ClientText:
 
 def _beginnings(tokens: Collection[str]) -> re.Pattern[str]:
     """Matches the first character of each of `tokens`, of each of their beginnings at the end of a text, and a mark."""
-    rests: dict[str, set[str]] = defaultdict(set)
-    for token in tokens:
-        beginnings = [re.escape(token[1:end]) + r"\Z" for end in range(1, len(token))]
-        rests[token[0]] |= {re.escape(token[1:]), *beginnings}
-    places = [f"{re.escape(first)}(?={'|'.join(sorted(rest))})" for first, rest in sorted(rests.items())]
+    places = [f"{re.escape(first)}(?={_tree(rests)})" for first, rests in _by_first(tokens)]
     return re.compile("|".join([MARK, *places]))
+
+
+def _tree(texts: Collection[str]) -> str:
+    """A pattern of `texts`, or of the beginning of one at the end, that looks at each character once."""
+    if "" in texts:
+        return ""
+    branches = [re.escape(first) + _tree(rests) for first, rests in _by_first(texts)]
+    return "(?:" + "|".join([r"\Z", *branches]) + ")"
+
+
+def _by_first(texts: Collection[str]) -> list[tuple[str, set[str]]]:
+    rests: dict[str, set[str]] = defaultdict(set)
+    for text in texts:
+        rests[text[:1]].add(text[1:])
+    return sorted(rests.items())
