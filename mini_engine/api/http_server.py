@@ -25,6 +25,16 @@ STOP_SECONDS = 1  # for responses to end after their requests have been ended, b
 HEADER_BYTES = 16 << 10  # of an incomplete request
 
 
+class Http(H11Protocol):
+    """uvicorn's protocol, but an idle TLS client need not answer before the server exits."""
+
+    def shutdown(self) -> None:
+        """Close the connection, or have its request do so at its end."""
+        super().shutdown()
+        if self.transport.is_closing() and not self.transport.get_write_buffer_size():
+            self.transport.abort()
+
+
 class Connection(asyncio.Protocol):
     """One connection: uvicorn's protocol, and a timer that aborts it.
 
@@ -36,7 +46,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, settings: EngineConfig, limit: int, *, app_state: dict[str, Any], **arguments: Any):
         """`limit` is how many connections there may be; a further one is aborted at once."""
-        self._protocol = H11Protocol(app_state={**app_state, "connection": self}, **arguments)
+        self._protocol = Http(app_state={**app_state, "connection": self}, **arguments)
         self._settings = settings
         self._limit = limit
         self._timer: asyncio.TimerHandle | None = None
