@@ -25,17 +25,28 @@ STOP_SECONDS = 1  # for responses to end after their requests have been ended, b
 HEADER_BYTES = 16 << 10  # of an incomplete request
 
 
+class Http(H11Protocol):
+    """uvicorn's protocol, but an idle TLS client need not answer before the server exits."""
+
+    def shutdown(self) -> None:
+        """Close the connection, or have its request do so at its end."""
+        super().shutdown()
+        if self.transport.is_closing() and not self.transport.get_write_buffer_size():
+            self.transport.abort()
+
+
 class Connection(asyncio.Protocol):
     """One connection: uvicorn's protocol, and a timer that aborts it.
 
-    The timer runs while no request is in progress: `timeout_client` seconds, and after a response `timeout_keep_alive`
-    more (uvicorn closes a silent connection at that time). It also runs while the client does not read what is written.
-    Bytes that arrive do not reset it. The application finds this object as `scope["state"]["connection"]`.
+    Each first byte of a request must arrive `timeout_keep_alive` seconds after the connection or the last response. The
+    headers then have `timeout_client`, as has the client while it does not read what is written, and the rest of a body
+    whose response has been sent. Bytes that arrive do not reset the timer. It does not run while a request is in
+    progress. The application finds this object as `scope["state"]["connection"]`.
     """
 
     def __init__(self, settings: EngineConfig, limit: int, *, app_state: dict[str, Any], **arguments: Any):
         """`limit` is how many connections there may be; a further one is aborted at once."""
-        self._protocol = H11Protocol(app_state={**app_state, "connection": self}, **arguments)
+        self._protocol = Http(app_state={**app_state, "connection": self}, **arguments)
         self._settings = settings
         self._limit = limit
         self._timer: asyncio.TimerHandle | None = None
@@ -51,7 +62,7 @@ class Connection(asyncio.Protocol):
             yield
         finally:
             self._requests -= 1
-            self._update_timer(self._settings.timeout_keep_alive)
+            self._update_timer()
 
     def abort(self) -> None:
         """Close the connection without sending what is left."""
@@ -66,10 +77,13 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """uvicorn cannot report bytes that are not HTTP when they follow a response."""
+        was_idle = self._is_idle()
         try:
             self._protocol.data_received(data)
         except h11.LocalProtocolError:
             self.abort()
+        if self._is_idle() != was_idle:
+            self._update_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The request in progress receives `http.disconnect`."""
@@ -88,11 +102,16 @@ class Connection(asyncio.Protocol):
         self._write_paused = False
         self._update_timer()
 
-    def _update_timer(self, more_seconds: float = 0) -> None:
+    def _is_idle(self) -> bool:
+        http = self._protocol.conn
+        return http.their_state is h11.IDLE and not http.trailing_data[0] and not self._write_paused
+
+    def _update_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if (self._write_paused or not self._requests) and not self._protocol.transport.is_closing():
-            seconds = self._settings.timeout_client + more_seconds
+        is_open = self._protocol in self._protocol.connections  # perhaps being closed, with bytes that are not read
+        if is_open and (self._write_paused or not self._requests):
+            seconds = self._settings.timeout_keep_alive if self._is_idle() else self._settings.timeout_client
             self._timer = self._protocol.loop.call_later(seconds, self.abort)
 
 
@@ -117,6 +136,7 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 log_level="error",  # its warnings are about single invalid requests: clients could fill the log
                 server_header=False,
+                headers=[("keep-alive", f"timeout={config.timeout_keep_alive}")],  # clients need not guess
                 timeout_keep_alive=config.timeout_keep_alive,
                 timeout_graceful_shutdown=STOP_SECONDS,
                 ssl_keyfile=config.ssl_keyfile,

@@ -101,7 +101,7 @@ class EngineConfig:
         0, "Maximum engine restarts in a row; 0: the server exits. The flag alone: 3.", minimum=0, bare="3", metavar="N"
     )
 
-    host: str = _server("0.0.0.0", "Address to listen on.")
+    host: str = _server("0.0.0.0", "Address to listen on; `::` is all addresses, of IPv6 and IPv4.")
     port: int = _server(8000, "Port to listen on; 0: a free one.", minimum=0, maximum=65535)
     uds: str | None = _server(None, "Unix socket to listen on, not --host and --port.", metavar="PATH", unset="none")
     root_path: str = _server("", "Path prefix behind a reverse proxy, such as /engine.", unset="none")
@@ -113,7 +113,10 @@ class EngineConfig:
         30.0, "Seconds in which a client must send the request headers, send the body (a second more for each 16 KiB), "
         "or read some of the response, before its connection is closed.", minimum=0.1, maximum=3600,
     )  # fmt: skip
-    timeout_keep_alive: int = _server(5, "Seconds until an idle connection is closed.", minimum=0, maximum=3600)
+    timeout_keep_alive: int = _server(
+        75, "Seconds until an idle connection is closed; longer than clients and proxies keep theirs.",
+        minimum=1, maximum=3600,
+    )  # fmt: skip
 
     api_key: list[str] = _security(
         [], "Keys; clients must send one in the header `Authorization: Bearer KEY`, except to `/health`, `/live` "

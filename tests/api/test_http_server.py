@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.api.patience import PATIENCE
-from tests.api.serving import CHAT_HEAD, Serve, Served
+from mini_engine.config import EngineConfig
+from tests.api.patience import PATIENCE, eventually, settle, skip
+from tests.api.serving import CHAT_HEAD, MAX_REQUEST_BYTES, Serve, Served
 
 SHORT = {"timeout_client": 0.25, "timeout_keep_alive": 1}
 LIVE = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -39,6 +41,7 @@ HALF = CHAT_HEAD + b"content-length: 900\r\n\r\n{"
 CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
 CLOSED = [
     ("nothing is sent", b"", b"", b""),
+    ("half of pipelined headers", LIVE + CHAT_HEAD, b"", b"200"),
     ("half a request line", b"POST /v1/ch", b"", b""),
     ("dripping headers", CHAT_HEAD, b"a", b""),
     ("idle after a response", LIVE, b"", b"200"),
@@ -75,6 +78,43 @@ async def test_body_that_grows_steadily_outlasts_the_time_out(serve: Serve) -> N
     async with serve(**SHORT) as served:
         headers = {"content-type": "application/json"}
         assert (await served.http.post("/tokenize", content=blocks(), headers=headers)).status_code == 200
+
+
+async def test_idle_connections_outlast_the_pools_of_clients(serve: Serve) -> None:
+    """Before a first request, after a response, and after a body that ended later than its response."""
+    limit, nbytes = EngineConfig().timeout_keep_alive, MAX_REQUEST_BYTES + 1
+    sent = (b"", LIVE, CHAT_HEAD + b"content-length: %d\r\n\r\n" % nbytes)
+    async with serve(timeout_keep_alive=limit, timeout_client=5) as served:
+        connections = [await served.connect(data) for data in sent]
+        for (reader, _), status in zip(connections[1:], (b" 200 ", b" 413 "), strict=True):
+            response = await reader.readuntil(b"\r\n\r\n")
+            assert status in response and b"\r\nkeep-alive: timeout=%d\r\n" % limit in response
+        connections[2][1].write(bytes(nbytes))
+        await connections[2][1].drain()
+        await settle()
+        skip(limit - 1)
+        for reader, writer in connections:
+            await settle()
+            writer.write(LIVE)
+            assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+        skip(limit)
+        assert [await reader.read() for reader, _ in connections] == [b""] * 3
+
+
+@pytest.mark.parametrize("requests", [[b""] * 9, [b"connection: close\r\n"]], ids=["pipelined", "last"])
+async def test_client_that_does_not_read_is_disconnected(serve: Serve, requests: list[bytes]) -> None:
+    async with serve(timeout_client=5) as served:
+        (listener,), connections = served.server.servers[0].sockets, served.server.server_state.connections
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", served.port))
+            for headers in requests:
+                client.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n" + headers + b"\r\n")
+            await eventually(lambda: any(one.transport.get_write_buffer_size() for one in connections))
+            await settle()
+            skip(6)
+            await eventually(lambda: not connections)
 
 
 async def test_long_answer_outlasts_every_time_out(serve: Serve) -> None:

@@ -181,6 +181,10 @@ class RunningServer:
         """A metric summed over its labels."""
         return total(self.metrics(api), name)
 
+    def num_listeners(self) -> int:
+        """At how many sockets, one of each API server, the kernel queues connections."""
+        return sum(local == self.address[1] and not remote for local, remote, _ in tcp_sockets())
+
     def has_clients(self) -> bool:
         """Whether an API server has a connection."""
         return any(local == self.address[1] and remote and inode for local, remote, inode in tcp_sockets())

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.running_server import CHAT_HEAD, RunningServer
 
-CLOSED_SECONDS = 35  # the default --timeout-client is 30
+CLOSED_SECONDS = 35  # the default --timeout-client is 30, as is --timeout-keep-alive here
 BODY = json.dumps({"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}).encode()
 GOOD = CHAT_HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
 SLOW = [(200, CHAT_HEAD), (200, CHAT_HEAD + b"Content-Length: 100000\r\n\r\n{"), (2000, b"")]  # sent before it drips
@@ -54,7 +54,7 @@ async def attack(port: int) -> None:
 
 @pytest.mark.slow
 def test_slow_clients_are_disconnected_and_others_are_answered():
-    server = RunningServer("--max-connections", "3500")
+    server = RunningServer("--max-connections", "3500", "--timeout-keep-alive", "30")
     server.command = ["sh", "-c", 'ulimit -n 4096; exec "$@"', "sh", *server.command]
     with server:
         asyncio.run(attack(server.address[1]))

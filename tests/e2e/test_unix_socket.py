@@ -36,6 +36,12 @@ class UnixServer(RunningServer):
         http = httpx.Client(transport=transport, headers={"connection": "close"})
         return OpenAI(base_url="https://localhost/v1", api_key="none", max_retries=0, timeout=120, http_client=http)
 
+    def idle_connection(self) -> ssl.SSLSocket:
+        """One that its client does not read."""
+        plain = socket.socket(socket.AF_UNIX)
+        plain.connect(str(self.path))
+        return ssl.create_default_context(cafile=self.certificate).wrap_socket(plain, server_hostname="localhost")
+
 
 def refused(command: list[str]) -> str:
     """What the command says when it ends with status 2. It has no --port, which does not go with --uds."""
@@ -60,7 +66,8 @@ def test_a_unix_socket_for_all_api_servers(certificate: tuple[Path, Path], tmp_p
         assert "another server listens" in refused(server.command)
         assert server.ask("hello", [], max_tokens=3)
         assert stat.S_ISSOCK(path.stat().st_mode)
-        assert server.stop() == 0
+        with server.idle_connection():
+            assert server.stop() == 0
         assert not path.exists()
         check_log([json.loads(line) for line in server.log.splitlines()])
 
@@ -70,6 +77,7 @@ def check_log(lines: list[dict]) -> None:
     assert {"supervisor", "worker 0.0"} <= processes
     assert {"api 0", "api 1"} & processes  # one may have taken all of the few connections
     assert all(set(line) - {"request_id"} == {"time", "level", "process", "logger", "message"} for line in lines)
+    assert {line["level"] for line in lines} == {"info"}
     requests = [line for line in lines if "POST /v1/chat/completions: 200" in line["message"]]
     assert len(requests) == 3 and all(line["message"].startswith(line["request_id"]) for line in requests)
     assert (lines[-1]["process"], lines[-1]["message"]) == ("supervisor", "stopped")

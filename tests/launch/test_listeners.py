@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -11,10 +12,11 @@ from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.launch.listeners import bind_listeners, leave_port
 
 HOST = "127.0.0.1"
+IPV6 = Path("/proc/net/if_inet6")  # addresses
 
 
-def bound(stack: contextlib.ExitStack, port: int = 0, count: int = 2) -> list[socket.socket]:
-    listeners = bind_listeners(EngineConfig(host=HOST, port=port, api_server_count=count))
+def bound(stack: contextlib.ExitStack, port: int = 0, count: int = 2, host: str = HOST) -> list[socket.socket]:
+    listeners = bind_listeners(EngineConfig(host=host, port=port, api_server_count=count))
     return [stack.enter_context(listener) for listener in listeners]
 
 
@@ -39,6 +41,15 @@ def test_a_second_server_is_refused_whether_the_first_listens_or_only_loads(list
             listen(listener)
         with pytest.raises(ConfigError, match="Address already in use; choose another"):
             bound(stack, first[0].getsockname()[1])
+
+
+@pytest.mark.skipif(not (IPV6.exists() and IPV6.read_text()), reason="needs IPv6")
+def test_the_unspecified_ipv6_address_serves_both_families():
+    with contextlib.ExitStack() as stack:
+        (listener,) = bound(stack, count=1, host="::")
+        listen(listener)
+        for host in ("::1", HOST):
+            socket.create_connection((host, listener.getsockname()[1])).close()
 
 
 @pytest.mark.parametrize("of_another_program", [False, True])
