@@ -1,7 +1,8 @@
 """Grammars: which tokens may come next in an output, and how that changes the logits; by llguidance.
 
 A `Constraint` follows the output of one sequence. Where the grammar may end, all of the request's stop tokens may come:
-llguidance knows one end token of the model, and is never told of an end. Knows nothing of sequences or steps.
+llguidance knows one end token of the model, and is never told of an end. The numbers of JSON are limited to 64 bits.
+Knows nothing of sequences or steps.
 """
 
 from __future__ import annotations

@@ -132,6 +132,28 @@ def test_numbers_of_json_fit_64_bits(schema, before, good, bad, after):
     assert [one for one in texts if follows(json_grammar(schema), before + one + after)] == good
 
 
+DIGITS = ["80", "807", "808", "0" * 16]
+
+
+@pytest.mark.parametrize(("number", "may_follow"), [
+    ("12", DIGITS), ("1.5", DIGITS), ("9223372036854775", ["80", "807"]), ("-9223372036854775", ["80", "807", "808"]),
+    ("92233720368547758", []), ("0." + "1" * 15, ["80"]), ("1e", ["80"]), ("1e-", ["80", "807", "808"]),
+])  # fmt: skip
+def test_tokens_of_several_digits(number, may_follow, tmp_path):
+    """In the place of the last words of the vocabulary."""
+    tokenizer = json.loads(TOKENIZER.read_text())
+    model = tokenizer["model"]
+    words = sorted(model["vocab"], key=model["vocab"].get)
+    model["vocab"] = {word: i for i, word in enumerate([*words[: -len(DIGITS)], *DIGITS])}
+    model["merges"] = model["merges"][: -len(DIGITS)]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    grammars = Grammars(tmp_path / "tokenizer.json", VOCABULARY)
+    constraint = grammars.constrain(params(json_grammar({"type": "number"})))
+    assert constraint.advance(np.array([model["vocab"][character] for character in number]))
+    bars = grammars.bars([constraint])[0]
+    assert [token for token in DIGITS if not bars[model["vocab"][token]]] == may_follow
+
+
 def test_numbers_of_a_thought_may_have_any_length():
     """And its quotes need not be paired."""
     grammar = f"start: /(.|\\n)*/ <|im_start|> {json_value(INTEGER)}"
