@@ -12,19 +12,32 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-# What stands between the tokens of a JSON value: no more than indentation needs, or a model could write it for ever.
-WHITESPACE = r"\n?[\x20\t]{0,16}"
+# At most a space after a comma or colon: a model could write free whitespace for ever.
+SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+# In a regular expression: in JSON schemas these are ASCII too. In a class, a `-` before one is no range.
+ASCII = {r"\d": "[0-9]", r"\w": "[0-9A-Za-z_]", r"\s": r"[\t-\r\x20]", "-": r"\-"}
+ASCII |= {r"\D": "[^0-9]", r"\W": "[^0-9A-Za-z_]", r"\S": r"[^\t-\r\x20]"}
+# Where schemas stand in a schema: as the value or in a list, and under names; a name may be a keyword elsewhere.
+SUBSCHEMAS = {"items", "prefixItems", "additionalItems", "additionalProperties", "allOf", "anyOf", "oneOf"}
+NAMED_SUBSCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
+COMBINING = {"properties", "allOf", "anyOf", "oneOf", "$ref"}  # two of them: their objects are one object
 MAX_GRAMMAR = 100_000  # characters; llguidance takes a tenth of a second for some that are as long
 
 
+def json_value(schema: dict[str, Any], spacing: dict[str, Any] = SPACING) -> str:
+    """JSON that is valid under a JSON schema, as a part of a grammar. An object that names `properties` takes no others
+    unless the schema says so: a model could go on inventing them."""
+    return f"%json {json.dumps({**_close_objects(schema), 'x-guidance': spacing})}"
+
+
 def json_grammar(schema: dict[str, Any]) -> str:
-    """JSON that is valid under a JSON schema."""
-    schema = {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
-    return f"start: %json {json.dumps(schema)}"
+    """JSON that is valid under a JSON schema; see `json_value`."""
+    return f"start: {json_value(schema)}"
 
 
 def regex_grammar(regex: str) -> str:
-    """A text that this regular expression, in the syntax of Rust's `regex`, matches as a whole."""
+    """A text that this regular expression, in the syntax of Rust's `regex` with ASCII classes, matches as a whole."""
+    regex = re.sub(r"(?s)(?<!-)-(?=\\[dwsDWS])|\\.", lambda found: ASCII.get(found[0], found[0]), regex)
     return json.loads(LLMatcher.grammar_from_regex(regex))["grammars"][0]["lark_grammar"]
 
 
@@ -42,3 +55,32 @@ def problem_with(grammar: str) -> str | None:
         return None
     reason = re.split(r"\n *\d+ \|", texts[0])[0]  # then come lines of the grammar, which the client may not know
     return " ".join(reason.split())[:300]
+
+
+def _close_objects(schema: dict[str, Any]) -> dict[str, Any]:
+    """Unchanged is a schema with an object that several schemas are about; and a malformed one: llguidance says how."""
+    try:
+        return _closed(schema)
+    except (_CombinedError, AttributeError, TypeError, RecursionError):
+        return schema
+
+
+class _CombinedError(Exception):
+    """What properties an object may have, no one schema says."""
+
+
+def _closed(schema: Any) -> Any:
+    """A schema, or a list of them, with its objects closed."""
+    if isinstance(schema, list):
+        return [_closed(inner) for inner in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if len(COMBINING & schema.keys()) > 1 or len(schema.get("allOf", ())) > 1:
+        raise _CombinedError
+    closed = {key: _closed(value) if key in SUBSCHEMAS else value for key, value in schema.items()}
+    for key in NAMED_SUBSCHEMAS & schema.keys():
+        closed[key] = {name: _closed(inner) for name, inner in schema[key].items()}
+    names = schema.get("properties", {}).keys()
+    if names and "minProperties" not in schema and names >= set(schema.get("required", ())):
+        closed.setdefault("additionalProperties", False)
+    return closed

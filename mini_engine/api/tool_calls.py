@@ -14,7 +14,10 @@ import msgspec
 import regex
 from msgspec import Meta, Struct
 
+from mini_engine.api.grammars import COMBINING, json_value
+
 NAME = "[a-zA-Z0-9_.-]{1,64}"
+TEMPLATE_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 THINK, THINK_END, CALL, CALL_END = TAGS = "<think>", "</think>", "<tool_call>", "</tool_call>"
 
 # --- in requests ------------------------------------------------------------------------------------------------------
@@ -30,10 +33,10 @@ class Function(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Of the arguments, an object in the spacing that templates write, without others than are named unless
-        `parameters` says so: a function cannot take them, and a model could go on inventing them."""
-        spacing = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-        return {"x-guidance": spacing, "additionalProperties": False} | (self.parameters or {}) | {"type": "object"}
+        """Of the arguments: an object; a function whose `parameters` name none takes none unless they say so."""
+        parameters = self.parameters or {}
+        closed = {} if any(map(parameters.get, COMBINING)) else {"additionalProperties": False}
+        return closed | parameters | {"type": "object"}
 
 
 class Tool(Struct, frozen=True):
@@ -100,7 +103,7 @@ class AnswerFormat:
         # Lark writes a tag that is a token without quotes.
         begin, end = (tag if tag in self.vocabulary else f'"{tag}"' for tag in (CALL, CALL_END))
         calls = [
-            rf'"\n{{\"name\": \"{one.name}\", \"arguments\": " %json {msgspec.json.encode(one.schema).decode()} "}}\n"'
+            rf'"\n{{\"name\": \"{one.name}\", \"arguments\": " {json_value(one.schema, TEMPLATE_SPACING)} "}}\n"'
             for one in functions
         ]
         start = r'call ("\n" call)*' if parallel else "call"

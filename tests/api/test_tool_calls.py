@@ -66,7 +66,8 @@ def test_text_is_held_back_only_while_it_may_begin_a_call() -> None:
     assert pushed == [["a"], [], [" <tools> b"], [], [], ["look", '{"n'], ['": 1'], ["}"], []]
 
 
-NUMBER = {"properties": {"n": {"type": "integer"}}, "required": ["n"]}
+ARGUMENT = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+NUMBER = {"$ref": "#/definitions/zoom", "definitions": {"zoom": ARGUMENT}}  # as zod writes it
 FUNCTIONS = [Function(name="look"), Function(name="zoom.in", parameters=NUMBER)]
 BOTH = [("look", "{}"), ("zoom.in", '{"n": -3}')]
 TOKENIZER = Path(demo.__file__).parent / "weights" / "tokenizer.json"

@@ -11,7 +11,7 @@ import pytest
 
 from mini_engine.demo import questions, videos
 from tests.e2e.asking import Asked, ask_image, ask_two, ask_video, video_url
-from tests.e2e.running_server import RunningServer
+from tests.e2e.running_server import RunningServer, message
 
 OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
 
@@ -65,6 +65,13 @@ def test_answers_under_a_grammar_are_right_and_in_its_form(server):
     more = {"response_format": form, "n": 2, "logprobs": True}
     for one in asked[:4]:
         assert jsonschema_rs.is_valid(schema, json.loads(server.ask(one.text, one.urls, **more)))
+    item = {"properties": {"count": {"type": "integer"}, "size": {"type": "number"}}, "required": ["count", "size"]}
+    form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": {"type": "object", **item}}}
+    hot = {"response_format": form, "n": 16, "seed": 1, "temperature": 1.5, "max_tokens": 90}
+    for choice in server.client.chat.completions.create(
+        model=server.model, messages=[message(asked[0].text, asked[0].urls)], **hot
+    ).choices:
+        assert choice.finish_reason == "stop" and jsonschema_rs.is_valid(item, json.loads(choice.message.content))
     more = {"structured_outputs": {"grammar": "start: <|unknown|>"}}  # only the model's tokenizer could tell
     with pytest.raises(openai.InternalServerError, match="grammar of this request .* unknown special token"):
         server.ask("hello", [], extra_body=more)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from mini_engine import demo
-from mini_engine.api.grammars import json_grammar, regex_grammar
+from mini_engine.api.grammars import json_grammar, json_value, regex_grammar
 from mini_engine.messages import SamplingParams
 from mini_engine.worker import sampler
 from mini_engine.worker.grammar import Grammars, Masks
@@ -47,15 +47,16 @@ REGEXES = st.recursive(
 )
 LEAVES: list[dict[str, Any]] = [
     {"type": "integer", "minimum": -5, "maximum": 120}, {"type": "boolean"}, {"type": "string", "maxLength": 6},
-    {"enum": ["red", "green", 3, None]}, {"const": {"a": 1}},
+    {"enum": ["red", "green", 3, None]}, {"const": {"a": 1}}, {"type": "integer"}, {"type": ["number", "null"]},
+    {"type": "number", "exclusiveMinimum": 0}, {"type": "integer", "multipleOf": 3},
 ]  # fmt: skip
-CLOSED = {"type": "object", "required": ["so"], "additionalProperties": False}
+OBJECT = {"type": "object", "required": ["so"]}
 SCHEMAS = st.recursive(
     st.sampled_from(LEAVES),
     lambda inner: st.one_of(
         st.builds(lambda one: {"type": "array", "items": one, "minItems": 1, "maxItems": 3}, inner),
         st.builds(lambda one, other: {"anyOf": [one, other]}, inner, inner),
-        st.builds(lambda one, other: {**CLOSED, "properties": {"shape": one, "so": other}}, inner, inner),
+        st.builds(lambda one, other: {**OBJECT, "properties": {"shape": one, "so": other}}, inner, inner),
     ),
     max_leaves=4,
 )
@@ -64,7 +65,7 @@ SCHEMAS = st.recursive(
 @given(st.lists(REGEXES | SCHEMAS, min_size=8, max_size=8), st.integers(0, 1000))
 @settings(max_examples=50, deadline=None, derandomize=True)
 def test_outputs_match_their_regular_expressions_and_schemas(forms, number):
-    """Eight in one batch, each with a grammar of its own."""
+    """Eight in one batch, each with a grammar of its own. JSON takes at most twice the tokens of its compact form."""
     grammars = [regex_grammar(one) if isinstance(one, str) else json_grammar(one) for one in forms]
     asked = [params(grammar, temperature=1.5, seed=number + i) for i, grammar in enumerate(grammars)]
     constraints, outputs = [GRAMMARS.constrain(one) for one in asked], [list[int]() for _ in asked]
@@ -80,8 +81,84 @@ def test_outputs_match_their_regular_expressions_and_schemas(forms, number):
             outputs[i].append(int(chosen[i]))
     for form, constraint, (*tokens, end) in zip(forms, constraints, outputs, strict=True):
         text = TEXT.decode(tokens, skip_special_tokens=False)
-        assert re.fullmatch(form, text) if isinstance(form, str) else jsonschema_rs.is_valid(form, json.loads(text))
+        if isinstance(form, str):
+            assert re.fullmatch(form, text)
+        else:
+            assert jsonschema_rs.is_valid(form, json.loads(text))
+            compact = re.sub(r"(?<=[,:]) ", "", text)
+            assert len(TEXT.encode(text).ids) <= 2 * len(TEXT.encode(compact).ids)
         assert end in ENDS and not {*tokens} & {*ENDS} and not constraint.error
+
+
+def follows(grammar: str, text: str) -> bool:
+    """Whether the text can be sampled, and then an end."""
+    constraint, tokens = GRAMMARS.constrain(params(grammar)), [*TEXT.encode(text).ids, ENDS[0]]
+    for i, token in enumerate(tokens):
+        assert constraint.advance(np.array(tokens[:i], dtype=np.int64)), constraint.error
+        if GRAMMARS.bars([constraint])[0, token]:
+            return False
+    return True
+
+
+INTEGERS = [f"{2**63 - 1}", f"{-(2**63)}", "-0", "9" * 18]
+LONG = [f"{2**63}", f"{-(2**63) - 1}", "1" * 41]
+DOUBLES = [*INTEGERS, "6.02e23", "6.6e-34", "1.7e308", "1E+5", "0." + "1" * 17]
+LONG_DOUBLES = [*LONG, "1.8e308", "1e-0001", "0." + "1" * 18, "0." + "1" * 41]
+INTEGER = {"type": "integer"}
+TREE = {"properties": {"type": INTEGER, "$ref": {"items": {"$ref": "#"}}}, "required": ["type"]}
+
+
+@pytest.mark.parametrize(("schema", "before", "good", "bad", "after"), [
+    (INTEGER, "", INTEGERS, LONG, ""),
+    ({"type": "number"}, "", DOUBLES, LONG_DOUBLES, ""),
+    ({"type": ["integer", "null"]}, "", [*INTEGERS, "null"], LONG, ""),
+    ({"items": INTEGER}, "[1, ", INTEGERS, LONG, "]"),
+    ({"prefixItems": [{"anyOf": [INTEGER, {"type": "string"}]}], "items": False}, "[", INTEGERS, LONG, "]"),
+    ({"additionalProperties": {"$ref": "#/$defs/n"}, "$defs": {"n": INTEGER}}, '{"a":', INTEGERS, LONG, "}"),
+    ({"patternProperties": {"^n": INTEGER}}, '{"n\\"": ', INTEGERS, LONG, "}"),
+    (TREE, '{"type": 1, "$ref":[{"type": ', INTEGERS, LONG, "}]}"),
+    ({"type": "object"}, '{"a": [true, {"b\\\\": ', DOUBLES, LONG_DOUBLES, "}]}"),  # as for `json_object`
+    ({"type": "integer", "multipleOf": 7}, "", ["7", "1" * 19 + "4"], ["8", "9" * 21], ""),  # "1" * 19 has to go on
+    ({"type": "integer", "minimum": 0, "maximum": 10**40}, "", INTEGERS[:1], LONG, ""),
+    ({"type": "number", "minimum": 0, "maximum": 1}, "", ["0." + "1" * 17], ["0." + "1" * 18], ""),
+    ({"type": "number", "multipleOf": 0.01}, "", ["1.25", "9" * 18 + ".25"], [*LONG, "1.255"], ""),
+    ({"type": "string"}, '"', [*LONG, "e" + "1" * 41, "\\\\" + "1" * 41], ["\\" + "1" * 41], '"'),
+    ({"type": "string", "pattern": r"^\d*,$"}, '"', ["1" * 41 + ","], ["1,2"], '"'),
+    ({"const": {"id": "1" * 41}}, '{"id": "', ["1" * 41], ["1"], '"}'),
+])  # fmt: skip
+def test_numbers_of_json_fit_64_bits(schema, before, good, bad, after):
+    """And texts are as long as the schema allows."""
+    texts = [*good, *bad]
+    assert [one for one in texts if follows(json_grammar(schema), before + one + after)] == good
+
+
+DIGITS = ["80", "807", "808", "0" * 16]
+
+
+@pytest.mark.parametrize(("number", "may_follow"), [
+    ("12", DIGITS), ("1.5", DIGITS), ("9223372036854775", ["80", "807"]), ("-9223372036854775", ["80", "807", "808"]),
+    ("92233720368547758", []), ("0." + "1" * 15, ["80"]), ("1e", ["80"]), ("1e-", ["80", "807", "808"]),
+])  # fmt: skip
+def test_tokens_of_several_digits(number, may_follow, tmp_path):
+    """In the place of the last words of the vocabulary."""
+    tokenizer = json.loads(TOKENIZER.read_text())
+    model = tokenizer["model"]
+    words = sorted(model["vocab"], key=model["vocab"].get)
+    model["vocab"] = {word: i for i, word in enumerate([*words[: -len(DIGITS)], *DIGITS])}
+    model["merges"] = model["merges"][: -len(DIGITS)]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    grammars = Grammars(tmp_path / "tokenizer.json", VOCABULARY)
+    constraint = grammars.constrain(params(json_grammar({"type": "number"})))
+    assert constraint.advance(np.array([model["vocab"][character] for character in number]))
+    bars = grammars.bars([constraint])[0]
+    assert [token for token in DIGITS if not bars[model["vocab"][token]]] == may_follow
+
+
+def test_numbers_of_a_thought_may_have_any_length():
+    """And its quotes need not be paired."""
+    grammar = f"start: /(.|\\n)*/ <|im_start|> {json_value(INTEGER)}"
+    answers = [f'5" and {"1" * 41}<|im_start|>{number}' for number in (INTEGERS[0], LONG[0])]
+    assert [follows(grammar, answer) for answer in answers] == [True, False]
 
 
 def test_a_complete_grammar_ends_even_below_min_tokens():
