@@ -5,7 +5,6 @@ Its frames build on each other, so all up to the last sampled one are decoded. R
 
 import io
 import mmap
-from typing import BinaryIO, cast
 
 import av
 import numpy as np
@@ -20,13 +19,14 @@ from mini_engine.media.limits import Guard
 from mini_engine.media.sampling import VideoFacts, VideoSampling
 from mini_engine.media.video import NO_FRAME, Timeline
 
+_ANIMATION, _ALPHA = 0x02, 0x10  # flags of VP8X
 _HEADER = 30  # bytes, of the file and of its first chunk, VP8X
 _SHORTEST, _USUAL = 11, 100  # milliseconds: browsers show a frame of less time for the usual one
 
 
 def is_animation(data: mmap.mmap) -> bool:
     """Whether it is a WebP file with frames (RFC 9649, section 2.7)."""
-    return len(data) >= _HEADER and data[:4] == b"RIFF" and data[8:16] == b"WEBPVP8X" and bool(data[20] & 2)
+    return len(data) >= _HEADER and data[:4] == b"RIFF" and data[8:16] == b"WEBPVP8X" and bool(data[20] & _ANIMATION)
 
 
 def decode_animation(
@@ -38,7 +38,9 @@ def decode_animation(
     if (size := declared_size(data)) > len(data):
         guard.add_damage(f"{len(data)} of at least {size} bytes are there")
     starts, end = _starts(data, guard)
-    file = io.BytesIO(b"RIFF" + (end - 8).to_bytes(4, "little") + data[8:end]) if guard.damage else data
+    # Without what is incomplete; and transparent, as it is where no frame covers the canvas, whatever the flag says.
+    flags = bytes([data[20] | _ALPHA])
+    file = io.BytesIO(b"".join((data[:4], (end - 8).to_bytes(4, "little"), data[8:20], flags, data[21:end])))
     promised = count = len(starts) - 1
     while count:
         timeline = Timeline(starts[:count], 1 / starts[1], sampling, guard)
@@ -47,7 +49,7 @@ def decode_animation(
         if probe:
             return timeline.measure(indices, width, height, allocate), timeline.facts(indices, promised)
         frames = FrameRows(indices.tolist(), guard, allocate)
-        readable = _decode(cast(BinaryIO, file), indices.tolist(), frames, guard)
+        readable = _decode(file, indices.tolist(), frames, guard)
         if readable > indices[-1]:
             return frames.take(indices.tolist()), timeline.facts(indices, promised)
         guard.add_damage(f"frame {readable} cannot be decoded")
@@ -72,11 +74,10 @@ def _starts(data: mmap.mmap, guard: Guard) -> tuple[list[float], int]:
     return [start / 1000 for start in starts], place
 
 
-def _decode(file: BinaryIO, indices: list[int], frames: FrameRows, guard: Guard) -> int:
+def _decode(file: io.BytesIO, indices: list[int], frames: FrameRows, guard: Guard) -> int:
     """Offers the frames at `indices` to `frames`. Returns how many frames of the file can be decoded, up to the last of
     these."""
     wanted, place = set(indices), 0
-    file.seek(0)
     try:
         with Image.open(file, formats=["WEBP"]) as image:
             for place in range(indices[-1] + 1):

@@ -72,3 +72,7 @@ def _encoded(peak: float) -> NDArray[np.uint8]:
     light = np.minimum(light, _KNEE) + (1 - _KNEE) * above * (1 + above / most**2) / (1 + above)
     srgb = np.where(light <= 0.0031308, 12.92 * light, 1.055 * light ** (1 / 2.4) - 0.055)
     return (255 * srgb).round().clip(0, 255).astype(np.uint8)
+
+
+# OpenBLAS takes memory at its first product, and ends the process where it gets none: so before a job has a limit.
+to_srgb(np.zeros((_STRIP_ROWS, 1024, 3), np.uint8), BT2020, HLG)
