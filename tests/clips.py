@@ -30,6 +30,11 @@ ALL = [(codec, container) for codec, containers in CONTAINERS.items() for contai
 SAME_BYTES = {"fflags": "+bitexact"}  # without it Matroska contains random numbers
 QUIET = {"libx265": {"x265-params": "log-level=none"}}
 
+FROM_BT709 = {
+    9: ((0.6274, 0.3293, 0.0433), (0.0691, 0.9195, 0.0114), (0.0164, 0.0880, 0.8956)),  # BT.2020
+    12: ((0.8225, 0.1774, 0.0), (0.0332, 0.9669, 0.0), (0.0171, 0.0724, 0.9108)),  # P3
+}
+
 
 def frame(index: int, width: int, height: int) -> np.ndarray:
     """A picture that differs for every index: a bright bar at another place of a grey ramp."""
@@ -72,8 +77,8 @@ def write_frames(output: Any, stream: Any, indices: Sequence[int], stamps: Seque
 def signal_of(transfer: int, pixels: np.ndarray, primaries: int = 9) -> np.ndarray:
     """sRGB pixels as the signal, 0 to 1, of a transfer and primaries of ITU-T H.273. White of HDR is 203 nits."""
     light = np.where(pixels <= 10, pixels / 3294.6, ((pixels / 255 + 0.055) / 1.055) ** 2.4)
-    if primaries == 9:  # ITU-R BT.2087
-        light = light @ np.array([[0.6274, 0.3293, 0.0433], [0.0691, 0.9195, 0.0114], [0.0164, 0.0880, 0.8956]]).T
+    if primaries in FROM_BT709:
+        light = light @ np.array(FROM_BT709[primaries]).T
     if transfer == 16:  # SMPTE ST 2084
         power = (light * 203 / 10000) ** (1305 / 8192)
         return ((0.8359375 + 18.8515625 * power) / (1 + 18.6875 * power)) ** (2523 / 32)
@@ -93,7 +98,7 @@ def encode_in(
     options: dict[str, str] | None = None,
 ) -> bytes:
     """A video of 10 bits that shows sRGB pixels, [N, H, W, 3], at ten frames per second; else as `signal_of`."""
-    buffer, matrix = io.BytesIO(), 9 if primaries == 9 else 1
+    buffer, matrix = io.BytesIO(), primaries if primaries in (2, 9) else 1
     with av.open(buffer, "w", format=container, options=SAME_BYTES) as output:
         height, width = pixels.shape[1:3]
         stream = video_stream(output, codec, width, height, 10, {"crf": "10", "g": "5"} | (options or {}))

@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-# Primaries and transfers have the numbers of ITU-T H.273, tables 2 and 3.
+# Primaries, transfers and matrices have the numbers of ITU-T H.273, tables 2 to 4.
 UNKNOWN, BT2020, PQ, HLG = 2, 9, 16, 18
 _BT2020_TO_BT709 = ((1.6605, -0.5876, -0.0728), (-0.1246, 1.1329, -0.0083), (-0.0182, -0.1006, 1.1187))
 _P3_TO_BT709 = ((1.2249, -0.2247, 0.0), (-0.0420, 1.0419, 0.0), (-0.0196, -0.0786, 1.0979))

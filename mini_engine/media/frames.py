@@ -7,10 +7,10 @@ from typing import Any, cast
 import av
 import numpy as np
 from av.sidedata.sidedata import Type
-from av.video.reformatter import ColorTrc, VideoReformatter
+from av.video.reformatter import VideoReformatter
 from numpy.typing import NDArray
 
-from mini_engine.media.colour import BT2020, to_srgb
+from mini_engine.media.colour import BT2020, UNKNOWN, to_srgb
 from mini_engine.media.limits import Guard
 
 Allocate = Callable[[tuple[int, int, int]], NDArray[np.uint8]]
@@ -78,8 +78,8 @@ class FrameRows:
         """As RGB, of this size, with the transfer and the primaries that it has."""
         how = None if (width, height) == (frame.width, frame.height) else "BICUBIC"
         convert = partial(self._reformatter.reformat, frame, width, height, "rgb24", interpolation=how, threads=1)
-        # Only Dolby Vision without a base layer (profile 5) leaves it to its own metadata what the samples mean.
-        if frame.color_trc == ColorTrc.UNSPECIFIED and Type.DOVI_RPU_BUFFER in cast(Any, frame.side_data):
+        # Dolby Vision without a base layer (profile 5): only its own metadata say what the samples mean.
+        if frame.colorspace == UNKNOWN and Type.DOVI_RPU_BUFFER in cast(Any, frame.side_data):
             self._guard.wrong_colours = True
         try:
             return convert()

@@ -40,8 +40,8 @@ def assert_is_srgb(frames: np.ndarray) -> None:
 
 @pytest.mark.parametrize("transfer", [PQ, HLG])
 @pytest.mark.parametrize(("codec", "container", "primaries"), [
-    ("libx265", "mp4", 9), ("libx265", "mp4", 1), ("libx264", "mpegts", 9), ("libsvtav1", "webm", 9),
-    ("ffv1", "matroska", 9),  # says it nowhere but in the container
+    ("libx265", "mp4", 9), ("libx265", "mp4", 12), ("libx265", "mp4", 1), ("libx264", "mpegts", 9),
+    ("libsvtav1", "webm", 9), ("ffv1", "matroska", 9),  # which says it nowhere but in the container
 ])  # fmt: skip
 def test_hdr(transfer: int, codec: str, container: str, primaries: int) -> None:
     data = clip(transfer, codec, container, primaries)
