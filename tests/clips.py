@@ -30,6 +30,11 @@ ALL = [(codec, container) for codec, containers in CONTAINERS.items() for contai
 SAME_BYTES = {"fflags": "+bitexact"}  # without it Matroska contains random numbers
 QUIET = {"libx265": {"x265-params": "log-level=none"}}
 
+FROM_BT709 = {
+    9: ((0.6274, 0.3293, 0.0433), (0.0691, 0.9195, 0.0114), (0.0164, 0.0880, 0.8956)),  # BT.2020
+    12: ((0.8225, 0.1774, 0.0), (0.0332, 0.9669, 0.0), (0.0171, 0.0724, 0.9108)),  # P3
+}
+
 
 def frame(index: int, width: int, height: int) -> np.ndarray:
     """A picture that differs for every index: a bright bar at another place of a grey ramp."""
@@ -67,6 +72,47 @@ def write_frames(output: Any, stream: Any, indices: Sequence[int], stamps: Seque
     output.mux(stream.encode(None))
     # For root, SVT-AV1 sets the calling thread to SCHED_FIFO at priority 99, and decoder processes would inherit that.
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+def signal_of(transfer: int, pixels: np.ndarray, primaries: int = 9) -> np.ndarray:
+    """sRGB pixels as the signal, 0 to 1, of a transfer and primaries of ITU-T H.273. White of HDR is 203 nits."""
+    light = np.where(pixels <= 10, pixels / 3294.6, ((pixels / 255 + 0.055) / 1.055) ** 2.4)
+    if primaries in FROM_BT709:
+        light = light @ np.array(FROM_BT709[primaries]).T
+    if transfer == 16:  # SMPTE ST 2084
+        power = (light * 203 / 10000) ** (1305 / 8192)
+        return ((0.8359375 + 18.8515625 * power) / (1 + 18.6875 * power)) ** (2523 / 32)
+    if transfer == 18:  # ARIB STD-B67: white has 0.265 of the most light of a scene
+        scene = light * 0.265
+        bright = 0.17883277 * np.log(12 * np.maximum(scene, 1 / 12) - 0.28466892) + 0.55991073
+        return np.where(scene <= 1 / 12, np.sqrt(3 * scene), bright)
+    return np.where(light <= 0.0031308, 12.92 * light, 1.055 * light ** (1 / 2.4) - 0.055)
+
+
+def encode_in(
+    transfer: int,
+    pixels: np.ndarray,
+    codec: str = "libx265",
+    container: str = "mp4",
+    primaries: int = 9,
+    options: dict[str, str] | None = None,
+) -> bytes:
+    """A video of 10 bits that shows sRGB pixels, [N, H, W, 3], at ten frames per second; else as `signal_of`."""
+    buffer, matrix = io.BytesIO(), primaries if primaries in (2, 9) else 1
+    with av.open(buffer, "w", format=container, options=SAME_BYTES) as output:
+        height, width = pixels.shape[1:3]
+        stream = video_stream(output, codec, width, height, 10, {"crf": "10", "g": "5"} | (options or {}))
+        stream.pix_fmt, context = "yuv420p10le", stream.codec_context
+        context.color_primaries, context.color_trc, context.colorspace = primaries, transfer, matrix
+        context.color_range = 1
+        for index, values in enumerate(signal_of(transfer, pixels, primaries)):
+            picture = av.VideoFrame.from_ndarray((values * 65535).round().astype(np.uint16), format="rgb48le")
+            picture = picture.reformat(format="yuv420p10le", dst_colorspace=matrix, dst_color_range=1)
+            picture.color_primaries, picture.color_trc, picture.pts = primaries, transfer, index
+            output.mux(stream.encode(picture))
+        output.mux(stream.encode(None))
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))  # see `write_frames`
+    return buffer.getvalue()
 
 
 def write_sound(output: Any, stream: Any, blocks: int) -> None:

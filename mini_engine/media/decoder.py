@@ -131,6 +131,7 @@ class _Decoder:
 
     def _decode(self, job: Job) -> VideoFacts | None:
         # Not at the head of this file, which the API server imports: no FFmpeg is loaded there.
+        from mini_engine.media.animation import decode_animation, is_animation
         from mini_engine.media.image import decode_frames, decode_image
         from mini_engine.media.video import decode_video
 
@@ -142,7 +143,8 @@ class _Decoder:
         if job.sampling is None:
             decode_image(data, guard, self._allocate, job.probe)
             return None
-        _, video = decode_video(data, job.sampling, guard, self._allocate, job.probe)
+        decode = decode_animation if is_animation(data) else decode_video
+        _, video = decode(data, job.sampling, guard, self._allocate, job.probe)
         return video
 
     def _allocate(self, shape: Shape) -> NDArray[np.uint8]:
@@ -166,7 +168,7 @@ def main() -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     spec = msgspec.json.decode(sys.argv[1], type=DecoderSpec)
     die_with_parent(spec.parent_pid)
-    for name in ("image", "video"):
+    for name in ("animation", "image", "video"):
         importlib.import_module(f"mini_engine.media.{name}")
     keep_freed_memory(_KEPT_BYTES)
     network = confine(_DESCRIPTORS)

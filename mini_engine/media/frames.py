@@ -1,7 +1,8 @@
-"""Decoded frames -> the rows of one RGB array, upright and of one size. Knows nothing of files or sampling."""
+"""Decoded frames -> the rows of one sRGB array, upright and of one size. Knows nothing of files or sampling."""
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import av
 import numpy as np
@@ -9,6 +10,7 @@ from av.sidedata.sidedata import Type
 from av.video.reformatter import VideoReformatter
 from numpy.typing import NDArray
 
+from mini_engine.media.colour import BT2020, UNKNOWN, to_srgb
 from mini_engine.media.limits import Guard
 
 Allocate = Callable[[tuple[int, int, int]], NDArray[np.uint8]]
@@ -49,15 +51,15 @@ class FrameRows:
             height, width = self._size if self._turn[0] else self._size[::-1]
             self._rows = self._allocate((len(self._places), height, width))
         width, height = self._size
-        how = None if self._size == (frame.width, frame.height) else "BICUBIC"
-        rgb = self._reformatter.reformat(frame, width, height, "rgb24", interpolation=how, threads=1)
-        plane = rgb.planes[0]
+        plane = self._to_rgb(frame, width, height).planes[0]
         lines = np.frombuffer(memoryview(plane), np.uint8).reshape(-1, plane.line_size)
         pixels = lines[:height, : width * 3].reshape(height, width, 3)  # FFmpeg pads the lines of its frames
         swaps, left_right, top_bottom = self._turn
         if swaps:
             pixels = pixels.transpose(1, 0, 2)
-        self._rows[len(self._row_of)] = pixels[:: -1 if top_bottom else 1, :: -1 if left_right else 1]
+        row = self._rows[len(self._row_of)]
+        row[...] = pixels[:: -1 if top_bottom else 1, :: -1 if left_right else 1]
+        to_srgb(row, frame.color_primaries, frame.color_trc)
         self._row_of[place] = len(self._row_of)
 
     def holds(self, places: Collection[int]) -> bool:
@@ -71,6 +73,19 @@ class FrameRows:
         if rows != list(range(len(rows))):
             self._rows[: len(rows)] = self._rows[rows]
         return self._rows[: len(rows)]
+
+    def _to_rgb(self, frame: av.VideoFrame, width: int, height: int) -> av.VideoFrame:
+        """As RGB, of this size, with the transfer and the primaries that it has."""
+        how = None if (width, height) == (frame.width, frame.height) else "BICUBIC"
+        convert = partial(self._reformatter.reformat, frame, width, height, "rgb24", interpolation=how, threads=1)
+        # Dolby Vision without a base layer (profile 5): only its own metadata say what the samples mean.
+        if frame.colorspace == UNKNOWN and Type.DOVI_RPU_BUFFER in cast(Any, frame.side_data):
+            self._guard.wrong_colours = True
+        try:
+            return convert()
+        except av.error.OSError:  # swscale does not know the matrix
+            self._guard.wrong_colours = True
+            return convert(src_colorspace=BT2020)  # the matrix has the same number
 
 
 def _turn_of(frame: av.VideoFrame) -> _Turn:

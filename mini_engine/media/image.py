@@ -1,8 +1,9 @@
-"""Bytes of an image file -> RGB, with Pillow, or else with FFmpeg. The first frame of an animation counts.
+"""Bytes of an image file -> sRGB, with Pillow, or else with FFmpeg. The first frame of an animation counts.
 
 Runs in a decoder process, which bounds its memory and time. Knows nothing of models.
 """
 
+import contextlib
 import mmap
 import warnings
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import pillow_heif
 from numpy.typing import NDArray
 from PIL import AvifImagePlugin, ExifTags, Image, UnidentifiedImageError
 
+from mini_engine.media.colour import UNKNOWN, to_srgb
 from mini_engine.media.errors import MediaError
 from mini_engine.media.frames import Allocate
 from mini_engine.media.limits import UNREADABLE, Guard
@@ -37,7 +39,7 @@ warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 def decode_image(file: mmap.mmap, guard: Guard, allocate: Allocate, probe: bool = False) -> NDArray[np.uint8]:
-    """Returns [H, W, 3], RGB, contiguous: upright as EXIF says, transparency laid over white.
+    """Returns [H, W, 3], sRGB, contiguous: upright as EXIF says, transparency laid over white.
 
     `probe`: without the pixels, and not turned if the header says the size: an image that is turned has as many tokens.
     The size is checked against the header before any pixel is decoded. Raises MediaError and MemoryError.
@@ -57,7 +59,8 @@ def decode_image(file: mmap.mmap, guard: Guard, allocate: Allocate, probe: bool 
             pixels = allocate((1, height, width))[0]
             for top in range(0, height, _STRIP_ROWS):
                 bottom = min(top + _STRIP_ROWS, height)
-                pixels[top:bottom] = np.asarray(_to_rgb(upright.crop((0, top, width, bottom)), peak))
+                pixels[top:bottom] = np.asarray(to_rgb(upright.crop((0, top, width, bottom)), peak))
+            to_srgb(pixels, *_colour_of(image, file))
             return pixels
     except UnidentifiedImageError:
         file.seek(0)
@@ -96,6 +99,17 @@ def decode_frames(
     return rows
 
 
+def _colour_of(image: Image.Image, file: mmap.mmap) -> tuple[int, int]:
+    """Primaries and transfer by the numbers of ITU-T H.273. Only AVIF and HEIC are read for them."""
+    info = image.info
+    if image.format == "AVIF":  # Pillow does not say, and libheif reads the boxes of what it does not decode
+        file.seek(0)
+        with contextlib.suppress(Exception):
+            info = pillow_heif.open_heif(cast(BinaryIO, file)).info
+    colour = info.get("nclx_profile") or {}
+    return colour.get("color_primaries", UNKNOWN), colour.get("transfer_characteristics", UNKNOWN)
+
+
 def _upright(image: Image.Image) -> Image.Image:
     """A decoded image, turned as EXIF or XMP says. Neither is written back, which fails for much that can be read."""
     try:
@@ -106,7 +120,8 @@ def _upright(image: Image.Image) -> Image.Image:
     return image if turn is None else image.transpose(turn)
 
 
-def _to_rgb(image: Image.Image, peak: float) -> Image.Image:
+def to_rgb(image: Image.Image, peak: float = 255) -> Image.Image:
+    """As RGB, transparency laid over white. `peak` is the white of an image of more than 8 bits."""
     if image.mode.startswith(("I", "F")):  # Pillow would clip it to white
         grey = np.nan_to_num(np.asarray(image) * np.float32(255 / peak))
         return Image.fromarray(grey.round().clip(0, 255).astype(np.uint8)).convert("RGB")

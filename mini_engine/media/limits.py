@@ -12,6 +12,7 @@ from mini_engine.media.errors import MediaError
 
 UNREADABLE = "cannot be read, or is damaged; send a whole file in another format, such as PNG, or H.264 in mp4"
 TRUNCATED = "the file is truncated or damaged: {}; send the whole file"
+WRONG_COLOURS = "its colours may be wrong: they are coded as ICtCp, Dolby Vision profile 5, or in another rare form"
 _MAX_ASPECT_RATIO = 200  # where the Qwen-VL processors refuse
 
 
@@ -24,6 +25,7 @@ class Guard:
     allow_partial: bool = False  # whether part of a video is good enough
     should_stop: Callable[[], bool] = lambda: False
     damage: str | None = None  # the first that was found
+    wrong_colours: bool = False  # whether frames are kept whose colours were only guessed
 
     def tick(self) -> None:
         """Called for each packet and frame."""

@@ -52,7 +52,7 @@ class ProcessedItem:
     grid_thw: tuple[int, int, int]  # in patches
     num_tokens: int  # placeholders in the prompt, after merging merge_size**2 patches each
     second_per_grid: float | None = None  # seconds between temporal patches; None: an image
-    missing: str | None = None  # what could not be read of a video
+    missing: str | None = None  # of a video: see `VideoFacts`
     # The item's text in a prompt, one placeholder token for each run of them. None: one run, nothing else.
     placeholder: str | None = None
 

@@ -1,11 +1,11 @@
-"""Bytes of a video file -> the sampled frames as RGB, upright, with PyAV, in memory.
+"""Bytes of a video file -> the sampled frames as sRGB, upright, with PyAV, in memory.
 
 First the packets are read. That costs next to nothing and shows how many frames there should be and when, which
 predicts the frames that the sampling takes. Where key frames show which packets these need, only those are decoded, in
 H.264 without the frames among them that no other refers to. Elsewhere, and after any unexpected frame, every packet is
 decoded, and sampling over the decoded frames decides: if it asks for frames that were not kept (headers and packets can
-lie), a second walk fetches them. Only sampled frames are converted to RGB. Memory holds the file's packets and the kept
-frames.
+lie), a second walk fetches them. Only sampled frames are converted to sRGB. Memory holds the file's packets and the
+kept frames.
 
 Runs in a decoder process, which bounds its memory and time. Knows nothing of models or requests.
 """
@@ -13,6 +13,7 @@ Runs in a decoder process, which bounds its memory and time. Knows nothing of mo
 import mmap
 import re
 from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import av
@@ -25,7 +26,7 @@ from mini_engine.failpoints import reach_failpoint
 from mini_engine.media.containers import declared_size
 from mini_engine.media.errors import MediaError
 from mini_engine.media.frames import Allocate, FrameRows
-from mini_engine.media.limits import TRUNCATED, UNREADABLE, Guard
+from mini_engine.media.limits import TRUNCATED, UNREADABLE, WRONG_COLOURS, Guard
 from mini_engine.media.packets import ENCRYPTED, PacketTable
 from mini_engine.media.sampling import VideoFacts, VideoSampling
 
@@ -35,7 +36,7 @@ _DENIED = {"avisynth", "concat", "dash", "hls", "imf", "mlv", "sdp", "vapoursynt
 _DEMUXERS = ",".join(
     n for n in av.formats_available - _DENIED if (f := av.ContainerFormat(n)).is_input and not f.no_file
 )
-_NO_FRAME = TRUNCATED.format("no frame can be decoded")
+NO_FRAME = TRUNCATED.format("no frame can be decoded")
 # Whose decoder knows the frames to which no other refers (in HEVC a frame of a higher temporal layer still may).
 _MARKS_REFERENCES = "h264"
 
@@ -71,6 +72,56 @@ def decode_video(
         raise MediaError(guard.item, TRUNCATED.format(guard.damage) if guard.damage else UNREADABLE) from error
 
 
+@dataclass(frozen=True)
+class Timeline:
+    """When the frames of one video are shown, in seconds and ascending; at least one."""
+
+    times: Sequence[float]
+    header_rate: float
+    sampling: VideoSampling
+    guard: Guard
+
+    @property
+    def fps(self) -> float:
+        """The header's rate where the frames' times bear it out, for it is exact; otherwise the times' own."""
+        span = self.times[-1] - self.times[0]
+        if span <= 0:
+            return self.header_rate
+        measured = (len(self.times) - 1) / span
+        return self.header_rate if abs(measured - self.header_rate) < 0.02 * self.header_rate else measured
+
+    def check_length(self) -> None:
+        """Raises MediaError."""
+        self.guard.check("max_video_seconds", self.times[-1] - self.times[0], "seconds", "a shorter video")
+
+    def indices(self) -> NDArray[np.int64]:
+        """Of the frames to keep, ascending. Raises MediaError."""
+        try:
+            return self.sampling.indices(self.times, self.fps, self.guard.limits.max_video_frames_kept)
+        except ValueError as error:
+            raise MediaError(self.guard.item, str(error)) from error
+
+    def measure(self, indices: NDArray[np.int64], width: int, height: int, allocate: Allocate) -> NDArray[np.uint8]:
+        """The array of the frames at `indices`, of a video of this size, without pixels. Raises MediaError."""
+        self.guard.check("max_video_frames_kept", len(indices), "frames in its sampling", "fewer, or sample fewer")
+        width, height = self.guard.fitting_size(len(indices), width, height)
+        return allocate((len(indices), height, width))
+
+    def facts(self, indices: NDArray[np.int64], promised: int) -> VideoFacts:
+        """What there is to know when the frames at `indices` are kept. `promised`: as many as the file should have."""
+        count = len(self.times)
+        of = f" of {promised}" if promised > count else ""
+        problems = [f"{self.guard.damage}; {count}{of} frames were read"] if self.guard.damage else []
+        problems += [WRONG_COLOURS] if self.guard.wrong_colours else []
+        return VideoFacts(
+            [self.times[index] - self.times[0] for index in indices],
+            fps=self.fps,
+            total_frames=count,
+            window_frames=len(self.sampling.window(self.times)),
+            missing="; ".join(problems) or None,
+        )
+
+
 class _Decode:
     """One file being decoded."""
 
@@ -90,44 +141,26 @@ class _Decode:
     def run(self, probe: bool) -> tuple[NDArray[np.uint8], VideoFacts]:
         self.packets = PacketTable(self.container, self.stream, self.guard)
         if not len(self.packets.stamps):
-            raise MediaError(self.guard.item, _NO_FRAME)
-        times = self._times(self.packets.stamps)
-        self.guard.check("max_video_seconds", times[-1] - times[0], "seconds", "a shorter video")
-        indices = self._sample(times)
+            raise MediaError(self.guard.item, NO_FRAME)
+        promised, timeline = len(self.packets.stamps), self._timeline(self.packets.stamps)
+        timeline.check_length()
+        indices = timeline.indices()
         if probe and self.packets.can_seek and not self.guard.damage:
-            self.guard.check("max_video_frames_kept", len(indices), "frames in its sampling", "fewer, or sample fewer")
-            width, height = self.guard.fitting_size(len(indices), self.codec.width, self.codec.height)
-            return self.allocate((len(indices), height, width)), self._facts(times, indices)
+            pixels = timeline.measure(indices, self.codec.width, self.codec.height, self.allocate)
+            return pixels, timeline.facts(indices, promised)
         frames = self._seek(indices)
         walks = 0
         while frames is None or not frames.holds(indices.tolist()):
             if walks == 2:  # a decoder that has seen damage may remember it
                 raise MediaError(self.guard.item, TRUNCATED.format("two decodes return different frames"))
             del frames  # the next ones may take its memory
-            frames, times = self._walk(indices)
-            indices = self._sample(times)
+            frames, timeline = self._walk(indices)
+            indices = timeline.indices()
             walks += 1
-        return frames.take(indices.tolist()), self._facts(times, indices)
+        return frames.take(indices.tolist()), timeline.facts(indices, promised)
 
-    def _facts(self, times: Sequence[float], indices: NDArray[np.int64]) -> VideoFacts:
-        return VideoFacts(
-            [times[index] - times[0] for index in indices],
-            fps=_source_fps(times, self.rate),
-            total_frames=len(times),
-            window_frames=len(self.sampling.window(times)),
-            missing=self._missing(len(times)),
-        )
-
-    def _missing(self, read: int) -> str | None:
-        promised = len(self.packets.stamps)
-        of = f" of {promised}" if promised > read else ""
-        return self.guard.damage and f"{self.guard.damage}; {read}{of} frames were read"
-
-    def _sample(self, times: Sequence[float]) -> NDArray[np.int64]:
-        try:
-            return self.sampling.indices(times, _source_fps(times, self.rate), self.guard.limits.max_video_frames_kept)
-        except ValueError as error:
-            raise MediaError(self.guard.item, str(error)) from error
+    def _timeline(self, stamps: Sequence[int | None]) -> Timeline:
+        return Timeline(self._times(stamps), self.rate, self.sampling, self.guard)
 
     def _times(self, stamps: Sequence[int | None]) -> list[float]:
         """Seconds, in order of showing. A file in which any is missing (avi) is taken to run at its frame rate."""
@@ -165,8 +198,8 @@ class _Decode:
                 frames.offer(index_of[frame.pts], frame)
         return frames
 
-    def _walk(self, indices: NDArray[np.int64]) -> tuple[FrameRows, list[float]]:
-        """Decodes all packets. Returns the frames at `indices`, and the times of all frames in order."""
+    def _walk(self, indices: NDArray[np.int64]) -> tuple[FrameRows, Timeline]:
+        """Decodes all packets. Returns the frames at `indices`, and the times of all frames."""
         frames = FrameRows(indices.tolist(), self.guard, self.allocate)
         stamps: list[int | None] = []
         run, interlaced = range(len(self.packets)), False
@@ -183,8 +216,8 @@ class _Decode:
         if not interlaced and (lost := len(self.packets.promised(run).difference(stamps))):
             self.guard.add_damage(f"{lost} of {len(self.packets.stamps)} frames cannot be decoded")
         if not stamps:
-            raise MediaError(self.guard.item, _NO_FRAME)
-        return frames, self._times(stamps)
+            raise MediaError(self.guard.item, NO_FRAME)
+        return frames, self._timeline(stamps)
 
     def _frames_of(self, run: range, wanted: Container[int | None] | None = None) -> Iterator[av.VideoFrame | None]:
         """Decodes a run of packets, of which the first is a key frame. None: a frame that cannot be decoded whole.
@@ -226,12 +259,3 @@ def _video_stream(container: av.container.InputContainer, guard: Guard) -> av.vi
         problem = f"it is coded as {codec}, for which there is no decoder; send PNG, or H.264 in mp4"
         raise MediaError(guard.item, ENCRYPTED if codec in ("encv", "drmi") else problem)
     return stream
-
-
-def _source_fps(times: Sequence[float], header_rate: float) -> float:
-    """The header's frame rate where the frames' times bear it out, for it is exact; otherwise the times' own."""
-    span = times[-1] - times[0]
-    if span <= 0:
-        return header_rate
-    measured = (len(times) - 1) / span
-    return header_rate if abs(measured - header_rate) < 0.02 * header_rate else measured

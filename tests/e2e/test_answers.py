@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,6 +11,7 @@ import openai
 import pytest
 
 from mini_engine.demo import questions, videos
+from tests.clips import encode_in
 from tests.e2e.asking import Asked, ask_image, ask_two, ask_video, video_url
 from tests.e2e.running_server import RunningServer, message
 
@@ -37,6 +39,15 @@ def test_two_items_are_described_in_order(server):
     for one in pairs[:3]:
         first, second = (part.partition(": ")[2] for part in one.answer.split("; "))
         assert server.ask(one.text, one.urls[::-1]) == f"first: {second}; second: {first}"
+
+
+@pytest.mark.parametrize("transfer", [16, 18], ids=["HDR10", "HLG"])
+def test_hdr_is_seen_in_its_colours(server, transfer):
+    for seed in range(2):
+        clip = videos.render(2 * 10**9 + seed, colour="red")
+        data = base64.b64encode(encode_in(transfer, clip.frames)).decode()
+        asked = questions.ask([clip], "colour", seed)
+        assert server.ask(asked.text, [("video_url", f"data:video/mp4;base64,{data}")]) == "red"
 
 
 @pytest.mark.parametrize("motion", OPPOSITE)

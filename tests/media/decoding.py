@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mini_engine.decode_limits import DecodeLimits
-from mini_engine.media import image, video
+from mini_engine.media import animation, image, video
 from mini_engine.media.limits import Guard
 from mini_engine.media.sampling import VideoFacts, VideoSampling
 
@@ -30,8 +30,9 @@ def decode_video(
     should_stop: Callable[[], bool] = lambda: False,
     probe: bool = False,
 ) -> Video:
-    guard = Guard("video 1", limits, allow_partial, should_stop)
-    return Video(*video.decode_video(mapped(data), sampling, guard, allocate, probe))
+    guard, file = Guard("video 1", limits, allow_partial, should_stop), mapped(data)
+    decode = animation.decode_animation if animation.is_animation(file) else video.decode_video
+    return Video(*decode(file, sampling, guard, allocate, probe))
 
 
 def decode_image(data: bytes, limits: DecodeLimits = NO_LIMITS, probe: bool = False) -> NDArray[np.uint8]:

@@ -221,6 +221,18 @@ def test_an_item_that_finds_no_place_in_time_is_unavailable() -> None:
     run(scenario, places=1, media_decode_timeout=0.3)
 
 
+def test_hdr_needs_little_memory() -> None:
+    """OpenBLAS ends a process where its first product gets none."""
+    data = clips.encode_in(18, clips.decode_all(GOOD))
+
+    async def scenario(decoders: Decoders) -> None:
+        decoding = await decoders.decode(data)
+        assert decoding.frames.shape == (8, 48, 64, 3)
+        decoding.release()
+
+    run(scenario, media_decoder_memory=16 << 20)
+
+
 ATTACKS = [  # modality, file, and what its error names
     ("video", corpus.mp4_of_associations(), "the limit of --media-decode-timeout"),
     ("image", corpus.webp_of_one_colour(), "bytes of --media-decoder-memory"),

@@ -77,6 +77,19 @@ def test_transparency_is_laid_over_white() -> None:
     assert pixels[0, 0].tolist() == list(WHITE)
 
 
+@pytest.mark.parametrize("format", ["AVIF", "HEIF"])
+@pytest.mark.parametrize("transfer", [16, 18, 14], ids=["PQ", "HLG", "SDR of BT.2020"])
+def test_wide_gamut_comes_out_as_srgb(format: str, transfer: int) -> None:
+    signal = clips.signal_of(transfer, np.full((48, 64, 3), (220, 25, 30)))
+    image = Image.fromarray((signal * 255).round().astype(np.uint8))
+    colour = {"color_primaries": 9, "transfer_characteristics": transfer, "matrix_coefficients": 6}
+    data = saved(image, format, **EXACT[format], **(colour if format == "HEIF" else {}))
+    if format == "AVIF":  # Pillow writes that it is sRGB
+        data = data.replace(b"colrnclx\0\1\0\r", b"colrnclx\0\x09\0" + bytes([transfer]))
+    red, green, blue = decode_image(data)[20, 30]
+    assert red > 150 and green < 60 and blue < 60
+
+
 def test_first_frame_of_an_animation() -> None:
     data = saved(halves(), "GIF", save_all=True, append_images=[Image.new("RGB", (64, 32), "blue")])
     assert decode_image(data)[0, 0].tolist() == list(RED)
