@@ -130,9 +130,9 @@ class MediaSettingsResolver:
         if isinstance(rates := asked.get("fps"), list):
             if len(rates) != len(videos):
                 raise ValueError(f"fps has {len(rates)} rates for {len(videos)} videos; send one rate, or one for each")
-            for ref, asked["fps"] in zip(videos, rates, strict=True):
-                samplings[ref.name] = updated(self.server.sampling, asked, self._by_rate)
-            asked.pop("fps")
+            for ref, rate in zip(videos, rates, strict=True):
+                samplings[ref.name] = updated(self.server.sampling, asked | {"fps": rate}, self._by_rate)
+            del asked["fps"]
         given = parse_options("mm_processor_kwargs", rest, RequestKwargs)
         if given.do_sample_frames is False:
             for ref in videos:
@@ -148,7 +148,7 @@ class MediaSettingsResolver:
 
     def _of_part(self, shared: MediaSettings, ref: MediaRef, most_pixels: int) -> MediaSettings:
         """`shared` with the settings of the item's part, which mean what they mean to qwen_vl_utils."""
-        is_video, sampling, calls = ref.modality == "video", shared.sampling, shared.calls
+        is_video, sampling = ref.modality == "video", shared.sampling
         names = ("min_pixels", "max_pixels", "total_pixels") if is_video else ("min_pixels", "max_pixels")
         bounds = {name: ref.settings[name] for name in names if name in ref.settings}
         if is_video:
@@ -156,9 +156,10 @@ class MediaSettingsResolver:
                 raise ValueError(f"{ref.name}: sample_fps is for a video that is sent as frames; for a file set fps")
             asked = _asked_by_part(ref.settings, sampling, self._processor.step)
             sampling = updated(sampling, asked, self._by_rate, ref.name)
-        if not (is_video and self._processor.times_frames):
-            given = RequestKwargs(min_pixels=bounds.get("min_pixels"), max_pixels=bounds.get("max_pixels"))
-            calls = _tuned(ref.name, calls, given, most_pixels)
+        given = RequestKwargs(min_pixels=bounds.get("min_pixels"), max_pixels=bounds.get("max_pixels"))
+        calls: Mapping[Kind, Kwargs] = _tuned(ref.name, shared.calls, given, most_pixels)
+        if is_video and self._processor.times_frames:
+            calls = shared.calls  # which bound all frames together; `bounds` are of each
         kwargs = {**shared.processor_kwargs, "part": bounds} if bounds else shared.processor_kwargs
         return replace(
             shared, sampling=sampling, processor_kwargs=kwargs, calls=calls, bounds=bounds if is_video else {}

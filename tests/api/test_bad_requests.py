@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from mini_engine.api.protocol import ChatRequest
-from tests.api.patience import PATIENCE
+from tests.api.patience import PATIENCE, eventually
 from tests.api.serving import (
     CLIP,
     LIMITS,
@@ -195,7 +195,7 @@ async def test_errors_name_the_item_and_the_limit(serve: Serve) -> None:
             error = response.json()["error"]
             assert (error["type"], error["param"]) == ("invalid_request_error", param)
             assert str(served.allowed) not in response.text and "/etc" not in response.text
-            assert served.at_rest()
+            await eventually(served.at_rest)  # a thread may be processing the item that did not fail
         assert served.core.requests == []
         await served.ask([image(140), image(140)])  # the same twice is encoded once
         assert sum(item.num_tokens for item in served.core.requests[0].media) > LIMITS.max_prompt_media_tokens
