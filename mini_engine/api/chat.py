@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,7 @@ class MediaRef:
     modality: Modality
     url: str
     name: str  # what errors call it: "video 1" is the first video of the conversation
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of its part, see `PartSettings`
 
 
 class ChatRenderer:
@@ -247,10 +248,10 @@ def collect_media(messages: Sequence[ChatMessage], limits: Mapping[str, int]) ->
     """
     refs: list[MediaRef] = []
     counts: Counter[str] = Counter()
-    for message in messages:
-        for modality, url in message.media:
+    for part in (part for message in messages for part in message.parts):
+        if modality := part.modality:
             counts[modality] += 1
-            refs.append(MediaRef(modality, url, f"{modality} {counts[modality]}"))
+            refs.append(MediaRef(modality, part.location, f"{modality} {counts[modality]}", part.settings))
     for limited, limit in limits.items():
         if counts[limited] > limit:
             raise bad_request(

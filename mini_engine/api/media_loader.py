@@ -109,14 +109,16 @@ class MediaLoader:
             return await asyncio.get_running_loop().run_in_executor(self._reading, known_bytes)
         return known_bytes()
 
-    async def fetch(self, refs: Iterable[MediaRef], settings: MediaSettings, received: Received) -> list[FetchedItem]:
-        """The items in the order of `refs`, with their hashes. Cancelling it, or the failure of one item, ends the work
-        on the others.
+    async def fetch(
+        self, refs: Iterable[MediaRef], settings: Iterable[MediaSettings], received: Received
+    ) -> list[FetchedItem]:
+        """The items in the order of `refs`, with their hashes; `settings` has those of each. Cancelling it, or the
+        failure of one item, ends the work on the others.
 
         `received` is called with the size of each block of a download before the block is stored; what it raises ends
         all downloads. Raises MediaError: an item cannot be fetched.
         """
-        return await _all(self._fetch(ref, settings, received) for ref in refs)
+        return await _all(self._fetch(ref, own, received) for ref, own in zip(refs, settings, strict=True))
 
     async def rehash(self, item: FetchedItem, settings: MediaSettings) -> FetchedItem:
         """The item with other settings."""

@@ -1,4 +1,4 @@
-"""How a request's media are sampled and processed: as the server says, or as the request asks.
+"""How a request's media are sampled and processed: as the server says, as the request asks, or as an item's part asks.
 
 Knows nothing of media themselves, nor how they are fetched.
 """
@@ -8,24 +8,26 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from mini_engine.api.chat import MediaRef
 from mini_engine.api.errors import bad_request
 from mini_engine.api.protocol import ChatRequest
 from mini_engine.decode_limits import DecodeLimits
-from mini_engine.media.fetch import Frames
-from mini_engine.media.processor import EDGES, TIME_TOKENS, Kind, Kwargs, MediaProcessor, MediaSettings
+from mini_engine.media.fetch import DEFAULT_FPS, Frames, has_frames
+from mini_engine.media.processor import EDGES, FORWARDED, TIME_TOKENS, Kind, Kwargs, MediaProcessor, MediaSettings
 from mini_engine.media.sampling import Count, VideoSampling
 from mini_engine.messages import CachedMedia, EngineLimits, Modality
 
 OptionsT = TypeVar("OptionsT", bound=msgspec.Struct)
 LONGEST_VIDEO, LEAST_VIDEO = 128_000, 64  # tokens
 LEAST_STEP_TOKENS = 32  # of Qwen3-VL, as it has for its longest videos
+SAMPLED = "do_sample_frames false is for a video that is sent as frames; for all frames of a file set num_frames to -1"
 
 
 def hash_key(settings: MediaSettings, modality: Modality, frames: Frames | None = None) -> bytes:
@@ -43,7 +45,7 @@ class _Size(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     longest_edge: Count | None = None
 
 
-class _RequestKwargs(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class RequestKwargs(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """What a request may set: how large items get. The rest must match the model's weights."""
 
     size: _Size | None = None
@@ -53,19 +55,21 @@ class _RequestKwargs(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=T
     do_sample_frames: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.do_sample_frames is False:
-            raise ValueError(
-                "do_sample_frames is always on: frames are sampled before decoding; for all frames set num_frames to -1"
-            )
+        self.do_sample_frames = self.do_sample_frames and None  # true says what is done anyway
         if self.size is not None and (self.min_pixels or self.max_pixels):
             raise ValueError("set either size, or min_pixels and max_pixels")
 
 
-class _ServerKwargs(_RequestKwargs):
+class ServerKwargs(RequestKwargs):
     """What a server may set, too."""
 
     resample: int | None = None
     max_video_tokens: Count | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.do_sample_frames is False:
+            raise ValueError(SAMPLED)
 
 
 class MediaSettingsResolver:
@@ -82,36 +86,84 @@ class MediaSettingsResolver:
         """The last three are --mm-processor-kwargs, the `video` part of --media-io-kwargs, and --max-video-frames-kept.
         Runs the processor once. Raises ValueError."""
         asked, rest = _split(processor_kwargs or {}, video_io_kwargs or {})
-        given = parse_options("--mm-processor-kwargs", rest, _ServerKwargs)
+        given = parse_options("--mm-processor-kwargs", rest, ServerKwargs)
         if given.max_video_tokens is not None:  # transformers reads no argument of this name
             processor.hf_processor.video_processor.max_video_tokens = given.max_video_tokens
-        sampling = parse_options("video sampling", asked or _own_sampling(processor), VideoSampling)
-        if not asked:
-            sampling = at_most(sampling, most_frames, most_frames)
+        video = processor.hf_processor.video_processor
+        self._by_rate = {"min_frames": video.min_frames, "max_frames": video.max_frames}
+        self._by_rate["frame_factor"] = 1 if processor.times_frames else processor.step
+        # As the model's files say, or as its authors sample: qwen_vl_utils before Qwen3-VL, and then transformers.
+        count, rate = video.num_frames, {"fps": video.fps or DEFAULT_FPS} | self._by_rate
+        own = parse_options("the model's", rate if count is None else {"num_frames": count}, VideoSampling)
+        sampling = at_most(updated(own, asked, self._by_rate), most_frames, most_frames)
         calls = _tuned("--mm-processor-kwargs", _own_calls(processor, model_dir), given)
         self.server = MediaSettings(sampling, msgspec.to_builtins(given), calls)
         processor.check(self.server)
         self._processor, self._most_frames = processor, most_frames
 
-    def resolve(self, chat: ChatRequest, video_tokens: int) -> MediaSettings:
-        """The settings for all items of `chat`, of which a video has at most `video_tokens` tokens. Raises ApiError:
-        400 for settings that there are not, or that ask for more than the server allows."""
-        io_kwargs, processor_kwargs = chat.media_io_kwargs or {}, chat.mm_processor_kwargs or {}
-        asked, rest = _split(processor_kwargs, io_kwargs.get("video") or {})
-        server = self.server
+    def resolve(self, chat: ChatRequest, refs: Sequence[MediaRef], video_tokens: int) -> list[MediaSettings]:
+        """The settings of each of the items `refs` of `chat`, of which a video has at most `video_tokens` tokens. Those
+        of a part go before those of the request. Raises ApiError: 400 for settings that there are not, or that ask for
+        more than the server allows."""
+        most_pixels, settings = video_tokens * self._processor.token_pixels, []
+        param = "mm_processor_kwargs" if chat.mm_processor_kwargs else "media_io_kwargs"
         try:
-            if io_kwargs.get("image"):
-                raise ValueError("images have no settings here")
-            given = parse_options("mm_processor_kwargs", rest, _RequestKwargs)
-            settings = MediaSettings(
-                updated(server.sampling, asked),
-                {**server.processor_kwargs, **msgspec.to_builtins(given)},
-                _tuned("mm_processor_kwargs", server.calls, given, video_tokens * self._processor.token_pixels),
-            )
+            shared, samplings = self._of_request(chat, refs, most_pixels)
+            param = "messages"
+            for ref in refs:
+                own = replace(shared, sampling=samplings.get(ref.name, shared.sampling))
+                settings.append(self._of_part(own, ref, most_pixels) if ref.settings else own)
         except ValueError as error:
-            param = "mm_processor_kwargs" if processor_kwargs else "media_io_kwargs"
             raise bad_request(f"Invalid '{param}': {error}.", param, "invalid_value") from error
-        return self.fitted(settings, video_tokens)
+        return [self.fitted(own, video_tokens) for own in settings]
+
+    def _of_request(
+        self, chat: ChatRequest, refs: Sequence[MediaRef], most_pixels: int
+    ) -> tuple[MediaSettings, dict[str, VideoSampling]]:
+        """The settings that its items share, and the sampling of each video where the request lists their rates."""
+        io_kwargs, kwargs = chat.media_io_kwargs or {}, chat.mm_processor_kwargs or {}
+        videos = [ref for ref in refs if ref.modality == "video"]
+        if io_kwargs.get("image"):
+            raise ValueError("images have no settings here")
+        asked, rest = _split(kwargs, io_kwargs.get("video") or {})
+        samplings = {}
+        if isinstance(rates := asked.get("fps"), list):
+            if len(rates) != len(videos):
+                raise ValueError(f"fps has {len(rates)} rates for {len(videos)} videos; send one rate, or one for each")
+            for ref, rate in zip(videos, rates, strict=True):
+                samplings[ref.name] = updated(self.server.sampling, asked | {"fps": rate}, self._by_rate)
+            del asked["fps"]
+        given = parse_options("mm_processor_kwargs", rest, RequestKwargs)
+        if given.do_sample_frames is False:
+            for ref in videos:
+                if not has_frames(ref.url):
+                    raise ValueError(f"{ref.name}: {SAMPLED}")
+            given.do_sample_frames = None
+        settings = MediaSettings(
+            updated(self.server.sampling, asked, self._by_rate),
+            {**self.server.processor_kwargs, **msgspec.to_builtins(given)},
+            _tuned("mm_processor_kwargs", self.server.calls, given, most_pixels),
+        )
+        return settings, samplings
+
+    def _of_part(self, shared: MediaSettings, ref: MediaRef, most_pixels: int) -> MediaSettings:
+        """`shared` with the settings of the item's part, which mean what they mean to qwen_vl_utils."""
+        is_video, sampling = ref.modality == "video", shared.sampling
+        names = ("min_pixels", "max_pixels", "total_pixels") if is_video else ("min_pixels", "max_pixels")
+        bounds = {name: ref.settings[name] for name in names if name in ref.settings}
+        if is_video:
+            if "sample_fps" in ref.settings and not has_frames(ref.url):
+                raise ValueError(f"{ref.name}: sample_fps is for a video that is sent as frames; for a file set fps")
+            asked = _asked_by_part(ref.settings, sampling, self._processor.step)
+            sampling = updated(sampling, asked, self._by_rate, ref.name)
+        given = RequestKwargs(min_pixels=bounds.get("min_pixels"), max_pixels=bounds.get("max_pixels"))
+        calls: Mapping[Kind, Kwargs] = _tuned(ref.name, shared.calls, given, most_pixels)
+        if is_video and self._processor.times_frames:
+            calls = shared.calls  # which bound all frames together; `bounds` are of each
+        kwargs = {**shared.processor_kwargs, "part": bounds} if bounds else shared.processor_kwargs
+        return replace(
+            shared, sampling=sampling, processor_kwargs=kwargs, calls=calls, bounds=bounds if is_video else {}
+        )
 
     def fitted(self, settings: MediaSettings, video_tokens: int) -> MediaSettings:
         """`settings` by which a video has at most so many tokens: smaller frames, and fewer where they are smallest."""
@@ -144,16 +196,33 @@ def prompt_tokens(item: CachedMedia) -> int:
     return item.num_tokens + (TIME_TOKENS * item.grid_thw[0] if item.placeholder is not None else 0)
 
 
-def updated(sampling: VideoSampling, asked: Mapping[str, Any]) -> VideoSampling:
-    """`sampling` with the fields `asked` for. Raises ValueError as `parse_options`."""
+def _asked_by_part(part: Mapping[str, Any], sampling: VideoSampling, step: int) -> dict[str, Any]:
+    """What a video's part asks of its sampling: numbers of frames are multiples of `step`, `nframes` as near as can
+    be."""
+    asked = {name: part[name] for name in ("fps", "min_frames", "max_frames") if name in part}
+    if "sample_fps" in part:
+        asked["fps"] = part["sample_fps"]
+    if "nframes" in part:
+        asked["min_frames"] = asked["max_frames"] = round(part["nframes"] / step) * step
+    if asked:
+        asked = {"fps": sampling.fps or DEFAULT_FPS, "frame_factor": step} | asked
+    edges = {"start": "video_start", "end": "video_end"}
+    return asked | {ours: part[name] for ours, name in edges.items() if name in part}
+
+
+def updated(
+    sampling: VideoSampling, asked: Mapping[str, Any], by_rate: Mapping[str, Any], owner: str = "video sampling"
+) -> VideoSampling:
+    """`sampling` with the fields `asked` for, by their `owner`; with `by_rate` where it has a number of frames, and
+    `asked` a rate. Raises ValueError as `parse_options`."""
     own, asked = msgspec.structs.asdict(sampling), {name: value for name, value in asked.items() if value is not None}
     if "num_frames" in asked:
         own |= {"fps": None, "max_frames": None, "min_frames": None}
-    elif "fps" in asked:
-        own["num_frames"] = None
+    elif "fps" in asked and sampling.num_frames is not None:
+        own |= {"num_frames": None, **by_rate}
     if own["min_frames"] and isinstance(most := asked.get("max_frames"), int):
         own["min_frames"] = min(own["min_frames"], most)
-    return parse_options("video sampling", own | asked, VideoSampling)
+    return parse_options(owner, own | asked, VideoSampling)
 
 
 def at_most(sampling: VideoSampling, frames: int, unset: int) -> VideoSampling:
@@ -163,15 +232,6 @@ def at_most(sampling: VideoSampling, frames: int, unset: int) -> VideoSampling:
         return msgspec.structs.replace(sampling, num_frames=min(count, frames))
     most, least = min(sampling.max_frames or unset, frames), min(sampling.min_frames or 1, frames)
     return msgspec.structs.replace(sampling, max_frames=most, min_frames=least)
-
-
-def _own_sampling(processor: MediaProcessor) -> dict[str, Any]:
-    """As the model's files say, or as its authors sample: qwen_vl_utils before Qwen3-VL, and then transformers."""
-    video = processor.hf_processor.video_processor
-    if video.num_frames is not None:
-        return {"num_frames": video.num_frames}
-    own = {"fps": video.fps or 2, "min_frames": video.min_frames, "max_frames": video.max_frames}
-    return own | {"frame_factor": 1 if processor.times_frames else processor.step}
 
 
 def _own_calls(processor: MediaProcessor, model_dir: Path) -> Mapping[Kind, Kwargs]:
@@ -185,12 +245,15 @@ def _own_calls(processor: MediaProcessor, model_dir: Path) -> Mapping[Kind, Kwar
 
 def _split(processor_kwargs: Kwargs, io_kwargs: Kwargs) -> tuple[dict[str, Any], dict[str, Any]]:
     """What both say of sampling, where `io_kwargs` wins, and the rest of `processor_kwargs`."""
-    rest = dict(processor_kwargs)
-    return {name: rest.pop(name) for name in VideoSampling.__struct_fields__ if name in rest} | dict(io_kwargs), rest
+    rest, io_kwargs = dict(processor_kwargs), dict(io_kwargs)
+    asked = {name: rest.pop(name) for name in VideoSampling.__struct_fields__ if name in rest}
+    if io_kwargs.get("num_frames") == -1 and asked.get("fps") is not None:
+        del io_kwargs["num_frames"]  # to vLLM: load all frames, of which the processor takes some
+    return asked | io_kwargs, rest
 
 
 def _tuned(
-    owner: str, calls: Mapping[Kind, Kwargs], given: _RequestKwargs, most_pixels: float = math.inf
+    owner: str, calls: Mapping[Kind, Kwargs], given: RequestKwargs, most_pixels: float = math.inf
 ) -> dict[Kind, Kwargs]:
     """`calls` with the settings `given`; these make no item larger than `most_pixels`. Raises ValueError."""
     asked: dict[str, int] = msgspec.to_builtins(given.size or _Size(given.min_pixels, given.max_pixels))
@@ -203,7 +266,8 @@ def _tuned(
         if least > most and "shortest_edge" in asked:
             raise ValueError(f"{owner}: the least number of pixels, {least}, is more than the greatest, {most}")
         size = {"shortest_edge": min(least, most), "longest_edge": min(most, max(own["longest_edge"], most_pixels))}
-        others = {name: value for name, value in msgspec.to_builtins(given).items() if name in call}
+        options = msgspec.to_builtins(given)
+        others = {name: options[name] for name in FORWARDED if name in options and name in call}
         tuned[kind] = {**call, **others, "size": size}
     return tuned
 
@@ -214,4 +278,5 @@ def parse_options(owner: str, given: Mapping[str, Any], kind: type[OptionsT]) ->
     try:
         return msgspec.convert({name: value for name, value in given.items() if value is not None}, kind)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{owner}: {error}; it takes {', '.join(kind.__struct_fields__)}") from None
+        names = dict.fromkeys((*kind.__struct_fields__, *VideoSampling.__struct_fields__))
+        raise ValueError(f"{owner}: {error}; it takes {', '.join(names)}") from None

@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 
 from mini_engine.api.errors import bad_request
 from mini_engine.api.grammars import choice_grammar, json_grammar, regex_grammar
+from mini_engine.api.parts import Part
 from mini_engine.api.tool_calls import CALL_END, Function, Tool, ToolCall, Tools
 from mini_engine.messages import Modality
 
@@ -71,53 +72,6 @@ def _unsupported(kind: type[Body]) -> dict[str, tuple[str, tuple[Any, ...]]]:
 # --- messages --------------------------------------------------------------------------------------------------------
 
 
-class MediaUrl(Struct, frozen=True, forbid_unknown_fields=True):
-    """The URL of an image or video."""
-
-    url: Annotated[str, Meta(min_length=1)]
-    detail: Ignored = None  # `mm_processor_kwargs` sets the size of items
-
-
-class File(Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of a file, a `data:` URL of an image or a video."""
-
-    file_data: Annotated[str, Meta(pattern="^data:(image|video)/")]
-    filename: Ignored = None
-
-
-Location = MediaUrl | Annotated[str, Meta(min_length=1)]
-INPUT = {"input_text": "text", "input_image": "image_url", "input_video": "video_url"}  # names of the Responses API
-
-
-class Part(Struct, frozen=True, kw_only=True):
-    """A part of a message: the one of text, image, video and file that `type` names."""
-
-    type: Literal["text", "image_url", "video_url", "file", "input_text", "input_image", "input_video"]
-    text: str | None = None
-    image_url: Location | None = None
-    video_url: Location | None = None
-    file: File | None = None
-    detail: Ignored = None
-    uuid: Ignored = None
-
-    def __post_init__(self) -> None:
-        wanted = INPUT.get(self.type, self.type)
-        if [name for name in ("text", "image_url", "video_url", "file") if getattr(self, name) is not None] != [wanted]:
-            raise ValueError(f"a part of the type {self.type} has `{wanted}`, and nothing else")
-
-    @property
-    def modality(self) -> Modality | None:
-        """None: text."""
-        is_video = self.video_url is not None or self.url.startswith("data:video")
-        return None if self.text is not None else "video" if is_video else "image"
-
-    @property
-    def url(self) -> str:
-        """Where the image or video is; of text empty."""
-        location = self.file.file_data if self.file else self.image_url or self.video_url or ""
-        return location.url if isinstance(location, MediaUrl) else location
-
-
 class ChatMessage(Struct, frozen=True, kw_only=True):
     """One message. Unknown fields are ignored: clients annotate messages, and send answers of other servers back."""
 
@@ -150,7 +104,7 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
     @property
     def media(self) -> list[tuple[Modality, str]]:
         """The images and videos, each with its URL, in order."""
-        return [(part.modality, part.url) for part in self.parts if part.modality is not None]
+        return [(part.modality, part.location) for part in self.parts if part.modality is not None]
 
     @property
     def num_characters(self) -> int:

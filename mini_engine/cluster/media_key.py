@@ -13,7 +13,8 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import msgspec
 
-LOCATIONS = {"video_url": "url", "image_url": "url", "file": "file_data"}  # fields of parts, and where each has its URL
+# Fields of parts, and where each has its URL.
+LOCATIONS = {"video_url": "url", "image_url": "url", "file": "file_data", "video": "url", "image": "url", "url": "url"}
 # Query parameters of signed URLs of Amazon S3, Google Cloud Storage, CloudFront and Azure: new for each request.
 _SIGNATURE = re.compile(
     r"x-(amz|goog)-.*|awsaccesskeyid|googleaccessid|key-pair-id|policy|signature|expires"
@@ -45,6 +46,7 @@ def _media(messages: list[Any]) -> Iterator[str]:
             for field, inner in LOCATIONS.items() if isinstance(part, dict) else ():
                 location = part.get(field)
                 url = location.get(inner) if isinstance(location, dict) else location
+                url = url[0] if isinstance(url, list) and url else url  # frames
                 if isinstance(url, str):
                     yield url
 

@@ -109,7 +109,7 @@ def declared_size(url: str, policy: MediaPolicy, item: str = "media item") -> in
 def _data_start(url: str, policy: MediaPolicy, item: str) -> int:
     """The index of the first character of the data."""
     if url[:5].lower() != "data:":
-        raise MediaError(item, "the URL must start with data:, file://, http:// or https://")
+        raise MediaError(item, "the URL must start with data:, file://, http:// or https://, or be an absolute path")
     comma = url.find(",", 0, 1024)
     if not url[: max(comma, 0)].lower().endswith(";base64"):
         raise MediaError(item, "a data: URL has the form data:<media type>;base64,<data>")

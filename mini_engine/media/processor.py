@@ -9,7 +9,7 @@ import contextlib
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,6 +27,7 @@ Kwargs = Mapping[str, Any]
 
 TIME_TOKENS = 12  # that it takes to write the time of a step
 EDGES = ("shortest_edge", "longest_edge")  # transformers' names of the bounds on an item's pixels
+FORWARDED = ("resample", "cap_pixels_per_frame")  # settings that become arguments as they are; code here acts on others
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +38,8 @@ class MediaSettings:
     processor_kwargs: Kwargs  # as given, JSON values: what a media hash covers
     calls: Mapping[Kind, Kwargs]  # the arguments of the processor's two halves
     video_tokens: int | None = None  # of a video at most: its frames get smaller, and `sampling` takes fewer
+    # Of a video whose part has min_pixels, max_pixels or total_pixels, as qwen_vl_utils means them: of frames, not all.
+    bounds: Mapping[str, int] = field(default_factory=dict)
 
     def measuring(self) -> "MediaSettings":
         """These settings, by which patches have a shape and no data: torch's device "meta" computes nothing else."""
@@ -132,8 +135,14 @@ class MediaProcessor:
         As qwen_vl_utils has it, each frame gets an even share, but at least 1.05 times the least size.
         """
         least, most = (settings.calls["video"]["size"][edge] for edge in EDGES)
+        bounds, steps, total = settings.bounds, math.ceil(frames / self.step), settings.bounds.get("total_pixels")
+        if self.times_frames:
+            least = bounds.get("min_pixels", 0) * frames or least
+            most = max(total * self.step, int(1.05 * least)) if total else most
+            most = min(most, bounds.get("max_pixels", most) * frames)
+        elif total:
+            most = min(most, max(total // steps, int(1.05 * least)))
         if settings.video_tokens is not None:
-            steps = math.ceil(frames / self.step)
             if self.times_frames:
                 share = (settings.video_tokens - TIME_TOKENS * steps) * self.token_pixels * self.step
             else:
@@ -170,8 +179,9 @@ def _explained(problem: str) -> Iterator[None]:
 
 def _call(half: Any, device: str | None) -> dict[str, Any]:
     """The arguments of one half of the processor: its own settings that can be tuned, and what keeps patches uint8."""
-    call = {"size": {edge: half.size[edge] for edge in EDGES}, "resample": half.resample}
-    if hasattr(half, "cap_pixels_per_frame"):
+    call = {name: getattr(half, name) for name in FORWARDED if hasattr(half, name)}
+    if "cap_pixels_per_frame" in call:
         call["cap_pixels_per_frame"] = bool(half.cap_pixels_per_frame)  # None means False, with a warning
+    call |= {"size": {edge: half.size[edge] for edge in EDGES}}
     call |= {"do_rescale": False, "do_normalize": False, "return_tensors": "pt", "device": device or "cpu"}
     return call | {"input_data_format": "channels_first"}  # guessing fails for images 1 or 3 pixels high

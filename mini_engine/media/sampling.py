@@ -1,5 +1,6 @@
 """Which frames of a video are kept. Knows frame times, nothing of files or decoders."""
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated
@@ -79,7 +80,8 @@ class VideoSampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         window, count = self.window(times), self.num_frames
         if self.fps is not None:
-            count = max(int(len(window) / rate * self.fps), self.min_frames or 1)
+            least = math.ceil((self.min_frames or 1) / self.frame_factor) * self.frame_factor
+            count = max(int(len(window) / rate * self.fps), least)
             count = min(count, self.max_frames or most_frames, len(window))
             count = max(count // self.frame_factor * self.frame_factor, 1)
         if count is None or not 0 < count < len(window):

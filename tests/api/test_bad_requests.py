@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from mini_engine.api.protocol import ChatRequest
-from tests.api.patience import PATIENCE
+from tests.api.patience import PATIENCE, eventually
 from tests.api.serving import (
     CLIP,
     LIMITS,
@@ -94,6 +94,13 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     (user(text("word " * 700)), TOO_LONG, "messages", f"{MAX_MODEL_LEN}"),
     (user({"type": "input_audio"}), VALUE, "messages[0].content[0].type", "'input_audio'"),
     (user({"text": "x"}), MISSING, "messages[0].content[0].type", "Missing required parameter"),
+    (user({**text("x"), "image": "y"}), VALUE, "messages[0].content[0]", "has `text`, and nothing else"),
+    (user({"type": "image", "video": "y"}), VALUE, "messages[0].content[0]", "has `image_url` or `image` or `url`, "),
+    (user({"type": "video", "video": ["/x.png"]}), VALUE, "messages[0].content[0].video[0]", "matching regex '^data:"),
+    (user(image() | {"fps": 0}), VALUE, "messages[0].content[0].fps", "> 0.0"),
+    (user(image() | {"fps": 1, "nframes": 2}), VALUE, "messages[0].content[0]", "either `fps` or `nframes`"),
+    (user(image() | {"resized_width": 8}), VALUE, "messages[0].content[0]", "`resized_width` of a part is not supp"),
+    (user(video() | {"num_frames": 8}), VALUE, "messages[0].content[0]", "`num_frames` of a part is not supported; "),
     (user({"type": "image_url", "image_url": {}}), MISSING, "messages[0].content[0].image_url.url", "Missing"),
     ({"media_io_kwargs": {"video": {"timestamps": [0, 1, 1]}}}, VALUE, "media_io_kwargs", "later than the one before"),
 ]  # fmt: skip
@@ -162,6 +169,9 @@ BAD_MEDIA: list[tuple[list[Any], dict[str, Any], str, str, str]] = [
     ([video()], {"media_io_kwargs": UNEVEN}, "invalid_media", "messages", "video 1: timestamps are for a video"),
     ([image(), data_part(b"x" * (MAX_MEDIA_BYTES + 1))], {}, "invalid_media", "messages", "--max-media-bytes"),
     ([file_part("/etc/hostname")], {}, "invalid_media", "messages", "no such regular file"),
+    ([{"type": "image", "image": "/etc/hostname"}], {}, "invalid_media", "messages", "image 1: no such regular file"),
+    ([{"type": "video", "video": "a.mp4"}], {}, "invalid_media", "messages", "video 1: the URL must start with"),
+    ([video() | {"sample_fps": 2}], {}, VALUE, "messages", "video 1: sample_fps is for a video that is sent as frames"),
     ([video(), video(CUT)], {}, "invalid_media", "messages", "video 2: the file is truncated or damaged"),
     ([image(140), image(141)], {}, "media_too_large", "messages", "--encoder-cache-tokens 50"),
     ([video()], {"media_io_kwargs": {"video": {"x": 3}}}, VALUE, "media_io_kwargs", "unknown field `x`"),
@@ -181,7 +191,7 @@ async def test_errors_name_the_item_and_the_limit(serve: Serve) -> None:
             error = response.json()["error"]
             assert (error["type"], error["param"]) == ("invalid_request_error", param)
             assert str(served.allowed) not in response.text and "/etc" not in response.text
-            assert served.at_rest()
+            await eventually(served.at_rest)  # a thread may be processing the item that did not fail
         assert served.core.requests == []
         await served.ask([image(140), image(140)])  # the same twice is encoded once
         assert sum(item.num_tokens for item in served.core.requests[0].media) > LIMITS.max_prompt_media_tokens

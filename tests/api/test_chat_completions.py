@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gc
 from collections.abc import AsyncIterator
 from typing import Any
@@ -135,6 +136,7 @@ async def test_conversation_and_tensors_are_freed_once_the_engine_has_them(serve
 FEWER: list[dict[str, Any]] = [
     {"media_io_kwargs": {"video": {"num_frames": 4}}},
     {"mm_processor_kwargs": {"num_frames": 4}},
+    {"mm_processor_kwargs": {"fps": 2, "do_sample_frames": True}},
     {"media_io_kwargs": {"video": {"start": 0.4, "end": 0.8}}},
     {"media_io_kwargs": {"video": {"fps": 3.0, "max_frames": None}, "image": {}}, "mm_processor_kwargs": {}},
 ]
@@ -161,11 +163,16 @@ async def test_request_may_ask_for_fewer_frames_or_smaller_items(served: Served,
 @pytest.mark.parametrize(("part", "kind"), [(image(), "image"), (video(), "video")])
 async def test_parts_by_other_names_are_the_same(served: Served, part: Any, kind: str) -> None:
     url, texts = part[f"{kind}_url"]["url"], [{"type": f"{name}text", "text": "what?"} for name in ("", "input_")]
-    named = {"type": f"input_{kind}", f"{kind}_url": url}
-    for content in ([part, texts[0]], [named, texts[1]], [{"type": "file", "file": {"file_data": url}}, texts[1]]):
+    (path := served.allowed / f"a {kind}").write_bytes(base64.b64decode(url.partition(",")[2]))
+    named = [
+        {"type": f"input_{kind}", f"{kind}_url": url},
+        {"type": "file", "file": {"file_data": url}},
+    ]
+    named += [{"type": kind, kind: str(path), "uuid": "1"}, {"type": kind, "url": f"file://{path}", "x": {}}]
+    for content in ([part, texts[0]], *([other, texts[1]] for other in named)):
         assert (await served.post(content)).status_code == 200
     first, *others = [(one.prompt_token_ids, one.media[0].media_hash) for one in served.core.requests]
-    assert others == [first, first]
+    assert others == [first] * len(named)
 
 
 @streamed_or_whole

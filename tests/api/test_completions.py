@@ -112,6 +112,8 @@ async def test_text_to_tokens_and_back(served: Served, text: str) -> None:
     ("what?", {}),
     ([image(57), {"type": "text", "text": "what?"}, image(111)], {}),
     ([image(111)], {"mm_processor_kwargs": {"max_pixels": 56 * 56}}),
+    ([video(), video() | {"nframes": 2, "max_pixels": 56 * 56}], {"max_completion_tokens": MAX_MODEL_LEN - 128}),
+    ([video()], {"mm_processor_kwargs": {"fps": 5, "do_sample_frames": True}}),
     *[([video()], {"media_io_kwargs": {"video": asked}}) for asked in ({"fps": 5}, {"num_frames": 3}, {"end": 0.2})],
     ([video()], {"max_completion_tokens": MAX_MODEL_LEN - 64}),  # which leaves less room for the video
     ([FRAMES], {"media_io_kwargs": {"video": {"timestamps": [0, 0.5, 1.5]}}}),

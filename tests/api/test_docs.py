@@ -11,6 +11,7 @@ import msgspec
 
 from mini_engine import metrics
 from mini_engine.api import app, errors
+from mini_engine.api.parts import PartSettings
 from mini_engine.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from mini_engine.config import EngineConfig
 
@@ -30,6 +31,10 @@ def test_every_field_of_a_request_is_named() -> None:
     assert set(CompletionRequest.__struct_fields__) == shared | names_below("Fields of a completion request")
     assert set(TokenizeRequest.__struct_fields__) == names_below("Fields of a tokenize request")
     assert set(DetokenizeRequest.__struct_fields__) == names_below("Fields of a detokenize request")
+
+
+def test_every_setting_of_a_part_is_named() -> None:
+    assert set(PartSettings.__struct_fields__) == names_below("Images and videos in a message") - {"file"}
 
 
 def test_every_error_code_is_named() -> None:

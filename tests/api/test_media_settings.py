@@ -10,15 +10,18 @@ import msgspec
 import numpy as np
 import pytest
 
+from mini_engine.api.chat import MediaRef, collect_media
 from mini_engine.api.errors import ApiError
-from mini_engine.api.media_settings import MediaSettingsResolver, hash_key, updated
-from mini_engine.api.protocol import ChatRequest
+from mini_engine.api.media_settings import MediaSettingsResolver, RequestKwargs, ServerKwargs, hash_key, updated
+from mini_engine.api.parts import Part
+from mini_engine.api.protocol import ChatMessage, ChatRequest
 from mini_engine.media.hashing import media_hash
 from mini_engine.media.processor import TIME_TOKENS, MediaProcessor, MediaSettings
 from mini_engine.media.sampling import VideoFacts, VideoSampling
 from tests import tiny_processor
 from tests.api.serving import chat_body
-from tests.media.test_families import decoded, full_call
+from tests.api.test_docs import names_below
+from tests.media.test_families import assert_same, decoded, full_call
 
 EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
@@ -28,10 +31,18 @@ def resolver(processor: MediaProcessor, **kwargs: Any) -> MediaSettingsResolver:
     return MediaSettingsResolver(processor, Path(processor.hf_processor.tokenizer.name_or_path), kwargs)
 
 
-def of_request(server: MediaSettingsResolver, **kwargs: Any) -> MediaSettings:
-    """Those of a request with mm_processor_kwargs."""
+def refs_of(*parts: dict[str, Any]) -> list[MediaRef]:
+    return collect_media([ChatMessage(role="user", content=msgspec.convert(parts, list[Part]))], {})
+
+
+FILE = {"type": "video", "video": "data:;base64,"}
+FRAMES = {"type": "video", "video": ["data:image;base64,AAAA", "data:image/png;base64,BBBB"]}
+
+
+def of_request(server: MediaSettingsResolver, part: dict[str, Any] = FILE, **kwargs: Any) -> MediaSettings:
+    """Those of the item of `part`, in a request with mm_processor_kwargs."""
     chat = msgspec.convert(chat_body(mm_processor_kwargs=kwargs), ChatRequest)
-    return server.resolve(chat, 10**6)
+    return server.resolve(chat, refs_of(part), 10**6)[0]
 
 
 # --- hashes ----------------------------------------------------------------------------------------------------------
@@ -58,10 +69,55 @@ def test_bytes_and_every_setting_change_the_hash() -> None:
 
 def test_settings_as_models_cards_write_them(processor: MediaProcessor) -> None:
     server = resolver(processor)
-    assert of_request(server, fps=2, do_sample_frames=True).sampling.fps == 2.0
-    assert of_request(server, num_frames=-1).sampling.num_frames == 768  # all, but for --max-video-frames-kept
+    by_rate = VideoSampling(fps=2, min_frames=4, max_frames=768, frame_factor=2)  # the authors' own numbers
     model_dir = Path(processor.hf_processor.tokenizer.name_or_path)
+    loads_all = MediaSettingsResolver(processor, model_dir, {"fps": 2, "do_sample_frames": True}, {"num_frames": -1})
+    for settings in (of_request(server, fps=2, do_sample_frames=True), loads_all.server):
+        assert settings.sampling == by_rate and not settings.processor_kwargs
+    # What `process_vision_info` returns goes with a video that is sent as frames.
+    returned = of_request(server, FRAMES, fps=[1.5], do_sample_frames=False)
+    assert returned.sampling.fps == 1.5 and not returned.processor_kwargs
+    assert of_request(server, num_frames=-1).sampling.num_frames == 768  # all, but for --max-video-frames-kept
     assert MediaSettingsResolver(processor, model_dir, most_frames=8).server.sampling.num_frames == 8
+
+
+# By option: what is asked, how many of 24 frames in six seconds are used, and with which of the processor's arguments.
+OPTIONS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    "num_frames": ({"num_frames": 6}, 6, {}),
+    "fps": ({"fps": 2}, 12, {}),
+    "do_sample_frames": ({"fps": 2, "do_sample_frames": True}, 12, {}),
+    "max_frames": ({"fps": 2, "max_frames": 8}, 8, {}),
+    "min_frames": ({"fps": 1, "min_frames": 10}, 10, {}),
+    "frame_factor": ({"fps": 3, "frame_factor": 4}, 16, {}),
+    "start": ({"num_frames": -1, "start": 4}, 8, {}),
+    "end": ({"num_frames": -1, "end": 2}, 8, {}),
+    "size": ({"num_frames": 2, "size": {"longest_edge": 6000}}, 2, {"longest_edge": 6000}),
+    "min_pixels": ({"num_frames": 2, "min_pixels": 18000}, 2, {"shortest_edge": 18000}),
+    "max_pixels": ({"num_frames": 2, "max_pixels": 5000}, 2, {"longest_edge": 5000}),
+    "cap_pixels_per_frame": ({"num_frames": 9, "cap_pixels_per_frame": True}, 9, {"cap_pixels_per_frame": True}),
+    "resample": ({"num_frames": 2, "resample": 0}, 2, {"resample": 0}),
+    "max_video_tokens": ({"num_frames": 9, "max_video_tokens": 8}, 9, {}),
+}
+
+
+@pytest.mark.parametrize("family", tiny_processor.PROCESSORS)
+def test_each_option_is_used_once(family: str, tmp_path: Path) -> None:
+    """The model's own processor makes the same patches of the sampled frames."""
+    documented = set(VideoSampling.__struct_fields__) | set(ServerKwargs.__struct_fields__)
+    assert set(OPTIONS) == names_below("A request's own media settings") - {"timestamps"} == documented - {"timestamps"}
+    processor = MediaProcessor(tiny_processor.build(tmp_path, family))
+    times, server = np.arange(24) / 4, resolver(processor)
+    for name, (kwargs, count, expected) in OPTIONS.items():
+        arguments = {argument: value for argument, value in expected.items() if argument not in EDGES.values()}
+        own = processor.hf_processor.video_processor.size
+        arguments["size"] = {edge: expected.get(edge, own[edge]) for edge in EDGES.values()}
+        of_server = resolver(processor, **kwargs).server
+        only_server = name in set(ServerKwargs.__struct_fields__) - set(RequestKwargs.__struct_fields__)
+        for settings in (of_server,) if only_server else (of_server, of_request(server, **kwargs)):
+            video = decoded(24, 64, 96, times, **msgspec.structs.asdict(settings.sampling))
+            assert len(video.frames) == count, name
+            item = processor.process_video(*video, settings)
+            assert_same(processor, item, full_call(processor, video, **arguments))
 
 
 @pytest.mark.parametrize("family", tiny_processor.PROCESSORS)
@@ -134,6 +190,47 @@ def test_videos_are_sampled_and_sized_as_by_the_authors(
     assert (count, item.num_tokens) == (frames, tokens)
 
 
+# Of a part of a video of ten seconds, 640x360, its pixels in tokens: what qwen_vl_utils 0.0.14 makes of it.
+PARTS = [
+    ({"nframes": 11, "max_pixels": 50}, 12, 270),
+    ({"fps": 1, "max_pixels": 50}, 10, 225),
+    ({"fps": 0.5, "min_frames": 5, "max_pixels": 50}, 6, 135),
+    ({"fps": 4, "max_frames": 9, "max_pixels": 50}, 8, 180),
+    ({"fps": 2, "video_start": 4, "video_end": 7.99, "max_pixels": 50}, 8, 180),
+    ({"nframes": 4, "min_pixels": 320, "max_pixels": 768}, 4, 672),
+    ({"nframes": 8, "min_pixels": 16, "total_pixels": 400}, 8, 364),
+    ({"nframes": 8, "min_pixels": 16, "max_pixels": 40, "total_pixels": 100}, 8, 72),
+    ({"nframes": 8, "min_pixels": 16, "max_pixels": 40, "total_pixels": 20}, 8, 60),
+]
+
+
+@pytest.mark.parametrize("family", tiny_processor.PROCESSORS)
+def test_settings_of_a_part_mean_what_they_mean_to_qwen_vl_utils(family: str, tmp_path: Path) -> None:
+    processor, server = published(tmp_path, family)
+    hashes = {hash_key(of_request(server), "video")}
+    for part, frames, tokens in PARTS:
+        scaled = {name: value * processor.token_pixels if "pixels" in name else value for name, value in part.items()}
+        settings = of_request(server, FILE | scaled, num_frames=3, max_pixels=processor.token_pixels * 2000)
+        count, item = processed(processor, settings, 10, (640, 360))
+        assert (count, item.num_tokens) == (frames, tokens), part
+        hashes.add(hash_key(settings, "video"))
+    assert len(hashes) == len(PARTS) + 1
+
+
+def test_settings_of_a_part_are_of_its_item_alone(processor: MediaProcessor) -> None:
+    small, of_videos = {"max_pixels": 56 * 56}, {"nframes": 2, "total_pixels": 10**6, "video_end": 3}
+    image = {"type": "image", "image": "data:;base64,"}
+    parts = [FILE, FILE | small | of_videos, FRAMES | {"sample_fps": 4}, image, image | small, image | of_videos]
+    chat, server = ChatRequest(messages=[ChatMessage(role="user", content="x")]), resolver(processor)
+    plain, own, frames, *images = server.resolve(chat, refs_of(*parts), 10**6)
+    assert (plain.sampling, plain.processor_kwargs) == (server.server.sampling, {})
+    assert (own.sampling.min_frames, own.sampling.max_frames, own.sampling.end) == (2, 2, 3)
+    assert own.bounds == small | {"total_pixels": 10**6} and frames.sampling.fps == 4
+    assert [one.calls["image"]["size"]["longest_edge"] for one in images] == [37632, 3136, 37632]
+    first, second, third = (hash_key(one, "image") for one in images)
+    assert first == third != second
+
+
 @pytest.mark.parametrize("family", tiny_processor.PROCESSORS)
 def test_long_videos_fit(family: str, tmp_path: Path) -> None:
     processor, server = published(tmp_path, family)
@@ -149,13 +246,13 @@ def test_long_videos_fit(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("server", "asked", "expected"),
     [
-        ({"num_frames": 32}, {"fps": 4}, {"fps": 4.0}),
+        ({"num_frames": 32}, {"fps": 4}, {"fps": 4.0, "min_frames": 4}),
         ({"fps": 2.0, "max_frames": 9}, {"fps": 1}, {"fps": 1.0, "max_frames": 9}),
         ({"fps": 2.0, "min_frames": 4}, {"max_frames": 3}, {"fps": 2.0, "max_frames": 3, "min_frames": 3}),
     ],
 )
 def test_requests_update_the_servers_sampling(server: dict, asked: dict, expected: dict) -> None:
-    assert updated(VideoSampling(**server), asked) == VideoSampling(**expected)
+    assert updated(VideoSampling(**server), asked, {"min_frames": 4}) == VideoSampling(**expected)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +270,7 @@ def test_requests_update_the_servers_sampling(server: dict, asked: dict, expecte
 )
 def test_invalid_sampling_is_refused(asked: dict, says: str) -> None:
     with pytest.raises(ValueError, match="^video sampling: .*" + says):
-        updated(VideoSampling(fps=2.0), asked)
+        updated(VideoSampling(fps=2.0), asked, {})
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
@@ -184,7 +281,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"size": {"longest_edge": -1}}, r"`int` >= 1 - at `\$.size.longest_edge`"),
     ({"max_pixels": 784, "min_pixels": 1568}, "number of pixels, 1568, is more than the greatest, 784"),
     ({"cap_pixels_per_frame": 1}, r"got `int` - at `\$.cap_pixels_per_frame`"),
-    ({"do_sample_frames": False}, "do_sample_frames is always on"),
+    ({"do_sample_frames": False}, "do_sample_frames false is for a video that is sent as frames; .* num_frames to -1"),
 ]
 
 
@@ -197,8 +294,31 @@ def test_bad_server_settings_fail_at_start(processor: MediaProcessor, kwargs: di
 TOO_MANY = "1000000000 pixels at least are more than the 784000000 within --max-model-len"
 
 
-@pytest.mark.parametrize(("kwargs", "says"), [*BAD, ({"min_pixels": 10**9}, TOO_MANY), ({"resample": 2}, "unknown")])
+BAD_REQUEST = [
+    ({"min_pixels": 10**9}, TOO_MANY),
+    ({"resample": 2}, "unknown"),
+    ({"fps": [1, 2]}, "2 rates for 1 videos"),
+]
+
+
+@pytest.mark.parametrize(("kwargs", "says"), [*BAD, *BAD_REQUEST])
 def test_bad_settings_of_a_request_are_a_400(processor: MediaProcessor, kwargs: dict[str, Any], says: str) -> None:
     with pytest.raises(ApiError, match="^Invalid 'mm_processor_kwargs': .*" + says) as caught:
         of_request(resolver(processor), **kwargs)
     assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        ({"min_pixels": 10**9}, TOO_MANY),
+        ({"min_frames": 5, "max_frames": 4}, "min_frames is 5, more than the 4 of max_frames"),
+        ({"sample_fps": 2}, "sample_fps is for a video that is sent as frames; for a file set fps"),
+    ],
+)
+def test_bad_settings_of_a_part_are_a_400_that_names_the_item(
+    processor: MediaProcessor, part: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ApiError, match="^Invalid 'messages': video 1: .*" + says) as caught:
+        of_request(resolver(processor), FILE | part)
+    assert (caught.value.status, caught.value.body.param) == (400, "messages")

@@ -29,6 +29,9 @@ def test_all_forms_of_one_item_have_one_key_whatever_is_asked() -> None:
         key(video(CLIP), text("What moves?")),
         key(text("Hello"), plain, temperature=0),
         key(file, video("data:video/mp4;base64,BBBB")),
+        key({"type": "video", "video": CLIP}),
+        key({"type": "video", "url": CLIP}),
+        key({"type": "video", "video": [CLIP, "data:video/mp4;base64,BBBB"]}),
     }
     assert len(keys) == 1 and keys != {key(video("data:video/mp4;base64,BBBB"))}
 

@@ -23,10 +23,11 @@ COUNT = 64
 PATCH_SIZES = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_5": 16}
 # Prompts are cut into chunks in the middle of items.
 SMALL_STEPS = ["--max-num-batched-tokens", "64"]
+MODEL_CARD = ["--mm-processor-kwargs", '{"fps": 2, "do_sample_frames": true}']  # its default
 SERVERS = [
     pytest.param(("qwen2_vl", ["--mm-processor-cache-type", "lru"]), id="qwen2_vl"),
     pytest.param(("qwen3_vl", ["--mm-processor-cache-type", "shm"]), id="qwen3_vl"),
-    pytest.param(("qwen3_5", []), id="qwen3_5"),
+    pytest.param(("qwen3_5", MODEL_CARD), id="qwen3_5"),
     pytest.param(("qwen3_5", ["-tp", "2"]), id="qwen3_5-tp2", marks=pytest.mark.slow),
     pytest.param(("qwen2_5_vl", []), id="qwen2_5_vl", marks=[pytest.mark.slow, exact_seconds]),
     pytest.param(

@@ -43,6 +43,7 @@ TENTHS = [index / 10 for index in range(60)]
         ({"fps": 2, "min_frames": 4}, TENTHS[:12], [0, 4, 7, 11]),
         ({"fps": 2, "min_frames": 4, "end": 0.3}, TENTHS[:12], [0, 1, 2]),
         ({"fps": 5, "frame_factor": 4}, TENTHS[:12], [0, 4, 7, 11]),
+        ({"fps": 2, "frame_factor": 4, "min_frames": 3}, TENTHS[:12], [0, 4, 7, 11]),
     ],
 )
 def test_examples(kwargs: dict, times: list[float], expected: list[int]) -> None:

@@ -1,0 +1,125 @@
+"""The parts of a message's content: text, images and videos, in the forms of OpenAI, vLLM, Hugging Face and
+qwen_vl_utils. Unknown fields are ignored, unless they would set how an item is sampled or sized.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+from urllib.parse import quote
+
+import msgspec
+from msgspec import Meta, Struct
+
+from mini_engine.media.sampling import Count, Rate, Seconds
+from mini_engine.messages import Modality
+
+# By the kind of a part: the fields of which it has one.
+SOURCES = {
+    "text": ("text",),
+    "image": ("image_url", "image", "url"),
+    "video": ("video_url", "video", "url"),
+    "file": ("file",),
+}
+_SOURCE_NAMES = tuple(dict.fromkeys(name for names in SOURCES.values() for name in names))
+ALTERNATIVES = {
+    "resized_height": "min_pixels and max_pixels",
+    "resized_width": "min_pixels and max_pixels",
+    "raw_fps": "sample_fps",
+    "num_frames": "nframes",
+    "start": "video_start",
+    "end": "video_end",
+}  # to settings that are not supported in a part
+
+
+class MediaUrl(Struct, frozen=True):
+    """The URL of an image or video."""
+
+    url: Annotated[str, Meta(min_length=1)]
+
+
+class File(Struct, frozen=True):
+    """The content of a file, a `data:` URL of an image or a video."""
+
+    file_data: Annotated[str, Meta(pattern="^data:(image|video)/")]
+
+
+Location = MediaUrl | Annotated[str, Meta(min_length=1)]
+FrameUrl = Annotated[str, Meta(pattern="^data:image[^,]*;base64,")]
+FrameUrls = Annotated[list[FrameUrl], Meta(min_length=1)]
+
+
+class PartSettings(Struct, frozen=True, kw_only=True):
+    """How one item is sampled and sized, by the names of qwen_vl_utils. Those of videos change no image."""
+
+    fps: Rate | None = None
+    nframes: Annotated[int, Meta(ge=2, le=10**9)] | None = None
+    min_frames: Count | None = None
+    max_frames: Count | None = None
+    video_start: Seconds | None = None
+    video_end: Seconds | None = None
+    sample_fps: Rate | None = None  # of a video that is sent as frames
+    min_pixels: Count | None = None  # of an image, or of each frame
+    max_pixels: Count | None = None
+    total_pixels: Count | None = None  # of a video: of every second frame, since two become one step
+
+    def __post_init__(self) -> None:
+        if self.fps is not None and self.nframes is not None:
+            raise ValueError("a part has either `fps` or `nframes`")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those that are set."""
+        values = {name: getattr(self, name) for name in PartSettings.__struct_fields__}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class Part(PartSettings, frozen=True, kw_only=True):
+    """A part of a message: the one of text, image, video and file that `type` names."""
+
+    type: Literal[
+        "text", "image_url", "video_url", "image", "video", "file", "input_text", "input_image", "input_video"
+    ]
+    text: str | None = None
+    image_url: Location | None = None
+    video_url: Location | None = None
+    image: Location | None = None
+    video: Location | FrameUrls | None = None  # frames become the URL that vLLM has for them
+    url: Location | None = None
+    file: File | None = None
+
+    resized_height: Any = None
+    resized_width: Any = None
+    raw_fps: Any = None
+    num_frames: Any = None
+    start: Any = None
+    end: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sources = SOURCES[self._kind]
+        given = [name for name in _SOURCE_NAMES if getattr(self, name) is not None]
+        if len(given) != 1 or given[0] not in sources:
+            raise ValueError(f"a part of the type {self.type} has `{'` or `'.join(sources)}`, and nothing else")
+        for name, alternative in ALTERNATIVES.items():
+            if getattr(self, name) is not None and self.text is None:
+                raise ValueError(f"`{name}` of a part is not supported; set {alternative}")
+        if isinstance(self.video, list):
+            frames = ",".join(frame.partition(",")[2] for frame in self.video)
+            msgspec.structs.force_setattr(self, "video", f"data:video/jpeg;base64,{frames}")
+
+    @property
+    def _kind(self) -> str:
+        return self.type.removeprefix("input_").removesuffix("_url")
+
+    @property
+    def modality(self) -> Modality | None:
+        """None: text."""
+        is_video = self._kind == "video" or self.location.startswith("data:video")
+        return None if self.text is not None else "video" if is_video else "image"
+
+    @property
+    def location(self) -> str:
+        """The URL of the image or video; of text empty."""
+        given: Any = self.image_url or self.video_url or self.image or self.video or self.url or ""
+        location: str = self.file.file_data if self.file else getattr(given, "url", given)
+        return f"file://{quote(location)}" if location.startswith("/") else location
