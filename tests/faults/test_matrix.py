@@ -234,6 +234,17 @@ def assert_of_the_supervisor(server: RunningServer, number: int, family: list[in
     os.kill(server.process.pid, signal.SIGCONT)
 
 
+def test_other_api_server_serves_during_replacement(clusters):
+    cluster = clusters(KILL)
+    server, victim = cluster.server, cluster.server.pids()["api 0"]
+    with server.failpoint("loading-api") as loading:
+        os.kill(victim, KILL)
+        loading.wait()
+        outcomes = [ask(server, TEXT, max_tokens=1) for _ in range(20)]
+    assert {outcome.kind for outcome in outcomes} == {"wrong"}, outcomes  # answered: of one token
+    cluster.assert_recovers(victim)
+
+
 def test_api_server_death_after_its_engine_died_leaves_the_port_to_the_other(clusters):
     """While the engine that is to replace the dead one loads. Without the other, connections are refused at once.
 
@@ -251,17 +262,6 @@ def test_api_server_death_after_its_engine_died_leaves_the_port_to_the_other(clu
             for outcome in [ask(server, one) for _ in range(20)]:
                 assert outcome.kind == expected and outcome.ended - outcome.begun < SOON, outcome
     cluster.assert_recovers(*old.values())
-
-
-def test_other_api_server_serves_during_replacement(clusters):
-    cluster = clusters(KILL)
-    server, victim = cluster.server, cluster.server.pids()["api 0"]
-    with server.failpoint("loading-api") as loading:
-        os.kill(victim, KILL)
-        loading.wait()
-        outcomes = [ask(server, TEXT, max_tokens=1) for _ in range(20)]
-    assert {outcome.kind for outcome in outcomes} == {"wrong"}, outcomes  # answered: of one token
-    cluster.assert_recovers(victim)
 
 
 # --- while it starts, and while it stops ------------------------------------------------------------------------------
