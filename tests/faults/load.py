@@ -22,6 +22,7 @@ PAUSE_AFTER_ERROR = 0.2
 # How a request may end whose engine has died, while the API server lives; and one whose API server has died.
 ENGINE_DIED = ("error",)
 API_SERVER_DIED = ("cut", "refused")
+SOON = 5  # seconds after a death: at once, on a busy machine
 PIPE_BYTES = 64 << 10
 LONG_PATH = "/" + "a" * (8 << 10)  # of no endpoint
 

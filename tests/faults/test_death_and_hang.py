@@ -17,9 +17,8 @@ import pytest
 from tests.e2e.asking import ENDLESS, TEXT, ask_small, ask_video
 from tests.e2e.processes import alive, descendants, eventually, memory, stopped
 from tests.e2e.running_server import CHAT_HEAD, START_SECONDS, RunningServer, message
-from tests.faults.load import ask, fill_log
+from tests.faults.load import SOON, ask, fill_log
 
-SOON = 2  # seconds after a death: one, and some for a busy machine
 MAX_GROWTH_BYTES = 64 << 20  # of an API server, for one client that does not read
 
 

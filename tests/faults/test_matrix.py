@@ -21,7 +21,7 @@ import pytest
 from tests.e2e.asking import ENDLESS, TEXT, Asked, Asking, ask_large, ask_small
 from tests.e2e.processes import FailPoint, alive, descendants, descriptors, eventually, stopped
 from tests.e2e.running_server import START_SECONDS, RunningServer, message
-from tests.faults.load import API_SERVER_DIED, ENGINE_DIED, Load, Outcome, ask, assert_right_or_ended, outcome_of
+from tests.faults.load import API_SERVER_DIED, ENGINE_DIED, SOON, Load, Outcome, ask, assert_right_or_ended, outcome_of
 
 ROLES = ("api 0", "core 0", "worker 0.0", "worker 0.1", "supervisor")
 APIS = ("api 0", "api 1")
@@ -30,7 +30,6 @@ LONG_TEXT = "word " * 600
 TIMEOUT_SECONDS = 8  # --collective-timeout, where processes are stopped; where they are killed it is too long to help
 DRAIN_SECONDS = 12
 SUPERVISOR_STOPPED_SECONDS = 3
-SOON = 5  # seconds after a death: at once, on a busy machine
 MOST_RESTARTS = 3  # of engines on one server: the pause before each is twice that before the last
 FLAGS = [
     "--api-server-count", "2", "-tp", "2", "--restart-engine", "1000", "--max-num-batched-tokens", "128",
