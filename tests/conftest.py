@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +22,12 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("certain")
+
+
+def pytest_collection_finish() -> None:
+    """What the imports of all tests have made stays: no collector need walk it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

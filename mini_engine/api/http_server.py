@@ -38,10 +38,11 @@ class Http(H11Protocol):
 class Connection(asyncio.Protocol):
     """One connection: uvicorn's protocol, and a timer that aborts it.
 
-    Each first byte of a request must arrive `timeout_keep_alive` seconds after the connection or the last response. The
-    headers then have `timeout_client`, as has the client while it does not read what is written, and the rest of a body
-    whose response has been sent. Bytes that arrive do not reset the timer. It does not run while a request is in
-    progress. The application finds this object as `scope["state"]["connection"]`.
+    The first byte of a request must arrive within `timeout_keep_alive` seconds of the connection's start or the last
+    response; uvicorn closes a silent connection then. The rest of the headers has `timeout_client` seconds, as has the
+    rest of a body whose response has been sent, and a client that does not read what is written. Bytes that arrive do
+    not reset the timer. It does not run while a request is in progress. The application finds this object as
+    `scope["state"]["connection"]`.
     """
 
     def __init__(self, settings: EngineConfig, limit: int, *, app_state: dict[str, Any], **arguments: Any):

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import random
 import re
 import socket
 import subprocess
@@ -26,6 +27,14 @@ STORE_BYTES = 80 << 20  # the least that Ray takes; no tensor passes through it
 SECONDS = 60.0  # for Ray to replace what has died, on a busy machine
 
 
+def find_port() -> int:
+    """A free one, which the kernel gives to no other socket, of which Ray opens many, until it is used."""
+    for port in range(random.randrange(20_000, 30_000), 32_000):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no port is free")
+
+
 class RunningCluster:
     """`with RunningCluster(command, hosts=3) as cluster:`"""
 
@@ -44,8 +53,7 @@ class RunningCluster:
         ]
         try:
             ray.init(address=self.cluster.address, log_to_driver=False)
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                self.port = free.getsockname()[1]
+            self.port = find_port()
             serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": self.port})
             self.update()
         except BaseException:

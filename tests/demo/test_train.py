@@ -40,7 +40,7 @@ def test_a_few_steps_lower_the_loss(tmp_path, alone):
     trainer = train.Trainer(settings, tmp_path, "cpu")
     rng = train.np.random.default_rng(0)
     samples = [trainer.writer.sample((data.make_item(seed),), rng) for seed in range(8)]
-    losses = [sum(trainer.train_step(samples)) for _ in range(25)]
+    losses = [sum(trainer.train_step(samples)) for _ in range(10)]
     assert losses[-1] < 0.6 * losses[0]
 
 

@@ -22,6 +22,15 @@ PAUSE_AFTER_ERROR = 0.2
 # How a request may end whose engine has died, while the API server lives; and one whose API server has died.
 ENGINE_DIED = ("error",)
 API_SERVER_DIED = ("cut", "refused")
+SOON = 5  # seconds after a death: at once, on a busy machine
+PIPE_BYTES = 64 << 10
+LONG_PATH = "/" + "a" * (8 << 10)  # of no endpoint
+
+
+def fill_log(server: RunningServer) -> None:
+    """Have twice as much logged as a pipe takes, by a server with --enable-log-requests."""
+    for _ in range(2 * PIPE_BYTES // len(LONG_PATH)):
+        assert server.get(LONG_PATH).status == 404
 
 
 @dataclasses.dataclass(frozen=True)

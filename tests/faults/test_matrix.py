@@ -21,7 +21,7 @@ import pytest
 from tests.e2e.asking import ENDLESS, TEXT, Asked, Asking, ask_large, ask_small
 from tests.e2e.processes import FailPoint, alive, descendants, descriptors, eventually, stopped
 from tests.e2e.running_server import START_SECONDS, RunningServer, message
-from tests.faults.load import API_SERVER_DIED, ENGINE_DIED, Load, Outcome, ask, assert_right_or_ended, outcome_of
+from tests.faults.load import API_SERVER_DIED, ENGINE_DIED, SOON, Load, Outcome, ask, assert_right_or_ended, outcome_of
 
 ROLES = ("api 0", "core 0", "worker 0.0", "worker 0.1", "supervisor")
 APIS = ("api 0", "api 1")
@@ -30,7 +30,6 @@ LONG_TEXT = "word " * 600
 TIMEOUT_SECONDS = 8  # --collective-timeout, where processes are stopped; where they are killed it is too long to help
 DRAIN_SECONDS = 12
 SUPERVISOR_STOPPED_SECONDS = 3
-SOON = 5  # seconds after a death: at once, on a busy machine
 MOST_RESTARTS = 3  # of engines on one server: the pause before each is twice that before the last
 FLAGS = [
     "--api-server-count", "2", "-tp", "2", "--restart-engine", "1000", "--max-num-batched-tokens", "128",
@@ -234,6 +233,17 @@ def assert_of_the_supervisor(server: RunningServer, number: int, family: list[in
     os.kill(server.process.pid, signal.SIGCONT)
 
 
+def test_other_api_server_serves_during_replacement(clusters):
+    cluster = clusters(KILL)
+    server, victim = cluster.server, cluster.server.pids()["api 0"]
+    with server.failpoint("loading-api") as loading:
+        os.kill(victim, KILL)
+        loading.wait()
+        outcomes = [ask(server, TEXT, max_tokens=1) for _ in range(20)]
+    assert {outcome.kind for outcome in outcomes} == {"wrong"}, outcomes  # answered: of one token
+    cluster.assert_recovers(victim)
+
+
 def test_api_server_death_after_its_engine_died_leaves_the_port_to_the_other(clusters):
     """While the engine that is to replace the dead one loads. Without the other, connections are refused at once.
 
@@ -251,17 +261,6 @@ def test_api_server_death_after_its_engine_died_leaves_the_port_to_the_other(clu
             for outcome in [ask(server, one) for _ in range(20)]:
                 assert outcome.kind == expected and outcome.ended - outcome.begun < SOON, outcome
     cluster.assert_recovers(*old.values())
-
-
-def test_other_api_server_serves_during_replacement(clusters):
-    cluster = clusters(KILL)
-    server, victim = cluster.server, cluster.server.pids()["api 0"]
-    with server.failpoint("loading-api") as loading:
-        os.kill(victim, KILL)
-        loading.wait()
-        outcomes = [ask(server, TEXT, max_tokens=1) for _ in range(20)]
-    assert {outcome.kind for outcome in outcomes} == {"wrong"}, outcomes  # answered: of one token
-    cluster.assert_recovers(victim)
 
 
 # --- while it starts, and while it stops ------------------------------------------------------------------------------

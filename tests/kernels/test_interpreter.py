@@ -20,7 +20,8 @@ CANNOT_LOOP = "only 0-dimensional arrays can be converted to Python scalars"
 
 def test_the_kernels_interpreted():
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu and not slow", *(f"tests/{file}" for file in FILES)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "COLUMNS": "400"}  # wide: the summary is not to be cut
+    threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # several would spin, for arrays this small
+    environment = {**os.environ, **threads, "TRITON_INTERPRET": "1", "COLUMNS": "400"}  # wide: no summary is cut
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     assert all(CANNOT_LOOP in line for line in failed) and bool(failed) == bool(run.returncode), run.stdout + run.stderr

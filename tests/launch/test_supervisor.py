@@ -69,10 +69,13 @@ def test_a_successor_counts_in_the_files_of_a_dead_api_server_whose_gauges_are_f
 # --- hanging processes ------------------------------------------------------------------------------------------------
 
 
-def wait_for_a_kill(group: ProcessGroup) -> None:
-    children = [*group.children]
+def wait_for_a_kill(group: ProcessGroup) -> int:
+    """Returns how many turns, or parts of one, it took."""
+    children, turns = [*group.children], 0
     while not any(child.killed for child in children):
         group.wait()
+        turns += 1
+    return turns
 
 
 def test_an_unresponsive_process_is_killed_at_its_timeout(make_processes):
@@ -80,8 +83,7 @@ def test_an_unresponsive_process_is_killed_at_its_timeout(make_processes):
     group, begun = make_processes(EngineConfig(collective_timeout=2, health_timeout=1)), time.monotonic()
     child = group.start("core", "0.sleeps", 1)
     child.set_serving()
-    wait_for_a_kill(group)
-    assert 2 < time.monotonic() - begun < (1 + 2 / TURNS) * 2
+    assert wait_for_a_kill(group) <= TURNS + 3 and time.monotonic() - begun > 2
     assert child.kill_reason == "it was unresponsive for 2 s (--collective-timeout)"
 
 

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -55,17 +56,26 @@ def forkserver() -> None:
     kill(start(time.sleep, PATIENCE))
 
 
-def write_and_die(path: str, written: bytes, fd: int) -> int:
-    """A forked process that writes this, the descriptor with its first byte, and is killed. Returns its id."""
+def write_and_die(path: str, written: bytes, fd: int) -> None:
+    """A forked process writes this, the descriptor with its first byte, and is killed."""
     child = os.fork()
     if child:
-        return child
+        os.waitpid(child, 0)
+        return
     peer = socket.socket(socket.AF_UNIX)
     peer.connect(path)
     if written:
         peer.sendmsg([written], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
     os.kill(os.getpid(), signal.SIGKILL)
-    return 0
+
+
+def write_each_beginning(path: str, frames: bytes, memory_path: str, turns: Connection) -> None:
+    """In a process that is smaller than pytest's, and so is forked faster: one more byte in each turn."""
+    fd = os.open(memory_path, os.O_RDWR)
+    for cut in range(len(frames) + 1):
+        turns.recv()
+        write_and_die(path, frames[:cut], fd)
+        turns.send(None)
 
 
 def test_a_sender_killed_at_each_byte_leaves_the_whole_frames_and_nothing_else(runtime: Path, held: Held) -> None:
@@ -75,11 +85,13 @@ def test_a_sender_killed_at_each_byte_leaves_the_whole_frames_and_nothing_else(r
     first = pack_frame(ME.encode(TensorMessage(1, (8,), "uint8", extents=[(2, 1)])), descriptors=1)
     second = pack_frame(ME.encode(TensorMessage(2, (5,), "uint8")), 5) + b"\1\2\3\4\5"
     receiver = TensorIpcReceiver(Encoder("worker 0.0", 100), address)
-    frames = first + second
+    frames, (turns, ends) = first + second, FORKS.Pipe()
+    writing = start(write_each_beginning, address.tensor_ipc, frames, f"/proc/{os.getpid()}/fd/{fd}", ends)
     for cut in range(len(frames) + 1):
         arrivals: list[Received | Failed] = []
-        child = write_and_die(address.tensor_ipc, frames[:cut], fd)
-        os.waitpid(child, 0)
+        turns.send(None)
+        assert turns.poll(PATIENCE)
+        turns.recv()
         pump(receiver, arrivals.append, PATIENCE)  # accepts it
         serve(receiver, arrivals, 0)
         numbers = [arrival.message.number for arrival in arrivals]
@@ -88,6 +100,9 @@ def test_a_sender_killed_at_each_byte_leaves_the_whole_frames_and_nothing_else(r
         if numbers:
             assert arrivals[0].rows(0, 8).tolist() == list(range(8))
         del arrivals
+    kill(writing)
+    turns.close()
+    ends.close()
     receiver.close_streams()
     os.close(fd)
     assert held.is_baseline()

@@ -48,10 +48,12 @@ class World:
     def tokens(self, backend: AttentionBackend, graphs: DecodeGraphs | None) -> dict[str, list[int]]:
         """Of requests that end one after the other, so that the steps get smaller; one restarts in other blocks."""
         media = tiny.MemoryMedia()
-        names = ("text", "short", "block") if INTERPRETED else ("image", "text", "two", "short", "block")
-        requests = [new for new in tiny.mixed_requests(media, self.family) if new.request_id in names]
+        requests = [new for new in tiny.mixed_requests(media, self.family) if new.request_id != "video"]
+        if INTERPRETED:
+            prompts = {"short": [17], "half a block": [*range(3, 12)], "block": [*range(20, 36)]}
+            requests = [tiny.make_request(media, *prompt, self.family) for prompt in prompts.items()]
         steps = script.write_steps(requests, 4 if INTERPRETED else 20, 48, 16, BLOCKS, preempt_at=(3,))
-        assert max(len(step.chunks) for step in steps) == len(names)
+        assert max(len(step.chunks) for step in steps) == len(requests)
         return script.run(self.runner(media, backend, graphs), steps, ahead=1)
 
 
