@@ -1,8 +1,8 @@
 """Keeps text that clients write apart from the control tokens that the chat template writes.
 
 `<|im_end|>` in a message is text: it ends no turn. A mark is put after every character with which an added token may
-begin, such as `<`, before the template sees the text. So the added tokens of the rendered prompt are the template's; the
-tokens between them are those of the text without marks. Knows nothing of messages or templates.
+begin, such as `<`, before the template sees the text. So the added tokens of the rendered prompt are the template's;
+the tokens between them are those of the text without marks. Knows nothing of messages or templates.
 """
 
 from __future__ import annotations
