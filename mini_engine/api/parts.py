@@ -56,10 +56,6 @@ class PartSettings(Struct, frozen=True, kw_only=True):
     max_pixels: Count | None = None
     total_pixels: Count | None = None  # of a video: of every second frame, since two become one step
 
-    def __post_init__(self) -> None:
-        if self.fps is not None and self.nframes is not None:
-            raise ValueError("a part has either `fps` or `nframes`")
-
     @property
     def settings(self) -> dict[str, Any]:
         """Those that are set."""
@@ -89,7 +85,6 @@ class Part(PartSettings, frozen=True, kw_only=True):
     end: Any = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         sources = _SOURCES[self._kind]
         given = [name for name in _SOURCE_NAMES if getattr(self, name) is not None]
         if len(given) != 1 or given[0] not in sources:
@@ -98,6 +93,8 @@ class Part(PartSettings, frozen=True, kw_only=True):
             if getattr(self, name) is not None:
                 settings = ", ".join(PartSettings.__struct_fields__)
                 raise ValueError(f"`{name}` of a part is not supported; its settings are {settings}")
+        if self.fps is not None and self.nframes is not None:
+            raise ValueError("a part has either `fps` or `nframes`")
         if isinstance(self.video, list):
             frames = ",".join(frame.partition(",")[2] for frame in self.video)
             msgspec.structs.force_setattr(self, "video", f"data:video/jpeg;base64,{frames}")
