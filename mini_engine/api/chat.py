@@ -117,9 +117,9 @@ class ChatRenderer:
         grammar = after_thought(grammar) if in_thought else grammar
         return msgspec.structs.replace(chat, structured_outputs=StructuredOutputs(grammar=grammar))
 
-    def thought_parser(self, in_thought: bool) -> Callable[[], AnswerParser] | None:
-        """What makes the parser for the thought of each choice; None: there are no thoughts."""
-        return partial(AnswerParser, thoughts=True, in_thought=in_thought) if self._format.thoughts else None
+    def thought_parser(self, in_thought: bool) -> Callable[[], AnswerParser]:
+        """What makes the parser for the thought of each choice."""
+        return partial(AnswerParser, thoughts=self._format.thoughts, in_thought=in_thought)
 
     @property
     def placeholders(self) -> frozenset[int]:
