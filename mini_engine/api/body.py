@@ -47,28 +47,15 @@ def decode_body(body: bytes, kind: type[BodyT], served_names: Sequence[str]) -> 
 
 
 def _decode(body: bytes, kind: type[BodyT]) -> BodyT:
-    """The request in `body`, in which a field that is null is as good as absent, also an unknown one."""
-    while True:
-        try:
-            return _decoder(kind).decode(body)
-        except msgspec.ValidationError as error:
-            unknown = re.match(r"Object contains unknown field `.*?`(?: - at `\$\.([\w.]+)`)?$", str(error), re.DOTALL)
-            shorter = unknown and _without_nulls(body, unknown[1].split(".") if unknown[1] else [])
-            if not shorter:
-                raise
-            body = shorter
-
-
-def _without_nulls(body: bytes, path: Sequence[str]) -> bytes | None:
-    """`body` without null fields of the object at `path`; None: it has none."""
-    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    if path:
-        inner = _without_nulls(bytes(fields.get(path[0], b"{}")), path[1:])
-        kept = None if inner is None else {**fields, path[0]: msgspec.Raw(inner)}
-    else:
-        some = {name: value for name, value in fields.items() if bytes(value) != b"null"}
-        kept = some if len(some) < len(fields) else None
-    return None if kept is None else msgspec.json.encode(kept)
+    """The request in `body`, of which a field that is null is as good as absent, also an unknown one."""
+    try:
+        return _decoder(kind).decode(body)
+    except msgspec.ValidationError:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        given = {name: value for name, value in fields.items() if bytes(value) != b"null"}
+        if len(given) == len(fields):
+            raise
+        return _decoder(kind).decode(msgspec.json.encode(given))
 
 
 def check_model(name: str, served_names: Sequence[str]) -> None:

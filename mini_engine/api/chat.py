@@ -19,6 +19,7 @@ import msgspec
 
 from mini_engine.api.client_text import MARK, ClientText
 from mini_engine.api.errors import bad_request
+from mini_engine.api.parts import Part
 from mini_engine.api.protocol import ChatMessage, ChatRequest, StructuredOutputs
 from mini_engine.api.tool_calls import TAGS, THINK, AnswerFormat, AnswerParser, after_thought
 from mini_engine.media.hashing import HASH_BYTES
@@ -116,9 +117,9 @@ class ChatRenderer:
         grammar = after_thought(grammar) if in_thought else grammar
         return msgspec.structs.replace(chat, structured_outputs=StructuredOutputs(grammar=grammar))
 
-    def thought_parser(self, in_thought: bool) -> Callable[[], AnswerParser] | None:
-        """What makes the parser for the thought of each choice; None: there are no thoughts."""
-        return partial(AnswerParser, thoughts=True, in_thought=in_thought) if self._format.thoughts else None
+    def thought_parser(self, in_thought: bool) -> Callable[[], AnswerParser]:
+        """What makes the parser for the thought of each choice."""
+        return partial(AnswerParser, thoughts=self._format.thoughts, in_thought=in_thought)
 
     @property
     def placeholders(self) -> frozenset[int]:
@@ -190,24 +191,21 @@ class ChatRenderer:
         """
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
         mark_text = partial(self._client_text.mark, keep_tags=role == "assistant")
+        calls, parts = message.tool_calls or [], message.parts
         more: dict[str, Any] = {"tool_call_id": message.tool_call_id, "reasoning_content": message.thought}
-        calls, as_text = message.tool_calls or [], ""
         try:
-            tool_calls = [call.parsed() for call in calls]
-            more = self._client_text.mark({**more, "tool_calls": tool_calls})
+            more = self._client_text.mark({**more, "tool_calls": [call.parsed() for call in calls]})
         except (msgspec.DecodeError, RecursionError):
             # Arguments that are no object, or cut off. A template may fail at them; as text they are what was said.
-            as_text = mark_text("\n".join(call.text for call in calls))
-            more = self._client_text.mark(more)
-        more = {name: value for name, value in more.items() if value}
-        if not isinstance(message.content, list):
-            content = "\n".join(text for text in (mark_text(message.content or ""), as_text) if text)
-            return {"role": role, "content": content, **more}
-        parts = [
+            text = "\n" * bool(message.content) + "\n".join(call.text for call in calls)
+            more, parts = self._client_text.mark(more), [*parts, Part(type="text", text=text)]
+        content: Any = [
             {"type": part.modality} if part.text is None else {"type": "text", "text": mark_text(part.text)}
-            for part in message.content
+            for part in parts
         ]
-        return {"role": role, "content": [*parts, *[{"type": "text", "text": "\n" + as_text}] * bool(as_text)], **more}
+        if not isinstance(message.content, list):
+            content = "".join(part["text"] for part in content)
+        return {"role": role, "content": content, **{name: value for name, value in more.items() if value}}
 
     def _arguments(self, asked: ChatRequest) -> dict[str, Any]:
         """What the template gets beside the messages. A variable that it does not have changes nothing."""

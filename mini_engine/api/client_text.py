@@ -1,14 +1,13 @@
 """Keeps text that clients write apart from the control tokens that the chat template writes.
 
-`<|im_end|>` in a message is text: it ends no turn. A mark is put into every such place before the template sees it, so
-that the added tokens of the rendered prompt are the template's; the tokens between them are those of the text without
-marks. Knows nothing of messages or templates.
+`<|im_end|>` in a message is text: it ends no turn. A mark is put after every character with which an added token may
+begin, such as `<`, before the template sees the text. So the added tokens of the rendered prompt are the template's;
+the tokens between them are those of the text without marks. Knows nothing of messages or templates.
 """
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Collection
 from typing import Any
 
@@ -24,24 +23,22 @@ class ClientText:
 
     Args:
         tokenizer: stays unchanged; threads may share it.
-        tags: added tokens that `mark` leaves as they are, where it is asked to.
+        tags: texts that `mark` leaves as they are, where it is asked to.
     """
 
-    def __init__(self, tokenizer: Tokenizer, tags: Collection[str] = ()) -> None:
-        added = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
-        # One character, such as a line break, is a token or text alike.
-        self._ids = {content: token_id for content, token_id in added.items() if len(content) > 1}
-        self._marked = _beginnings(self._ids)
-        self._marked_without_tags = _beginnings(self._ids.keys() - set(tags))
-        longest_first = sorted(self._ids, key=len, reverse=True)
-        self._tokens = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    def __init__(self, tokenizer: Tokenizer, tags: Collection[str]) -> None:
+        self._ids = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+        beginnings = "".join(sorted({re.escape(content[0]) for content in self._ids}))
+        tag_ends = "|".join(re.escape(tag[1:]) for tag in tags)
+        self._marked = re.compile(f"[{MARK}{beginnings}]")
+        self._marked_without_tags = re.compile(f"{MARK}|[{beginnings}](?!{tag_ends})")
+        self._tokens = re.compile("|".join(map(re.escape, sorted(self._ids, key=len, reverse=True))))
         self._tokenizer = tokenizer
         self._plain = Tokenizer(tokenizer.model)  # shares the vocabulary, has no added tokens
         self._plain.normalizer, self._plain.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
 
     def mark(self, value: Any, *, keep_tags: bool = False) -> Any:
-        """`value`, a JSON value that a client wrote, with marks in its strings and its keys: in each added token, and
-        in the beginning of one at the end of a string, since templates write strings side by side."""
+        """`value`, a JSON value that a client wrote, with marks in its strings and its keys."""
         if isinstance(value, str):
             return (self._marked_without_tags if keep_tags else self._marked).sub(rf"\g<0>{MARK}", value)
         if isinstance(value, list):
@@ -63,24 +60,3 @@ class ClientText:
 
     def _encode_plain(self, text: str) -> list[int]:
         return self._plain.encode(_MARKS.sub(r"\1", text), add_special_tokens=False).ids if text else []
-
-
-def _beginnings(tokens: Collection[str]) -> re.Pattern[str]:
-    """Matches the first character of each of `tokens`, of each of their beginnings at the end of a text, and a mark."""
-    places = [f"{re.escape(first)}(?={_tree(rests)})" for first, rests in _by_first(tokens)]
-    return re.compile("|".join([MARK, *places]))
-
-
-def _tree(texts: Collection[str]) -> str:
-    """A pattern of `texts`, or of the beginning of one at the end, that looks at each character once."""
-    if "" in texts:
-        return ""
-    branches = [re.escape(first) + _tree(rests) for first, rests in _by_first(texts)]
-    return "(?:" + "|".join([r"\Z", *branches]) + ")"
-
-
-def _by_first(texts: Collection[str]) -> list[tuple[str, set[str]]]:
-    rests: dict[str, set[str]] = defaultdict(set)
-    for text in texts:
-        rests[text[:1]].add(text[1:])
-    return sorted(rests.items())

@@ -47,9 +47,9 @@ class Sample:
 
     def __init__(
         self, index: int, request_id: str, asked: GenerationRequest, sampling: SamplingParams, vocabulary: Vocabulary,
-        thoughts: AnswerParser | None = None,
+        thoughts: AnswerParser,
     ):  # fmt: skip
-        """`thoughts` splits the thought from the text; None: the answer has none."""
+        """`thoughts` splits the thought from the text."""
         include_stop = bool(asked.include_stop_str_in_output)
         self.index = index
         self.request_id = request_id
@@ -106,12 +106,9 @@ class Sample:
 
     def _split(self, decoded: str, last: bool = False) -> tuple[str, str]:
         """What `decoded` adds to the thought, and to the text, where stop strings count."""
-        thought, text = "", decoded
-        if self._thoughts is not None:
-            parts: dict[str, str] = dict(self._thoughts.push(decoded, last))
-            thought, text = parts.get("reasoning_content", ""), parts.get("content", "")
-        text = self._stops.push(text, exempt=self.completion_tokens <= self._min_tokens)
-        return thought, text + (self._stops.finish() if last else "")
+        parts: dict[str, str] = dict(self._thoughts.push(decoded, last))
+        text = self._stops.push(parts.get("content", ""), exempt=self.completion_tokens <= self._min_tokens)
+        return parts.get("reasoning_content", ""), text + (self._stops.finish() if last else "")
 
     def end(self) -> None:
         """There are no more pieces; outputs that were not taken are dropped."""
@@ -131,7 +128,7 @@ class Generation:
         first_index: of its choices.
         media: what the response says of the images and videos, in the order of the prompt.
         warnings: what the answer does not rest on, such as the missing part of a video.
-        make_thoughts: makes what splits the thought of each choice from its text; None: the answers have none.
+        make_thoughts: makes what splits the thought of each choice from its text.
     """
 
     def __init__(
@@ -144,14 +141,14 @@ class Generation:
         first_index: int = 0,
         media: Sequence[dict[str, Any]] = (),
         warnings: Sequence[str] = (),
-        make_thoughts: Callable[[], AnswerParser] | None = None,
+        make_thoughts: Callable[[], AnswerParser] = AnswerParser,
     ):
         ids = [request.request_id, *(sibling.request_id for sibling in request.siblings)]
         # Not the request itself: its tensors would stay in memory until the last token.
         self.request_id, self.num_prompt_tokens = request.request_id, len(request.prompt_token_ids)
         self.clock = clock
         self.samples = {
-            each: Sample(index, each, asked, request.sampling, vocabulary, make_thoughts and make_thoughts())
+            each: Sample(index, each, asked, request.sampling, vocabulary, make_thoughts())
             for index, each in enumerate(ids, first_index)
         }
         self.finish_at_engine: FinishAtEngine | None = None  # of the engine that was sent the request

@@ -5,6 +5,7 @@ Knows nothing of requests; how a grammar acts on the choice of tokens is in `wor
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Sequence
@@ -27,7 +28,10 @@ MAX_GRAMMAR = 100_000  # characters; llguidance takes a tenth of a second for so
 def json_value(schema: dict[str, Any], spacing: dict[str, Any] = SPACING) -> str:
     """JSON that is valid under a JSON schema, as a part of a grammar. An object that names `properties` takes no others
     unless the schema says so: a model could go on inventing them."""
-    return f"%json {json.dumps({**_close_objects(schema), 'x-guidance': spacing})}"
+    # Of a malformed schema llguidance says what is wrong.
+    with contextlib.suppress(ValueError, AttributeError, TypeError, RecursionError):
+        schema = _closed(schema)
+    return f"%json {json.dumps({**schema, 'x-guidance': spacing})}"
 
 
 def json_grammar(schema: dict[str, Any]) -> str:
@@ -57,26 +61,15 @@ def problem_with(grammar: str) -> str | None:
     return " ".join(reason.split())[:300]
 
 
-def _close_objects(schema: dict[str, Any]) -> dict[str, Any]:
-    """Unchanged is a schema with an object that several schemas are about; and a malformed one: llguidance says how."""
-    try:
-        return _closed(schema)
-    except (_CombinedError, AttributeError, TypeError, RecursionError):
-        return schema
-
-
-class _CombinedError(Exception):
-    """What properties an object may have, no one schema says."""
-
-
 def _closed(schema: Any) -> Any:
-    """A schema, or a list of them, with its objects closed."""
+    """A schema, or a list of them, with its objects closed. Raises ValueError where several schemas are about one
+    object: no one of them names all of its properties. Raises others for what is no schema."""
     if isinstance(schema, list):
         return [_closed(inner) for inner in schema]
     if not isinstance(schema, dict):
         return schema
     if len(COMBINING & schema.keys()) > 1 or len(schema.get("allOf", ())) > 1:
-        raise _CombinedError
+        raise ValueError("combined")
     closed = {key: _closed(value) if key in SUBSCHEMAS else value for key, value in schema.items()}
     for key in NAMED_SUBSCHEMAS & schema.keys():
         closed[key] = {name: _closed(inner) for name, inner in schema[key].items()}

@@ -34,8 +34,8 @@ def hash_key(settings: MediaSettings, modality: Modality, frames: Frames | None 
     """All that a media hash covers of an item but its bytes and the model, of which a server has one."""
     of_videos = [repr(settings.sampling), settings.video_tokens] if modality == "video" else []
     # JSON separates the parts: no two different lists have the same text.
-    parts = json.dumps([modality, of_videos, settings.processor_kwargs, repr(frames)], sort_keys=True)
-    return hashlib.blake2b(parts.encode(), digest_size=32).digest()
+    parts = [modality, of_videos, settings.processor_kwargs, settings.bounds, repr(frames)]
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=32).digest()
 
 
 class _Size(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -160,10 +160,7 @@ class MediaSettingsResolver:
         calls: Mapping[Kind, Kwargs] = _tuned(ref.name, shared.calls, given, most_pixels)
         if is_video and self._processor.times_frames:
             calls = shared.calls  # which bound all frames together; `bounds` are of each
-        kwargs = {**shared.processor_kwargs, "part": bounds} if bounds else shared.processor_kwargs
-        return replace(
-            shared, sampling=sampling, processor_kwargs=kwargs, calls=calls, bounds=bounds if is_video else {}
-        )
+        return replace(shared, sampling=sampling, calls=calls, bounds=bounds)
 
     def fitted(self, settings: MediaSettings, video_tokens: int) -> MediaSettings:
         """`settings` by which a video has at most so many tokens: smaller frames, and fewer where they are smallest."""

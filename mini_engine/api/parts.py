@@ -14,21 +14,15 @@ from mini_engine.media.sampling import Count, Rate, Seconds
 from mini_engine.messages import Modality
 
 # By the kind of a part: the fields of which it has one.
-SOURCES = {
+_SOURCES = {
     "text": ("text",),
     "image": ("image_url", "image", "url"),
     "video": ("video_url", "video", "url"),
     "file": ("file",),
 }
-_SOURCE_NAMES = tuple(dict.fromkeys(name for names in SOURCES.values() for name in names))
-ALTERNATIVES = {
-    "resized_height": "min_pixels and max_pixels",
-    "resized_width": "min_pixels and max_pixels",
-    "raw_fps": "sample_fps",
-    "num_frames": "nframes",
-    "start": "video_start",
-    "end": "video_end",
-}  # to settings that are not supported in a part
+_SOURCE_NAMES = tuple(dict.fromkeys(name for names in _SOURCES.values() for name in names))
+# Settings of qwen_vl_utils, or of a whole request, that a part does not have.
+_UNSUPPORTED = ("resized_height", "resized_width", "raw_fps", "num_frames", "start", "end")
 
 
 class MediaUrl(Struct, frozen=True):
@@ -62,10 +56,6 @@ class PartSettings(Struct, frozen=True, kw_only=True):
     max_pixels: Count | None = None
     total_pixels: Count | None = None  # of a video: of every second frame, since two become one step
 
-    def __post_init__(self) -> None:
-        if self.fps is not None and self.nframes is not None:
-            raise ValueError("a part has either `fps` or `nframes`")
-
     @property
     def settings(self) -> dict[str, Any]:
         """Those that are set."""
@@ -95,14 +85,16 @@ class Part(PartSettings, frozen=True, kw_only=True):
     end: Any = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        sources = SOURCES[self._kind]
+        sources = _SOURCES[self._kind]
         given = [name for name in _SOURCE_NAMES if getattr(self, name) is not None]
         if len(given) != 1 or given[0] not in sources:
             raise ValueError(f"a part of the type {self.type} has `{'` or `'.join(sources)}`, and nothing else")
-        for name, alternative in ALTERNATIVES.items():
-            if getattr(self, name) is not None and self.text is None:
-                raise ValueError(f"`{name}` of a part is not supported; set {alternative}")
+        for name in _UNSUPPORTED if self.text is None else ():
+            if getattr(self, name) is not None:
+                settings = ", ".join(PartSettings.__struct_fields__)
+                raise ValueError(f"`{name}` of a part is not supported; its settings are {settings}")
+        if self.fps is not None and self.nframes is not None:
+            raise ValueError("a part has either `fps` or `nframes`")
         if isinstance(self.video, list):
             frames = ",".join(frame.partition(",")[2] for frame in self.video)
             msgspec.structs.force_setattr(self, "video", f"data:video/jpeg;base64,{frames}")

@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from mini_engine.media.containers import declared_size
 from mini_engine.media.errors import MediaError
 from mini_engine.media.frames import Allocate, FrameRows
 from mini_engine.media.image import to_rgb
-from mini_engine.media.limits import Guard
+from mini_engine.media.limits import UNREADABLE, Guard
 from mini_engine.media.sampling import VideoFacts, VideoSampling
 from mini_engine.media.video import NO_FRAME, Timeline
 
@@ -32,62 +31,44 @@ def is_animation(data: mmap.mmap) -> bool:
 def decode_animation(
     data: mmap.mmap, sampling: VideoSampling, guard: Guard, allocate: Allocate, probe: bool = False
 ) -> tuple[NDArray[np.uint8], VideoFacts]:
-    """As `video.decode_video`. Transparency is laid over white."""
+    """As `video.decode_video`, but the file must be whole. Transparency is laid over white."""
     width, height = (1 + int.from_bytes(data[place : place + 3], "little") for place in (24, 27))
     guard.check_size("max_frame_pixels", width, height)
-    if (size := declared_size(data)) > len(data):
-        guard.add_damage(f"{len(data)} of at least {size} bytes are there")
-    starts, end = _starts(data, guard)
-    # Without what is incomplete; and transparent, as it is where no frame covers the canvas, whatever the flag says.
-    flags = bytes([data[20] | _ALPHA])
-    file = io.BytesIO(b"".join((data[:4], (end - 8).to_bytes(4, "little"), data[8:20], flags, data[21:end])))
-    promised = count = len(starts) - 1
-    while count:
-        timeline = Timeline(starts[:count], 1 / starts[1], sampling, guard)
-        timeline.check_length()
-        indices = timeline.indices()
-        if probe:
-            return timeline.measure(indices, width, height, allocate), timeline.facts(indices, promised)
-        frames = FrameRows(indices.tolist(), guard, allocate)
-        readable = _decode(file, indices.tolist(), frames, guard)
-        if readable > indices[-1]:
-            return frames.take(indices.tolist()), timeline.facts(indices, promised)
-        guard.add_damage(f"frame {readable} cannot be decoded")
-        count = readable
-    raise MediaError(guard.item, NO_FRAME)
-
-
-def _starts(data: mmap.mmap, guard: Guard) -> tuple[list[float], int]:
-    """When each whole frame is shown, in seconds, and when the last one ends; and where it ends in the file."""
-    starts, place = [0], 12
-    while place + 8 <= len(data):
-        guard.tick()
-        size = int.from_bytes(data[place + 4 : place + 8], "little")
-        end = place + 8 + size + size % 2
-        if end > len(data):
-            break
-        if data[place : place + 4] == b"ANMF":
-            guard.check("max_video_frames", len(starts), "frames", "a shorter video")
-            duration = int.from_bytes(data[place + 20 : place + 23], "little")
-            starts.append(starts[-1] + (duration if duration >= _SHORTEST else _USUAL))
-        place = end
-    return [start / 1000 for start in starts], place
-
-
-def _decode(file: io.BytesIO, indices: list[int], frames: FrameRows, guard: Guard) -> int:
-    """Offers the frames at `indices` to `frames`. Returns how many frames of the file can be decoded, up to the last of
-    these."""
-    wanted, place = set(indices), 0
+    times = _times(data, guard)
+    timeline = Timeline(times[:-1], 1 / times[1], sampling, guard)
+    indices = timeline.indices()
+    facts = timeline.facts(indices)
+    if probe:
+        return timeline.measure(indices, width, height, allocate), facts
+    frames = FrameRows(indices.tolist(), guard, allocate)
     try:
+        # As if it had transparency, as it has where no frame covers the canvas, whatever its flag says.
+        file = io.BytesIO(b"".join((data[:20], bytes([data[20] | _ALPHA]), data[21:])))
         with Image.open(file, formats=["WEBP"]) as image:
             for place in range(indices[-1] + 1):
                 guard.tick()
                 image.seek(place)
                 image.load()
-                if place in wanted:
+                if place in indices:
                     frames.offer(place, av.VideoFrame.from_ndarray(np.asarray(to_rgb(image)), "rgb24"))
     except (MediaError, MemoryError):
         raise
-    except Exception:  # noqa: BLE001 - what Pillow raises depends on the damage
-        return place
-    return place + 1
+    except Exception as error:  # noqa: BLE001 - what Pillow raises depends on the damage
+        raise MediaError(guard.item, UNREADABLE) from error
+    return frames.take(indices.tolist()), facts
+
+
+def _times(data: mmap.mmap, guard: Guard) -> list[float]:
+    """When each frame is shown, in seconds, and when the last one ends."""
+    ends, place = [0], 12
+    while place + 8 <= len(data):
+        guard.tick()
+        if data[place : place + 4] == b"ANMF":
+            guard.check("max_video_frames", len(ends), "frames", "a shorter video")
+            duration = int.from_bytes(data[place + 20 : place + 23], "little")
+            ends.append(ends[-1] + (duration if duration >= _SHORTEST else _USUAL))
+        size = int.from_bytes(data[place + 4 : place + 8], "little")
+        place += 8 + size + size % 2
+    if len(ends) == 1:
+        raise MediaError(guard.item, NO_FRAME)
+    return [end / 1000 for end in ends]

@@ -35,10 +35,10 @@ class MediaSettings:
     """How media are sampled and processed: by the model itself, by the server, or for one request."""
 
     sampling: VideoSampling
-    processor_kwargs: Kwargs  # as given, JSON values: what a media hash covers
+    processor_kwargs: Kwargs  # as given, JSON values, for the media hash
     calls: Mapping[Kind, Kwargs]  # the arguments of the processor's two halves
     video_tokens: int | None = None  # of a video at most: its frames get smaller, and `sampling` takes fewer
-    # Of a video whose part has min_pixels, max_pixels or total_pixels, as qwen_vl_utils means them: of frames, not all.
+    # A part's min_pixels, max_pixels and total_pixels. Of a video they are of its frames, as qwen_vl_utils has it.
     bounds: Mapping[str, int] = field(default_factory=dict)
 
     def measuring(self) -> "MediaSettings":

@@ -90,12 +90,9 @@ class Timeline:
         measured = (len(self.times) - 1) / span
         return self.header_rate if abs(measured - self.header_rate) < 0.02 * self.header_rate else measured
 
-    def check_length(self) -> None:
-        """Raises MediaError."""
-        self.guard.check("max_video_seconds", self.times[-1] - self.times[0], "seconds", "a shorter video")
-
     def indices(self) -> NDArray[np.int64]:
-        """Of the frames to keep, ascending. Raises MediaError."""
+        """Of the frames to keep, ascending. Raises MediaError, also for a video that is too long."""
+        self.guard.check("max_video_seconds", self.times[-1] - self.times[0], "seconds", "a shorter video")
         try:
             return self.sampling.indices(self.times, self.fps, self.guard.limits.max_video_frames_kept)
         except ValueError as error:
@@ -107,7 +104,7 @@ class Timeline:
         width, height = self.guard.fitting_size(len(indices), width, height)
         return allocate((len(indices), height, width))
 
-    def facts(self, indices: NDArray[np.int64], promised: int) -> VideoFacts:
+    def facts(self, indices: NDArray[np.int64], promised: int = 0) -> VideoFacts:
         """What there is to know when the frames at `indices` are kept. `promised`: as many as the file should have."""
         count = len(self.times)
         of = f" of {promised}" if promised > count else ""
@@ -143,7 +140,6 @@ class _Decode:
         if not len(self.packets.stamps):
             raise MediaError(self.guard.item, NO_FRAME)
         promised, timeline = len(self.packets.stamps), self._timeline(self.packets.stamps)
-        timeline.check_length()
         indices = timeline.indices()
         if probe and self.packets.can_seek and not self.guard.damage:
             pixels = timeline.measure(indices, self.codec.width, self.codec.height, self.allocate)

@@ -1,14 +1,13 @@
 """Grammars: which tokens may come next in an output, and how that changes the logits; by llguidance.
 
 A `Constraint` follows the output of one sequence. Where the grammar may end, all of the request's stop tokens may come:
-llguidance knows one end token of the model, and is never told of an end. The numbers of JSON are limited to 64 bits.
+llguidance knows one end token of the model, and learns of no end. The numbers of JSON are limited to 64 bits.
 Knows nothing of sequences or steps.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,37 +25,23 @@ from mini_engine.messages import SamplingParams
 MASKED = -3.4e38  # added to a logit: exp of the sum is 0, and unlike infinity it can be multiplied by 0
 COMPILED = 32  # grammars that are kept: compiling one takes milliseconds, copying it microseconds
 
-# What a JSON text need not keep to tell whether a string (group 1) or a number is open at its end, and which number.
-_READ = re.compile(rb'(?s)\A(?:"(?:[^"\\]|\\.)*"|[^"0-9-]|[0-9-][0-9.eE+-]*(?=[^0-9.eE+-]))*(?:(")(?:[^"\\]|\\.)*)?')
-_NUMBER = re.compile(rb"(-?[0-9]+)(?:\.([0-9]*))?(?:[eE][+-]?([0-9]*))?")
-
-
-def fits_64_bits(number: bytes) -> bool:
-    """Whether a JSON number that begins so, up to a digit, is an int64 or a finite double of at most 17 decimals."""
-    parts = _NUMBER.fullmatch(number)
-    if parts is None:
-        return True  # not in JSON, such as a date in a thought
-    whole, decimals, exponent = parts[1], parts[2] or b"", parts[3] or b""
-    if len(whole) > 20 or len(decimals) > 17 or len(exponent) > 3:
-        return False
-    return -(2**63) <= int(whole) < 2**63 and math.isfinite(float(number))
+# A number of JSON, perhaps incomplete, at the end of an output. A quote or a letter before it shows that it is none.
+_NUMBER = re.compile(rb'(?<![\w".+-])-?[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]*)?\Z')
+_LIMITED = re.compile(rb"(-?[0-9]{1,19})(?:\.[0-9]{0,17})?(?:[eE][+-]?[0-9]{0,2})?")
+_NUMBER_TOKENS = 48  # more than a limited number has
 
 
 class Constraint:
     """How far an output follows its grammar.
 
     Attributes:
-        number: the number at the end of the output so far, if it is JSON and the number may go on; else empty.
+        last_tokens: of the output so far, where a number of JSON may end; empty: the grammar has no JSON.
     """
 
-    def __init__(self, matcher: LLMatcher, stop_token_ids: list[int], tokenizer: LLTokenizer | None) -> None:
-        """`tokenizer`: if the grammar has JSON."""
-        self.matcher, self.stop_token_ids, self._tokenizer = matcher, stop_token_ids, tokenizer
-        self._num_matched, self._unread = 0, b""
-
-    @property
-    def number(self) -> bytes:
-        return b"" if self._unread.startswith(b'"') else self._unread
+    def __init__(self, matcher: LLMatcher, stop_token_ids: list[int], has_json: bool) -> None:
+        self.matcher, self.stop_token_ids, self._has_json = matcher, stop_token_ids, has_json
+        self.last_tokens: list[int] = []
+        self._num_matched = 0
 
     @property
     def error(self) -> str:
@@ -69,21 +54,13 @@ class Constraint:
         call. False: it has ended, or cannot be followed; its next token does not matter."""
         if len(output) < self._num_matched:
             self.matcher.rollback(self._num_matched - len(output))
-            self._num_matched, self._unread = len(output), b""
-            self._read(output.tolist())
+            self._num_matched = len(output)
         tokens = output[self._num_matched :].tolist()
         if not set(tokens).isdisjoint(self.stop_token_ids):
             return False
         self._num_matched = len(output)
-        self._read(tokens)
+        self.last_tokens = output[-_NUMBER_TOKENS:].tolist() if self._has_json else []
         return bool(self.matcher.consume_tokens(tokens))
-
-    def _read(self, tokens: list[int]) -> None:
-        if self._tokenizer is not None:
-            for token in tokens:
-                # One such as </think> ends a text whose quotes need not be paired.
-                is_special, text = self._tokenizer.is_special_token(token), self._tokenizer.decode_bytes([token])
-                self._unread = b"" if is_special else _READ.sub(rb"\1", self._unread + text, count=1)
 
 
 class Masks(NamedTuple):
@@ -112,17 +89,15 @@ class Grammars:
     def __init__(self, path: Path, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = LLTokenizer(str(path)), vocab_size
         self._executor = LLExecutor(max(2, torch.get_num_threads()))
-        # The digits that each token begins with.
-        texts = (self._tokenizer.decode_bytes([token]) for token in range(self._tokenizer.vocab_size))
-        self._num_digits = np.array([len(text) - len(text.lstrip(b"0123456789")) for text in texts], dtype=np.uint16)
-        self._nines = b"9" * int(self._num_digits.max())
+        texts = ((token, self._tokenizer.decode_bytes([token])) for token in range(self._tokenizer.vocab_size))
+        self._digits = [(token, found[0]) for token, text in texts if (found := re.match(rb"[0-9]+", text))]
         self._quote = self._tokenizer.greedy_tokenize('"')[0]
         self._compile = functools.lru_cache(COMPILED)(self._compile_grammar)
 
     def constrain(self, params: SamplingParams) -> Constraint:
         """The constraint of a new output."""
-        tokenizer = self._tokenizer if "%json" in params.grammar else None
-        return Constraint(self._compile(params.grammar).deep_copy(), params.stop_token_ids, tokenizer)
+        matcher = self._compile(params.grammar).deep_copy()
+        return Constraint(matcher, params.stop_token_ids, has_json="%json" in params.grammar)
 
     def bars(self, constraints: Sequence[Constraint]) -> Tensor:
         """uint8 `[n, at least vocab_size]` on the CPU: 1 where a token does not follow in the grammar."""
@@ -135,25 +110,25 @@ class Grammars:
         for constraint, row in zip(constraints, barred, strict=True):
             if not row[end]:  # so the grammar may end
                 row[end], row[constraint.stop_token_ids] = 1, 0
-            if constraint.number and row[self._quote]:  # else it is of a thought or a text
-                self._limit_number(constraint.number, row)
+            if constraint.last_tokens and row[self._quote]:  # else it is in a string or a thought
+                self._limit_number(constraint.last_tokens, row)
         return torch.from_numpy(barred)
 
-    def _limit_number(self, number: bytes, barred: np.ndarray) -> None:
-        """Bar the digits with which the number has more than 64 bits, unless nothing else can follow: a model could
-        write digits for ever, and some schemas ask for more."""
-        if fits_64_bits(number + self._nines):
-            return
-        room = max((n for n in range(1, 20) if fits_64_bits(number + b"0" * n)), default=0)
-        too_long = self._num_digits > room
-        if room and not fits_64_bits(number + b"9" * room):
-            for token in np.flatnonzero(self._num_digits == room).tolist():
-                too_long[token] = not fits_64_bits(number + self._tokenizer.decode_bytes([token])[:room])
-        limited = barred.copy()
-        limited[: len(too_long)] |= too_long
-        if not limited.all():
-            barred[:] = limited
+    def _limit_number(self, output: list[int], barred: np.ndarray) -> None:
+        """Bar the digits with which a number at the end of `output` is too long: a model could write digits for ever.
+        Where nothing else can follow, the schema asks for them."""
+        if number := _NUMBER.search(self._tokenizer.decode_bytes(output)):
+            limited = barred.copy()
+            limited[[token for token, digits in self._digits if not _is_limited(number[0] + digits)]] = 1
+            if not limited.all():
+                barred[:] = limited
 
     def _compile_grammar(self, grammar: str) -> LLMatcher:
         # An error is for the client, without the parser's state; and no limit of a grammar may end the worker.
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+
+
+def _is_limited(number: bytes) -> bool:
+    """Whether a number of JSON that begins so has at most 64 bits, 17 decimals, and two digits of an exponent."""
+    found = _LIMITED.fullmatch(number)
+    return found is not None and abs(int(found[1])) < 2**63

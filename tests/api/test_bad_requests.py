@@ -87,7 +87,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     ({"continue_final_message": True, "add_generation_prompt": True}, VALUE, "messages", "not compatible"),
     ({"echo": 0}, UNSUPPORTED, "echo", "send false"),
     ({"media_io_kwargs": {"audio": {}}}, VALUE, "media_io_kwargs", "'audio'"),
-    ({"messages": None}, VALUE, "messages", "got `null`"),
+    ({"messages": None}, MISSING, "messages", "Missing required parameter"),
     ({"messages": []}, VALUE, "messages", "length >= 1"),
     (message(role="user"), VALUE, "messages[0]", "needs `content`"),
     (message(role="assistant", function_call={}), VALUE, "messages[0].function_call", "expected `null`"),
@@ -139,7 +139,7 @@ async def test_errors_name_the_field_and_what_it_may_hold(served: Served) -> Non
 
 async def test_null_ignored_and_neutral_values_change_nothing(served: Served) -> None:
     nothing = dict.fromkeys({*ChatRequest.__struct_fields__, "audio", "functions"} - {"model", "messages"})
-    neutral: dict[str, Any] = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text", "schema": None}}
+    neutral: dict[str, Any] = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}}
     neutral |= {"echo": False, "verbosity": "low", "store": True, "metadata": {}, "service_tier": "flex"}
     neutral |= {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False, "mood": 1}}
     cached = {"cache_control": {"type": "ephemeral"}}

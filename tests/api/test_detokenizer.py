@@ -47,8 +47,8 @@ def read(
 ) -> Piece:  # fmt: skip
     """The answer that these tokens are, `size` of them in each piece, up to the one that completes a stop string; each
     token is listed."""
-    request = CompletionRequest(prompt="", **asked)
-    sample = Sample(0, "r", request, SamplingParams(99, 1, logprobs=0, **sampling or {}), vocabulary, thoughts)
+    request, params = CompletionRequest(prompt="", **asked), SamplingParams(99, 1, logprobs=0, **sampling or {})
+    sample = Sample(0, "r", request, params, vocabulary, thoughts or AnswerParser())
     pieces: list[Piece] = []
     for start in range(0, max(len(ids), 1), size):
         part, is_last = ids[start : start + size], start + size >= len(ids)

@@ -1,7 +1,6 @@
 """Which frames come out of an animated WebP, and which files are refused. The reference is what was encoded."""
 
 import io
-import re
 
 import numpy as np
 import pytest
@@ -82,25 +81,13 @@ def test_limits_name_their_flag(limit: dict[str, float], probe: bool) -> None:
         decode_video(DATA, ALL, DecodeLimits(**limit), probe=probe)
 
 
-def test_of_a_truncated_one_the_whole_frames_are_served_where_that_is_allowed() -> None:
-    ends = [match.start() for match in re.finditer(b"ANMF", DATA)][1:]  # of each frame but the last
-    for place in (*range(30, len(DATA), 40), *ends, len(DATA) - 1):
-        with pytest.raises(MediaError, match=f"^video 1: the file is truncated or damaged: {place} of at least"):
-            decode_video(DATA[:place], ALL)
-        if whole := sum(end <= place for end in ends):
-            decoded = decode_video(DATA[:place], ALL, allow_partial=True)
-            np.testing.assert_array_equal(decoded.frames, FRAMES[:whole])
-            assert decoded.facts.missing == f"{place} of at least {len(DATA)} bytes are there; {whole} frames were read"
-
-
-def test_of_a_damaged_one_the_frames_before_are_served_where_that_is_allowed() -> None:
+@pytest.mark.parametrize("allow_partial", [False, True])
+def test_a_truncated_or_damaged_one_is_refused(allow_partial: bool) -> None:
     parts = DATA.split(b"ANMF")
     parts[6] = parts[6][:40] + b"\x55" * len(parts[6][40:])
-    with pytest.raises(MediaError, match="^video 1: the file is truncated or damaged: frame 5 cannot be decoded; send"):
-        decode_video(b"ANMF".join(parts), ALL)
-    decoded = decode_video(b"ANMF".join(parts), ALL, allow_partial=True)
-    np.testing.assert_array_equal(decoded.frames, FRAMES[:5])
-    assert decoded.facts.missing == "frame 5 cannot be decoded; 5 of 21 frames were read"
+    for data in (*(DATA[:place] for place in range(60, len(DATA), 40)), DATA[:-1], b"ANMF".join(parts)):
+        with pytest.raises(MediaError, match="^video 1: .* damaged"):
+            decode_video(data, ALL, allow_partial=allow_partial)
 
 
 def test_without_a_frame() -> None:

@@ -100,10 +100,10 @@ def follows(grammar: str, text: str) -> bool:
     return True
 
 
-INTEGERS = [f"{2**63 - 1}", f"{-(2**63)}", "-0", "9" * 18]
-LONG = [f"{2**63}", f"{-(2**63) - 1}", "1" * 41]
-DOUBLES = [*INTEGERS, "6.02e23", "6.6e-34", "1.7e308", "1E+5", "0." + "1" * 17]
-LONG_DOUBLES = [*LONG, "1.8e308", "1e-0001", "0." + "1" * 18, "0." + "1" * 41]
+INTEGERS = [f"{2**63 - 1}", f"{1 - 2**63}", "-0", "9" * 18]
+LONG = [f"{2**63}", f"{-(2**63)}", "1" * 41]
+DOUBLES = [*INTEGERS, "6.02e23", "6.6e-34", "1E+5", "0." + "1" * 17]
+LONG_DOUBLES = [*LONG, "1e100", "1e-001", "0." + "1" * 18, "0." + "1" * 41]
 INTEGER = {"type": "integer"}
 TREE = {"properties": {"type": INTEGER, "$ref": {"items": {"$ref": "#"}}}, "required": ["type"]}
 
@@ -136,8 +136,8 @@ DIGITS = ["80", "807", "808", "0" * 16]
 
 
 @pytest.mark.parametrize(("number", "may_follow"), [
-    ("12", DIGITS), ("1.5", DIGITS), ("9223372036854775", ["80", "807"]), ("-9223372036854775", ["80", "807", "808"]),
-    ("92233720368547758", []), ("0." + "1" * 15, ["80"]), ("1e", ["80"]), ("1e-", ["80", "807", "808"]),
+    ("12", DIGITS), ("1.5", DIGITS), ("9223372036854775", ["80", "807"]), ("-9223372036854775", ["80", "807"]),
+    ("92233720368547758", []), ("0." + "1" * 15, ["80"]), ("1e", ["80"]), ("1e-", ["80"]),
 ])  # fmt: skip
 def test_tokens_of_several_digits(number, may_follow, tmp_path):
     """In the place of the last words of the vocabulary."""
