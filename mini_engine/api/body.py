@@ -51,11 +51,15 @@ def _decode(body: bytes, kind: type[BodyT]) -> BodyT:
     try:
         return _decoder(kind).decode(body)
     except msgspec.ValidationError:
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        given = {name: value for name, value in fields.items() if bytes(value) != b"null"}
-        if len(given) == len(fields):
-            raise
-        return _decoder(kind).decode(msgspec.json.encode(given))
+        return _decoder(kind).decode(_without_nulls(body, levels=2))
+
+
+def _without_nulls(body: bytes, levels: int) -> bytes:
+    """A JSON object without fields that are null; nor have the objects in it any, on so many levels."""
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    values = {name: bytes(value) for name, value in fields.items() if bytes(value) != b"null"}
+    inner = {name: _without_nulls(value, 1) for name, value in values.items() if levels > 1 and value[:1] == b"{"}
+    return msgspec.json.encode({name: msgspec.Raw(value) for name, value in (values | inner).items()})
 
 
 def check_model(name: str, served_names: Sequence[str]) -> None:

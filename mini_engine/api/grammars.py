@@ -22,6 +22,8 @@ ASCII |= {r"\D": "[^0-9]", r"\W": "[^0-9A-Za-z_]", r"\S": r"[^\t-\r\x20]"}
 SUBSCHEMAS = {"items", "prefixItems", "additionalItems", "additionalProperties", "allOf", "anyOf", "oneOf"}
 NAMED_SUBSCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
 COMBINING = {"properties", "allOf", "anyOf", "oneOf", "$ref"}  # two of them: their objects are one object
+# Of strings, as llguidance knows them; it refuses others, which JSON Schema says are annotations.
+FORMATS = {"date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
 MAX_GRAMMAR = 100_000  # characters; llguidance takes a tenth of a second for some that are as long
 
 
@@ -29,8 +31,11 @@ def json_value(schema: dict[str, Any], spacing: dict[str, Any] = SPACING) -> str
     """JSON that is valid under a JSON schema, as a part of a grammar. An object that names `properties` takes no others
     unless the schema says so: a model could go on inventing them."""
     # Of a malformed schema llguidance says what is wrong.
-    with contextlib.suppress(ValueError, AttributeError, TypeError, RecursionError):
-        schema = _closed(schema)
+    with contextlib.suppress(AttributeError, TypeError, RecursionError):
+        try:
+            schema = _prepared(schema, close=True)
+        except ValueError:
+            schema = _prepared(schema, close=False)
     return f"%json {json.dumps({**schema, 'x-guidance': spacing})}"
 
 
@@ -61,19 +66,24 @@ def problem_with(grammar: str) -> str | None:
     return " ".join(reason.split())[:300]
 
 
-def _closed(schema: Any) -> Any:
-    """A schema, or a list of them, with its objects closed. Raises ValueError where several schemas are about one
-    object: no one of them names all of its properties. Raises others for what is no schema."""
+def _prepared(schema: Any, close: bool) -> Any:
+    """A schema, or a list of them, without what means nothing, and to `close` with its objects closed: raises ValueError
+    where several schemas are about one object, since no one names all of its properties. Raises others for what is no
+    schema."""
     if isinstance(schema, list):
-        return [_closed(inner) for inner in schema]
+        return [_prepared(inner, close) for inner in schema]
     if not isinstance(schema, dict):
         return schema
-    if len(COMBINING & schema.keys()) > 1 or len(schema.get("allOf", ())) > 1:
+    if close and (len(COMBINING & schema.keys()) > 1 or len(schema.get("allOf", ())) > 1):
         raise ValueError("combined")
-    closed = {key: _closed(value) if key in SUBSCHEMAS else value for key, value in schema.items()}
+    prepared = {key: _prepared(value, close) if key in SUBSCHEMAS else value for key, value in schema.items()}
     for key in NAMED_SUBSCHEMAS & schema.keys():
-        closed[key] = {name: _closed(inner) for name, inner in schema[key].items()}
+        prepared[key] = {name: _prepared(inner, close) for name, inner in schema[key].items()}
+    if schema.get("format", "date") not in FORMATS:
+        del prepared["format"]
+    if schema.get("uniqueItems") is False:
+        del prepared["uniqueItems"]
     names = schema.get("properties", {}).keys()
-    if names and "minProperties" not in schema and names >= set(schema.get("required", ())):
-        closed.setdefault("additionalProperties", False)
-    return closed
+    if close and names and "minProperties" not in schema and names >= set(schema.get("required", ())):
+        prepared.setdefault("additionalProperties", False)
+    return prepared

@@ -87,7 +87,7 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.role == "assistant":
             return
-        if self.tool_calls or self.reasoning_content or self.content is None:
+        if self.tool_calls or self.reasoning_content or (self.content is None and self.role != "tool"):
             raise ValueError("it needs `content`; only the role assistant may have `tool_calls` or a thought instead")
 
     @property
@@ -321,8 +321,6 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
 
     def check(self) -> None:
         super().check()
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise bad_request("Send either 'max_completion_tokens' or 'max_tokens', not both.", "max_tokens")
         if self.top_logprobs and not self.logprobs:
             raise bad_request("'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs")
 

@@ -50,10 +50,11 @@ Tools = Annotated[list[Tool], Meta(max_length=128)]  # OpenAI's limit
 
 
 class CalledFunction(Struct, frozen=True):
-    """The function of an earlier call. `arguments` is what the model wrote: the JSON text of an object, or not."""
+    """The function of an earlier call. `arguments` is what the model wrote, the JSON text of an object or not; or the
+    object, as some clients send it."""
 
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(Struct, frozen=True, kw_only=True):
