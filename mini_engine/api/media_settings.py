@@ -66,11 +66,6 @@ class ServerKwargs(RequestKwargs):
     resample: int | None = None
     max_video_tokens: Count | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.do_sample_frames is False:
-            raise ValueError(SAMPLED)
-
 
 class MediaSettingsResolver:
     """The server's settings, and those of requests that set some of them."""
@@ -87,6 +82,8 @@ class MediaSettingsResolver:
         Runs the processor once. Raises ValueError."""
         asked, rest = _split(processor_kwargs or {}, video_io_kwargs or {})
         given = parse_options("--mm-processor-kwargs", rest, ServerKwargs)
+        if given.do_sample_frames is False:
+            raise ValueError(f"--mm-processor-kwargs: {SAMPLED}")
         if given.max_video_tokens is not None:  # transformers reads no argument of this name
             processor.hf_processor.video_processor.max_video_tokens = given.max_video_tokens
         video = processor.hf_processor.video_processor
@@ -103,8 +100,8 @@ class MediaSettingsResolver:
 
     def resolve(self, chat: ChatRequest, refs: Sequence[MediaRef], video_tokens: int) -> list[MediaSettings]:
         """The settings of each of the items `refs` of `chat`, of which a video has at most `video_tokens` tokens. Those
-        of a part go before those of the request. Raises ApiError: 400 for settings that there are not, or that ask for
-        more than the server allows."""
+        of a part override those of the request. Raises ApiError: 400 for settings that are unknown or exceed a limit.
+        """
         most_pixels, settings = video_tokens * self._processor.token_pixels, []
         param = "mm_processor_kwargs" if chat.mm_processor_kwargs else "media_io_kwargs"
         try:
@@ -194,8 +191,8 @@ def prompt_tokens(item: CachedMedia) -> int:
 
 
 def _asked_by_part(part: Mapping[str, Any], sampling: VideoSampling, step: int) -> dict[str, Any]:
-    """What a video's part asks of its sampling: numbers of frames are multiples of `step`, `nframes` as near as can
-    be."""
+    """The fields of `VideoSampling` that a video's part sets. Numbers of frames are multiples of `step`; `nframes` is
+    rounded to the nearest."""
     asked = {name: part[name] for name in ("fps", "min_frames", "max_frames") if name in part}
     if "sample_fps" in part:
         asked["fps"] = part["sample_fps"]

@@ -33,7 +33,7 @@ class Function(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Of the arguments: an object; a function whose `parameters` name none takes none unless they say so."""
+        """Of the arguments: an object, empty where `parameters` name no property, unless they allow others."""
         parameters = self.parameters or {}
         closed = {} if any(map(parameters.get, COMBINING)) else {"additionalProperties": False}
         return closed | parameters | {"type": "object"}
