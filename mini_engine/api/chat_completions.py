@@ -117,7 +117,7 @@ async def fit(
 ) -> list[FetchedItem]:  # fmt: skip
     """The items with settings by which they fit beside the text. Those of a video that was `found` stay if it fits: so
     a conversation that gets longer goes on with the same. Raises ApiError: 400 as `resolve`."""
-    # Clients send limits as large as the model is long, or larger, and mean none.
+    # Clients that mean no limit send the model's length, or more.
     answer_tokens = min(chat.token_limit or 1, context.limits.max_model_len // 2)
     budget = video_tokens(context.limits, len(token_ids), answer_tokens, len(fetched))
 

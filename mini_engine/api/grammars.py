@@ -67,9 +67,11 @@ def problem_with(grammar: str) -> str | None:
 
 
 def _prepared(schema: Any, close: bool) -> Any:
-    """A schema, or a list of them, without what means nothing, and to `close` with its objects closed: raises ValueError
-    where several schemas are about one object, since no one names all of its properties. Raises others for what is no
-    schema."""
+    """A schema, or a list of them, without what means nothing, and to `close` with its objects closed.
+
+    Raises ValueError where several schemas are about one object, since no one names all of its properties; others for
+    what is no schema.
+    """
     if isinstance(schema, list):
         return [_prepared(inner, close) for inner in schema]
     if not isinstance(schema, dict):

@@ -26,7 +26,7 @@ HEADER_BYTES = 16 << 10  # of an incomplete request
 
 
 class Http(H11Protocol):
-    """uvicorn's protocol, but an idle TLS client need not answer before the server exits."""
+    """uvicorn's protocol, but the server exits without the close_notify of idle TLS clients."""
 
     def shutdown(self) -> None:
         """Close the connection, or have its request do so at its end."""
@@ -38,11 +38,10 @@ class Http(H11Protocol):
 class Connection(asyncio.Protocol):
     """One connection: uvicorn's protocol, and a timer that aborts it.
 
-    The first byte of a request must arrive within `timeout_keep_alive` seconds of the connection's start or the last
-    response; uvicorn closes a silent connection then. The rest of the headers has `timeout_client` seconds, as has the
-    rest of a body whose response has been sent, and a client that does not read what is written. Bytes that arrive do
-    not reset the timer. It does not run while a request is in progress. The application finds this object as
-    `scope["state"]["connection"]`.
+    The first byte of a request must arrive within `timeout_keep_alive` seconds of the connection or the last response.
+    `timeout_client` limits the rest of the headers, a pause of a client that does not read, and the rest of a body
+    whose response has been sent. Bytes that arrive do not reset the timer. It does not run while a request is in
+    progress. The application finds this object as `scope["state"]["connection"]`.
     """
 
     def __init__(self, settings: EngineConfig, limit: int, *, app_state: dict[str, Any], **arguments: Any):
@@ -137,7 +136,7 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 log_level="error",  # its warnings are about single invalid requests: clients could fill the log
                 server_header=False,
-                headers=[("keep-alive", f"timeout={config.timeout_keep_alive}")],  # clients need not guess
+                headers=[("keep-alive", f"timeout={config.timeout_keep_alive}")],  # for pools of connections
                 timeout_keep_alive=config.timeout_keep_alive,
                 timeout_graceful_shutdown=STOP_SECONDS,
                 ssl_keyfile=config.ssl_keyfile,

@@ -27,7 +27,7 @@ from mini_engine.messages import CachedMedia, EngineLimits, Modality
 OptionsT = TypeVar("OptionsT", bound=msgspec.Struct)
 LONGEST_VIDEO, LEAST_VIDEO = 128_000, 64  # tokens
 LEAST_STEP_TOKENS = 32  # of Qwen3-VL, as it has for its longest videos
-SAMPLED = "do_sample_frames false is for a video that is sent as frames; for all frames of a file set num_frames to -1"
+SAMPLED = "do_sample_frames false is for a video that is sent as frames; of a file it needs num_frames -1"
 
 
 def hash_key(settings: MediaSettings, modality: Modality, frames: Frames | None = None) -> bytes:
@@ -66,11 +66,6 @@ class ServerKwargs(RequestKwargs):
     resample: int | None = None
     max_video_tokens: Count | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.do_sample_frames is False:
-            raise ValueError(SAMPLED)
-
 
 class MediaSettingsResolver:
     """The server's settings, and those of requests that set some of them."""
@@ -87,6 +82,8 @@ class MediaSettingsResolver:
         Runs the processor once. Raises ValueError."""
         asked, rest = _split(processor_kwargs or {}, video_io_kwargs or {})
         given = parse_options("--mm-processor-kwargs", rest, ServerKwargs)
+        if given.do_sample_frames is False and asked.get("num_frames") != -1:
+            raise ValueError(f"--mm-processor-kwargs: {SAMPLED}")
         if given.max_video_tokens is not None:  # transformers reads no argument of this name
             processor.hf_processor.video_processor.max_video_tokens = given.max_video_tokens
         video = processor.hf_processor.video_processor
@@ -103,8 +100,8 @@ class MediaSettingsResolver:
 
     def resolve(self, chat: ChatRequest, refs: Sequence[MediaRef], video_tokens: int) -> list[MediaSettings]:
         """The settings of each of the items `refs` of `chat`, of which a video has at most `video_tokens` tokens. Those
-        of a part go before those of the request. Raises ApiError: 400 for settings that there are not, or that ask for
-        more than the server allows."""
+        of a part override those of the request. Raises ApiError: 400 for settings that are unknown or exceed a limit.
+        """
         most_pixels, settings = video_tokens * self._processor.token_pixels, []
         param = "mm_processor_kwargs" if chat.mm_processor_kwargs else "media_io_kwargs"
         try:
@@ -136,7 +133,7 @@ class MediaSettingsResolver:
         given = parse_options("mm_processor_kwargs", rest, RequestKwargs)
         if given.do_sample_frames is False:
             for ref in videos:
-                if not has_frames(ref.url):
+                if not has_frames(ref.url) and asked.get("num_frames") != -1:
                     raise ValueError(f"{ref.name}: {SAMPLED}")
             given.do_sample_frames = None
         settings = MediaSettings(
@@ -194,8 +191,8 @@ def prompt_tokens(item: CachedMedia) -> int:
 
 
 def _asked_by_part(part: Mapping[str, Any], sampling: VideoSampling, step: int) -> dict[str, Any]:
-    """What a video's part asks of its sampling: numbers of frames are multiples of `step`, `nframes` as near as can
-    be."""
+    """The fields of `VideoSampling` that a video's part sets. Numbers of frames are multiples of `step`; `nframes` is
+    rounded to the nearest."""
     asked = {name: part[name] for name in ("fps", "min_frames", "max_frames") if name in part}
     if "sample_fps" in part:
         asked["fps"] = part["sample_fps"]
@@ -244,9 +241,12 @@ def _split(processor_kwargs: Kwargs, io_kwargs: Kwargs) -> tuple[dict[str, Any],
     """What both say of sampling, where `io_kwargs` wins, and the rest of `processor_kwargs`."""
     rest, io_kwargs = dict(processor_kwargs), dict(io_kwargs)
     asked = {name: rest.pop(name) for name in VideoSampling.__struct_fields__ if name in rest}
-    if io_kwargs.get("num_frames") == -1 and asked.get("fps") is not None:
+    if io_kwargs.get("num_frames") == -1 and (asked | io_kwargs).get("fps") is not None:
         del io_kwargs["num_frames"]  # to vLLM: load all frames, of which the processor takes some
-    return asked | io_kwargs, rest
+    # Of two that exclude each other, too.
+    excluded = ["fps", "min_frames", "max_frames"] if io_kwargs.get("num_frames") else []
+    excluded += ["num_frames"] if io_kwargs.get("fps") else []
+    return {name: value for name, value in asked.items() if name not in excluded} | io_kwargs, rest
 
 
 def _tuned(

@@ -4,6 +4,7 @@ qwen_vl_utils. Unknown fields are ignored, unless they would set how an item is 
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
@@ -25,21 +26,10 @@ _SOURCE_NAMES = tuple(dict.fromkeys(name for names in _SOURCES.values() for name
 _UNSUPPORTED = ("resized_height", "resized_width", "raw_fps", "num_frames", "start", "end")
 
 
-class MediaUrl(Struct, frozen=True):
-    """The URL of an image or video."""
-
-    url: Annotated[str, Meta(min_length=1)]
-
-
 class File(Struct, frozen=True):
     """The content of a file, a `data:` URL of an image or a video."""
 
     file_data: Annotated[str, Meta(pattern="^data:(image|video)/")]
-
-
-Location = MediaUrl | Annotated[str, Meta(min_length=1)]
-FrameUrl = Annotated[str, Meta(pattern="^data:image[^,]*;base64,")]
-FrameUrls = Annotated[list[FrameUrl], Meta(min_length=1)]
 
 
 class PartSettings(Struct, frozen=True, kw_only=True):
@@ -61,6 +51,16 @@ class PartSettings(Struct, frozen=True, kw_only=True):
         """Those that are set."""
         values = {name: getattr(self, name) for name in PartSettings.__struct_fields__}
         return {name: value for name, value in values.items() if value is not None}
+
+
+class MediaUrl(PartSettings, frozen=True, kw_only=True):
+    """The URL of an image or video, perhaps with the settings of its part."""
+
+    url: Annotated[str, Meta(min_length=1)]
+
+
+Location = MediaUrl | Annotated[str, Meta(min_length=1)]
+FrameUrls = Annotated[list[str], Meta(min_length=1)]
 
 
 class Part(PartSettings, frozen=True, kw_only=True):
@@ -88,7 +88,7 @@ class Part(PartSettings, frozen=True, kw_only=True):
         sources = _SOURCES[self._kind]
         given = [name for name in _SOURCE_NAMES if getattr(self, name) is not None]
         if len(given) != 1 or given[0] not in sources:
-            raise ValueError(f"a part of the type {self.type} has `{'` or `'.join(sources)}`, and nothing else")
+            raise ValueError(f"a part of the type {self.type} has `{'` or `'.join(sources)}`, and no other of these")
         for name in _UNSUPPORTED if self.text is None else ():
             if getattr(self, name) is not None:
                 settings = ", ".join(PartSettings.__struct_fields__)
@@ -96,12 +96,23 @@ class Part(PartSettings, frozen=True, kw_only=True):
         if self.fps is not None and self.nframes is not None:
             raise ValueError("a part has either `fps` or `nframes`")
         if isinstance(self.video, list):
+            if not all(re.match("data:image[^,]*;base64,", frame) for frame in self.video):
+                raise ValueError("frames in `video` must be URLs of the form data:image/jpeg;base64,<data>")
             frames = ",".join(frame.partition(",")[2] for frame in self.video)
             msgspec.structs.force_setattr(self, "video", f"data:video/jpeg;base64,{frames}")
 
     @property
     def _kind(self) -> str:
         return self.type.removeprefix("input_").removesuffix("_url")
+
+    @property
+    def _source(self) -> Any:
+        return self.image_url or self.video_url or self.image or self.video or self.url or ""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those of the item's URL, and over them the part's own."""
+        return (self._source.settings if isinstance(self._source, MediaUrl) else {}) | super().settings
 
     @property
     def modality(self) -> Modality | None:
@@ -112,6 +123,5 @@ class Part(PartSettings, frozen=True, kw_only=True):
     @property
     def location(self) -> str:
         """The URL of the image or video; of text empty."""
-        given: Any = self.image_url or self.video_url or self.image or self.video or self.url or ""
-        location: str = self.file.file_data if self.file else getattr(given, "url", given)
+        location: str = self.file.file_data if self.file else getattr(self._source, "url", self._source)
         return f"file://{quote(location)}" if location.startswith("/") else location

@@ -33,7 +33,7 @@ class Function(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Of the arguments: an object; a function whose `parameters` name none takes none unless they say so."""
+        """Of the arguments: an object, empty where `parameters` name no property, unless they allow others."""
         parameters = self.parameters or {}
         closed = {} if any(map(parameters.get, COMBINING)) else {"additionalProperties": False}
         return closed | parameters | {"type": "object"}
@@ -50,11 +50,14 @@ Tools = Annotated[list[Tool], Meta(max_length=128)]  # OpenAI's limit
 
 
 class CalledFunction(Struct, frozen=True):
-    """The function of an earlier call. `arguments` is what the model wrote, the JSON text of an object or not; or the
-    object, as some clients send it."""
+    """The function of an earlier call. `arguments` is what the model wrote: the JSON text of an object, or not."""
 
     name: str
-    arguments: str | dict[str, Any] | None = None
+    arguments: str | dict[str, Any]  # an object becomes its text
+
+    def __post_init__(self) -> None:
+        if isinstance(self.arguments, dict):
+            msgspec.structs.force_setattr(self, "arguments", msgspec.json.encode(self.arguments).decode())
 
 
 class ToolCall(Struct, frozen=True, kw_only=True):
@@ -67,7 +70,7 @@ class ToolCall(Struct, frozen=True, kw_only=True):
     def parsed(self) -> dict[str, Any]:
         """As Hugging Face templates know it: the arguments are an object. Raises msgspec.DecodeError, RecursionError:
         they are not."""
-        arguments = msgspec.json.decode(self.function.arguments or "{}", type=dict[str, Any])
+        arguments = msgspec.json.decode(str(self.function.arguments) or "{}", type=dict[str, Any])
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 
     @property

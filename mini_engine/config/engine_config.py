@@ -114,7 +114,7 @@ class EngineConfig:
         "or read some of the response, before its connection is closed.", minimum=0.1, maximum=3600,
     )  # fmt: skip
     timeout_keep_alive: int = _server(
-        75, "Seconds until an idle connection is closed; longer than clients and proxies keep theirs.",
+        75, "Seconds until an idle connection is closed; more than the idle time-outs of clients and proxies.",
         minimum=1, maximum=3600,
     )  # fmt: skip
 

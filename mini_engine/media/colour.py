@@ -16,8 +16,8 @@ _BT2020_TO_BT709 = ((1.6605, -0.5876, -0.0728), (-0.1246, 1.1329, -0.0083), (-0.
 _P3_TO_BT709 = ((1.2249, -0.2247, 0.0), (-0.0420, 1.0419, 0.0), (-0.0196, -0.0786, 1.0979))
 _TO_BT709 = {1: np.eye(3), 11: _P3_TO_BT709, 12: _P3_TO_BT709}  # HDR of any other primaries is taken for BT.2020
 
-_WHITE = 203  # nits of white on paper in HDR (ITU-R BT.2408), which stays nearly white
-_PEAK = 1000 / _WHITE  # the brightest that stays apart from white
+_WHITE = 203  # nits of HDR's reference white (ITU-R BT.2408), which stays nearly white
+_PEAK = 1000 / _WHITE  # the brightest light that differs from white
 _KNEE = 0.7  # linear sRGB, from which brightness is compressed
 _BT2020_LUMA = np.array([0.2627, 0.6780, 0.0593], np.float32)
 _STEPS = 4095

@@ -102,7 +102,7 @@ def decode_frames(
 def _colour_of(image: Image.Image, file: mmap.mmap) -> tuple[int, int]:
     """Primaries and transfer by the numbers of ITU-T H.273. Only AVIF and HEIC are read for them."""
     info = image.info
-    if image.format == "AVIF":  # Pillow does not say, and libheif reads the boxes of what it does not decode
+    if image.format == "AVIF":  # Pillow does not report them; libheif also reads the boxes of AVIF
         file.seek(0)
         with contextlib.suppress(Exception):
             info = pillow_heif.open_heif(cast(BinaryIO, file)).info

@@ -23,7 +23,7 @@ class VideoFacts(msgspec.Struct, frozen=True):
     fps: Rate  # of the source, not of the sampling
     total_frames: Count  # that the file really has, whatever its header says
     window_frames: Count  # of these, within the start and end of the sampling
-    missing: str | None = None  # what of the file could not be read, or not in its colours; None: nothing
+    missing: str | None = None  # what could not be read, or whose colours may be wrong; None: nothing
 
 
 class VideoSampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

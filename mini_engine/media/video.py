@@ -105,7 +105,7 @@ class Timeline:
         return allocate((len(indices), height, width))
 
     def facts(self, indices: NDArray[np.int64], promised: int = 0) -> VideoFacts:
-        """What there is to know when the frames at `indices` are kept. `promised`: as many as the file should have."""
+        """Of the video, where the frames at `indices` are kept. `promised`: how many frames the file should have."""
         count = len(self.times)
         of = f" of {promised}" if promised > count else ""
         problems = [f"{self.guard.damage}; {count}{of} frames were read"] if self.guard.damage else []

@@ -38,6 +38,8 @@ OPEN, EMPTY = '{"a":1,"b":2}', "{}"
     ({"allOf": [{"$ref": "#/$defs/o"}], "$defs": {"o": A}}, [EMPTY], [OPEN]),
     ({"allOf": [A, {"properties": {"b": True}}]}, [OPEN, EMPTY], ['{"a":"1"}']),
     ({**A, "anyOf": [{"required": ["b"]}, {"required": ["a"]}]}, [OPEN], [EMPTY]),
+    # What JSON Schema says is an annotation, here beside what keeps objects open.
+    ({"allOf": [{"items": {"format": "path"}}, {"uniqueItems": False}], "type": "array"}, ['["/a","/a"]'], ["1"]),
     ({"enum": [{"properties": {"a": 1}}]}, ['{"properties":{"a":1}}'], [EMPTY]),
     ({"properties": {"properties": A, "required": {"const": 1}}}, ['{"properties":{"a":1},"required":1}'], [OPEN]),
 ])  # fmt: skip

@@ -135,7 +135,7 @@ async def test_calls_of_whole_and_streamed_answers(served: Served) -> None:
 async def test_every_answer_can_be_sent_back(served: Served) -> None:
     """Calls that are cut off, thoughts, empty texts, several calls."""
     rng = random.Random(0)
-    for _ in range(50):
+    for _ in range(20):
         said = "".join(rng.choices(PARTS, k=rng.randrange(6)))
         served.says(*rng.choice([said, CALL + said, f"<think>{said}</think>{CALL}{said}"]), "END")
         answer = await served.post(
