@@ -38,8 +38,7 @@ class File(Struct, frozen=True):
 
 
 Location = MediaUrl | Annotated[str, Meta(min_length=1)]
-FrameUrl = Annotated[str, Meta(pattern="^data:image[^,]*;base64,")]
-FrameUrls = Annotated[list[FrameUrl], Meta(min_length=1)]
+FrameUrls = Annotated[list[Annotated[str, Meta(pattern="^data:image[^,]*;base64,")]], Meta(min_length=1)]
 
 
 class PartSettings(Struct, frozen=True, kw_only=True):
