@@ -82,8 +82,8 @@ def _invalid_field(problem: str) -> ApiError:
     if name := re.match(r"Object (?:contains unknown|missing required) field `(.*)`", problem, re.DOTALL):
         param = f"{path}.{name[1][:60]}" if path else name[1][:60]
         if "unknown" in problem:
-            remedy = "leave it out" if path else "leave it out; variables of the chat template go in chat_template_kwargs"
-            return bad_request(f"Unknown parameter: '{param}'; {remedy}.", param, "unknown_parameter")
+            more = "" if path else "; variables of the chat template go in 'chat_template_kwargs'"
+            return bad_request(f"Unknown parameter: '{param}'; leave it out{more}.", param, "unknown_parameter")
         return bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
     problem = problem[:1].lower() + problem[1:300]
     if not path:

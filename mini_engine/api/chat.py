@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 Source = tuple[bytes, "ProcessedItem | CachedMedia"]  # an item under its hash
 
 # Besides the two placeholders themselves: the marks around them in the Qwen-VL vocabularies.
-_VISION_MARKS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,6 @@ class ChatRenderer:
             int(hf_processor.video_token_id): "video",
         }
         vocabulary = hf_processor.tokenizer.get_added_vocab()
-        marks = [mark for mark in _VISION_MARKS if mark in vocabulary]
-        self._reserved = (hf_processor.image_token, hf_processor.video_token, *marks)
         self._client_text = ClientText(self.tokenizer, TAGS)
         self._format = AnswerFormat.of(template, vocabulary, tool_parser, reasoning)
         # In characters, which are never more than the bytes that a token stands for.
@@ -86,11 +83,10 @@ class ChatRenderer:
         Raises ApiError, a 400, for tools that the template does not write, for variables that are fields of the
         request, and when it refuses the conversation or leaves out an item.
         """
-        messages = asked.messages
         text = self._apply_template(asked)
         self._check_length(text)
         token_ids = self._client_text.encode(text)
-        wanted = [modality for message in messages for modality, _ in message.media]
+        wanted = [part.modality for message in asked.messages for part in message.parts if part.modality]
         placed = [self._modality_of[token] for token in token_ids if token in self._modality_of]
         if placed != wanted:
             counts = f"{len(placed)} placeholders for {len(wanted)} media items"
@@ -132,13 +128,12 @@ class ChatRenderer:
         Raises ApiError, a 400, for one that is too long however it is tokenised, or that holds the model's placeholder
         tokens unless they are allowed.
         """
-        if not allow_placeholders:
-            for token in self._reserved:
-                if token in text:
-                    problem = f"the text contains {token}, a media placeholder of this model; remove it"
-                    raise bad_request(problem, "prompt")
         self._check_length(text, "prompt")
-        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if not allow_placeholders and (placed := self.placeholders.intersection(token_ids)):
+            token = self.tokenizer.id_to_token(min(placed))
+            raise bad_request(f"the text contains {token}, a media placeholder of this model; remove it", "prompt")
+        return token_ids
 
     def _check_length(self, text: str, param: str = "messages") -> None:
         """Refuse what no tokenisation could make short enough, since tokenising it would delay all other requests."""

@@ -15,7 +15,6 @@ from tokenizers import Tokenizer
 
 # A noncharacter, which Unicode reserves for the inside of a program. One that a client sends is doubled.
 MARK = "\ufdd0"
-_MARKS = re.compile(f"{MARK}({MARK}?)")
 
 
 class ClientText:
@@ -28,10 +27,7 @@ class ClientText:
 
     def __init__(self, tokenizer: Tokenizer, tags: Collection[str]) -> None:
         self._ids = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
-        beginnings = "".join(sorted({re.escape(content[0]) for content in self._ids}))
-        tag_ends = "|".join(re.escape(tag[1:]) for tag in tags)
-        self._marked = re.compile(f"[{MARK}{beginnings}]")
-        self._marked_without_tags = re.compile(f"{MARK}|[{beginnings}](?!{tag_ends})")
+        self._beginnings, self._tags = {content[0] for content in self._ids}, tags
         self._tokens = re.compile("|".join(map(re.escape, sorted(self._ids, key=len, reverse=True))))
         self._tokenizer = tokenizer
         self._plain = Tokenizer(tokenizer.model)  # shares the vocabulary, has no added tokens
@@ -40,7 +36,12 @@ class ClientText:
     def mark(self, value: Any, *, keep_tags: bool = False) -> Any:
         """`value`, a JSON value that a client wrote, with marks in its strings and its keys."""
         if isinstance(value, str):
-            return (self._marked_without_tags if keep_tags else self._marked).sub(rf"\g<0>{MARK}", value)
+            value = value.replace(MARK, MARK * 2)
+            for beginning in self._beginnings:
+                value = value.replace(beginning, beginning + MARK)
+            for tag in self._tags if keep_tags else ():
+                value = value.replace(tag[0] + MARK + tag[1:], tag)
+            return value
         if isinstance(value, list):
             return [self.mark(item, keep_tags=keep_tags) for item in value]
         if isinstance(value, dict):
@@ -59,4 +60,5 @@ class ClientText:
         return token_ids + self._encode_plain(prompt[begin:])
 
     def _encode_plain(self, text: str) -> list[int]:
-        return self._plain.encode(_MARKS.sub(r"\1", text), add_special_tokens=False).ids if text else []
+        text = MARK.join(part.replace(MARK, "") for part in text.split(MARK * 2))
+        return self._plain.encode(text, add_special_tokens=False).ids

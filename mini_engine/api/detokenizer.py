@@ -39,7 +39,7 @@ class Vocabulary:
             raise ValueError("the model's tokenizer is not byte-level; only byte-level BPE is supported")
         self._byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
         added = self._tokenizer.get_added_tokens_decoder()
-        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special = frozenset(token_id for token_id, token in added.items() if token.special)
 
     def bytes_of(self, token_id: int) -> bytes:
         """The token's bytes, which may be a part of a character; none for an id that the tokenizer does not have.
@@ -53,10 +53,6 @@ class Vocabulary:
             return bytes(map(self._byte_of.__getitem__, written))
         except KeyError:  # an added token, such as one with a space, which is not written in the characters for bytes
             return written.encode()
-
-    def bytes_shown(self, token_id: int, skip_special_tokens: bool) -> bytes:
-        """What the token adds to an answer: its bytes, or none where it is a special token and these are skipped."""
-        return b"" if skip_special_tokens and token_id in self._special else self.bytes_of(token_id)
 
 
 class Detokenizer:
@@ -77,7 +73,8 @@ class Detokenizer:
 
     def push(self, token_id: int) -> str:
         """Takes the next token, and returns the text that is complete now."""
-        text = self._decoder.decode(self._vocabulary.bytes_shown(token_id, self._skip_special_tokens))
+        is_skipped = self._skip_special_tokens and token_id in self._vocabulary.special
+        text = self._decoder.decode(b"" if is_skipped else self._vocabulary.bytes_of(token_id))
         self._length += len(text)
         return text
 

@@ -17,7 +17,6 @@ from mini_engine.api.errors import bad_request
 from mini_engine.api.grammars import choice_grammar, json_grammar, regex_grammar
 from mini_engine.api.parts import Part
 from mini_engine.api.tool_calls import CALL_END, Function, Tool, ToolCall, Tools
-from mini_engine.messages import Modality
 
 MAX_MESSAGES = 4096
 MAX_STOP_STRINGS = 16  # OpenAI takes 4; more cost little here
@@ -100,11 +99,6 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
     def parts(self) -> list[Part]:
         """`content` as a list."""
         return self.content if isinstance(self.content, list) else [Part(type="text", text=self.content or "")]
-
-    @property
-    def media(self) -> list[tuple[Modality, str]]:
-        """The images and videos, each with its URL, in order."""
-        return [(part.modality, part.location) for part in self.parts if part.modality is not None]
 
     @property
     def num_characters(self) -> int:

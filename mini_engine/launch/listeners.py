@@ -62,8 +62,6 @@ def _bind_one(family: int, address: Any) -> socket.socket:
     listens, and so would take another start's plain one. An API server sets it when it listens."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    if family == socket.AF_INET6:
-        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # whatever net.ipv6.bindv6only is
     try:
         listener.bind(address)
     except OSError:  # connections of another program are closing there

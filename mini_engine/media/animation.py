@@ -19,13 +19,12 @@ from mini_engine.media.sampling import VideoFacts, VideoSampling
 from mini_engine.media.video import NO_FRAME, Timeline
 
 _ANIMATION, _ALPHA = 0x02, 0x10  # flags of VP8X
-_HEADER = 30  # bytes, of the file and of its first chunk, VP8X
 _SHORTEST, _USUAL = 11, 100  # milliseconds: browsers show a frame of less time for the usual one
 
 
 def is_animation(data: mmap.mmap) -> bool:
     """Whether it is a WebP file with frames (RFC 9649, section 2.7)."""
-    return len(data) >= _HEADER and data[:4] == b"RIFF" and data[8:16] == b"WEBPVP8X" and bool(data[20] & _ANIMATION)
+    return len(data) >= 30 and data[:4] == b"RIFF" and data[8:16] == b"WEBPVP8X" and bool(data[20] & _ANIMATION)
 
 
 def decode_animation(

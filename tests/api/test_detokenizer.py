@@ -182,7 +182,8 @@ def test_every_token_is_listed(
         vocabulary, ids, size, reason, sampling=sampling, stop=stop, include_stop_str_in_output=include,
         skip_special_tokens=skip,
     )  # fmt: skip
-    shown = [vocabulary.bytes_shown(token_id, skip) for token_id in ids]
+    hidden = vocabulary.special if skip else ()
+    shown = [b"" if token_id in hidden else vocabulary.bytes_of(token_id) for token_id in ids]
     if ends and not include:
         shown[-1] = b""
     text, found = stopped(b"".join(shown).decode(errors="replace"), stop, include)
