@@ -20,7 +20,7 @@ import msgspec
 from mini_engine.api.client_text import MARK, ClientText
 from mini_engine.api.errors import bad_request
 from mini_engine.api.protocol import ChatMessage, ChatRequest, StructuredOutputs
-from mini_engine.api.tool_calls import TAGS, THINK, AnswerFormat, AnswerParser, after_thought
+from mini_engine.api.tool_calls import CALL, CALL_END, TAGS, THINK, AnswerFormat, AnswerParser, after_thought
 from mini_engine.media.hashing import HASH_BYTES
 from mini_engine.messages import CachedMedia, EngineLimits, MediaItem, Modality
 
@@ -197,7 +197,8 @@ class ChatRenderer:
             more = self._client_text.mark({**more, "tool_calls": tool_calls})
         except (msgspec.DecodeError, RecursionError):
             # Arguments that are no object, or cut off. A template may fail at them; as text they are what was said.
-            as_text = mark_text("\n".join(call.text for call in calls))
+            texts = [call.text for call in calls]
+            as_text = "\n".join(f"{CALL}\n{text}\n{CALL_END}" for text in self._client_text.mark(texts))
             more = self._client_text.mark(more)
         more = {name: value for name, value in more.items() if value}
         if not isinstance(message.content, list):

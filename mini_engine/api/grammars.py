@@ -20,14 +20,20 @@ ASCII |= {r"\D": "[^0-9]", r"\W": "[^0-9A-Za-z_]", r"\S": r"[^\t-\r\x20]"}
 # Where schemas stand in a schema: as the value or in a list, and under names; a name may be a keyword elsewhere.
 SUBSCHEMAS = {"items", "prefixItems", "additionalItems", "additionalProperties", "allOf", "anyOf", "oneOf"}
 NAMED_SUBSCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
-COMBINING = {"properties", "allOf", "anyOf", "oneOf", "$ref"}  # two of them: their objects are one object
+# What says which properties an object has: by itself, and by other schemas or whole values. Beside each other these
+# are about the same object.
+HERE = {"properties", "required", "minProperties"}
+ELSEWHERE = {"allOf", "anyOf", "oneOf", "$ref", "const", "enum"}
+BESIDE = HERE | ELSEWHERE | {"additionalProperties", "patternProperties"}
 MAX_GRAMMAR = 100_000  # characters; llguidance takes a tenth of a second for some that are as long
 
 
 def json_value(schema: dict[str, Any], spacing: dict[str, Any] = SPACING) -> str:
     """JSON that is valid under a JSON schema, as a part of a grammar. An object that names `properties` takes no others
     unless the schema says so: a model could go on inventing them."""
-    return f"%json {json.dumps({**_close_objects(schema), 'x-guidance': spacing})}"
+    if len(json.dumps(schema)) <= MAX_GRAMMAR:  # else it is refused
+        schema = _close_objects(schema)
+    return f"%json {json.dumps({**schema, 'x-guidance': spacing})}"
 
 
 def json_grammar(schema: dict[str, Any]) -> str:
@@ -37,7 +43,8 @@ def json_grammar(schema: dict[str, Any]) -> str:
 
 def regex_grammar(regex: str) -> str:
     """A text that this regular expression, in the syntax of Rust's `regex` with ASCII classes, matches as a whole."""
-    regex = re.sub(r"(?s)(?<!-)-(?=\\[dwsDWS])|\\.", lambda found: ASCII.get(found[0], found[0]), regex)
+    if len(regex) <= MAX_GRAMMAR:  # else it is refused
+        regex = re.sub(r"(?s)\\.|--|-(?=\\[dwsDWS])", lambda found: ASCII.get(found[0], found[0]), regex)
     return json.loads(LLMatcher.grammar_from_regex(regex))["grammars"][0]["lark_grammar"]
 
 
@@ -75,7 +82,7 @@ def _closed(schema: Any) -> Any:
         return [_closed(inner) for inner in schema]
     if not isinstance(schema, dict):
         return schema
-    if len(COMBINING & schema.keys()) > 1 or len(schema.get("allOf", ())) > 1:
+    if (len(BESIDE & schema.keys()) > 1 and ELSEWHERE & schema.keys()) or len(schema.get("allOf", ())) > 1:
         raise _CombinedError
     closed = {key: _closed(value) if key in SUBSCHEMAS else value for key, value in schema.items()}
     for key in NAMED_SUBSCHEMAS & schema.keys():
