@@ -19,9 +19,8 @@ import msgspec
 
 from mini_engine.api.client_text import MARK, ClientText
 from mini_engine.api.errors import bad_request
-from mini_engine.api.parts import Part
 from mini_engine.api.protocol import ChatMessage, ChatRequest, StructuredOutputs
-from mini_engine.api.tool_calls import TAGS, THINK, AnswerFormat, AnswerParser, after_thought
+from mini_engine.api.tool_calls import CALL, CALL_END, TAGS, THINK, AnswerFormat, AnswerParser, after_thought
 from mini_engine.media.hashing import HASH_BYTES
 from mini_engine.messages import CachedMedia, EngineLimits, MediaItem, Modality
 
@@ -186,18 +185,20 @@ class ChatRenderer:
         """
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
         mark_text = partial(self._client_text.mark, keep_tags=role == "assistant")
-        calls, parts = message.tool_calls or [], message.parts
+        calls, as_text = message.tool_calls or [], ""
         more: dict[str, Any] = {"tool_call_id": message.tool_call_id, "reasoning_content": message.thought}
         try:
             more = self._client_text.mark({**more, "tool_calls": [call.parsed() for call in calls]})
         except (msgspec.DecodeError, RecursionError):
             # Arguments that are no object, or cut off. A template may fail at them; as text they are what was said.
-            text = "\n" * bool(message.content) + "\n".join(call.text for call in calls)
-            more, parts = self._client_text.mark(more), [*parts, Part(type="text", text=text)]
+            texts = [call.text for call in calls]
+            as_text = "\n".join(f"{CALL}\n{text}\n{CALL_END}" for text in self._client_text.mark(texts))
+            more = self._client_text.mark(more)
         content: Any = [
             {"type": part.modality} if part.text is None else {"type": "text", "text": mark_text(part.text)}
-            for part in parts
+            for part in message.parts
         ]
+        content += [{"type": "text", "text": "\n" * bool(message.content) + as_text}] * bool(as_text)
         if not isinstance(message.content, list):
             content = "".join(part["text"] for part in content)
         return {"role": role, "content": content, **{name: value for name, value in more.items() if value}}

@@ -21,7 +21,11 @@ ASCII |= {r"\D": "[^0-9]", r"\W": "[^0-9A-Za-z_]", r"\S": r"[^\t-\r\x20]"}
 # Where schemas stand in a schema: as the value or in a list, and under names; a name may be a keyword elsewhere.
 SUBSCHEMAS = {"items", "prefixItems", "additionalItems", "additionalProperties", "allOf", "anyOf", "oneOf"}
 NAMED_SUBSCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
-COMBINING = {"properties", "allOf", "anyOf", "oneOf", "$ref"}  # two of them: their objects are one object
+# What says which properties an object has: by itself, and by other schemas or whole values. Beside each other these
+# are about the same object.
+HERE = {"properties", "required", "minProperties"}
+ELSEWHERE = {"allOf", "anyOf", "oneOf", "$ref", "const", "enum"}
+BESIDE = HERE | ELSEWHERE | {"additionalProperties", "patternProperties"}
 # Of strings, as llguidance knows them; it refuses others, which JSON Schema says are annotations.
 FORMATS = {"date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
 MAX_GRAMMAR = 100_000  # characters; llguidance takes a tenth of a second for some that are as long
@@ -30,12 +34,13 @@ MAX_GRAMMAR = 100_000  # characters; llguidance takes a tenth of a second for so
 def json_value(schema: dict[str, Any], spacing: dict[str, Any] = SPACING) -> str:
     """JSON that is valid under a JSON schema, as a part of a grammar. An object that names `properties` takes no others
     unless the schema says so: a model could go on inventing them."""
-    # Of a malformed schema llguidance says what is wrong.
+    # Of a malformed schema llguidance says what is wrong; one that is too long is refused.
     with contextlib.suppress(AttributeError, TypeError, RecursionError):
-        try:
-            schema = _prepared(schema, close=True)
-        except ValueError:
-            schema = _prepared(schema, close=False)
+        if len(json.dumps(schema)) <= MAX_GRAMMAR:
+            try:
+                schema = _prepared(schema, close=True)
+            except ValueError:
+                schema = _prepared(schema, close=False)
     return f"%json {json.dumps({**schema, 'x-guidance': spacing})}"
 
 
@@ -46,7 +51,8 @@ def json_grammar(schema: dict[str, Any]) -> str:
 
 def regex_grammar(regex: str) -> str:
     """A text that this regular expression, in the syntax of Rust's `regex` with ASCII classes, matches as a whole."""
-    regex = re.sub(r"(?s)(?<!-)-(?=\\[dwsDWS])|\\.", lambda found: ASCII.get(found[0], found[0]), regex)
+    if len(regex) <= MAX_GRAMMAR:  # else it is refused
+        regex = re.sub(r"(?s)\\.|--|-(?=\\[dwsDWS])", lambda found: ASCII.get(found[0], found[0]), regex)
     return json.loads(LLMatcher.grammar_from_regex(regex))["grammars"][0]["lark_grammar"]
 
 
@@ -76,7 +82,7 @@ def _prepared(schema: Any, close: bool) -> Any:
         return [_prepared(inner, close) for inner in schema]
     if not isinstance(schema, dict):
         return schema
-    if close and (len(COMBINING & schema.keys()) > 1 or len(schema.get("allOf", ())) > 1):
+    if close and ((len(BESIDE & schema.keys()) > 1 and ELSEWHERE & schema.keys()) or len(schema.get("allOf", ())) > 1):
         raise ValueError("combined")
     prepared = {key: _prepared(value, close) if key in SUBSCHEMAS else value for key, value in schema.items()}
     for key in NAMED_SUBSCHEMAS & schema.keys():

@@ -102,9 +102,9 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
 
     @property
     def num_characters(self) -> int:
-        """Of text, thoughts and arguments."""
-        texts = [self.thought, *(call.function.arguments for call in self.tool_calls or ())]
-        return sum(len(text or "") for text in (*texts, *(part.text for part in self.parts)))
+        """Of text, thoughts and calls."""
+        calls = msgspec.json.encode([self.tool_calls, self.tool_call_id])
+        return len(calls) + sum(len(text or "") for text in (self.thought, *(part.text for part in self.parts)))
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -285,7 +285,8 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     @property
     def num_characters(self) -> int:
         """Of the text in the prompt, about."""
-        return sum(one.num_characters for one in self.messages) + len(msgspec.json.encode(self.tools))
+        variables = msgspec.json.encode([self.tools, self.chat_template_kwargs, self.reasoning_effort])
+        return sum(one.num_characters for one in self.messages) + len(variables)
 
     @property
     def calls_tools(self) -> bool:

@@ -14,7 +14,7 @@ import msgspec
 import regex
 from msgspec import Meta, Struct
 
-from mini_engine.api.grammars import COMBINING, json_value
+from mini_engine.api.grammars import ELSEWHERE, HERE, json_value
 
 NAME = "[a-zA-Z0-9_.-]{1,64}"
 TEMPLATE_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -35,7 +35,7 @@ class Function(Struct, frozen=True, kw_only=True, omit_defaults=True):
     def schema(self) -> dict[str, Any]:
         """Of the arguments: an object, empty where `parameters` name no property, unless they allow others."""
         parameters = self.parameters or {}
-        closed = {} if any(map(parameters.get, COMBINING)) else {"additionalProperties": False}
+        closed = {} if any(map(parameters.get, ELSEWHERE | HERE)) else {"additionalProperties": False}
         return closed | parameters | {"type": "object"}
 
 
@@ -64,20 +64,20 @@ class ToolCall(Struct, frozen=True, kw_only=True):
     """A call in an assistant's message."""
 
     id: str
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     function: CalledFunction
 
     def parsed(self) -> dict[str, Any]:
         """As Hugging Face templates know it: the arguments are an object. Raises msgspec.DecodeError, RecursionError:
         they are not."""
         arguments = msgspec.json.decode(str(self.function.arguments) or "{}", type=dict[str, Any])
-        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
     @property
     def text(self) -> str:
-        """The call as a model writes it."""
+        """The call as a model writes it between the tags."""
         name = msgspec.json.encode(self.function.name).decode()
-        return f'{CALL}\n{{"name": {name}, "arguments": {self.function.arguments}}}\n{CALL_END}'
+        return f'{{"name": {name}, "arguments": {self.function.arguments}}}'
 
 
 # --- in answers -------------------------------------------------------------------------------------------------------

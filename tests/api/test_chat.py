@@ -127,7 +127,8 @@ def test_variables_of_the_template_and_text_that_parts_share(tagged: Any) -> Non
     assert text.startswith("<|im_start|>low<|im_end|><|im_start|>system") and "a <|image_pad|><|im_end|>" in text
 
 
-MALFORMED = ['{"a": ', "null", "[1]", "", "[" * 100_000, '{"a":' + "[" * 800 + "]" * 800 + "}", '{"a": "</tool_call>']
+MALFORMED = ['{"a": ', "null", "[1]", "", "[" * 100_000, '{"a":' + "[" * 800 + "]" * 800 + "}"]
+MALFORMED += ['{"a": "</tool_call>', '{"a": "</think>']
 
 
 @pytest.mark.parametrize("arguments", MALFORMED)
@@ -135,13 +136,25 @@ MALFORMED = ['{"a": ', "null", "[1]", "", "[" * 100_000, '{"a":' + "[" * 800 + "
 def test_calls_whose_arguments_are_no_object_are_what_the_model_said(
     tagged: Any, template: Any, arguments: str
 ) -> None:
-    calls = [{"id": "1", "function": {"name": "look", "arguments": given}} for given in ('{"b": 1}', arguments)]
+    functions = [{"name": "look", "arguments": given} for given in ('{"b": 1}', arguments)]
+    calls = [{"id": "1", "type": None, "function": function} for function in functions]
     for content in ("Well.", None, [{"type": "text", "text": "Well."}]):
         messages = [*user("x"), {"role": "assistant", "content": content, "tool_calls": calls}, *user("y")]
         text = rendered(tagged, messages, template)
         if arguments:
             said = [f'<tool_call>\n{{"name": "look", "arguments": {call["function"]["arguments"]}}}' for call in calls]
             assert "\n</tool_call>\n".join(said) + "\n</tool_call><|im_end|>" in text
+
+
+def test_size_of_a_request_counts_all_that_a_template_may_write() -> None:
+    call = {"id": "x", "function": {"name": "x", "arguments": "x"}}
+    answer = {"role": "assistant", "content": "x", "reasoning": "x", "tool_calls": [call]}
+    tool = {"type": "function", "function": {"name": "x", "description": "x"}}
+    messages = [answer, {"role": "tool", "tool_call_id": "x", "content": [{"type": "text", "text": "x"}]}]
+    body = {"messages": messages, "tools": [tool], "chat_template_kwargs": {"x": "x"}, "reasoning_effort": "x"}
+    long, short = (json.loads(json.dumps(body).replace('"x"', f'"{text}"')) for text in ("x" * 60, "x"))
+    sizes = [msgspec.convert(one, ChatRequest).num_characters for one in (long, short)]
+    assert sizes[0] - sizes[1] == 59 * json.dumps(body).count('"x"')
 
 
 # --- what the template gets -------------------------------------------------------------------------------------------

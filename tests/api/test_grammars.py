@@ -38,6 +38,11 @@ OPEN, EMPTY = '{"a":1,"b":2}', "{}"
     ({"allOf": [{"$ref": "#/$defs/o"}], "$defs": {"o": A}}, [EMPTY], [OPEN]),
     ({"allOf": [A, {"properties": {"b": True}}]}, [OPEN, EMPTY], ['{"a":"1"}']),
     ({**A, "anyOf": [{"required": ["b"]}, {"required": ["a"]}]}, [OPEN], [EMPTY]),
+    ({"allOf": [A], "required": ["b"]}, [OPEN], [EMPTY]),
+    ({"items": {"$ref": "#/$defs/o", "additionalProperties": {"type": "integer"}}, "$defs": {"o": A}}, [f"[{OPEN}]"],
+     ['[{"b":"1"}]']),
+    ({"anyOf": [A], "patternProperties": {"^b$": {}}}, [OPEN], ['{"a":"1"}']),
+    ({**A, "const": {"a": 1, "b": 2}}, [OPEN], [EMPTY]),
     # What JSON Schema says is an annotation, here beside what keeps objects open.
     ({"allOf": [{"items": {"format": "path"}}, {"uniqueItems": False}], "type": "array"}, ['["/a","/a"]'], ["1"]),
     ({"enum": [{"properties": {"a": 1}}]}, ['{"properties":{"a":1}}'], [EMPTY]),
@@ -64,6 +69,7 @@ def test_what_is_no_schema(schema: dict[str, Any]) -> None:
     (r"[\\d]", ["\\", "d"], ["7"]),
     (r"(?ux) \s # \d", [" "], ["\u00a0", " # 7"]),
     (r"[\w--\d][+-\d]", ["a-", "a7"], ["7a", "aa"]),
+    (r"[\--\d]", ["-", "7"], ["."]),
     (r"é.\p{Nd}/", ["éü٧/"], ["e77/"]),
 ])  # fmt: skip
 def test_classes_of_a_regular_expression_are_ascii(regex: str, good: list[str], bad: list[str]) -> None:
