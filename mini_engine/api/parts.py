@@ -31,23 +31,6 @@ ALTERNATIVES = {
 }  # to settings that are not supported in a part
 
 
-class MediaUrl(Struct, frozen=True):
-    """The URL of an image or video."""
-
-    url: Annotated[str, Meta(min_length=1)]
-
-
-class File(Struct, frozen=True):
-    """The content of a file, a `data:` URL of an image or a video."""
-
-    file_data: Annotated[str, Meta(pattern="^data:(image|video)/")]
-
-
-Location = MediaUrl | Annotated[str, Meta(min_length=1)]
-FrameUrl = Annotated[str, Meta(pattern="^data:image[^,]*;base64,")]
-FrameUrls = Annotated[list[FrameUrl], Meta(min_length=1)]
-
-
 class PartSettings(Struct, frozen=True, kw_only=True):
     """How one item is sampled and sized, by the names of qwen_vl_utils. Those of videos change no image."""
 
@@ -62,15 +45,42 @@ class PartSettings(Struct, frozen=True, kw_only=True):
     max_pixels: Count | None = None
     total_pixels: Count | None = None  # of a video: of every second frame, since two become one step
 
+    resized_height: Any = None
+    resized_width: Any = None
+    raw_fps: Any = None
+    num_frames: Any = None
+    start: Any = None
+    end: Any = None
+
     def __post_init__(self) -> None:
         if self.fps is not None and self.nframes is not None:
             raise ValueError("a part has either `fps` or `nframes`")
+        for name, alternative in ALTERNATIVES.items():
+            if getattr(self, name) is not None:
+                raise ValueError(f"`{name}` of a part is not supported; set {alternative}")
 
     @property
     def settings(self) -> dict[str, Any]:
         """Those that are set."""
         values = {name: getattr(self, name) for name in PartSettings.__struct_fields__}
         return {name: value for name, value in values.items() if value is not None}
+
+
+class MediaUrl(PartSettings, frozen=True, kw_only=True):
+    """The URL of an image or video. Its settings are as good as those of the part."""
+
+    url: Annotated[str, Meta(min_length=1)]
+
+
+class File(Struct, frozen=True):
+    """The content of a file, a `data:` URL of an image or a video."""
+
+    file_data: Annotated[str, Meta(pattern="^data:(image|video)/")]
+
+
+Location = MediaUrl | Annotated[str, Meta(min_length=1)]
+FrameUrl = Annotated[str, Meta(pattern="^data:image[^,]*;base64,")]
+FrameUrls = Annotated[list[FrameUrl], Meta(min_length=1)]
 
 
 class Part(PartSettings, frozen=True, kw_only=True):
@@ -87,22 +97,13 @@ class Part(PartSettings, frozen=True, kw_only=True):
     url: Location | None = None
     file: File | None = None
 
-    resized_height: Any = None
-    resized_width: Any = None
-    raw_fps: Any = None
-    num_frames: Any = None
-    start: Any = None
-    end: Any = None
-
     def __post_init__(self) -> None:
-        super().__post_init__()
+        if self.text is None:
+            super().__post_init__()
         sources = SOURCES[self._kind]
         given = [name for name in _SOURCE_NAMES if getattr(self, name) is not None]
         if len(given) != 1 or given[0] not in sources:
             raise ValueError(f"a part of the type {self.type} has `{'` or `'.join(sources)}`, and nothing else")
-        for name, alternative in ALTERNATIVES.items():
-            if getattr(self, name) is not None and self.text is None:
-                raise ValueError(f"`{name}` of a part is not supported; set {alternative}")
         if isinstance(self.video, list):
             frames = ",".join(frame.partition(",")[2] for frame in self.video)
             msgspec.structs.force_setattr(self, "video", f"data:video/jpeg;base64,{frames}")
@@ -112,14 +113,22 @@ class Part(PartSettings, frozen=True, kw_only=True):
         return self.type.removeprefix("input_").removesuffix("_url")
 
     @property
+    def _given(self) -> Any:
+        return self.image_url or self.video_url or self.image or self.video or self.url or ""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """See `PartSettings`. Those beside the URL go before those with it."""
+        return getattr(self._given, "settings", {}) | super().settings
+
+    @property
     def modality(self) -> Modality | None:
         """None: text."""
-        is_video = self._kind == "video" or self.location.startswith("data:video")
+        is_video = self._kind == "video" or self.location[:10].lower() == "data:video"
         return None if self.text is not None else "video" if is_video else "image"
 
     @property
     def location(self) -> str:
         """The URL of the image or video; of text empty."""
-        given: Any = self.image_url or self.video_url or self.image or self.video or self.url or ""
-        location: str = self.file.file_data if self.file else getattr(given, "url", given)
+        location: str = self.file.file_data if self.file else getattr(self._given, "url", self._given)
         return f"file://{quote(location)}" if location.startswith("/") else location

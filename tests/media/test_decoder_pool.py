@@ -233,7 +233,7 @@ def test_decoding_needs_little_memory() -> None:
             assert len(decoding.frames) == 8
             decoding.release()
 
-    run(scenario, places=1, media_decoder_memory=16 << 20)
+    run(scenario, places=1, media_decoder_memory=20 << 20)
 
 
 ATTACKS = [  # modality, file, and what its error names
