@@ -205,6 +205,7 @@ PARTS = [
     ({"fps": 4, "max_frames": 9, "max_pixels": 50}, 8, 180),
     ({"fps": 2, "video_start": 4, "video_end": 7.99, "max_pixels": 50}, 8, 180),
     ({"nframes": 4, "min_pixels": 320, "max_pixels": 768}, 4, 672),
+    ({"nframes": 20, "min_pixels": 320, "max_pixels": 768}, 20, 3360),
     ({"nframes": 8, "min_pixels": 16, "total_pixels": 400}, 8, 364),
     ({"nframes": 8, "min_pixels": 16, "max_pixels": 40, "total_pixels": 100}, 8, 72),
     ({"nframes": 8, "min_pixels": 16, "max_pixels": 40, "total_pixels": 20}, 8, 60),
