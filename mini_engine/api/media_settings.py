@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -139,7 +139,7 @@ class MediaSettingsResolver:
         settings = MediaSettings(
             updated(self.server.sampling, asked, self._by_rate),
             {**self.server.processor_kwargs, **msgspec.to_builtins(given)},
-            _tuned("mm_processor_kwargs", self.server.calls, given, most_pixels),
+            _tuned("mm_processor_kwargs", self.server.calls, given, most_pixels, {ref.modality for ref in refs}),
         )
         return settings, samplings
 
@@ -154,7 +154,7 @@ class MediaSettingsResolver:
             asked = _asked_by_part(ref.settings, sampling, self._processor.step)
             sampling = updated(sampling, asked, self._by_rate, ref.name)
         given = RequestKwargs(min_pixels=bounds.get("min_pixels"), max_pixels=bounds.get("max_pixels"))
-        calls: Mapping[Kind, Kwargs] = _tuned(ref.name, shared.calls, given, most_pixels)
+        calls: Mapping[Kind, Kwargs] = _tuned(ref.name, shared.calls, given, most_pixels, [ref.modality])
         if is_video and self._processor.times_frames:
             calls = shared.calls  # which bound all frames together; `bounds` are of each
         return replace(shared, sampling=sampling, calls=calls, bounds=bounds)
@@ -239,23 +239,30 @@ def _own_calls(processor: MediaProcessor, model_dir: Path) -> Mapping[Kind, Kwar
 
 def _split(processor_kwargs: Kwargs, io_kwargs: Kwargs) -> tuple[dict[str, Any], dict[str, Any]]:
     """What both say of sampling, where `io_kwargs` wins, and the rest of `processor_kwargs`."""
-    rest, io_kwargs = dict(processor_kwargs), dict(io_kwargs)
+    rest = dict(processor_kwargs)
     asked = {name: rest.pop(name) for name in VideoSampling.__struct_fields__ if name in rest}
+    io_kwargs = {name: value for name, value in io_kwargs.items() if value is not None}
     if io_kwargs.get("num_frames") == -1 and (asked | io_kwargs).get("fps") is not None:
         del io_kwargs["num_frames"]  # to vLLM: load all frames, of which the processor takes some
     # Of two that exclude each other, too.
-    excluded = ["fps", "min_frames", "max_frames"] if io_kwargs.get("num_frames") else []
-    excluded += ["num_frames"] if io_kwargs.get("fps") else []
+    excluded = ["fps", "min_frames", "max_frames"] if "num_frames" in io_kwargs else []
+    excluded += ["num_frames"] if "fps" in io_kwargs else []
     return {name: value for name, value in asked.items() if name not in excluded} | io_kwargs, rest
 
 
 def _tuned(
-    owner: str, calls: Mapping[Kind, Kwargs], given: RequestKwargs, most_pixels: float = math.inf
+    owner: str,
+    calls: Mapping[Kind, Kwargs],
+    given: RequestKwargs,
+    most_pixels: float = math.inf,
+    kinds: Iterable[Kind] = ("image", "video"),
 ) -> dict[Kind, Kwargs]:
-    """`calls` with the settings `given`; these make no item larger than `most_pixels`. Raises ValueError."""
+    """`calls`, of which those of `kinds` with the settings `given`; these make no item larger than `most_pixels`.
+    Raises ValueError."""
     asked: dict[str, int] = msgspec.to_builtins(given.size or _Size(given.min_pixels, given.max_pixels))
-    tuned: dict[Kind, Kwargs] = {}
-    for kind, call in calls.items():
+    tuned = dict(calls)
+    for kind in kinds:
+        call = calls[kind]
         own, size = call["size"], {**call["size"], **asked}
         least, most = size["shortest_edge"], size["longest_edge"]
         if least > max(own["shortest_edge"], most_pixels):
@@ -276,4 +283,5 @@ def parse_options(owner: str, given: Mapping[str, Any], kind: type[OptionsT]) ->
         return msgspec.convert({name: value for name, value in given.items() if value is not None}, kind)
     except msgspec.ValidationError as error:
         names = dict.fromkeys((*kind.__struct_fields__, *VideoSampling.__struct_fields__))
-        raise ValueError(f"{owner}: {error}; it takes {', '.join(names)}") from None
+        remedy = f"; it takes {', '.join(names)}" if "unknown field" in str(error) else ""
+        raise ValueError(f"{owner}: {error}{remedy}") from None

@@ -46,11 +46,28 @@ class PartSettings(Struct, frozen=True, kw_only=True):
     max_pixels: Count | None = None
     total_pixels: Count | None = None  # of a video: of every second frame, since two become one step
 
+    resized_height: Any = None
+    resized_width: Any = None
+    raw_fps: Any = None
+    num_frames: Any = None
+    start: Any = None
+    end: Any = None
+
+    def __post_init__(self) -> None:
+        for name in _UNSUPPORTED:
+            if getattr(self, name) is not None:
+                raise ValueError(f"`{name}` of a part is not supported; its settings are {', '.join(SUPPORTED)}")
+        if self.fps is not None and self.nframes is not None:
+            raise ValueError("a part has either `fps` or `nframes`")
+
     @property
     def settings(self) -> dict[str, Any]:
         """Those that are set."""
-        values = {name: getattr(self, name) for name in PartSettings.__struct_fields__}
+        values = {name: getattr(self, name) for name in SUPPORTED}
         return {name: value for name, value in values.items() if value is not None}
+
+
+SUPPORTED = [name for name in PartSettings.__struct_fields__ if name not in _UNSUPPORTED]
 
 
 class MediaUrl(PartSettings, frozen=True, kw_only=True):
@@ -77,24 +94,13 @@ class Part(PartSettings, frozen=True, kw_only=True):
     url: Location | None = None
     file: File | None = None
 
-    resized_height: Any = None
-    resized_width: Any = None
-    raw_fps: Any = None
-    num_frames: Any = None
-    start: Any = None
-    end: Any = None
-
     def __post_init__(self) -> None:
+        if self.text is None:
+            super().__post_init__()
         sources = _SOURCES[self._kind]
         given = [name for name in _SOURCE_NAMES if getattr(self, name) is not None]
         if len(given) != 1 or given[0] not in sources:
             raise ValueError(f"a part of the type {self.type} has `{'` or `'.join(sources)}`, and no other of these")
-        for name in _UNSUPPORTED if self.text is None else ():
-            if getattr(self, name) is not None:
-                settings = ", ".join(PartSettings.__struct_fields__)
-                raise ValueError(f"`{name}` of a part is not supported; its settings are {settings}")
-        if self.fps is not None and self.nframes is not None:
-            raise ValueError("a part has either `fps` or `nframes`")
         if isinstance(self.video, list):
             if not all(re.match("data:image[^,]*;base64,", frame) for frame in self.video):
                 raise ValueError("frames in `video` must be URLs of the form data:image/jpeg;base64,<data>")

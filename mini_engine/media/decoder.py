@@ -16,6 +16,7 @@ input memory holds the stop flag, the encoded bytes follow.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import math
 import mmap
@@ -114,6 +115,7 @@ class _Decoder:
         jobs = msgspec.msgpack.Decoder(Job)
         while message := self._connection.recv(DATAGRAM_BYTES):
             self._send(self._reply(jobs.decode(message)))
+            gc.collect()  # frames whose side data were read refer to themselves
 
     def _reply(self, job: Job) -> Decoded | DecodeFailed:
         limit = self._own_bytes + job.num_bytes + self._limits.media_decoder_memory
@@ -170,6 +172,7 @@ def main() -> NoReturn:
     die_with_parent(spec.parent_pid)
     for name in ("animation", "image", "video"):
         importlib.import_module(f"mini_engine.media.{name}")
+    gc.freeze()  # what is loaded stays: the collector need not walk over it
     keep_freed_memory(_KEPT_BYTES)
     network = confine(_DESCRIPTORS)
     setproctitle(spec.title)

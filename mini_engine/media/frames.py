@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import av
 import numpy as np
@@ -47,7 +47,7 @@ class FrameRows:
         self._guard.check_size("max_frame_pixels", frame.width, frame.height)
         if self._rows is None:
             self._size = self._guard.fitting_size(len(self._places), frame.width, frame.height)
-            self._turn = _turn_of(frame)
+            self._read_side_data(frame)
             height, width = self._size if self._turn[0] else self._size[::-1]
             self._rows = self._allocate((len(self._places), height, width))
         width, height = self._size
@@ -74,13 +74,17 @@ class FrameRows:
             self._rows[: len(rows)] = self._rows[rows]
         return self._rows[: len(rows)]
 
+    def _read_side_data(self, frame: av.VideoFrame) -> None:
+        """Of the first frame alone: it then refers to itself, so that only the garbage collector frees its picture."""
+        side_data: Any = frame.side_data
+        self._turn = _turn_of(side_data)
+        # Dolby Vision without a base layer (profile 5): only its own metadata say what the samples mean.
+        self._guard.wrong_colours |= frame.colorspace == UNKNOWN and Type.DOVI_RPU_BUFFER in side_data
+
     def _to_rgb(self, frame: av.VideoFrame, width: int, height: int) -> av.VideoFrame:
         """As RGB, of this size, with the transfer and the primaries that it has."""
         how = None if (width, height) == (frame.width, frame.height) else "BICUBIC"
         convert = partial(self._reformatter.reformat, frame, width, height, "rgb24", interpolation=how, threads=1)
-        # Dolby Vision without a base layer (profile 5): only its own metadata say what the samples mean.
-        if frame.colorspace == UNKNOWN and Type.DOVI_RPU_BUFFER in cast(Any, frame.side_data):
-            self._guard.wrong_colours = True
         try:
             return convert()
         except av.error.OSError:  # swscale does not know the matrix
@@ -88,12 +92,11 @@ class FrameRows:
             return convert(src_colorspace=BT2020)  # the matrix has the same number
 
 
-def _turn_of(frame: av.VideoFrame) -> _Turn:
+def _turn_of(side_data: Any) -> _Turn:
     """The rotation of a frame by its display matrix, to the nearest quarter turn.
 
     The matrix takes column x and row y to a*x + c*y and b*x + d*y (ISO/IEC 14496-12, section 6.2.2).
     """
-    side_data: Any = frame.side_data
     if Type.DISPLAYMATRIX not in side_data:
         return (False, False, False)
     a, b, _, c, d = np.frombuffer(memoryview(side_data[Type.DISPLAYMATRIX]), np.int32)[:5].tolist()

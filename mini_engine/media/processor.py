@@ -138,7 +138,7 @@ class MediaProcessor:
         bounds, steps, total = settings.bounds, math.ceil(frames / self.step), settings.bounds.get("total_pixels")
         if self.times_frames:
             least = bounds.get("min_pixels", 0) * frames or least
-            most = max(total * self.step, int(1.05 * least)) if total else most
+            most = max(total * self.step if total else most, int(1.05 * least)) if bounds else most
             most = min(most, bounds.get("max_pixels", most) * frames)
         elif total:
             most = min(most, max(total // steps, int(1.05 * least)))

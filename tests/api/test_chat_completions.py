@@ -163,10 +163,12 @@ async def test_request_may_ask_for_fewer_frames_or_smaller_items(served: Served,
 @pytest.mark.parametrize(("part", "kind"), [(image(), "image"), (video(), "video")])
 async def test_parts_by_other_names_are_the_same(served: Served, part: Any, kind: str) -> None:
     url, texts = part[f"{kind}_url"]["url"], [{"type": f"{name}text", "text": "what?"} for name in ("", "input_")]
-    (path := served.allowed / f"a {kind}").write_bytes(base64.b64decode(url.partition(",")[2]))
+    head, _, data = url.partition(",")
+    (path := served.allowed / f"a {kind}").write_bytes(base64.b64decode(data))
     named = [
         {"type": f"input_{kind}", f"{kind}_url": url},
         {"type": "file", "file": {"file_data": url}},
+        {"type": "image_url", "image_url": f"{head.upper()},{data}"},
     ]
     named += [{"type": kind, kind: str(path), "uuid": "1"}, {"type": kind, "url": f"file://{path}", "x": {}}]
     for content in ([part, texts[0]], *([other, texts[1]] for other in named)):

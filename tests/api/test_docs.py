@@ -11,7 +11,7 @@ import msgspec
 
 from mini_engine import metrics
 from mini_engine.api import app, errors
-from mini_engine.api.parts import PartSettings
+from mini_engine.api.parts import SUPPORTED
 from mini_engine.api.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from mini_engine.config import EngineConfig
 
@@ -34,7 +34,7 @@ def test_every_field_of_a_request_is_named() -> None:
 
 
 def test_every_setting_of_a_part_is_named() -> None:
-    assert set(PartSettings.__struct_fields__) == names_below("Images and videos in a message") - {"file"}
+    assert set(SUPPORTED) == names_below("Images and videos in a message") - {"file"}
 
 
 def test_every_error_code_is_named() -> None:

@@ -36,6 +36,7 @@ def refs_of(*parts: dict[str, Any]) -> list[MediaRef]:
 
 
 FILE = {"type": "video", "video": "data:;base64,"}
+IMAGE = {"type": "image", "image": "data:;base64,"}
 FRAMES = {"type": "video", "video": ["data:image;base64,AAAA", "data:image/png;base64,BBBB"]}
 
 
@@ -71,8 +72,13 @@ def test_settings_as_models_cards_write_them(processor: MediaProcessor) -> None:
     server = resolver(processor)
     by_rate = VideoSampling(fps=2, min_frames=4, max_frames=768, frame_factor=2)  # the authors' own numbers
     model_dir = Path(processor.hf_processor.tokenizer.name_or_path)
-    loads_all = MediaSettingsResolver(processor, model_dir, {"fps": 2, "do_sample_frames": True}, {"num_frames": -1})
-    for settings in (of_request(server, fps=2, do_sample_frames=True), loads_all.server):
+    flags: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"fps": 2, "do_sample_frames": True}, {"num_frames": -1}),
+        ({"fps": 2}, {"fps": None}),
+        ({}, {"fps": 2, "num_frames": -1}),
+    ]
+    of_servers = [MediaSettingsResolver(processor, model_dir, *given).server for given in flags]
+    for settings in (of_request(server, fps=2, do_sample_frames=True), *of_servers):
         assert settings.sampling == by_rate and not settings.processor_kwargs
     # What `process_vision_info` returns goes with a video that is sent as frames.
     returned = of_request(server, FRAMES, fps=[1.5], do_sample_frames=False)
@@ -143,7 +149,8 @@ def test_pixel_bounds_of_server_and_request(family: str, tmp_path: Path) -> None
                 sizes = dict(getattr(processor.hf_processor, f"{kind}_processor").size) | asked
                 sizes = {edge: sizes[edge] for edge in EDGES.values()}
                 expected = full_call(processor, item, size=sizes | {"shortest_edge": min(sizes.values())})
-                for settings in (server, of_request(unbounded, **kwargs)):
+                part = IMAGE if kind == "image" else FILE
+                for settings in (server, of_request(unbounded, part, **kwargs)):
                     arguments = item if kind == "video" else (item,)
                     grid = getattr(processor, f"process_{kind}")(*arguments, settings).grid_thw
                     assert grid == (*expected[f"{kind}_grid_thw"][0],)
@@ -203,6 +210,7 @@ PARTS = [
     ({"fps": 4, "max_frames": 9, "max_pixels": 50}, 8, 180),
     ({"fps": 2, "video_start": 4, "video_end": 7.99, "max_pixels": 50}, 8, 180),
     ({"nframes": 4, "min_pixels": 320, "max_pixels": 768}, 4, 672),
+    ({"nframes": 20, "min_pixels": 320, "max_pixels": 768}, 20, 3360),
     ({"nframes": 8, "min_pixels": 16, "total_pixels": 400}, 8, 364),
     ({"nframes": 8, "min_pixels": 16, "max_pixels": 40, "total_pixels": 100}, 8, 72),
     ({"nframes": 8, "min_pixels": 16, "max_pixels": 40, "total_pixels": 20}, 8, 60),
@@ -220,17 +228,28 @@ def test_settings_of_a_part_mean_what_they_mean_to_qwen_vl_utils(family: str, tm
         assert (count, item.num_tokens) == (frames, tokens), part
         hashes.add(hash_key(settings, "video"))
     assert len(hashes) == len(PARTS) + 1
+    large = {"min_pixels": 800 * processor.token_pixels}  # more than a frame of Qwen2.5-VL may have
+    for settings in (of_request(server, IMAGE | large), of_request(server, IMAGE, **large)):
+        assert settings.calls["image"]["size"]["shortest_edge"] == large["min_pixels"]
 
 
 def test_settings_of_a_part_are_of_its_item_alone(processor: MediaProcessor) -> None:
     small, of_videos = {"max_pixels": 56 * 56}, {"nframes": 2, "total_pixels": 10**6, "video_end": 3}
-    image = {"type": "image", "image": "data:;base64,"}
-    inner = {"video": {"url": FILE["video"], "fps": 3, **small}}  # as a part's own, which override them
-    parts = [FILE, FILE | inner | of_videos, FRAMES | {"sample_fps": 4}, image, image | small, image | of_videos]
+    within = {"type": "video", "video": {"url": FILE["video"], **small, **of_videos}}
+    parts = [
+        FILE,
+        FILE | small | of_videos,
+        within,
+        FRAMES | {"sample_fps": 4},
+        IMAGE,
+        IMAGE | small,
+        IMAGE | of_videos,
+    ]
     chat, server = ChatRequest(messages=[ChatMessage(role="user", content="x")]), resolver(processor)
-    plain, own, frames, *images = server.resolve(chat, refs_of(*parts), 10**6)
+    plain, own, same, frames, *images = server.resolve(chat, refs_of(*parts), 10**6)
     assert (plain.sampling, plain.processor_kwargs) == (server.server.sampling, {})
     assert (own.sampling.min_frames, own.sampling.max_frames, own.sampling.end) == (2, 2, 3)
+    assert hash_key(own, "video") == hash_key(same, "video")
     assert own.bounds == small | {"total_pixels": 10**6} and frames.sampling.fps == 4
     assert [one.calls["image"]["size"]["longest_edge"] for one in images] == [37632, 3136, 37632]
     first, second, third = (hash_key(one, "image") for one in images)
