@@ -123,7 +123,7 @@ class Part(PartSettings, frozen=True, kw_only=True):
     @property
     def modality(self) -> Modality | None:
         """None: text."""
-        is_video = self._kind == "video" or self.location.startswith("data:video")
+        is_video = self._kind == "video" or self.location[:10].lower() == "data:video"
         return None if self.text is not None else "video" if is_video else "image"
 
     @property
