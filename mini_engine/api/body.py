@@ -50,7 +50,9 @@ def _decode(body: bytes, kind: type[BodyT]) -> BodyT:
     """The request in `body`, of which a field that is null is as good as absent, also an unknown one."""
     try:
         return _decoder(kind).decode(body)
-    except msgspec.ValidationError:
+    except msgspec.ValidationError as error:
+        if "unknown field" not in str(error):
+            raise
         return _decoder(kind).decode(_without_nulls(body, levels=2))
 
 
