@@ -86,7 +86,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     ({"continue_final_message": True, "add_generation_prompt": True}, VALUE, "messages", "not compatible"),
     ({"echo": 0}, UNSUPPORTED, "echo", "send false"),
     ({"media_io_kwargs": {"audio": {}}}, VALUE, "media_io_kwargs", "'audio'"),
-    ({"messages": None}, MISSING, "messages", "Missing required parameter"),
+    ({"messages": None}, VALUE, "messages", "got `null`"),
     ({"messages": []}, VALUE, "messages", "length >= 1"),
     (message(role="user"), VALUE, "messages[0]", "needs `content`"),
     (message(role="assistant", function_call={}), VALUE, "messages[0].function_call", "expected `null`"),
