@@ -92,7 +92,8 @@ class MediaSettingsResolver:
         # As the model's files say, or as its authors sample: qwen_vl_utils before Qwen3-VL, and then transformers.
         count, rate = video.num_frames, {"fps": video.fps or DEFAULT_FPS} | self._by_rate
         own = parse_options("the model's", rate if count is None else {"num_frames": count}, VideoSampling)
-        sampling = at_most(updated(own, asked, self._by_rate), most_frames, most_frames)
+        flags = "--media-io-kwargs or --mm-processor-kwargs"
+        sampling = at_most(updated(own, asked, self._by_rate, flags), most_frames, most_frames)
         calls = _tuned("--mm-processor-kwargs", _own_calls(processor, model_dir), given)
         self.server = MediaSettings(sampling, msgspec.to_builtins(given), calls)
         processor.check(self.server)

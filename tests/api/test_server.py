@@ -50,7 +50,7 @@ def test_settings_reach_the_media_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"media_io_kwargs": {"video": {"fps": 3}}, "mm_processor_kwargs": {"num_frames": 2}}, "exactly one of"),
+        ({"media_io_kwargs": {"video": {"fps": 3, "num_frames": 2}}}, "--media-io-kwargs.*: set exactly one of"),
         ({"media_io_kwargs": {"video": {"frames": 3}}}, "frames"),
         ({"allowed_media_domains": ["*.example.com"]}, "--allowed-media-domains"),
         ({"allowed_media_domains": ["10.0.0.0/8"]}, "a network needs a host name beside it"),
