@@ -117,9 +117,11 @@ class Grammars:
     def _limit_number(self, output: list[int], barred: np.ndarray) -> None:
         """Bar the digits with which a number at the end of `output` is too long: a model could write digits for ever.
         Where nothing else can follow, the schema asks for them."""
-        if number := _NUMBER.search(self._tokenizer.decode_bytes(output)):
+        number = _NUMBER.search(self._tokenizer.decode_bytes(output))
+        too_long = [token for token, digits in self._digits if number and not _is_limited(number[0] + digits)]
+        if too_long:
             limited = barred.copy()
-            limited[[token for token, digits in self._digits if not _is_limited(number[0] + digits)]] = 1
+            limited[too_long] = 1
             if not limited.all():
                 barred[:] = limited
 
