@@ -23,8 +23,8 @@ from mini_engine.messages.requests import (
     Sibling, TokenLogprob, Unreserve, Written,
 )  # fmt: skip
 from mini_engine.messages.steps import (
-    Chunk, EncodeItem, KeepMedia, MediaFailed, MediaReady, NewSequence, SampledToken, StateStart, Step, StepResult,
-    WorkerReady,
+    Chunk, EncodeItem, Grammar, GrammarReady, KeepMedia, MediaFailed, MediaReady, NewSequence, SampledToken, StateStart,
+    Step, StepResult, WorkerReady,
 )  # fmt: skip
 from mini_engine.messages.tensors import (
     DeviceSlots, MediaItem, Message, MessageId, Modality, ProbeResult, StoreHandle, TensorHandle, TensorMessage,
@@ -44,6 +44,6 @@ AnyMessage = (
     Hello | Init | Ready | Refused | Start | Serving | Drain | PeerGone
     | NewRequest | Finish | Outputs | MediaMiss | ControlRequest | ControlReply
     | Lookup | Found | Reserve | Reserved | Written | Abandoned | Unreserve
-    | Step | StepResult | WorkerReady | MediaReady | MediaFailed
+    | Step | StepResult | WorkerReady | MediaReady | MediaFailed | GrammarReady
     | TensorMessage | ProbeResult | DeviceSlots
 )  # fmt: skip

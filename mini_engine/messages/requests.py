@@ -27,7 +27,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token_ids: list[int] = []  # with the model's end-of-sequence tokens, unless `ignore_eos`
     min_tokens: int = 0  # no stop token is sampled before there are this many
     logprobs: int | None = None  # None: none; else for each sampled token and this many likeliest
-    grammar: str = ""  # in llguidance's Lark: the output matches it, then a stop token ends it; empty: any output
+    grammar: bytes = b""  # digest of `NewRequest.grammar`; empty: any output
 
 
 class Sibling(msgspec.Struct, frozen=True, array_like=True):
@@ -47,6 +47,7 @@ class NewRequest(Message, frozen=True):
     priority: int = 0  # lower goes first
     cache_salt: str = ""  # prefix-cache blocks are shared only within one salt
     siblings: list[Sibling] = []  # each ends in a finish message of its own
+    grammar: str = ""  # in llguidance's Lark: an output matches it, then a stop token ends it; empty: any output
 
 
 class CachedMedia(msgspec.Struct, frozen=True, array_like=True):
@@ -162,6 +163,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     error: str | None = None  # with "error": text for the client
+    is_bad_request: bool = False  # with "error": the request is at fault
     logprobs: list[list[TokenLogprob]] = []  # if asked for, of each of `token_ids`: its own, then the likeliest
     num_cached_tokens: int = 0  # with the first tokens: how many of the prompt's tokens the prefix cache held
     times: EngineTimes | None = None  # with the first and the last tokens of a request, but not of its siblings

@@ -57,6 +57,13 @@ class KeepMedia(msgspec.Struct, frozen=True, array_like=True):
     patches: TensorHandle
 
 
+class Grammar(msgspec.Struct, frozen=True, array_like=True):
+    """A grammar that requests follow from now on, until `Step.unused_grammars` names it."""
+
+    digest: bytes  # of `text`; see `SamplingParams.grammar`
+    text: str  # in llguidance's Lark
+
+
 class Step(Message, frozen=True):
     """Core -> every rank of its engine. A rank handles the fields in this order. An empty step is a ping through all
     ranks."""
@@ -66,6 +73,8 @@ class Step(Message, frozen=True):
     evict: list[bytes] = []  # drop these media hashes from the encoder cache
     drop: list[bytes] = []  # drop these kept media
     keep: list[KeepMedia] = []
+    grammars: list[Grammar] = []  # rank 0 has them compiled, and reports each by `GrammarReady`
+    unused_grammars: list[bytes] = []  # digests; no sequence follows them any more
     started: list[NewSequence] = []
     states: list[StateStart] = []
     encode: list[EncodeItem] = []
@@ -79,7 +88,7 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
     token_id: int
     logprobs: list[TokenLogprob] = []  # see `RequestOutput`
-    error: str = ""  # why there is no token, and the request has to end, as a text for the client
+    problem: str = ""  # why its grammar can be followed no further and the request has to end, as a text for the client
 
 
 class StepResult(Message, frozen=True):
@@ -97,6 +106,13 @@ class WorkerReady(Message, frozen=True):
     num_blocks: int
     device: str  # "cpu" or "cuda"
     num_states: int = 0  # slots of recurrent states; 0: the model has none
+
+
+class GrammarReady(Message, frozen=True):
+    """Rank 0 -> core, once for each of `Step.grammars`: it is compiled, or cannot be followed."""
+
+    digest: bytes
+    problem: str = ""  # why it cannot be followed, as a text for the client
 
 
 class MediaReady(Message, frozen=True):
