@@ -55,7 +55,7 @@ async def start(context: AppContext, chat: ChatRequest, state: State) -> Generat
         token_ids = await render(context, chat)
         in_thought = context.renderer.opens_thought(token_ids)
         chat = context.renderer.constrain(chat, in_thought)
-        await context.sampling.check(chat)
+        context.sampling.check(chat)
         fetched = await prepare(context, chat, state, held)
         hashes = dict.fromkeys(item.media_hash for item in fetched)
         with context.engines.choose(next(iter(hashes), None), chat.num_choices) as engine:  # row 5

@@ -35,7 +35,7 @@ async def completions(request: Request) -> Response:
     context, request_id = context_of(request), request.state.request_id
     asked = await read_body(request, CompletionRequest, context)
     responder = CompletionResponder(asked, request_id, context.config.served_names[0])
-    await context.sampling.check(asked)
+    context.sampling.check(asked)
     generations: dict[Generation, NewRequest] = {}
     for number, prompt in enumerate(asked.prompts):
         token_ids = await _encode(context, asked, prompt) if isinstance(prompt, str) else _check(context, prompt)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from mini_engine.api.detokenizer import Detokenizer, ListedToken, StopStrings, Vocabulary
-from mini_engine.api.errors import EngineError
+from mini_engine.api.errors import ApiError, EngineError, bad_request
 from mini_engine.api.protocol import GenerationRequest
 from mini_engine.api.timings import RequestClock
 from mini_engine.api.tool_calls import AnswerParser
@@ -154,7 +154,8 @@ class Generation:
         self.finish_at_engine: FinishAtEngine | None = None  # of the engine that was sent the request
         self.media = media
         self.warnings = warnings
-        self._error: EngineError | None = None
+        self._error: ApiError | None = None
+        self._grammar_field = asked.grammar_field
         self._waiting: collections.deque[Sample] = collections.deque()  # samples with outputs, each once
         self._arrival: asyncio.Future[None] | None = None
 
@@ -179,7 +180,8 @@ class Generation:
         return self
 
     async def __anext__(self) -> Piece:
-        """Wait for tokens of any sample. Raises EngineError: the engine has failed at the request, or is down."""
+        """Wait for tokens of any sample. Raises EngineError: the engine has failed at the request, or is down; and
+        ApiError, a 400: its grammar cannot be followed."""
         if self.over:
             raise StopAsyncIteration
         while not (self._waiting or self._error):
@@ -212,14 +214,18 @@ class Generation:
         if sample.over:
             return
         if output.finish_reason in ("error", "abort"):
-            self.fail(EngineError(output.error or "The engine has aborted this request.", 500, "internal_error"))
+            problem = output.error or "The engine has aborted this request."
+            if output.is_bad_request:
+                self.fail(bad_request(problem, self._grammar_field))
+            else:
+                self.fail(EngineError(problem, 500, "internal_error"))
             return
         if not sample.is_waiting:
             self._waiting.append(sample)
         sample.add(output)
         self._wake()
 
-    def fail(self, error: EngineError) -> None:
+    def fail(self, error: ApiError) -> None:
         """The engine sends no more outputs: fail the request with `error`."""
         self._error = error
         self._wake()

@@ -28,7 +28,7 @@ ELSEWHERE = {"allOf", "anyOf", "oneOf", "$ref", "const", "enum"}
 BESIDE = HERE | ELSEWHERE | {"additionalProperties", "patternProperties"}
 # Of strings, as llguidance knows them; it refuses others, which JSON Schema says are annotations.
 FORMATS = {"date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
-MAX_GRAMMAR = 100_000  # characters; llguidance takes a tenth of a second for some that are as long
+MAX_GRAMMAR = 100_000  # characters
 
 
 def json_value(schema: dict[str, Any], spacing: dict[str, Any] = SPACING) -> str:
@@ -59,17 +59,6 @@ def regex_grammar(regex: str) -> str:
 def choice_grammar(choices: Sequence[str]) -> str:
     """One of these texts."""
     return "start: " + " | ".join(map(json.dumps, choices))
-
-
-def problem_with(grammar: str) -> str | None:
-    """Why llguidance cannot follow the grammar, for the client; None: it can. May take a tenth of a second."""
-    if len(grammar) > MAX_GRAMMAR:
-        return f"it takes {len(grammar)} characters, more than {MAX_GRAMMAR}; send a shorter one"
-    is_error, texts = LLMatcher.validate_grammar_with_warnings(grammar)
-    if not is_error:
-        return None
-    reason = re.split(r"\n *\d+ \|", texts[0])[0]  # then come lines of the grammar, which the client may not know
-    return " ".join(reason.split())[:300]
 
 
 def _prepared(schema: Any, close: bool) -> Any:

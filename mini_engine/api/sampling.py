@@ -6,7 +6,7 @@ repetition_penalty and max_new_tokens count, `do_sample` does not. Knows nothing
 
 from __future__ import annotations
 
-import asyncio
+import hashlib
 import json
 import random
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from mini_engine.api.errors import bad_request
-from mini_engine.api.grammars import problem_with
+from mini_engine.api.grammars import MAX_GRAMMAR
 from mini_engine.api.protocol import GenerationRequest
 from mini_engine.config import ConfigError
 from mini_engine.messages import MediaItem, NewRequest, SamplingParams, Sibling
@@ -77,14 +77,14 @@ class SamplingResolver:
         # Others in the model's files are never sampled, and a worker has no logits for them to bar before `min_tokens`.
         self._ends = [token for token in defaults.eos_token_id if 0 <= token < vocab_size]
 
-    async def check(self, request: GenerationRequest) -> None:
+    def check(self, request: GenerationRequest) -> None:
         """What can be refused before the prompt is known. Raises ApiError: 400; a token id that the model does not
-        have, or a grammar that cannot be followed."""
+        have, or a grammar that is too long."""
         self.check_tokens("stop_token_ids", request.stop_token_ids or ())
         self.check_tokens("logit_bias", request.logit_bias or {})
-        # In a thread: its length says little of the time.
-        problem = await asyncio.to_thread(problem_with, request.grammar) if request.grammar else None
-        if problem is not None:
+        length = len(request.grammar)
+        if length > MAX_GRAMMAR:
+            problem = f"it takes {length} characters, more than {MAX_GRAMMAR}; send a shorter one"
             raise bad_request(f"The grammar of this request cannot be followed: {problem}.", request.grammar_field)
 
     def check_tokens(self, name: str, token_ids: Iterable[int]) -> None:
@@ -103,7 +103,8 @@ class SamplingResolver:
         top_p = _first(request.top_p, defaults.top_p)
         greedy = temperature < GREEDY_BELOW or top_p == 0
         # Where a grammar is complete nothing but an end can follow.
-        ends = [] if request.ignore_eos and not request.grammar else self._ends
+        grammar = request.grammar
+        ends = [] if request.ignore_eos and not grammar else self._ends
         return SamplingParams(
             max_tokens=max_tokens,
             seed=self._random.getrandbits(63) if request.seed is None else request.seed % 2**63,
@@ -118,7 +119,7 @@ class SamplingResolver:
             min_tokens=min(_first(request.min_tokens, 0), max_tokens),
             logprobs=request.num_logprobs,
             stop_token_ids=sorted({*ends, *(request.stop_token_ids or ())}),
-            grammar=request.grammar,
+            grammar=hashlib.blake2b(grammar.encode(), digest_size=16).digest() if grammar else b"",
         )
 
     def new_request(
@@ -140,6 +141,7 @@ class SamplingResolver:
             priority=asked.priority or 0,
             cache_salt=asked.cache_salt or "",
             siblings=siblings,
+            grammar=asked.grammar,
         )
 
     def _max_tokens(self, request: GenerationRequest, prompt_tokens: int) -> int:

@@ -15,6 +15,7 @@ from mini_engine.child import Child
 from mini_engine.config import EngineConfig
 from mini_engine.core.arrivals import Arrivals, AwaitingMedia
 from mini_engine.core.encoder_cache import EncoderCache
+from mini_engine.core.grammars import Grammars
 from mini_engine.core.kv_blocks import BlockPool
 from mini_engine.core.limits import engine_limits, problem_with
 from mini_engine.core.links import Links, Outbox
@@ -36,6 +37,7 @@ from mini_engine.messages import (
     Finish,
     FinishReason,
     Found,
+    GrammarReady,
     Lookup,
     MediaFailed,
     MediaMiss,
@@ -82,7 +84,8 @@ class EngineCore:
         self.media = media
         self.states = StatePool(config.max_num_seqs, limits.num_states, limits.state_interval)
         self.scheduler = Scheduler(self.blocks, self.encoder, bounds, self.states)
-        self.steps = Steps(links, config.tensor_parallel_size, media, self.encoder)
+        self.grammars = Grammars()
+        self.steps = Steps(links, config.tensor_parallel_size, media, self.encoder, self.grammars)
         self.max_in_flight = 2 if config.async_scheduling else 1
         self.requests: dict[str, Request] = {}
         self.numbers = itertools.count()  # of requests, as they arrive
@@ -121,6 +124,18 @@ class EngineCore:
             case Finish(request_id=request_id, reason=reason):
                 if (request := self.requests.get(request_id)) is not None:
                     self._finish(request, reason)
+            case MediaReady() | MediaFailed() | GrammarReady() as report:
+                self._handle_report(report)
+            case PeerGone(sender=sender, incarnation=incarnation) if sender.startswith("api "):
+                self._on_api_server_gone(sender, incarnation)
+            case Lookup() | Reserve() | Written() | Abandoned() | Unreserve():
+                self._handle_media(envelope)
+            case body:
+                self._handle_other(body, sockets.identity(envelope.sender, envelope.incarnation))
+
+    def _handle_report(self, report: MediaReady | MediaFailed | GrammarReady) -> None:
+        """What ranks report beside their steps."""
+        match report:
             case MediaReady(rank=rank, message=message):
                 self.steps.release += self.arrivals.report(message, rank, usable=True)
                 self._start_if_ready(message)
@@ -129,12 +144,9 @@ class EngineCore:
                 self.steps.release += self.arrivals.report(message, rank, usable=False)
                 if (request := self.awaiting_media.request_for(message)) is not None:
                     self._reject(request)
-            case PeerGone(sender=sender, incarnation=incarnation) if sender.startswith("api "):
-                self._on_api_server_gone(sender, incarnation)
-            case Lookup() | Reserve() | Written() | Abandoned() | Unreserve():
-                self._handle_media(envelope)
-            case body:
-                self._handle_other(body, sockets.identity(envelope.sender, envelope.incarnation))
+            case GrammarReady(digest=digest, problem=problem):
+                for request in self.grammars.report(digest, problem):
+                    self._schedule(request)
 
     def _handle_media(self, envelope: Envelope) -> None:
         """Messages of API servers about cached media."""
@@ -174,6 +186,7 @@ class EngineCore:
         new = self.media.resolve(new, references)
         lead = family(new, references, sender, incarnation, self.numbers, self.config.enable_prefix_caching)
         self.requests.update((request.id, request) for request in (lead, *lead.siblings))
+        self.grammars.acquire(lead, 1 + len(lead.siblings))
         problem = problem_with(lead.new, self.model, self.limits)
         if problem is not None:
             for member in [*lead.siblings, lead]:
@@ -198,13 +211,23 @@ class EngineCore:
             self._enter(request)
 
     def _enter(self, request: Request) -> None:
-        """Queue a request that has its media on all ranks, and cache them."""
+        """Cache the media of a request, which are on all ranks, and queue it as soon as its grammar is compiled."""
         request.accepted_at = time.monotonic()
         if not request.tensors.released:
             for item in request.media:
                 if isinstance(item.patches, TensorHandle) and item.cacheable:
                     self.media.arrived(item)
-        self.scheduler.add(request)
+        if not self.grammars.wait(request):
+            self._schedule(request)
+
+    def _schedule(self, request: Request) -> None:
+        """Queue a request with its media and its grammar; one whose grammar cannot be followed ends."""
+        problem = self.grammars.problem_with(request)
+        if not problem:
+            self.scheduler.add(request)
+            return
+        for member in [*request.siblings, request]:
+            self._finish(member, "error", problem, is_bad_request=True)
 
     def _expire_media(self) -> None:
         """Reject the requests with timed-out media."""
@@ -266,8 +289,8 @@ class EngineCore:
             self._publish_snapshots(work)
         for sampled in flight.tokens:
             request = self.requests.get(sampled.request_id)
-            if request is not None and sampled.error:
-                self._finish(request, "error", sampled.error)
+            if request is not None and sampled.problem:
+                self._finish(request, "error", sampled.problem, is_bad_request=True)
             elif request is not None:  # else it ended while the step ran
                 self._deliver(request, sampled)
         for message in flight.step.release:
@@ -326,15 +349,18 @@ class EngineCore:
 
     # --- end of a request --------------------------------------------------------------------------------------------
 
-    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+    def _finish(
+        self, request: Request, reason: FinishReason, error: str | None = None, is_bad_request: bool = False
+    ) -> None:
         """End a request for another reason than its tokens: an abort or an error."""
         self._remove(request)
-        self._output(request, RequestOutput(request.id, [], reason, error))
+        self._output(request, RequestOutput(request.id, [], reason, error, is_bad_request))
 
     def _remove(self, request: Request) -> None:
         """The only end of a request: frees all that it holds once the dispatched steps have retired."""
         del self.requests[request.id]
         self.awaiting_media.remove(request)
+        self.grammars.release(request)
         self.scheduler.remove(request)
         if request.announced:
             self.steps.finished.append(request.id)

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from mini_engine.core.encoder_cache import EncoderCache
+from mini_engine.core.grammars import Grammars
 from mini_engine.core.links import Links
 from mini_engine.core.media_store import MediaDirectory, References
 from mini_engine.core.scheduler import Plan, Work
@@ -33,11 +34,14 @@ class InFlight:
 class Steps:
     """The steps of one engine."""
 
-    def __init__(self, links: Links, num_ranks: int, directory: MediaDirectory, encoder: EncoderCache):
+    def __init__(
+        self, links: Links, num_ranks: int, directory: MediaDirectory, encoder: EncoderCache, grammars: Grammars
+    ):
         self._links = links
         self._num_ranks = num_ranks
         self._directory = directory
         self._encoder = encoder
+        self._grammars = grammars
         self._numbers = itertools.count(1)
         self.in_flight: deque[InFlight] = deque()
         # Fields of the next step:
@@ -53,14 +57,17 @@ class Steps:
         return any(flight.heavy for flight in self.in_flight)
 
     def dispatch(self, plan: Plan) -> bool:
-        """Send the next step to every rank, with the lists of this object, of the directory and of the encoder cache,
-        which it empties; False: the step would be empty, and no ping needs it."""
-        directory, encoder = self._directory, self._encoder
+        """Send the next step to every rank, with the lists of this object, of the directory, the encoder cache and
+        the grammars, which it empties; False: the step would be empty, and no ping needs it."""
+        directory, encoder, grammars = self._directory, self._encoder, self._grammars
         if not (plan.requests or self.finished):  # no rank knows the requests with these references
             for references in self.unreferenced:
                 directory.release(references)
             self.unreferenced = []
-        lists = (self.finished, self.release, self.drop_senders, encoder.evicted, directory.drop, directory.keep)
+        lists = (
+            *(self.finished, self.release, self.drop_senders, encoder.evicted, directory.drop, directory.keep),
+            *(grammars.new, grammars.unused),
+        )
         needs_answer = bool(self.pings) and not self.in_flight  # else a dispatched step answers them
         if not (plan.requests or any(lists) or needs_answer or directory.mark):
             return False
@@ -70,6 +77,8 @@ class Steps:
             evict=encoder.evicted,
             drop=directory.drop,
             keep=directory.keep,
+            unused_grammars=grammars.unused,
+            grammars=grammars.new,
             started=plan.started,
             states=plan.states,
             encode=plan.encode,
@@ -81,6 +90,7 @@ class Steps:
         self.in_flight.append(InFlight(step, plan.work, plan.encoded_hashes, plan.heavy, self.unreferenced))
         self.finished, self.release, self.drop_senders, self.unreferenced, encoder.evicted = [], [], [], [], []
         directory.drop, directory.keep, directory.mark = [], [], None
+        grammars.new, grammars.unused = [], []
         self._links.send_step(step)
         return True
 

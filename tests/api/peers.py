@@ -125,15 +125,18 @@ class ScriptedCore:
             logprobs = [[TokenLogprob(token, -0.25), *ranks] for token in tokens]
         before = self.times.get(request.request_id)
         times = None if before and before.first_token else self._times_of(request)
-        output = RequestOutput(request.request_id, tokens, None, None, logprobs, self.cached, times)
+        output = RequestOutput(
+            request.request_id, tokens, logprobs=logprobs, num_cached_tokens=self.cached, times=times
+        )
         await self.send(Outputs(outputs=[output]))
 
     async def end(
-        self, request: NewRequest, reason: Any, error: str | None = None, tokens: list[int] | None = None
-    ) -> None:
+        self, request: NewRequest, reason: Any, error: str | None = None, tokens: list[int] | None = None,
+        is_bad_request: bool = False,
+    ) -> None:  # fmt: skip
         del self.running[request.request_id]
         times = self._times_of(request) if reason in ("stop", "length") else None
-        output = RequestOutput(request.request_id, tokens or [], reason, error, times=times)
+        output = RequestOutput(request.request_id, tokens or [], reason, error, is_bad_request, times=times)
         await self.send(Outputs(outputs=[output]))
         if request in self.requests:
             await self._consumed(request)

@@ -95,14 +95,14 @@ BIRDS = {"type": "object", "properties": {"n": {"type": "integer"}}, "required":
     ({"structured_outputs": {"choice": ['say "é"', ""]}}, 'say "é"', "say"),
     ({"structured_outputs": {"grammar": 'start: "x" NUMBER\nNUMBER: /[0-9]+/'}}, "x12", "12"),
 ])  # fmt: skip
-async def test_structured_output_becomes_a_grammar_that_an_end_completes(fields: Any, good: str, bad: str) -> None:
+def test_structured_output_becomes_a_grammar_that_an_end_completes(fields: Any, good: str, bad: str) -> None:
     request = chat(**fields, ignore_eos=True)
-    await resolver().check(request)
-    params = resolver().resolve(request, 1)
+    resolver().check(request)
+    new = resolver().new_request(request, "r", [0])
     for text in (good, bad):
-        matcher, tokens = LLMatcher(TOKENIZER, params.grammar), TOKENIZER.tokenize_str(text)
+        matcher, tokens = LLMatcher(TOKENIZER, new.grammar), TOKENIZER.tokenize_str(text)
         assert (matcher.consume_tokens(tokens) and matcher.is_accepting()) == (text == good)
-    assert params.stop_token_ids == [7]
+    assert new.sampling.grammar and new.sampling.stop_token_ids == [7]
 
 
 @pytest.mark.parametrize(("fields", "most", "least"), [

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from mini_engine import demo
 from mini_engine.api.tool_calls import TAGS, AnswerFormat, AnswerParser, Function, after_thought
-from tests.api.serving import Served
+from tests.api.serving import Served, check_error
 
 ARGUMENTS = '{"at": "a \\"}<\\\\", "n": [1, {}]}'
 CALL = f'<tool_call>\n{{"name": "look", "arguments": {ARGUMENTS}}}\n</tool_call>'
@@ -128,7 +128,7 @@ async def test_calls_of_whole_and_streamed_answers(served: Served) -> None:
     thought = await choices_of(served, said, parallel_tool_calls=False, **more)
     assert thought == [("tool_calls", "hm END </tool_call>", "", look)] * 2
     assert await choices_of(served, said, tool_choice="required", **more) == [(*thought[0], look)] * 2
-    grammar = served.core.requests[-1].sampling.grammar
+    grammar = served.core.requests[-1].grammar
     assert "</think>" in grammar and "call (" in grammar
 
 
@@ -148,3 +148,15 @@ async def test_every_answer_can_be_sent_back(served: Served) -> None:
         asked = {"role": "user", "content": "x"}
         again = await served.post(messages=[asked, message, *results, asked], tools=TOOLS)
         assert again.status_code == 200, again.text
+
+
+@pytest.mark.parametrize("fields", [
+    {"response_format": {"type": "json_object"}}, {"tools": TOOLS, "tool_choice": "required"},
+    {"structured_outputs": {"choice": ["a"]}},
+])  # fmt: skip
+async def test_grammar_that_an_engine_cannot_follow_is_a_400(served: Served, fields: dict[str, Any]) -> None:
+    served.core.hold, served.core.script = True, lambda _: []
+    asking = served.asking(stream=True, **fields)
+    await served.core.end(await served.core.has_requests(), "error", "Too complex.", is_bad_request=True)
+    check_error(await asking, 400, "invalid_value", "Too complex.")
+    assert asking.result().json()["error"]["param"] == [*fields][0]

@@ -6,11 +6,14 @@ from mini_engine.messages import (
     ControlReply,
     ControlRequest,
     Envelope,
+    Finish,
     MediaFailed,
+    SampledToken,
+    Sibling,
     Step,
     StepResult,
 )
-from tests.core.world import World, item, message
+from tests.core.world import World, finish, item, message
 
 
 def test_two_steps_are_in_flight_only_when_asynchronous():
@@ -92,6 +95,57 @@ def test_failed_media_are_released_after_all_ranks_reported():
 
 
 # --- pings: the core answers for all of its ranks, and only when they have shown that they run -----------------------
+
+
+def test_request_waits_for_its_grammar_without_blocking_others():
+    world = World()
+    world.request("a", grammar="g", siblings=[Sibling("a-1", 2)])
+    world.request("b", grammar="g", media=[item(message(1), 1)])
+    world.request("text")
+    world.run()
+    assert world.ends == {"text": ["length"]} and [*world.links.grammars] == [b"g"]
+    world.grammar_ready("g")
+    finish(world, "a", "a-1")
+    world.media_ready(message(1))
+    finish(world, "b")
+    world.assert_at_rest()  # no rank keeps a grammar that no request follows
+
+
+def test_requests_end_whose_grammar_cannot_be_followed():
+    """At once, those that come while another still waits for its media too; and a row for which a mask takes too
+    long."""
+    world = World()
+    world.request("a", grammar="bad", siblings=[Sibling("a-1", 2)])
+    world.request("b", grammar="bad", media=[item(message(1), 1)])
+    world.run()
+    world.grammar_ready("bad", "too complex")
+    world.run()
+    world.request("c", grammar="bad")
+    world.run()
+    world.media_ready(message(1))
+    world.run()
+    assert world.ends == dict.fromkeys(["a", "a-1", "b", "c"], ["error"])
+    assert {*world.errors.values()} == {"too complex"} and not world.started
+    world.request("row", max_tokens=8)
+    world.turn()
+    world.links.steps.clear()
+    world.receive(StepResult(world.core.steps.in_flight[0].step.number, [SampledToken("row", 0, problem="too slow")]))
+    world.turn()
+    assert world.errors["row"] == "too slow"
+
+
+def test_an_aborted_request_leaves_its_grammar_to_the_next():
+    """Rank 0 reports a grammar once, whatever has become of who asked for it."""
+    world = World()
+    world.request("a", grammar="g")
+    world.run()
+    world.receive(Finish("a", "abort"))
+    world.run()
+    world.request("b", grammar="g")
+    world.run()
+    world.grammar_ready("g")
+    finish(world, "b")
+    world.assert_at_rest()
 
 
 def test_ping_of_an_idle_engine_runs_an_empty_step():

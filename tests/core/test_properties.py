@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
+from collections.abc import Callable
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,6 +30,7 @@ class Asked:
     siblings: int = 0
     abort: int | None = None  # after this many turns
     stops: bool = False  # at the third token
+    grammar: str = ""  # "bad": cannot be followed
 
 
 asked = st.builds(
@@ -42,6 +44,7 @@ asked = st.builds(
     siblings=st.integers(0, 2),
     abort=st.one_of(st.none(), st.integers(0, 25)),
     stops=st.booleans(),
+    grammar=st.sampled_from(["", "", "good", "fine", "bad"]),
 )
 
 # Samples of one prompt about few videos, and urgent text that takes all blocks: each cache forgets what another holds.
@@ -102,7 +105,7 @@ def send(world: World, number: int, one: Asked) -> set[MessageId]:
     siblings = [Sibling(f"r{number}-{i}", i) for i in range(one.siblings)]
     world.request(
         f"r{number}", one.prompt, one.output, media, [token_of(f"r{number}", 2)] if one.stops else [],
-        one.first_token, priority=one.priority, siblings=siblings,
+        one.first_token, priority=one.priority, siblings=siblings, grammar=one.grammar,
     )  # fmt: skip
     return {message} if media else set()
 
@@ -123,6 +126,13 @@ def assert_invariants(world: World) -> None:
     assert len(running) <= world.core.config.max_num_seqs
     assert all(len(request.blocks) >= world.pool.blocks_for(request.num_known - 1) for request in running)
     assert len(world.core.steps.in_flight) <= world.core.max_in_flight
+
+
+def report_grammars(world: World, chosen: Callable[[], bool]) -> None:
+    """What rank 0 has compiled, or could not."""
+    for digest, reported in [*world.links.grammars.items()]:
+        if not reported and chosen():
+            world.grammar_ready(digest.decode(), "it is bad" if digest == b"bad" else "")
 
 
 def play(requests: list[Asked], settings: dict[str, object], timing: int) -> World:
@@ -151,6 +161,7 @@ def play(requests: list[Asked], settings: dict[str, object], timing: int) -> Wor
         for body in [body for when, body in pending if when <= turn]:
             world.receive(body)
         pending = [(when, body) for when, body in pending if when > turn]
+        report_grammars(world, lambda: chance.random() < 0.2)
         if chance.random() < 0.03:
             world.receive(ControlRequest(turn, "reset_caches"))
         world.turn()
@@ -160,10 +171,15 @@ def play(requests: list[Asked], settings: dict[str, object], timing: int) -> Wor
         if turn > last_arrival and not pending and not world.links.inbox and not world.core.requests:
             break
     world.run()
+    report_grammars(world, lambda: True)
+    world.run()
     for number, one in enumerate(requests):
         for name in [f"r{number}", *(f"r{number}-{i}" for i in range(one.siblings))]:
             expected = answer(name, one.output, token_of(f"r{number}", 2) if one.stops else None)
             assert len(world.ends[name]) == 1
+            if one.grammar == "bad":
+                assert not world.tokens[name] and world.ends[name] in (["error"], ["abort"])
+                continue
             assert world.ends[name] != ["error"]
             assert world.tokens[name] == expected[: len(world.tokens[name])]
             if one.abort is None or name != f"r{number}":

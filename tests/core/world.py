@@ -17,6 +17,7 @@ from mini_engine.messages import (
     EngineTimes,
     Envelope,
     Found,
+    GrammarReady,
     Lookup,
     MediaFailed,
     MediaItem,
@@ -83,7 +84,7 @@ class World:
         for one in media:
             for offset in one.offsets:
                 tokens[offset : offset + one.run_length] = [MODEL.video_token_id] * one.run_length
-        sampling = SamplingParams(max_tokens, 1, stop_token_ids=list(stop))
+        sampling = SamplingParams(max_tokens, 1, stop_token_ids=list(stop), grammar=more.get("grammar", "").encode())
         self.receive(NewRequest(request_id, tokens, sampling, list(media), **more), sender)
 
     def look_up(self, request_id, *hashes, sender=API):
@@ -94,6 +95,11 @@ class World:
 
     def media_ready(self, message, rank=0):
         self.receive(MediaReady(rank, message), ("worker 0.0 media", 100))
+
+    def grammar_ready(self, grammar, problem=""):
+        assert not self.links.grammars[grammar.encode()]
+        self.links.grammars[grammar.encode()] = True
+        self.receive(GrammarReady(grammar.encode(), problem), ("worker 0.0 grammars", 100))
 
     def turn(self):
         """One turn of the core's loop, and what it sent to the API server."""
@@ -156,6 +162,7 @@ class World:
         steps = self.core.steps
         assert not steps.in_flight and not steps.finished and not steps.release and not steps.unreferenced
         assert not len(self.core.awaiting_media)
+        assert not len(self.core.grammars) and not self.links.grammars
         assert self.core.media.num_references == 0 == self.core.media.num_bytes_pinned
         if isinstance(self.core.media, MediaStore):
             assert self.core.media.num_reservations == 0
