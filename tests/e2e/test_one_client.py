@@ -1,0 +1,215 @@
+"""What one client can do to others: one-token requests of a second client, ten per second, beside hostile ones."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.e2e.processes import descendants, eventually, memory
+from tests.e2e.running_server import RunningServer
+
+PERIOD = 0.1  # seconds
+MOST_SECONDS = 5.0  # for one token on a busy machine; a request that blocks others did so for a minute
+MAX_GROWTH_BYTES = 128 << 20  # of an API server, beside the body that it receives
+CHAT = "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
+HOSTILE, OTHER = ("127.0.0.2", 0), ("127.0.0.3", 0)  # where they connect from: a client is an address
+
+RULES = "\n".join(f"n{i}: /[a-z ]/" for i in range(650))
+CUBIC = "start: s\ns: " + " | ".join(f"n{i} s" for i in range(650)) + f' | ""\n{RULES}'
+ARRAYS = [{"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": i} for i in range(600)]
+STOPS = [1023 * "é" + chr(ord("a") + i) for i in range(16)]
+
+
+@dataclasses.dataclass
+class Attack:
+    """A request, the statuses with which it may end, and how many of it are sent at once."""
+
+    fields: dict[str, Any]
+    statuses: tuple[int, ...] = (400,)
+    count: int = 1
+    path: str = CHAT
+    repeated: tuple[str, str, str, int] | None = None  # a field, its JSON, and what is there in place of `*`, so often
+
+    @property
+    def body(self) -> bytes:
+        fields = {"messages": MESSAGES, "max_tokens": 400} if self.path == CHAT else {}
+        if self.repeated is None:
+            return json.dumps(fields | self.fields).encode()
+        name, value, item, count = self.repeated
+        fields = {other: value for other, value in (fields | self.fields).items() if other != name}
+        body = json.dumps(fields)[:-1] + ("," if fields else "") + f'"{name}":{value}}}'
+        return body.encode().replace(b"*", count * item.encode())
+
+
+def under(grammar: str) -> dict[str, Any]:
+    return {"structured_outputs": {"grammar": grammar}}
+
+
+SIZE = (400, 413)
+GRAMMARS = {
+    "a lexeme that takes for ever to compile": Attack(under("start: T\nT: ~/(?s:.*a.{30}.*)/ & /(?s:.*b.{30})/")),
+    "masks that take cubic time": Attack(under(CUBIC) | {"n": 6}),
+    "masks that take long later on": Attack(
+        {"structured_outputs": {"json": {"$defs": {"n": {"anyOf": ARRAYS}}, "$ref": "#/$defs/n"}}}
+    ),
+}
+OUTPUTS = {
+    "stop strings that almost occur": Attack(
+        {"stop": STOPS, "n": 64, "min_tokens": 400, "structured_outputs": {"regex": "é*"}}, (200,)
+    ),
+    "log probabilities": Attack({"logprobs": True, "top_logprobs": 20, "n": 64, "min_tokens": 400}, (200,)),
+    "samples with priority": Attack({"n": 128, "min_tokens": 400, "priority": -(2**31)}, (200,), count=2),
+}
+CALL = r'[{"role":"assistant","tool_calls":[{"type":"function","id":"1","function":{"name":"f","arguments":"[*0]"}}]}]'
+STRUCTURE = {
+    "lists for the template": ("chat_template_kwargs", '{"part":[*0]}', "[],", 7 << 20),
+    "many more lists for the template": ("chat_template_kwargs", '{"part":[*0]}', "[],", 26 << 20),
+    "empty parts": (
+        "messages",
+        '[{"role":"user","content":[*{"type":"text","text":"a"}]}]',
+        '{"type":"text","text":""},',
+        10**6,
+    ),
+    "a field that is ignored": ("metadata", "[*0]", "[],", 27_000_000),
+    "arguments of an earlier call": ("messages", CALL, "[],", 7 << 20),
+    "a schema": ("structured_outputs", '{"json":{"enum":[*0]}}', "1,", 22 << 20),
+}
+ATTACKS = GRAMMARS | OUTPUTS | {name: Attack({}, SIZE, repeated=value) for name, value in STRUCTURE.items()}
+ATTACKS["token ids"] = Attack({}, SIZE, path="/detokenize", repeated=("tokens", "[*0]", "1,", 10**7))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with RunningServer() as running:
+        yield running
+
+
+def post(server: RunningServer, path: str, body: bytes, client: tuple[str, int]) -> int:
+    """The status; the whole response is received."""
+    connecting = http.client.HTTPConnection(*server.address, timeout=120, source_address=client)
+    with contextlib.closing(connecting) as connection:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is refused before all of it is sent
+            connection.request("POST", path, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        response.read()
+        return response.status
+
+
+@contextlib.contextmanager
+def one_token_requests(server: RunningServer) -> Iterator[list[float]]:
+    """Seconds that each took, while the block runs. Asserts that none failed."""
+    took: list[float] = []
+    ended = threading.Event()
+    body = json.dumps({"messages": MESSAGES, "max_tokens": 1}).encode()
+
+    def ask() -> None:
+        begun = time.monotonic()
+        assert post(server, CHAT, body, OTHER) == 200
+        took.append(time.monotonic() - begun)
+
+    def ask_all() -> None:
+        with ThreadPoolExecutor(64) as threads:
+            asking: list[Future[None]] = []
+            while not ended.wait(PERIOD):
+                asking.append(threads.submit(ask))
+        for one in asking:
+            one.result()
+
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(ask_all)
+        try:
+            yield took
+        finally:
+            ended.set()
+        asked.result()
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_one_client_does_not_block_others(server, name):
+    attack = ATTACKS[name]
+    post(server, CHAT, json.dumps({"messages": MESSAGES, "max_tokens": 1}).encode(), OTHER)
+    family, api = set(descendants(server.process.pid)), server.pids()["api 0"]
+    body, before = attack.body, memory(api, "VmRSS")
+    Path(f"/proc/{api}/clear_refs").write_text("5")  # VmHWM starts at VmRSS
+    with one_token_requests(server) as took, ThreadPoolExecutor(attack.count) as threads:
+        sent = [threads.submit(post, server, attack.path, body, HOSTILE) for _ in range(attack.count)]
+        statuses = {one.result() for one in sent}
+        eventually(lambda: len(took) > 3)
+    assert statuses <= {*attack.statuses}
+    print(f"{len(took)} requests, {1000 * max(took):.0f} ms at most")
+    assert max(took) < MOST_SECONDS
+    assert memory(api, "VmHWM") - before < len(body) + MAX_GROWTH_BYTES
+    server.assert_at_rest()
+    assert server.pids()["api 0"] == api
+    eventually(lambda: family <= set(descendants(server.process.pid)))
+    assert "Traceback" not in server.log
+
+
+REGEXES = st.recursive(
+    st.sampled_from(["a", "[a-z]", "[^b]", ".", "(?s:.)", "\\w", "\\p{L}", "é"]),
+    lambda inner: st.one_of(
+        st.builds("{}{}".format, inner, inner),
+        st.builds("({}|{})".format, inner, inner),
+        st.builds("({}){}".format, inner, st.sampled_from(["*", "+", "?", "{30}", "{0,300}", "{2,}", "{1000}"])),
+    ),
+    max_leaves=8,
+)
+NOT = st.sampled_from(["", "~"])
+TERMINALS = st.builds("{}/{}/ {} {}/{}/".format, NOT, REGEXES, st.sampled_from("&|"), NOT, REGEXES)
+RULES_BODIES = st.recursive(
+    st.sampled_from(["T", "U", "a", '"x"', '""']),
+    lambda inner: st.one_of(
+        st.builds("{} {}".format, inner, inner),
+        st.builds("({} | {})".format, inner, inner),
+        st.builds("({}){}".format, inner, st.sampled_from(["*", "+", "?", "{3}", "{0,200}"])),
+    ),
+    max_leaves=12,
+)
+LARK = st.builds("start: {}\na: {}\nT: {}\nU: {}".format, RULES_BODIES, RULES_BODIES, TERMINALS, TERMINALS)
+SCHEMAS = st.recursive(
+    st.sampled_from(
+        [{"type": "integer"}, {"type": "string", "maxLength": 400}, {"$ref": "#"}, {"pattern": "^(a|aa)*b$"}]
+    ),
+    lambda inner: st.one_of(
+        st.builds(lambda one, count: {"anyOf": count * [one]}, inner, st.integers(2, 40)),
+        st.builds(lambda one, count: {"type": "array", "items": one, "maxItems": count}, inner, st.integers(1, 1000)),
+        st.builds(lambda one, count: {"properties": {f"p{i}": one for i in range(count)}}, inner, st.integers(1, 40)),
+    ),
+    max_leaves=6,
+)
+ANY_GRAMMAR = st.one_of(
+    st.builds(lambda text: {"grammar": text}, LARK), st.builds(lambda text: {"regex": text}, REGEXES),
+    st.builds(lambda schema: {"json": schema}, SCHEMAS),
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_random_grammars_do_not_block_others(server):
+    """Some grow exponentially."""
+    before = server.pids()
+    with one_token_requests(server) as took:
+
+        @settings(max_examples=200, deadline=None, derandomize=True, database=None)
+        @given(ANY_GRAMMAR, st.integers(1, 16))
+        def send(fields: dict[str, Any], n: int) -> None:
+            body = json.dumps({"messages": MESSAGES, "max_tokens": 60, "n": n, "structured_outputs": fields})
+            assert post(server, CHAT, body.encode(), HOSTILE) in (200, 400)
+
+        send()
+    print(f"{len(took)} requests, {1000 * max(took):.0f} ms at most")
+    assert max(took) < 1.0
+    server.assert_at_rest()
+    assert server.pids() == before
