@@ -45,17 +45,18 @@ class Parser(h11.Connection):
 
 
 class Http(H11Protocol):
-    """uvicorn's protocol, with errors in OpenAI's form. The server exits without the close_notify of idle TLS clients."""
+    """uvicorn's protocol, but errors are in OpenAI's form, and the server exits without the close_notify of idle TLS
+    clients."""
 
     def __init__(self, **arguments: Any):
         super().__init__(**arguments)
         self.conn = Parser(h11.SERVER, HEADER_BYTES)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what the parser refuses, and close the connection. uvicorn's `msg` does not say why."""
+        """Answer what the parser refuses, and close the connection."""
         error = sys.exception()
         assert isinstance(error, h11.RemoteProtocolError)
-        text = f"Invalid HTTP request: {error}"[:200]
+        text = f"{msg} {error}"[:200]
         if error.error_status_hint == 431:
             text = f"The request's headers, a chunk's size line or the trailers exceed {HEADER_BYTES} bytes; send less."
         refusal = ApiError(error.error_status_hint, text, code="invalid_http")
@@ -118,7 +119,7 @@ class Connection(asyncio.BufferedProtocol):
         if len(self._protocol.connections) > self._limit:
             self.abort()
 
-    def get_buffer(self, sizehint: int) -> memoryview:
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
         """Where the next bytes are read to."""
         return self._read_buffer
 

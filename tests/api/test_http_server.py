@@ -76,7 +76,9 @@ async def test_slow_and_invalid_requests_are_closed(serve: Serve, caplog: pytest
             assert b" ".join(re.findall(rb"HTTP/1.1 (\d+) ", response)) == status, case
             if status not in (b"", b"200"):
                 code = {b"404": "unknown_url", b"408": "request_timeout", b"413": "request_too_large"}.get(status)
-                assert json.loads(response.rpartition(b"\r\n\r\n")[2])["error"]["code"] == (code or "invalid_http"), case
+                assert json.loads(response.rpartition(b"\r\n\r\n")[2])["error"]["code"] == (code or "invalid_http"), (
+                    case
+                )
         assert (await served.ask()).choices
     assert not caplog.records, "clients can fill the log"
 
