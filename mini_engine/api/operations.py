@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from mini_engine import metrics
-from mini_engine.api.body import check_headers, check_model
+from mini_engine.api.body import JSON, check_headers, check_model
 from mini_engine.api.context import context_of
 from mini_engine.api.errors import ApiError, EngineError
 
@@ -70,7 +70,10 @@ async def live() -> Response:
     return Response()
 
 
-@router.post("/reset_caches")
+EMPTY = {"requestBody": {"required": True, "content": {JSON: {"schema": {"type": "object", "maxProperties": 0}}}}}
+
+
+@router.post("/reset_caches", openapi_extra=EMPTY)
 async def reset_caches(request: Request) -> Response:
     """Empty the prefix, encoder and media caches of every engine, but for what running requests use.
 

@@ -116,7 +116,8 @@ class Front:
         if path == "/health" and request.method in ("GET", "HEAD"):
             return await self._answer_health()
         with self._bodies.reserve() as reservation:
-            body = await receive_body(request, self._config, reservation) if request.method == "POST" else b""
+            has_body = request.method == "POST" and path not in KEYLESS
+            body = await receive_body(request, self._config, reservation) if has_body else b""
             if FOR_ALL_HOSTS.get(path) == request.method:
                 return await self._answer_for_all(request)
             return await self._forward(request, body, await asyncio.to_thread(media_key, body or path.encode()))
