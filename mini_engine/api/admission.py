@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Literal
 
 from mini_engine.api.errors import bad_request, too_much_work
+from mini_engine.config import EngineConfig
 
 Reason = Literal["queued_requests", "inflight_bodies", "inflight_media"]
 COUNTED: dict[Reason, str] = {
@@ -83,6 +84,12 @@ class Reservation:
             )
         self.amount = whole
         budget.count(amount)
+
+
+def body_budget(config: EngineConfig) -> Budget:
+    """Of the bytes of all request bodies."""
+    media = int(config.max_inflight_media_gb * 2**30), "--max-inflight-media-gb"
+    return Budget(*max(media, (config.max_request_bytes, "--max-request-bytes")), "inflight_bodies")
 
 
 class Places:

@@ -9,19 +9,23 @@ import functools
 import io
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-from fastapi import Request
 from msgspec import Struct
 from starlette.datastructures import Headers
+from starlette.requests import Request
 
-from mini_engine.api.context import AppContext
+from mini_engine.api.admission import Reservation
 from mini_engine.api.errors import ApiError, ErrorResponse, bad_request
-from mini_engine.api.protocol import Body
+from mini_engine.config import EngineConfig
+
+if TYPE_CHECKING:  # the cluster's front receives bodies, too, and needs no torch
+    from mini_engine.api.context import AppContext
+    from mini_engine.api.protocol import Body
 
 T = TypeVar("T")
-BodyT = TypeVar("BodyT", bound=Body)
+BodyT = TypeVar("BodyT", bound="Body")
 
 # Less than this is done before a thread would have started on it:
 INLINE_BYTES = 64 << 10  # of a body to decode
@@ -96,25 +100,26 @@ def _invalid_field(problem: str) -> ApiError:
 async def read_body(request: Request, kind: type[BodyT], context: AppContext) -> BodyT:
     """The request in the body of an HTTP request. Unlike `Request.body` it keeps the bytes nowhere. Raises ApiError:
     413, 415, 408; 429 if there is no room for the body beside others; see `decode_body`; and ClientDisconnect."""
-    body = await _receive(request, context)
+    with context.bodies.reserve() as reservation:
+        body = await receive_body(request, context.config, reservation)
     return await run_sized(lambda: decode_body(body, kind, context.config.served_names), len(body), INLINE_BYTES)
 
 
-async def _receive(request: Request, context: AppContext) -> bytes:
-    """The whole body. uvicorn drops the rest of one that is refused."""
-    most, seconds = context.config.max_request_bytes, context.config.timeout_client
+async def receive_body(request: Request, config: EngineConfig, reservation: Reservation) -> bytes:
+    """The whole body, counted in `reservation`. uvicorn drops the rest of one that is refused. For errors see
+    `read_body`."""
+    most, seconds = config.max_request_bytes, config.timeout_client
     check_headers(request.headers, most)
     body = io.BytesIO()  # hands over its buffer without a copy
     begun = asyncio.get_running_loop().time()
     try:
         async with asyncio.timeout(seconds) as deadline:
-            with context.bodies.reserve() as reservation:
-                async for block in request.stream():
-                    if body.tell() + len(block) > most:
-                        raise _too_large(most)
-                    reservation.receive(len(block))
-                    body.write(block)
-                    deadline.reschedule(begun + seconds + body.tell() / LEAST_RATE)
+            async for block in request.stream():
+                if body.tell() + len(block) > most:
+                    raise _too_large(most)
+                reservation.receive(len(block))
+                body.write(block)
+                deadline.reschedule(begun + seconds + body.tell() / LEAST_RATE)
     except TimeoutError:
         text = (
             f"Timed out reading the request body: after the {seconds:g} s of --timeout-client it arrives at fewer than "

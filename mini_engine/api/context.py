@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from mini_engine import metrics
-from mini_engine.api.admission import Budget, Places
+from mini_engine.api.admission import Budget, Places, body_budget
 from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.detokenizer import Vocabulary
 from mini_engine.api.engine import EngineClient
@@ -49,7 +49,6 @@ class AppContext(ModelFront):
     ) -> AppContext:
         """Of the process `incarnation`, whose engines have these `limits`."""
         most, flag = int(config.max_inflight_media_gb * 2**30), "--max-inflight-media-gb"
-        body = config.max_request_bytes, "--max-request-bytes"
         media_bytes = Budget(most, flag, "inflight_media", metrics.inflight_media_bytes.set)
         # Decoded frames are only counted, against later requests: what is admitted is decoded in any case, by a bounded
         # number of decoders.
@@ -62,7 +61,7 @@ class AppContext(ModelFront):
             limits=limits,
             sampling=SamplingResolver(front.defaults, limits.max_model_len, front.vocab_size, config.seed, incarnation),
             requests=Budget(config.max_num_queued_reqs, "--max-num-queued-reqs", "queued_requests"),
-            bodies=Budget(*max((most, flag), body), "inflight_bodies"),
+            bodies=body_budget(config),
             media_bytes=media_bytes,
             places=Places(config.maximum_concurrent_videos),
         )

@@ -9,8 +9,10 @@ import asyncio
 import contextlib
 import resource
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 import h11
@@ -18,15 +20,55 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from mini_engine.api.errors import ApiError
 from mini_engine.config import EngineConfig
 from mini_engine.failpoints import reach_failpoint
 
 STOP_SECONDS = 1  # for responses to end after their requests have been ended, before their tasks are cancelled
-HEADER_BYTES = 16 << 10  # of an incomplete request
+HEADER_BYTES = 16 << 10  # of a request line with its headers, of a chunk's size line, and of trailers
+READ_BYTES = 32 << 10  # parsed at once: in chunks of one byte each they take some 40 ms
+
+
+class Parser(h11.Connection):
+    """h11, with two rules that it lacks: its limit holds for what arrives complete, too; and the length of a request is
+    given once, by one of two headers (RFC 9112, section 6.1)."""
+
+    def _extract_next_receive_event(self) -> Any:
+        buffered = len(self._receive_buffer)
+        event = super()._extract_next_receive_event()
+        read = buffered - len(self._receive_buffer) - (len(event.data) if isinstance(event, h11.Data) else 0)
+        if read > HEADER_BYTES:
+            raise h11.RemoteProtocolError("too long", error_status_hint=431)
+        if isinstance(event, h11.Request) and {b"content-length", b"transfer-encoding"} <= dict(event.headers).keys():
+            raise h11.RemoteProtocolError("Content-Length and Transfer-Encoding: send one of them")
+        return event
 
 
 class Http(H11Protocol):
-    """uvicorn's protocol, but the server exits without the close_notify of idle TLS clients."""
+    """uvicorn's protocol, but errors are in OpenAI's form, and the server exits without the close_notify of idle TLS
+    clients."""
+
+    def __init__(self, **arguments: Any):
+        super().__init__(**arguments)
+        self.conn = Parser(h11.SERVER, HEADER_BYTES)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what the parser refuses, and close the connection."""
+        error = sys.exception()
+        assert isinstance(error, h11.RemoteProtocolError)
+        text = f"{msg} {error}"[:200]
+        if error.error_status_hint == 431:
+            text = f"The request's headers, a chunk's size line or the trailers exceed {HEADER_BYTES} bytes; send less."
+        refusal = ApiError(error.error_status_hint, text, code="invalid_http")
+        body, reason = refusal.encode(), HTTPStatus(refusal.status).phrase.encode()
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        for event in (
+            h11.Response(status_code=refusal.status, headers=headers, reason=reason),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def shutdown(self) -> None:
         """Close the connection, or have its request do so at its end."""
@@ -35,7 +77,7 @@ class Http(H11Protocol):
             self.transport.abort()
 
 
-class Connection(asyncio.Protocol):
+class Connection(asyncio.BufferedProtocol):
     """One connection: uvicorn's protocol, and a timer that aborts it.
 
     The first byte of a request must arrive within `timeout_keep_alive` seconds of the connection or the last response.
@@ -43,6 +85,8 @@ class Connection(asyncio.Protocol):
     whose response has been sent. Bytes that arrive do not reset the timer. It does not run while a request is in
     progress. The application finds this object as `scope["state"]["connection"]`.
     """
+
+    _read_buffer = memoryview(bytearray(READ_BYTES))  # of all connections: each copies what it has read
 
     def __init__(self, settings: EngineConfig, limit: int, *, app_state: dict[str, Any], **arguments: Any):
         """`limit` is how many connections there may be; a further one is aborted at once."""
@@ -69,21 +113,29 @@ class Connection(asyncio.Protocol):
         self._protocol.transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See `asyncio.Protocol`, as all below."""
+        """See `asyncio.BufferedProtocol`, as all below."""
         self._protocol.connection_made(transport)
         self._update_timer()
         if len(self._protocol.connections) > self._limit:
             self.abort()
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
+        """Where the next bytes are read to."""
+        return self._read_buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
         """uvicorn cannot report bytes that are not HTTP when they follow a response."""
         was_idle = self._is_idle()
         try:
-            self._protocol.data_received(data)
+            self._protocol.data_received(bytes(self._read_buffer[:nbytes]))
         except h11.LocalProtocolError:
             self.abort()
         if self._is_idle() != was_idle:
             self._update_timer()
+        flow = self._protocol.flow
+        if nbytes == READ_BYTES and not flow.read_paused:  # the loop's other work first: libuv would read 32 times
+            flow.pause_reading()
+            self._protocol.loop.call_soon(flow.resume_reading)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The request in progress receives `http.disconnect`."""
@@ -128,7 +180,6 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=connection,
-                h11_max_incomplete_event_size=HEADER_BYTES,
                 limit_concurrency=max_connections,
                 lifespan="off",
                 ws="none",

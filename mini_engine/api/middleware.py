@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import logging
 import time
 import uuid
@@ -21,17 +19,16 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mini_engine.api import playground
+from mini_engine.api.access import OPEN_PATHS, Access
 from mini_engine.api.context import AppContext
-from mini_engine.api.errors import ApiError, error_response, explain, shutting_down
+from mini_engine.api.errors import error_response, explain, shutting_down
 from mini_engine.api.timings import RequestClock
 from mini_engine.log import about
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = ("/health", "/live")  # no API key, no line in the log
 UNCOUNTED_PATHS = (*OPEN_PATHS, "/metrics")  # a drain does not wait for them
 GENERATION_PATHS = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}  # and the prefixes of their ids
-WRONG_KEY = "Incorrect or missing API key: send a valid one in the header 'Authorization: Bearer KEY'."
 
 
 class ActiveRequests:
@@ -65,7 +62,7 @@ class RequestMiddleware:
     def __init__(self, app: ASGIApp, context: AppContext, requests: ActiveRequests):
         self._app = app
         self._context = context
-        self._key_digests = [_digest(key.encode()) for key in context.config.api_key]
+        self._access = Access(context.config)
         self._keyless = (*OPEN_PATHS, *(() if context.config.disable_playground else playground.PATHS))
         self._requests = requests
 
@@ -81,8 +78,10 @@ class RequestMiddleware:
                     exchange.log(time.monotonic() - begun)
 
     async def _answer(self, exchange: Exchange) -> None:
-        if self._key_digests and exchange.path not in self._keyless and not self._has_key(exchange.headers):
-            raise ApiError(401, WRONG_KEY, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        if exchange.path not in OPEN_PATHS:
+            self._access.check_host(exchange.headers)
+        if exchange.path not in self._keyless:
+            self._access.check_key(exchange.headers)
         if self._requests.draining and exchange.path not in ("/live", "/metrics"):
             raise shutting_down()
         if exchange.path not in UNCOUNTED_PATHS:
@@ -91,12 +90,6 @@ class RequestMiddleware:
             self._context.engines.check()
             exchange.cleanup.enter_context(self._context.requests.reserve(1))
         await self._app(exchange.scope, exchange.receive, exchange.send)
-
-    def _has_key(self, headers: Headers) -> bool:
-        """Takes as long for a key that is nearly right as for any other."""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = _digest(key.strip(" ").encode("latin-1") if scheme.lower() == "bearer" else b"")
-        return any([hmac.compare_digest(given, known) for known in self._key_digests])
 
 
 class Exchange:
@@ -203,8 +196,3 @@ def _path_below_root(scope: Scope) -> str:
     """The path below `--root-path`, whether a proxy has removed that or not."""
     path, root = scope["path"], scope["root_path"]
     return path[len(root) :] if root and path.startswith(root + "/") else path
-
-
-def _digest(key: bytes) -> bytes:
-    """Of the same length for each key, so that the comparison does not show the length of the right one."""
-    return hashlib.sha256(key).digest()

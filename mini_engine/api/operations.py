@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from mini_engine import metrics
-from mini_engine.api.body import check_model
+from mini_engine.api.body import JSON, check_headers, check_model
 from mini_engine.api.context import context_of
 from mini_engine.api.errors import ApiError, EngineError
 
@@ -70,12 +70,17 @@ async def live() -> Response:
     return Response()
 
 
-@router.post("/reset_caches")
+EMPTY = {"requestBody": {"required": True, "content": {JSON: {"schema": {"type": "object", "maxProperties": 0}}}}}
+
+
+@router.post("/reset_caches", openapi_extra=EMPTY)
 async def reset_caches(request: Request) -> Response:
     """Empty the prefix, encoder and media caches of every engine, but for what running requests use.
 
-    200 when all have done so; 503 when an engine is down; 504 when one does not answer in time.
+    200 when all have done so; 503 when an engine is down; 504 when one does not answer in time. 415 without the header
+    `Content-Type: application/json`, which no page of another origin can send.
     """
+    check_headers(request.headers, context_of(request).config.max_request_bytes)
     try:
         async with asyncio.timeout(RESET_SECONDS):
             await context_of(request).engines.reset_caches()

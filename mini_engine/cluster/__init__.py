@@ -6,6 +6,7 @@ neither `routing` nor `media_key` do, nor this file until `build` is called.
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import sys
 from typing import TYPE_CHECKING, Any
@@ -81,4 +82,5 @@ def application(arguments: Arguments, command: tuple[str, ...] = SERVE) -> Appli
     fronts = Front.options(  # type: ignore[attr-defined]
         max_ongoing_requests=FRONT_REQUESTS, max_replicas_per_node=1, ray_actor_options={"num_cpus": 0}, **scaling
     )
-    return fronts.bind(engines.bind([*command, *flags]), arguments.api_key)
+    keys = [arguments.api_key] if arguments.api_key else []
+    return fronts.bind(engines.bind([*command, *flags]), dataclasses.replace(config, api_key=keys))

@@ -1,5 +1,8 @@
 """The HTTP ingress: takes a lease on the host of a request's media, and streams request and response.
 
+It checks host, key and body as an API server does. Only the paths of `ENDPOINTS` are forwarded, as they came: what the
+front takes for a path and what an engine takes for it cannot differ.
+
 A request is sent again only if no engine can have received it. An engine that dies may have died of the request: sent
 again, it would end one host after the other.
 """
@@ -8,31 +11,45 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import re
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 import aiohttp
 import ray
+import yarl
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from mini_engine.api import playground
+from mini_engine.api.access import OPEN_PATHS, Access
+from mini_engine.api.admission import body_budget
+from mini_engine.api.body import receive_body
+from mini_engine.api.errors import ApiError, EngineError, error_response
 from mini_engine.cluster.engine import Lease
 from mini_engine.cluster.media_key import media_key
 from mini_engine.cluster.router import Attempt
+from mini_engine.config import EngineConfig
 
 LEASE_SECONDS = 2.0  # for a host to grant a lease: an unresponsive one costs that once
 CONNECT_SECONDS = 2.0
 AVOID_SECONDS = 10.0  # after a host has failed, for Ray to notice
 QUEUE_SECONDS = 60.0  # for a host to have room
 ANSWER_SECONDS = 10.0  # for each host where all are asked
-OPEN_PATHS = re.compile("/|/health|/live|/playground/.*")  # no API key: the playground asks for it
+HEALTH_SECONDS = 1.0  # for which `/health` answers the same: it needs no key
+KEYLESS = {*OPEN_PATHS, *playground.PATHS}  # the page asks for the key
+ENDPOINTS = KEYLESS | {
+    "/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/reset_caches", "/metrics",
+    "/version", "/docs", "/openapi.json",
+}  # fmt: skip
+FOR_ALL_HOSTS = {"/metrics": "GET", "/reset_caches": "POST"}
+MODEL = re.compile("/v1/models/([!-~]+)")  # the name may be a path
 # RFC 9110, section 7.6.1; and what this connection has in place of the client's.
 HOP_BY_HOP = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "proxy-connection"}
 OWN_HEADERS = HOP_BY_HOP | {"host", "content-length", "expect", "authorization"}
@@ -54,23 +71,28 @@ class Forwarded(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-def _error(status: int, message: str) -> Response:
-    """In OpenAI's form."""
-    kind = "authentication_error" if status == 401 else "server_error"
-    error = {"message": message, "type": kind, "param": None, "code": None}
-    return JSONResponse({"error": error}, status, {"retry-after": "1"} if status == 503 else {})
+def _check_path(path: str) -> None:
+    """Raises ApiError: 404 for all but the exact names of endpoints."""
+    model = MODEL.fullmatch(path)
+    if path not in ENDPOINTS and (model is None or {".", ".."} & {*unquote(model[1]).split("/")}):
+        raise ApiError(404, "Not Found; /openapi.json lists the paths.", code="unknown_url")
 
 
 @serve.deployment(health_check_period_s=2, health_check_timeout_s=5)
 class Front:
     """See the module."""
 
-    def __init__(self, engines: DeploymentHandle, api_key: str):
+    def __init__(self, engines: DeploymentHandle, config: EngineConfig):
+        """`config`: of the engines, but with the API key of clients."""
         self._engines = engines
         self._own = ray.get_runtime_context().current_actor
-        self._api_key = api_key.encode()
+        self._config = config
+        self._access = Access(config)
+        self._bodies = body_budget(config)
         self._failed: dict[str, float] = {}  # when each host that failed may be preferred again
         self._known: dict[str, Lease] = {}  # the last of each host
+        self._health_lock = asyncio.Lock()
+        self._health = False, 0.0  # whether a host is healthy, and until when that counts
         timeout = aiohttp.ClientTimeout(None, sock_connect=CONNECT_SECONDS)
         # A kept connection that its server is closing would fail requests that may or may not have arrived.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -78,29 +100,39 @@ class Front:
 
     async def __call__(self, request: Request) -> Response:
         """Every endpoint."""
-        # A browser's preflight has no key.
-        is_open = OPEN_PATHS.fullmatch(request.url.path) or request.method == "OPTIONS"
-        if not is_open and not self._has_key(request.headers):
-            return _error(
-                401, "Incorrect or missing API key: send a valid one in the header 'Authorization: Bearer KEY'."
-            )
-        if request.url.path in ("/health", "/metrics", "/reset_caches"):
-            return await self._answer_for_all(request)
-        body = await request.body()
-        key = await asyncio.to_thread(media_key, body or request.url.path.encode())
+        try:
+            return await self._answer(request)
+        except ApiError as error:
+            return error_response(error)
+
+    async def _answer(self, request: Request) -> Response:
+        # Not `request.url`, which has the header Host in it.
+        path = request.scope["raw_path"].decode("latin-1")
+        if path not in OPEN_PATHS:
+            self._access.check_host(request.headers)
+        if path not in KEYLESS and request.method != "OPTIONS":  # a browser's preflight has no key
+            self._access.check_key(request.headers)
+        _check_path(path)
+        if path == "/health" and request.method in ("GET", "HEAD"):
+            return await self._answer_health()
+        with self._bodies.reserve() as reservation:
+            has_body = request.method == "POST" and path not in KEYLESS
+            body = await receive_body(request, self._config, reservation) if has_body else b""
+            if FOR_ALL_HOSTS.get(path) == request.method:
+                return await self._answer_for_all(request)
+            return await self._forward(request, body, await asyncio.to_thread(media_key, body or path.encode()))
+
+    async def _forward(self, request: Request, body: bytes, key: str) -> Response:
         async with contextlib.AsyncExitStack() as held:
             try:
                 response = await self._send(request, body, key, held)
             except aiohttp.ClientError:
-                return _error(502, "The engine that served this request has stopped; send it again later.")
+                raise EngineError(
+                    "The engine that served this request has stopped; send it again later.", 502
+                ) from None
             if response is None:
-                return _error(503, "No host has room; send this request again later.")
+                raise EngineError("No host has room; send this request again later.", code="overloaded")
             return Forwarded(response, held.pop_all(), key)
-
-    def _has_key(self, headers: Mapping[str, str]) -> bool:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = key.strip(" ").encode("latin-1") if scheme.lower() == "bearer" else b""
-        return not self._api_key or hmac.compare_digest(given, self._api_key)
 
     async def _send(
         self, request: Request, body: bytes, key: str, held: contextlib.AsyncExitStack
@@ -133,21 +165,50 @@ class Front:
     async def _ask(self, lease: Lease, request: Request, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
         headers = [(name, value) for name, value in request.headers.items() if name not in OWN_HEADERS]
         # Whatever an engine makes of a path, a request without the key reaches only what needs none there.
-        if self._has_key(request.headers):
+        if self._access.has_key(request.headers):
             headers.append(("authorization", f"Bearer {lease.key}"))
-        url = f"{lease.url}{request.url.path}" + (f"?{request.url.query}" if request.url.query else "")
+        target = b"?".join(filter(None, (request.scope["raw_path"], request.scope["query_string"]))).decode("latin-1")
+        url = yarl.URL(lease.url + target, encoded=True)  # else yarl would resolve dot segments
         async with self._session.request(request.method, url, headers=headers, data=body or None) as response:
             yield response
 
-    async def _answer_for_all(self, request: Request) -> Response:
-        """All hosts' metrics with the label `host`; the best `/health`; the worst answer to `/reset_caches`."""
+    async def _find_hosts(self) -> None:
+        """Take a lease of each host, so that all are known."""
         asked: list[str] = []
         more = True
         with contextlib.suppress(TimeoutError, RayError):  # no host has room: those that are known remain
-            while more:  # a lease of each host, so that all are known
+            while more:
                 async with self._lease("", Attempt(self._own, asked)) as lease:
                     more = lease.host not in asked
                     asked.append(lease.host)
+
+    async def _answer_health(self) -> Response:
+        """200 if a host is healthy. No lease, while a host that is known answers."""
+        async with self._health_lock:
+            healthy, until = self._health
+            if time.monotonic() > until:
+                healthy = await self._is_any_healthy()
+                if not healthy:  # the hosts may be new ones
+                    await self._find_hosts()
+                    healthy = await self._is_any_healthy()
+                self._health = healthy, time.monotonic() + HEALTH_SECONDS
+        if not healthy:
+            raise EngineError("No host is healthy.")
+        return Response()
+
+    async def _is_any_healthy(self) -> bool:
+        for host, lease in list(self._known.items()):
+            try:
+                async with asyncio.timeout(ANSWER_SECONDS), self._session.get(f"{lease.url}/health") as response:
+                    if response.status == 200:
+                        return True
+            except (TimeoutError, aiohttp.ClientError):  # it is gone
+                self._known.pop(host, None)
+        return False
+
+    async def _answer_for_all(self, request: Request) -> Response:
+        """All hosts' metrics with the label `host`; the worst answer to `/reset_caches`."""
+        await self._find_hosts()
         answers: dict[str, tuple[int, bytes]] = {}
         for host, lease in list(self._known.items()):
             try:
@@ -156,11 +217,11 @@ class Front:
             except (TimeoutError, aiohttp.ClientError):  # it is gone
                 self._known.pop(host, None)
         if not answers:
-            return _error(503, "No host answers.")
-        if request.url.path == "/metrics":
+            raise EngineError("No host answers.")
+        if request.method == "GET":
             texts = {host: body.decode() for host, (_, body) in answers.items()}
             return Response(merge_expositions(texts), media_type="text/plain; version=0.0.4")
-        status, body = (max if request.method == "POST" else min)(answers.values())
+        status, body = max(answers.values())
         return Response(body, status, media_type="application/json")
 
 

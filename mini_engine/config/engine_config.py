@@ -123,6 +123,12 @@ class EngineConfig:
         "and the files of the playground. May be repeated. `ps` shows a flag, but not the environment variable.",
         metavar="KEY", unset="no key required", secret=True,
     )  # fmt: skip
+    allowed_hosts: list[str] = _security(
+        [], "Host names, such as engine.example or *.example, that clients may ask for in the header `Host`, beside IP "
+        "addresses, names without a dot, in .localhost, .local and .internal, and --host; `*`: any. Against web pages "
+        "that have their own name resolve to this server (DNS rebinding).", metavar="NAME",
+        unset="any with an API key, TLS or --uds",
+    )  # fmt: skip
     ssl_keyfile: str | None = _security(None, "TLS private key; with --ssl-certfile.", metavar="FILE", unset="no TLS")
     ssl_certfile: str | None = _security(None, "TLS certificate; with --ssl-keyfile.", metavar="FILE", unset="no TLS")
     disable_playground: bool = _security(False, "Do not serve the playground, a page at `GET /`.")
@@ -279,6 +285,8 @@ class EngineConfig:
             (not all(self.api_key), "--api-key: empty; omit the flag to require none"),
             (self.uds is not None and (self.host, self.port) != (EngineConfig.host, EngineConfig.port),
              "--uds: a unix socket has neither --host nor --port; keep one of them"),
+            (any({"/", ":"} & set(name) for name in self.allowed_hosts),
+             "--allowed-hosts: names only, without scheme and port"),
             ((self.ssl_keyfile is None) != (self.ssl_certfile is None), "--ssl-keyfile, --ssl-certfile: set both"),
             (narrowed and not self.allowed_origins,
              "--allowed-methods, --allowed-headers and --allow-credentials need --allowed-origins"),

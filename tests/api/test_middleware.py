@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import socket
 from typing import Any
 
 import httpx
@@ -97,6 +98,35 @@ async def test_request_that_does_not_end_is_answered_when_the_server_ends(served
 
 
 # --- browsers and proxies --------------------------------------------------------------------------------------------
+
+LOCAL = ["localhost:8000", "127.0.0.1", "[::1]:8000", "10.0.0.1:80", "engine:8000", "Box.local.", "a.localhost"]
+PUBLIC = ["evil.test", "evil.test:8000", "127.0.0.1.evil.test", "localhost.evil.test", "a.local.test", "[evil"]
+KEY: dict[str, Any] = {"api_key": ["k"]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "allowed", "refused"),
+    [
+        ({}, [*LOCAL, socket.gethostname()], PUBLIC),
+        ({"host": "my.test"}, [*LOCAL, "my.test"], PUBLIC),
+        ({"allowed_hosts": ["my.test", "*.Example"]}, [*LOCAL, "MY.test:80", "a.example"], [*PUBLIC, "example.test"]),
+        ({"allowed_hosts": ["*"]}, [*LOCAL, *PUBLIC], []),
+        (KEY, [*LOCAL, *PUBLIC], []),
+        (KEY | {"allowed_hosts": ["my.test"]}, [*LOCAL, "my.test"], PUBLIC),
+    ],
+)
+async def test_hosts(serve: Serve, settings: dict[str, Any], allowed: list[str], refused: list[str]) -> None:
+    async with serve(**settings) as served:
+        served.http.headers["authorization"] = "Bearer k"
+        for host in allowed:
+            assert (await served.http.get("/version", headers={"host": host})).status_code == 200, host
+        for host in refused:
+            for path in ("/version", "/metrics", "/", "/nowhere"):
+                response = await served.http.get(path, headers={"host": host})
+                check_error(response, 421, "invalid_http", "--allowed-hosts")
+            assert (await served.http.get("/health", headers={"host": host})).status_code == 200
+        reader, _ = await served.connect(b"GET /version HTTP/1.0\r\nauthorization: Bearer k\r\n\r\n")
+        assert b" 200 " in await reader.readline()
 
 
 async def preflight(served: Served, **headers: str) -> httpx.Response:

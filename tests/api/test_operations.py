@@ -91,6 +91,9 @@ async def test_metrics_can_be_read_while_an_engine_is_silent_or_gone(served: Ser
 
 
 async def test_reset_of_the_caches(served: Served) -> None:
+    for headers in ({}, {"content-type": "text/plain"}):  # a page of any origin can send these
+        check_error(await served.http.post("/reset_caches", headers=headers), 415, "invalid_http")
+    served.http.headers["content-type"] = "application/json"
     assert (await served.http.post("/reset_caches")).status_code == 200
     assert len(served.core.controls["reset_caches"]) == 1
     served.core.replies_to.discard("reset_caches")

@@ -17,6 +17,7 @@ from mini_engine.cluster.media_key import media_key
 
 media: set[str] = set()
 running = 0
+health_checks = 0
 
 
 @web.middleware
@@ -50,14 +51,20 @@ async def chat(request: web.Request) -> web.StreamResponse:
 
 
 async def metrics(_: web.Request) -> web.Response:
-    names = {"decodes": len(media), "num_requests_running": running, "pid": os.getpid()}
+    names = {"decodes": len(media), "num_requests_running": running, "pid": os.getpid(), "health": health_checks}
     return web.Response(
         text="".join(f"# TYPE fake:{name} gauge\nfake:{name} {value}\n" for name, value in names.items())
     )
 
 
 async def health(_: web.Request) -> web.Response:
+    global health_checks
+    health_checks += 1
     return web.Response()
+
+
+async def echo(request: web.Request) -> web.Response:
+    return web.Response(text=request.raw_path)
 
 
 async def main() -> None:
@@ -67,7 +74,8 @@ async def main() -> None:
     arguments, _ = parser.parse_known_args()
     app = web.Application(middlewares=[authenticate])
     app.add_routes([
-        web.post("/v1/chat/completions", chat), web.get("/metrics", metrics), web.get("/health", health)
+        web.post("/v1/chat/completions", chat), web.get("/metrics", metrics), web.get("/health", health),
+        web.post("/reset_caches", echo), web.get("/v1/models/{name:.*}", echo),
     ])  # fmt: skip
     runner = web.AppRunner(app, handler_cancellation=True)
     await runner.setup()

@@ -7,8 +7,10 @@ import yaml
 
 pytest.importorskip("ray", reason="needs the extra [ray]")
 
+from mini_engine.api import playground  # noqa: E402
+from mini_engine.api.app import ROUTERS  # noqa: E402
 from mini_engine.cluster import build  # noqa: E402
-from mini_engine.cluster.front import merge_expositions  # noqa: E402
+from mini_engine.cluster.front import ENDPOINTS, merge_expositions  # noqa: E402
 from mini_engine.config import ConfigError  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's own
@@ -34,6 +36,11 @@ def test_the_arguments_of_the_documented_file_are_taken() -> None:
 def test_an_unknown_argument_is_refused() -> None:
     with pytest.raises(ValueError, match="nodes"):
         build({"nodes": "3"})
+
+
+def test_the_front_knows_the_endpoints_of_an_engine() -> None:
+    paths = {route.path for router in ROUTERS for route in router.routes} | {"/docs", "/openapi.json"}
+    assert ENDPOINTS == paths - {"/v1/models/{name:path}", "/playground/{name}"} | {*playground.PATHS}
 
 
 def test_metrics_of_hosts_are_one_exposition_with_each_metric_once() -> None:

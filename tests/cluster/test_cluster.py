@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -25,11 +26,14 @@ FAKE = (sys.executable, "-m", "tests.cluster.fake_engine")
 HOSTS, LIMIT = 3, 4  # requests per host with `--max-num-seqs 1`
 VIDEOS, CLIENTS = 36, 6  # as many as two hosts have room for
 CHAT = "/v1/chat/completions"
+KEY = "a-key"
+MAX_BODY_BYTES = 1 << 20
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RunningCluster]:
-    with RunningCluster(FAKE, hosts=HOSTS, flags="--max-num-seqs 1") as running:
+    flags = f"--max-num-seqs 1 --max-request-bytes {MAX_BODY_BYTES} --allowed-hosts engine.example"
+    with RunningCluster(FAKE, hosts=HOSTS, flags=flags, api_key=KEY) as running:
         yield running
         engines = running.metric("fake:pid").values()
     assert not any(alive(int(pid)) for pid in engines)
@@ -80,6 +84,53 @@ def requests_in_parallel(cluster: RunningCluster) -> Iterator[list[tuple[float, 
             ended.set()
     for client in clients:
         client.result()
+
+
+def send(cluster: RunningCluster, method: str, path: str, *headers: str, body: bytes = b"") -> tuple[int, bytes]:
+    """Status and body of the response to a request as it is written here."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", cluster.port, timeout=SECONDS)) as connection:
+        connection.putrequest(method, path, skip_host=any(header.startswith("Host:") for header in headers))
+        for header in headers:
+            connection.putheader(*header.split(": "))
+        connection.endheaders(body)
+        response = connection.getresponse()
+        return response.status, response.read()
+
+
+WITH_KEY, JSON = f"Authorization: Bearer {KEY}", "Content-Type: application/json"
+REFUSED = [
+    *(("GET", f"/playground/{climb}/v1/models/a", [], 401) for climb in ("..", "%2e%2e", ".%2E", "%252e%252e", "..;")),
+    *(("GET", path, [], 401) for path in ("/playground/..%2fmetrics", "//metrics", "/%6detrics", "/health/../metrics")),
+    ("POST", "/playground/../reset_caches", [JSON], 401),
+    ("GET", "/metrics", ["Host: x/playground/index.html?"], 401),
+    ("GET", "/metrics", ["Host: evil.test", WITH_KEY], 421),
+    *(("GET", f"/v1/models/{name}", [WITH_KEY], 404) for name in ("", "../../metrics", "a/%2e%2E/b", "a%2F..%2Fb")),
+    *(
+        ("GET", path, [WITH_KEY], 404)
+        for path in ("/v1/../metrics", "//metrics", "/%6detrics", "/health;a", "/nowhere")
+    ),
+    ("POST", "/reset_caches", [WITH_KEY, "Content-Type: text/plain"], 415),
+    ("POST", CHAT, [WITH_KEY, JSON, f"Content-Length: {MAX_BODY_BYTES + 1}"], 413),
+    ("POST", CHAT, [WITH_KEY, JSON, "Transfer-Encoding: chunked"], 413),
+]
+
+
+def test_only_exact_paths_with_the_key_are_forwarded_and_as_they_came(cluster: RunningCluster) -> None:
+    chunk = b"%x\r\n%b\r\n" % (MAX_BODY_BYTES, bytes(MAX_BODY_BYTES))
+    for method, path, headers, status in REFUSED:
+        body = 2 * chunk + b"0\r\n\r\n" if "Transfer-Encoding: chunked" in headers else b""
+        answered, text = send(cluster, method, path, *headers, body=body)
+        assert answered == status and json.loads(text)["error"]["code"], (method, path, headers, answered, text)
+    for target in ("/v1/models/a%2Fb%252e", "/v1/models//a/b?x=%2e&y=a+b"):
+        assert send(cluster, "GET", target, WITH_KEY, "Host: engine.example") == (200, target.encode())
+    assert send(cluster, "POST", "/reset_caches", WITH_KEY, JSON) == (200, b"/reset_caches")
+
+
+def test_health_checks_without_a_key_do_not_reach_every_host(cluster: RunningCluster) -> None:
+    before = sum(cluster.metric("fake:health").values())
+    with ThreadPoolExecutor(16) as pool:
+        assert set(pool.map(lambda _: send(cluster, "GET", "/health")[0], range(300))) == {200}
+    assert sum(cluster.metric("fake:health").values()) - before < 150, "hosts are checked by Serve, too"
 
 
 def test_requests_about_a_video_meet_at_a_host_and_every_host_is_used(cluster: RunningCluster) -> None:

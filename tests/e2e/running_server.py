@@ -159,7 +159,7 @@ class RunningServer:
         """The response, with `body` and the `seconds` that it took, to a request without a body."""
         with contextlib.closing(self.connect(api)) as connection:
             begun = time.monotonic()
-            connection.request(method, path)
+            connection.request(method, path, headers={"Content-Type": "application/json"})
             response = connection.getresponse()
             response.body, response.seconds = response.read().decode(), time.monotonic() - begun
             return response

@@ -1,0 +1,68 @@
+"""Which requests may be answered: by the header Host and by API key. Used by API servers and by the cluster's front."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import hmac
+import ipaddress
+import socket
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+
+from mini_engine.api.errors import ApiError
+from mini_engine.config import EngineConfig
+
+OPEN_PATHS = ("/health", "/live")  # no API key, no check of the host, no line in the log
+WRONG_KEY = "Incorrect or missing API key: send a valid one in the header 'Authorization: Bearer KEY'."
+PRIVATE_NAMES = ("*.localhost", "*.local", "*.internal")  # reserved: public DNS has none of them
+
+
+class Access:
+    """Checks requests as `config` says."""
+
+    def __init__(self, config: EngineConfig):
+        self._digests = [_digest(key.encode()) for key in config.api_key]
+        names = config.allowed_hosts
+        if not names and (config.api_key or config.uds or config.ssl_certfile):
+            names = ["*"]  # a page of another name has no key, no certificate and no unix socket
+        self._names = [name.lower() for name in (*names, *PRIVATE_NAMES, config.host, socket.gethostname())]
+
+    def check_host(self, headers: Headers) -> None:
+        """Raises ApiError, a 421, for a name that may be another's (DNS rebinding): a web page can have its own name
+        resolve to this server, and its browser then lets it read the answers.
+
+        Such a name is in public DNS. An IP address, a name without a dot and a private one are not.
+        """
+        try:
+            host = (urlsplit(f"//{headers.get('host', '')}").hostname or "").rstrip(".")
+        except ValueError:
+            host = "invalid."
+        if "." not in host or any(fnmatch.fnmatchcase(host, name) for name in self._names):
+            return
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            text = (
+                f"This server does not answer to the host name {host[:80]!r}. Start it with --allowed-hosts and this "
+                "name, or with --api-key; or ask for its IP address."
+            )
+            raise ApiError(421, text, code="invalid_http") from None
+
+    def check_key(self, headers: Headers) -> None:
+        """Raises ApiError: 401."""
+        if not self.has_key(headers):
+            raise ApiError(401, WRONG_KEY, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+
+    def has_key(self, headers: Headers) -> bool:
+        """Whether there is a valid key, or none is required. Takes as long for a key that is nearly right as for any
+        other."""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = _digest(key.strip(" ").encode("latin-1") if scheme.lower() == "bearer" else b"")
+        return not self._digests or any([hmac.compare_digest(given, known) for known in self._digests])
+
+
+def _digest(key: bytes) -> bytes:
+    """Of the same length for each key, so that the comparison does not show the length of the right one."""
+    return hashlib.sha256(key).digest()
