@@ -11,6 +11,8 @@ import itertools
 import logging
 import time
 
+import msgspec
+
 from mini_engine.child import Child
 from mini_engine.config import EngineConfig
 from mini_engine.core.arrivals import Arrivals, AwaitingMedia
@@ -172,6 +174,8 @@ class EngineCore:
         reach_failpoint("accepting")
         references = self.media.claim((incarnation, new.request_id))
         new = self.media.resolve(new, references)
+        if self.config.ignore_priority:
+            new = msgspec.structs.replace(new, priority=0)
         lead = family(new, references, sender, incarnation, self.numbers, self.config.enable_prefix_caching)
         self.requests.update((request.id, request) for request in (lead, *lead.siblings))
         problem = problem_with(lead.new, self.model, self.limits)
@@ -361,7 +365,7 @@ class EngineCore:
 
     def _stats(self) -> EngineStats:
         """The gauges, and the events since the last call."""
-        running = len(self.scheduler.running)
+        running = self.scheduler.num_running
         counters, self.scheduler.counters = self.scheduler.counters, Counters()
         evictions, self.media.num_evictions = self.media.num_evictions, 0
         return EngineStats(

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -89,11 +91,23 @@ class Counters:
     state_snapshot_hits: int = 0
 
 
+@dataclasses.dataclass(eq=False, slots=True)
+class Client:
+    """Its unfinished requests, in their order; some may be in neither list yet."""
+
+    running: list[Request] = dataclasses.field(default_factory=list)
+    waiting: list[Request] = dataclasses.field(default_factory=list)
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(request.blocks) for request in self.running)
+
+
 class Scheduler:
     """Continuous batching with chunked prefill and preemption by recompute.
 
-    Decodes go first, then running prefills, then waiting requests by priority and arrival. A request's media are on all
-    ranks when it is added.
+    Decodes go first, then prefills. Those of one client go by priority and arrival, running ones before waiting ones;
+    clients take turns. A request's media are on all ranks when it is added.
     """
 
     def __init__(self, blocks: BlockPool, encoder: EncoderCache, budgets: Budgets, states: StatePool):
@@ -101,21 +115,39 @@ class Scheduler:
         self.states = states
         self.encoder = encoder
         self.budgets = budgets
-        self.waiting: list[Request] = []  # in order
-        self.running: list[Request] = []  # in order
+        self.clients: OrderedDict[bytes, Client] = OrderedDict()  # those with requests, least recently served first
+        self.num_running = 0
         self.counters = Counters()
         self._owes_quick = False  # a heavy step was made since the last quick one
+        self._claimant: Request | None = None  # see `_victim_for`
+
+    @property
+    def running(self) -> list[Request]:
+        """In turns: the first of each client, then the second of each."""
+        return list(_in_turns([client.running for client in self.clients.values() if client.running]))
+
+    @property
+    def waiting(self) -> Iterator[Request]:
+        """In the order of each client."""
+        return itertools.chain.from_iterable(client.waiting for client in self.clients.values())
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        bisect.insort(self.waiting, request, key=lambda other: other.order)
+        client = self.clients.setdefault(request.client, Client())
+        bisect.insort(client.waiting, request, key=lambda other: other.order)
 
     def remove(self, request: Request) -> None:
         """Remove a request in any state, and free its blocks, its state and its room in the encoder cache."""
-        if request in self.running:
-            self.running.remove(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
+        client = self.clients.get(request.client, Client())
+        if request in client.running:
+            client.running.remove(request)
+            self.num_running -= 1
+        elif request in client.waiting:
+            client.waiting.remove(request)
+        if not client.running and not client.waiting:
+            self.clients.pop(request.client, None)
+        if request is self._claimant:
+            self._claimant = None
         self._free_blocks(request)
         if request.holds_media:
             request.holds_media = False
@@ -143,19 +175,21 @@ class Scheduler:
             plan = Plan(quick, budgets.max_tokens, QUICK_PREFILL_TOKENS, QUICK_ENCODER_TOKENS)
         else:
             plan = Plan(quick, budgets.max_tokens, budgets.max_tokens, budgets.max_encoder_tokens)
-        self._continue_running(plan)
-        self._admit_waiting(plan)
+        self._make_place(plan)
+        # Decodes first, so that no prompt delays the output of others; then prefills.
+        self._continue_running(plan, [request for request in self.running if request.num_missing == 1])
+        if not self._admit_waiting(plan):
+            self._continue_running(plan, [request for request in self.running if request.num_missing > 1])
         return plan
 
     # --- running -----------------------------------------------------------------------------------------------------
 
-    def _continue_running(self, plan: Plan) -> None:
-        """Decodes first, so that no prompt delays the output of others; then prefills."""
-        unfinished = [request for request in self.running if request.num_missing]
-        for request in sorted(unfinished, key=lambda request: request.num_missing > 1):
+    def _continue_running(self, plan: Plan, requests: list[Request]) -> None:
+        for request in requests:
             if plan.tokens_left == 0:
                 return
-            if request in self.running:  # it may have lost its blocks to one before it
+            # It may have lost its blocks to one before it.
+            if request.is_running and request.id not in plan.scheduled:
                 self._continue(request, plan)
 
     def _continue(self, request: Request, plan: Plan) -> None:
@@ -172,7 +206,8 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Queue it again; all is recomputed but what the prefix cache still holds. Its sampled tokens stay valid, those
         of dispatched steps too, and so do its media's embeddings."""
-        self.running.remove(request)
+        self.clients[request.client].running.remove(request)
+        self.num_running -= 1
         self._free_blocks(request)
         self.add(request)
         self.counters.preemptions += 1
@@ -189,23 +224,34 @@ class Scheduler:
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 
-    def _admit_waiting(self, plan: Plan) -> None:
-        """First come, first served: no request overtakes one that waits for blocks. Skipped are, in a quick step,
-        requests that are not short; and requests without room in the encoder cache, which later ones may have to free.
-        No request takes room that a skipped one needs."""
+    def _admit_waiting(self, plan: Plan) -> bool:
+        """Running prefills and waiting requests: first come, first served within a client, and clients in turns, so
+        that the n-th request of one goes after the first n - 1 of each other. False: the rest are not admitted, but
+        their prefills can go on.
+
+        No request overtakes one that waits for a slot or for blocks. Skipped are, in a quick step, requests that are
+        not short; and requests without room in the encoder cache, which later ones may have to free. No request takes
+        room that a skipped one needs."""
         kept = 0  # room for the skipped requests
-        for request in list(self.waiting):
-            if not plan.tokens_left or len(self.running) >= self.budgets.max_seqs:
-                return
+        for request in _in_turns([[*client.running, *client.waiting] for client in self.clients.values()]):
+            if not plan.tokens_left:
+                return True
+            if request.is_running:
+                if request.num_missing > 1:
+                    self._continue(request, plan)
+                continue
+            if self.num_running >= self.budgets.max_seqs and self._victim_for(request) is None:
+                return False
             room = 0 if request.holds_media else self.encoder.room_for(request.media_tokens)
             if request.holds_media or kept + room <= self.encoder.num_free:
                 if not self._admit(request, plan):
-                    return
+                    return False
             if not request.holds_media:
                 kept += room
+        return True
 
     def _admit(self, request: Request, plan: Plan) -> bool:
-        """False when it has to wait for blocks, and so all behind it.
+        """False when it has to wait for a slot or for blocks, and so all behind it.
 
         It gets the blocks of all its known tokens at once: otherwise the decodes of later requests could preempt a
         prefill again and again.
@@ -216,20 +262,54 @@ class Scheduler:
         if not plan.quick or self._is_quick(request, plan):
             self._reserve_media(request)
             length = self._prepare_chunk(request, plan)
-        needed = self.blocks.blocks_for(request.num_known) - len(cached)
-        if not length or needed + self.blocks.num_idle(cached) > self.blocks.num_free:
+        if not length or self.num_running >= self.budgets.max_seqs or self._lacks_blocks(request, cached):
             request.num_computed = 0
+            self._claimant = request if length else self._claimant
             return not length
         self.blocks.hold(cached)
         request.num_published = len(cached)
-        request.blocks = cached + (self.blocks.allocate(needed) or [])
-        self.waiting.remove(request)
-        bisect.insort(self.running, request, key=lambda other: other.order)
+        request.blocks = cached + (self.blocks.allocate(self._blocks_beside(request, cached)) or [])
+        client = self.clients[request.client]
+        client.waiting.remove(request)
+        bisect.insort(client.running, request, key=lambda other: other.order)
+        self.num_running += 1
         self._count_admission(request)
         if self.states.is_needed:
             self._start_state(request, len(cached), plan)
         self._add_chunk(request, length, plan)
         return True
+
+    def _blocks_beside(self, request: Request, cached: list[int]) -> int:
+        return self.blocks.blocks_for(request.num_known) - len(cached)
+
+    def _lacks_blocks(self, request: Request, cached: list[int]) -> bool:
+        return self._blocks_beside(request, cached) + self.blocks.num_idle(cached) > self.blocks.num_free
+
+    def _make_place(self, plan: Plan) -> None:
+        """Preempt a request for one that had to wait, if that evens out what clients hold. Before anything else, since
+        a request that is in the plan keeps its blocks."""
+        request = self._claimant
+        if request is None or (plan.quick and not self._is_quick(request, plan)):
+            return
+        self._claimant = None
+        victim = None if request.is_running else self._victim_for(request)
+        if victim is not None:
+            self._preempt(victim)
+
+    def _victim_for(self, request: Request) -> Request | None:
+        """The running request whose place a waiting one may take: the last of the client that holds the most slots, or
+        the most blocks if these are short. That client then holds no less than the other, so it takes nothing back; and
+        the first request of a client keeps its place. None: `request` waits, or does not have to."""
+        own = self.clients[request.client]
+        if self.num_running >= self.budgets.max_seqs:
+            most = max(self.clients.values(), key=lambda client: len(client.running))
+            return most.running[-1] if len(most.running) >= len(own.running) + 2 else None
+        cached = self._cached_prefix(request)
+        if not self._lacks_blocks(request, cached):
+            return None
+        most = max(self.clients.values(), key=lambda client: client.num_blocks)
+        held = own.num_blocks + self.blocks.blocks_for(request.num_known)
+        return most.running[-1] if held + len(most.running[-1].blocks) <= most.num_blocks else None
 
     def _start_state(self, request: Request, num_cached: int, plan: Plan) -> None:
         """Give it a slot, with the state after its cached blocks."""
@@ -314,9 +394,8 @@ class Scheduler:
         count = min(total - entry.num_grids, allowed)
         if not count:
             return
-        self._announce(request, plan)
+        self._serve(request, plan)
         plan.encode.append(EncodeItem(request.id, request.media.index(item), entry.num_grids, count))
-        plan.requests[request.id] = request
         plan.num_encoded += count * grid_tokens
         plan.encoder_left = max(0, plan.encoder_left - count * grid_tokens)
         plan.tokens_left = max(0, plan.tokens_left - count * grid_tokens)  # the vision tower costs time as well
@@ -342,7 +421,7 @@ class Scheduler:
         return taken is not None
 
     def _add_chunk(self, request: Request, length: int, plan: Plan) -> None:
-        self._announce(request, plan)
+        self._serve(request, plan)
         start, end = request.num_computed, request.num_computed + length
         first_new = 0 if request.restarts else self.blocks.blocks_for(start)
         blocks = request.blocks[first_new : self.blocks.blocks_for(end)]
@@ -351,7 +430,6 @@ class Scheduler:
         plan.chunks.append(Chunk(request.id, start, length, blocks, samples, request.restarts, snapshots))
         plan.work.append(Work(request, request.epoch, end, snapshots))
         plan.scheduled.add(request.id)
-        plan.requests[request.id] = request
         plan.tokens_left -= length
         if length > 1:
             plan.prefill_left -= length
@@ -381,10 +459,19 @@ class Scheduler:
                 snapshots.append((place, slot))
         return snapshots[::-1]
 
-    def _announce(self, request: Request, plan: Plan) -> None:
+    def _serve(self, request: Request, plan: Plan) -> None:
+        """The plan has work for it."""
+        plan.requests[request.id] = request
+        self.clients.move_to_end(request.client)
         if not request.announced:
             sampling: SamplingParams = request.sampling
             if request.seed != sampling.seed:
                 sampling = msgspec.structs.replace(sampling, seed=request.seed)
             plan.started.append(NewSequence(request.id, request.new.prompt_token_ids, sampling, request.media))
             request.announced = True
+
+
+def _in_turns(queues: Iterable[Iterable[Request]]) -> Iterator[Request]:
+    """The first of each queue, then the second of each, and so on."""
+    for turn in itertools.zip_longest(*queues):
+        yield from filter(None, turn)
