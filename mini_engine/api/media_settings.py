@@ -34,7 +34,7 @@ def hash_key(settings: MediaSettings, modality: Modality, frames: Frames | None 
     """All that a media hash covers of an item but its bytes and the model, of which a server has one."""
     of_videos = [repr(settings.sampling), settings.video_tokens] if modality == "video" else []
     # JSON separates the parts: no two different lists have the same text.
-    parts = [modality, of_videos, settings.processor_kwargs, settings.bounds, repr(frames)]
+    parts = [modality, of_videos, settings.processor_kwargs, settings.bounds, repr(frames), settings.cache_salt]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=32).digest()
 
 
@@ -141,6 +141,7 @@ class MediaSettingsResolver:
             updated(self.server.sampling, asked, self._by_rate),
             {**self.server.processor_kwargs, **msgspec.to_builtins(given)},
             _tuned("mm_processor_kwargs", self.server.calls, given, most_pixels, {ref.modality for ref in refs}),
+            cache_salt=chat.cache_salt,
         )
         return settings, samplings
 

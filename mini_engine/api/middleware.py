@@ -14,6 +14,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from ipaddress import IPv6Address, ip_address
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 OPEN_PATHS = ("/health", "/live")  # no API key, no line in the log
 UNCOUNTED_PATHS = (*OPEN_PATHS, "/metrics")  # a drain does not wait for them
 GENERATION_PATHS = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}  # and the prefixes of their ids
+CLIENT_BYTES = 8
 WRONG_KEY = "Incorrect or missing API key: send a valid one in the header 'Authorization: Bearer KEY'."
 
 
@@ -60,7 +62,8 @@ class ActiveRequests:
 
 class RequestMiddleware:
     """See the module. The application finds `request_id`, `clock`, `cleanup`, an ExitStack, and `end`, which
-    cancels it, in `scope["state"]`. It is cancelled when its client leaves, too."""
+    cancels it, in `scope["state"]`; to generate text also `client`, an opaque id, and `choices`, the reservation of the
+    first one. It is cancelled when its client leaves, too."""
 
     def __init__(self, app: ASGIApp, context: AppContext, requests: ActiveRequests):
         self._app = app
@@ -89,14 +92,21 @@ class RequestMiddleware:
             self._requests.add(exchange)
         if exchange.path in GENERATION_PATHS:  # before the body is received
             self._context.engines.check()
-            exchange.cleanup.enter_context(self._context.requests.reserve(1))
+            choices = exchange.cleanup.enter_context(self._context.requests.reserve(1))
+            exchange.scope["state"] |= {"choices": choices, "client": self._client(exchange)}
         await self._app(exchange.scope, exchange.receive, exchange.send)
 
     def _has_key(self, headers: Headers) -> bool:
         """Takes as long for a key that is nearly right as for any other."""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = _digest(key.strip(" ").encode("latin-1") if scheme.lower() == "bearer" else b"")
+        given = _given_digest(headers)
         return any([hmac.compare_digest(given, known) for known in self._key_digests])
+
+    def _client(self, exchange: Exchange) -> bytes:
+        """Of the API key, if there are keys, else of the peer's address, which a Unix socket does not have."""
+        if self._key_digests:
+            return _given_digest(exchange.headers)[:CLIENT_BYTES]
+        host, _ = exchange.scope["client"] or ("", 0)
+        return _digest(_network(host).encode())[:CLIENT_BYTES]
 
 
 class Exchange:
@@ -203,6 +213,20 @@ def _path_below_root(scope: Scope) -> str:
     """The path below `--root-path`, whether a proxy has removed that or not."""
     path, root = scope["path"], scope["root_path"]
     return path[len(root) :] if root and path.startswith(root + "/") else path
+
+
+def _given_digest(headers: Headers) -> bytes:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return _digest(key.strip(" ").encode("latin-1") if scheme.lower() == "bearer" else b"")
+
+
+def _network(host: str) -> str:
+    """Of an IPv6 address the /64, any address of which a client may have; else `host`."""
+    with contextlib.suppress(ValueError):  # what a proxy says may be anything
+        address = ip_address(host.partition("%")[0])
+        if isinstance(address, IPv6Address) and address.ipv4_mapped is None:
+            return address.packed[:8].hex()
+    return host
 
 
 def _digest(key: bytes) -> bytes:
