@@ -31,7 +31,7 @@ SAMPLED = "do_sample_frames false is for a video that is sent as frames; of a fi
 
 
 def hash_key(settings: MediaSettings, modality: Modality, frames: Frames | None = None) -> bytes:
-    """All that a media hash covers of an item but its bytes and the model, of which a server has one."""
+    """All that a media hash covers of an item but its bytes and the model, of which a server has one. The salt too."""
     of_videos = [repr(settings.sampling), settings.video_tokens] if modality == "video" else []
     # JSON separates the parts: no two different lists have the same text.
     parts = [modality, of_videos, settings.processor_kwargs, settings.bounds, repr(frames), settings.cache_salt]

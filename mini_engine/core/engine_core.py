@@ -21,8 +21,9 @@ from mini_engine.core.kv_blocks import BlockPool
 from mini_engine.core.limits import engine_limits, problem_with
 from mini_engine.core.links import Links, Outbox
 from mini_engine.core.media_store import MediaDirectory, MediaStore, media_directory
+from mini_engine.core.plan import Plan, Work
 from mini_engine.core.request import Request, Tensors, family
-from mini_engine.core.scheduler import Budgets, Counters, Plan, Scheduler, Work
+from mini_engine.core.scheduler import Budgets, Counters, Scheduler
 from mini_engine.core.states import StatePool
 from mini_engine.core.steps import InFlight, Steps
 from mini_engine.failpoints import reach_failpoint
@@ -365,7 +366,7 @@ class EngineCore:
 
     def _stats(self) -> EngineStats:
         """The gauges, and the events since the last call."""
-        running = self.scheduler.num_running
+        running = self.scheduler.clients.num_running
         counters, self.scheduler.counters = self.scheduler.counters, Counters()
         evictions, self.media.num_evictions = self.media.num_evictions, 0
         return EngineStats(

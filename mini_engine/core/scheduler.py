@@ -5,24 +5,19 @@ It counts tokens and blocks; it knows nothing of sockets, of the model, or of wh
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import itertools
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 
 from mini_engine.config import EngineConfig
+from mini_engine.core.clients import Clients
 from mini_engine.core.encoder_cache import EncoderCache, Entry
 from mini_engine.core.kv_blocks import BlockPool
+from mini_engine.core.plan import QUICK_ENCODER_TOKENS, QUICK_PREFILL_TOKENS, Plan, Work
 from mini_engine.core.request import Request
 from mini_engine.core.states import StatePool
 from mini_engine.messages import Chunk, EncodeItem, MediaItem, NewSequence, SamplingParams, StateStart
-
-# A step within these takes a few milliseconds on any machine; one beyond them is heavy.
-QUICK_PREFILL_TOKENS = 128
-QUICK_ENCODER_TOKENS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,41 +39,6 @@ class Budgets:
 
 
 @dataclasses.dataclass
-class Work:
-    """A chunk of the plan, and what its retirement publishes."""
-
-    request: Request
-    epoch: int
-    end: int  # tokens of the sequence that are computed once the chunk is
-    snapshots: list[tuple[int, int]]  # those of the chunk, in reserved slots
-
-
-@dataclasses.dataclass
-class Plan:
-    """The work of one step, in the terms of `messages.Step`."""
-
-    quick: bool  # only what leaves the step short
-    tokens_left: int
-    prefill_left: int
-    encoder_left: int
-    started: list[NewSequence] = dataclasses.field(default_factory=list)
-    states: list[StateStart] = dataclasses.field(default_factory=list)
-    encode: list[EncodeItem] = dataclasses.field(default_factory=list)
-    encoded_hashes: list[bytes] = dataclasses.field(default_factory=list)  # items whose last grids are in `encode`
-    chunks: list[Chunk] = dataclasses.field(default_factory=list)
-    work: list[Work] = dataclasses.field(default_factory=list)  # one for each chunk
-    requests: dict[str, Request] = dataclasses.field(default_factory=dict)  # with a chunk or an item to encode
-    scheduled: set[str] = dataclasses.field(default_factory=set)  # ids of requests with a chunk
-    num_prefill: int = 0  # tokens
-    num_encoded: int = 0  # tokens
-
-    @property
-    def heavy(self) -> bool:
-        """Whether short requests must not wait for two such steps."""
-        return self.num_prefill > QUICK_PREFILL_TOKENS or self.num_encoded > QUICK_ENCODER_TOKENS
-
-
-@dataclasses.dataclass
 class Counters:
     """Events since the last `EngineStats`, which describes them."""
 
@@ -89,18 +49,6 @@ class Counters:
     preemptions: int = 0
     state_snapshots_taken: int = 0
     state_snapshot_hits: int = 0
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Client:
-    """Its unfinished requests, in their order; some may be in neither list yet."""
-
-    running: list[Request] = dataclasses.field(default_factory=list)
-    waiting: list[Request] = dataclasses.field(default_factory=list)
-
-    @property
-    def num_blocks(self) -> int:
-        return sum(len(request.blocks) for request in self.running)
 
 
 class Scheduler:
@@ -115,37 +63,20 @@ class Scheduler:
         self.states = states
         self.encoder = encoder
         self.budgets = budgets
-        self.clients: OrderedDict[bytes, Client] = OrderedDict()  # those with requests, least recently served first
-        self.num_running = 0
+        self.clients = Clients()
         self.counters = Counters()
         self._owes_quick = False  # a heavy step was made since the last quick one
-        self._claimant: Request | None = None  # see `_victim_for`
-
-    @property
-    def running(self) -> list[Request]:
-        """In turns: the first of each client, then the second of each."""
-        return list(_in_turns([client.running for client in self.clients.values() if client.running]))
-
-    @property
-    def waiting(self) -> Iterator[Request]:
-        """In the order of each client."""
-        return itertools.chain.from_iterable(client.waiting for client in self.clients.values())
+        self._claimant: Request | None = None  # it may take another's place: see `_make_place`
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        client = self.clients.setdefault(request.client, Client())
-        bisect.insort(client.waiting, request, key=lambda other: other.order)
+        self.clients.add(request)
+        if request.holds_media and len(self.clients) > 1:  # else it claims a place when the encoder cache has room
+            self._claimant = request
 
     def remove(self, request: Request) -> None:
         """Remove a request in any state, and free its blocks, its state and its room in the encoder cache."""
-        client = self.clients.get(request.client, Client())
-        if request in client.running:
-            client.running.remove(request)
-            self.num_running -= 1
-        elif request in client.waiting:
-            client.waiting.remove(request)
-        if not client.running and not client.waiting:
-            self.clients.pop(request.client, None)
+        self.clients.remove(request)
         if request is self._claimant:
             self._claimant = None
         self._free_blocks(request)
@@ -159,7 +90,8 @@ class Scheduler:
         A short request never waits for more than one heavy step: while one runs only a quick step is made, and after it
         short requests are scheduled before the next heavy step.
         """
-        takes_turn = self._owes_quick and any(request.num_missing <= QUICK_PREFILL_TOKENS for request in self.waiting)
+        short = (request for request in self.clients.waiting if request.num_missing <= QUICK_PREFILL_TOKENS)
+        takes_turn = self._owes_quick and any(short)
         if heavy_in_flight or takes_turn:
             plan = self._plan(quick=True)
             self._owes_quick = heavy_in_flight
@@ -177,9 +109,10 @@ class Scheduler:
             plan = Plan(quick, budgets.max_tokens, budgets.max_tokens, budgets.max_encoder_tokens)
         self._make_place(plan)
         # Decodes first, so that no prompt delays the output of others; then prefills.
-        self._continue_running(plan, [request for request in self.running if request.num_missing == 1])
+        unfinished = [request for request in self.clients.running if request.num_missing]
+        self._continue_running(plan, [request for request in unfinished if request.num_missing == 1])
         if not self._admit_waiting(plan):
-            self._continue_running(plan, [request for request in self.running if request.num_missing > 1])
+            self._continue_running(plan, [request for request in unfinished if request.num_missing > 1])
         return plan
 
     # --- running -----------------------------------------------------------------------------------------------------
@@ -196,7 +129,7 @@ class Scheduler:
         length = self._prepare_chunk(request, plan)
         while length and not self._extend_blocks(request, length):
             # The request is itself a candidate: none before it is preempted.
-            victim = next(other for other in reversed(self.running) if other.id not in plan.scheduled)
+            victim = next(other for other in reversed(self.clients.running) if other.id not in plan.scheduled)
             self._preempt(victim)
             if victim is request:
                 return
@@ -206,8 +139,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Queue it again; all is recomputed but what the prefix cache still holds. Its sampled tokens stay valid, those
         of dispatched steps too, and so do its media's embeddings."""
-        self.clients[request.client].running.remove(request)
-        self.num_running -= 1
+        self.clients.remove(request)
         self._free_blocks(request)
         self.add(request)
         self.counters.preemptions += 1
@@ -233,14 +165,14 @@ class Scheduler:
         not short; and requests without room in the encoder cache, which later ones may have to free. No request takes
         room that a skipped one needs."""
         kept = 0  # room for the skipped requests
-        for request in _in_turns([[*client.running, *client.waiting] for client in self.clients.values()]):
+        for request in self.clients.in_turns():
             if not plan.tokens_left:
                 return True
             if request.is_running:
                 if request.num_missing > 1:
                     self._continue(request, plan)
                 continue
-            if self.num_running >= self.budgets.max_seqs and self._victim_for(request) is None:
+            if self._lacks_slot() and self.clients.slot_for(request) is None:
                 return False
             room = 0 if request.holds_media else self.encoder.room_for(request.media_tokens)
             if request.holds_media or kept + room <= self.encoder.num_free:
@@ -262,17 +194,14 @@ class Scheduler:
         if not plan.quick or self._is_quick(request, plan):
             self._reserve_media(request)
             length = self._prepare_chunk(request, plan)
-        if not length or self.num_running >= self.budgets.max_seqs or self._lacks_blocks(request, cached):
+        if not length or self._lacks_slot() or self._lacks_blocks(request, cached):
             request.num_computed = 0
             self._claimant = request if length else self._claimant
             return not length
         self.blocks.hold(cached)
         request.num_published = len(cached)
         request.blocks = cached + (self.blocks.allocate(self._blocks_beside(request, cached)) or [])
-        client = self.clients[request.client]
-        client.waiting.remove(request)
-        bisect.insort(client.running, request, key=lambda other: other.order)
-        self.num_running += 1
+        self.clients.start(request)
         self._count_admission(request)
         if self.states.is_needed:
             self._start_state(request, len(cached), plan)
@@ -282,34 +211,25 @@ class Scheduler:
     def _blocks_beside(self, request: Request, cached: list[int]) -> int:
         return self.blocks.blocks_for(request.num_known) - len(cached)
 
+    def _lacks_slot(self) -> bool:
+        return self.clients.num_running >= self.budgets.max_seqs
+
     def _lacks_blocks(self, request: Request, cached: list[int]) -> bool:
         return self._blocks_beside(request, cached) + self.blocks.num_idle(cached) > self.blocks.num_free
 
     def _make_place(self, plan: Plan) -> None:
-        """Preempt a request for one that had to wait, if that evens out what clients hold. Before anything else, since
-        a request that is in the plan keeps its blocks."""
-        request = self._claimant
+        """Preempt a request for one that waits, if that evens out what clients hold. Before anything else, since what
+        is in the plan keeps its blocks."""
+        request, victim = self._claimant, None
         if request is None or (plan.quick and not self._is_quick(request, plan)):
             return
         self._claimant = None
-        victim = None if request.is_running else self._victim_for(request)
-        if victim is not None:
+        if self._lacks_slot():
+            victim = self.clients.slot_for(request)
+        elif self._lacks_blocks(request, self._cached_prefix(request)):
+            victim = self.clients.blocks_for(request, self.blocks.blocks_for(request.num_known))
+        if victim is not None and not request.is_running:
             self._preempt(victim)
-
-    def _victim_for(self, request: Request) -> Request | None:
-        """The running request whose place a waiting one may take: the last of the client that holds the most slots, or
-        the most blocks if these are short. That client then holds no less than the other, so it takes nothing back; and
-        the first request of a client keeps its place. None: `request` waits, or does not have to."""
-        own = self.clients[request.client]
-        if self.num_running >= self.budgets.max_seqs:
-            most = max(self.clients.values(), key=lambda client: len(client.running))
-            return most.running[-1] if len(most.running) >= len(own.running) + 2 else None
-        cached = self._cached_prefix(request)
-        if not self._lacks_blocks(request, cached):
-            return None
-        most = max(self.clients.values(), key=lambda client: client.num_blocks)
-        held = own.num_blocks + self.blocks.blocks_for(request.num_known)
-        return most.running[-1] if held + len(most.running[-1].blocks) <= most.num_blocks else None
 
     def _start_state(self, request: Request, num_cached: int, plan: Plan) -> None:
         """Give it a slot, with the state after its cached blocks."""
@@ -370,8 +290,8 @@ class Scheduler:
         return min(end - request.num_computed, plan.tokens_left)
 
     def _others_wait(self, request: Request) -> bool:
-        return any(other is not request for other in self.waiting) or any(
-            other is not request and other.num_missing > 1 for other in self.running
+        return any(other is not request for other in self.clients.waiting) or any(
+            other is not request and other.num_missing > 1 for other in self.clients.running
         )
 
     def _encode_until(self, request: Request, end: int, plan: Plan) -> int:
@@ -462,16 +382,10 @@ class Scheduler:
     def _serve(self, request: Request, plan: Plan) -> None:
         """The plan has work for it."""
         plan.requests[request.id] = request
-        self.clients.move_to_end(request.client)
+        self.clients.serve(request)
         if not request.announced:
             sampling: SamplingParams = request.sampling
             if request.seed != sampling.seed:
                 sampling = msgspec.structs.replace(sampling, seed=request.seed)
             plan.started.append(NewSequence(request.id, request.new.prompt_token_ids, sampling, request.media))
             request.announced = True
-
-
-def _in_turns(queues: Iterable[Iterable[Request]]) -> Iterator[Request]:
-    """The first of each queue, then the second of each, and so on."""
-    for turn in itertools.zip_longest(*queues):
-        yield from filter(None, turn)

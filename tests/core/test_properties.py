@@ -122,10 +122,10 @@ def assert_invariants(world: World) -> None:
     users = Counter(value for one in world.core.requests.values() if one.holds_media for value in one.media_tokens)
     assert all(world.core.encoder[value].users == number for value, number in users.items())
     assert world.core.encoder.num_tokens <= world.core.encoder.budget
-    running = world.core.scheduler.running
-    assert len(running) == world.core.scheduler.num_running <= world.core.config.max_num_seqs
+    running = world.core.scheduler.clients.running
+    assert len(running) == world.core.scheduler.clients.num_running <= world.core.config.max_num_seqs
     assert all(request.is_running for request in running)
-    assert not any(request.is_running for request in world.core.scheduler.waiting)
+    assert not any(request.is_running for request in world.core.scheduler.clients.waiting)
     assert all(len(request.blocks) >= world.pool.blocks_for(request.num_known - 1) for request in running)
     assert len(world.core.steps.in_flight) <= world.core.max_in_flight
 

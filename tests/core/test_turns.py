@@ -122,7 +122,7 @@ def test_quick_step_takes_no_encoder_room_from_a_skipped_video():
         world.request(name, prompt, 30, [item(message(number), 2, num_tokens)], first_token=30 + number)
         world.media_ready(message(number))
     world.turn()
-    assert [request.id for request in world.core.scheduler.waiting] == ["video", "image"]
+    assert [request.id for request in world.core.scheduler.clients.waiting] == ["video", "image"]
     finish(world, "heavy", "small", "video", "image")
     assert list(world.ends).index("video") < list(world.ends).index("image")
 
@@ -134,7 +134,7 @@ def test_quick_step_starts_no_request_that_needs_a_heavy_step():
     world.request("image", 100, media=[item(message(1), 5, 80)])
     world.media_ready(message(1))
     world.turn()
-    assert [request.id for request in world.core.scheduler.waiting] == ["image"]
+    assert [request.id for request in world.core.scheduler.clients.waiting] == ["image"]
     finish(world, "heavy", "image")
 
 
@@ -161,7 +161,7 @@ def steps(world, count=1000, until=None):
 
 
 def num_running(world, client):
-    return sum(request.client == client for request in world.core.scheduler.running)
+    return sum(request.client == client for request in world.core.scheduler.clients.running)
 
 
 @pytest.mark.parametrize("async_scheduling", [True, False])
