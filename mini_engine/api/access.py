@@ -1,7 +1,11 @@
-"""Which requests may be answered: by the header Host and by API key. Used by API servers and by the cluster's front."""
+"""Which requests may be answered, by the header Host and by API key, and whose they are.
+
+Used by API servers and by the cluster's front.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import hashlib
 import hmac
@@ -14,6 +18,7 @@ from starlette.datastructures import Headers
 from mini_engine.api.errors import ApiError
 from mini_engine.config import EngineConfig
 
+CLIENT_BYTES = 8
 OPEN_PATHS = ("/health", "/live")  # no API key, no check of the host, no line in the log
 WRONG_KEY = "Incorrect or missing API key: send a valid one in the header 'Authorization: Bearer KEY'."
 PRIVATE_NAMES = ("*.localhost", "*.local", "*.internal")  # reserved: public DNS has none of them
@@ -58,9 +63,28 @@ class Access:
     def has_key(self, headers: Headers) -> bool:
         """Whether there is a valid key, or none is required. Takes as long for a key that is nearly right as for any
         other."""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = _digest(key.strip(" ").encode("latin-1") if scheme.lower() == "bearer" else b"")
+        given = _given_digest(headers)
         return not self._digests or any([hmac.compare_digest(given, known) for known in self._digests])
+
+    def client_of(self, headers: Headers, address: tuple[str, int] | None) -> bytes:
+        """Names the client of a request that may be answered, by its API key, if there are keys, else by its peer's
+        address, which a Unix socket does not have."""
+        name = _given_digest(headers) if self._digests else _digest(_network(address[0] if address else "").encode())
+        return name[:CLIENT_BYTES]
+
+
+def _given_digest(headers: Headers) -> bytes:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return _digest(key.strip(" ").encode("latin-1") if scheme.lower() == "bearer" else b"")
+
+
+def _network(host: str) -> str:
+    """Of an IPv6 address the /64, any address of which a client may have; else `host`."""
+    with contextlib.suppress(ValueError):  # what a proxy says may be anything
+        address = ipaddress.ip_address(host.partition("%")[0])
+        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
+            return address.packed[:8].hex()
+    return host
 
 
 def _digest(key: bytes) -> bytes:

@@ -1,6 +1,7 @@
 """What one API server takes on at once. Further work is refused with 429, or queued.
 
-    requests that are not finished           --max-num-queued-reqs          429
+    choices that are not finished            --max-num-queued-reqs          429: one before the body is received,
+                                                                            the others once it is known
     bytes of bodies that are being received  --max-inflight-media-gb, or    429
                                              --max-request-bytes if larger
     bytes of encoded media in flight         --max-inflight-media-gb        429 before anything is fetched; downloads
@@ -24,14 +25,14 @@ from mini_engine.config import EngineConfig
 
 Reason = Literal["queued_requests", "inflight_bodies", "inflight_media"]
 COUNTED: dict[Reason, str] = {
-    "queued_requests": "request(s)",
+    "queued_requests": "choice(s)",
     "inflight_bodies": "bytes of request bodies",
     "inflight_media": "bytes of media",
 }
 
 
 class Budget:
-    """At most `limit` of something in use at once: unfinished requests, or bytes."""
+    """At most `limit` of something in use at once: unfinished choices, or bytes."""
 
     def __init__(self, limit: int, flag: str, reason: Reason, show: Callable[[int], None] = lambda _: None):
         """`reason`: under which refused requests are counted. `show` is called with what is in use."""
@@ -69,6 +70,9 @@ class Reservation:
         """Count so much more, before it is stored. Raises ApiError: 400 if the request can never fit, 429 if it does
         not fit beside others."""
         budget, whole, what = self._budget, self.amount + amount, COUNTED[self._budget.reason]
+        if whole > budget.limit and budget.reason == "queued_requests":
+            text = f"This request needs {whole} {what}, more than the {budget.limit} of {budget.flag}; lower 'n'."
+            raise bad_request(text, "n", "invalid_value")
         if whole > budget.limit:
             raise bad_request(
                 f"This prompt needs {whole} {what}, more than the {budget.limit} of {budget.flag}; send fewer or "

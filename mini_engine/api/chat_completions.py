@@ -35,6 +35,7 @@ async def chat_completions(request: Request) -> Response:
     """Answer a conversation, as OpenAI's chat completions."""
     context, state = context_of(request), request.state
     chat = await read_body(request, ChatRequest, context)
+    state.choices.receive(chat.num_choices - 1)
     generation = await start(context, chat, state)
     state.cleanup.enter_context(generation)
     responder = ChatResponder(chat, state.request_id, context.config.served_names[0])
@@ -71,7 +72,7 @@ async def start(context: AppContext, chat: ChatRequest, state: State) -> Generat
             sources = prompt_sources([item.media_hash for item in fetched], processed, found)
             prompt, media = context.renderer.expand(token_ids, sources)
             check_budget(media, context.limits)
-            request = context.sampling.new_request(chat, request_id, prompt, media)
+            request = context.sampling.new_request(chat, request_id, prompt, media, client=state.client)
             used = [media_usage(item, context.media.processor) for item in media]
             missing = missing_parts(fetched, processed)
             parser = context.renderer.thought_parser(in_thought)

@@ -34,12 +34,14 @@ async def completions(request: Request) -> Response:
     """
     context, request_id = context_of(request), request.state.request_id
     asked = await read_body(request, CompletionRequest, context)
+    request.state.choices.receive(len(asked.prompts) * asked.num_choices - 1)
     responder = CompletionResponder(asked, request_id, context.config.served_names[0])
     context.sampling.check(asked)
     generations: dict[Generation, NewRequest] = {}
     for number, prompt in enumerate(asked.prompts):
         token_ids = await _encode(context, asked, prompt) if isinstance(prompt, str) else _check(context, prompt)
-        new = context.sampling.new_request(asked, f"{request_id}-prompt{number}" if number else request_id, token_ids)
+        own_id, client = f"{request_id}-prompt{number}" if number else request_id, request.state.client
+        new = context.sampling.new_request(asked, own_id, token_ids, client=client)
         clock, first_index = RequestClock() if number else request.state.clock, number * asked.num_choices
         generations[Generation(asked, new, context.vocabulary, clock, first_index=first_index)] = new
     for generation, new in generations.items():

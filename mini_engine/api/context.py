@@ -38,7 +38,7 @@ class AppContext(ModelFront):
     engines: EngineClient
     limits: EngineLimits
     sampling: SamplingResolver
-    requests: Budget  # unfinished ones for text
+    requests: Budget  # choices of unfinished ones for text
     bodies: Budget  # bytes of all requests, while they are received
     media_bytes: Budget
     places: Places

@@ -31,10 +31,10 @@ SAMPLED = "do_sample_frames false is for a video that is sent as frames; of a fi
 
 
 def hash_key(settings: MediaSettings, modality: Modality, frames: Frames | None = None) -> bytes:
-    """All that a media hash covers of an item but its bytes and the model, of which a server has one."""
+    """All that a media hash covers of an item but its bytes and the model, of which a server has one. The salt too."""
     of_videos = [repr(settings.sampling), settings.video_tokens] if modality == "video" else []
     # JSON separates the parts: no two different lists have the same text.
-    parts = [modality, of_videos, settings.processor_kwargs, settings.bounds, repr(frames)]
+    parts = [modality, of_videos, settings.processor_kwargs, settings.bounds, repr(frames), settings.cache_salt]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=32).digest()
 
 
@@ -141,6 +141,7 @@ class MediaSettingsResolver:
             updated(self.server.sampling, asked, self._by_rate),
             {**self.server.processor_kwargs, **msgspec.to_builtins(given)},
             _tuned("mm_processor_kwargs", self.server.calls, given, most_pixels, {ref.modality for ref in refs}),
+            cache_salt=chat.cache_salt,
         )
         return settings, samplings
 

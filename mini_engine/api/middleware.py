@@ -57,7 +57,8 @@ class ActiveRequests:
 
 class RequestMiddleware:
     """See the module. The application finds `request_id`, `clock`, `cleanup`, an ExitStack, and `end`, which
-    cancels it, in `scope["state"]`. It is cancelled when its client leaves, too."""
+    cancels it, in `scope["state"]`; to generate text also `client`, an opaque id, and `choices`, the reservation of the
+    first one. It is cancelled when its client leaves, too."""
 
     def __init__(self, app: ASGIApp, context: AppContext, requests: ActiveRequests):
         self._app = app
@@ -88,7 +89,9 @@ class RequestMiddleware:
             self._requests.add(exchange)
         if exchange.path in GENERATION_PATHS:  # before the body is received
             self._context.engines.check()
-            exchange.cleanup.enter_context(self._context.requests.reserve(1))
+            choices = exchange.cleanup.enter_context(self._context.requests.reserve(1))
+            client = self._access.client_of(exchange.headers, exchange.scope["client"])
+            exchange.scope["state"] |= {"choices": choices, "client": client}
         await self._app(exchange.scope, exchange.receive, exchange.send)
 
 

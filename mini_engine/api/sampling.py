@@ -123,8 +123,9 @@ class SamplingResolver:
         )
 
     def new_request(
-        self, asked: GenerationRequest, request_id: str, token_ids: list[int], media: Sequence[MediaItem] = ()
-    ) -> NewRequest:
+        self, asked: GenerationRequest, request_id: str, token_ids: list[int], media: Sequence[MediaItem] = (),
+        *, client: bytes = b"",
+    ) -> NewRequest:  # fmt: skip
         """What an engine gets of `asked`, with its expanded prompt. Raises ApiError: 400; see `resolve`, or the prompt
         has a token that only the tokenizer has, not the model."""
         self.check_tokens(asked.prompt_field, token_ids)
@@ -138,6 +139,7 @@ class SamplingResolver:
             token_ids,
             sampling,
             list(media),
+            client,
             priority=asked.priority or 0,
             cache_salt=asked.cache_salt or "",
             siblings=siblings,

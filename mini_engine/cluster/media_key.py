@@ -1,6 +1,7 @@
 """The key by which requests are routed: equal for requests that share their first media item.
 
-It names no content: hosts hash what they fetch, so a wrong key costs a decode, never a wrong answer.
+It names no content: hosts hash what they fetch, with the request's `cache_salt`, so a wrong key costs a decode, never a
+wrong answer, and requests with other salts on the same host share nothing.
 """
 
 from __future__ import annotations

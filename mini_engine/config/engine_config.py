@@ -156,6 +156,9 @@ class EngineConfig:
     max_num_encoder_input_tokens: int | None = _scheduling(
         None, "Maximum media tokens encoded per step.", minimum=1, unset="--max-num-batched-tokens"
     )
+    ignore_priority: bool = _scheduling(
+        False, "Ignore the `priority` of requests. Use it where all clients share an API key or a proxy's address."
+    )
     async_scheduling: bool = _scheduling(True, "Schedule the next step while the workers run the current one.")
 
     enable_prefix_caching: bool = _caches(True, "Reuse KV blocks of earlier requests with the same prefix.")
@@ -235,8 +238,9 @@ class EngineConfig:
         minimum=1,
     )
     max_num_queued_reqs: int = _admission(
-        4096, "Maximum unfinished requests per API server; further ones are refused with 429.", minimum=1
-    )
+        4096, "Maximum unfinished requests per API server; further ones are refused with 429. Each choice counts, of "
+        "all prompts.", minimum=1,
+    )  # fmt: skip
     max_inflight_media_gb: float = _admission(
         4.0, "Maximum GiB per API server of encoded media, reserved before the download and held until the request is "
         "sent to an engine. Decoded frames count until they are processed. Request bodies in transfer may take as much "

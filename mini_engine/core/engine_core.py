@@ -11,6 +11,8 @@ import itertools
 import logging
 import time
 
+import msgspec
+
 from mini_engine.child import Child
 from mini_engine.config import EngineConfig
 from mini_engine.core.arrivals import Arrivals, AwaitingMedia
@@ -20,8 +22,9 @@ from mini_engine.core.kv_blocks import BlockPool
 from mini_engine.core.limits import engine_limits, problem_with
 from mini_engine.core.links import Links, Outbox
 from mini_engine.core.media_store import MediaDirectory, MediaStore, media_directory
+from mini_engine.core.plan import Plan, Work
 from mini_engine.core.request import Request, Tensors, family
-from mini_engine.core.scheduler import Budgets, Counters, Plan, Scheduler, Work
+from mini_engine.core.scheduler import Budgets, Counters, Scheduler
 from mini_engine.core.states import StatePool
 from mini_engine.core.steps import InFlight, Steps
 from mini_engine.failpoints import reach_failpoint
@@ -184,6 +187,8 @@ class EngineCore:
         reach_failpoint("accepting")
         references = self.media.claim((incarnation, new.request_id))
         new = self.media.resolve(new, references)
+        if self.config.ignore_priority:
+            new = msgspec.structs.replace(new, priority=0)
         lead = family(new, references, sender, incarnation, self.numbers, self.config.enable_prefix_caching)
         self.requests.update((request.id, request) for request in (lead, *lead.siblings))
         self.grammars.acquire(lead, 1 + len(lead.siblings))
@@ -387,7 +392,7 @@ class EngineCore:
 
     def _stats(self) -> EngineStats:
         """The gauges, and the events since the last call."""
-        running = len(self.scheduler.running)
+        running = self.scheduler.clients.num_running
         counters, self.scheduler.counters = self.scheduler.counters, Counters()
         evictions, self.media.num_evictions = self.media.num_evictions, 0
         return EngineStats(

@@ -83,8 +83,17 @@ class Request:
         return self.new.sampling
 
     @property
+    def client(self) -> bytes:
+        return self.new.client
+
+    @property
+    def is_running(self) -> bool:
+        """It has a slot, and blocks."""
+        return bool(self.blocks)
+
+    @property
     def order(self) -> tuple[int, int]:
-        """Sort key of the queue: priority, then arrival."""
+        """Sort key among the requests of its client: priority, then arrival."""
         return self.new.priority, self.arrival
 
     @property

@@ -5,22 +5,19 @@ It counts tokens and blocks; it knows nothing of sockets, of the model, or of wh
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 from collections.abc import Iterator
 
 import msgspec
 
 from mini_engine.config import EngineConfig
+from mini_engine.core.clients import Clients
 from mini_engine.core.encoder_cache import EncoderCache, Entry
 from mini_engine.core.kv_blocks import BlockPool
+from mini_engine.core.plan import QUICK_ENCODER_TOKENS, QUICK_PREFILL_TOKENS, Plan, Work
 from mini_engine.core.request import Request
 from mini_engine.core.states import StatePool
 from mini_engine.messages import Chunk, EncodeItem, MediaItem, NewSequence, SamplingParams, StateStart
-
-# A step within these takes a few milliseconds on any machine; one beyond them is heavy.
-QUICK_PREFILL_TOKENS = 128
-QUICK_ENCODER_TOKENS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,41 +39,6 @@ class Budgets:
 
 
 @dataclasses.dataclass
-class Work:
-    """A chunk of the plan, and what its retirement publishes."""
-
-    request: Request
-    epoch: int
-    end: int  # tokens of the sequence that are computed once the chunk is
-    snapshots: list[tuple[int, int]]  # those of the chunk, in reserved slots
-
-
-@dataclasses.dataclass
-class Plan:
-    """The work of one step, in the terms of `messages.Step`."""
-
-    quick: bool  # only what leaves the step short
-    tokens_left: int
-    prefill_left: int
-    encoder_left: int
-    started: list[NewSequence] = dataclasses.field(default_factory=list)
-    states: list[StateStart] = dataclasses.field(default_factory=list)
-    encode: list[EncodeItem] = dataclasses.field(default_factory=list)
-    encoded_hashes: list[bytes] = dataclasses.field(default_factory=list)  # items whose last grids are in `encode`
-    chunks: list[Chunk] = dataclasses.field(default_factory=list)
-    work: list[Work] = dataclasses.field(default_factory=list)  # one for each chunk
-    requests: dict[str, Request] = dataclasses.field(default_factory=dict)  # with a chunk or an item to encode
-    scheduled: set[str] = dataclasses.field(default_factory=set)  # ids of requests with a chunk
-    num_prefill: int = 0  # tokens
-    num_encoded: int = 0  # tokens
-
-    @property
-    def heavy(self) -> bool:
-        """Whether short requests must not wait for two such steps."""
-        return self.num_prefill > QUICK_PREFILL_TOKENS or self.num_encoded > QUICK_ENCODER_TOKENS
-
-
-@dataclasses.dataclass
 class Counters:
     """Events since the last `EngineStats`, which describes them."""
 
@@ -92,8 +54,8 @@ class Counters:
 class Scheduler:
     """Continuous batching with chunked prefill and preemption by recompute.
 
-    Decodes go first, then running prefills, then waiting requests by priority and arrival. A request's media are on all
-    ranks when it is added.
+    Decodes go first, then prefills. Those of one client go by priority and arrival, running ones before waiting ones;
+    clients take turns. A request's media are on all ranks when it is added.
     """
 
     def __init__(self, blocks: BlockPool, encoder: EncoderCache, budgets: Budgets, states: StatePool):
@@ -101,21 +63,22 @@ class Scheduler:
         self.states = states
         self.encoder = encoder
         self.budgets = budgets
-        self.waiting: list[Request] = []  # in order
-        self.running: list[Request] = []  # in order
+        self.clients = Clients()
         self.counters = Counters()
         self._owes_quick = False  # a heavy step was made since the last quick one
+        self._claimant: Request | None = None  # it may take another's place: see `_make_place`
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        bisect.insort(self.waiting, request, key=lambda other: other.order)
+        self.clients.add(request)
+        if request.holds_media and len(self.clients) > 1:  # else it claims a place when the encoder cache has room
+            self._claimant = request
 
     def remove(self, request: Request) -> None:
         """Remove a request in any state, and free its blocks, its state and its room in the encoder cache."""
-        if request in self.running:
-            self.running.remove(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
+        self.clients.remove(request)
+        if request is self._claimant:
+            self._claimant = None
         self._free_blocks(request)
         if request.holds_media:
             request.holds_media = False
@@ -127,7 +90,8 @@ class Scheduler:
         A short request never waits for more than one heavy step: while one runs only a quick step is made, and after it
         short requests are scheduled before the next heavy step.
         """
-        takes_turn = self._owes_quick and any(request.num_missing <= QUICK_PREFILL_TOKENS for request in self.waiting)
+        short = (request for request in self.clients.waiting if request.num_missing <= QUICK_PREFILL_TOKENS)
+        takes_turn = self._owes_quick and any(short)
         if heavy_in_flight or takes_turn:
             plan = self._plan(quick=True)
             self._owes_quick = heavy_in_flight
@@ -143,26 +107,29 @@ class Scheduler:
             plan = Plan(quick, budgets.max_tokens, QUICK_PREFILL_TOKENS, QUICK_ENCODER_TOKENS)
         else:
             plan = Plan(quick, budgets.max_tokens, budgets.max_tokens, budgets.max_encoder_tokens)
-        self._continue_running(plan)
-        self._admit_waiting(plan)
+        self._make_place(plan)
+        # Decodes first, so that no prompt delays the output of others; then prefills.
+        unfinished = [request for request in self.clients.running if request.num_missing]
+        self._continue_running(plan, [request for request in unfinished if request.num_missing == 1])
+        if not self._admit_waiting(plan):
+            self._continue_running(plan, [request for request in unfinished if request.num_missing > 1])
         return plan
 
     # --- running -----------------------------------------------------------------------------------------------------
 
-    def _continue_running(self, plan: Plan) -> None:
-        """Decodes first, so that no prompt delays the output of others; then prefills."""
-        unfinished = [request for request in self.running if request.num_missing]
-        for request in sorted(unfinished, key=lambda request: request.num_missing > 1):
+    def _continue_running(self, plan: Plan, requests: list[Request]) -> None:
+        for request in requests:
             if plan.tokens_left == 0:
                 return
-            if request in self.running:  # it may have lost its blocks to one before it
+            # It may have lost its blocks to one before it.
+            if request.is_running and request.id not in plan.scheduled:
                 self._continue(request, plan)
 
     def _continue(self, request: Request, plan: Plan) -> None:
         length = self._prepare_chunk(request, plan)
         while length and not self._extend_blocks(request, length):
             # The request is itself a candidate: none before it is preempted.
-            victim = next(other for other in reversed(self.running) if other.id not in plan.scheduled)
+            victim = next(other for other in reversed(self.clients.running) if other.id not in plan.scheduled)
             self._preempt(victim)
             if victim is request:
                 return
@@ -172,7 +139,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Queue it again; all is recomputed but what the prefix cache still holds. Its sampled tokens stay valid, those
         of dispatched steps too, and so do its media's embeddings."""
-        self.running.remove(request)
+        self.clients.remove(request)
         self._free_blocks(request)
         self.add(request)
         self.counters.preemptions += 1
@@ -189,23 +156,34 @@ class Scheduler:
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 
-    def _admit_waiting(self, plan: Plan) -> None:
-        """First come, first served: no request overtakes one that waits for blocks. Skipped are, in a quick step,
-        requests that are not short; and requests without room in the encoder cache, which later ones may have to free.
-        No request takes room that a skipped one needs."""
+    def _admit_waiting(self, plan: Plan) -> bool:
+        """Running prefills and waiting requests: first come, first served within a client, and clients in turns, so
+        that the n-th request of one goes after the first n - 1 of each other. False: the rest are not admitted, but
+        their prefills can go on.
+
+        No request overtakes one that waits for a slot or for blocks. Skipped are, in a quick step, requests that are
+        not short; and requests without room in the encoder cache, which later ones may have to free. No request takes
+        room that a skipped one needs."""
         kept = 0  # room for the skipped requests
-        for request in list(self.waiting):
-            if not plan.tokens_left or len(self.running) >= self.budgets.max_seqs:
-                return
+        for request in self.clients.in_turns():
+            if not plan.tokens_left:
+                return True
+            if request.is_running:
+                if request.num_missing > 1:
+                    self._continue(request, plan)
+                continue
+            if self._lacks_slot() and self.clients.slot_for(request) is None:
+                return False
             room = 0 if request.holds_media else self.encoder.room_for(request.media_tokens)
             if request.holds_media or kept + room <= self.encoder.num_free:
                 if not self._admit(request, plan):
-                    return
+                    return False
             if not request.holds_media:
                 kept += room
+        return True
 
     def _admit(self, request: Request, plan: Plan) -> bool:
-        """False when it has to wait for blocks, and so all behind it.
+        """False when it has to wait for a slot or for blocks, and so all behind it.
 
         It gets the blocks of all its known tokens at once: otherwise the decodes of later requests could preempt a
         prefill again and again.
@@ -216,20 +194,42 @@ class Scheduler:
         if not plan.quick or self._is_quick(request, plan):
             self._reserve_media(request)
             length = self._prepare_chunk(request, plan)
-        needed = self.blocks.blocks_for(request.num_known) - len(cached)
-        if not length or needed + self.blocks.num_idle(cached) > self.blocks.num_free:
+        if not length or self._lacks_slot() or self._lacks_blocks(request, cached):
             request.num_computed = 0
+            self._claimant = request if length else self._claimant
             return not length
         self.blocks.hold(cached)
         request.num_published = len(cached)
-        request.blocks = cached + (self.blocks.allocate(needed) or [])
-        self.waiting.remove(request)
-        bisect.insort(self.running, request, key=lambda other: other.order)
+        request.blocks = cached + (self.blocks.allocate(self._blocks_beside(request, cached)) or [])
+        self.clients.start(request)
         self._count_admission(request)
         if self.states.is_needed:
             self._start_state(request, len(cached), plan)
         self._add_chunk(request, length, plan)
         return True
+
+    def _blocks_beside(self, request: Request, cached: list[int]) -> int:
+        return self.blocks.blocks_for(request.num_known) - len(cached)
+
+    def _lacks_slot(self) -> bool:
+        return self.clients.num_running >= self.budgets.max_seqs
+
+    def _lacks_blocks(self, request: Request, cached: list[int]) -> bool:
+        return self._blocks_beside(request, cached) + self.blocks.num_idle(cached) > self.blocks.num_free
+
+    def _make_place(self, plan: Plan) -> None:
+        """Preempt a request for one that waits, if that evens out what clients hold. Before anything else, since what
+        is in the plan keeps its blocks."""
+        request, victim = self._claimant, None
+        if request is None or (plan.quick and not self._is_quick(request, plan)):
+            return
+        self._claimant = None
+        if self._lacks_slot():
+            victim = self.clients.slot_for(request)
+        elif self._lacks_blocks(request, self._cached_prefix(request)):
+            victim = self.clients.blocks_for(request, self.blocks.blocks_for(request.num_known))
+        if victim is not None and not request.is_running:
+            self._preempt(victim)
 
     def _start_state(self, request: Request, num_cached: int, plan: Plan) -> None:
         """Give it a slot, with the state after its cached blocks."""
@@ -290,8 +290,8 @@ class Scheduler:
         return min(end - request.num_computed, plan.tokens_left)
 
     def _others_wait(self, request: Request) -> bool:
-        return any(other is not request for other in self.waiting) or any(
-            other is not request and other.num_missing > 1 for other in self.running
+        return any(other is not request for other in self.clients.waiting) or any(
+            other is not request and other.num_missing > 1 for other in self.clients.running
         )
 
     def _encode_until(self, request: Request, end: int, plan: Plan) -> int:
@@ -314,9 +314,8 @@ class Scheduler:
         count = min(total - entry.num_grids, allowed)
         if not count:
             return
-        self._announce(request, plan)
+        self._serve(request, plan)
         plan.encode.append(EncodeItem(request.id, request.media.index(item), entry.num_grids, count))
-        plan.requests[request.id] = request
         plan.num_encoded += count * grid_tokens
         plan.encoder_left = max(0, plan.encoder_left - count * grid_tokens)
         plan.tokens_left = max(0, plan.tokens_left - count * grid_tokens)  # the vision tower costs time as well
@@ -342,7 +341,7 @@ class Scheduler:
         return taken is not None
 
     def _add_chunk(self, request: Request, length: int, plan: Plan) -> None:
-        self._announce(request, plan)
+        self._serve(request, plan)
         start, end = request.num_computed, request.num_computed + length
         first_new = 0 if request.restarts else self.blocks.blocks_for(start)
         blocks = request.blocks[first_new : self.blocks.blocks_for(end)]
@@ -351,7 +350,6 @@ class Scheduler:
         plan.chunks.append(Chunk(request.id, start, length, blocks, samples, request.restarts, snapshots))
         plan.work.append(Work(request, request.epoch, end, snapshots))
         plan.scheduled.add(request.id)
-        plan.requests[request.id] = request
         plan.tokens_left -= length
         if length > 1:
             plan.prefill_left -= length
@@ -381,7 +379,10 @@ class Scheduler:
                 snapshots.append((place, slot))
         return snapshots[::-1]
 
-    def _announce(self, request: Request, plan: Plan) -> None:
+    def _serve(self, request: Request, plan: Plan) -> None:
+        """The plan has work for it."""
+        plan.requests[request.id] = request
+        self.clients.serve(request)
         if not request.announced:
             sampling: SamplingParams = request.sampling
             if request.seed != sampling.seed:

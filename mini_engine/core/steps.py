@@ -14,7 +14,7 @@ from mini_engine.core.encoder_cache import EncoderCache
 from mini_engine.core.grammars import Grammars
 from mini_engine.core.links import Links
 from mini_engine.core.media_store import MediaDirectory, References
-from mini_engine.core.scheduler import Plan, Work
+from mini_engine.core.plan import Plan, Work
 from mini_engine.messages import ControlReply, MessageId, SampledToken, Step, StepResult
 
 

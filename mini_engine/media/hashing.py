@@ -1,7 +1,8 @@
 """Media hashes: equal hashes of two items of one modality mean equal patches for one model.
 
-A hash covers the item's bytes as fetched and, by its key, all that decides what becomes of them. What a client says of
-an item (`uuid`) does not enter: a client could name another client's media. Knows nothing of caches.
+A hash covers the item's bytes as fetched and, by its key, all that decides what becomes of them, and the request's
+`cache_salt`: so whatever goes by the hash is shared within one salt. What a client says of an item (`uuid`) does not
+enter: a client could name another client's media. Knows nothing of caches.
 """
 
 import hashlib

@@ -44,7 +44,8 @@ class NewRequest(Message, frozen=True):
     prompt_token_ids: list[int]
     sampling: SamplingParams
     media: list[MediaItem] = []
-    priority: int = 0  # lower goes first
+    client: bytes = b""  # opaque; clients take turns
+    priority: int = 0  # lower goes first, of one client's
     cache_salt: str = ""  # prefix-cache blocks are shared only within one salt
     siblings: list[Sibling] = []  # each ends in a finish message of its own
     grammar: str = ""  # in llguidance's Lark: an output matches it, then a stop token ends it; empty: any output

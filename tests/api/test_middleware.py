@@ -48,6 +48,29 @@ async def test_api_keys(serve: Serve) -> None:
         assert (await served.ask()).choices
 
 
+@pytest.mark.parametrize(("keys", "header", "values", "clients"), [
+    (KEYS, "Authorization", ["Bearer first-key", "bearer  first-key", "Bearer sch\u00fcssel"], "aab"),
+    (KEYS, "X-Forwarded-For", ["192.0.2.1", "192.0.2.2"], "aa"),
+    ([], "Authorization", ["Bearer first-key", "Bearer other"], "aa"),
+    ([], "X-Forwarded-For", ["192.0.2.1", "192.0.2.2", "::ffff:192.0.2.1", "2001:db8::1", "2001:db8::2:1",
+                             "2001:db8:0:1::1", "unknown", "127.0.0.1"], "abcddefg"),
+])  # fmt: skip
+async def test_a_client_is_an_api_key_or_else_an_address(
+    serve: Serve, keys: list[str], header: str, values: list[str], clients: str
+) -> None:
+    """The server believes a proxy on its host."""
+    async with serve(api_key=keys) as served:
+        for value in values:
+            headers: Any = {b"Authorization": f"Bearer {keys[0]}".encode()} if keys else {}
+            response = await served.http.post(
+                "/v1/completions", json={"prompt": "x"}, headers={**headers, header.encode(): value.encode()}
+            )
+            assert response.status_code == 200
+        names = dict(zip(clients, [request.client for request in served.core.requests], strict=True))
+        assert [names[one] for one in clients] == [request.client for request in served.core.requests]
+        assert len(set(names.values())) == len(names) and {len(name) for name in names.values()} == {8}
+
+
 async def test_every_response_has_a_request_id_of_its_own(served: Served) -> None:
     table: list[tuple[str, dict[str, Any], str, int]] = [
         ("/v1/chat/completions", chat_body(), "chatcmpl-", 200),

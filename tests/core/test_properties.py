@@ -27,6 +27,7 @@ class Asked:
     media: list[int] = dataclasses.field(default_factory=list)  # number of each item's video
     first_token: int = 20
     priority: int = 0
+    client: bytes = b""
     siblings: int = 0
     abort: int | None = None  # after this many turns
     stops: bool = False  # at the third token
@@ -41,6 +42,7 @@ asked = st.builds(
     media=st.lists(st.integers(0, 3), max_size=2),
     first_token=st.sampled_from([20, 60]),
     priority=st.integers(0, 1),
+    client=st.sampled_from([b"", b"", b"a", b"b"]),
     siblings=st.integers(0, 2),
     abort=st.one_of(st.none(), st.integers(0, 25)),
     stops=st.booleans(),
@@ -62,6 +64,7 @@ hungry = st.builds(
     output=st.integers(1, 4),
     first_token=st.integers(100, 400),
     priority=st.just(-1),
+    client=st.sampled_from([b"", b"a"]),
     arrival=st.integers(10, 80),
 )
 
@@ -105,7 +108,7 @@ def send(world: World, number: int, one: Asked) -> set[MessageId]:
     siblings = [Sibling(f"r{number}-{i}", i) for i in range(one.siblings)]
     world.request(
         f"r{number}", one.prompt, one.output, media, [token_of(f"r{number}", 2)] if one.stops else [],
-        one.first_token, priority=one.priority, siblings=siblings, grammar=one.grammar,
+        one.first_token, priority=one.priority, client=one.client, siblings=siblings, grammar=one.grammar,
     )  # fmt: skip
     return {message} if media else set()
 
@@ -122,8 +125,10 @@ def assert_invariants(world: World) -> None:
     users = Counter(value for one in world.core.requests.values() if one.holds_media for value in one.media_tokens)
     assert all(world.core.encoder[value].users == number for value, number in users.items())
     assert world.core.encoder.num_tokens <= world.core.encoder.budget
-    running = world.core.scheduler.running
-    assert len(running) <= world.core.config.max_num_seqs
+    running = world.core.scheduler.clients.running
+    assert len(running) == world.core.scheduler.clients.num_running <= world.core.config.max_num_seqs
+    assert all(request.is_running for request in running)
+    assert not any(request.is_running for request in world.core.scheduler.clients.waiting)
     assert all(len(request.blocks) >= world.pool.blocks_for(request.num_known - 1) for request in running)
     assert len(world.core.steps.in_flight) <= world.core.max_in_flight
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mini_engine.messages import Sibling
 from tests.core.world import World, finish, item, message
 
 
@@ -42,14 +43,15 @@ def test_steady_short_requests_do_not_starve_a_long_one():
     world.assert_at_rest()
 
 
-def test_priority_precedes_arrival_order():
-    world = World(max_seqs=1)
+@pytest.mark.parametrize("ignored", [False, True])
+def test_priority_precedes_arrival_order(ignored):
+    world = World(max_seqs=1, ignore_priority=ignored)
     world.request("running")
     world.turn()
     world.request("late", priority=1)
     world.request("urgent", priority=-1)
     finish(world, "running", "late", "urgent")
-    assert list(world.ends) == ["running", "urgent", "late"]
+    assert list(world.ends) == ["running", *(["late", "urgent"] if ignored else ["urgent", "late"])]
 
 
 def test_a_long_prompt_leaves_room_for_short_ones():
@@ -120,7 +122,7 @@ def test_quick_step_takes_no_encoder_room_from_a_skipped_video():
         world.request(name, prompt, 30, [item(message(number), 2, num_tokens)], first_token=30 + number)
         world.media_ready(message(number))
     world.turn()
-    assert [request.id for request in world.core.scheduler.waiting] == ["video", "image"]
+    assert [request.id for request in world.core.scheduler.clients.waiting] == ["video", "image"]
     finish(world, "heavy", "small", "video", "image")
     assert list(world.ends).index("video") < list(world.ends).index("image")
 
@@ -132,5 +134,83 @@ def test_quick_step_starts_no_request_that_needs_a_heavy_step():
     world.request("image", 100, media=[item(message(1), 5, 80)])
     world.media_ready(message(1))
     world.turn()
-    assert [request.id for request in world.core.scheduler.waiting] == ["image"]
+    assert [request.id for request in world.core.scheduler.clients.waiting] == ["image"]
     finish(world, "heavy", "image")
+
+
+# --- clients ---------------------------------------------------------------------------------------------------------
+
+
+def flood(world, client, count=2, samples=128, prompt=5, priority=-(2**31)):
+    for number in range(count):
+        name = f"{client.decode()} {number}"
+        siblings = [Sibling(f"{name}-{index}", index) for index in range(1, samples)]
+        more = {"first_token": 30 + number, "priority": priority, "client": client, "siblings": siblings}
+        world.request(name, prompt, 400, **more)
+
+
+def steps(world, count=1000, until=None):
+    """Run so many steps, or until a request has ended; returns how many."""
+    for number in range(count):
+        if until in world.ends:
+            return number
+        world.turn()
+        if world.links.steps:
+            world.links.run_step()
+    return count
+
+
+def num_running(world, client):
+    return sum(request.client == client for request in world.core.scheduler.clients.running)
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+@pytest.mark.parametrize(
+    ("flooding", "blocks"),
+    [({}, 4000), ({}, 150), ({"count": 64, "samples": 1, "prompt": 1500}, 8000)],
+    ids=["slots", "blocks", "prefills"],
+)
+@pytest.mark.parametrize("prompt", [5, 300])
+def test_one_client_does_not_hold_up_another(prompt, flooding, blocks, async_scheduling):
+    world = World(blocks=blocks, block_size=16, max_seqs=64, max_tokens=512, async_scheduling=async_scheduling)
+    flood(world, b"a", **flooding)
+    steps(world, 60)
+    for number in range(20):
+        steps(world, number % 4)
+        world.request(f"b {number}", prompt, max_tokens=1, first_token=100 + number, client=b"b")
+        assert steps(world, until=f"b {number}") <= 12
+    assert num_running(world, b"a") > 1
+
+
+def test_clients_get_equal_shares_of_the_slots_whatever_their_priority():
+    world = World(blocks=4000, block_size=16, max_seqs=64, max_tokens=512)
+    flood(world, b"a")
+    steps(world, 20)
+    flood(world, b"b", priority=0)
+    steps(world, 80)
+    preempted = world.stats().preemptions
+    assert preempted == 32, "once for each slot, and nothing is taken back"
+    for _ in range(4):
+        steps(world, 40)
+        assert abs(num_running(world, b"a") - num_running(world, b"b")) <= 1
+    assert world.stats().preemptions == 0
+
+
+def test_a_client_alone_is_not_preempted():
+    world = World(blocks=4000, block_size=16, max_seqs=4, max_tokens=512)
+    for number in range(8):
+        world.request(f"{number}", 40, 20, priority=-number, siblings=[Sibling(f"{number}-1", 1)], client=b"a")
+        steps(world, 3)
+    world.run()
+    assert world.stats().preemptions == 0
+    world.assert_at_rest()
+
+
+def test_the_first_request_of_a_client_keeps_its_place():
+    world = World(max_seqs=1)
+    world.request("a", max_tokens=40, client=b"a")
+    steps(world, 5)
+    world.request("b", max_tokens=2, client=b"b")
+    world.request("a urgent", max_tokens=2, client=b"a", priority=-5)
+    finish(world, "a", "b", "a urgent")
+    assert list(world.ends) == ["a", "b", "a urgent"] and world.stats().preemptions == 0

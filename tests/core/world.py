@@ -156,7 +156,8 @@ class World:
         assert self.pool.num_used == 0
         states = self.core.states
         assert not states.is_needed or states.num_free + states.num_snapshots == self.core.limits.num_states
-        assert not self.core.requests and not self.core.scheduler.running and not self.core.scheduler.waiting
+        assert not self.core.requests
+        assert not self.core.scheduler.clients and not self.core.scheduler.clients.num_running
         assert not self.links.sequences, "the ranks still keep a sequence"
         assert self.links.num_grids.keys() == self.links.encoded.keys(), "the ranks still keep half of an item"
         steps = self.core.steps

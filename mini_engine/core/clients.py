@@ -1,0 +1,101 @@
+"""The requests of a scheduler by client: whose turn it is, and who gives up a place. Knows nothing of steps.
+
+The n-th request of a client goes after the first n - 1 of each other; among equals the client that was served least
+recently goes first. Those of one client are in `Request.order`, running ones before waiting ones.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
+
+from mini_engine.core.request import Request
+
+_order = attrgetter("order")
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Client:
+    """Its requests, both lists in order."""
+
+    running: list[Request] = dataclasses.field(default_factory=list)
+    waiting: list[Request] = dataclasses.field(default_factory=list)
+
+    @property
+    def num_blocks(self) -> int:
+        """Those that several of its requests share count for each."""
+        return sum(len(request.blocks) for request in self.running)
+
+
+class Clients:
+    """All running and waiting requests."""
+
+    def __init__(self) -> None:
+        self.num_running = 0
+        self._clients: OrderedDict[bytes, Client] = OrderedDict()  # those with requests, least recently served first
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    @property
+    def running(self) -> list[Request]:
+        """In turns."""
+        return list(_in_turns([client.running for client in self._clients.values() if client.running]))
+
+    @property
+    def waiting(self) -> Iterator[Request]:
+        """In the order of each client."""
+        return itertools.chain.from_iterable(client.waiting for client in self._clients.values())
+
+    def in_turns(self) -> Iterator[Request]:
+        """All requests, as they are now."""
+        return _in_turns([[*client.running, *client.waiting] for client in self._clients.values()])
+
+    def add(self, request: Request) -> None:
+        """It waits."""
+        bisect.insort(self._clients.setdefault(request.client, Client()).waiting, request, key=_order)
+
+    def start(self, request: Request) -> None:
+        """It waited, and runs."""
+        client = self._clients[request.client]
+        client.waiting.remove(request)
+        bisect.insort(client.running, request, key=_order)
+        self.num_running += 1
+
+    def remove(self, request: Request) -> None:
+        """Without effect for one that neither runs nor waits."""
+        client = self._clients.get(request.client, Client())
+        if request in client.running:
+            client.running.remove(request)
+            self.num_running -= 1
+        elif request in client.waiting:
+            client.waiting.remove(request)
+        if not client.running and not client.waiting:
+            self._clients.pop(request.client, None)
+
+    def serve(self, request: Request) -> None:
+        """The next step has work for it."""
+        self._clients.move_to_end(request.client)
+
+    def slot_for(self, request: Request) -> Request | None:
+        """The running request whose slot a waiting one may take: the last of the client with the most, which must not
+        have fewer than the other afterwards. So it takes nothing back, and the first request of a client keeps its
+        slot. None: `request` has to wait."""
+        most = max(self._clients.values(), key=lambda client: len(client.running))
+        return most.running[-1] if len(most.running) >= len(self._clients[request.client].running) + 2 else None
+
+    def blocks_for(self, request: Request, count: int) -> Request | None:
+        """The one whose blocks a waiting one, which needs `count`, may take; likewise."""
+        most = max(self._clients.values(), key=lambda client: client.num_blocks)
+        held = self._clients[request.client].num_blocks + count
+        return most.running[-1] if held + len(most.running[-1].blocks) <= most.num_blocks else None
+
+
+def _in_turns(queues: Iterable[Iterable[Request]]) -> Iterator[Request]:
+    """The first of each queue, then the second of each, and so on."""
+    for turn in itertools.zip_longest(*queues):
+        yield from filter(None, turn)
