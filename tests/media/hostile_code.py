@@ -93,6 +93,7 @@ def attacks(to: Target) -> dict[str, Callable[[], object]]:
         "clone3": lambda: fork(lambda: call_libc("syscall", CLONE3, child, len(child))),
         "spawn": lambda: os.posix_spawn("/bin/true", ["true"], {}),
         "io_uring": lambda: call_libc("syscall", IO_URING_SETUP, 1, bytes(120)),
+        "number of the x32 ABI": lambda: call_libc("syscall", 0x40000000 | 1, 2, b"x", 1),
         "memfd": lambda: os.memfd_create("x"),
         "new code": lambda: mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_EXEC),
         "truncate shared memory": lambda: os.ftruncate(spec().input, 0),
