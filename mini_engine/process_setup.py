@@ -1,4 +1,4 @@
-"""The first steps of a child process: die with its parent, tune malloc, drop privileges (decoders).
+"""The first steps of a child process: die with its parent, tune malloc.
 
 Imports nothing heavy.
 """
@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
 import signal
-from pathlib import Path
 
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38  # linux/prctl.h
-CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000  # linux/sched.h
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # glibc's malloc.h
 
 
@@ -41,21 +38,3 @@ def keep_freed_memory(most_bytes: int = 256 << 20) -> None:
     mallopt(M_MMAP_THRESHOLD, 32 << 20)  # glibc's maximum: smaller blocks come from the kept memory
     mallopt(M_TRIM_THRESHOLD, most_bytes)
     mallopt(M_ARENA_MAX, 1)  # threads' own arenas consist of heaps of 64 MiB, which malloc maps and unmaps
-
-
-def confine(descriptors: int) -> str | None:
-    """Give up all that takes privileges, the network, writing files, and more open files than `descriptors`.
-
-    Returns why the process is still on the network; None: it is not. Call it after the imports, which may need root's
-    capabilities to read the packages, and before the first thread: a process with threads cannot leave its user
-    namespace.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, the kernel kills this process first
-    left = libc.unshare(CLONE_NEWUSER | CLONE_NEWNET) == 0
-    reason = None if left else os.strerror(ctypes.get_errno())
-    resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # no core dump; with 0 a pipe of core_pattern still gets one
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
-    return reason

@@ -25,7 +25,6 @@ import resource
 import signal
 import socket
 import sys
-from pathlib import Path
 from typing import Annotated, NoReturn
 
 import msgspec
@@ -34,10 +33,12 @@ from numpy.typing import NDArray
 from setproctitle import setproctitle
 
 from mini_engine.decode_limits import DecodeLimits
+from mini_engine.failpoints import DIRECTORY
 from mini_engine.media.errors import MediaError
 from mini_engine.media.limits import Guard
 from mini_engine.media.sampling import VideoFacts, VideoSampling
-from mini_engine.process_setup import confine, die_with_parent, keep_freed_memory
+from mini_engine.media.sandbox import enter_sandbox
+from mini_engine.process_setup import die_with_parent, keep_freed_memory
 
 DATA_OFFSET = mmap.PAGESIZE  # of the encoded bytes in the input memory
 Size = Annotated[int, msgspec.Meta(ge=1)]
@@ -72,9 +73,9 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """The decoder can take a job. `network`: why it could not leave the network; None: it has."""
+    """The decoder can take a job. `missing`: the parts of its sandbox that the kernel refuses, and why."""
 
-    network: str | None
+    missing: list[str]
 
 
 class Announced(msgspec.Struct, frozen=True, tag=True):
@@ -105,13 +106,14 @@ class _Decoder:
         self._input = spec.input
         self._flag = mmap.mmap(spec.input, DATA_OFFSET, mmap.MAP_SHARED, mmap.PROT_READ)
         self._output = np.frombuffer(mmap.mmap(spec.output, spec.limits.most_output_bytes), np.uint8)
+        self._status = os.open("/proc/self/status", os.O_RDONLY)
         # Address space, since the kernel bounds nothing else of a process: what it has now counts as its own.
-        self._own_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+        self._own_bytes = self._read_status("VmSize")
         self._most_bytes = self._own_bytes + spec.max_input_bytes + spec.limits.media_decoder_memory
 
-    def serve(self, network: str | None) -> None:
-        """Process jobs until the API server closes the connection. `network`: see `Started`."""
-        self._send(Started(network))
+    def serve(self, missing: list[str]) -> None:
+        """Process jobs until the API server closes the connection. `missing`: see `Started`."""
+        self._send(Started(missing))
         jobs = msgspec.msgpack.Decoder(Job)
         while message := self._connection.recv(DATAGRAM_BYTES):
             self._send(self._reply(jobs.decode(message)))
@@ -120,12 +122,12 @@ class _Decoder:
     def _reply(self, job: Job) -> Decoded | DecodeFailed:
         limit = self._own_bytes + job.num_bytes + self._limits.media_decoder_memory
         resource.setrlimit(resource.RLIMIT_AS, (limit, self._most_bytes))
-        peak_before = _peak_bytes()
+        peak_before = self._read_status("VmPeak")
         try:
             return Decoded(self._decode(job))
         except MediaError as error:
             # After a failed allocation FFmpeg may report damage: was less than a quarter of the memory left?
-            if _peak_bytes() > max(peak_before, limit - self._limits.media_decoder_memory // 4):
+            if self._read_status("VmPeak") > max(peak_before, limit - self._limits.media_decoder_memory // 4):
                 return DecodeFailed(None)
             return DecodeFailed(error.problem)
         except MemoryError:
@@ -157,10 +159,9 @@ class _Decoder:
     def _send(self, reply: Reply) -> None:
         self._connection.send(msgspec.msgpack.encode(reply))
 
-
-def _peak_bytes() -> int:
-    """The most address space that this process ever had."""
-    return int(Path("/proc/self/status").read_text().partition("VmPeak:")[2].split()[0]) << 10
+    def _read_status(self, name: str) -> int:
+        """Bytes, by a line of the process's status: `VmSize` is its address space, `VmPeak` the most that it had."""
+        return int(os.pread(self._status, 4096, 0).partition(f"{name}:".encode())[2].split()[0]) << 10
 
 
 def main() -> NoReturn:
@@ -174,9 +175,10 @@ def main() -> NoReturn:
         importlib.import_module(f"mini_engine.media.{name}")
     gc.freeze()  # what is loaded stays: the collector need not walk over it
     keep_freed_memory(_KEPT_BYTES)
-    network = confine(_DESCRIPTORS)
+    decoder = _Decoder(spec)
+    missing = enter_sandbox(_DESCRIPTORS, DIRECTORY)
     setproctitle(spec.title)
-    _Decoder(spec).serve(network)
+    decoder.serve(missing)
     os._exit(0)
 
 

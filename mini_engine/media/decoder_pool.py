@@ -48,7 +48,9 @@ KEPT_BYTES = 32 << 20  # of each memory between jobs: 34 frames of 640x480
 INLINE_BYTES = 1 << 20  # larger items are copied into the input memory by a thread
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-SECRETS = ("MINI_ENGINE_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # of the environment: not for decoders
+# All else of the environment, which may hold secrets, is not for decoders. These find the packages.
+ENVIRONMENT = {"HOME", "LD_LIBRARY_PATH", "MINI_ENGINE_FAILPOINTS", "PYTHONDONTWRITEBYTECODE", "PYTHONHOME",
+               "PYTHONNOUSERSITE", "PYTHONPATH", "PYTHONPYCACHEPREFIX", "PYTHONSAFEPATH", "PYTHONUSERBASE"}  # fmt: skip
 
 Ending = Literal["crash", "timeout", "memory", "killed", "cancelled", "surplus"]
 
@@ -87,8 +89,8 @@ class DecoderPool:
     async def start(self) -> None:
         """Wait until a decoder is ready, with a spare on its way. Raises OSError."""
         first = await self._start()
-        if first.network is not None:
-            logger.warning("media decoders have no network namespace of their own: %s", first.network)
+        if first.missing:
+            logger.warning("media decoders run without a part of their sandbox: %s", ", ".join(first.missing))
         self._keep_spare()
         self._keep(first)
 
@@ -236,7 +238,7 @@ class Decoder:
         """Start it. Raises OSError."""
         self.ending: Ending | None = None
         self.decoded_bytes = 0  # of the frames of its job
-        self.network: str | None = None  # why it is still on the host's network, once it has started
+        self.missing: list[str] = []  # parts of its sandbox, once it has started
         self._limits = limits
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             self.connection, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -253,8 +255,9 @@ class Decoder:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", decoder.__name__, msgspec.json.encode(spec).decode()],
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
                 pass_fds=descriptors,
-                env={name: value for name, value in os.environ.items() if name not in SECRETS} | ONE_THREAD,
+                env={name: value for name, value in os.environ.items() if name in ENVIRONMENT} | ONE_THREAD,
             )
             ours.pop_all()
         self.pid = self._process.pid
@@ -267,7 +270,7 @@ class Decoder:
         except TimeoutError:
             raise OSError("a media decoder process did not start in time") from None
         assert isinstance(reply, Started)
-        self.network = reply.network
+        self.missing = reply.missing
 
     async def decode(
         self, job: Job, data: bytes, announced: Callable[[int], None]

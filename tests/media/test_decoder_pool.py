@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import itertools
 import os
 import re
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from mini_engine.decode_limits import DecodeLimits
+from mini_engine.media import decoder
 from mini_engine.media.decoder import Job
 from mini_engine.media.decoder_pool import KEPT_BYTES, DecoderPool, Decoding
 from mini_engine.media.errors import DecoderUnavailable, MediaError
@@ -23,7 +29,10 @@ from mini_engine.metrics import REGISTRY
 from tests import clips
 from tests.api.patience import eventually
 from tests.e2e.processes import FailPoint, descendants, memory
-from tests.media import corpus
+from tests.media import corpus, hostile_code
+from tests.media.decoding import decode_image, decode_video
+from tests.media.hostile_code import Target
+from tests.media.test_image import FORMATS, saved, tall
 
 GOOD = clips.encode(20)
 SAMPLING = VideoSampling(num_frames=8)
@@ -115,7 +124,9 @@ def test_a_decoder_does_one_job_after_another_in_the_same_memory() -> None:
     run(scenario, places=1)
 
 
-def test_a_decoder_is_small_and_confined(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_decoder_is_small_and_confined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+
     async def scenario(decoders: Decoders) -> None:
         for pid in await decoders.settled(2):
             proc = Path(f"/proc/{pid}")
@@ -123,15 +134,92 @@ def test_a_decoder_is_small_and_confined(caplog: pytest.LogCaptureFixture) -> No
             assert "libav" in maps and "torch" not in maps and "transformers" not in maps
             private = re.findall(r"^Private_\w+: +(\d+) kB$", (proc / "smaps_rollup").read_text(), re.MULTILINE)
             assert sum(map(int, private)) < 60 << 10
-            assert re.search(r"^NoNewPrivs:\t1$", status, re.MULTILINE)
+            assert re.search(r"^Threads:\t1\nSigQ(.*\n)+CapPrm:\t0+\n(.*\n)+NoNewPrivs:\t1$", status, re.MULTILINE)
             for name, most in (("core file size", 1), ("file size", 0)):
                 assert re.search(rf"^Max {name} +{most} +{most} ", limits, re.MULTILINE)
             assert re.search(r"^Max open files +16 +16 ", limits, re.MULTILINE)
             assert (proc / "oom_score_adj").read_text() == "1000\n"
-            is_alone = os.readlink(proc / "ns/net") != os.readlink("/proc/self/ns/net")
-            assert is_alone or "operation not permitted" in caplog.text
+            assert b"secret" not in (proc / "environ").read_bytes()
 
     run(scenario)
+
+
+def test_every_kind_of_file_is_decoded_in_the_sandbox() -> None:
+    """What each needs has been loaded: nothing can be any more."""
+    videos = [clips.cached(codec, container, 31, g="5") for codec, container in clips.ALL]
+    images = [saved(tall(), format) for format in FORMATS]
+
+    async def scenario(decoders: Decoders) -> None:
+        for data in videos:
+            decoding = await decoders.decode(data)
+            np.testing.assert_array_equal(decoding.frames, decode_video(data, SAMPLING).frames)
+            decoding.release()
+        for data in images:
+            decoding = await decoders.decode(data, modality="image")
+            np.testing.assert_array_equal(decoding.frames[0], decode_image(data))
+            decoding.release()
+
+    run(scenario, places=1)
+
+
+@pytest.fixture
+def lacking() -> str:
+    """The parts of the sandbox that this machine lacks; empty: none."""
+    ask = "from mini_engine.media.sandbox import enter_sandbox; print(*enter_sandbox(16))"
+    return subprocess.check_output([sys.executable, "-c", ask], text=True).strip()
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Iterator[Target]:
+    (tmp_path / "key").write_text("secret")
+    path, abstract = str(tmp_path / "socket"), f"\0mini-engine-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as one, socket.socket(socket.AF_UNIX) as two, socket.socket() as three:
+        for listener, address in ((one, path), (two, abstract), (three, ("127.0.0.1", 0))):
+            listener.bind(address)
+            listener.listen()
+        yield Target(os.getpid(), str(tmp_path / "key"), path, abstract, three.getsockname()[1])
+
+
+def attack(target: Target) -> dict[str, str]:
+    """How each attack fails inside a decoder, which decodes afterwards."""
+    outcomes = {}
+
+    async def scenario(decoders: Decoders) -> None:
+        await decoders.pool.start()
+        with pytest.raises(MediaError) as error:
+            await decoders.decode(msgspec.json.encode(target), modality="image")
+        outcomes.update(msgspec.json.decode(error.value.problem))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder, "__name__", hostile_code.__name__)
+        run(scenario, places=1)
+    return outcomes
+
+
+def test_code_in_a_decoder_reaches_nothing(target: Target, lacking: str) -> None:
+    if "seccomp" in lacking:
+        pytest.skip(lacking)
+    outcomes = attack(target)
+    assert outcomes == dict.fromkeys(outcomes, "EPERM") | {"clone3": "ENOSYS"}
+
+
+@pytest.mark.parametrize(("part", "call"), hostile_code.CALLS_OF.items())
+def test_without_a_part_of_the_sandbox_the_rest_holds_and_the_log_names_it(
+    part: str, call: tuple[int, int, int], target: Target, lacking: str
+) -> None:
+    if lacking:
+        pytest.skip(lacking)
+    target.only = list(hostile_code.attacks(target))[:10]  # all that Landlock denies in each version
+    script = "\n".join([
+        "from tests.media import hostile_code, test_decoder_pool",
+        f"hostile_code.refuse_call(*{call})",
+        f"print(test_decoder_pool.attack(hostile_code.{target}))",
+    ])  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    outcomes = ast.literal_eval(done.stdout)
+    assert outcomes.keys() == set(target.only) and set(outcomes.values()) <= {"EPERM", "EACCES"}
+    line = "media decoders run without a part of their sandbox: "
+    assert done.stderr.startswith(f"{line}{part} (") and done.stderr.count(line) == 1
 
 
 @pytest.mark.parametrize(
