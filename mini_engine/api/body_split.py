@@ -24,9 +24,10 @@ class SplitBody:
 
     def __init__(self) -> None:
         self._body = bytearray()
-        self._cuts: list[tuple[int, int]] = []  # where data stand, without the URL's head and the quote
+        self._cuts: list[tuple[int, int, int]] = []  # where URLs begin, their data, and their end
         self._cut_bytes = 0
-        self._data: int | None = None  # where the data of the URL that has not ended begin
+        self._url = 0  # where the last URL begins
+        self._data: int | None = None  # where its data begin, if it has not ended
         self._position = 0  # what is before it has been searched
         self._url_end = 0  # of the last URL
 
@@ -58,7 +59,8 @@ class SplitBody:
             return False
         self._position = begin + 6
         if comma > 0 and body.find(b'"', self._position, comma) < 0 and self._is_media(begin):
-            self._position = self._data = comma + 1
+            self._url, self._position = begin + 1, comma + 1
+            self._data = comma + 1
         return True
 
     def _find_end(self) -> bool:
@@ -68,7 +70,7 @@ class SplitBody:
             self._position = len(self._body)
             return False
         if end - begin >= LEAST_CUT:
-            self._cuts.append((begin, end))
+            self._cuts.append((self._url, begin, end))
             self._cut_bytes += end - begin
         self._position = self._url_end = end + 1
         self._data = None
@@ -81,37 +83,40 @@ class SplitBody:
         return before == b"," or (colon == b":" and rest.strip() in (b"", b"[") and key.rstrip().endswith(KEYS))
 
     def split(self) -> tuple[bytes, dict[str, memoryview]]:
-        """The JSON text, and what its names stand for; these views keep the body."""
+        """The JSON text, and by their names the URLs; these views keep the body."""
         view, position = memoryview(self._body), 0
         pieces: list[bytes | memoryview] = []
-        for number, (begin, end) in enumerate(self._cuts):
+        for number, (_, begin, end) in enumerate(self._cuts):
             pieces += [view[position:begin], b"<%d>" % number]
             position = end
         text = b"".join([*pieces, view[position:]])
-        return text, {f"<{number}>": view[begin:end] for number, (begin, end) in enumerate(self._cuts)}
+        return text, {f"<{number}>": view[url:end] for number, (url, _, end) in enumerate(self._cuts)}
 
 
-def fill_in(url: str, data: dict[str, memoryview]) -> str:
-    """The URL with its data, which are taken: no name stands for any twice. Raises UnicodeDecodeError and
-    msgspec.DecodeError for what no JSON string may have."""
+def fill_in(url: str, urls: dict[str, memoryview]) -> str:
+    """The URL, or the URL of several frames, with its data. They are taken: no name stands for any twice. Raises
+    UnicodeDecodeError and msgspec.DecodeError for what no JSON string may have."""
 
-    def take(name: re.Match[str]) -> str:
-        raw = data.pop(name[0], memoryview(b""))
-        text = str(raw, "ascii")
+    def take(name: str) -> str:
+        text = str(urls.pop(name, memoryview(b"")), "ascii")
         return msgspec.json.decode(f'"{text}"', type=str) if "\\" in text else text
 
-    return NAME.sub(take, url)
+    head, _, rest = url.partition(",")
+    if not head.startswith("data:"):
+        return url
+    if NAME.fullmatch(rest) and (whole := urls.get(rest)) and whole[: len(head)] == head.encode():
+        return take(rest)  # without another copy
+    return NAME.sub(lambda name: take(name[0]).partition(",")[2], url)
 
 
 def structure(texts: Sequence[bytes], marks: bytes = b"[{:,") -> int:
-    """How many of `marks` JSON texts have outside of strings, about; 0 if with the strings few enough."""
+    """How many strings, or `marks` outside of them, JSON texts have; 0 if they have few `marks` in all."""
     if sum(text.count(mark) for text in texts for mark in marks) <= MAX_STRUCTURE:
         return 0
     total = 0
     for text in texts:
         bare = text.replace(b"\\\\", b"").replace(b'\\"', b"")
-        total += bare.count(b'"') // 4  # each string is a key or an item, and has two
-        if total <= MAX_STRUCTURE:
-            outside = b"".join(bare.split(b'"')[::2])
-            total += sum(map(outside.count, marks))
+        strings = bare.count(b'"') // 2
+        outside = b"".join(bare.split(b'"')[::2]) if strings <= MAX_STRUCTURE else b""
+        total += max(strings, sum(map(outside.count, marks)))
     return total

@@ -27,8 +27,8 @@ from mini_engine.messages import CachedMedia, EngineLimits, MediaItem, Modality
 if TYPE_CHECKING:
     from mini_engine.media.processor import MediaProcessor, ProcessedItem
 
-MAX_MEDIA = 4096  # images and videos of a prompt
-PIECE = 1 << 18  # characters that are tokenised at once to see how many tokens a long text has
+MAX_MEDIA = 1024  # images and videos of a prompt
+PIECE = 1 << 16  # characters that are tokenised at once to see how many tokens a long text has
 
 Source = tuple[bytes, "ProcessedItem | CachedMedia"]  # an item under its hash
 
@@ -142,7 +142,7 @@ class ChatRenderer:
         """Refuse a text that is too long. A tokenizer takes hundreds of bytes for each token: a long text is measured
         in pieces first."""
         least, counted = len(text) // self._longest_token, 0
-        for number, begin in enumerate(range(0, len(text), PIECE) if len(text) > PIECE else (), 1):
+        for number, begin in enumerate(range(0, len(text), PIECE) if len(text) > 4 * PIECE else (), 1):
             if self.max_tokens is None or least > self.max_tokens:
                 break
             counted += len(encode(text[begin : begin + PIECE]))
@@ -257,7 +257,8 @@ def collect_media(messages: Sequence[ChatMessage], limits: Mapping[str, int]) ->
             counts[modality] += 1
             refs.append(MediaRef(modality, part.location, f"{modality} {counts[modality]}", part.settings))
     if len(refs) > MAX_MEDIA:
-        raise bad_request(f"the conversation has {len(refs)} images and videos, more than {MAX_MEDIA}", "messages")
+        text = f"the conversation has {len(refs)} images and videos, more than {MAX_MEDIA}; send fewer"
+        raise bad_request(text, "messages")
     for limited, limit in limits.items():
         if counts[limited] > limit:
             raise bad_request(

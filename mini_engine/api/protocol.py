@@ -362,7 +362,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
 
     prompt_field = "prompt"
     default_tokens = 16  # OpenAI's
-    structure_marks = b"[{:"  # token ids cost little
+    structure_marks = b'[{:"'  # token ids cost little
 
     prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)]
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -425,6 +425,6 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
 class DetokenizeRequest(Body, kw_only=True, frozen=True):
     """The body of a detokenize request."""
 
-    structure_marks = b"[{:"
+    structure_marks = b'[{:"'
 
     tokens: list[TokenId]
