@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from mini_engine.api.client_text import MARK, ClientText
+from mini_engine.api.client_text import MARK, ClientText, encode_text
 from mini_engine.api.errors import bad_request
 from mini_engine.api.protocol import ChatMessage, ChatRequest, StructuredOutputs
 from mini_engine.api.tool_calls import CALL, CALL_END, TAGS, THINK, AnswerFormat, AnswerParser, after_thought
@@ -130,9 +130,9 @@ class ChatRenderer:
         Raises ApiError, a 400, for one that is too long however it is tokenised, or that holds the model's placeholder
         tokens unless they are allowed.
         """
-        encode = partial(self.tokenizer.encode, add_special_tokens=add_special_tokens)
+        encode = partial(encode_text, self.tokenizer, add_special_tokens=add_special_tokens)
         self._check_length(text, encode, "prompt")
-        token_ids: list[int] = encode(text).ids
+        token_ids = encode(text)
         if not allow_placeholders and (placed := self.placeholders.intersection(token_ids)):
             token = self.tokenizer.id_to_token(min(placed))
             raise bad_request(f"the text contains {token}, a media placeholder of this model; remove it", "prompt")

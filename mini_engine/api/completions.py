@@ -114,8 +114,9 @@ async def detokenize(request: Request) -> Response:
             f"Invalid 'tokens': it has {count} token ids, {limit}; send fewer.", "tokens", "invalid_value"
         )
     context.sampling.check_tokens("tokens", asked.tokens)
-    decode = partial(context.renderer.tokenizer.decode, asked.tokens, skip_special_tokens=False)
-    return _json_response({"prompt": await run_sized(decode, len(asked.tokens), INLINE_CHARACTERS)})
+    decode = partial(context.renderer.tokenizer.decode_batch, [asked.tokens], skip_special_tokens=False)
+    (text,) = await run_sized(decode, len(asked.tokens), INLINE_CHARACTERS)
+    return _json_response({"prompt": text})
 
 
 def _json_response(body: dict[str, Any]) -> Response:
