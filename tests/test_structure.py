@@ -23,7 +23,9 @@ MAX_FUNCTION_LINES = 60
 # Which parts of the package each part may import. `host` and the core may read a model's config.json.
 MODEL_CONFIG = "mini_engine.model.config"
 TORCH_FREE_TRANSPORT = {"mini_engine.transport.sockets", "mini_engine.transport.codec", "mini_engine.transport.pages"}
-TORCH_FREE_API = {f"mini_engine.api.{name}" for name in ("access", "admission", "body", "errors", "playground")}
+TORCH_FREE_API = {
+    f"mini_engine.api.{name}" for name in ("access", "admission", "body", "body_split", "errors", "playground")
+}
 MAY_IMPORT = {
     "api": {"api", "media", "transport", MODEL_CONFIG},
     "media": {"media", "mini_engine.transport.memory"},

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import io
 import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from mini_engine.api.admission import Reservation
+from mini_engine.api.body_split import MAX_STRUCTURE, SplitBody, structure
 from mini_engine.api.errors import ApiError, ErrorResponse, bad_request
 from mini_engine.config import EngineConfig
 
@@ -32,14 +32,25 @@ INLINE_BYTES = 64 << 10  # of a body to decode
 INLINE_CHARACTERS = 16_384  # of text to tokenise
 
 JSON = "application/json"
+LARGE_BODY = "is larger than {} bytes, the limit of --max-request-bytes. Send smaller media, or URLs of them."
+LARGE_TEXT = (
+    "has more than {} bytes besides the base64 data of its images and videos, the limit of --max-text-bytes. Send "
+    "shorter texts and fewer messages, and media in `data:` URLs of parts only."
+)
 LEAST_RATE = 16 << 10  # bytes of a body per second, after its first --timeout-client: slow ones would hold their memory
 
 
-def decode_body(body: bytes, kind: type[BodyT], served_names: Sequence[str]) -> BodyT:
+def decode_body(body: SplitBody, kind: type[BodyT], served_names: Sequence[str]) -> BodyT:
     """The request in `body`. Raises ApiError: 400 that names the field and what it may hold; 404 for a model that is
-    not served."""
+    not served; 413."""
+    text, data = body.split()
+    if structure([text], kind.structure_marks) > MAX_STRUCTURE:
+        problem = f"more than {MAX_STRUCTURE} arrays, objects, fields and items, the limit of a request"
+        raise _too_large(f"has {problem}; send fewer messages, parts, tools or values.")
     try:
-        request = _decode(body, kind)
+        request = _decode(text, kind)
+        if data:
+            request.fill_in(data)
     except msgspec.ValidationError as error:
         raise _invalid_field(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -105,28 +116,30 @@ async def read_body(request: Request, kind: type[BodyT], context: AppContext) ->
     return await run_sized(lambda: decode_body(body, kind, context.config.served_names), len(body), INLINE_BYTES)
 
 
-async def receive_body(request: Request, config: EngineConfig, reservation: Reservation) -> bytes:
+async def receive_body(request: Request, config: EngineConfig, reservation: Reservation) -> SplitBody:
     """The whole body, counted in `reservation`. uvicorn drops the rest of one that is refused. For errors see
     `read_body`."""
     most, seconds = config.max_request_bytes, config.timeout_client
     check_headers(request.headers, most)
-    body = io.BytesIO()  # hands over its buffer without a copy
+    body = SplitBody()
     begun = asyncio.get_running_loop().time()
     try:
         async with asyncio.timeout(seconds) as deadline:
             async for block in request.stream():
-                if body.tell() + len(block) > most:
-                    raise _too_large(most)
+                if len(body) + len(block) > most:
+                    raise _too_large(LARGE_BODY.format(most))
                 reservation.receive(len(block))
-                body.write(block)
-                deadline.reschedule(begun + seconds + body.tell() / LEAST_RATE)
+                body.feed(block)
+                if body.text_bytes > config.max_text_bytes:
+                    raise _too_large(LARGE_TEXT.format(config.max_text_bytes))
+                deadline.reschedule(begun + seconds + len(body) / LEAST_RATE)
     except TimeoutError:
         text = (
             f"Timed out reading the request body: after the {seconds:g} s of --timeout-client it arrives at fewer than "
             f"{LEAST_RATE} bytes per second; send it faster."
         )
         raise ApiError(408, text, code="request_timeout", headers={"connection": "close"}) from None
-    return body.getvalue()
+    return body
 
 
 def check_headers(headers: Headers, most: int) -> None:
@@ -143,15 +156,11 @@ def check_headers(headers: Headers, most: int) -> None:
             raise ApiError(415, text, code="invalid_http", headers={"accept-encoding": "identity"})
     declared = headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > most:
-        raise _too_large(most)
+        raise _too_large(LARGE_BODY.format(most))
 
 
-def _too_large(most: int) -> ApiError:
-    text = (
-        f"The request body is larger than {most} bytes, the limit of --max-request-bytes. Send fewer or smaller images "
-        "and videos, or URLs of them."
-    )
-    return ApiError(413, text, code="request_too_large")
+def _too_large(problem: str) -> ApiError:
+    return ApiError(413, f"The request body {problem}", code="request_too_large")
 
 
 async def run_sized(work: Callable[[], T], size: int, inline: int) -> T:

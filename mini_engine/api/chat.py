@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from mini_engine.api.client_text import MARK, ClientText
+from mini_engine.api.client_text import MARK, ClientText, encode_text
 from mini_engine.api.errors import bad_request
 from mini_engine.api.protocol import ChatMessage, ChatRequest, StructuredOutputs
 from mini_engine.api.tool_calls import CALL, CALL_END, TAGS, THINK, AnswerFormat, AnswerParser, after_thought
@@ -26,6 +26,9 @@ from mini_engine.messages import CachedMedia, EngineLimits, MediaItem, Modality
 
 if TYPE_CHECKING:
     from mini_engine.media.processor import MediaProcessor, ProcessedItem
+
+MAX_MEDIA = 1024  # images and videos of a prompt
+PIECE = 1 << 16  # characters that are tokenised at once to see how many tokens a long text has
 
 Source = tuple[bytes, "ProcessedItem | CachedMedia"]  # an item under its hash
 
@@ -83,7 +86,7 @@ class ChatRenderer:
         request, and when it refuses the conversation or leaves out an item.
         """
         text = self._apply_template(asked)
-        self._check_length(text)
+        self._check_length(text, self._client_text.encode)
         token_ids = self._client_text.encode(text)
         wanted = [part.modality for message in asked.messages for part in message.parts if part.modality]
         placed = [self._modality_of[token] for token in token_ids if token in self._modality_of]
@@ -127,16 +130,23 @@ class ChatRenderer:
         Raises ApiError, a 400, for one that is too long however it is tokenised, or that holds the model's placeholder
         tokens unless they are allowed.
         """
-        self._check_length(text, "prompt")
-        token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        encode = partial(encode_text, self.tokenizer, add_special_tokens=add_special_tokens)
+        self._check_length(text, encode, "prompt")
+        token_ids = encode(text)
         if not allow_placeholders and (placed := self.placeholders.intersection(token_ids)):
             token = self.tokenizer.id_to_token(min(placed))
             raise bad_request(f"the text contains {token}, a media placeholder of this model; remove it", "prompt")
         return token_ids
 
-    def _check_length(self, text: str, param: str = "messages") -> None:
-        """Refuse what no tokenisation could make short enough, since tokenising it would delay all other requests."""
-        least = len(text) // self._longest_token
+    def _check_length(self, text: str, encode: Callable[[str], Sized], param: str = "messages") -> None:
+        """Refuse a text that is too long. A tokenizer takes hundreds of bytes for each token: a long text is measured
+        in pieces first."""
+        least, counted = len(text) // self._longest_token, 0
+        for number, begin in enumerate(range(0, len(text), PIECE) if len(text) > 4 * PIECE else (), 1):
+            if self.max_tokens is None or least > self.max_tokens:
+                break
+            counted += len(encode(text[begin : begin + PIECE]))
+            least = max(least, counted - number * self._longest_token)  # a cut may make more of one token
         if self.max_tokens is not None and least > self.max_tokens:
             raise bad_request(
                 f"the prompt has {len(text)} characters, which is at least {least} tokens; this server takes "
@@ -246,6 +256,9 @@ def collect_media(messages: Sequence[ChatMessage], limits: Mapping[str, int]) ->
         if modality := part.modality:
             counts[modality] += 1
             refs.append(MediaRef(modality, part.location, f"{modality} {counts[modality]}", part.settings))
+    if len(refs) > MAX_MEDIA:
+        text = f"the conversation has {len(refs)} images and videos, more than {MAX_MEDIA}; send fewer"
+        raise bad_request(text, "messages")
     for limited, limit in limits.items():
         if counts[limited] > limit:
             raise bad_request(

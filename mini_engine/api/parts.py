@@ -11,6 +11,7 @@ from urllib.parse import quote
 import msgspec
 from msgspec import Meta, Struct
 
+from mini_engine.api.body_split import fill_in
 from mini_engine.media.sampling import Count, Rate, Seconds
 from mini_engine.messages import Modality
 
@@ -106,6 +107,15 @@ class Part(PartSettings, frozen=True, kw_only=True):
                 raise ValueError("frames in `video` must be URLs of the form data:image/jpeg;base64,<data>")
             frames = ",".join(frame.partition(",")[2] for frame in self.video)
             msgspec.structs.force_setattr(self, "video", f"data:video/jpeg;base64,{frames}")
+
+    def fill_in(self, data: dict[str, memoryview]) -> None:
+        """Put the data of its URL, or of its frames' URLs, in the place of their names; see `SplitBody.split`."""
+        (field,) = (name for name in _SOURCE_NAMES if getattr(self, name) is not None)
+        source = getattr(self, field)
+        inner = "file_data" if field == "file" else "url" if isinstance(source, MediaUrl) else ""
+        owner, name = (source, inner) if inner else (self, field)
+        if field != "text":
+            msgspec.structs.force_setattr(owner, name, fill_in(getattr(owner, name), data))
 
     @property
     def _kind(self) -> str:

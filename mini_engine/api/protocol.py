@@ -8,17 +8,22 @@ an error. None means the default of the model or the server. Knows nothing of de
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
 
+from mini_engine.api.body_split import MAX_STRUCTURE, structure
 from mini_engine.api.errors import bad_request
-from mini_engine.api.grammars import choice_grammar, json_grammar, regex_grammar
+from mini_engine.api.grammars import MAX_GRAMMAR, choice_grammar, json_grammar, regex_grammar
 from mini_engine.api.parts import Part
 from mini_engine.api.tool_calls import CALL_END, Function, Tool, ToolCall, Tools
 
 MAX_MESSAGES = 4096
+MAX_PARTS = 4096  # of a message
+PART_CHARACTERS = 16  # rendering a part takes as long as so many characters of its text
+MAX_ITEMS = 128  # of a list for the chat template
 MAX_STOP_STRINGS = 16  # OpenAI takes 4; more cost little here
 MAX_STOP_LENGTH = 1024  # characters; text that may start a stop string costs up to as many comparisons per token
 MAX_CHOICES = 128  # OpenAI's limit on `n`
@@ -31,7 +36,10 @@ Positive = Annotated[int, Meta(ge=1)]
 TokenId = Count32
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
-Ignored = Annotated[Any, Meta(description="Ignored: it does not change the answer.")]
+Ignored = Annotated[msgspec.Raw, Meta(description="Ignored: it does not change the answer.")]
+IGNORED = msgspec.field(default_factory=msgspec.Raw)
+Scalar = str | bool | int | float | None
+TemplateKwargs = dict[str, Scalar | Annotated[list[Scalar], Meta(max_length=MAX_ITEMS)]]
 MediaIOKwargs = dict[Literal["image", "video"], dict[str, Any] | None]
 
 
@@ -47,7 +55,22 @@ def only(*neutral: Any) -> Meta:
 class Body(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """A request body."""
 
+    structure_marks: ClassVar[bytes] = b"[{:,"  # see `structure`
+
     model: str | None = None
+
+    def fill_in(self, data: dict[str, memoryview]) -> None:
+        """Put the data of `data:` URLs into its parts; those in ignored fields are dropped. Raises ApiError, a 400: one
+        stands where it is neither."""
+        messages: Sequence[ChatMessage] = getattr(self, "messages", None) or ()
+        for message in messages:
+            for part in message.parts:
+                part.fill_in(data)
+        names = ("tools", "tool_choice", "chat_template_kwargs", "structured_outputs", "response_format")
+        others = [[message.tool_calls for message in messages], [getattr(self, name, None) for name in names]]
+        if data and any(b",%s" % name.encode() in msgspec.json.encode(others) for name in data):
+            problem = "a long `data:` URL stands outside of an image or video; remove it, or send it in a JSON text"
+            raise bad_request(f"Invalid request: {problem}.", "messages")
 
     def check(self) -> None:
         """Raises ApiError, a 400, for an unsupported field, and for fields that exclude each other."""
@@ -75,7 +98,7 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
     """One message. Unknown fields are ignored: clients annotate messages, and send answers of other servers back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], Meta(max_length=MAX_PARTS)] | None = None
     reasoning_content: str | None = None
     reasoning: Any = None  # another name of `reasoning_content`, if it is a text
     tool_call_id: str | None = None
@@ -102,12 +125,21 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
 
     @property
     def num_characters(self) -> int:
-        """Of text, thoughts and calls."""
+        """Of text, thoughts and calls; a part counts as some."""
+        texts = [self.thought, *(part.text for part in self.parts)]
         calls = msgspec.json.encode([self.tool_calls, self.tool_call_id])
-        return len(calls) + sum(len(text or "") for text in (self.thought, *(part.text for part in self.parts)))
+        return len(calls) + sum(PART_CHARACTERS + len(text or "") for text in texts)
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+def check_arguments(messages: Sequence[ChatMessage]) -> None:
+    """Raises ApiError, a 400: the arguments of earlier calls have too much structure to show them to a template."""
+    calls = [call for message in messages for call in message.tool_calls or ()]
+    if structure([str(call.function.arguments).encode() for call in calls]) > MAX_STRUCTURE:
+        problem = f"more than {MAX_STRUCTURE} arrays, objects, fields and items; send fewer"
+        raise bad_request(f"The 'arguments' of all calls have {problem}.", "messages", "invalid_value")
 
 
 # --- generation ------------------------------------------------------------------------------------------------------
@@ -118,7 +150,7 @@ class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Ignored = None
+    include_obfuscation: Ignored = IGNORED
 
 
 class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True):
@@ -126,8 +158,8 @@ class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     schema: dict[str, Any]
-    description: Ignored = None
-    strict: Ignored = None
+    description: Ignored = IGNORED
+    strict: Ignored = IGNORED
 
 
 class ResponseFormat(Struct, frozen=True, forbid_unknown_fields=True):
@@ -163,7 +195,7 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
         return choice_grammar(self.choice) if self.choice else self.grammar or ""
 
 
-class GenerationRequest(Body, kw_only=True, frozen=True):
+class GenerationRequest(Body, kw_only=True, frozen=True, dict=True):
     """The fields of every request for text."""
 
     prompt_field: ClassVar[str]  # the field that errors about the prompt name
@@ -194,7 +226,7 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
-    user: Ignored = None
+    user: Ignored = IGNORED
     echo: Annotated[Any, only(False)] = None
     best_of: Annotated[Any, only(1)] = None
 
@@ -208,7 +240,7 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
         """How many likeliest tokens to list beside each chosen one; None: no logprobs at all."""
         raise NotImplementedError
 
-    @property
+    @functools.cached_property
     def grammar(self) -> str:
         """What the answer has to match, in Lark; empty: it may be any text."""
         if self.structured_outputs is not None:
@@ -225,6 +257,11 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
         return "response_format" if is_format else "structured_outputs"
 
     @property
+    def must_call(self) -> list[Function]:
+        """The functions of which the answer has to call one; empty: it need not."""
+        return []
+
+    @property
     def stop_strings(self) -> list[str]:
         """`stop` as a list."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -239,6 +276,10 @@ class GenerationRequest(Body, kw_only=True, frozen=True):
         if self.structured_outputs and self.response_format and self.response_format.type != "text":
             text = "Send either 'structured_outputs' or a 'response_format' other than text, not both."
             raise bad_request(text, "structured_outputs")
+        sources = msgspec.json.encode([self.structured_outputs, self.response_format, self.must_call])
+        if len(sources) > 2 * MAX_GRAMMAR:  # with escapes; of a shorter one the grammar is measured
+            text = f"The grammar of this request takes more than {MAX_GRAMMAR} characters; send a shorter one."
+            raise bad_request(text, self.grammar_field)
         if self.token_limit is not None and (self.min_tokens or 0) > self.token_limit:
             text = f"Invalid 'min_tokens': must be at most {self.token_limit}, the maximum of output tokens."
             raise bad_request(text, "min_tokens", "invalid_value")
@@ -262,20 +303,20 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     reasoning_effort: str | None = None  # a variable of some chat templates
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
-    metadata: Ignored = None
-    store: Ignored = None
-    service_tier: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_options: Ignored = None
-    prompt_cache_retention: Ignored = None
-    prediction: Ignored = None
-    verbosity: Ignored = None
+    metadata: Ignored = IGNORED
+    store: Ignored = IGNORED
+    service_tier: Ignored = IGNORED
+    safety_identifier: Ignored = IGNORED
+    prompt_cache_key: Ignored = IGNORED
+    prompt_cache_options: Ignored = IGNORED
+    prompt_cache_retention: Ignored = IGNORED
+    prediction: Ignored = IGNORED
+    verbosity: Ignored = IGNORED
     modalities: Annotated[Any, only(["text"])] = None
 
     @property
@@ -295,7 +336,6 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
 
     @property
     def must_call(self) -> list[Function]:
-        """The functions of which the answer has to call one; empty: it need not."""
         named = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else ""
         forced = named or self.tool_choice == "required"
         return [tool.function for tool in self.tools or () if forced and named in ("", tool.function.name)]
@@ -318,6 +358,7 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise bad_request("'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs")
+        check_arguments(self.messages)
 
 
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
@@ -328,6 +369,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
 
     prompt_field = "prompt"
     default_tokens = 16  # OpenAI's
+    structure_marks = b'[{:"'  # token ids cost little
 
     prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)]
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -366,7 +408,7 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     tools: Tools | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -379,6 +421,7 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
 
     def check(self) -> None:
         super().check()
+        check_arguments(self.messages or ())
         if (self.prompt is None) == (self.messages is None):
             raise bad_request("Send either 'prompt' or 'messages'.", "prompt", "missing_required_parameter")
         if self.messages is not None and self.add_special_tokens:
@@ -388,5 +431,7 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
 
 class DetokenizeRequest(Body, kw_only=True, frozen=True):
     """The body of a detokenize request."""
+
+    structure_marks = b'[{:"'
 
     tokens: list[TokenId]

@@ -98,7 +98,7 @@ class SamplingResolver:
         """The parameters of `request`, whose expanded prompt has `prompt_tokens` tokens. Raises ApiError: 400; the
         prompt leaves no room for an answer."""
         defaults = self.defaults
-        max_tokens = self._max_tokens(request, prompt_tokens)
+        max_tokens = self.max_tokens(request, prompt_tokens)
         temperature = _first(request.temperature, defaults.temperature)
         top_p = _first(request.top_p, defaults.top_p)
         greedy = temperature < GREEDY_BELOW or top_p == 0
@@ -146,7 +146,8 @@ class SamplingResolver:
             grammar=asked.grammar,
         )
 
-    def _max_tokens(self, request: GenerationRequest, prompt_tokens: int) -> int:
+    def max_tokens(self, request: GenerationRequest, prompt_tokens: int) -> int:
+        """Most tokens of its answer. Raises ApiError: 400; the prompt leaves no room for one."""
         room = self.max_model_len - prompt_tokens
         if room < 1:
             raise bad_request(

@@ -31,6 +31,7 @@ from mini_engine.api import playground
 from mini_engine.api.access import OPEN_PATHS, Access
 from mini_engine.api.admission import body_budget
 from mini_engine.api.body import receive_body
+from mini_engine.api.body_split import SplitBody
 from mini_engine.api.errors import ApiError, EngineError, error_response
 from mini_engine.cluster.engine import Lease
 from mini_engine.cluster.media_key import media_key
@@ -117,12 +118,12 @@ class Front:
             return await self._answer_health()
         with self._bodies.reserve() as reservation:
             has_body = request.method == "POST" and path not in KEYLESS
-            body = await receive_body(request, self._config, reservation) if has_body else b""
+            body = await receive_body(request, self._config, reservation) if has_body else SplitBody()
             if FOR_ALL_HOSTS.get(path) == request.method:
                 return await self._answer_for_all(request)
-            return await self._forward(request, body, await asyncio.to_thread(media_key, body or path.encode()))
+            return await self._forward(request, body.whole, await asyncio.to_thread(media_key, body, path))
 
-    async def _forward(self, request: Request, body: bytes, key: str) -> Response:
+    async def _forward(self, request: Request, body: bytearray, key: str) -> Response:
         async with contextlib.AsyncExitStack() as held:
             try:
                 response = await self._send(request, body, key, held)
@@ -135,7 +136,7 @@ class Front:
             return Forwarded(response, held.pop_all(), key)
 
     async def _send(
-        self, request: Request, body: bytes, key: str, held: contextlib.AsyncExitStack
+        self, request: Request, body: bytearray, key: str, held: contextlib.AsyncExitStack
     ) -> aiohttp.ClientResponse | None:
         """The response to a request, once it has begun; `held` holds it and its lease. None: no host had room."""
         deadline = time.monotonic() + QUEUE_SECONDS
@@ -162,7 +163,7 @@ class Front:
             granted.cancel()
 
     @contextlib.asynccontextmanager
-    async def _ask(self, lease: Lease, request: Request, body: bytes) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _ask(self, lease: Lease, request: Request, body: bytearray) -> AsyncIterator[aiohttp.ClientResponse]:
         headers = [(name, value) for name, value in request.headers.items() if name not in OWN_HEADERS]
         # Whatever an engine makes of a path, a request without the key reaches only what needs none there.
         if self._access.has_key(request.headers):
@@ -212,7 +213,7 @@ class Front:
         answers: dict[str, tuple[int, bytes]] = {}
         for host, lease in list(self._known.items()):
             try:
-                async with asyncio.timeout(ANSWER_SECONDS), self._ask(lease, request, b"") as response:
+                async with asyncio.timeout(ANSWER_SECONDS), self._ask(lease, request, bytearray()) as response:
                     answers[host] = response.status, await response.read()
             except (TimeoutError, aiohttp.ClientError):  # it is gone
                 self._known.pop(host, None)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import msgspec
+
+from mini_engine.api.body_split import MAX_STRUCTURE, SplitBody, structure
 
 # Fields of parts, and where each has its URL.
 LOCATIONS = {"video_url": "url", "image_url": "url", "file": "file_data", "video": "url", "image": "url", "url": "url"}
@@ -24,19 +26,23 @@ _SIGNATURE = re.compile(
 )
 
 
-def media_key(body: bytes) -> str:
-    """The key of a request's JSON body: of its first media item, else of its first message or its prompt.
+def media_key(body: SplitBody, path: str) -> str:
+    """The key of a request's JSON body: of its first media item, else of its first message or its prompt; without a
+    body that of its path.
 
     A body that is not such an object has a key, too: the engine refuses it.
     """
+    text, urls = body.split()
     try:
-        request = msgspec.json.decode(body, type=dict[str, Any])
+        if not text or structure([text], b'[{:"') > MAX_STRUCTURE:
+            return _hash(text or path.encode())
+        request = msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError:
-        return _hash(body)
+        return _hash(text)
     messages = request.get("messages")
     messages = messages if isinstance(messages, list) else []
     for url in _media(messages):
-        return _hash(_unsigned(url).encode())
+        return _hash(_identity(url, urls))
     return _hash(msgspec.json.encode(messages[0] if messages else request.get("prompt")))
 
 
@@ -52,17 +58,18 @@ def _media(messages: list[Any]) -> Iterator[str]:
                     yield url
 
 
-def _unsigned(url: str) -> str:
-    """A URL without what changes from request to request; of a `data:` URL what follows the media type."""
+def _identity(url: str, urls: Mapping[str, memoryview]) -> bytes | memoryview:
+    """Of a `data:` URL what follows the media type; of another what does not change from request to request."""
     if url.startswith("data:"):
-        return url.partition(",")[2]
+        data = url.partition(",")[2]
+        return urls[data][url.index(",") + 1 :] if data in urls else data.encode()
     try:
         parts = urlsplit(url)
     except ValueError:  # the engine refuses it
-        return url
+        return url.encode()
     kept = [pair for pair in parse_qsl(parts.query, keep_blank_values=True) if not _SIGNATURE.fullmatch(pair[0])]
-    return parts._replace(query=urlencode(kept), fragment="").geturl()
+    return parts._replace(query=urlencode(kept), fragment="").geturl().encode()
 
 
-def _hash(data: bytes) -> str:
+def _hash(data: bytes | memoryview) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -249,6 +249,9 @@ class EngineConfig:
     max_request_bytes: int = _admission(
         1 << 30, "Maximum size of a request body; media in `data:` URLs take 4/3 of their size.", minimum=1
     )
+    max_text_bytes: int = _admission(
+        4 << 20, "Maximum size of a request body without the base64 data of its images and videos.", minimum=1
+    )
 
     mm_processor_cache_type: Literal["auto", "lru", "shm"] = _transport(
         "auto", "Cache of processed media: `shm` (in shared memory, once per engine), `lru` (a copy in each worker), "

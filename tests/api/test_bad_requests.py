@@ -242,11 +242,54 @@ async def test_what_is_not_json(served: Served) -> None:
         check_error(response, 400, "invalid_json")
 
 
-async def test_body_without_a_length_is_read_up_to_the_limit(served: Served) -> None:
+@pytest.mark.parametrize(("begin", "limit"), [
+    (b'{"url": "data:image/png;base64,', f"{MAX_REQUEST_BYTES} bytes, the limit of --max-request-bytes"),
+    (b'{"text": "data:image/png;base64,', f"{4 << 20} bytes besides the base64 data of its images and videos"),
+])  # fmt: skip
+async def test_body_without_a_length_is_read_up_to_the_limit(served: Served, begin: bytes, limit: str) -> None:
     async def blocks() -> AsyncIterator[bytes]:
+        yield begin
         for _ in range(MAX_REQUEST_BYTES // 65536 + 1):
-            yield b" " * 65536
+            yield b"A" * 65536
 
     response = await served.http.post(CHAT, content=blocks(), headers={"content-type": "application/json"})
-    check_error(response, 413, "request_too_large", f"{MAX_REQUEST_BYTES} bytes, the limit of --max-request-bytes")
+    check_error(response, 413, "request_too_large", limit)
     assert (await served.post()).status_code == 200
+
+
+def filled(begin: str, item: str, end: str, size: int = 4 << 20) -> bytes:
+    """A body of nearly `size` bytes with as many items as it has room for."""
+    return (begin + ",".join([item] * ((size - 200) // (len(item) + 1))) + end).encode()
+
+
+USER, DEEP = '{"messages": [{"role": "user", "content": "x"}], ', "more than 131072 arrays, objects, fields and items"
+CALL_BEGIN = '{"messages": [{"role": "assistant", "tool_calls": [{"id": "", "function": {"name": "f", "arguments": "'
+LARGE: list[tuple[str, bytes, int, str]] = [
+    (CHAT, filled(USER + '"chat_template_kwargs": {"part": [', "[]", "]}}"), 413, DEEP),
+    (CHAT, filled(USER + '"chat_template_kwargs": {"part": [', "1", "]}}", 99_000), 400, "length <= 128"),
+    (CHAT, filled(USER + '"chat_template_kwargs": {"part": [', "[]", "]}}", 1000), 400, "`array`"),
+    (CHAT, filled(USER + '"metadata": [', "[]", "]}"), 413, DEEP),
+    (CHAT, filled('{"messages": [{"role": "user", "content": [', '{"type": "text", "text": ""}', "]}]}"), 413, DEEP),
+    (CHAT, filled('{"messages": [{"role": "user", "content": [', '{"type":"text","text":""}', "]}]}", 200_000), 400,
+     "length <= 4096"),
+    (CHAT, filled(CALL_BEGIN + "[", "[]", ']"}}]}]}'), 400, "The 'arguments' of all calls have " + DEEP),
+    (CHAT, filled(USER + '"structured_outputs": {"json": {"enum": [', '"' + "a" * 99 + '"', "]}}}"), 400,
+     "more than 100000 characters"),
+    (CHAT, filled(USER + '"tool_choice": "required", "tools": [', json.dumps(tool(const="a" * 40_000)), "]}"), 400,
+     "more than 100000 characters"),
+    (COMPLETIONS, filled('{"prompt": "x", "echo": [', '"a"', "]}"), 413, DEEP),
+    (COMPLETIONS, filled('{"prompt": [', "1", "]}"), 400, "exceeds --max-model-len"),
+    (COMPLETIONS, filled('{"prompt": [', "[1]", "]}"), 413, DEEP),
+    ("/tokenize", filled(CALL_BEGIN + "[", "[]", ']"}}]}]}'), 400, DEEP),
+    ("/detokenize", filled('{"tokens": [', "1", "]}"), 400, f"more than --max-model-len, {MAX_MODEL_LEN}"),
+    ("/detokenize", filled('{"tokens": [', "1", "]}", 5 << 20), 413, "--max-text-bytes"),
+]  # fmt: skip
+
+
+async def test_structure_is_bounded(served: Served) -> None:
+    for path, body, status, says in LARGE:
+        response = await served.http.post(path, content=body, headers={"content-type": "application/json"})
+        assert response.status_code == status and says in response.json()["error"]["message"], response.text
+    # Characters of texts are no structure.
+    response = await served.http.post("/detokenize", json={"tokens": [], "model": '\\"[{:,' * 100_000})
+    check_error(response, 404, "model_not_found")

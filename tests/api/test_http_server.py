@@ -90,7 +90,7 @@ async def test_body_that_grows_steadily_outlasts_the_time_out(serve: Serve) -> N
             await asyncio.sleep(0.1)
         yield b'{"prompt": "x"}'
 
-    async with serve(**SHORT) as served:
+    async with serve(**SHORT, max_text_bytes=8 << 20) as served:
         headers = {"content-type": "application/json"}
         assert (await served.http.post("/tokenize", content=blocks(), headers=headers)).status_code == 200
 

@@ -13,6 +13,7 @@ import os
 
 from aiohttp import web
 
+from mini_engine.api.body_split import SplitBody
 from mini_engine.cluster.media_key import media_key
 
 media: set[str] = set()
@@ -34,7 +35,9 @@ async def chat(request: web.Request) -> web.StreamResponse:
     global running
     body = await request.read()
     fields = json.loads(body)
-    media.add(media_key(body))
+    split = SplitBody()
+    split.feed(body)
+    media.add(media_key(split, request.path))
     running += 1
     try:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})

@@ -5,9 +5,16 @@ from typing import Any
 
 import pytest
 
-from mini_engine.cluster.media_key import media_key
+from mini_engine.api.body_split import SplitBody
+from mini_engine.cluster import media_key as keys
 
 CLIP = "data:video/mp4;base64,AAAA"
+
+
+def media_key(body: bytes) -> str:
+    split = SplitBody()
+    split.feed(body)
+    return keys.media_key(split, "/")
 
 
 def key(*content: dict[str, Any], **more: Any) -> str:
@@ -22,18 +29,20 @@ def video(url: str) -> dict[str, Any]:
     return {"type": "video_url", "video_url": {"url": url}}
 
 
-def test_all_forms_of_one_item_have_one_key_whatever_is_asked() -> None:
-    plain = {"type": "input_video", "video_url": CLIP}
-    file = {"type": "file", "file": {"file_data": CLIP}}
-    keys = {
-        key(video(CLIP), text("What moves?")),
+@pytest.mark.parametrize("size", [1, 1000])
+def test_all_forms_of_one_item_have_one_key_whatever_is_asked(size: int) -> None:
+    clip = CLIP + size * "AAAA"
+    plain = {"type": "input_video", "video_url": clip}
+    file = {"type": "file", "file": {"file_data": clip}}
+    found = {
+        key(video(clip), text("What moves?")),
         key(text("Hello"), plain, temperature=0),
         key(file, video("data:video/mp4;base64,BBBB")),
-        key({"type": "video", "video": CLIP}),
-        key({"type": "video", "url": CLIP}),
-        key({"type": "video", "video": [CLIP, "data:video/mp4;base64,BBBB"]}),
+        key({"type": "video", "video": clip}),
+        key({"type": "video", "url": clip}),
+        key({"type": "video", "video": [clip, "data:video/mp4;base64,BBBB"]}),
     }
-    assert len(keys) == 1 and keys != {key(video("data:video/mp4;base64,BBBB"))}
+    assert len(found) == 1 and found != {key(video("data:video/mp4;base64,BBBB"))}
 
 
 @pytest.mark.parametrize(
