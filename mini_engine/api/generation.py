@@ -28,7 +28,7 @@ from mini_engine.messages import EngineTimes, FinishReason, NewRequest, RequestO
 
 logger = logging.getLogger(__name__)
 
-TURN_SECONDS = 0.005  # that the pieces of a request may be taken and used before others have the event loop
+TURN_SECONDS = 0.002  # that the pieces of a request may be taken and used before others have the event loop
 PIECE_OUTPUTS = 16  # most that one piece is made of: with 20 logprobs each, some milliseconds
 
 FinishedBy = Literal["stop", "length"]

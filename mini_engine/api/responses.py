@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import io
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -34,26 +33,43 @@ DONE = b"data: [DONE]\n\n"
 PART_BYTES = 1 << 18  # of a response, written at a time
 
 
+class Text:
+    """A string as JSON, encoded as it comes."""
+
+    __slots__ = ("escaped",)
+
+    def __init__(self) -> None:
+        self.escaped = bytearray()  # without the quotes
+
+    def write(self, text: str) -> None:
+        """Add to its end."""
+        self.escaped += msgspec.json.encode(text)[1:-1]
+
+
+def _encode_text(text: Text) -> msgspec.Raw:
+    return msgspec.Raw(b'"' + text.escaped + b'"')
+
+
+encode = msgspec.json.Encoder(enc_hook=_encode_text).encode
+
+
 @dataclass(slots=True)
 class Choice:
-    """What pieces of a choice add up to. It has a buffer for each text and each list, not objects for each token."""
+    """What pieces of a choice add up to: JSON of each text and each list, not objects for each token."""
 
-    said: dict[str, Any] = field(default_factory=dict)  # texts are `io.StringIO`, calls a dict by their number
+    said: dict[str, Any] = field(default_factory=dict)  # texts are `Text`, calls are in a dict by their number
     logprobs: dict[str, bytearray] = field(default_factory=dict)  # the JSON of each list's items; empty: not asked for
     finish_reason: str | None = None
 
-    def write(self, kind: str, text: str) -> None:
+    def say(self, kind: str, text: str) -> None:
         """Add to the text `kind`."""
-        self.said.setdefault(kind, io.StringIO()).write(text)
+        self.said.setdefault(kind, Text()).write(text)
 
     def list_tokens(self, logprobs: Mapping[str, Sequence[Any]]) -> None:
         """Add to the lists."""
         for name, items in logprobs.items():
             written = self.logprobs.setdefault(name, bytearray())
             written += b"," * bool(items and written) + msgspec.json.encode(items)[1:-1]
-
-
-encode = msgspec.json.Encoder(enc_hook=io.StringIO.getvalue).encode
 
 
 class Responder(ABC):
@@ -86,9 +102,10 @@ class Responder(ABC):
                 self._add(piece, choices[piece.index])
         parts: list[bytes | bytearray] = [encode(self._head | {"object": self.whole_object})[:-1], b',"choices":[']
         for index in sorted(choices):
-            parts += [*self._parts(index, self._whole_content(choices[index]), choices[index]), b","]
+            fields = {"index": index} | self._whole_fields(choices[index])
+            parts += [encode(fields)[:-1], b',"logprobs":', *self._logprobs(choices[index]), b"},"]
             await asyncio.sleep(0)  # each may be long
-        parts[-1] = b"],"
+        parts[-1] = b"}],"
         parts.append(encode({"usage": _usage(generations)} | self._remarks(generations[0]))[1:])
         length = sum(map(len, parts))
         if length <= PART_BYTES:
@@ -110,21 +127,21 @@ class Responder(ABC):
                     self._add(piece, choice := Choice())
                     if choice.said or piece.logprobs or piece.finish_reason:
                         started = True
-                        written = b"".join(self._parts(piece.index, self._event_content(choice), choice))
-                        event = msgspec.Raw(written)
+                        event = {"index": piece.index} | self._event_fields(choice)
+                        event["logprobs"] = msgspec.Raw(b"".join(self._logprobs(choice)))
                         yield self._event(event) if unfinished else self._last_events(event, generations)
         except Exception as error:  # noqa: BLE001 - explain() logs what it does not know
             if not started:
                 raise
             yield error_event(explain(error, first.request_id, first.clock))
 
-    def _event(self, *choices: msgspec.Raw, **fields: Any) -> bytes:
+    def _event(self, *choices: dict[str, Any], **fields: Any) -> bytes:
         if self._include_usage:
             fields = {"usage": self._usage_so_far} | fields  # null in all events but the last, if not asked for in each
         body = {"object": self.event_object, "choices": choices} | fields
-        return b"data: " + msgspec.json.encode(self._head | body) + b"\n\n"
+        return b"data: " + encode(self._head | body) + b"\n\n"
 
-    def _last_events(self, choice: msgspec.Raw, generations: Sequence[Generation]) -> bytes:
+    def _last_events(self, choice: dict[str, Any], generations: Sequence[Generation]) -> bytes:
         remarks = self._remarks(generations[0])
         if not self._include_usage:
             return self._event(choice, **remarks) + DONE
@@ -136,28 +153,26 @@ class Responder(ABC):
         remarks = {"metrics": timings, "warnings": generation.warnings}
         return {name: value for name, value in remarks.items() if value}
 
-    def _parts(self, index: int, content: dict[str, Any], choice: Choice) -> list[bytes | bytearray]:
-        """A choice as JSON."""
-        written = encode({"index": index} | content | {"finish_reason": choice.finish_reason})[:-1]
-        parts: list[bytes | bytearray] = [written, b',"logprobs":']
+    def _logprobs(self, choice: Choice) -> list[bytes | bytearray]:
+        """Those of a choice, as JSON in parts."""
         if not choice.logprobs:
-            return [*parts, b"null}"]
-        parts.append(self.logprobs_head)
+            return [b"null"]
+        parts: list[bytes | bytearray] = [self.logprobs_head]
         for name, items in choice.logprobs.items():
             parts += [b'"%s":[' % name.encode(), items, b"],"]
-        return [*parts[:-1], b"]}}"]
+        return [*parts[:-1], b"]}"]
 
     @abstractmethod
     def _add(self, piece: Piece, choice: Choice) -> None:
         """Add a piece to a choice."""
 
     @abstractmethod
-    def _whole_content(self, choice: Choice) -> dict[str, Any]:
-        """What all of a choice says."""
+    def _whole_fields(self, choice: Choice) -> dict[str, Any]:
+        """The fields of all of a choice, but for its logprobs."""
 
     @abstractmethod
-    def _event_content(self, choice: Choice) -> dict[str, Any]:
-        """What an event says of a choice."""
+    def _event_fields(self, choice: Choice) -> dict[str, Any]:
+        """The fields of a choice in an event, likewise."""
 
 
 class ChatResponder(Responder):
@@ -175,22 +190,22 @@ class ChatResponder(Responder):
 
     def _add(self, piece: Piece, choice: Choice) -> None:
         if piece.index not in self._parsers:
-            choice.said |= {"role": "assistant", "content": io.StringIO()}
+            choice.said |= {"role": "assistant", "content": Text()}
         if piece.thought:
-            choice.write("reasoning_content", piece.thought)
+            choice.say("reasoning_content", piece.thought)
         parser = self._parsers[piece.index]
         number = parser.num_calls - 1
         for kind, text in parser.push(piece.text, piece.finish_reason is not None):
             if kind not in ("call", "arguments"):
-                choice.write(kind, text)
+                choice.say(kind, text)
                 continue
             calls: dict[int, dict[str, Any]] = choice.said.setdefault("tool_calls", {})
             if kind == "call":
                 number += 1
                 head = {"index": number, "id": f"call_{secrets.token_hex(12)}", "type": "function"}
-                calls[number] = head | {"function": {"name": text, "arguments": io.StringIO()}}
+                calls[number] = head | {"function": {"name": text, "arguments": Text()}}
             else:
-                calls.setdefault(number, {"index": number, "function": {"arguments": io.StringIO()}})
+                calls.setdefault(number, {"index": number, "function": {"arguments": Text()}})
                 calls[number]["function"]["arguments"].write(text)
         if piece.logprobs is not None:
             choice.list_tokens({"content": _chat_logprobs(piece.logprobs)})
@@ -198,17 +213,18 @@ class ChatResponder(Responder):
         called = piece.finish_reason == "stop" and parser.num_calls and not self._is_named
         choice.finish_reason = "tool_calls" if called else piece.finish_reason
 
-    def _whole_content(self, choice: Choice) -> dict[str, Any]:
+    def _whole_fields(self, choice: Choice) -> dict[str, Any]:
         for call in choice.said.get("tool_calls", {}).values():
             del call["index"]
-        message = self._event_content(choice)["delta"] | {"refusal": None}
-        if len(message) > 3 and not message["content"].tell():
+        message = self._event_fields(choice)["delta"] | {"refusal": None}
+        if len(message) > 3 and not message["content"].escaped:
             message["content"] = None  # beside a thought or calls
-        return {"message": message}
+        return {"message": message, "finish_reason": choice.finish_reason}
 
-    def _event_content(self, choice: Choice) -> dict[str, Any]:
+    def _event_fields(self, choice: Choice) -> dict[str, Any]:
         calls = choice.said.get("tool_calls")
-        return {"delta": choice.said | ({"tool_calls": list(calls.values())} if calls else {})}
+        delta = choice.said | ({"tool_calls": list(calls.values())} if calls else {})
+        return {"delta": delta, "finish_reason": choice.finish_reason}
 
 
 class CompletionResponder(Responder):
@@ -219,15 +235,15 @@ class CompletionResponder(Responder):
 
     def _add(self, piece: Piece, choice: Choice) -> None:
         if piece.text:
-            choice.write("text", piece.text)
+            choice.say("text", piece.text)
         if piece.logprobs is not None:
             choice.list_tokens(_legacy_logprobs(piece.logprobs))
         choice.finish_reason = piece.finish_reason
 
-    def _event_content(self, choice: Choice) -> dict[str, Any]:
-        return {"text": choice.said.get("text", "")}
+    def _event_fields(self, choice: Choice) -> dict[str, Any]:
+        return {"text": choice.said.get("text", ""), "finish_reason": choice.finish_reason}
 
-    _whole_content = _event_content
+    _whole_fields = _event_fields
 
 
 def _chat_logprobs(listed: Sequence[ListedToken]) -> list[dict[str, Any]]:
