@@ -20,7 +20,7 @@ from mini_engine.api.tool_calls import CALL_END, Function, Tool, ToolCall, Tools
 
 MAX_MESSAGES = 4096
 MAX_STOP_STRINGS = 16  # OpenAI takes 4; more cost little here
-MAX_STOP_LENGTH = 1024  # characters; text that may start a stop string costs up to as many comparisons per token
+MAX_STOP_LENGTH = 1024  # characters
 MAX_CHOICES = 128  # OpenAI's limit on `n`
 MAX_LOGPROBS = 20  # OpenAI's limit on `top_logprobs`
 MAX_BIASED_TOKENS = 1024  # a bias is written to the device for each of them

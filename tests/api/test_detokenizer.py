@@ -15,7 +15,6 @@ from transformers import AutoTokenizer
 from mini_engine.api.detokenizer import Detokenizer, Vocabulary
 from mini_engine.api.generation import Piece, Sample
 from mini_engine.api.protocol import CompletionRequest
-from mini_engine.api.stop_strings import StopSearch, StopStrings
 from mini_engine.api.tool_calls import TAGS, AnswerParser
 from mini_engine.media.processor import MediaProcessor
 from mini_engine.messages import FinishReason, RequestOutput, SamplingParams, TokenLogprob
@@ -149,11 +148,7 @@ def test_stop_strings_act_after_the_thought(
     assert piece.finish_reason == ("stop" if found else "length")
 
 
-def test_text_is_held_back_only_while_it_may_be_a_stop_string_or_become_a_character(
-    tokenizer: Any, vocabulary: Vocabulary
-) -> None:
-    stops = StopSearch(StopStrings(("STOP",)))
-    assert [stops.push(text) for text in "xSTSTx"] == ["x", "", "", "ST", "", "STx"]
+def test_text_is_held_back_only_while_it_may_become_a_character(tokenizer: Any, vocabulary: Vocabulary) -> None:
     first, *_ = encode(tokenizer, "Ж")
     detokenizer = Detokenizer(vocabulary)
     assert [detokenizer.push(first) for _ in range(3)] == ["", "�", "�"]
