@@ -6,13 +6,17 @@ an engine. The others, in vLLM's form, ask no engine: the media of a conversatio
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from mini_engine.api.body import INLINE_CHARACTERS, read_body, run_sized, takes
+from mini_engine.api.body import INLINE_CHARACTERS, JSON, read_body, run_sized, takes
 from mini_engine.api.chat import check_budget, prompt_sources
 from mini_engine.api.chat_completions import fit, prepare, render
 from mini_engine.api.context import AppContext, context_of
@@ -38,6 +42,7 @@ async def completions(request: Request) -> Response:
     await context.sampling.check(asked)
     generations: dict[Generation, NewRequest] = {}
     for number, prompt in enumerate(asked.prompts):
+        await asyncio.sleep(0)  # each may take some milliseconds
         token_ids = await _encode(context, asked, prompt) if isinstance(prompt, str) else _check(context, prompt)
         new = context.sampling.new_request(asked, f"{request_id}-prompt{number}" if number else request_id, token_ids)
         clock, first_index = RequestClock() if number else request.state.clock, number * asked.num_choices
@@ -90,11 +95,23 @@ async def tokenize(request: Request) -> Response:
         special = asked.add_special_tokens is not False
         encode = partial(context.renderer.encode, asked.prompt, special, allow_placeholders=True)
         tokens = await run_sized(encode, len(asked.prompt), INLINE_CHARACTERS)
-    names = [context.renderer.tokenizer.id_to_token(token) for token in tokens] if asked.return_token_strs else None
-    body = {"count": len(tokens), "max_model_len": context.limits.max_model_len, "tokens": tokens, "token_strs": names}
     kinds = ("image", "video")
     counts = {f"{kind}_tokens": sum(one.num_tokens for one in media if one.modality == kind) for kind in kinds}
-    return JSONResponse(body | {"prompt_tokens_details": counts})
+    body = {"count": len(tokens), "max_model_len": context.limits.max_model_len, "prompt_tokens_details": counts}
+
+    def encode_body() -> bytes:
+        # In parts: between them other threads can run.
+        parts = [tokens[start : start + INLINE_CHARACTERS] for start in range(0, len(tokens), INLINE_CHARACTERS)]
+        name = context.renderer.tokenizer.id_to_token
+        names = _joined([name(token) for token in part] for part in parts) if asked.return_token_strs else None
+        return msgspec.json.encode(body | {"tokens": _joined(parts), "token_strs": names})
+
+    return Response(await run_sized(encode_body, len(tokens), INLINE_CHARACTERS), media_type=JSON)
+
+
+def _joined(parts: Iterable[list[Any]]) -> msgspec.Raw:
+    """The parts of a list as the JSON of the whole."""
+    return msgspec.Raw(b"[" + b",".join(msgspec.json.encode(part)[1:-1] for part in parts) + b"]")
 
 
 @router.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
