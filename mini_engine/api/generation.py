@@ -1,17 +1,16 @@
 """A request at its engine, and the text of each of its samples, incrementally.
 
-Only `Generation` decides whether a request is finished: `responses.py` iterates over its `pieces`, and `Engine` calls
-the rest. Shared by chat and legacy completions. Belongs to the event loop's thread.
+Only `Generation` decides whether a request is finished: `pieces.py` takes its pieces, and `Engine` calls the rest.
+Shared by chat and legacy completions. Belongs to the event loop's thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
-import functools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,7 +27,6 @@ from mini_engine.messages import EngineTimes, FinishReason, NewRequest, RequestO
 
 logger = logging.getLogger(__name__)
 
-TURN_SECONDS = 0.002  # that the pieces of a request may be taken and used before others have the event loop
 PIECE_OUTPUTS = 16  # most that one piece is made of: with 20 logprobs each, some milliseconds
 
 FinishedBy = Literal["stop", "length"]
@@ -69,7 +67,7 @@ class Sample:
         self._with_logprobs = sampling.logprobs is not None
         self._hidden_ends = () if include_stop else sampling.stop_token_ids  # without text where they end the sample
         self._ended = False  # by the engine
-        self._outputs: collections.deque[RequestOutput] = collections.deque()
+        self._outputs: list[RequestOutput] = []
 
     @property
     def is_waiting(self) -> bool:
@@ -86,7 +84,7 @@ class Sample:
     def take(self) -> Piece:
         """The piece that the next outputs make, at most `PIECE_OUTPUTS`. One with a finish reason, which may be that of
         a stop string, is the last."""
-        outputs = [self._outputs.popleft() for _ in range(min(len(self._outputs), PIECE_OUTPUTS))]
+        outputs, self._outputs = self._outputs[:PIECE_OUTPUTS], self._outputs[PIECE_OUTPUTS:]
         reason, before = outputs[-1].finish_reason, self.completion_tokens
         said: list[tuple[str, str]] = []
         listed: list[ListedToken] | None = [] if self._with_logprobs else None
@@ -117,14 +115,13 @@ class Sample:
 
     def end(self) -> None:
         """There are no more pieces; outputs that were not taken are dropped."""
-        self.over = True
-        self._outputs.clear()
+        self.over, self._outputs = True, []
         if self.times is not None and not self._ended:  # its last token is the one that was taken now
             self.times = msgspec.structs.replace(self.times, last_token=time.monotonic())
 
 
 class Generation:
-    """One request, whose pieces `pieces` iterates over. As a context it aborts, when it is left, what has not ended.
+    """One request, and the pieces of its choices. As a context it aborts, when it is left, what has not ended.
 
     Args:
         asked: what the client asked for; `request` is what the engine gets of it, with its siblings.
@@ -245,31 +242,3 @@ class Generation:
         self._unfinished -= 1
         if self.finish_at_engine is not None:
             self.finish_at_engine(sample.request_id, reason)  # without effect if the engine has ended it
-
-
-async def pieces(generations: Sequence[Generation]) -> AsyncGenerator[Piece, None]:
-    """The pieces of all choices; tokens that arrive faster than they are taken are one. A caller that is slow, or has
-    many to take, does not hold the event loop. Raises as `Generation.take`."""
-    arrived = asyncio.Event()
-    for generation in generations:
-        generation.arrived = arrived
-    resumed = time.monotonic()
-    while unfinished := [generation for generation in generations if not generation.over]:
-        arrived.clear()
-        for generation in unfinished:
-            if generation.is_waiting:
-                if time.monotonic() - resumed > TURN_SECONDS:
-                    async with _turns(asyncio.get_running_loop()):
-                        await asyncio.sleep(0)
-                    resumed = time.monotonic()
-                yield generation.take()
-                arrived.set()  # there may be more
-        if not arrived.is_set():
-            await arrived.wait()
-            resumed = time.monotonic()
-
-
-@functools.lru_cache(maxsize=1)
-def _turns(_: asyncio.AbstractEventLoop) -> asyncio.Lock:
-    """Of those that have used up a turn, one goes on in each iteration of the loop, first come, first served."""
-    return asyncio.Lock()

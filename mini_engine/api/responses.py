@@ -25,7 +25,8 @@ from starlette.types import Receive, Scope, Send
 from mini_engine.api.body import JSON
 from mini_engine.api.detokenizer import ListedToken
 from mini_engine.api.errors import error_event, explain
-from mini_engine.api.generation import Generation, Piece, pieces
+from mini_engine.api.generation import Generation, Piece
+from mini_engine.api.pieces import pieces
 from mini_engine.api.protocol import ChatRequest, GenerationRequest, StreamOptions
 from mini_engine.api.tool_calls import AnswerParser, Tool
 

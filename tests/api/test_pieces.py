@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from mini_engine.api import generation
+from mini_engine.api import pieces as module
 from mini_engine.api.detokenizer import Vocabulary
-from mini_engine.api.generation import PIECE_OUTPUTS, Generation, Piece, pieces
+from mini_engine.api.generation import PIECE_OUTPUTS, Generation, Piece
+from mini_engine.api.pieces import pieces
 from mini_engine.api.protocol import CompletionRequest
 from mini_engine.api.timings import RequestClock
 from mini_engine.media.processor import MediaProcessor
@@ -38,7 +39,7 @@ def waiting(processor: MediaProcessor) -> Any:
 
 async def test_requests_with_many_pieces_take_turns(waiting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One piece of one request in each iteration of the event loop."""
-    monkeypatch.setattr(generation, "TURN_SECONDS", -1)
+    monkeypatch.setattr(module, "TURN_SECONDS", -1)
     text, iterations, taken = "\n" * 100, 0, list[tuple[int, int, Piece]]()
 
     async def iterate() -> None:
