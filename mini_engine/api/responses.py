@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import io
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -34,37 +35,20 @@ DONE = b"data: [DONE]\n\n"
 PART_BYTES = 1 << 18  # of a response, written at a time
 
 
-class Text:
-    """A string as JSON, encoded as it comes."""
-
-    __slots__ = ("escaped",)
-
-    def __init__(self) -> None:
-        self.escaped = bytearray()  # without the quotes
-
-    def write(self, text: str) -> None:
-        """Add to its end."""
-        self.escaped += msgspec.json.encode(text)[1:-1]
-
-
-def _encode_text(text: Text) -> msgspec.Raw:
-    return msgspec.Raw(b'"' + text.escaped + b'"')
-
-
-encode = msgspec.json.Encoder(enc_hook=_encode_text).encode
+encode = msgspec.json.Encoder(enc_hook=io.StringIO.getvalue).encode
 
 
 @dataclass(slots=True)
 class Choice:
-    """What pieces of a choice add up to: JSON of each text and each list, not objects for each token."""
+    """What pieces of a choice add up to: a buffer for each text and each list, not objects for each token."""
 
-    said: dict[str, Any] = field(default_factory=dict)  # texts are `Text`, calls are in a dict by their number
+    said: dict[str, Any] = field(default_factory=dict)  # texts are `io.StringIO`, calls a dict by their number
     logprobs: dict[str, bytearray] = field(default_factory=dict)  # the JSON of each list's items; empty: not asked for
     finish_reason: str | None = None
 
     def say(self, kind: str, text: str) -> None:
         """Add to the text `kind`."""
-        self.said.setdefault(kind, Text()).write(text)
+        self.said.setdefault(kind, io.StringIO()).write(text)
 
     def list_tokens(self, logprobs: Mapping[str, Sequence[Any]]) -> None:
         """Add to the lists."""
@@ -191,7 +175,7 @@ class ChatResponder(Responder):
 
     def _add(self, piece: Piece, choice: Choice) -> None:
         if piece.index not in self._parsers:
-            choice.said |= {"role": "assistant", "content": Text()}
+            choice.said |= {"role": "assistant", "content": io.StringIO()}
         if piece.thought:
             choice.say("reasoning_content", piece.thought)
         parser = self._parsers[piece.index]
@@ -204,9 +188,9 @@ class ChatResponder(Responder):
             if kind == "call":
                 number += 1
                 head = {"index": number, "id": f"call_{secrets.token_hex(12)}", "type": "function"}
-                calls[number] = head | {"function": {"name": text, "arguments": Text()}}
+                calls[number] = head | {"function": {"name": text, "arguments": io.StringIO()}}
             else:
-                calls.setdefault(number, {"index": number, "function": {"arguments": Text()}})
+                calls.setdefault(number, {"index": number, "function": {"arguments": io.StringIO()}})
                 calls[number]["function"]["arguments"].write(text)
         if piece.logprobs is not None:
             choice.list_tokens({"content": _chat_logprobs(piece.logprobs)})
@@ -218,7 +202,7 @@ class ChatResponder(Responder):
         for call in choice.said.get("tool_calls", {}).values():
             del call["index"]
         message = self._event_fields(choice)["delta"] | {"refusal": None}
-        if len(message) > 3 and not message["content"].escaped:
+        if len(message) > 3 and not message["content"].tell():
             message["content"] = None  # beside a thought or calls
         return {"message": message, "finish_reason": choice.finish_reason}
 
