@@ -6,7 +6,9 @@ an engine. The others, in vLLM's form, ask no engine: the media of a conversatio
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -41,6 +43,7 @@ async def completions(request: Request) -> Response:
     context.sampling.check(asked)
     generations: dict[Generation, NewRequest] = {}
     for number, prompt in enumerate(asked.prompts):
+        await asyncio.sleep(0)  # each may take some milliseconds
         token_ids = await _encode(context, asked, prompt) if isinstance(prompt, str) else _check(context, asked, prompt)
         own_id, client = f"{request_id}-prompt{number}" if number else request_id, request.state.client
         new = context.sampling.new_request(asked, own_id, token_ids, client=client)
@@ -95,14 +98,23 @@ async def tokenize(request: Request) -> Response:
         special = asked.add_special_tokens is not False
         encode = partial(context.renderer.encode, asked.prompt, special, allow_placeholders=True)
         tokens = await run_sized(encode, len(asked.prompt), INLINE_CHARACTERS)
-    name = partial(map, context.renderer.tokenizer.id_to_token)
-    names = (
-        await run_sized(lambda: list(name(tokens)), len(tokens), INLINE_CHARACTERS) if asked.return_token_strs else None
-    )
-    body = {"count": len(tokens), "max_model_len": context.limits.max_model_len, "tokens": tokens, "token_strs": names}
     kinds = ("image", "video")
     counts = {f"{kind}_tokens": sum(one.num_tokens for one in media if one.modality == kind) for kind in kinds}
-    return _json_response(body | {"prompt_tokens_details": counts})
+    body = {"count": len(tokens), "max_model_len": context.limits.max_model_len, "prompt_tokens_details": counts}
+
+    def encode_body() -> bytes:
+        # In parts: between them other threads can run.
+        parts = [tokens[start : start + INLINE_CHARACTERS] for start in range(0, len(tokens), INLINE_CHARACTERS)]
+        name = context.renderer.tokenizer.id_to_token
+        names = _joined([name(token) for token in part] for part in parts) if asked.return_token_strs else None
+        return msgspec.json.encode(body | {"tokens": _joined(parts), "token_strs": names})
+
+    return Response(await run_sized(encode_body, len(tokens), INLINE_CHARACTERS), media_type=JSON)
+
+
+def _joined(parts: Iterable[list[Any]]) -> msgspec.Raw:
+    """The parts of a list as the JSON of the whole."""
+    return msgspec.Raw(b"[" + b",".join(msgspec.json.encode(part)[1:-1] for part in parts) + b"]")
 
 
 @router.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
@@ -118,9 +130,4 @@ async def detokenize(request: Request) -> Response:
     context.sampling.check_tokens("tokens", asked.tokens)
     decode = partial(context.renderer.tokenizer.decode_batch, [asked.tokens], skip_special_tokens=False)
     (text,) = await run_sized(decode, len(asked.tokens), INLINE_CHARACTERS)
-    return _json_response({"prompt": text})
-
-
-def _json_response(body: dict[str, Any]) -> Response:
-    """By msgspec: `json` would block other requests ten times as long for a million token ids."""
-    return Response(msgspec.json.encode(body), media_type=JSON)
+    return Response(msgspec.json.encode({"prompt": text}), media_type=JSON)

@@ -1,6 +1,6 @@
 """A request at its engine, and the text of each of its samples, incrementally.
 
-Only `Generation` decides whether a request is finished: `responses.py` iterates over it, and `Engine` calls the rest.
+Only `Generation` decides whether a request is finished: `pieces.py` takes its pieces, and `Engine` calls the rest.
 Shared by chat and legacy completions. Belongs to the event loop's thread.
 """
 
@@ -16,15 +16,18 @@ from typing import Any, Literal
 
 import msgspec
 
-from mini_engine.api.detokenizer import Detokenizer, ListedToken, StopStrings, Vocabulary
+from mini_engine.api.detokenizer import Detokenizer, ListedToken, Vocabulary
 from mini_engine.api.errors import ApiError, EngineError, bad_request
 from mini_engine.api.protocol import GenerationRequest
+from mini_engine.api.stop_strings import StopSearch, stop_strings
 from mini_engine.api.timings import RequestClock
 from mini_engine.api.tool_calls import AnswerParser
 from mini_engine.log import about
 from mini_engine.messages import EngineTimes, FinishReason, NewRequest, RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
+
+PIECE_OUTPUTS = 16  # most that one piece is made of: with 20 logprobs each, some milliseconds
 
 FinishedBy = Literal["stop", "length"]
 FinishAtEngine = Callable[[str, FinishReason], None]  # ends a sample, by its id
@@ -59,7 +62,7 @@ class Sample:
         self.times: EngineTimes | None = None  # of the first sample, once its first token arrived
         self._detokenizer = Detokenizer(vocabulary, asked.skip_special_tokens is not False)
         self._thoughts = thoughts
-        self._stops = StopStrings(asked.stop_strings, include_stop)
+        self._stops = StopSearch(stop_strings(tuple(asked.stop_strings)), include_stop)
         self._min_tokens = sampling.min_tokens  # no stop string counts that these complete, as in vLLM
         self._with_logprobs = sampling.logprobs is not None
         self._hidden_ends = () if include_stop else sampling.stop_token_ids  # without text where they end the sample
@@ -79,9 +82,9 @@ class Sample:
         self._outputs.append(output)
 
     def take(self) -> Piece:
-        """The piece that the outputs since the last call make. One with a finish reason, which may be that of a stop
-        string, is the last."""
-        outputs, self._outputs = self._outputs, []
+        """The piece that the next outputs make, at most `PIECE_OUTPUTS`. One with a finish reason, which may be that of
+        a stop string, is the last."""
+        outputs, self._outputs = self._outputs[:PIECE_OUTPUTS], self._outputs[PIECE_OUTPUTS:]
         reason, before = outputs[-1].finish_reason, self.completion_tokens
         said: list[tuple[str, str]] = []
         listed: list[ListedToken] | None = [] if self._with_logprobs else None
@@ -89,17 +92,17 @@ class Sample:
         logprobs = [each for output in outputs for each in output.logprobs]
         hidden = reason == "stop" and bool(token_ids) and token_ids[-1] in self._hidden_ends
         for position, token_id in enumerate(token_ids, 1):
-            if self._stops.found is not None:
+            if self._stops.found:
                 break
             self.completion_tokens += 1
             if listed is not None:
                 listed.append(self._detokenizer.list_token(logprobs[position - 1]))
             if not (hidden and position == len(token_ids)):
                 said.append(self._split(self._detokenizer.push(token_id)))
-        if reason is not None and self._stops.found is None:
+        if reason is not None and not self._stops.found:
             said.append(self._split(self._detokenizer.finish(), last=True))
         finished: FinishedBy | None = "length" if reason == "length" else "stop" if reason else None
-        if self._stops.found is not None:
+        if self._stops.found:
             finished = "stop"
         thought, text = "".join(thought for thought, _ in said), "".join(text for _, text in said)
         return Piece(self.index, self.completion_tokens - before, thought, text, finished, listed)
@@ -118,10 +121,7 @@ class Sample:
 
 
 class Generation:
-    """One request, as an asynchronous iterator over the pieces of its choices. As a context it aborts, when it is left,
-    what has not ended.
-
-    Tokens that arrive faster than they are taken are one piece; no sample is taken twice while another waits.
+    """One request, and the pieces of its choices. As a context it aborts, when it is left, what has not ended.
 
     Args:
         asked: what the client asked for; `request` is what the engine gets of it, with its siblings.
@@ -157,12 +157,13 @@ class Generation:
         self._error: ApiError | None = None
         self._grammar_field = asked.grammar_field
         self._waiting: collections.deque[Sample] = collections.deque()  # samples with outputs, each once
-        self._arrival: asyncio.Future[None] | None = None
+        self.arrived = asyncio.Event()  # set when there is something to take
+        self._unfinished = len(ids)  # samples
 
     @property
     def over(self) -> bool:
         """Whether every sample has ended: there are no more pieces."""
-        return all(sample.over for sample in self.samples.values())
+        return not self._unfinished
 
     @property
     def completion_tokens(self) -> int:
@@ -176,22 +177,21 @@ class Generation:
 
     # --- for the HTTP side -------------------------------------------------------------------------------------------
 
-    def __aiter__(self) -> Generation:
-        return self
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is something to take."""
+        return bool(self._waiting or self._error)
 
-    async def __anext__(self) -> Piece:
-        """Wait for tokens of any sample. Raises EngineError: the engine has failed at the request, or is down; and
-        ApiError, a 400: its grammar cannot be followed."""
-        if self.over:
-            raise StopAsyncIteration
-        while not (self._waiting or self._error):
-            self._arrival = asyncio.get_running_loop().create_future()
-            await self._arrival
+    def take(self) -> Piece:
+        """The next piece; no sample is taken twice while another waits. Raises EngineError: the engine has failed at
+        the request, or is down; and ApiError, a 400: its grammar cannot be followed."""
         if self._error is not None:
             self._end("error")
             raise self._error
         sample = self._waiting.popleft()
         piece = sample.take()
+        if sample.is_waiting:
+            self._waiting.append(sample)
         self.clock.tokens(self.num_prompt_tokens, piece.num_tokens, piece.index)
         if piece.finish_reason is not None:
             self._finish(sample, "stop")  # without effect unless a stop string ended it
@@ -223,12 +223,12 @@ class Generation:
         if not sample.is_waiting:
             self._waiting.append(sample)
         sample.add(output)
-        self._wake()
+        self.arrived.set()
 
     def fail(self, error: ApiError) -> None:
         """The engine sends no more outputs: fail the request with `error`."""
         self._error = error
-        self._wake()
+        self.arrived.set()
 
     def _end(self, reason: FinishReason) -> None:
         for sample in self.samples.values():
@@ -244,9 +244,6 @@ class Generation:
         if sample.is_waiting:
             self._waiting.remove(sample)
         sample.end()
+        self._unfinished -= 1
         if self.finish_at_engine is not None:
             self.finish_at_engine(sample.request_id, reason)  # without effect if the engine has ended it
-
-    def _wake(self) -> None:
-        if self._arrival is not None and not self._arrival.done():
-            self._arrival.set_result(None)

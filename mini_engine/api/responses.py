@@ -1,6 +1,7 @@
 """The HTTP response to a request for text: chat completions and legacy completions, whole or as server-sent events.
 
-In OpenAI's form. Encoded by msgspec, since a stream has one event for each step. Knows nothing of engines.
+In OpenAI's form. Encoded by msgspec, since a stream has one event for each step; what a whole response holds of many
+tokens is encoded as they come, and leaves in parts. Knows nothing of engines.
 """
 
 from __future__ import annotations
@@ -8,24 +9,52 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import io
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import msgspec
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from mini_engine.api.body import JSON
 from mini_engine.api.detokenizer import ListedToken
 from mini_engine.api.errors import error_event, explain
 from mini_engine.api.generation import Generation, Piece
+from mini_engine.api.pieces import pieces
 from mini_engine.api.protocol import ChatRequest, GenerationRequest, StreamOptions
 from mini_engine.api.tool_calls import AnswerParser, Tool
 
 DONE = b"data: [DONE]\n\n"
+PART_BYTES = 1 << 18  # of a response, written at a time
+
+
+encode = msgspec.json.Encoder(enc_hook=io.StringIO.getvalue).encode
+
+
+@dataclass(slots=True)
+class Choice:
+    """What pieces of a choice add up to: a buffer for each text and each list, not objects for each token."""
+
+    said: dict[str, Any] = field(default_factory=dict)  # texts are `io.StringIO`, calls a dict by their number
+    logprobs: dict[str, bytearray] = field(default_factory=dict)  # the JSON of each list's items; empty: not asked for
+    finish_reason: str | None = None
+
+    def say(self, kind: str, text: str) -> None:
+        """Add to the text `kind`."""
+        self.said.setdefault(kind, io.StringIO()).write(text)
+
+    def list_tokens(self, logprobs: Mapping[str, Sequence[Any]]) -> None:
+        """Add to the lists."""
+        for name, items in logprobs.items():
+            written = self.logprobs.setdefault(name, bytearray())
+            written += b"," * bool(items and written) + msgspec.json.encode(items)[1:-1]
 
 
 class Responder(ABC):
@@ -33,6 +62,7 @@ class Responder(ABC):
 
     whole_object: str
     event_object: str
+    logprobs_head: bytes
 
     def __init__(self, asked: GenerationRequest, request_id: str, model: str):
         self._head = {"id": request_id, "created": int(time.time()), "model": model}
@@ -49,15 +79,23 @@ class Responder(ABC):
         first event."""
         if self._stream:
             events = self._events(generations)
-            return EventStream(await anext(events), events)
-        choices: dict[int, list[Piece]] = {}
-        async with contextlib.aclosing(_pieces(generations)) as pieces:
-            async for piece in pieces:
-                choices.setdefault(piece.index, []).append(piece)
-        written = [self._whole_choice(joined(choices[index])) for index in sorted(choices)]
-        body = {"object": self.whole_object, "choices": written, "usage": _usage(generations)}
-        content = msgspec.json.encode(self._head | body | self._remarks(generations[0]))
-        return Response(content, media_type="application/json")
+            headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+            return StreamedResponse(headers, await anext(events), events)
+        choices: dict[int, Choice] = collections.defaultdict(Choice)
+        async with contextlib.aclosing(pieces(generations)) as coming:
+            async for piece in coming:
+                self._add(piece, choices[piece.index])
+        parts: list[bytes | bytearray] = [encode(self._head | {"object": self.whole_object})[:-1], b',"choices":[']
+        for index in sorted(choices):
+            fields = {"index": index} | self._whole_fields(choices[index])
+            parts += [encode(fields)[:-1], b',"logprobs":', *self._logprobs(choices[index]), b"},"]
+            await asyncio.sleep(0)  # each may be long
+        parts[-1] = b"}],"
+        parts.append(encode({"usage": _usage(generations)} | self._remarks(generations[0]))[1:])
+        length = sum(map(len, parts))
+        if length <= PART_BYTES:
+            return Response(b"".join(parts), media_type=JSON)
+        return StreamedResponse({"content-type": JSON, "content-length": str(length)}, b"", _cut(parts))
 
     async def _events(self, generations: Sequence[Generation]) -> AsyncGenerator[bytes, None]:
         """The events, of which the last leave together. What fails after the first is an event too."""
@@ -65,16 +103,18 @@ class Responder(ABC):
         unfinished = sum(len(generation.samples) for generation in generations)
         prompt_tokens, completion_tokens = sum(generation.num_prompt_tokens for generation in generations), 0
         try:
-            async with contextlib.aclosing(_pieces(generations)) as pieces:
-                async for piece in pieces:
+            async with contextlib.aclosing(pieces(generations)) as coming:
+                async for piece in coming:
                     unfinished -= piece.finish_reason is not None
                     completion_tokens += piece.num_tokens
                     if self._in_every_event:
                         self._usage_so_far = _counts(prompt_tokens, completion_tokens)
-                    choice = self._event_choice(piece)
-                    if choice is not None:
+                    self._add(piece, choice := Choice())
+                    if choice.said or piece.logprobs or piece.finish_reason:
                         started = True
-                        yield self._event(choice) if unfinished else self._last_events(choice, generations)
+                        event = {"index": piece.index} | self._event_fields(choice)
+                        event["logprobs"] = msgspec.Raw(b"".join(self._logprobs(choice)))
+                        yield self._event(event) if unfinished else self._last_events(event, generations)
         except Exception as error:  # noqa: BLE001 - explain() logs what it does not know
             if not started:
                 raise
@@ -84,7 +124,7 @@ class Responder(ABC):
         if self._include_usage:
             fields = {"usage": self._usage_so_far} | fields  # null in all events but the last, if not asked for in each
         body = {"object": self.event_object, "choices": choices} | fields
-        return b"data: " + msgspec.json.encode(self._head | body) + b"\n\n"
+        return b"data: " + encode(self._head | body) + b"\n\n"
 
     def _last_events(self, choice: dict[str, Any], generations: Sequence[Generation]) -> bytes:
         remarks = self._remarks(generations[0])
@@ -98,13 +138,26 @@ class Responder(ABC):
         remarks = {"metrics": timings, "warnings": generation.warnings}
         return {name: value for name, value in remarks.items() if value}
 
-    @abstractmethod
-    def _whole_choice(self, piece: Piece) -> dict[str, Any]:
-        """All of a choice."""
+    def _logprobs(self, choice: Choice) -> list[bytes | bytearray]:
+        """Those of a choice, as JSON in parts."""
+        if not choice.logprobs:
+            return [b"null"]
+        parts: list[bytes | bytearray] = [self.logprobs_head]
+        for name, items in choice.logprobs.items():
+            parts += [b'"%s":[' % name.encode(), items, b"],"]
+        return [*parts[:-1], b"]}"]
 
     @abstractmethod
-    def _event_choice(self, piece: Piece) -> dict[str, Any] | None:
-        """What a piece adds to a choice; None: nothing."""
+    def _add(self, piece: Piece, choice: Choice) -> None:
+        """Add a piece to a choice."""
+
+    @abstractmethod
+    def _whole_fields(self, choice: Choice) -> dict[str, Any]:
+        """The fields of all of a choice, but for its logprobs."""
+
+    @abstractmethod
+    def _event_fields(self, choice: Choice) -> dict[str, Any]:
+        """The fields of a choice in an event, likewise."""
 
 
 class ChatResponder(Responder):
@@ -112,6 +165,7 @@ class ChatResponder(Responder):
 
     whole_object = "chat.completion"
     event_object = "chat.completion.chunk"
+    logprobs_head = b'{"refusal":null,'
 
     def __init__(self, asked: ChatRequest, request_id: str, model: str):
         super().__init__(asked, request_id, model)
@@ -119,67 +173,71 @@ class ChatResponder(Responder):
         self._parsers: dict[int, AnswerParser] = collections.defaultdict(new_parser)  # of the choices that have begun
         self._is_named = isinstance(asked.tool_choice, Tool)
 
-    def _whole_choice(self, piece: Piece) -> dict[str, Any]:
-        said = self._split(piece)
-        for call in said.get("tool_calls", ()):
-            del call["index"]
-        message = {"role": "assistant", "content": None if said else "", "refusal": None} | said
-        return self._choice(piece, "message", message)
-
-    def _event_choice(self, piece: Piece) -> dict[str, Any] | None:
-        first = {} if piece.index in self._parsers else {"role": "assistant", "content": ""}
-        delta = first | self._split(piece)
-        return self._choice(piece, "delta", delta) if delta or piece.logprobs or piece.finish_reason else None
-
-    def _split(self, piece: Piece) -> dict[str, Any]:
-        """What a piece adds to a message: to its texts, and to its calls, where `index` is the number of a call."""
-        texts = {"reasoning_content": piece.thought} if piece.thought else {}
-        calls: dict[int, dict[str, Any]] = {}
+    def _add(self, piece: Piece, choice: Choice) -> None:
+        if piece.index not in self._parsers:
+            choice.said |= {"role": "assistant", "content": io.StringIO()}
+        if piece.thought:
+            choice.say("reasoning_content", piece.thought)
         parser = self._parsers[piece.index]
         number = parser.num_calls - 1
         for kind, text in parser.push(piece.text, piece.finish_reason is not None):
+            if kind not in ("call", "arguments"):
+                choice.say(kind, text)
+                continue
+            calls: dict[int, dict[str, Any]] = choice.said.setdefault("tool_calls", {})
             if kind == "call":
                 number += 1
                 head = {"index": number, "id": f"call_{secrets.token_hex(12)}", "type": "function"}
-                calls[number] = head | {"function": {"name": text, "arguments": ""}}
-            elif kind == "arguments":
-                calls.setdefault(number, {"index": number, "function": {"arguments": ""}})
-                calls[number]["function"]["arguments"] += text
+                calls[number] = head | {"function": {"name": text, "arguments": io.StringIO()}}
             else:
-                texts[kind] = texts.get(kind, "") + text
-        return texts | ({"tool_calls": list(calls.values())} if calls else {})
-
-    def _choice(self, piece: Piece, name: str, content: dict[str, Any]) -> dict[str, Any]:
-        listed = None if piece.logprobs is None else _chat_logprobs(piece.logprobs)
+                calls.setdefault(number, {"index": number, "function": {"arguments": io.StringIO()}})
+                calls[number]["function"]["arguments"].write(text)
+        if piece.logprobs is not None:
+            choice.list_tokens({"content": _chat_logprobs(piece.logprobs)})
         # OpenAI's: a call that the request has named is no reason to stop.
-        called = piece.finish_reason == "stop" and self._parsers[piece.index].num_calls and not self._is_named
-        reason = "tool_calls" if called else piece.finish_reason
-        return {"index": piece.index, name: content, "finish_reason": reason, "logprobs": listed}
+        called = piece.finish_reason == "stop" and parser.num_calls and not self._is_named
+        choice.finish_reason = "tool_calls" if called else piece.finish_reason
+
+    def _whole_fields(self, choice: Choice) -> dict[str, Any]:
+        for call in choice.said.get("tool_calls", {}).values():
+            del call["index"]
+        message = self._event_fields(choice)["delta"] | {"refusal": None}
+        if len(message) > 3 and not message["content"].tell():
+            message["content"] = None  # beside a thought or calls
+        return {"message": message, "finish_reason": choice.finish_reason}
+
+    def _event_fields(self, choice: Choice) -> dict[str, Any]:
+        calls = choice.said.get("tool_calls")
+        delta = choice.said | ({"tool_calls": list(calls.values())} if calls else {})
+        return {"delta": delta, "finish_reason": choice.finish_reason}
 
 
 class CompletionResponder(Responder):
     """Legacy completions, whose events have the form of the whole."""
 
     whole_object = event_object = "text_completion"
+    logprobs_head = b"{"
 
-    def _whole_choice(self, piece: Piece) -> dict[str, Any]:
-        listed = None if piece.logprobs is None else _legacy_logprobs(piece.logprobs)
-        return {"index": piece.index, "text": piece.text, "logprobs": listed, "finish_reason": piece.finish_reason}
+    def _add(self, piece: Piece, choice: Choice) -> None:
+        if piece.text:
+            choice.say("text", piece.text)
+        if piece.logprobs is not None:
+            choice.list_tokens(_legacy_logprobs(piece.logprobs))
+        choice.finish_reason = piece.finish_reason
 
-    def _event_choice(self, piece: Piece) -> dict[str, Any] | None:
-        return self._whole_choice(piece) if piece.text or piece.logprobs or piece.finish_reason else None
+    def _event_fields(self, choice: Choice) -> dict[str, Any]:
+        return {"text": choice.said.get("text", ""), "finish_reason": choice.finish_reason}
+
+    _whole_fields = _event_fields
 
 
-def _chat_logprobs(listed: Sequence[ListedToken]) -> dict[str, Any]:
+def _chat_logprobs(listed: Sequence[ListedToken]) -> list[dict[str, Any]]:
     """Of a token that is a part of a character, `bytes` is exact and `token` has U+FFFD."""
 
     def written(data: bytes, logprob: float) -> dict[str, Any]:
         return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
 
-    content = [
-        written(*one.likely[0]) | {"top_logprobs": [written(*each) for each in one.likely[1:]]} for one in listed
-    ]
-    return {"content": content, "refusal": None}
+    return [written(*one.likely[0]) | {"top_logprobs": [written(*each) for each in one.likely[1:]]} for one in listed]
 
 
 def _legacy_logprobs(listed: Sequence[ListedToken]) -> dict[str, list[Any]]:
@@ -199,59 +257,31 @@ def _legacy_logprobs(listed: Sequence[ListedToken]) -> dict[str, list[Any]]:
     }
 
 
-class EventStream(Response):
-    """A response of server-sent events. The headers leave with `first`, then each of `events`.
+class StreamedResponse(Response):
+    """A response in parts. The headers leave with `first`, then each of `parts`, which is closed however it ends."""
 
-    `events` is closed however the response ends.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]):
-        super().__init__(headers={"cache-control": "no-cache"})
-        del self.headers["content-length"]
+    def __init__(self, headers: Mapping[str, str], first: bytes, parts: AsyncGenerator[bytes, None]):
+        super().__init__()
+        self.raw_headers = Headers(headers).raw
         self._first = first
-        self._events = events
+        self._parts = parts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": self._first, "more_body": True})
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+            async for part in self._parts:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            await self._events.aclose()
+            await self._parts.aclose()
 
 
-async def _pieces(generations: Sequence[Generation]) -> AsyncGenerator[Piece, None]:
-    """The pieces of all generations in order of arrival."""
-    if len(generations) == 1:
-        async for piece in generations[0]:
-            yield piece
-        return
-    coming = {asyncio.ensure_future(anext(generation)): generation for generation in generations}
-    try:
-        while coming:
-            done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                generation = coming.pop(task)
-                piece = task.result()
-                if not generation.over:
-                    coming[asyncio.ensure_future(anext(generation))] = generation
-                yield piece
-    finally:
-        for task in coming:
-            task.cancel()
-        await asyncio.gather(*coming, return_exceptions=True)
-
-
-def joined(pieces: Sequence[Piece]) -> Piece:
-    """Consecutive pieces of one choice as one."""
-    last = pieces[-1]
-    listed = None if last.logprobs is None else [token for piece in pieces for token in piece.logprobs or ()]
-    thought, text = "".join(piece.thought for piece in pieces), "".join(piece.text for piece in pieces)
-    return Piece(last.index, sum(piece.num_tokens for piece in pieces), thought, text, last.finish_reason, listed)
+async def _cut(parts: Sequence[bytes | bytearray]) -> AsyncGenerator[bytes, None]:
+    for part in parts:
+        for start in range(0, len(part), PART_BYTES):
+            await asyncio.sleep(0)
+            yield bytes(part[start : start + PART_BYTES])
 
 
 def _counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:

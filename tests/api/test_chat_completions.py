@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import gc
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import torch
 
+from mini_engine.api import responses
 from mini_engine.api.media_loader import MediaLoader
 from mini_engine.api.protocol import ChatRequest
 from tests.api import serving
@@ -115,6 +117,21 @@ async def test_logprobs(served: Served, stream: bool) -> None:
         assert (one.logprob, [other.logprob for other in one.top_logprobs]) == (-0.25, [-1.0, -2.0])
     assert (await served.ask()).choices[0].logprobs is None
     assert served.core.requests[1].sampling.logprobs is None
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_response_in_parts_is_the_same(served: Served, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    served.says("<think>hm", '</think>a "red" ', "🎈 ", '<tool_call>{"name": "f", "arguments": {}}</tool_call>')
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    chat = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2, "tools": tools}
+    asked = {"n": 3, **(chat if "chat" in path else {"prompt": ["a", "b"], "logprobs": 2})}
+    written = []
+    for nbytes in (responses.PART_BYTES, 100):
+        monkeypatch.setattr(responses, "PART_BYTES", nbytes)
+        response = await served.http.post(path, json=asked)
+        assert response.headers["content-length"] == str(len(response.content))
+        written.append(re.sub(r'"(id|created)":("[\w-]+"|\d+)', "", response.text))
+    assert written[0] == written[1] and len(written[0]) > 1000
 
 
 async def test_conversation_and_tensors_are_freed_once_the_engine_has_them(served: Served) -> None:

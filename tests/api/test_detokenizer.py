@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from mini_engine.api.detokenizer import Detokenizer, StopStrings, Vocabulary
+from mini_engine.api.detokenizer import Detokenizer, Vocabulary
 from mini_engine.api.generation import Piece, Sample
 from mini_engine.api.protocol import CompletionRequest
-from mini_engine.api.responses import joined
 from mini_engine.api.tool_calls import TAGS, AnswerParser
 from mini_engine.media.processor import MediaProcessor
 from mini_engine.messages import FinishReason, RequestOutput, SamplingParams, TokenLogprob
@@ -57,8 +56,10 @@ def read(
         pieces.append(sample.take())
         if pieces[-1].finish_reason is not None:
             break
-    piece = joined(pieces)
-    assert piece.num_tokens == sample.completion_tokens
+    logprobs = [token for piece in pieces for token in piece.logprobs or ()]
+    thought, text = "".join(piece.thought for piece in pieces), "".join(piece.text for piece in pieces)
+    piece = Piece(0, sample.completion_tokens, thought, text, pieces[-1].finish_reason, logprobs)
+    assert piece.num_tokens == sum(piece.num_tokens for piece in pieces)
     assert [each.likely[0][0] for each in piece.logprobs or ()] == [*map(vocabulary.bytes_of, ids[: piece.num_tokens])]
     return piece
 
@@ -147,11 +148,7 @@ def test_stop_strings_act_after_the_thought(
     assert piece.finish_reason == ("stop" if found else "length")
 
 
-def test_text_is_held_back_only_while_it_may_be_a_stop_string_or_become_a_character(
-    tokenizer: Any, vocabulary: Vocabulary
-) -> None:
-    stops = StopStrings(["STOP"])
-    assert [stops.push(text) for text in "xSTSTx"] == ["x", "", "", "ST", "", "STx"]
+def test_text_is_held_back_only_while_it_may_become_a_character(tokenizer: Any, vocabulary: Vocabulary) -> None:
     first, *_ = encode(tokenizer, "Ж")
     detokenizer = Detokenizer(vocabulary)
     assert [detokenizer.push(first) for _ in range(3)] == ["", "�", "�"]
