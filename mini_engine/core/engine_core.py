@@ -359,7 +359,7 @@ class EngineCore:
     ) -> None:
         """End a request for another reason than its tokens: an abort or an error."""
         self._remove(request)
-        self._output(request, RequestOutput(request.id, [], reason, error, is_bad_request))
+        self._output(request, RequestOutput(request.id, [], reason, error, is_bad_request=is_bad_request))
 
     def _remove(self, request: Request) -> None:
         """The only end of a request: frees all that it holds once the dispatched steps have retired."""

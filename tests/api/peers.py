@@ -125,9 +125,7 @@ class ScriptedCore:
             logprobs = [[TokenLogprob(token, -0.25), *ranks] for token in tokens]
         before = self.times.get(request.request_id)
         times = None if before and before.first_token else self._times_of(request)
-        output = RequestOutput(
-            request.request_id, tokens, logprobs=logprobs, num_cached_tokens=self.cached, times=times
-        )
+        output = RequestOutput(request.request_id, tokens, None, None, logprobs, self.cached, times)
         await self.send(Outputs(outputs=[output]))
 
     async def end(
@@ -136,7 +134,9 @@ class ScriptedCore:
     ) -> None:  # fmt: skip
         del self.running[request.request_id]
         times = self._times_of(request) if reason in ("stop", "length") else None
-        output = RequestOutput(request.request_id, tokens or [], reason, error, is_bad_request, times=times)
+        output = RequestOutput(
+            request.request_id, tokens or [], reason, error, times=times, is_bad_request=is_bad_request
+        )
         await self.send(Outputs(outputs=[output]))
         if request in self.requests:
             await self._consumed(request)
