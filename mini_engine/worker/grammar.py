@@ -69,8 +69,6 @@ class Grammars:
                 [sys.executable, "-m", grammar_process.__name__, msgspec.json.encode(spec).decode()],
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors,
-                # Each arena of malloc is 64 MB of address space, which is what bounds a grammar's memory.
-                env={**os.environ, "MALLOC_ARENA_MAX": "2"},
             )
         self._thread = threading.Thread(target=self._forward, name="grammar reports", daemon=True)
         self._thread.start()

@@ -33,7 +33,10 @@ from mini_engine.worker.matchers import PROBLEM, Matchers, Row, Vocabulary
 
 COMPILE_SECONDS = 1  # of processor time, with the first mask
 COMPILING = 2  # grammars at once; others are queued
-MEMORY_BYTES = 256 << 20  # of a process, beyond what the manager has: a schema of 100,000 characters takes 50 MB
+# Of private memory, beyond what the manager has: a schema of 100,000 characters takes 50 MB, and 64 outputs 20 MB more.
+MEMORY_BYTES = 128 << 20
+# Processes whose grammars no output follows are kept for the next one, if they are small: most have 2 MB.
+IDLE, IDLE_BYTES = 16, 16 << 20
 # Of a step. At `MASK_SECONDS`, and every `RETRY_SECONDS` from then on, a process is killed that has not answered, if it
 # had its share of `BLAMED_SECONDS` of processor time, and `ROW_SECONDS` for each row, which few masks take: on a busy
 # machine it may not be at fault. At `STALLED_SECONDS` all are killed.
@@ -88,6 +91,11 @@ class _Process:
         self.places: list[int] = []  # of the step's rows, until it has answered
         self.began = 0.0  # its processor time when it got them
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no output follows its grammar."""
+        return self.is_compiled and not self.is_used
+
     def seconds(self) -> float:
         """Processor time of all its threads. The clock's number is that of clock_getcpuclockid(3) on Linux."""
         return time.clock_gettime(~self.pid << 3 | 2)
@@ -104,6 +112,7 @@ class Manager:
         self._problems: list[str] = []  # of the step's rows
         self._busy: dict[bytes, _Process] = {}  # that have not answered in this step
         self._began = self._check = 0.0  # of the step
+        self._own_bytes = _private_bytes(os.getpid())
         self._selector = selectors.DefaultSelector()
         self._selector.register(requests, selectors.EVENT_READ, self._take_request)
 
@@ -133,10 +142,23 @@ class Manager:
         for digest in request.unused:
             self._queue.pop(digest, None)
             if digest in self._processes:
-                self._processes[digest] = process = self._processes.pop(digest)
-                process.is_used = False
+                self._release(digest, self._processes[digest])
         if request.rows or request.finished:
             self._send_work(request)
+
+    def _release(self, digest: bytes, process: _Process) -> None:
+        """Keep a process for later outputs, or end it: what compiles, or has grown, is not worth its place."""
+        if not process.is_compiled or _private_bytes(process.pid) - self._own_bytes > IDLE_BYTES:
+            self._end(digest, process)
+            return
+        process.is_used = False
+        self._processes[digest] = self._processes.pop(digest)  # the last to be ended
+        self._end_idle(IDLE)
+
+    def _end_idle(self, most: int) -> None:
+        idle = [item for item in self._processes.items() if item[1].is_idle]
+        for digest, process in idle[: max(0, len(idle) - most)]:
+            self._end(digest, process)
 
     def _send_work(self, request: Request) -> None:
         self._problems = [CRASHED] * len(request.rows)
@@ -222,10 +244,9 @@ class Manager:
         compiling = sum(not process.is_compiled for process in self._processes.values())
         while self._queue and compiling < COMPILING:
             if len(self._processes) >= self._vocabulary.rows:
-                idle = [item for item in self._processes.items() if item[1].is_compiled and not item[1].is_used]
-                if not idle:
-                    return
-                self._end(*idle[0])
+                self._end_idle(sum(process.is_idle for process in self._processes.values()) - 1)
+            if len(self._processes) >= self._vocabulary.rows:
+                return
             digest = next(iter(self._queue))
             self._start(digest, self._queue.pop(digest))
             compiling += 1
@@ -275,10 +296,15 @@ def _limit(connection: int) -> None:
     os.closerange(3, connection)
     os.closerange(connection + 1, os.sysconf("SC_OPEN_MAX"))
     Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, the kernel kills this process first
-    own = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    memory = _private_bytes(os.getpid()) + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # no core dump; with 0 a pipe of core_pattern still gets one
-    resource.setrlimit(resource.RLIMIT_AS, (own + MEMORY_BYTES, own + MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CPU, (COMPILE_SECONDS, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def _private_bytes(pid: int) -> int:
+    """Of a process's private memory, written or not: what RLIMIT_DATA bounds, and its stack."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[5]) * resource.getpagesize()
 
 
 def main() -> NoReturn:
