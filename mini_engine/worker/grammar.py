@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mini_engine.kernels.staging import to_device
-from mini_engine.messages import GrammarReady
+from mini_engine.messages import Grammar, GrammarReady
 from mini_engine.worker import grammar_process
 from mini_engine.worker.grammar_process import ManagerSpec, Request
 from mini_engine.worker.matchers import Row
@@ -30,11 +30,10 @@ MASKED = -3.4e38  # added to a logit: exp of the sum is 0, and unlike infinity i
 
 
 class Masks(NamedTuple):
-    """What the rows `rows` of a step's logits may not have; see `Grammars.bars`. A token that only the logits have is
-    never chosen."""
+    """What the rows `rows` of a step's logits may not have. A token that only the logits have is never chosen."""
 
     rows: list[int]
-    bars: Tensor
+    bars: Tensor  # uint8 [n, at least the tokenizer's vocabulary], CPU: 1 where a token does not follow in the grammar
 
     def apply(self, logits: Tensor) -> Tensor:
         """`[n, vocab_size]`, changed in place, or a float32 copy, changed. Does not wait for the device."""
@@ -73,30 +72,33 @@ class Grammars:
         self._thread = threading.Thread(target=self._forward, name="grammar reports", daemon=True)
         self._thread.start()
 
-    def update(self, request: Request) -> None:
-        """Have grammars compiled, or forget some; without `rows`. Raises RuntimeError: the manager exited."""
+    def update(
+        self, grammars: Sequence[Grammar], unused: Sequence[bytes], finished: Sequence[tuple[bytes, str]] = ()
+    ) -> None:
+        """Have these grammars compiled; forget the `unused` digests, and outputs that are `finished`, by the digests of
+        their grammars, if any, and their names. Raises RuntimeError: the manager exited."""
         if not self._thread.is_alive():
             raise RuntimeError("the grammar manager exited")
-        if request != Request():
-            self._requests.send_bytes(msgspec.msgpack.encode(request))
+        finished = [(digest, request_id) for digest, request_id in finished if digest]
+        if grammars or unused or finished:
+            self._requests.send_bytes(msgspec.msgpack.encode(Request([*grammars], [*unused], finished)))
 
-    def follow(self, rows: Sequence[Row]) -> list[str]:
-        """For each row why its output can be followed no further, as a text for the client; empty: `bars` has its mask.
-
-        Waits for the masks, mostly for less than 0.1 s. Raises RuntimeError: the manager exited.
-        """
+    def follow(self, rows: Mapping[int, Row]) -> tuple[Masks | None, dict[int, str]]:
+        """The masks of a step's `rows`; and for each of these that has none why its output can be followed no further,
+        as a text for the client. Waits for them, mostly less than 0.1 s. Raises RuntimeError: the manager exited."""
+        if not rows:
+            return None, {}
         try:
-            self._requests.send_bytes(msgspec.msgpack.encode(Request(rows=[*rows])))
-            return msgspec.msgpack.decode(self._requests.recv_bytes(), type=list[str])
+            self._requests.send_bytes(msgspec.msgpack.encode(Request(rows=[*rows.values()])))
+            problems = msgspec.msgpack.decode(self._requests.recv_bytes(), type=list[str])
         except (EOFError, ConnectionError) as error:
             raise RuntimeError("the grammar manager exited") from error
-
-    def bars(self, places: Sequence[int]) -> Tensor:
-        """Of these rows of the last `follow`: uint8 `[n, at least the tokenizer's vocabulary]` on the CPU: 1 where a
-        token does not follow in the grammar."""
         if self._masks is None:  # the manager gave it its size before it compiled the first grammar
             self._masks = mmap.mmap(self._memory, 0)
-        return bars_of(self._masks, self._max_rows, places)
+        numbers = [*rows]
+        places = [place for place, problem in enumerate(problems) if not problem]
+        masks = Masks([numbers[place] for place in places], bars_of(self._masks, self._max_rows, places))
+        return masks, {number: problem for number, problem in zip(numbers, problems, strict=True) if problem}
 
     def close(self) -> None:
         """Kill all processes, wait for the manager, and close the descriptors."""
@@ -106,6 +108,7 @@ class Grammars:
         self._requests.close()
         self._reports.close()
         os.close(self._memory)
+        self._masks = None  # the mapping holds a descriptor
 
     def _forward(self) -> None:
         decoder = msgspec.msgpack.Decoder(GrammarReady)
@@ -118,6 +121,6 @@ class Grammars:
 
 
 def bars_of(masks: memoryview | mmap.mmap, num_masks: int, places: Sequence[int]) -> Tensor:
-    """See `Grammars.bars`, of masks as `matchers.py` fills them."""
+    """`Masks.bars` of some of the masks that `matchers.py` has filled."""
     bits = np.frombuffer(masks, np.uint8).reshape(num_masks, -1)[places]
     return torch.from_numpy(np.unpackbits(~bits, axis=1, bitorder="little"))

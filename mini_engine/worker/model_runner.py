@@ -26,7 +26,6 @@ from mini_engine.worker import sampler
 from mini_engine.worker.attention import AttentionBackend, StepAttention
 from mini_engine.worker.batch import DecodeBatch, FlatBatch, SequenceState, build_batch
 from mini_engine.worker.grammar import Grammars, Masks
-from mini_engine.worker.grammar_process import Request
 from mini_engine.worker.media_inputs import MediaInputs
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.penalties import Adjustments
@@ -161,9 +160,8 @@ class ModelRunner:
         """
         self._media.check()  # in an empty step, too: a rank that receives nothing answers no ping
         if self.grammars is not None:
-            names = [(self._sequences[name].recipe.params.grammar, name) for name in step.finished]
-            finished = [(grammar, name) for grammar, name in names if grammar]
-            self.grammars.update(Request(step.grammars, step.unused_grammars, finished))
+            finished = [(self._sequences[name].recipe.params.grammar, name) for name in step.finished]
+            self.grammars.update(step.grammars, step.unused_grammars, finished)
         self._forget(step.finished)
         for media_hash in step.evict:
             del self._encoded[media_hash]
@@ -340,13 +338,10 @@ class ModelRunner:
         self._take_tokens()
         stops = batch.stops.tolist()
         rows = {i: row for i, one in enumerate(batch.sampled) if (row := one.row(stops[i])) is not None}
-        if not rows:
-            return None
-        problems = self.grammars.follow([*rows.values()])
-        for i, problem in zip(rows, problems, strict=True):
+        masks, problems = self.grammars.follow(rows)
+        for i, problem in problems.items():
             batch.sampled[i].problem = problem
-        places = [place for place, problem in enumerate(problems) if not problem]
-        return Masks([[*rows][place] for place in places], self.grammars.bars(places))
+        return masks
 
 
 def keep_rows(encoded: dict[bytes, Tensor], item: MediaItem, first: int, rows: Tensor) -> None:

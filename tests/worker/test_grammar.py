@@ -30,7 +30,7 @@ from mini_engine.model.config import ModelConfig
 from mini_engine.worker import sampler
 from mini_engine.worker.batch import SequenceState
 from mini_engine.worker.grammar import Grammars, Masks, bars_of
-from mini_engine.worker.grammar_process import CRASHED, SLOW_MASK, Request
+from mini_engine.worker.grammar_process import CRASHED, SLOW_MASK
 from mini_engine.worker.matchers import Matchers, Row, Vocabulary
 from mini_engine.worker.penalties import BARRED
 from tests.worker import script, tiny
@@ -54,17 +54,21 @@ class Rank:
 
     def compile(self, *grammars: str) -> list[str]:
         """The problem of each."""
-        self.grammars.update(Request([Grammar(digest(grammar), grammar) for grammar in grammars]))
+        self.grammars.update([Grammar(digest(grammar), grammar) for grammar in grammars], [])
         problems = {report.digest: report.problem for report in (self.reports.get(timeout=60) for _ in grammars)}
         return [problems[digest(grammar)] for grammar in grammars]
 
-    def follow(self, outputs: Mapping[str, Sequence[int]]) -> list[str]:
-        """The problem of each output, by its grammar."""
-        return self.grammars.follow([Row(digest(text), text, 0, [*output], ENDS) for text, output in outputs.items()])
+    def follow(self, outputs: Mapping[str, Sequence[int]]) -> list[str | torch.Tensor]:
+        """The problem of each output, by its grammar, or its bars."""
+        rows = [Row(digest(text), text, 0, [*output], ENDS) for text, output in outputs.items()]
+        masks, problems = self.grammars.follow(dict(enumerate(rows)))
+        assert masks is not None
+        bars = dict(zip(masks.rows, masks.bars, strict=True))
+        return [problems[i] if i in problems else bars[i] for i in range(len(rows))]
 
     def finish(self, *grammars: str) -> None:
         names = [*map(digest, grammars)]
-        self.grammars.update(Request(unused=names, finished=[*zip(names, grammars, strict=True)]))
+        self.grammars.update([], names, [*zip(names, grammars, strict=True)])
 
     def close(self) -> None:
         self.grammars.close()
@@ -148,8 +152,8 @@ def follows(rank: Rank, grammar: str, text: str) -> bool:
     assert rank.compile(grammar) == [""]
     try:
         for i, token in enumerate(tokens):
-            assert rank.follow({grammar: tokens[:i]}) == [""]
-            if rank.grammars.bars([0])[0, token]:
+            (bars,) = rank.follow({grammar: tokens[:i]})
+            if bars[token]:
                 return False
         return True
     finally:
@@ -206,8 +210,7 @@ def test_tokens_of_several_digits(tmp_path):
             ("12", DIGITS), ("1.5", DIGITS), ("9223372036854775", DIGITS[:2]), ("-9223372036854775", DIGITS[:2]),
             ("92233720368547758", []), ("0." + "1" * 15, DIGITS[:1]), ("1e", DIGITS[:1]), ("1e-", DIGITS[:1]),
         ]:  # fmt: skip
-            assert rank.follow({number: [model["vocab"][character] for character in text]}) == [""]
-            bars = rank.grammars.bars([0])[0]
+            (bars,) = rank.follow({number: [model["vocab"][character] for character in text]})
             assert [token for token in DIGITS if not bars[model["vocab"][token]]] == may_follow, text
 
 
@@ -225,9 +228,10 @@ def test_a_complete_grammar_ends_even_below_min_tokens(rank):
     sampling = SamplingParams(max_tokens=9, seed=1, stop_token_ids=ENDS, grammar=digest(grammar))
     state = SequenceState(NewSequence("r", [0], sampling, []), VISION, 16)
     for stop in (1, 2, 3, 2, 3, 4):
-        assert rank.grammars.follow([state.row(stop)]) == [""]
+        masks, problems = rank.grammars.follow({0: state.row(stop)})
+        assert not problems
         logits = torch.zeros(1, VOCABULARY).index_fill(1, torch.tensor(ENDS), BARRED)
-        state.tokens[stop] = int(Masks([0], rank.grammars.bars([0])).apply(logits).argmax())
+        state.tokens[stop] = int(masks.apply(logits).argmax())
     assert TEXT.decode(state.tokens[1:4]) == "rrr" and state.tokens[4] in ENDS
     assert state.row(5) is None
     rank.finish(grammar)
@@ -271,14 +275,14 @@ def test_a_grammar_that_takes_too_much_fails_alone(rank):
     assert rank.compile(HONEST) == [""]
     before = rank.processes()
     assert rank.compile(NEVER_ENDING) == [""]
-    alone = [rank.follow({HONEST: output}) == [""] and rank.grammars.bars([0]) for output in outputs]
+    alone = [rank.follow({HONEST: output})[0] for output in outputs]
     for problem, expected in zip(rank.compile(*NEVER_COMPILED), NEVER_COMPILED.values(), strict=True):
         assert re.fullmatch(f"The grammar of this request {expected}; send a simpler one.", problem)
     tilde = TEXT.encode("~").ids
     for output, bars, hostile in zip(outputs, alone, ([], tilde, 2 * tilde), strict=True):
-        problems = rank.follow({NEVER_ENDING: hostile, HONEST: output})
-        assert problems == [SLOW_MASK if len(hostile) == 2 else "", ""]
-        assert torch.equal(rank.grammars.bars([1]), bars)
+        other, unchanged = rank.follow({NEVER_ENDING: hostile, HONEST: output})
+        assert torch.equal(unchanged, bars)
+    assert other == SLOW_MASK
     assert rank.follow({NEVER_ENDING: hostile}) == rank.compile(NEVER_ENDING) == [SLOW_MASK]
     assert {*rank.processes()} <= {*before}
     rank.finish(HONEST)
@@ -294,7 +298,8 @@ def test_the_death_of_a_process_ends_one_grammar():
         assert len(os.listdir(f"/proc/{lost}/fd")) == 4
         assert Path(f"/proc/{lost}/oom_score_adj").read_text() == "1000\n"
         os.kill(lost, signal.SIGKILL)
-        assert rank.follow({"start: /a+/": [], HONEST: []}) == [CRASHED, ""]
+        problem, bars = rank.follow({"start: /a+/": [], HONEST: []})
+        assert problem == CRASHED and not bars.all()
         assert rank.compile("start: /a+/") == [CRASHED]
         (other,) = rank.processes()
         rank.grammars.manager.kill()
@@ -303,7 +308,7 @@ def test_the_death_of_a_process_ends_one_grammar():
         while Path(f"/proc/{other}").exists():
             time.sleep(0.01)
         with pytest.raises(RuntimeError, match="the grammar manager exited"):
-            rank.grammars.update(Request())
+            rank.grammars.update([], [])
     assert os.listdir("/proc/self/fd") == before
 
 
@@ -312,7 +317,7 @@ def test_idle_processes_make_room_for_others():
     grammars = [f"start: /{letter}+/" for letter in "abcd"]
     with contextlib.closing(Rank(rows=2)) as rank:
         assert rank.compile(*grammars[:2]) == ["", ""]
-        rank.grammars.update(Request([Grammar(digest(grammars[2]), grammars[2])]))
+        rank.grammars.update([Grammar(digest(grammars[2]), grammars[2])], [])
         assert rank.compile(grammars[0]) == [""] and rank.reports.empty()  # compiled already; the third is queued
         rank.finish(grammars[1])
         assert rank.reports.get(timeout=60) == GrammarReady(digest(grammars[2]))
