@@ -241,19 +241,22 @@ class Manager:
         self._reports.send_bytes(msgspec.msgpack.encode(GrammarReady(digest, problem)))
 
     def _start_queued(self) -> None:
-        compiling = sum(not process.is_compiled for process in self._processes.values())
-        while self._queue and compiling < COMPILING:
+        while self._queue and sum(not process.is_compiled for process in self._processes.values()) < COMPILING:
             if len(self._processes) >= self._vocabulary.rows:
                 self._end_idle(sum(process.is_idle for process in self._processes.values()) - 1)
             if len(self._processes) >= self._vocabulary.rows:
                 return
             digest = next(iter(self._queue))
             self._start(digest, self._queue.pop(digest))
-            compiling += 1
 
     def _start(self, digest: bytes, grammar: str) -> None:
-        manager, (ours, theirs) = os.getpid(), Pipe()
-        pid = os.fork()
+        manager = os.getpid()
+        try:
+            ours, theirs = Pipe()
+            pid = os.fork()
+        except OSError as error:
+            self._report(digest, f"The grammar of this request gets no process: {error.strerror}; retry later.")
+            return
         if pid == 0:
             try:
                 _follow(self._vocabulary, grammar, theirs, manager)
@@ -292,9 +295,10 @@ def _follow(vocabulary: Vocabulary, grammar: str, connection: Connection, manage
 
 def _limit(connection: int) -> None:
     """Bound what this process takes, and keep this descriptor alone: by it the manager sees that a process exited."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # llguidance's last words could hold a client's lines
     os.closerange(3, connection)
     os.closerange(connection + 1, os.sysconf("SC_OPEN_MAX"))
+    os.close(2)  # llguidance's last words could hold a client's lines
+    os.open(os.devnull, os.O_WRONLY)  # gets the lowest number, which is 2
     Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, the kernel kills this process first
     memory = _private_bytes(os.getpid()) + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # no core dump; with 0 a pipe of core_pattern still gets one

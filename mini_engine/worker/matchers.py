@@ -119,7 +119,8 @@ class Matchers:
         if _may_follow(mask, end):  # so the grammar may end
             mask[end >> 3] ^= 1 << (end & 7)
             for token in row.stop_token_ids:
-                mask[token >> 3] |= 1 << (token & 7)
+                if token < 8 * len(mask):  # else only the logits have it
+                    mask[token >> 3] |= 1 << (token & 7)
         if self._has_json and not _may_follow(mask, quote):  # else it is in a string or a thought
             self._limit_number(self._outputs[row.request_id][1][-_NUMBER_TOKENS:], mask)
 

@@ -8,6 +8,7 @@ import json
 import os
 import queue
 import re
+import resource
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +41,7 @@ TOKENIZER = Path(demo.__file__).parent / "weights" / "tokenizer.json"
 TEXT = Tokenizer.from_file(str(TOKENIZER))
 ENDS = [754, 756]
 VOCABULARY = 800  # of the logits: more than the tokenizer has
+STOPS = [*ENDS, VOCABULARY - 1]
 ROWS = 8
 WORDS = Vocabulary(TOKENIZER, os.memfd_create("masks"), ROWS)
 VISION = ModelConfig.from_dir(BUNDLED_MODEL).vision
@@ -60,7 +62,7 @@ class Rank:
 
     def follow(self, outputs: Mapping[str, Sequence[int]]) -> list[str | torch.Tensor]:
         """The problem of each output, by its grammar, or its bars."""
-        rows = [Row(digest(text), text, 0, [*output], ENDS) for text, output in outputs.items()]
+        rows = [Row(digest(text), text, 0, [*output], STOPS) for text, output in outputs.items()]
         masks, problems = self.grammars.follow(dict(enumerate(rows)))
         assert masks is not None
         bars = dict(zip(masks.rows, masks.bars, strict=True))
@@ -129,7 +131,7 @@ def test_outputs_match_their_regular_expressions_and_schemas(forms, number):
         if not live:
             break
         for i in live:
-            assert matchers[i].fill([(i, Row(b"", "", max(0, place - 1), outputs[i][-1:], ENDS))]) == [""]
+            assert matchers[i].fill([(i, Row(b"", "", max(0, place - 1), outputs[i][-1:], STOPS))]) == [""]
         scores = 4 * torch.randn(ROWS, VOCABULARY, generator=logits)
         scores = Masks(live, bars_of(WORDS.masks, ROWS, live)).apply(scores)
         chosen = sampler.sample(scores, [sampler.Row(sampler.Recipe.of(one), place) for one in asked]).tokens
@@ -326,3 +328,7 @@ def test_idle_processes_make_room_for_others():
         kept = rank.processes()
         assert rank.compile(grammars[2], grammars[3]) == ["", ""]
         assert kept[1] in rank.processes() and len(rank.processes()) == 2
+        rank.finish(grammars[3])
+        resource.prlimit(rank.grammars.manager.pid, resource.RLIMIT_NOFILE, (3, 3))
+        (problem,) = rank.compile(grammars[0])
+        assert problem == "The grammar of this request gets no process: Too many open files; retry later."
