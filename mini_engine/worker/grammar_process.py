@@ -148,12 +148,13 @@ class Manager:
 
     def _release(self, digest: bytes, process: _Process) -> None:
         """Keep a process for later outputs, or end it: what compiles, or has grown, is not worth its place."""
-        if not process.is_compiled or _private_bytes(process.pid) - self._own_bytes > IDLE_BYTES:
-            self._end(digest, process)
-            return
-        process.is_used = False
-        self._processes[digest] = self._processes.pop(digest)  # the last to be ended
-        self._end_idle(IDLE)
+        with contextlib.suppress(OSError):  # out of descriptors
+            if process.is_compiled and _private_bytes(process.pid) - self._own_bytes <= IDLE_BYTES:
+                process.is_used = False
+                self._processes[digest] = self._processes.pop(digest)  # the last to be ended
+                self._end_idle(IDLE)
+                return
+        self._end(digest, process)
 
     def _end_idle(self, most: int) -> None:
         idle = [item for item in self._processes.items() if item[1].is_idle]
