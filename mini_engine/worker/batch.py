@@ -20,7 +20,7 @@ from mini_engine.messages import Chunk, MediaItem, NewSequence
 from mini_engine.model.config import VisionConfig
 from mini_engine.model.rope import PlacedRun, mrope_positions
 from mini_engine.worker.attention import AttentionBackend, Span, StepAttention, attention_order
-from mini_engine.worker.grammar import Constraint
+from mini_engine.worker.matchers import Row
 from mini_engine.worker.sampler import Recipe
 
 
@@ -30,12 +30,14 @@ class SequenceState:
     tokens: int64, room for the prompt and all of its output; known up to the one sampled last.
     blocks: int64, the block table: the first `num_blocks` count.
     state: the slot of its recurrent state, if any.
+    problem: why its grammar can be followed no further, as a text for the client; on rank 0.
     """
 
     def __init__(self, new: NewSequence, vision: VisionConfig, block_size: int) -> None:
         self.request_id = new.request_id
         self.recipe = Recipe.of(new.sampling)
-        self.constraint: Constraint | None = None  # of rank 0, from the first token on, if there is a grammar
+        self.problem = ""
+        self._followed = 0  # tokens of the output that the grammar's process knows
         self.media = new.media
         self.prompt_length = len(new.prompt_token_ids)
         longest = self.prompt_length + new.sampling.max_tokens
@@ -54,6 +56,19 @@ class SequenceState:
         first = 0 if chunk.restart else self.num_blocks
         self.num_blocks = first + len(chunk.block_ids)
         self.blocks[first : self.num_blocks] = chunk.block_ids
+
+    def row(self, stop: int) -> Row | None:
+        """What its grammar's process needs to know for the mask of the token `stop`, once. None: it follows none, has
+        ended or cannot be followed, so its next token does not matter or has no mask."""
+        params, output = self.recipe.params, stop - self.prompt_length
+        if not params.grammar or self.problem:
+            return None
+        kept = min(self._followed, output)  # the last tokens may have been dropped and sampled again
+        tokens = self.tokens[self.prompt_length + kept : stop].tolist()
+        if not set(tokens).isdisjoint(params.stop_token_ids):
+            return None
+        self._followed = output
+        return Row(params.grammar, self.request_id, kept, tokens, params.stop_token_ids)
 
     def position(self, index: int) -> int:
         """Position of a token past the prompt."""

@@ -25,7 +25,7 @@ from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.worker import sampler
 from mini_engine.worker.attention import AttentionBackend, StepAttention
 from mini_engine.worker.batch import DecodeBatch, FlatBatch, SequenceState, build_batch
-from mini_engine.worker.grammar import Constraint, Grammars, Masks
+from mini_engine.worker.grammar import Grammars, Masks
 from mini_engine.worker.media_inputs import MediaInputs
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.penalties import Adjustments
@@ -57,9 +57,8 @@ class Sampling:
             self._result = []
             if self._sampled is not None:
                 reports = self._sampled.logprobs
-                errors = [one.constraint.error if one.constraint else "" for one in self._sequences]
                 self._result = [
-                    SampledToken(one.request_id, token, reports.get(i, []), errors[i])
+                    SampledToken(one.request_id, token, reports.get(i, []), one.problem)
                     for i, (one, token) in enumerate(zip(self._sequences, tokens, strict=True))
                 ]
         return self._result
@@ -160,6 +159,9 @@ class ModelRunner:
         the next decoding's input on the device (`DecodeBatch.feed`); it enters its sequence in `Sampling.result`.
         """
         self._media.check()  # in an empty step, too: a rank that receives nothing answers no ping
+        if self.grammars is not None:
+            finished = [(self._sequences[name].recipe.params.grammar, name) for name in step.finished]
+            self.grammars.update(step.grammars, step.unused_grammars, finished)
         self._forget(step.finished)
         for media_hash in step.evict:
             del self._encoded[media_hash]
@@ -334,13 +336,12 @@ class ModelRunner:
         if self.grammars is None:
             return None
         self._take_tokens()
-        going_on: dict[int, Constraint] = {}
-        for i, (one, stop) in enumerate(zip(batch.sampled, batch.stops.tolist(), strict=True)):
-            if one.recipe.params.grammar:
-                one.constraint = one.constraint or self.grammars.constrain(one.recipe.params)
-                if one.constraint.advance(one.tokens[one.prompt_length : stop]):
-                    going_on[i] = one.constraint
-        return Masks([*going_on], self.grammars.bars([*going_on.values()])) if going_on else None
+        stops = batch.stops.tolist()
+        rows = {i: row for i, one in enumerate(batch.sampled) if (row := one.row(stops[i])) is not None}
+        masks, problems = self.grammars.follow(rows)
+        for i, problem in problems.items():
+            batch.sampled[i].problem = problem
+        return masks
 
 
 def keep_rows(encoded: dict[bytes, Tensor], item: MediaItem, first: int, rows: Tensor) -> None:

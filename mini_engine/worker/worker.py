@@ -1,8 +1,8 @@
 """A worker's process: one rank of one engine, from its start to the loop of `serving.py`.
 
-Beside the main thread there are the receiver of `media_inputs.py` and, on CUDA, the `watch` of `serving.py`. An
-exception ends the process: the supervisor sees it and ends the engine. A rank that has lost another one logs that in a
-line; the supervisor reports what became of that one.
+Beside the main thread there are the receiver of `media_inputs.py`, on rank 0 the reports of `grammar.py`, and, on CUDA,
+the `watch` of `serving.py`. An exception ends the process: the supervisor sees it and ends the engine. A rank that has
+lost another one logs that in a line; the supervisor reports what became of that one.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+import zmq
 
 from mini_engine.child import Child
 from mini_engine.config import AttentionBackendName, ConfigError, EngineConfig
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.kernels.ops import triton_obstacle
-from mini_engine.messages import Chunk, Init, NewSequence, SamplingParams, Step, WorkerReady
+from mini_engine.messages import Chunk, GrammarReady, Init, NewSequence, SamplingParams, Step, WorkerReady
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import VisionConfig
 from mini_engine.model.parallel import TensorParallel
@@ -76,6 +77,7 @@ def _run(child: Child) -> None:
     # First of all that takes time: API servers probe these addresses while the model loads.
     pinned = PinnedMemory(device) if device.type == "cuda" else None
     media = receive_media(child, init, engine, rank, device, pinned)
+    grammars = start_grammars(child, init, engine) if rank == 0 else None  # it loads beside the model
     torch.set_num_threads(choose_threads(init.config))
     # Most attention weights of a trained model are almost zero; subnormal numbers would double the softmax's time.
     # Before torch starts its threads, which inherit the setting.
@@ -101,8 +103,7 @@ def _run(child: Child) -> None:
     )
     core.send(child.encoder.encode(WorkerReady(rank, runner.num_blocks, device.type, runner.num_states)))
     child.ready()
-    if tp.rank == 0:  # now that no process waits for this one: it may take 0.7 s
-        runner.grammars = Grammars(Path(init.model_dir) / "tokenizer.json", model.config.text.vocab_size)
+    runner.grammars = grammars
     if device.type == "cpu":
         serve(core, child.encoder, runner)
     serve_ahead(core, child.encoder, runner)
@@ -214,6 +215,17 @@ def receive_media(
         media.store = ReadableMemory(child.media_stores[0], pin)
     media.start()
     return media
+
+
+def start_grammars(child: Child, init: Init, engine: int) -> Grammars:
+    """Start the grammar manager, whose reports go to the core."""
+    me = sockets.identity(f"{child.name} grammars", child.incarnation)
+    core = sockets.connect_dealer(child.context, init.core_workers[engine], me)
+
+    def report(message: GrammarReady) -> None:
+        core.send(child.encoder.encode(message), zmq.NOBLOCK)
+
+    return Grammars(Path(init.model_dir) / "tokenizer.json", init.config.max_num_seqs, child.name, report)
 
 
 def longest_sequence(config: EngineConfig, model: VisionLanguageModel) -> int:

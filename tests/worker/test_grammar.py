@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import os
+import queue
 import re
+import resource
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
 import msgspec
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,9 +25,14 @@ from tokenizers import Tokenizer
 
 from mini_engine import demo
 from mini_engine.api.grammars import json_grammar, json_value, regex_grammar
-from mini_engine.messages import SamplingParams
+from mini_engine.config import BUNDLED_MODEL
+from mini_engine.messages import Grammar, GrammarReady, NewSequence, SamplingParams
+from mini_engine.model.config import ModelConfig
 from mini_engine.worker import sampler
-from mini_engine.worker.grammar import Grammars, Masks
+from mini_engine.worker.batch import SequenceState
+from mini_engine.worker.grammar import Grammars, Masks, bars_of
+from mini_engine.worker.grammar_process import CRASHED, SLOW_MASK
+from mini_engine.worker.matchers import Matchers, Row, Vocabulary
 from mini_engine.worker.penalties import BARRED
 from tests.worker import script, tiny
 from tests.worker.conftest import NUM_BLOCKS
@@ -29,11 +41,53 @@ TOKENIZER = Path(demo.__file__).parent / "weights" / "tokenizer.json"
 TEXT = Tokenizer.from_file(str(TOKENIZER))
 ENDS = [754, 756]
 VOCABULARY = 800  # of the logits: more than the tokenizer has
-GRAMMARS = Grammars(TOKENIZER, VOCABULARY)
+STOPS = [*ENDS, VOCABULARY - 1]
+ROWS = 8
+WORDS = Vocabulary(TOKENIZER, os.memfd_create("masks"), ROWS)
+VISION = ModelConfig.from_dir(BUNDLED_MODEL).vision
 
 
-def params(grammar: str, **more: Any) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": 300, "seed": 1, "stop_token_ids": ENDS, "grammar": grammar} | more)
+class Rank:
+    """Grammars as rank 0 has them, each followed by one output."""
+
+    def __init__(self, tokenizer: Path = TOKENIZER, rows: int = ROWS) -> None:
+        self.reports = queue.SimpleQueue[GrammarReady]()
+        self.grammars = Grammars(tokenizer, rows, "tests", self.reports.put)
+
+    def compile(self, *grammars: str) -> list[str]:
+        """The problem of each."""
+        self.grammars.update([Grammar(digest(grammar), grammar) for grammar in grammars], [])
+        problems = {report.digest: report.problem for report in (self.reports.get(timeout=60) for _ in grammars)}
+        return [problems[digest(grammar)] for grammar in grammars]
+
+    def follow(self, outputs: Mapping[str, Sequence[int]]) -> list[str | torch.Tensor]:
+        """The problem of each output, by its grammar, or its bars."""
+        rows = [Row(digest(text), text, 0, [*output], STOPS) for text, output in outputs.items()]
+        masks, problems = self.grammars.follow(dict(enumerate(rows)))
+        assert masks is not None
+        bars = dict(zip(masks.rows, masks.bars, strict=True))
+        return [problems[i] if i in problems else bars[i] for i in range(len(rows))]
+
+    def finish(self, *grammars: str) -> None:
+        names = [*map(digest, grammars)]
+        self.grammars.update([], names, [*zip(names, grammars, strict=True)])
+
+    def close(self) -> None:
+        self.grammars.close()
+
+    def processes(self) -> list[int]:
+        manager = self.grammars.manager.pid
+        return [int(pid) for pid in Path(f"/proc/{manager}/task/{manager}/children").read_text().split()]
+
+
+def digest(grammar: str) -> bytes:
+    return hashlib.blake2b(grammar.encode(), digest_size=16).digest()
+
+
+@pytest.fixture(scope="module")
+def rank() -> Iterator[Rank]:
+    with contextlib.closing(Rank()) as rank:
+        yield rank
 
 
 REGEXES = st.recursive(
@@ -62,24 +116,28 @@ SCHEMAS = st.recursive(
 )
 
 
-@given(st.lists(REGEXES | SCHEMAS, min_size=8, max_size=8), st.integers(0, 1000))
+@given(st.lists(REGEXES | SCHEMAS, min_size=ROWS, max_size=ROWS, unique_by=str), st.integers(0, 1000))
 @settings(max_examples=50, deadline=None, derandomize=True)
 def test_outputs_match_their_regular_expressions_and_schemas(forms, number):
-    """Eight in one batch, each with a grammar of its own. JSON takes at most twice the tokens of its compact form."""
+    """Eight in one batch, each with a grammar of its own. JSON takes at most twice the tokens of its compact form.
+    Without processes, for speed."""
     grammars = [regex_grammar(one) if isinstance(one, str) else json_grammar(one) for one in forms]
-    asked = [params(grammar, temperature=1.5, seed=number + i) for i, grammar in enumerate(grammars)]
-    constraints, outputs = [GRAMMARS.constrain(one) for one in asked], [list[int]() for _ in asked]
+    asked = [SamplingParams(max_tokens=300, temperature=1.5, seed=number + i) for i in range(ROWS)]
+    outputs = [list[int]() for _ in asked]
     logits = torch.Generator().manual_seed(number)
+    matchers = [Matchers(WORDS, grammar) for grammar in grammars]
     for place in range(300):
-        live = [i for i, one in enumerate(constraints) if one.advance(np.array(outputs[i], dtype=np.int64))]
+        live = [i for i, output in enumerate(outputs) if not {*output} & {*ENDS}]
         if not live:
             break
-        scores = 4 * torch.randn(len(asked), VOCABULARY, generator=logits)
-        scores = Masks(live, GRAMMARS.bars([constraints[i] for i in live])).apply(scores)
+        for i in live:
+            assert matchers[i].fill([(i, Row(b"", "", max(0, place - 1), outputs[i][-1:], STOPS))]) == [""]
+        scores = 4 * torch.randn(ROWS, VOCABULARY, generator=logits)
+        scores = Masks(live, bars_of(WORDS.masks, ROWS, live)).apply(scores)
         chosen = sampler.sample(scores, [sampler.Row(sampler.Recipe.of(one), place) for one in asked]).tokens
         for i in live:
             outputs[i].append(int(chosen[i]))
-    for form, constraint, (*tokens, end) in zip(forms, constraints, outputs, strict=True):
+    for form, (*tokens, end) in zip(forms, outputs, strict=True):
         text = TEXT.decode(tokens, skip_special_tokens=False)
         if isinstance(form, str):
             assert re.fullmatch(form, text)
@@ -87,17 +145,21 @@ def test_outputs_match_their_regular_expressions_and_schemas(forms, number):
             assert jsonschema_rs.is_valid(form, json.loads(text))
             compact = re.sub(r"(?<=[,:]) ", "", text)
             assert len(TEXT.encode(text).ids) <= 2 * len(TEXT.encode(compact).ids)
-        assert end in ENDS and not {*tokens} & {*ENDS} and not constraint.error
+        assert end in ENDS and not {*tokens} & {*ENDS}
 
 
-def follows(grammar: str, text: str) -> bool:
+def follows(rank: Rank, grammar: str, text: str) -> bool:
     """Whether the text can be sampled, and then an end."""
-    constraint, tokens = GRAMMARS.constrain(params(grammar)), [*TEXT.encode(text).ids, ENDS[0]]
-    for i, token in enumerate(tokens):
-        assert constraint.advance(np.array(tokens[:i], dtype=np.int64)), constraint.error
-        if GRAMMARS.bars([constraint])[0, token]:
-            return False
-    return True
+    tokens = [*TEXT.encode(text).ids, ENDS[0]]
+    assert rank.compile(grammar) == [""]
+    try:
+        for i, token in enumerate(tokens):
+            (bars,) = rank.follow({grammar: tokens[:i]})
+            if bars[token]:
+                return False
+        return True
+    finally:
+        rank.finish(grammar)
 
 
 INTEGERS = [f"{2**63 - 1}", f"{1 - 2**63}", "-0", "9" * 18]
@@ -126,20 +188,16 @@ TREE = {"properties": {"type": INTEGER, "$ref": {"items": {"$ref": "#"}}}, "requ
     ({"type": "string", "pattern": r"^\d*,$"}, '"', ["1" * 41 + ","], ["1,2"], '"'),
     ({"const": {"id": "1" * 41}}, '{"id": "', ["1" * 41], ["1"], '"}'),
 ])  # fmt: skip
-def test_numbers_of_json_fit_64_bits(schema, before, good, bad, after):
+def test_numbers_of_json_fit_64_bits(rank, schema, before, good, bad, after):
     """And texts are as long as the schema allows."""
     texts = [*good, *bad]
-    assert [one for one in texts if follows(json_grammar(schema), before + one + after)] == good
+    assert [one for one in texts if follows(rank, json_grammar(schema), before + one + after)] == good
 
 
 DIGITS = ["80", "807", "808", "0" * 16]
 
 
-@pytest.mark.parametrize(("number", "may_follow"), [
-    ("12", DIGITS), ("1.5", DIGITS), ("9223372036854775", ["80", "807"]), ("-9223372036854775", ["80", "807"]),
-    ("92233720368547758", []), ("0." + "1" * 15, ["80"]), ("1e", ["80"]), ("1e-", ["80"]),
-])  # fmt: skip
-def test_tokens_of_several_digits(number, may_follow, tmp_path):
+def test_tokens_of_several_digits(tmp_path):
     """In the place of the last words of the vocabulary."""
     tokenizer = json.loads(TOKENIZER.read_text())
     model = tokenizer["model"]
@@ -147,45 +205,130 @@ def test_tokens_of_several_digits(number, may_follow, tmp_path):
     model["vocab"] = {word: i for i, word in enumerate([*words[: -len(DIGITS)], *DIGITS])}
     model["merges"] = model["merges"][: -len(DIGITS)]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    grammars = Grammars(tmp_path / "tokenizer.json", VOCABULARY)
-    constraint = grammars.constrain(params(json_grammar({"type": "number"})))
-    assert constraint.advance(np.array([model["vocab"][character] for character in number]))
-    bars = grammars.bars([constraint])[0]
-    assert [token for token in DIGITS if not bars[model["vocab"][token]]] == may_follow
+    number = json_grammar({"type": "number"})
+    with contextlib.closing(Rank(tmp_path / "tokenizer.json")) as rank:
+        assert rank.compile(number) == [""]
+        for text, may_follow in [
+            ("12", DIGITS), ("1.5", DIGITS), ("9223372036854775", DIGITS[:2]), ("-9223372036854775", DIGITS[:2]),
+            ("92233720368547758", []), ("0." + "1" * 15, DIGITS[:1]), ("1e", DIGITS[:1]), ("1e-", DIGITS[:1]),
+        ]:  # fmt: skip
+            (bars,) = rank.follow({number: [model["vocab"][character] for character in text]})
+            assert [token for token in DIGITS if not bars[model["vocab"][token]]] == may_follow, text
 
 
-def test_numbers_of_a_thought_may_have_any_length():
+def test_numbers_of_a_thought_may_have_any_length(rank):
     """And its quotes need not be paired."""
     grammar = f"start: /(.|\\n)*/ <|im_start|> {json_value(INTEGER)}"
     answers = [f'5" and {"1" * 41}<|im_start|>{number}' for number in (INTEGERS[0], LONG[0])]
-    assert [follows(grammar, answer) for answer in answers] == [True, False]
+    assert [follows(rank, grammar, answer) for answer in answers] == [True, False]
 
 
-def test_a_complete_grammar_ends_even_below_min_tokens():
+def test_a_complete_grammar_ends_even_below_min_tokens(rank):
     """Where it may go on it does. Tokens that are dropped at a restart, when more were in flight, come again."""
-    (asked, output) = params(regex_grammar("r{1,3}")), list[int]()
-    constraint = GRAMMARS.constrain(asked)
-    for kept in (0, 1, 2, 1, 2, 3):
-        del output[kept:]
-        assert constraint.advance(np.array(output, dtype=np.int64))
+    grammar = regex_grammar("r{1,3}")
+    assert rank.compile(grammar) == [""]
+    sampling = SamplingParams(max_tokens=9, seed=1, stop_token_ids=ENDS, grammar=digest(grammar))
+    state = SequenceState(NewSequence("r", [0], sampling, []), VISION, 16)
+    for stop in (1, 2, 3, 2, 3, 4):
+        masks, problems = rank.grammars.follow({0: state.row(stop)})
+        assert not problems
         logits = torch.zeros(1, VOCABULARY).index_fill(1, torch.tensor(ENDS), BARRED)
-        output.append(int(Masks([0], GRAMMARS.bars([constraint])).apply(logits).argmax()))
-    assert TEXT.decode(output[:-1]) == "rrr" and output[-1] in ENDS
-    assert not constraint.advance(np.array(output)) and not constraint.error
+        state.tokens[stop] = int(masks.apply(logits).argmax())
+    assert TEXT.decode(state.tokens[1:4]) == "rrr" and state.tokens[4] in ENDS
+    assert state.row(5) is None
+    rank.finish(grammar)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
-def test_a_grammar_that_allows_all_changes_no_token(temperature, make_runner):
+def test_a_grammar_that_allows_all_changes_no_token(temperature, make_runner, rank):
     """With every second request under it: alone and in company, ahead of the device, after a preemption."""
-    results = []
-    for grammar in ("", "start: <[*]>*"):
+    results, everything = [], "start: <[*]>*"
+    assert rank.compile(everything) == [""]
+    for grammar in (b"", digest(everything)):
         media = tiny.MemoryMedia()
         requests = tiny.mixed_requests(media, temperature=temperature, seed=3)
         for i in range(0, len(requests), 2):
             sampling = msgspec.structs.replace(requests[i].sampling, grammar=grammar)
             requests[i] = msgspec.structs.replace(requests[i], sampling=sampling)
         runner = make_runner(media)
-        runner.grammars = Grammars(TOKENIZER, 200)
+        runner.grammars = rank.grammars
         steps = script.write_steps(requests, 20, 64, 16, NUM_BLOCKS, preempt_at=(9, 14))
         results.append(script.run(runner, steps, ahead=1))
     assert results[0] == results[1]
+
+
+HONEST = "start: /[a-z ]+/"
+AMBIGUOUS = f's: {" | ".join(f"n{i} s" for i in range(650))} | ""\n' + "\n".join(f"n{i}: /[a-z ]/" for i in range(650))
+LISTS = [{"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 0}] * 600
+NEVER_COMPILED = {
+    "start: T\nT: ~/(?s:.*a.{30}.*)/ & /(?s:.*b.{30})/": "takes more than (1 s to compile|128 MiB of memory.*)",
+    f"start: s\n{AMBIGUOUS}": "takes more than 1 s to compile",
+    json_grammar({"$defs": {"n": {"anyOf": LISTS}}, "$ref": "#/$defs/n"}): "takes more than 1 s to compile",
+    "start: /((a{1000}){1000}){1000}/": "takes more than 128 MiB of memory, or its process was killed",
+    f'start: {"(" * 20000}"a"{")" * 20000}': "cannot be followed: 1.37.: lark grammar too deeply nested [^|]*",
+    "start: <|unknown|>": "cannot be followed: .*unknown special token.*",
+}
+NEVER_ENDING = f'start: "~~" s\n{AMBIGUOUS}'
+
+
+def test_a_grammar_that_takes_too_much_fails_alone(rank):
+    """While it is compiled, or later at a token, and it is refused from then on. Another keeps its masks."""
+    outputs = [TEXT.encode(text).ids for text in ("", "red", "red blue")]
+    assert rank.compile(HONEST) == [""]
+    before = rank.processes()
+    assert rank.compile(NEVER_ENDING) == [""]
+    alone = [rank.follow({HONEST: output})[0] for output in outputs]
+    for problem, expected in zip(rank.compile(*NEVER_COMPILED), NEVER_COMPILED.values(), strict=True):
+        assert re.fullmatch(f"The grammar of this request {expected}; send a simpler one.", problem)
+    tilde = TEXT.encode("~").ids
+    for output, bars, hostile in zip(outputs, alone, ([], tilde, 2 * tilde), strict=True):
+        other, unchanged = rank.follow({NEVER_ENDING: hostile, HONEST: output})
+        assert torch.equal(unchanged, bars)
+    assert other == SLOW_MASK
+    assert rank.follow({NEVER_ENDING: hostile}) == rank.compile(NEVER_ENDING) == [SLOW_MASK]
+    assert {*rank.processes()} <= {*before}
+    rank.finish(HONEST)
+
+
+def test_the_death_of_a_process_ends_one_grammar():
+    """A grammar's process holds no descriptor but its own. Without the manager the rank cannot go on."""
+    before = os.listdir("/proc/self/fd")
+    with contextlib.closing(Rank(rows=2)) as rank:
+        assert rank.compile("start: /a+/") == [""]
+        (lost,) = rank.processes()
+        assert rank.compile(HONEST) == [""]
+        assert len(os.listdir(f"/proc/{lost}/fd")) == 4
+        assert Path(f"/proc/{lost}/oom_score_adj").read_text() == "1000\n"
+        os.kill(lost, signal.SIGKILL)
+        problem, bars = rank.follow({"start: /a+/": [], HONEST: []})
+        assert problem == CRASHED and not bars.all()
+        assert rank.compile("start: /a+/") == [CRASHED]
+        (other,) = rank.processes()
+        rank.grammars.manager.kill()
+        with pytest.raises(RuntimeError, match="the grammar manager exited"):
+            rank.follow({HONEST: []})
+        while Path(f"/proc/{other}").exists():
+            time.sleep(0.01)
+        with pytest.raises(RuntimeError, match="the grammar manager exited"):
+            rank.grammars.update([], [])
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_idle_processes_make_room_for_others():
+    """Of the grammars that no output follows, the one that was followed last is kept the longest."""
+    grammars = [f"start: /{letter}+/" for letter in "abcd"]
+    with contextlib.closing(Rank(rows=2)) as rank:
+        assert rank.compile(*grammars[:2]) == ["", ""]
+        rank.grammars.update([Grammar(digest(grammars[2]), grammars[2])], [])
+        assert rank.compile(grammars[0]) == [""] and rank.reports.empty()  # compiled already; the third is queued
+        rank.finish(grammars[1])
+        assert rank.reports.get(timeout=60) == GrammarReady(digest(grammars[2]))
+        rank.finish(grammars[0])
+        rank.finish(grammars[2])
+        kept = rank.processes()
+        assert rank.compile(grammars[2], grammars[3]) == ["", ""]
+        assert kept[1] in rank.processes() and len(rank.processes()) == 2
+        rank.finish(grammars[3])
+        resource.prlimit(rank.grammars.manager.pid, resource.RLIMIT_NOFILE, (3, 3))
+        (problem,) = rank.compile(grammars[0])
+        assert problem == "The grammar of this request gets no process: Too many open files; retry later."

@@ -1,0 +1,331 @@
+"""The processes that compile and follow grammars: a manager beside rank 0, and one for each grammar.
+
+    rank 0  <-- requests, problems; reports -->  manager  -- fork -->  one process per grammar
+                                                 (tokenizer)            compiles; fills masks in shared memory
+
+A few lines of a grammar can take hours or all memory, which no setting of llguidance prevents. So whatever a grammar
+takes is its own process's, and what exceeds a limit is killed without a question of which grammar is at fault. The
+manager runs nothing of a grammar and starts no thread, so it always answers in time. `grammar.py` is rank 0's end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import selectors
+import signal
+import sys
+import time
+from collections import defaultdict
+from functools import partial
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+from setproctitle import setproctitle
+
+from mini_engine.messages import Grammar, GrammarReady
+from mini_engine.process_setup import die_with_parent
+from mini_engine.worker.matchers import PROBLEM, Matchers, Row, Vocabulary
+
+COMPILE_SECONDS = 1  # of processor time, with the first mask
+COMPILING = 2  # grammars at once; others are queued
+# Of private memory, beyond what the manager has: a schema of 100,000 characters takes 50 MB, and 64 outputs 20 MB more.
+MEMORY_BYTES = 128 << 20
+# Processes whose grammars no output follows are kept for the next one, if they are small: most have 2 MB.
+IDLE, IDLE_BYTES = 16, 16 << 20
+# Of a step. At `MASK_SECONDS`, and every `RETRY_SECONDS` from then on, a process is killed that has not answered, if it
+# had its share of `BLAMED_SECONDS` of processor time, and `ROW_SECONDS` for each row, which few masks take: on a busy
+# machine it may not be at fault. At `STALLED_SECONDS` all are killed.
+MASK_SECONDS, RETRY_SECONDS, STALLED_SECONDS = 0.1, 0.02, 1.0
+BLAMED_SECONDS, ROW_SECONDS = 0.05, 0.003
+REFUSED_SECONDS, REFUSED = 600, 1000  # for how long, and how many grammars whose processes were killed
+
+SLOW_COMPILE = PROBLEM.format(f"takes more than {COMPILE_SECONDS} s to compile")
+SLOW_MASK = PROBLEM.format(f"takes more than {MASK_SECONDS * 1000:.0f} ms for a token")
+CRASHED = PROBLEM.format(f"takes more than {MEMORY_BYTES >> 20} MiB of memory, or its process was killed")
+
+
+class ManagerSpec(msgspec.Struct, frozen=True):
+    """Arguments of the manager."""
+
+    parent_pid: int
+    title: str  # of the process
+    tokenizer: str  # path
+    rows: int  # at most in a step; and grammars in use at once
+    requests: int  # descriptors
+    reports: int
+    masks: int
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True):
+    """Rank 0 -> manager. Each of `grammars` is reported by a `GrammarReady`. If there are `rows`, the answer is a
+    problem for each of them, a text for the client; where it is empty, the row's mask is there."""
+
+    grammars: list[Grammar] = []
+    unused: list[bytes] = []  # digests
+    finished: list[tuple[bytes, str]] = []  # digests and outputs
+    rows: list[Row] = []
+
+
+class Work(msgspec.Struct, frozen=True, array_like=True):
+    """Manager -> a grammar's process, once that has reported by one problem, perhaps empty, that it is compiled. The
+    answer is a problem for each row."""
+
+    finished: list[str]  # outputs
+    rows: list[tuple[int, Row]]  # with the places of their masks
+
+
+_problems = msgspec.msgpack.Decoder(list[str])
+
+
+class _Process:
+    """The process of a grammar, as the manager sees it."""
+
+    def __init__(self, pid: int, connection: Connection) -> None:
+        self.pid, self.connection = pid, connection
+        self.is_compiled, self.is_used = False, True
+        self.places: list[int] = []  # of the step's rows, until it has answered
+        self.began = 0.0  # its processor time when it got them
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no output follows its grammar."""
+        return self.is_compiled and not self.is_used
+
+    def seconds(self) -> float:
+        """Processor time of all its threads. The clock's number is that of clock_getcpuclockid(3) on Linux."""
+        return time.clock_gettime(~self.pid << 3 | 2)
+
+
+class Manager:
+    """Starts, asks and kills the processes of grammars. Owns both connections."""
+
+    def __init__(self, vocabulary: Vocabulary, requests: Connection, reports: Connection) -> None:
+        self._vocabulary, self._requests, self._reports = vocabulary, requests, reports
+        self._processes: dict[bytes, _Process] = {}  # by digest; the one that was used last is the last
+        self._queue: dict[bytes, str] = {}
+        self._refused: dict[bytes, tuple[float, str]] = {}  # until when, and why
+        self._problems: list[str] = []  # of the step's rows
+        self._busy: dict[bytes, _Process] = {}  # that have not answered in this step
+        self._began = self._check = 0.0  # of the step
+        self._own_bytes = _private_bytes(os.getpid())
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(requests, selectors.EVENT_READ, self._take_request)
+
+    def serve(self) -> None:
+        """Until rank 0 closes its connection: raises EOFError."""
+        while True:
+            timeout = max(0.0, self._check - time.monotonic()) if self._busy else None
+            for key, _ in self._selector.select(timeout):
+                if key.fd in self._selector.get_map():  # not killed meanwhile
+                    key.data()
+            if self._busy and time.monotonic() >= self._check:
+                self._kill_late()
+            self._start_queued()
+
+    def _take_request(self) -> None:
+        request = msgspec.msgpack.decode(self._requests.recv_bytes(), type=Request)
+        for grammar in request.grammars:
+            process = self._processes.get(grammar.digest)
+            if process is None and (problem := self._refusal(grammar.digest)):
+                self._report(grammar.digest, problem)
+            elif process is None:
+                self._queue[grammar.digest] = grammar.text
+            else:
+                process.is_used = True
+                if process.is_compiled:
+                    self._report(grammar.digest, "")
+        for digest in request.unused:
+            self._queue.pop(digest, None)
+            if digest in self._processes:
+                self._release(digest, self._processes[digest])
+        if request.rows or request.finished:
+            self._send_work(request)
+
+    def _release(self, digest: bytes, process: _Process) -> None:
+        """Keep a process for later outputs, or end it: what compiles, or has grown, is not worth its place."""
+        with contextlib.suppress(OSError):  # out of descriptors
+            if process.is_compiled and _private_bytes(process.pid) - self._own_bytes <= IDLE_BYTES:
+                process.is_used = False
+                self._processes[digest] = self._processes.pop(digest)  # the last to be ended
+                self._end_idle(IDLE)
+                return
+        self._end(digest, process)
+
+    def _end_idle(self, most: int) -> None:
+        idle = [item for item in self._processes.items() if item[1].is_idle]
+        for digest, process in idle[: max(0, len(idle) - most)]:
+            self._end(digest, process)
+
+    def _send_work(self, request: Request) -> None:
+        self._problems = [CRASHED] * len(request.rows)
+        work: defaultdict[bytes, Work] = defaultdict(lambda: Work([], []))
+        for digest, request_id in request.finished:
+            work[digest].finished.append(request_id)
+        for place, row in enumerate(request.rows):
+            work[row.digest].rows.append((place, row))
+        for digest, part in work.items():
+            process = self._processes.get(digest)
+            if process is None or not process.is_compiled:
+                for place, _ in part.rows:
+                    self._problems[place] = self._refusal(digest) or CRASHED
+                continue
+            if part.rows:
+                process.places, process.began = [place for place, _ in part.rows], process.seconds()
+                self._busy[digest] = process
+            with contextlib.suppress(ConnectionError):  # it was killed, as the selector shows next
+                process.connection.send_bytes(msgspec.msgpack.encode(part))
+        self._began = time.monotonic()
+        self._check = self._began + MASK_SECONDS
+        if request.rows:
+            self._answer()
+
+    def _take_problems(self, digest: bytes, process: _Process) -> None:
+        try:
+            problems = _problems.decode(process.connection.recv_bytes())
+        except (EOFError, OSError):
+            self._lose(digest, process)
+            return
+        if process.is_compiled:
+            del self._busy[digest]
+            for place, problem in zip(process.places, problems, strict=True):
+                self._problems[place] = problem
+            self._answer()
+            return
+        process.is_compiled = True
+        self._report(digest, problems[0])
+        if problems[0]:
+            self._end(digest, process)
+
+    def _answer(self) -> None:
+        """Once the masks of the step are there."""
+        if not self._busy:
+            self._requests.send_bytes(msgspec.msgpack.encode(self._problems))
+
+    def _kill_late(self) -> None:
+        now, share = time.monotonic(), BLAMED_SECONDS / len(self._busy)
+        self._check = now + RETRY_SECONDS
+        for digest, process in list(self._busy.items()):
+            limit = share + ROW_SECONDS * len(process.places)
+            if process.seconds() - process.began >= limit or now - self._began >= STALLED_SECONDS:
+                self._lose(digest, process, SLOW_MASK)
+
+    def _lose(self, digest: bytes, process: _Process, problem: str = "") -> None:
+        """Kill a process for `problem`, or because it closed its connection."""
+        status = self._end(digest, process)
+        if not problem:
+            is_late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU
+            problem = SLOW_COMPILE if is_late else CRASHED
+        if len(self._refused) == REFUSED:
+            del self._refused[next(iter(self._refused))]
+        self._refused[digest] = time.monotonic() + REFUSED_SECONDS, problem
+        if not process.is_compiled:
+            self._report(digest, problem)
+        if self._busy.pop(digest, None):
+            for place in process.places:
+                self._problems[place] = problem
+            self._answer()
+
+    def _refusal(self, digest: bytes) -> str:
+        """Why a grammar is refused; empty: it is not."""
+        until, problem = self._refused.get(digest, (0.0, ""))
+        if time.monotonic() < until:
+            return problem
+        self._refused.pop(digest, None)
+        return ""
+
+    def _report(self, digest: bytes, problem: str) -> None:
+        self._reports.send_bytes(msgspec.msgpack.encode(GrammarReady(digest, problem)))
+
+    def _start_queued(self) -> None:
+        while self._queue and sum(not process.is_compiled for process in self._processes.values()) < COMPILING:
+            if len(self._processes) >= self._vocabulary.rows:
+                self._end_idle(sum(process.is_idle for process in self._processes.values()) - 1)
+            if len(self._processes) >= self._vocabulary.rows:
+                return
+            digest = next(iter(self._queue))
+            self._start(digest, self._queue.pop(digest))
+
+    def _start(self, digest: bytes, grammar: str) -> None:
+        manager = os.getpid()
+        try:
+            ours, theirs = Pipe()
+            pid = os.fork()
+        except OSError as error:
+            self._report(digest, f"The grammar of this request gets no process: {error.strerror}; retry later.")
+            return
+        if pid == 0:
+            try:
+                _follow(self._vocabulary, grammar, theirs, manager)
+            finally:
+                os._exit(1)  # whatever happened: the manager's code ends here
+        theirs.close()
+        self._processes[digest] = process = _Process(pid, ours)
+        self._selector.register(ours, selectors.EVENT_READ, partial(self._take_problems, digest, process))
+
+    def _end(self, digest: bytes, process: _Process) -> int:
+        """Returns its exit status. It writes no mask from here on."""
+        os.kill(process.pid, signal.SIGKILL)
+        _, status = os.waitpid(process.pid, 0)
+        self._selector.unregister(process.connection)
+        process.connection.close()
+        del self._processes[digest]
+        return status
+
+
+def _follow(vocabulary: Vocabulary, grammar: str, connection: Connection, manager: int) -> None:
+    """What a grammar's process does, until it is killed."""
+    die_with_parent(manager)
+    setproctitle("mini-engine: grammar")
+    _limit(connection.fileno())
+    matchers = Matchers(vocabulary, grammar)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
+    connection.send_bytes(msgspec.msgpack.encode([matchers.problem]))
+    decoder = msgspec.msgpack.Decoder(Work)
+    while True:
+        work = decoder.decode(connection.recv_bytes())
+        matchers.drop(work.finished)
+        if work.rows:
+            connection.send_bytes(msgspec.msgpack.encode(matchers.fill(work.rows)))
+
+
+def _limit(connection: int) -> None:
+    """Bound what this process takes, and keep this descriptor alone: by it the manager sees that a process exited."""
+    os.closerange(3, connection)
+    os.closerange(connection + 1, os.sysconf("SC_OPEN_MAX"))
+    os.close(2)  # llguidance's last words could hold a client's lines
+    os.open(os.devnull, os.O_WRONLY)  # gets the lowest number, which is 2
+    Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, the kernel kills this process first
+    memory = _private_bytes(os.getpid()) + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # no core dump; with 0 a pipe of core_pattern still gets one
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CPU, (COMPILE_SECONDS, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+
+
+def _private_bytes(pid: int) -> int:
+    """Of a process's private memory, written or not: what RLIMIT_DATA bounds, and its stack."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[5]) * resource.getpagesize()
+
+
+def main() -> NoReturn:
+    """Main function of the manager; its argument is a `ManagerSpec` as JSON."""
+    # Ctrl-C and a service manager's SIGTERM reach all processes: the supervisor acts on them.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    spec = msgspec.json.decode(sys.argv[1], type=ManagerSpec)
+    die_with_parent(spec.parent_pid)
+    setproctitle(spec.title)
+    vocabulary = Vocabulary(Path(spec.tokenizer), spec.masks, spec.rows)
+    gc.freeze()  # what is loaded stays shared by all processes: the collector need not write to it
+    with contextlib.suppress(EOFError):
+        Manager(vocabulary, Connection(spec.requests), Connection(spec.reports, readable=False)).serve()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
