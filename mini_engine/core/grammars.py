@@ -42,7 +42,7 @@ class Grammars:
             return
         if digest not in self._entries:
             self._entries[digest] = _Entry()
-            self.new.append(Grammar(digest, request.new.grammar))
+            self.new.append(Grammar(digest, request.new.grammar, request.client))
         self._entries[digest].users += samples
 
     def release(self, request: Request) -> None:

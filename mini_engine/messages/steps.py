@@ -62,6 +62,7 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 
     digest: bytes  # of `text`; see `SamplingParams.grammar`
     text: str  # in llguidance's Lark
+    client: bytes = b""  # of the request that is the first to follow it; clients take turns
 
 
 class Step(Message, frozen=True):

@@ -50,7 +50,7 @@ class Grammars:
 
     Args:
         tokenizer: the model's tokenizer.json.
-        max_rows: at most in a step; and grammars in use at once.
+        max_rows: at most in a step; and grammars of a client in use at once; of all clients twice as many.
         name: this rank's, for the title of the process.
         report: called in a thread of its own, once for each grammar of `update`.
     """

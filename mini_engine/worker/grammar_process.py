@@ -18,7 +18,7 @@ import selectors
 import signal
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -32,7 +32,7 @@ from mini_engine.process_setup import die_with_parent
 from mini_engine.worker.matchers import PROBLEM, Matchers, Row, Vocabulary
 
 COMPILE_SECONDS = 1  # of processor time, with the first mask
-COMPILING = 2  # grammars at once; others are queued
+COMPILING = 2  # grammars at once, of different clients; others are queued
 # Of private memory, beyond what the manager has: a schema of 100,000 characters takes 50 MB, and 64 outputs 20 MB more.
 MEMORY_BYTES = 128 << 20
 # Processes whose grammars no output follows are kept for the next one, if they are small: most have 2 MB.
@@ -55,7 +55,7 @@ class ManagerSpec(msgspec.Struct, frozen=True):
     parent_pid: int
     title: str  # of the process
     tokenizer: str  # path
-    rows: int  # at most in a step; and grammars in use at once
+    rows: int  # at most in a step; and grammars of a client in use at once; of all clients twice as many
     requests: int  # descriptors
     reports: int
     masks: int
@@ -85,8 +85,8 @@ _problems = msgspec.msgpack.Decoder(list[str])
 class _Process:
     """The process of a grammar, as the manager sees it."""
 
-    def __init__(self, pid: int, connection: Connection) -> None:
-        self.pid, self.connection = pid, connection
+    def __init__(self, pid: int, connection: Connection, client: bytes) -> None:
+        self.pid, self.connection, self.client = pid, connection, client
         self.is_compiled, self.is_used = False, True
         self.places: list[int] = []  # of the step's rows, until it has answered
         self.began = 0.0  # its processor time when it got them
@@ -107,7 +107,7 @@ class Manager:
     def __init__(self, vocabulary: Vocabulary, requests: Connection, reports: Connection) -> None:
         self._vocabulary, self._requests, self._reports = vocabulary, requests, reports
         self._processes: dict[bytes, _Process] = {}  # by digest; the one that was used last is the last
-        self._queue: dict[bytes, str] = {}
+        self._queue: dict[bytes, Grammar] = {}
         self._refused: dict[bytes, tuple[float, str]] = {}  # until when, and why
         self._problems: list[str] = []  # of the step's rows
         self._busy: dict[bytes, _Process] = {}  # that have not answered in this step
@@ -129,20 +129,19 @@ class Manager:
 
     def _take_request(self) -> None:
         request = msgspec.msgpack.decode(self._requests.recv_bytes(), type=Request)
+        for digest in request.unused:
+            if digest in self._processes:
+                self._release(digest, self._processes[digest])
         for grammar in request.grammars:
             process = self._processes.get(grammar.digest)
             if process is None and (problem := self._refusal(grammar.digest)):
                 self._report(grammar.digest, problem)
             elif process is None:
-                self._queue[grammar.digest] = grammar.text
+                self._queue[grammar.digest] = grammar
             else:
                 process.is_used = True
                 if process.is_compiled:
                     self._report(grammar.digest, "")
-        for digest in request.unused:
-            self._queue.pop(digest, None)
-            if digest in self._processes:
-                self._release(digest, self._processes[digest])
         if request.rows or request.finished:
             self._send_work(request)
 
@@ -242,16 +241,24 @@ class Manager:
         self._reports.send_bytes(msgspec.msgpack.encode(GrammarReady(digest, problem)))
 
     def _start_queued(self) -> None:
-        while self._queue and sum(not process.is_compiled for process in self._processes.values()) < COMPILING:
-            if len(self._processes) >= self._vocabulary.rows:
-                self._end_idle(sum(process.is_idle for process in self._processes.values()) - 1)
-            if len(self._processes) >= self._vocabulary.rows:
+        """Of a client one grammar at a time is compiled, and `rows` are in use: so no client takes all places."""
+        compiling = {process.client for process in self._processes.values() if not process.is_compiled}
+        used = Counter(process.client for process in self._processes.values() if process.is_used)
+        for digest, grammar in list(self._queue.items()):
+            if len(compiling) == COMPILING:
                 return
-            digest = next(iter(self._queue))
-            self._start(digest, self._queue.pop(digest))
+            if grammar.client in compiling or used[grammar.client] >= self._vocabulary.rows:
+                continue
+            if len(self._processes) >= 2 * self._vocabulary.rows:
+                self._end_idle(sum(process.is_idle for process in self._processes.values()) - 1)
+            if len(self._processes) >= 2 * self._vocabulary.rows:
+                return
+            self._start(self._queue.pop(digest))
+            compiling.add(grammar.client)
+            used[grammar.client] += 1
 
-    def _start(self, digest: bytes, grammar: str) -> None:
-        manager = os.getpid()
+    def _start(self, grammar: Grammar) -> None:
+        manager, digest = os.getpid(), grammar.digest
         try:
             ours, theirs = Pipe()
             pid = os.fork()
@@ -260,11 +267,11 @@ class Manager:
             return
         if pid == 0:
             try:
-                _follow(self._vocabulary, grammar, theirs, manager)
+                _follow(self._vocabulary, grammar.text, theirs, manager)
             finally:
                 os._exit(1)  # whatever happened: the manager's code ends here
         theirs.close()
-        self._processes[digest] = process = _Process(pid, ours)
+        self._processes[digest] = process = _Process(pid, ours, grammar.client)
         self._selector.register(ours, selectors.EVENT_READ, partial(self._take_problems, digest, process))
 
     def _end(self, digest: bytes, process: _Process) -> int:
