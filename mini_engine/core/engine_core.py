@@ -30,9 +30,31 @@ from mini_engine.core.steps import InFlight, Steps
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.log import about
 from mini_engine.messages import (
-    Abandoned, AnyMessage, ControlReply, ControlRequest, EngineLimits, EngineStats, Envelope, Finish, FinishReason,
-    Found, GrammarReady, Lookup, MediaFailed, MediaMiss, MediaReady, MessageId, NewRequest, PeerGone, RequestOutput,
-    Reserve, SampledToken, StepResult, TensorHandle, Unreserve, Written,
+    Abandoned,
+    AnyMessage,
+    ControlReply,
+    ControlRequest,
+    EngineLimits,
+    EngineStats,
+    Envelope,
+    Finish,
+    FinishReason,
+    Found,
+    GrammarReady,
+    Lookup,
+    MediaFailed,
+    MediaMiss,
+    MediaReady,
+    MessageId,
+    NewRequest,
+    PeerGone,
+    RequestOutput,
+    Reserve,
+    SampledToken,
+    StepResult,
+    TensorHandle,
+    Unreserve,
+    Written,
 )  # fmt: skip
 from mini_engine.model.config import ModelConfig
 from mini_engine.transport import sockets

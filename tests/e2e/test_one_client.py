@@ -66,12 +66,17 @@ GRAMMARS = {
         {"structured_outputs": {"json": {"$defs": {"n": {"anyOf": ARRAYS}}, "$ref": "#/$defs/n"}}}
     ),
 }
+HUNDRED, FORTY = ({"min_tokens": count, "max_tokens": count} for count in (100, 40))
 OUTPUTS = {
     "stop strings that almost occur": Attack(
-        {"stop": STOPS, "n": 64, "min_tokens": 400, "structured_outputs": {"regex": "é*"}}, (200,)
+        {"stop": STOPS, "n": 64, **HUNDRED, "structured_outputs": {"regex": "é*"}}, (200,)
     ),
-    "log probabilities": Attack({"logprobs": True, "top_logprobs": 20, "n": 64, "min_tokens": 400}, (200,)),
-    "samples with priority": Attack({"n": 128, "min_tokens": 400, "priority": -(2**31)}, (200,), count=2),
+    "log probabilities": Attack(
+        {"logprobs": True, "top_logprobs": 20, "n": 64, "min_tokens": 100, "max_tokens": 100}, (200,)
+    ),
+    "samples with priority": Attack(
+        {"n": 128, "min_tokens": 40, "max_tokens": 40, "priority": -(2**31)}, (200,), count=2
+    ),
 }
 CALL = r'[{"role":"assistant","tool_calls":[{"type":"function","id":"1","function":{"name":"f","arguments":"[*0]"}}]}]'
 STRUCTURE = {
