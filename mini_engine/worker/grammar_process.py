@@ -35,13 +35,10 @@ COMPILE_SECONDS = 1  # of processor time, with the first mask
 COMPILING = 2  # grammars at once, of different clients; others are queued
 # Of private memory, beyond what the manager has: a schema of 100,000 characters takes 50 MB, and 64 outputs 20 MB more.
 MEMORY_BYTES = 128 << 20
-# Processes whose grammars no output follows are kept for the next one, if they are small: most have 2 MB.
-IDLE, IDLE_BYTES = 16, 16 << 20
 # Of a step. At `MASK_SECONDS`, and every `RETRY_SECONDS` from then on, a process is killed that has not answered, if it
-# had its share of `BLAMED_SECONDS` of processor time, and `ROW_SECONDS` for each row, which few masks take: on a busy
-# machine it may not be at fault. At `STALLED_SECONDS` all are killed.
-MASK_SECONDS, RETRY_SECONDS, STALLED_SECONDS = 0.1, 0.02, 1.0
-BLAMED_SECONDS, ROW_SECONDS = 0.05, 0.003
+# had its share of `BLAMED_SECONDS` of processor time: on a busy machine it may not be at fault. At `STALLED_SECONDS` all
+# are killed.
+MASK_SECONDS, RETRY_SECONDS, BLAMED_SECONDS, STALLED_SECONDS = 0.1, 0.02, 0.05, 1.0
 REFUSED_SECONDS, REFUSED = 600, 1000  # for how long, and how many grammars whose processes were killed
 
 SLOW_COMPILE = PROBLEM.format(f"takes more than {COMPILE_SECONDS} s to compile")
@@ -87,14 +84,9 @@ class _Process:
 
     def __init__(self, pid: int, connection: Connection, client: bytes) -> None:
         self.pid, self.connection, self.client = pid, connection, client
-        self.is_compiled, self.is_used = False, True
+        self.is_compiled = False
         self.places: list[int] = []  # of the step's rows, until it has answered
         self.began = 0.0  # its processor time when it got them
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no output follows its grammar."""
-        return self.is_compiled and not self.is_used
 
     def seconds(self) -> float:
         """Processor time of all its threads. The clock's number is that of clock_getcpuclockid(3) on Linux."""
@@ -106,13 +98,12 @@ class Manager:
 
     def __init__(self, vocabulary: Vocabulary, requests: Connection, reports: Connection) -> None:
         self._vocabulary, self._requests, self._reports = vocabulary, requests, reports
-        self._processes: dict[bytes, _Process] = {}  # by digest; the one that was used last is the last
-        self._queue: dict[bytes, Grammar] = {}
+        self._processes: dict[bytes, _Process] = {}  # by digest
+        self._queue: list[Grammar] = []
         self._refused: dict[bytes, tuple[float, str]] = {}  # until when, and why
         self._problems: list[str] = []  # of the step's rows
         self._busy: dict[bytes, _Process] = {}  # that have not answered in this step
         self._began = self._check = 0.0  # of the step
-        self._own_bytes = _private_bytes(os.getpid())
         self._selector = selectors.DefaultSelector()
         self._selector.register(requests, selectors.EVENT_READ, self._take_request)
 
@@ -130,35 +121,15 @@ class Manager:
     def _take_request(self) -> None:
         request = msgspec.msgpack.decode(self._requests.recv_bytes(), type=Request)
         for digest in request.unused:
-            if digest in self._processes:
-                self._release(digest, self._processes[digest])
+            if digest in self._processes:  # else it was killed
+                self._end(digest)
         for grammar in request.grammars:
-            process = self._processes.get(grammar.digest)
-            if process is None and (problem := self._refusal(grammar.digest)):
+            if problem := self._refusal(grammar.digest):
                 self._report(grammar.digest, problem)
-            elif process is None:
-                self._queue[grammar.digest] = grammar
             else:
-                process.is_used = True
-                if process.is_compiled:
-                    self._report(grammar.digest, "")
+                self._queue.append(grammar)
         if request.rows or request.finished:
             self._send_work(request)
-
-    def _release(self, digest: bytes, process: _Process) -> None:
-        """Keep a process for later outputs, or end it: what compiles, or has grown, is not worth its place."""
-        with contextlib.suppress(OSError):  # out of descriptors
-            if process.is_compiled and _private_bytes(process.pid) - self._own_bytes <= IDLE_BYTES:
-                process.is_used = False
-                self._processes[digest] = self._processes.pop(digest)  # the last to be ended
-                self._end_idle(IDLE)
-                return
-        self._end(digest, process)
-
-    def _end_idle(self, most: int) -> None:
-        idle = [item for item in self._processes.items() if item[1].is_idle]
-        for digest, process in idle[: max(0, len(idle) - most)]:
-            self._end(digest, process)
 
     def _send_work(self, request: Request) -> None:
         self._problems = [CRASHED] * len(request.rows)
@@ -169,7 +140,7 @@ class Manager:
             work[row.digest].rows.append((place, row))
         for digest, part in work.items():
             process = self._processes.get(digest)
-            if process is None or not process.is_compiled:
+            if process is None:
                 for place, _ in part.rows:
                     self._problems[place] = self._refusal(digest) or CRASHED
                 continue
@@ -198,7 +169,7 @@ class Manager:
         process.is_compiled = True
         self._report(digest, problems[0])
         if problems[0]:
-            self._end(digest, process)
+            self._end(digest)
 
     def _answer(self) -> None:
         """Once the masks of the step are there."""
@@ -209,13 +180,12 @@ class Manager:
         now, share = time.monotonic(), BLAMED_SECONDS / len(self._busy)
         self._check = now + RETRY_SECONDS
         for digest, process in list(self._busy.items()):
-            limit = share + ROW_SECONDS * len(process.places)
-            if process.seconds() - process.began >= limit or now - self._began >= STALLED_SECONDS:
+            if process.seconds() - process.began >= share or now - self._began >= STALLED_SECONDS:
                 self._lose(digest, process, SLOW_MASK)
 
     def _lose(self, digest: bytes, process: _Process, problem: str = "") -> None:
         """Kill a process for `problem`, or because it closed its connection."""
-        status = self._end(digest, process)
+        status = self._end(digest)
         if not problem:
             is_late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU
             problem = SLOW_COMPILE if is_late else CRASHED
@@ -243,19 +213,15 @@ class Manager:
     def _start_queued(self) -> None:
         """Of a client one grammar at a time is compiled, and `rows` are in use: so no client takes all places."""
         compiling = {process.client for process in self._processes.values() if not process.is_compiled}
-        used = Counter(process.client for process in self._processes.values() if process.is_used)
-        for digest, grammar in list(self._queue.items()):
-            if len(compiling) == COMPILING:
+        used = Counter(process.client for process in self._processes.values())
+        for grammar in self._queue.copy():
+            if len(compiling) == COMPILING or len(self._processes) >= 2 * self._vocabulary.rows:
                 return
-            if grammar.client in compiling or used[grammar.client] >= self._vocabulary.rows:
-                continue
-            if len(self._processes) >= 2 * self._vocabulary.rows:
-                self._end_idle(sum(process.is_idle for process in self._processes.values()) - 1)
-            if len(self._processes) >= 2 * self._vocabulary.rows:
-                return
-            self._start(self._queue.pop(digest))
-            compiling.add(grammar.client)
-            used[grammar.client] += 1
+            if grammar.client not in compiling and used[grammar.client] < self._vocabulary.rows:
+                self._queue.remove(grammar)
+                self._start(grammar)
+                compiling.add(grammar.client)
+                used[grammar.client] += 1
 
     def _start(self, grammar: Grammar) -> None:
         manager, digest = os.getpid(), grammar.digest
@@ -274,13 +240,13 @@ class Manager:
         self._processes[digest] = process = _Process(pid, ours, grammar.client)
         self._selector.register(ours, selectors.EVENT_READ, partial(self._take_problems, digest, process))
 
-    def _end(self, digest: bytes, process: _Process) -> int:
+    def _end(self, digest: bytes) -> int:
         """Returns its exit status. It writes no mask from here on."""
+        process = self._processes.pop(digest)
         os.kill(process.pid, signal.SIGKILL)
         _, status = os.waitpid(process.pid, 0)
         self._selector.unregister(process.connection)
         process.connection.close()
-        del self._processes[digest]
         return status
 
 
@@ -308,15 +274,11 @@ def _limit(connection: int) -> None:
     os.close(2)  # llguidance's last words could hold a client's lines
     os.open(os.devnull, os.O_WRONLY)  # gets the lowest number, which is 2
     Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, the kernel kills this process first
-    memory = _private_bytes(os.getpid()) + MEMORY_BYTES
+    # What RLIMIT_DATA bounds: private memory, written or not.
+    memory = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # no core dump; with 0 a pipe of core_pattern still gets one
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CPU, (COMPILE_SECONDS, resource.getrlimit(resource.RLIMIT_CPU)[1]))
-
-
-def _private_bytes(pid: int) -> int:
-    """Of a process's private memory, written or not: what RLIMIT_DATA bounds, and its stack."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[5]) * resource.getpagesize()
 
 
 def main() -> NoReturn:
