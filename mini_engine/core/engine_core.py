@@ -55,7 +55,7 @@ from mini_engine.messages import (
     TensorHandle,
     Unreserve,
     Written,
-)  # fmt: skip
+)
 from mini_engine.model.config import ModelConfig
 from mini_engine.transport import sockets
 
@@ -149,7 +149,7 @@ class EngineCore:
                     self._reject(request)
             case GrammarReady(digest=digest, problem=problem):
                 for request in self.grammars.report(digest, problem):
-                    self._schedule(request)
+                    self._queue(request)
 
     def _handle_media(self, envelope: Envelope) -> None:
         """Messages of API servers about cached media."""
@@ -194,8 +194,7 @@ class EngineCore:
         self.grammars.acquire(lead, 1 + len(lead.siblings))
         problem = problem_with(lead.new, self.model, self.limits)
         if problem is not None:
-            for member in [*lead.siblings, lead]:
-                self._finish(member, "error", problem)
+            self._refuse(lead, problem)
         elif self.arrivals.has_failed(lead.tensors.messages):
             self._reject(lead)
         else:
@@ -222,17 +221,15 @@ class EngineCore:
             for item in request.media:
                 if isinstance(item.patches, TensorHandle) and item.cacheable:
                     self.media.arrived(item)
-        if not self.grammars.wait(request):
-            self._schedule(request)
+        self._queue(request)
 
-    def _schedule(self, request: Request) -> None:
-        """Queue a request with its media and its grammar; one whose grammar cannot be followed ends."""
+    def _queue(self, request: Request) -> None:
+        """Queue a request that has its media, as soon as its grammar is compiled; if that cannot be followed, end it."""
         problem = self.grammars.problem_with(request)
-        if not problem:
+        if problem:
+            self._refuse(request, problem)
+        elif problem is not None:
             self.scheduler.add(request)
-            return
-        for member in [*request.siblings, request]:
-            self._finish(member, "error", problem, is_bad_request=True)
 
     def _expire_media(self) -> None:
         """Reject the requests with timed-out media."""
@@ -295,7 +292,7 @@ class EngineCore:
         for sampled in flight.tokens:
             request = self.requests.get(sampled.request_id)
             if request is not None and sampled.problem:
-                self._finish(request, "error", sampled.problem, is_bad_request=True)
+                self._finish(request, "error", sampled.problem)
             elif request is not None:  # else it ended while the step ran
                 self._deliver(request, sampled)
         for message in flight.step.release:
@@ -354,12 +351,15 @@ class EngineCore:
 
     # --- end of a request --------------------------------------------------------------------------------------------
 
-    def _finish(
-        self, request: Request, reason: FinishReason, error: str | None = None, is_bad_request: bool = False
-    ) -> None:
-        """End a request for another reason than its tokens: an abort or an error."""
+    def _refuse(self, request: Request, problem: str) -> None:
+        """End a request and its siblings, none of which has started."""
+        for member in [*request.siblings, request]:
+            self._finish(member, "error", problem)
+
+    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+        """End a request for another reason than its tokens: an abort, or an `error` in it."""
         self._remove(request)
-        self._output(request, RequestOutput(request.id, [], reason, error, is_bad_request=is_bad_request))
+        self._output(request, RequestOutput(request.id, [], reason, error, is_bad_request=error is not None))
 
     def _remove(self, request: Request) -> None:
         """The only end of a request: frees all that it holds once the dispatched steps have retired."""

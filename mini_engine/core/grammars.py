@@ -14,8 +14,7 @@ from mini_engine.messages import Grammar
 @dataclasses.dataclass(slots=True)
 class _Entry:
     users: int = 0  # samples that have not ended
-    reported: bool = False
-    problem: str = ""  # see `GrammarReady`
+    problem: str | None = None  # see `GrammarReady`; None: it is not reported yet
     waiting: dict[str, Request] = dataclasses.field(default_factory=dict)  # by id
 
 
@@ -49,33 +48,29 @@ class Grammars:
         """A sample has ended."""
         digest = request.sampling.grammar
         if digest:
-            entry = self._entries[digest]
-            entry.users -= 1
-            entry.waiting.pop(request.id, None)
-            self._forget_unused(digest, entry)
+            self._entries[digest].users -= 1
+            self._entries[digest].waiting.pop(request.id, None)
+            self._forget_unused(digest)
 
-    def wait(self, request: Request) -> bool:
-        """Whether `request` has to wait for `report` to return it."""
+    def problem_with(self, request: Request) -> str | None:
+        """Why its grammar cannot be followed, for the client; empty: it can. None: `report` will return the request."""
         entry = self._entries.get(request.sampling.grammar)
-        if entry is None or entry.reported:
-            return False
-        entry.waiting[request.id] = request
-        return True
-
-    def problem_with(self, request: Request) -> str:
-        """Why the grammar of a request that does not wait cannot be followed, for the client; empty: it can."""
-        entry = self._entries.get(request.sampling.grammar)
-        return entry.problem if entry is not None else ""
+        if entry is None:
+            return ""
+        if entry.problem is None:
+            entry.waiting[request.id] = request
+        return entry.problem
 
     def report(self, digest: bytes, problem: str) -> list[Request]:
         """Rank 0's report of a grammar. Returns the requests that wait no longer."""
         entry = self._entries[digest]
-        entry.reported, entry.problem = True, problem
+        entry.problem = problem
         waiting, entry.waiting = list(entry.waiting.values()), {}
-        self._forget_unused(digest, entry)
+        self._forget_unused(digest)
         return waiting
 
-    def _forget_unused(self, digest: bytes, entry: _Entry) -> None:
-        if not entry.users and entry.reported:  # not before: rank 0 reports each grammar once
+    def _forget_unused(self, digest: bytes) -> None:
+        entry = self._entries[digest]
+        if not entry.users and entry.problem is not None:  # not before: rank 0 reports each grammar once
             del self._entries[digest]
             self.unused.append(digest)

@@ -36,9 +36,10 @@ COMPILING = 2  # grammars at once, of different clients; others are queued
 # Of private memory, beyond what the manager has: a schema of 100,000 characters takes 50 MB, and 64 outputs 20 MB more.
 MEMORY_BYTES = 128 << 20
 # Of a step. At `MASK_SECONDS`, and every `RETRY_SECONDS` from then on, a process is killed that has not answered, if it
-# had its share of `BLAMED_SECONDS` of processor time: on a busy machine it may not be at fault. At `STALLED_SECONDS` all
-# are killed.
-MASK_SECONDS, RETRY_SECONDS, BLAMED_SECONDS, STALLED_SECONDS = 0.1, 0.02, 0.05, 1.0
+# had its share of `BLAMED_SECONDS` of processor time, and `ROW_SECONDS` for each row, which few masks take: on a busy
+# machine it may not be at fault. At `STALLED_SECONDS` all are killed.
+MASK_SECONDS, RETRY_SECONDS, STALLED_SECONDS = 0.1, 0.02, 1.0
+BLAMED_SECONDS, ROW_SECONDS = 0.05, 0.003
 REFUSED_SECONDS, REFUSED = 600, 1000  # for how long, and how many grammars whose processes were killed
 
 SLOW_COMPILE = PROBLEM.format(f"takes more than {COMPILE_SECONDS} s to compile")
@@ -180,7 +181,8 @@ class Manager:
         now, share = time.monotonic(), BLAMED_SECONDS / len(self._busy)
         self._check = now + RETRY_SECONDS
         for digest, process in list(self._busy.items()):
-            if process.seconds() - process.began >= share or now - self._began >= STALLED_SECONDS:
+            limit = share + ROW_SECONDS * len(process.places)
+            if process.seconds() - process.began >= limit or now - self._began >= STALLED_SECONDS:
                 self._lose(digest, process, SLOW_MASK)
 
     def _lose(self, digest: bytes, process: _Process, problem: str = "") -> None:
