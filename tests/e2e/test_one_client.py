@@ -31,6 +31,7 @@ RULES = "\n".join(f"n{i}: /[a-z ]/" for i in range(650))
 CUBIC = "start: s\ns: " + " | ".join(f"n{i} s" for i in range(650)) + f' | ""\n{RULES}'
 ARRAYS = [{"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": i} for i in range(600)]
 STOPS = [1023 * "é" + chr(ord("a") + i) for i in range(16)]
+CALL = {"type": "function", "id": "1", "function": {"name": "f", "arguments": f"[{'[],' * 2**20}0]"}}
 
 
 @dataclasses.dataclass
@@ -41,59 +42,34 @@ class Attack:
     statuses: tuple[int, ...] = (400,)
     count: int = 1
     path: str = CHAT
-    repeated: tuple[str, str, str, int] | None = None  # a field, its JSON, and what is there in place of `*`, so often
-
-    @property
-    def body(self) -> bytes:
-        fields = {"messages": MESSAGES, "max_tokens": 400} if self.path == CHAT else {}
-        if self.repeated is None:
-            return json.dumps(fields | self.fields).encode()
-        name, value, item, count = self.repeated
-        fields = {other: value for other, value in (fields | self.fields).items() if other != name}
-        body = json.dumps(fields)[:-1] + ("," if fields else "") + f'"{name}":{value}}}'
-        return body.encode().replace(b"*", count * item.encode())
 
 
-def under(grammar: str) -> dict[str, Any]:
-    return {"structured_outputs": {"grammar": grammar}}
+def tokens(count: int) -> dict[str, int]:
+    return {"min_tokens": count, "max_tokens": count}
 
 
-SIZE = (400, 413)
-GRAMMARS = {
-    "a lexeme that takes for ever to compile": Attack(under("start: T\nT: ~/(?s:.*a.{30}.*)/ & /(?s:.*b.{30})/")),
-    "masks that take cubic time": Attack(under(CUBIC) | {"n": 6}),
-    "masks that take long later on": Attack(
-        {"structured_outputs": {"json": {"$defs": {"n": {"anyOf": ARRAYS}}, "$ref": "#/$defs/n"}}}
+def guided(**grammar: Any) -> dict[str, Any]:
+    return {"structured_outputs": grammar}
+
+
+ATTACKS = {
+    "a lexeme that takes for ever to compile": Attack(
+        guided(grammar="start: T\nT: ~/(?s:.*a.{30}.*)/ & /(?s:.*b.{30})/")
     ),
+    "masks that take cubic time": Attack(guided(grammar=CUBIC) | {"n": 6}),
+    "masks that take long later on": Attack(guided(json={"$defs": {"n": {"anyOf": ARRAYS}}, "$ref": "#/$defs/n"})),
+    "stop strings that almost occur": Attack({"stop": STOPS, "n": 64, **tokens(100), **guided(regex="é*")}, (200,)),
+    "log probabilities": Attack({"logprobs": True, "top_logprobs": 20, "n": 64, **tokens(100)}, (200,)),
+    "samples with priority": Attack({"n": 128, "priority": -(2**31), **tokens(40)}, (200,), count=2),
+    # Almost as much as a body may have, and more.
+    "lists for the template": Attack({"chat_template_kwargs": {"part": [[]] * 60_000}}),
+    "empty parts": Attack({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 25_000}]}),
+    "arguments of an earlier call": Attack({"messages": [{"role": "assistant", "tool_calls": [CALL]}]}),
+    "a schema": Attack(guided(json={"enum": [1] * 120_000})),
+    "token ids": Attack({"tokens": [1] * 10**6}, path="/detokenize"),
+    "a field that is ignored": Attack({"metadata": [[]] * 60_000, "max_tokens": 1}, (200,)),
+    "a body that is too large": Attack({"metadata": [[]] * 10**7}, (413,)),
 }
-HUNDRED, FORTY = ({"min_tokens": count, "max_tokens": count} for count in (100, 40))
-OUTPUTS = {
-    "stop strings that almost occur": Attack(
-        {"stop": STOPS, "n": 64, **HUNDRED, "structured_outputs": {"regex": "é*"}}, (200,)
-    ),
-    "log probabilities": Attack(
-        {"logprobs": True, "top_logprobs": 20, "n": 64, "min_tokens": 100, "max_tokens": 100}, (200,)
-    ),
-    "samples with priority": Attack(
-        {"n": 128, "min_tokens": 40, "max_tokens": 40, "priority": -(2**31)}, (200,), count=2
-    ),
-}
-CALL = r'[{"role":"assistant","tool_calls":[{"type":"function","id":"1","function":{"name":"f","arguments":"[*0]"}}]}]'
-STRUCTURE = {
-    "lists for the template": ("chat_template_kwargs", '{"part":[*0]}', "[],", 7 << 20),
-    "many more lists for the template": ("chat_template_kwargs", '{"part":[*0]}', "[],", 26 << 20),
-    "empty parts": (
-        "messages",
-        '[{"role":"user","content":[*{"type":"text","text":"a"}]}]',
-        '{"type":"text","text":""},',
-        10**6,
-    ),
-    "a field that is ignored": ("metadata", "[*0]", "[],", 27_000_000),
-    "arguments of an earlier call": ("messages", CALL, "[],", 7 << 20),
-    "a schema": ("structured_outputs", '{"json":{"enum":[*0]}}', "1,", 22 << 20),
-}
-ATTACKS = GRAMMARS | OUTPUTS | {name: Attack({}, SIZE, repeated=value) for name, value in STRUCTURE.items()}
-ATTACKS["token ids"] = Attack({}, SIZE, path="/detokenize", repeated=("tokens", "[*0]", "1,", 10**7))
 
 
 @pytest.fixture(scope="module")
@@ -125,21 +101,20 @@ def one_token_requests(server: RunningServer) -> Iterator[list[float]]:
         assert post(server, CHAT, body, OTHER) == 200
         took.append(time.monotonic() - begun)
 
-    def ask_all() -> None:
-        with ThreadPoolExecutor(64) as threads:
-            asking: list[Future[None]] = []
-            while not ended.wait(PERIOD):
-                asking.append(threads.submit(ask))
-        for one in asking:
-            one.result()
+    def ask_all() -> list[Future[None]]:
+        asking = []
+        while not ended.wait(PERIOD):
+            asking.append(threads.submit(ask))
+        return asking
 
-    with ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(ask_all)
+    with ThreadPoolExecutor(64) as threads:
+        asked = threads.submit(ask_all)
         try:
             yield took
         finally:
             ended.set()
-        asked.result()
+        for asking in asked.result():
+            asking.result()
 
 
 @pytest.mark.parametrize("name", ATTACKS)
@@ -147,7 +122,8 @@ def test_one_client_does_not_block_others(server, name):
     attack = ATTACKS[name]
     post(server, CHAT, json.dumps({"messages": MESSAGES, "max_tokens": 1}).encode(), OTHER)
     family, api = set(descendants(server.process.pid)), server.pids()["api 0"]
-    body, before = attack.body, memory(api, "VmRSS")
+    defaults = {"messages": MESSAGES, "max_tokens": 400} if attack.path == CHAT else {}
+    body, before = json.dumps(defaults | attack.fields, separators=(",", ":")).encode(), memory(api, "VmRSS")
     Path(f"/proc/{api}/clear_refs").write_text("5")  # VmHWM starts at VmRSS
     with one_token_requests(server) as took, ThreadPoolExecutor(attack.count) as threads:
         sent = [threads.submit(post, server, attack.path, body, HOSTILE) for _ in range(attack.count)]
@@ -164,30 +140,29 @@ def test_one_client_does_not_block_others(server, name):
 
 
 REGEXES = st.recursive(
-    st.sampled_from(["a", "[a-z]", "[^b]", ".", "(?s:.)", "\\w", "\\p{L}", "é"]),
+    st.sampled_from(["a", "[a-z]", "[^b]", "(?s:.)", "\\p{L}", "é"]),
     lambda inner: st.one_of(
         st.builds("{}{}".format, inner, inner),
         st.builds("({}|{})".format, inner, inner),
-        st.builds("({}){}".format, inner, st.sampled_from(["*", "+", "?", "{30}", "{0,300}", "{2,}", "{1000}"])),
+        st.builds("({}){}".format, inner, st.sampled_from(["*", "?", "{30}", "{0,300}", "{1000}"])),
     ),
     max_leaves=8,
 )
-NOT = st.sampled_from(["", "~"])
-TERMINALS = st.builds("{}/{}/ {} {}/{}/".format, NOT, REGEXES, st.sampled_from("&|"), NOT, REGEXES)
 RULES_BODIES = st.recursive(
-    st.sampled_from(["T", "U", "a", '"x"', '""']),
+    st.sampled_from(["T", "a", '""']),
     lambda inner: st.one_of(
         st.builds("{} {}".format, inner, inner),
         st.builds("({} | {})".format, inner, inner),
-        st.builds("({}){}".format, inner, st.sampled_from(["*", "+", "?", "{3}", "{0,200}"])),
+        st.builds("({}){}".format, inner, st.sampled_from(["*", "{3}", "{0,200}"])),
     ),
     max_leaves=12,
 )
-LARK = st.builds("start: {}\na: {}\nT: {}\nU: {}".format, RULES_BODIES, RULES_BODIES, TERMINALS, TERMINALS)
+NOT, AND_OR = st.sampled_from(["", "~"]), st.sampled_from("&|")
+LARK = st.builds(
+    "start: {}\na: {}\nT: {}/{}/ {} {}/{}/".format, RULES_BODIES, RULES_BODIES, NOT, REGEXES, AND_OR, NOT, REGEXES
+)
 SCHEMAS = st.recursive(
-    st.sampled_from(
-        [{"type": "integer"}, {"type": "string", "maxLength": 400}, {"$ref": "#"}, {"pattern": "^(a|aa)*b$"}]
-    ),
+    st.sampled_from([{"type": "integer"}, {"type": "string", "maxLength": 400}, {"$ref": "#"}]),
     lambda inner: st.one_of(
         st.builds(lambda one, count: {"anyOf": count * [one]}, inner, st.integers(2, 40)),
         st.builds(lambda one, count: {"type": "array", "items": one, "maxItems": count}, inner, st.integers(1, 1000)),
@@ -195,10 +170,11 @@ SCHEMAS = st.recursive(
     ),
     max_leaves=6,
 )
-ANY_GRAMMAR = st.one_of(
-    st.builds(lambda text: {"grammar": text}, LARK), st.builds(lambda text: {"regex": text}, REGEXES),
-    st.builds(lambda schema: {"json": schema}, SCHEMAS),
-)  # fmt: skip
+ANY_GRAMMAR = (
+    LARK.map(lambda text: guided(grammar=text))
+    | REGEXES.map(lambda text: guided(regex=text))
+    | SCHEMAS.map(lambda schema: guided(json=schema))
+)
 
 
 @pytest.mark.slow
@@ -210,7 +186,7 @@ def test_random_grammars_do_not_block_others(server):
         @settings(max_examples=200, deadline=None, derandomize=True, database=None)
         @given(ANY_GRAMMAR, st.integers(1, 16))
         def send(fields: dict[str, Any], n: int) -> None:
-            body = json.dumps({"messages": MESSAGES, "max_tokens": 60, "n": n, "structured_outputs": fields})
+            body = json.dumps({"messages": MESSAGES, "max_tokens": 60, "n": n, **fields})
             assert post(server, CHAT, body.encode(), HOSTILE) in (200, 400)
 
         send()
