@@ -35,11 +35,14 @@ class Clients:
     """All running and waiting requests."""
 
     def __init__(self) -> None:
-        self.num_running = 0
         self._clients: OrderedDict[bytes, Client] = OrderedDict()  # those with requests, least recently served first
 
     def __len__(self) -> int:
         return len(self._clients)
+
+    @property
+    def num_running(self) -> int:
+        return sum(len(client.running) for client in self._clients.values())
 
     @property
     def running(self) -> list[Request]:
@@ -64,14 +67,12 @@ class Clients:
         client = self._clients[request.client]
         client.waiting.remove(request)
         bisect.insort(client.running, request, key=_order)
-        self.num_running += 1
 
     def remove(self, request: Request) -> None:
         """Without effect for one that neither runs nor waits."""
         client = self._clients.get(request.client, Client())
         if request in client.running:
             client.running.remove(request)
-            self.num_running -= 1
         elif request in client.waiting:
             client.waiting.remove(request)
         if not client.running and not client.waiting:

@@ -127,18 +127,6 @@ class EngineCore:
             case Finish(request_id=request_id, reason=reason):
                 if (request := self.requests.get(request_id)) is not None:
                     self._finish(request, reason)
-            case MediaReady() | MediaFailed() | GrammarReady() as report:
-                self._handle_report(report)
-            case PeerGone(sender=sender, incarnation=incarnation) if sender.startswith("api "):
-                self._on_api_server_gone(sender, incarnation)
-            case Lookup() | Reserve() | Written() | Abandoned() | Unreserve():
-                self._handle_media(envelope)
-            case body:
-                self._handle_other(body, sockets.identity(envelope.sender, envelope.incarnation))
-
-    def _handle_report(self, report: MediaReady | MediaFailed | GrammarReady) -> None:
-        """What ranks report beside their steps."""
-        match report:
             case MediaReady(rank=rank, message=message):
                 self.steps.release += self.arrivals.report(message, rank, usable=True)
                 self._start_if_ready(message)
@@ -147,9 +135,12 @@ class EngineCore:
                 self.steps.release += self.arrivals.report(message, rank, usable=False)
                 if (request := self.awaiting_media.request_for(message)) is not None:
                     self._reject(request)
-            case GrammarReady(digest=digest, problem=problem):
-                for request in self.grammars.report(digest, problem):
-                    self._queue(request)
+            case PeerGone(sender=sender, incarnation=incarnation) if sender.startswith("api "):
+                self._on_api_server_gone(sender, incarnation)
+            case Lookup() | Reserve() | Written() | Abandoned() | Unreserve():
+                self._handle_media(envelope)
+            case body:
+                self._handle_other(body, sockets.identity(envelope.sender, envelope.incarnation))
 
     def _handle_media(self, envelope: Envelope) -> None:
         """Messages of API servers about cached media."""
@@ -168,8 +159,11 @@ class EngineCore:
                 media.abandoned(number)
 
     def _handle_other(self, body: AnyMessage, peer: bytes) -> None:
-        """Control messages of API servers, and the supervisor's ping."""
+        """Reports of grammars, control messages of API servers, and the supervisor's ping."""
         match body:
+            case GrammarReady(digest=digest, problem=problem):
+                for request in self.grammars.report(digest, problem):
+                    self._queue(request)
             case ControlRequest(number=number, action="ping"):
                 self.steps.pings.append((peer, number))
             case ControlRequest(number=number, action="stats"):
@@ -224,7 +218,7 @@ class EngineCore:
         self._queue(request)
 
     def _queue(self, request: Request) -> None:
-        """Queue a request that has its media, as soon as its grammar is compiled; if that cannot be followed, end it."""
+        """Queue a request that has its media as soon as its grammar is compiled; end it if that cannot be followed."""
         problem = self.grammars.problem_with(request)
         if problem:
             self._refuse(request, problem)

@@ -237,7 +237,6 @@ class MediaStore(MediaDirectory):
         self._row_bytes = row_bytes
         self._numbers = itertools.count(1)
         self._reservations: dict[int, Reservation] = {}
-        self._being_written: set[bytes] = set()
 
     @property
     def num_reservations(self) -> int:
@@ -250,19 +249,18 @@ class MediaStore(MediaDirectory):
         if value in self._listed:
             self._refer(owner, self._listed[value])
             return Reserved(value, "present")
-        if value in self._being_written:
+        if any(one.listed and one.media.media_hash == value for one in self._reservations.values()):
             return Reserved(value, "busy")
-        extents = self._allocate(self._nbytes(media))
+        extents = self._allocate(math.prod(media.grid_thw) * self._row_bytes)
         if extents is None:
             return Reserved(value, "full")
         number = next(self._numbers)
         self._reservations[number] = Reservation(owner[0], media, extents)
-        self._being_written.add(value)
         return Reserved(value, "reserved", number, extents)
 
     def written(self, number: int, owners: Iterable[Owner]) -> None:
         """The item is readable; these requests refer to it."""
-        reservation = self._end_reservation(number)
+        reservation = self._reservations.pop(number)
         self.pages.written(reservation.extents)
         nbytes = sum(count for _, count in reservation.extents) * PAGE_BYTES
         entry = Entry(reservation.media, nbytes, reservation.extents)
@@ -276,7 +274,7 @@ class MediaStore(MediaDirectory):
 
     def abandoned(self, number: int) -> None:
         """No process writes to these pages: free them."""
-        self.pages.free(self._end_reservation(number).extents)
+        self.pages.free(self._reservations.pop(number).extents)
 
     def resolve(self, new: NewRequest, references: References) -> NewRequest:
         """See `MediaDirectory`: names become handles."""
@@ -301,7 +299,6 @@ class MediaStore(MediaDirectory):
         self._listed.clear()
         for reservation in self._reservations.values():
             reservation.listed = False
-        self._being_written.clear()
 
     def _allocate(self, nbytes: int) -> list[Extent] | None:
         """Free pages, or those of the least recently used items, if both together are enough."""
@@ -318,18 +315,9 @@ class MediaStore(MediaDirectory):
         self.num_evictions += self._evict_idle(missing)
         return self.pages.allocate(nbytes)
 
-    def _end_reservation(self, number: int) -> Reservation:
-        reservation = self._reservations.pop(number)
-        if reservation.listed:
-            self._being_written.discard(reservation.media.media_hash)
-        return reservation
-
     def _with_handle(self, item: MediaItem, entry: Entry) -> MediaItem:
         rows = math.prod(entry.media.grid_thw)
         return msgspec.structs.replace(item, patches=StoreHandle(entry.extents, (rows, self._row_bytes)))
-
-    def _nbytes(self, media: CachedMedia) -> int:
-        return math.prod(media.grid_thw) * self._row_bytes
 
     def _free(self, entries: list[Entry]) -> None:
         self.pages.free([extent for entry in entries for extent in entry.extents])

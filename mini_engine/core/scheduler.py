@@ -109,21 +109,16 @@ class Scheduler:
             plan = Plan(quick, budgets.max_tokens, budgets.max_tokens, budgets.max_encoder_tokens)
         self._make_place(plan)
         # Decodes first, so that no prompt delays the output of others; then prefills.
-        unfinished = [request for request in self.clients.running if request.num_missing]
-        self._continue_running(plan, [request for request in unfinished if request.num_missing == 1])
-        if not self._admit_waiting(plan):
-            self._continue_running(plan, [request for request in unfinished if request.num_missing > 1])
+        for request in self.clients.running:
+            if request.is_running and request.num_missing == 1:  # it may have lost its blocks to one before it
+                self._continue(request, plan)
+        self._prefill_in_turns(plan)
+        for request in self.clients.running:
+            if request.is_running and request.num_missing > 1 and request.id not in plan.scheduled:
+                self._continue(request, plan)
         return plan
 
     # --- running -----------------------------------------------------------------------------------------------------
-
-    def _continue_running(self, plan: Plan, requests: list[Request]) -> None:
-        for request in requests:
-            if plan.tokens_left == 0:
-                return
-            # It may have lost its blocks to one before it.
-            if request.is_running and request.id not in plan.scheduled:
-                self._continue(request, plan)
 
     def _continue(self, request: Request, plan: Plan) -> None:
         length = self._prepare_chunk(request, plan)
@@ -156,31 +151,27 @@ class Scheduler:
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 
-    def _admit_waiting(self, plan: Plan) -> bool:
-        """Running prefills and waiting requests: first come, first served within a client, and clients in turns, so
-        that the n-th request of one goes after the first n - 1 of each other. False: the rest are not admitted, but
-        their prefills can go on.
+    def _prefill_in_turns(self, plan: Plan) -> None:
+        """Running prefills and waiting requests, up to the first that has to wait for a slot or for blocks.
 
-        No request overtakes one that waits for a slot or for blocks. Skipped are, in a quick step, requests that are
-        not short; and requests without room in the encoder cache, which later ones may have to free. No request takes
-        room that a skipped one needs."""
+        Skipped are, in a quick step, requests that are not short; and requests without room in the encoder cache, which
+        later ones may have to free. No request takes room that a skipped one needs."""
         kept = 0  # room for the skipped requests
         for request in self.clients.in_turns():
             if not plan.tokens_left:
-                return True
+                return
             if request.is_running:
                 if request.num_missing > 1:
                     self._continue(request, plan)
                 continue
             if self._lacks_slot() and self.clients.slot_for(request) is None:
-                return False
+                return
             room = 0 if request.holds_media else self.encoder.room_for(request.media_tokens)
             if request.holds_media or kept + room <= self.encoder.num_free:
                 if not self._admit(request, plan):
-                    return False
+                    return
             if not request.holds_media:
                 kept += room
-        return True
 
     def _admit(self, request: Request, plan: Plan) -> bool:
         """False when it has to wait for a slot or for blocks, and so all behind it.

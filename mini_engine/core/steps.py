@@ -6,7 +6,6 @@ A step retires when all ranks have reported it, in the order of dispatch. The me
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import deque
 from collections.abc import Iterator
 
@@ -42,7 +41,7 @@ class Steps:
         self._directory = directory
         self._encoder = encoder
         self._grammars = grammars
-        self._numbers = itertools.count(1)
+        self._number = 0  # of the last step
         self.in_flight: deque[InFlight] = deque()
         # Fields of the next step:
         self.finished: list[str] = []
@@ -64,15 +63,8 @@ class Steps:
             for references in self.unreferenced:
                 directory.release(references)
             self.unreferenced = []
-        lists = (
-            *(self.finished, self.release, self.drop_senders, encoder.evicted, directory.drop, directory.keep),
-            *(grammars.new, grammars.unused),
-        )
-        needs_answer = bool(self.pings) and not self.in_flight  # else a dispatched step answers them
-        if not (plan.requests or any(lists) or needs_answer or directory.mark):
-            return False
         step = Step(
-            next(self._numbers),
+            self._number + 1,
             finished=self.finished,
             evict=encoder.evicted,
             drop=directory.drop,
@@ -87,6 +79,10 @@ class Steps:
             drop_senders=self.drop_senders,
             media_mark=directory.mark,
         )
+        needs_answer = self.pings and not self.in_flight  # else a dispatched step answers them
+        if step == Step(step.number) and not needs_answer:
+            return False
+        self._number = step.number
         self.in_flight.append(InFlight(step, plan.work, plan.encoded_hashes, plan.heavy, self.unreferenced))
         self.finished, self.release, self.drop_senders, self.unreferenced, encoder.evicted = [], [], [], [], []
         directory.drop, directory.keep, directory.mark = [], [], None
