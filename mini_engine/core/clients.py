@@ -37,9 +37,6 @@ class Clients:
     def __init__(self) -> None:
         self._clients: OrderedDict[bytes, Client] = OrderedDict()  # those with requests, least recently served first
 
-    def __len__(self) -> int:
-        return len(self._clients)
-
     @property
     def num_running(self) -> int:
         return sum(len(client.running) for client in self._clients.values())

@@ -22,7 +22,7 @@ from mini_engine.core.kv_blocks import BlockPool
 from mini_engine.core.limits import engine_limits, problem_with
 from mini_engine.core.links import Links, Outbox
 from mini_engine.core.media_store import MediaDirectory, MediaStore, media_directory
-from mini_engine.core.plan import Plan, Work
+from mini_engine.core.plan import Work
 from mini_engine.core.request import Request, Tensors, family
 from mini_engine.core.scheduler import Budgets, Counters, Scheduler
 from mini_engine.core.states import StatePool
@@ -255,14 +255,10 @@ class EngineCore:
         plan = self.scheduler.schedule(self.steps.heavy_in_flight)
         for new in plan.started:
             self.requests[new.request_id].scheduled_at = time.monotonic()
-        self._release_encoded(plan)
-        return self.steps.dispatch(plan)
-
-    def _release_encoded(self, plan: Plan) -> None:
-        """Release the tensors of requests whose items are all encoded once this step has run."""
         for request in plan.requests.values():
             if not request.tensors.released and all(self.encoder.holds(value) for value in request.media_tokens):
-                self._release(request.tensors)
+                self._release(request.tensors)  # all its items are encoded once this step has run
+        return self.steps.dispatch(plan)
 
     def _release(self, tensors: Tensors) -> None:
         """Free them, once, when the next step, which is the last to read them, retires."""

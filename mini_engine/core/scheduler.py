@@ -71,8 +71,6 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request."""
         self.clients.add(request)
-        if request.holds_media and len(self.clients) > 1:  # else it claims a place when the encoder cache has room
-            self._claimant = request
 
     def remove(self, request: Request) -> None:
         """Remove a request in any state, and free its blocks, its state and its room in the encoder cache."""

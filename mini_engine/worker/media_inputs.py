@@ -123,7 +123,9 @@ class MediaInputs:
             self._crash = error  # `check` ends the rank
             raise
         finally:
-            self._close_sockets()
+            with contextlib.suppress(zmq.ZMQError):  # the context was terminated first
+                self._core.close()
+            self._queue.close_streams()
 
     def _serve(self) -> None:
         poller = zmq.Poller()
@@ -165,10 +167,9 @@ class MediaInputs:
                 return
             if isinstance(arrival, Received):
                 self._table[message] = arrival
-        if isinstance(arrival, Received):
-            report: MediaReady | MediaFailed = MediaReady(self._rank, message)
-        else:
-            report = MediaFailed(self._rank, message, arrival.why)
+                report: MediaReady | MediaFailed = MediaReady(self._rank, message)
+            else:
+                report = MediaFailed(self._rank, message, arrival.why)
         self._core.send(self._me.encode(report), zmq.NOBLOCK)
 
     def _on_device(self, received: Received) -> Received:
@@ -177,8 +178,3 @@ class MediaInputs:
             return received
         moved = self._to_device(received.rows(0, received.shape[0]))
         return Received(received.message, received.shape, received.dtype, content=bytes_of(moved))
-
-    def _close_sockets(self) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # the context was terminated first
-            self._core.close()
-        self._queue.close_streams()

@@ -157,7 +157,7 @@ class World:
         states = self.core.states
         assert not states.is_needed or states.num_free + states.num_snapshots == self.core.limits.num_states
         assert not self.core.requests
-        assert not self.core.scheduler.clients and not self.core.scheduler.clients.num_running
+        assert not [*self.core.scheduler.clients.in_turns()]
         assert not self.links.sequences, "the ranks still keep a sequence"
         assert self.links.num_grids.keys() == self.links.encoded.keys(), "the ranks still keep half of an item"
         steps = self.core.steps
