@@ -236,12 +236,7 @@ class MediaStore(MediaDirectory):
         self.pages = PageAllocator(nbytes, available)
         self._row_bytes = row_bytes
         self._numbers = itertools.count(1)
-        self._reservations: dict[int, Reservation] = {}
-
-    @property
-    def num_reservations(self) -> int:
-        """Items that API servers are writing."""
-        return len(self._reservations)
+        self.reservations: dict[int, Reservation] = {}  # open ones, by number
 
     def reserve(self, owner: Owner, media: CachedMedia) -> Reserved:
         """Pages for an item of a request; or a reference, if it has been written meanwhile."""
@@ -249,18 +244,18 @@ class MediaStore(MediaDirectory):
         if value in self._listed:
             self._refer(owner, self._listed[value])
             return Reserved(value, "present")
-        if any(one.listed and one.media.media_hash == value for one in self._reservations.values()):
+        if any(one.listed and one.media.media_hash == value for one in self.reservations.values()):
             return Reserved(value, "busy")
         extents = self._allocate(math.prod(media.grid_thw) * self._row_bytes)
         if extents is None:
             return Reserved(value, "full")
         number = next(self._numbers)
-        self._reservations[number] = Reservation(owner[0], media, extents)
+        self.reservations[number] = Reservation(owner[0], media, extents)
         return Reserved(value, "reserved", number, extents)
 
     def written(self, number: int, owners: Iterable[Owner]) -> None:
         """The item is readable; these requests refer to it."""
-        reservation = self._reservations.pop(number)
+        reservation = self.reservations.pop(number)
         self.pages.written(reservation.extents)
         nbytes = sum(count for _, count in reservation.extents) * PAGE_BYTES
         entry = Entry(reservation.media, nbytes, reservation.extents)
@@ -274,7 +269,7 @@ class MediaStore(MediaDirectory):
 
     def abandoned(self, number: int) -> None:
         """No process writes to these pages: free them."""
-        self.pages.free(self._reservations.pop(number).extents)
+        self.pages.free(self.reservations.pop(number).extents)
 
     def resolve(self, new: NewRequest, references: References) -> NewRequest:
         """See `MediaDirectory`: names become handles."""
@@ -287,8 +282,7 @@ class MediaStore(MediaDirectory):
     def on_api_server_gone(self, incarnation: int) -> None:
         """See `MediaDirectory`. What it has written stays; its reservations end."""
         super().on_api_server_gone(incarnation)
-        theirs = [number for number, one in self._reservations.items() if one.incarnation == incarnation]
-        for number in theirs:
+        for number in [number for number, one in self.reservations.items() if one.incarnation == incarnation]:
             self.abandoned(number)
 
     def reset(self) -> None:
@@ -297,7 +291,7 @@ class MediaStore(MediaDirectory):
         for entry in self._listed.values():
             entry.listed = False
         self._listed.clear()
-        for reservation in self._reservations.values():
+        for reservation in self.reservations.values():
             reservation.listed = False
 
     def _allocate(self, nbytes: int) -> list[Extent] | None:

@@ -111,6 +111,8 @@ class ModelRunner:
         self._model = model
         self._attention = attention
         self._cache = cache = attention.cache
+        self.num_blocks, self.block_size = cache.num_blocks, cache.block_size
+        self.num_states = cache.states.num_slots if cache.states is not None else 0
         self.graphs = graphs
         self._beside = ThreadPoolExecutor(1, "masks")
         self.grammars: Grammars | None = None  # rank 0 has them
@@ -128,21 +130,6 @@ class ModelRunner:
         self._decode: DecodeBatch | None = None  # the last step's, if it was one
         self._adjustments: Adjustments | None = None  # the last step's logits', as long as its batch continues
         self._sampling: Sampling | None = None  # the last step's, as long as its tokens are not taken
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the KV cache."""
-        return self._cache.num_blocks
-
-    @property
-    def num_states(self) -> int:
-        """Slots of recurrent states; 0: the model has none."""
-        return self._cache.states.num_slots if self._cache.states is not None else 0
-
-    @property
-    def block_size(self) -> int:
-        """Tokens in a block."""
-        return self._cache.block_size
 
     def execute(self, step: Step) -> StepResult:
         """Execute the step and wait for it; only rank 0's result has tokens.
@@ -283,7 +270,6 @@ class ModelRunner:
         return Recurrence.of(self._cache.states, batch.parts, copies)
 
     def _media_rows(self, batch: FlatBatch) -> list[MediaRows]:
-        """The media rows of the batch."""
         return [
             MediaRows(part.first + token - part.chunk.start, rows)
             for part in batch.in_prompt

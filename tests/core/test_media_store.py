@@ -237,7 +237,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
         assert store.num_references == sum(len(one.readers) for one in read)
         assert store.num_bytes_pinned == sum(one.num_pages for one in read) * PAGE_BYTES
         assert store.num_bytes == sum(one.num_pages for one in self.written) * PAGE_BYTES
-        assert store.num_reservations == len(self.writing)
+        assert len(store.reservations) == len(self.writing)
         assert [entry.media.media_hash for entry in store.idle] == [one.value for one in self.lru]
 
     @invariant()
@@ -259,7 +259,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
         for owner, references, items in self.running:
             self.store.release(references)
             self.unrefer(owner, items)
-        assert self.store.num_references == self.store.num_bytes_pinned == self.store.num_reservations == 0
+        assert self.store.num_references == self.store.num_bytes_pinned == len(self.store.reservations) == 0
         assert self.store.pages.num_used == sum(entry.nbytes for entry in self.store.idle) // PAGE_BYTES
         self.store.reset()
         assert self.store.pages.num_used == self.store.num_bytes == self.store.num_bytes_idle == 0

@@ -166,7 +166,7 @@ class World:
         assert not len(self.core.grammars) and not self.links.grammars
         assert self.core.media.num_references == 0 == self.core.media.num_bytes_pinned
         if isinstance(self.core.media, MediaStore):
-            assert self.core.media.num_reservations == 0
+            assert not self.core.media.reservations
             assert self.core.media.num_bytes_idle == self.core.media.pages.num_used * PAGE_BYTES
         else:
             assert self.core.media.num_bytes_idle == self.core.media.num_bytes
