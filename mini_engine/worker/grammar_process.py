@@ -4,8 +4,9 @@
                                                  (tokenizer)            compiles; fills masks in shared memory
 
 A few lines of a grammar can take hours or all memory, which no setting of llguidance prevents. So whatever a grammar
-takes is its own process's, and what exceeds a limit is killed without a question of which grammar is at fault. The
-manager runs nothing of a grammar and starts no thread, so it always answers in time. `grammar.py` is rank 0's end.
+takes is its own process's, and timers and limits of the kernel end what takes too much, without a question of which
+grammar is at fault. The manager runs nothing of a grammar and starts no thread, so it always answers in time.
+`grammar.py` is rank 0's end.
 """
 
 from __future__ import annotations
@@ -35,11 +36,9 @@ COMPILE_SECONDS = 1  # of processor time, with the first mask
 COMPILING = 2  # grammars at once, of different clients; others are queued
 # Of private memory, beyond what the manager has: a schema of 100,000 characters takes 50 MB, and 64 outputs 20 MB more.
 MEMORY_BYTES = 128 << 20
-# Of a step. At `MASK_SECONDS`, and every `RETRY_SECONDS` from then on, a process is killed that has not answered, if it
-# had its share of `BLAMED_SECONDS` of processor time, and `ROW_SECONDS` for each row, which few masks take: on a busy
-# machine it may not be at fault. At `STALLED_SECONDS` all are killed.
-MASK_SECONDS, RETRY_SECONDS, STALLED_SECONDS = 0.1, 0.02, 1.0
-BLAMED_SECONDS, ROW_SECONDS = 0.05, 0.003
+# Of processor time for the masks of a step: each process has its share of `MASK_SECONDS`, but `LEAST_SECONDS`, and
+# `ROW_SECONDS` for each row, which few masks take. Of wall time, since a busy machine is no fault of a grammar, more.
+MASK_SECONDS, LEAST_SECONDS, ROW_SECONDS, STALLED_SECONDS = 0.1, 0.01, 0.003, 1.0
 REFUSED_SECONDS, REFUSED = 600, 1000  # for how long, and how many grammars whose processes were killed
 
 SLOW_COMPILE = PROBLEM.format(f"takes more than {COMPILE_SECONDS} s to compile")
@@ -73,8 +72,9 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     """Manager -> a grammar's process, once that has reported by one problem, perhaps empty, that it is compiled. The
     answer is a problem for each row."""
 
-    finished: list[str]  # outputs
-    rows: list[tuple[int, Row]]  # with the places of their masks
+    finished: list[str] = []  # outputs
+    rows: list[tuple[int, Row]] = []  # with the places of their masks
+    seconds: float = 0.0  # of processor time for the masks
 
 
 _problems = msgspec.msgpack.Decoder(list[str])
@@ -87,11 +87,6 @@ class _Process:
         self.pid, self.connection, self.client = pid, connection, client
         self.is_compiled = False
         self.places: list[int] = []  # of the step's rows, until it has answered
-        self.began = 0.0  # its processor time when it got them
-
-    def seconds(self) -> float:
-        """Processor time of all its threads. The clock's number is that of clock_getcpuclockid(3) on Linux."""
-        return time.clock_gettime(~self.pid << 3 | 2)
 
 
 class Manager:
@@ -103,20 +98,16 @@ class Manager:
         self._queue: list[Grammar] = []
         self._refused: dict[bytes, tuple[float, str]] = {}  # until when, and why
         self._problems: list[str] = []  # of the step's rows
-        self._busy: dict[bytes, _Process] = {}  # that have not answered in this step
-        self._began = self._check = 0.0  # of the step
+        self._busy: set[bytes] = set()  # those whose processes have not answered in this step
         self._selector = selectors.DefaultSelector()
         self._selector.register(requests, selectors.EVENT_READ, self._take_request)
 
     def serve(self) -> None:
         """Until rank 0 closes its connection: raises EOFError."""
         while True:
-            timeout = max(0.0, self._check - time.monotonic()) if self._busy else None
-            for key, _ in self._selector.select(timeout):
-                if key.fd in self._selector.get_map():  # not killed meanwhile
+            for key, _ in self._selector.select():
+                if key.fd in self._selector.get_map():  # not ended meanwhile
                     key.data()
-            if self._busy and time.monotonic() >= self._check:
-                self._kill_late()
             self._start_queued()
 
     def _take_request(self) -> None:
@@ -134,24 +125,24 @@ class Manager:
 
     def _send_work(self, request: Request) -> None:
         self._problems = [CRASHED] * len(request.rows)
-        work: defaultdict[bytes, Work] = defaultdict(lambda: Work([], []))
+        finished, rows = defaultdict[bytes, list[str]](list), defaultdict[bytes, list[tuple[int, Row]]](list)
         for digest, request_id in request.finished:
-            work[digest].finished.append(request_id)
+            finished[digest].append(request_id)
         for place, row in enumerate(request.rows):
-            work[row.digest].rows.append((place, row))
-        for digest, part in work.items():
-            process = self._processes.get(digest)
+            rows[row.digest].append((place, row))
+        share = max(LEAST_SECONDS, MASK_SECONDS / max(1, len(rows)))
+        for digest in {*finished, *rows}:
+            places, process = [place for place, _ in rows[digest]], self._processes.get(digest)
             if process is None:
-                for place, _ in part.rows:
+                for place in places:
                     self._problems[place] = self._refusal(digest) or CRASHED
                 continue
-            if part.rows:
-                process.places, process.began = [place for place, _ in part.rows], process.seconds()
-                self._busy[digest] = process
+            if places:
+                process.places = places
+                self._busy.add(digest)
+            work = Work(finished[digest], rows[digest], share + ROW_SECONDS * len(places))
             with contextlib.suppress(ConnectionError):  # it was killed, as the selector shows next
-                process.connection.send_bytes(msgspec.msgpack.encode(part))
-        self._began = time.monotonic()
-        self._check = self._began + MASK_SECONDS
+                process.connection.send_bytes(msgspec.msgpack.encode(work))
         if request.rows:
             self._answer()
 
@@ -162,7 +153,7 @@ class Manager:
             self._lose(digest, process)
             return
         if process.is_compiled:
-            del self._busy[digest]
+            self._busy.remove(digest)
             for place, problem in zip(process.places, problems, strict=True):
                 self._problems[place] = problem
             self._answer()
@@ -177,26 +168,18 @@ class Manager:
         if not self._busy:
             self._requests.send_bytes(msgspec.msgpack.encode(self._problems))
 
-    def _kill_late(self) -> None:
-        now, share = time.monotonic(), BLAMED_SECONDS / len(self._busy)
-        self._check = now + RETRY_SECONDS
-        for digest, process in list(self._busy.items()):
-            limit = share + ROW_SECONDS * len(process.places)
-            if process.seconds() - process.began >= limit or now - self._began >= STALLED_SECONDS:
-                self._lose(digest, process, SLOW_MASK)
-
-    def _lose(self, digest: bytes, process: _Process, problem: str = "") -> None:
-        """Kill a process for `problem`, or because it closed its connection."""
-        status = self._end(digest)
-        if not problem:
-            is_late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU
-            problem = SLOW_COMPILE if is_late else CRASHED
+    def _lose(self, digest: bytes, process: _Process) -> None:
+        """A process closed its connection: it has exceeded a limit."""
+        problem = CRASHED
+        if os.WTERMSIG(self._end(digest)) in (signal.SIGPROF, signal.SIGALRM):
+            problem = SLOW_MASK if process.is_compiled else SLOW_COMPILE
         if len(self._refused) == REFUSED:
             del self._refused[next(iter(self._refused))]
         self._refused[digest] = time.monotonic() + REFUSED_SECONDS, problem
         if not process.is_compiled:
             self._report(digest, problem)
-        if self._busy.pop(digest, None):
+        if digest in self._busy:
+            self._busy.remove(digest)
             for place in process.places:
                 self._problems[place] = problem
             self._answer()
@@ -257,16 +240,25 @@ def _follow(vocabulary: Vocabulary, grammar: str, connection: Connection, manage
     die_with_parent(manager)
     setproctitle("mini-engine: grammar")
     _limit(connection.fileno())
+    _set_timers(COMPILE_SECONDS)
     matchers = Matchers(vocabulary, grammar)
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
+    _set_timers()
     connection.send_bytes(msgspec.msgpack.encode([matchers.problem]))
     decoder = msgspec.msgpack.Decoder(Work)
     while True:
         work = decoder.decode(connection.recv_bytes())
         matchers.drop(work.finished)
         if work.rows:
-            connection.send_bytes(msgspec.msgpack.encode(matchers.fill(work.rows)))
+            _set_timers(work.seconds, STALLED_SECONDS)
+            problems = matchers.fill(work.rows)
+            _set_timers()
+            connection.send_bytes(msgspec.msgpack.encode(problems))
+
+
+def _set_timers(processor_seconds: float = 0, wall_seconds: float = 0) -> None:
+    """0: none. Python handles neither signal, so it ends the process, whatever that does."""
+    signal.setitimer(signal.ITIMER_PROF, processor_seconds)
+    signal.setitimer(signal.ITIMER_REAL, wall_seconds)
 
 
 def _limit(connection: int) -> None:
@@ -280,7 +272,6 @@ def _limit(connection: int) -> None:
     memory = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # no core dump; with 0 a pipe of core_pattern still gets one
     resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CPU, (COMPILE_SECONDS, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
 def main() -> NoReturn:

@@ -6,7 +6,6 @@ from mini_engine.messages import (
     ControlReply,
     ControlRequest,
     Envelope,
-    Finish,
     MediaFailed,
     SampledToken,
     Sibling,
@@ -132,20 +131,6 @@ def test_requests_end_whose_grammar_cannot_be_followed():
     world.receive(StepResult(world.core.steps.in_flight[0].step.number, [SampledToken("row", 0, problem="too slow")]))
     world.turn()
     assert world.errors["row"] == "too slow"
-
-
-def test_an_aborted_request_leaves_its_grammar_to_the_next():
-    """Rank 0 reports a grammar once, whatever has become of who asked for it."""
-    world = World()
-    world.request("a", grammar="g")
-    world.run()
-    world.receive(Finish("a", "abort"))
-    world.run()
-    world.request("b", grammar="g")
-    world.run()
-    world.grammar_ready("g")
-    finish(world, "b")
-    world.assert_at_rest()
 
 
 def test_ping_of_an_idle_engine_runs_an_empty_step():
