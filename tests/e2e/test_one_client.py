@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from tests.e2e.processes import descendants, eventually, memory
 from tests.e2e.running_server import RunningServer
+from tests.worker.test_grammar import REGEXES, SCHEMAS
 
 PERIOD = 0.1  # seconds
 MOST_SECONDS = 5.0  # for one token on a busy machine; a request that blocks others did so for a minute
@@ -139,41 +140,20 @@ def test_one_client_does_not_block_others(server, name):
     assert "Traceback" not in server.log
 
 
-REGEXES = st.recursive(
-    st.sampled_from(["a", "[a-z]", "[^b]", "(?s:.)", "\\p{L}", "é"]),
-    lambda inner: st.one_of(
-        st.builds("{}{}".format, inner, inner),
-        st.builds("({}|{})".format, inner, inner),
-        st.builds("({}){}".format, inner, st.sampled_from(["*", "?", "{30}", "{0,300}", "{1000}"])),
-    ),
-    max_leaves=8,
-)
-RULES_BODIES = st.recursive(
-    st.sampled_from(["T", "a", '""']),
-    lambda inner: st.one_of(
-        st.builds("{} {}".format, inner, inner),
-        st.builds("({} | {})".format, inner, inner),
-        st.builds("({}){}".format, inner, st.sampled_from(["*", "{3}", "{0,200}"])),
-    ),
-    max_leaves=12,
-)
-NOT, AND_OR = st.sampled_from(["", "~"]), st.sampled_from("&|")
+COUNT, NOT = st.sampled_from(["", "*", "{30}", "{0,300}", "{1000}"]), st.sampled_from(["", "~"])
+TERMS = st.builds("(({}){}.{}){}".format, REGEXES, COUNT, REGEXES, COUNT)
 LARK = st.builds(
-    "start: {}\na: {}\nT: {}/{}/ {} {}/{}/".format, RULES_BODIES, RULES_BODIES, NOT, REGEXES, AND_OR, NOT, REGEXES
-)
-SCHEMAS = st.recursive(
-    st.sampled_from([{"type": "integer"}, {"type": "string", "maxLength": 400}, {"$ref": "#"}]),
-    lambda inner: st.one_of(
-        st.builds(lambda one, count: {"anyOf": count * [one]}, inner, st.integers(2, 40)),
-        st.builds(lambda one, count: {"type": "array", "items": one, "maxItems": count}, inner, st.integers(1, 1000)),
-        st.builds(lambda one, count: {"properties": {f"p{i}": one for i in range(count)}}, inner, st.integers(1, 40)),
-    ),
-    max_leaves=6,
-)
+    'start: (T{} | a)*\na: ("x" | a){} start | ""\nT: {}/{}/ {} {}/{}/'.format,
+    COUNT, COUNT, NOT, TERMS, st.sampled_from("&|"), NOT, TERMS,
+)  # fmt: skip
+LARGE_SCHEMAS = st.builds(
+    lambda schema, count: {"anyOf": count * [{"items": schema, "maxItems": count}, {"items": {"$ref": "#"}}]},
+    SCHEMAS, st.integers(1, 300),
+)  # fmt: skip
 ANY_GRAMMAR = (
     LARK.map(lambda text: guided(grammar=text))
-    | REGEXES.map(lambda text: guided(regex=text))
-    | SCHEMAS.map(lambda schema: guided(json=schema))
+    | TERMS.map(lambda text: guided(regex=text))
+    | LARGE_SCHEMAS.map(lambda schema: guided(json=schema))
 )
 
 
