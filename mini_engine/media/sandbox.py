@@ -18,7 +18,7 @@ from pathlib import Path
 _PR_SET_NAME, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 15, 22, 38  # linux/prctl.h
 _CAPABILITY_VERSION = 0x20080522  # linux/capability.h, version 3
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # Landlock's calls, on all machines
-_RULE_PATH_BENEATH = 1  # linux/landlock.h
+_RULESET_VERSION, _RULE_PATH_BENEATH = 1, 1  # linux/landlock.h
 _MODE_FILTER, _ALLOW, _ERRNO = 2, 0x7FFF0000, 0x00050000  # linux/seccomp.h
 _LOAD, _AND, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x54, 0x15, 0x06  # linux/filter.h, all of a constant and 32 bits
 _CLONE_THREAD = 0x10000  # linux/sched.h
@@ -72,22 +72,14 @@ def call_libc(name: str, *arguments: int | bytes) -> int:
 
 def _deny_paths(directory: str | None) -> None:
     """And what else the kernel's Landlock can deny: TCP since Linux 6.7, signals and abstract sockets since 6.12."""
-
-    def create_ruleset(*denied: int) -> int:
-        return call_libc("syscall", _CREATE_RULESET, struct.pack("=3Q", *denied), 24, 0)
-
-    denied = [0, 0, 0]  # struct landlock_ruleset_attr: access to files, access to the network, scopes
-    for field in range(3):
-        for bit in range(64):
-            try:
-                os.close(create_ruleset(*(1 << bit if place == field else 0 for place in range(3))))
-            except OSError:  # the kernel knows no more
-                break
-            denied[field] |= 1 << bit
-    ruleset = create_ruleset(*denied)
+    version = call_libc("syscall", _CREATE_RULESET, 0, 0, _RULESET_VERSION)
+    files = (1 << (16 if version >= 5 else 15 if version >= 3 else 12 + version)) - 1
+    tcp, scopes = 3 * (version >= 4), 3 * (version >= 6)
+    # struct landlock_ruleset_attr: access to files, access to the network, scopes.
+    ruleset = call_libc("syscall", _CREATE_RULESET, struct.pack("=3Q", files, tcp, scopes), 24, 0)
     if directory is not None:
         parent = os.open(directory, os.O_PATH)
-        call_libc("syscall", _ADD_RULE, ruleset, _RULE_PATH_BENEATH, struct.pack("=Qi", denied[0], parent), 0)
+        call_libc("syscall", _ADD_RULE, ruleset, _RULE_PATH_BENEATH, struct.pack("=Qi", files, parent), 0)
         os.close(parent)
     call_libc("syscall", _RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
