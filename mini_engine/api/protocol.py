@@ -59,16 +59,16 @@ class Body(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
     model: str | None = None
 
-    def fill_in(self, data: dict[str, memoryview]) -> None:
-        """Put the data of `data:` URLs into its parts; those in ignored fields are dropped. Raises ApiError, a 400: one
-        stands where it is neither."""
+    def fill_in(self, urls: dict[str, memoryview]) -> None:
+        """Put the whole of long `data:` URLs into its parts; those in ignored fields are dropped. Raises ApiError, a
+        400: one stands where it is neither."""
         messages: Sequence[ChatMessage] = getattr(self, "messages", None) or ()
         for message in messages:
             for part in message.parts:
-                part.fill_in(data)
+                part.fill_in(urls)
         names = ("tools", "tool_choice", "chat_template_kwargs", "structured_outputs", "response_format")
         others = [[message.tool_calls for message in messages], [getattr(self, name, None) for name in names]]
-        if data and any(b",%s" % name.encode() in msgspec.json.encode(others) for name in data):
+        if urls and any(msgspec.json.encode(url)[1:-1] in msgspec.json.encode(others) for url in urls):
             problem = "a long `data:` URL stands outside of an image or video; remove it, or send it in a JSON text"
             raise bad_request(f"Invalid request: {problem}.", "messages")
 
@@ -137,7 +137,7 @@ Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAG
 def check_arguments(messages: Sequence[ChatMessage]) -> None:
     """Raises ApiError, a 400: the arguments of earlier calls have too much structure to show them to a template."""
     calls = [call for message in messages for call in message.tool_calls or ()]
-    if structure([str(call.function.arguments).encode() for call in calls]) > MAX_STRUCTURE:
+    if sum(structure(str(call.function.arguments).encode()) for call in calls) > MAX_STRUCTURE:
         problem = f"more than {MAX_STRUCTURE} arrays, objects, fields and items; send fewer"
         raise bad_request(f"The 'arguments' of all calls have {problem}.", "messages", "invalid_value")
 
@@ -369,7 +369,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
 
     prompt_field = "prompt"
     default_tokens = 16  # OpenAI's
-    structure_marks = b'[{:"'  # token ids cost little
+    structure_marks = b"[{:"  # token ids cost little
 
     prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)]
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -432,6 +432,6 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
 class DetokenizeRequest(Body, kw_only=True, frozen=True):
     """The body of a detokenize request."""
 
-    structure_marks = b'[{:"'
+    structure_marks = b"[{:"
 
     tokens: list[TokenId]

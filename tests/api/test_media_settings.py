@@ -37,7 +37,7 @@ def refs_of(*parts: dict[str, Any]) -> list[MediaRef]:
 
 FILE = {"type": "video", "video": "data:;base64,"}
 IMAGE = {"type": "image", "image": "data:;base64,"}
-FRAMES = {"type": "video", "video": ["data:image;base64,AAAA", "data:image/png;base64,BBBB"]}
+FRAMES = {"type": "video", "video": "data:video/jpeg;base64,AAAA,BBBB"}
 
 
 def of_request(server: MediaSettingsResolver, part: dict[str, Any] = FILE, **kwargs: Any) -> MediaSettings:
@@ -322,7 +322,7 @@ TOO_MANY = "1000000000 pixels at least are more than the 784000000 within --max-
 BAD_REQUEST = [
     ({"min_pixels": 10**9}, TOO_MANY),
     ({"resample": 2}, "unknown"),
-    ({"fps": [1, 2]}, "2 rates for 1 videos"),
+    ({"fps": [1, 2]}, "got `array`"),
 ]
 
 
