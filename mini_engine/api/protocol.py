@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 from mini_engine.api.body_split import MAX_STRUCTURE, structure
 from mini_engine.api.errors import bad_request
-from mini_engine.api.grammars import MAX_GRAMMAR, choice_grammar, json_grammar, regex_grammar
+from mini_engine.api.grammars import choice_grammar, json_grammar, regex_grammar
 from mini_engine.api.parts import Part
 from mini_engine.api.tool_calls import CALL_END, Function, Tool, ToolCall, Tools
 
@@ -28,6 +28,7 @@ MAX_STOP_STRINGS = 16  # OpenAI takes 4; more cost little here
 MAX_STOP_LENGTH = 1024  # characters
 MAX_CHOICES = 128  # OpenAI's limit on `n`
 MAX_LOGPROBS = 20  # OpenAI's limit on `top_logprobs`
+MAX_GRAMMAR = 100_000  # bytes as JSON of what a grammar is made of
 MAX_BIASED_TOKENS = 1024  # a bias is written to the device for each of them
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
@@ -277,8 +278,8 @@ class GenerationRequest(Body, kw_only=True, frozen=True, dict=True):
             text = "Send either 'structured_outputs' or a 'response_format' other than text, not both."
             raise bad_request(text, "structured_outputs")
         sources = msgspec.json.encode([self.structured_outputs, self.response_format, self.must_call])
-        if len(sources) > 2 * MAX_GRAMMAR:  # with escapes; of a shorter one the grammar is measured
-            text = f"The grammar of this request takes more than {MAX_GRAMMAR} characters; send a shorter one."
+        if len(sources) > MAX_GRAMMAR:
+            text = f"The grammar of this request takes more than {MAX_GRAMMAR} bytes as JSON; send a shorter one."
             raise bad_request(text, self.grammar_field)
         if self.token_limit is not None and (self.min_tokens or 0) > self.token_limit:
             text = f"Invalid 'min_tokens': must be at most {self.token_limit}, the maximum of output tokens."
