@@ -141,8 +141,6 @@ class MediaSettingsResolver:
         names = ("min_pixels", "max_pixels", "total_pixels") if is_video else ("min_pixels", "max_pixels")
         bounds = {name: ref.settings[name] for name in names if name in ref.settings}
         if is_video:
-            if "sample_fps" in ref.settings and not has_frames(ref.url):
-                raise ValueError(f"{ref.name}: sample_fps is for a video that is sent as frames; for a file set fps")
             asked = _asked_by_part(ref.settings, sampling, self._processor.step)
             sampling = updated(sampling, asked, self._by_rate, ref.name)
         given = RequestKwargs(min_pixels=bounds.get("min_pixels"), max_pixels=bounds.get("max_pixels"))
@@ -186,8 +184,6 @@ def _asked_by_part(part: Mapping[str, Any], sampling: VideoSampling, step: int) 
     """The fields of `VideoSampling` that a video's part sets. Numbers of frames are multiples of `step`; `nframes` is
     rounded to the nearest."""
     asked = {name: part[name] for name in ("fps", "min_frames", "max_frames") if name in part}
-    if "sample_fps" in part:
-        asked["fps"] = part["sample_fps"]
     if "nframes" in part:
         asked["min_frames"] = asked["max_frames"] = round(part["nframes"] / step) * step
     if asked:

@@ -23,7 +23,7 @@ _SOURCES = {
 }
 _SOURCE_NAMES = tuple(dict.fromkeys(name for names in _SOURCES.values() for name in names))
 # Settings of qwen_vl_utils, or of a whole request, that a part does not have.
-_UNSUPPORTED = ("resized_height", "resized_width", "raw_fps", "num_frames", "start", "end")
+_UNSUPPORTED = ("resized_height", "resized_width", "raw_fps", "sample_fps", "num_frames", "start", "end")
 
 
 class File(Struct, frozen=True):
@@ -41,7 +41,6 @@ class PartSettings(Struct, frozen=True, kw_only=True):
     max_frames: Count | None = None
     video_start: Seconds | None = None
     video_end: Seconds | None = None
-    sample_fps: Rate | None = None  # of a video that is sent as frames
     min_pixels: Count | None = None  # of an image, or of each frame
     max_pixels: Count | None = None
     total_pixels: Count | None = None  # of a video: of every second frame, since two become one step
@@ -49,6 +48,7 @@ class PartSettings(Struct, frozen=True, kw_only=True):
     resized_height: Any = None
     resized_width: Any = None
     raw_fps: Any = None
+    sample_fps: Any = None
     num_frames: Any = None
     start: Any = None
     end: Any = None

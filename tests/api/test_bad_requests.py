@@ -166,7 +166,6 @@ BAD_MEDIA: list[tuple[list[Any], dict[str, Any], str, str, str]] = [
     ([file_part("/etc/hostname")], {}, "invalid_media", "messages", "no such regular file"),
     ([{"type": "image", "image": "/etc/hostname"}], {}, "invalid_media", "messages", "image 1: no such regular file"),
     ([{"type": "video", "video": "a.mp4"}], {}, "invalid_media", "messages", "video 1: the URL must start with"),
-    ([video() | {"sample_fps": 2}], {}, VALUE, "messages", "video 1: sample_fps is for a video that is sent as frames"),
     ([video(), video(CUT)], {}, "invalid_media", "messages", "video 2: the file is truncated or damaged"),
     ([image(140), image(141)], {}, "media_too_large", "messages", "--encoder-cache-tokens 50"),
     ([video()], {"media_io_kwargs": {"video": {"x": 3}}}, VALUE, "media_io_kwargs", "unknown field `x`"),

@@ -240,7 +240,7 @@ def test_settings_of_a_part_are_of_its_item_alone(processor: MediaProcessor) -> 
         FILE,
         FILE | small | of_videos,
         within,
-        FRAMES | {"sample_fps": 4},
+        FRAMES | {"fps": 4},
         IMAGE,
         IMAGE | small,
         IMAGE | of_videos,
@@ -338,7 +338,6 @@ def test_bad_settings_of_a_request_are_a_400(processor: MediaProcessor, kwargs: 
     [
         ({"min_pixels": 10**9}, TOO_MANY),
         ({"min_frames": 5, "max_frames": 4}, "min_frames is 5, more than the 4 of max_frames"),
-        ({"sample_fps": 2}, "sample_fps is for a video that is sent as frames; for a file set fps"),
     ],
 )
 def test_bad_settings_of_a_part_are_a_400_that_names_the_item(
