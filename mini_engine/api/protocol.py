@@ -61,17 +61,10 @@ class Body(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     model: str | None = None
 
     def fill_in(self, urls: dict[str, memoryview]) -> None:
-        """Put the whole of long `data:` URLs into its parts; those in ignored fields are dropped. Raises ApiError, a
-        400: one stands where it is neither."""
-        messages: Sequence[ChatMessage] = getattr(self, "messages", None) or ()
-        for message in messages:
+        """Put the whole of long `data:` URLs into its parts. Elsewhere their data are left out."""
+        for message in getattr(self, "messages", None) or ():
             for part in message.parts:
                 part.fill_in(urls)
-        names = ("tools", "tool_choice", "chat_template_kwargs", "structured_outputs", "response_format")
-        others = [[message.tool_calls for message in messages], [getattr(self, name, None) for name in names]]
-        if urls and any(msgspec.json.encode(url)[1:-1] in msgspec.json.encode(others) for url in urls):
-            problem = "a long `data:` URL stands outside of an image or video; remove it, or send it in a JSON text"
-            raise bad_request(f"Invalid request: {problem}.", "messages")
 
     def check(self) -> None:
         """Raises ApiError, a 400, for an unsupported field, and for fields that exclude each other."""

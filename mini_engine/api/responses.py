@@ -84,17 +84,18 @@ class Responder(ABC):
         async with contextlib.aclosing(pieces(generations)) as coming:
             async for piece in coming:
                 self._add(piece, choices[piece.index])
-        parts: list[bytes | bytearray] = [encode(self._head | {"object": self.whole_object})[:-1], b',"choices":[']
+        body = bytearray(encode(self._head | {"object": self.whole_object})[:-1] + b',"choices":[')
         for index in sorted(choices):
-            fields = {"index": index} | self._whole_fields(choices[index])
-            parts += [encode(fields)[:-1], b',"logprobs":', *self._logprobs(choices[index]), b"},"]
+            choice = choices.pop(index)
+            fields = encode({"index": index} | self._whole_fields(choice))
+            for part in (fields[:-1], b',"logprobs":', *self._logprobs(choice), b"},"):
+                body += part
             await asyncio.sleep(0)  # each may be long
-        parts[-1] = b"}],"
-        parts.append(encode({"usage": _usage(generations)} | self._remarks(generations[0]))[1:])
-        length = sum(map(len, parts))
-        if length <= PART_BYTES:
-            return Response(b"".join(parts), media_type=JSON)
-        return StreamedResponse({"content-type": JSON, "content-length": str(length)}, b"", _cut(parts))
+        body[-1:] = b"],"
+        body += encode({"usage": _usage(generations)} | self._remarks(generations[0]))[1:]
+        if len(body) <= PART_BYTES:
+            return Response(bytes(body), media_type=JSON)
+        return StreamedResponse({"content-type": JSON, "content-length": str(len(body))}, b"", _cut(body))
 
     async def _events(self, generations: Sequence[Generation]) -> AsyncGenerator[bytes, None]:
         """The events, of which the last leave together. What fails after the first is an event too."""
@@ -273,11 +274,10 @@ class StreamedResponse(Response):
             await self._parts.aclose()
 
 
-async def _cut(parts: Sequence[bytes | bytearray]) -> AsyncGenerator[bytes, None]:
-    for part in parts:
-        for start in range(0, len(part), PART_BYTES):
-            await asyncio.sleep(0)
-            yield bytes(part[start : start + PART_BYTES])
+async def _cut(body: bytearray) -> AsyncGenerator[bytes, None]:
+    for start in range(0, len(body), PART_BYTES):
+        await asyncio.sleep(0)
+        yield bytes(body[start : start + PART_BYTES])
 
 
 def _counts(generations: Sequence[Generation]) -> dict[str, Any]:
