@@ -62,7 +62,7 @@ class SplitBody:
         urls: dict[str, memoryview] = {}
         for number, (url, begin, end) in enumerate(self._cuts):
             name = b"<%d>" % number
-            urls[msgspec.json.decode(b'"%b%b"' % (view[url:begin], name), type=str)] = view[url:end]
+            urls[msgspec.json.decode(b'"%b%b"' % (bytes(view[url:begin]), name), type=str)] = view[url:end]
             pieces += [view[position:begin], name]
             position = end
         return b"".join([*pieces, view[position:]]), urls

@@ -13,7 +13,7 @@ from mini_engine.api.errors import ApiError
 from mini_engine.config import EngineConfig
 
 LOCAL = ["", "localhost:8000", "127.0.0.1", "[::1]:8000", "engine:8000", "Box.local.", socket.gethostname()]
-PUBLIC = ["evil.test", "evil.test:8000", "127.0.0.1.evil.test", "localhost.evil.test", "[evil"]
+PUBLIC = ["evil.test", "evil.test:8000", "127.0.0.1.evil.test", "localhost.evil.test"]
 
 
 @pytest.mark.parametrize(("settings", "allowed", "refused"), [
