@@ -13,7 +13,6 @@ from mini_engine.api.stop_strings import StopSearch, StopStrings
 LENGTH = 1023
 HOSTILE = [
     ["é" * LENGTH + chr(97 + number) for number in range(16)],
-    [chr(300 + number) + "é" * LENGTH for number in range(16)],
     ["é" * (LENGTH - number) + "x" for number in range(16)],
     [("é" * number + "x") * (LENGTH // (number + 1)) + "y" for number in range(16)],
 ]
