@@ -11,7 +11,6 @@ import hashlib
 import hmac
 import ipaddress
 import socket
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
@@ -40,20 +39,14 @@ class Access:
 
         Such a name is in public DNS. An IP address, a name without a dot and a private one are not.
         """
-        try:
-            host = (urlsplit(f"//{headers.get('host', '')}").hostname or "").rstrip(".")
-        except ValueError:
-            host = "invalid."
-        if "." not in host or any(fnmatch.fnmatchcase(host, name) for name in self._names):
-            return
-        try:
-            ipaddress.ip_address(host)
-        except ValueError:
+        host = headers.get("host", "").lower().partition(":")[0].rstrip(".")  # of an IPv6 address a bracket
+        is_address = host.rpartition(".")[2].isdecimal()
+        if "." in host and not is_address and not any(fnmatch.fnmatchcase(host, name) for name in self._names):
             text = (
                 f"This server does not answer to the host name {host[:80]!r}. Start it with --allowed-hosts and this "
                 "name, or with --api-key; or ask for its IP address."
             )
-            raise ApiError(421, text, code="invalid_http") from None
+            raise ApiError(421, text, code="invalid_http")
 
     def check_key(self, headers: Headers) -> None:
         """Raises ApiError: 401."""

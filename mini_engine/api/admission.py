@@ -70,16 +70,11 @@ class Reservation:
         """Count so much more, before it is stored. Raises ApiError: 400 if the request can never fit, 429 if it does
         not fit beside others."""
         budget, whole, what = self._budget, self.amount + amount, COUNTED[self._budget.reason]
-        if whole > budget.limit and budget.reason == "queued_requests":
-            text = f"This request needs {whole} {what}, more than the {budget.limit} of {budget.flag}; lower 'n'."
-            raise bad_request(text, "n", "invalid_value")
         if whole > budget.limit:
-            raise bad_request(
-                f"This prompt needs {whole} {what}, more than the {budget.limit} of {budget.flag}; send fewer or "
-                "smaller items.",
-                "messages",
-                "media_too_large",
-            )
+            problem = f"This request needs {whole} {what}, more than the {budget.limit} of {budget.flag}"
+            if budget.reason == "queued_requests":
+                raise bad_request(f"{problem}; lower 'n'.", "n")
+            raise bad_request(f"{problem}; send fewer or smaller items.", "messages", "media_too_large")
         if amount and budget.used + amount > budget.limit:
             raise too_much_work(
                 budget.reason,

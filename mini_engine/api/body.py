@@ -43,14 +43,14 @@ LEAST_RATE = 16 << 10  # bytes of a body per second, after its first --timeout-c
 def decode_body(body: SplitBody, kind: type[BodyT], served_names: Sequence[str]) -> BodyT:
     """The request in `body`. Raises ApiError: 400 that names the field and what it may hold; 404 for a model that is
     not served; 413."""
-    text, data = body.split()
-    if structure([text], kind.structure_marks) > MAX_STRUCTURE:
-        problem = f"more than {MAX_STRUCTURE} arrays, objects, fields and items, the limit of a request"
-        raise _too_large(f"has {problem}; send fewer messages, parts, tools or values.")
     try:
+        text, urls = body.split()
+        if structure(text, kind.structure_marks) > MAX_STRUCTURE:
+            problem = f"more than {MAX_STRUCTURE} arrays, objects, fields and items, the limit of a request"
+            raise _too_large(f"has {problem}; send fewer messages, parts, tools or values.")
         request = _decode(text, kind)
-        if data:
-            request.fill_in(data)
+        if urls:
+            request.fill_in(urls)
     except msgspec.ValidationError as error:
         raise _invalid_field(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -32,8 +32,6 @@ PIECE = 1 << 16  # characters that are tokenised at once to see how many tokens 
 
 Source = tuple[bytes, "ProcessedItem | CachedMedia"]  # an item under its hash
 
-# Besides the two placeholders themselves: the marks around them in the Qwen-VL vocabularies.
-
 
 @dataclass(frozen=True)
 class MediaRef:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -103,18 +101,10 @@ async def tokenize(request: Request) -> Response:
     body = {"count": len(tokens), "max_model_len": context.limits.max_model_len, "prompt_tokens_details": counts}
 
     def encode_body() -> bytes:
-        # In parts: between them other threads can run.
-        parts = [tokens[start : start + INLINE_CHARACTERS] for start in range(0, len(tokens), INLINE_CHARACTERS)]
-        name = context.renderer.tokenizer.id_to_token
-        names = _joined([name(token) for token in part] for part in parts) if asked.return_token_strs else None
-        return msgspec.json.encode(body | {"tokens": _joined(parts), "token_strs": names})
+        names = [*map(context.renderer.tokenizer.id_to_token, tokens)] if asked.return_token_strs else None
+        return msgspec.json.encode(body | {"tokens": tokens, "token_strs": names})
 
     return Response(await run_sized(encode_body, len(tokens), INLINE_CHARACTERS), media_type=JSON)
-
-
-def _joined(parts: Iterable[list[Any]]) -> msgspec.Raw:
-    """The parts of a list as the JSON of the whole."""
-    return msgspec.Raw(b"[" + b",".join(msgspec.json.encode(part)[1:-1] for part in parts) + b"]")
 
 
 @router.post("/detokenize", openapi_extra=takes(DetokenizeRequest))

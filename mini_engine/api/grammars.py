@@ -28,19 +28,16 @@ ELSEWHERE = {"allOf", "anyOf", "oneOf", "$ref", "const", "enum"}
 BESIDE = HERE | ELSEWHERE | {"additionalProperties", "patternProperties"}
 # Of strings, as llguidance knows them; it refuses others, which JSON Schema says are annotations.
 FORMATS = {"date", "date-time", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
-MAX_GRAMMAR = 100_000  # characters
 
 
 def json_value(schema: dict[str, Any], spacing: dict[str, Any] = SPACING) -> str:
     """JSON that is valid under a JSON schema, as a part of a grammar. An object that names `properties` takes no others
     unless the schema says so: a model could go on inventing them."""
-    # Of a malformed schema llguidance says what is wrong; one that is too long is refused.
-    with contextlib.suppress(AttributeError, TypeError, RecursionError):
-        if len(json.dumps(schema)) <= MAX_GRAMMAR:
-            try:
-                schema = _prepared(schema, close=True)
-            except ValueError:
-                schema = _prepared(schema, close=False)
+    with contextlib.suppress(AttributeError, TypeError, RecursionError):  # llguidance says what is wrong
+        try:
+            schema = _prepared(schema, close=True)
+        except ValueError:
+            schema = _prepared(schema, close=False)
     return f"%json {json.dumps({**schema, 'x-guidance': spacing})}"
 
 
@@ -51,8 +48,7 @@ def json_grammar(schema: dict[str, Any]) -> str:
 
 def regex_grammar(regex: str) -> str:
     """A text that this regular expression, in the syntax of Rust's `regex` with ASCII classes, matches as a whole."""
-    if len(regex) <= MAX_GRAMMAR:  # else it is refused
-        regex = re.sub(r"(?s)\\.|--|-(?=\\[dwsDWS])", lambda found: ASCII.get(found[0], found[0]), regex)
+    regex = re.sub(r"(?s)\\.|--|-(?=\\[dwsDWS])", lambda found: ASCII.get(found[0], found[0]), regex)
     return json.loads(LLMatcher.grammar_from_regex(regex))["grammars"][0]["lark_grammar"]
 
 

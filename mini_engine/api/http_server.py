@@ -9,10 +9,8 @@ import asyncio
 import contextlib
 import resource
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from http import HTTPStatus
 from typing import Any
 
 import h11
@@ -20,7 +18,6 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from mini_engine.api.errors import ApiError
 from mini_engine.config import EngineConfig
 from mini_engine.failpoints import reach_failpoint
 
@@ -38,37 +35,18 @@ class Parser(h11.Connection):
         event = super()._extract_next_receive_event()
         read = buffered - len(self._receive_buffer) - (len(event.data) if isinstance(event, h11.Data) else 0)
         if read > HEADER_BYTES:
-            raise h11.RemoteProtocolError("too long", error_status_hint=431)
+            raise h11.RemoteProtocolError("too long")
         if isinstance(event, h11.Request) and {b"content-length", b"transfer-encoding"} <= dict(event.headers).keys():
             raise h11.RemoteProtocolError("Content-Length and Transfer-Encoding: send one of them")
         return event
 
 
 class Http(H11Protocol):
-    """uvicorn's protocol, but errors are in OpenAI's form, and the server exits without the close_notify of idle TLS
-    clients."""
+    """uvicorn's protocol, but the server exits without the close_notify of idle TLS clients."""
 
     def __init__(self, **arguments: Any):
         super().__init__(**arguments)
         self.conn = Parser(h11.SERVER, HEADER_BYTES)
-
-    def send_400_response(self, msg: str) -> None:
-        """Answer what the parser refuses, and close the connection."""
-        error = sys.exception()
-        assert isinstance(error, h11.RemoteProtocolError)
-        text = f"{msg} {error}"[:200]
-        if error.error_status_hint == 431:
-            text = f"The request's headers, a chunk's size line or the trailers exceed {HEADER_BYTES} bytes; send less."
-        refusal = ApiError(error.error_status_hint, text, code="invalid_http")
-        body, reason = refusal.encode(), HTTPStatus(refusal.status).phrase.encode()
-        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
-        for event in (
-            h11.Response(status_code=refusal.status, headers=headers, reason=reason),
-            h11.Data(data=body),
-            h11.EndOfMessage(),
-        ):
-            self.transport.write(self.conn.send(event) or b"")
-        self.transport.close()
 
     def shutdown(self) -> None:
         """Close the connection, or have its request do so at its end."""

@@ -103,47 +103,37 @@ class MediaSettingsResolver:
         """The settings of each of the items `refs` of `chat`, of which a video has at most `video_tokens` tokens. Those
         of a part override those of the request. Raises ApiError: 400 for settings that are unknown or exceed a limit.
         """
-        most_pixels, settings = video_tokens * self._processor.token_pixels, []
+        most_pixels = video_tokens * self._processor.token_pixels
         param = "mm_processor_kwargs" if chat.mm_processor_kwargs else "media_io_kwargs"
         try:
-            shared, samplings = self._of_request(chat, refs, most_pixels)
+            shared = self._of_request(chat, refs, most_pixels)
             param = "messages"
-            for ref in refs:
-                own = replace(shared, sampling=samplings.get(ref.name, shared.sampling))
-                settings.append(self._of_part(own, ref, most_pixels) if ref.settings else own)
+            settings = [self._of_part(shared, ref, most_pixels) if ref.settings else shared for ref in refs]
         except ValueError as error:
             raise bad_request(f"Invalid '{param}': {error}.", param, "invalid_value") from error
         return [self.fitted(own, video_tokens) for own in settings]
 
-    def _of_request(
-        self, chat: ChatRequest, refs: Sequence[MediaRef], most_pixels: int
-    ) -> tuple[MediaSettings, dict[str, VideoSampling]]:
-        """The settings that its items share, and the sampling of each video where the request lists their rates."""
+    def _of_request(self, chat: ChatRequest, refs: Sequence[MediaRef], most_pixels: int) -> MediaSettings:
+        """The settings that its items share."""
         io_kwargs, kwargs = chat.media_io_kwargs or {}, chat.mm_processor_kwargs or {}
-        videos = [ref for ref in refs if ref.modality == "video"]
         if io_kwargs.get("image"):
             raise ValueError("images have no settings here")
         asked, rest = _split(kwargs, io_kwargs.get("video") or {})
-        samplings = {}
-        if isinstance(rates := asked.get("fps"), list):
-            if len(rates) != len(videos):
-                raise ValueError(f"fps has {len(rates)} rates for {len(videos)} videos; send one rate, or one for each")
-            for ref, rate in zip(videos, rates, strict=True):
-                samplings[ref.name] = updated(self.server.sampling, asked | {"fps": rate}, self._by_rate)
-            del asked["fps"]
+        rates = asked.get("fps")
+        if isinstance(rates, list) and rates and rates.count(rates[0]) == len(rates):
+            asked["fps"] = rates[0]  # qwen_vl_utils returns that of each video
         given = parse_options("mm_processor_kwargs", rest, RequestKwargs)
         if given.do_sample_frames is False:
-            for ref in videos:
-                if not has_frames(ref.url) and asked.get("num_frames") != -1:
+            for ref in refs:
+                if ref.modality == "video" and not has_frames(ref.url) and asked.get("num_frames") != -1:
                     raise ValueError(f"{ref.name}: {SAMPLED}")
             given.do_sample_frames = None
-        settings = MediaSettings(
+        return MediaSettings(
             updated(self.server.sampling, asked, self._by_rate),
             {**self.server.processor_kwargs, **msgspec.to_builtins(given)},
             _tuned("mm_processor_kwargs", self.server.calls, given, most_pixels, {ref.modality for ref in refs}),
             cache_salt=chat.cache_salt,
         )
-        return settings, samplings
 
     def _of_part(self, shared: MediaSettings, ref: MediaRef, most_pixels: int) -> MediaSettings:
         """`shared` with the settings of the item's part, which mean what they mean to qwen_vl_utils."""
@@ -151,8 +141,6 @@ class MediaSettingsResolver:
         names = ("min_pixels", "max_pixels", "total_pixels") if is_video else ("min_pixels", "max_pixels")
         bounds = {name: ref.settings[name] for name in names if name in ref.settings}
         if is_video:
-            if "sample_fps" in ref.settings and not has_frames(ref.url):
-                raise ValueError(f"{ref.name}: sample_fps is for a video that is sent as frames; for a file set fps")
             asked = _asked_by_part(ref.settings, sampling, self._processor.step)
             sampling = updated(sampling, asked, self._by_rate, ref.name)
         given = RequestKwargs(min_pixels=bounds.get("min_pixels"), max_pixels=bounds.get("max_pixels"))
@@ -196,8 +184,6 @@ def _asked_by_part(part: Mapping[str, Any], sampling: VideoSampling, step: int) 
     """The fields of `VideoSampling` that a video's part sets. Numbers of frames are multiples of `step`; `nframes` is
     rounded to the nearest."""
     asked = {name: part[name] for name in ("fps", "min_frames", "max_frames") if name in part}
-    if "sample_fps" in part:
-        asked["fps"] = part["sample_fps"]
     if "nframes" in part:
         asked["min_frames"] = asked["max_frames"] = round(part["nframes"] / step) * step
     if asked:

@@ -4,7 +4,6 @@ qwen_vl_utils. Unknown fields are ignored, unless they would set how an item is 
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
@@ -24,7 +23,7 @@ _SOURCES = {
 }
 _SOURCE_NAMES = tuple(dict.fromkeys(name for names in _SOURCES.values() for name in names))
 # Settings of qwen_vl_utils, or of a whole request, that a part does not have.
-_UNSUPPORTED = ("resized_height", "resized_width", "raw_fps", "num_frames", "start", "end")
+_UNSUPPORTED = ("resized_height", "resized_width", "raw_fps", "sample_fps", "num_frames", "start", "end")
 
 
 class File(Struct, frozen=True):
@@ -42,7 +41,6 @@ class PartSettings(Struct, frozen=True, kw_only=True):
     max_frames: Count | None = None
     video_start: Seconds | None = None
     video_end: Seconds | None = None
-    sample_fps: Rate | None = None  # of a video that is sent as frames
     min_pixels: Count | None = None  # of an image, or of each frame
     max_pixels: Count | None = None
     total_pixels: Count | None = None  # of a video: of every second frame, since two become one step
@@ -50,6 +48,7 @@ class PartSettings(Struct, frozen=True, kw_only=True):
     resized_height: Any = None
     resized_width: Any = None
     raw_fps: Any = None
+    sample_fps: Any = None
     num_frames: Any = None
     start: Any = None
     end: Any = None
@@ -78,7 +77,6 @@ class MediaUrl(PartSettings, frozen=True, kw_only=True):
 
 
 Location = MediaUrl | Annotated[str, Meta(min_length=1)]
-FrameUrls = Annotated[list[str], Meta(min_length=1)]
 
 
 class Part(PartSettings, frozen=True, kw_only=True):
@@ -91,7 +89,7 @@ class Part(PartSettings, frozen=True, kw_only=True):
     image_url: Location | None = None
     video_url: Location | None = None
     image: Location | None = None
-    video: Location | FrameUrls | None = None  # frames become the URL that vLLM has for them
+    video: Location | None = None
     url: Location | None = None
     file: File | None = None
 
@@ -102,20 +100,14 @@ class Part(PartSettings, frozen=True, kw_only=True):
         given = [name for name in _SOURCE_NAMES if getattr(self, name) is not None]
         if len(given) != 1 or given[0] not in sources:
             raise ValueError(f"a part of the type {self.type} has `{'` or `'.join(sources)}`, and no other of these")
-        if isinstance(self.video, list):
-            if not all(re.match("data:image[^,]*;base64,", frame) for frame in self.video):
-                raise ValueError("frames in `video` must be URLs of the form data:image/jpeg;base64,<data>")
-            frames = ",".join(frame.partition(",")[2] for frame in self.video)
-            msgspec.structs.force_setattr(self, "video", f"data:video/jpeg;base64,{frames}")
 
-    def fill_in(self, data: dict[str, memoryview]) -> None:
-        """Put the data of its URL, or of its frames' URLs, in the place of their names; see `SplitBody.split`."""
-        (field,) = (name for name in _SOURCE_NAMES if getattr(self, name) is not None)
-        source = getattr(self, field)
-        inner = "file_data" if field == "file" else "url" if isinstance(source, MediaUrl) else ""
-        owner, name = (source, inner) if inner else (self, field)
-        if field != "text":
-            msgspec.structs.force_setattr(owner, name, fill_in(getattr(owner, name), data))
+    def fill_in(self, urls: dict[str, memoryview]) -> None:
+        """Put the whole URL in the place of the one that stands for it; see `SplitBody.split`."""
+        for name in _SOURCE_NAMES[1:]:
+            source = getattr(self, name)
+            owner, inner = (self, name) if isinstance(source, str) else (source, "file_data" if self.file else "url")
+            if source is not None:
+                msgspec.structs.force_setattr(owner, inner, fill_in(getattr(owner, inner), urls))
 
     @property
     def _kind(self) -> str:

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 from mini_engine.api.body_split import MAX_STRUCTURE, structure
 from mini_engine.api.errors import bad_request
-from mini_engine.api.grammars import MAX_GRAMMAR, choice_grammar, json_grammar, regex_grammar
+from mini_engine.api.grammars import choice_grammar, json_grammar, regex_grammar
 from mini_engine.api.parts import Part
 from mini_engine.api.tool_calls import CALL_END, Function, Tool, ToolCall, Tools
 
@@ -28,6 +28,7 @@ MAX_STOP_STRINGS = 16  # OpenAI takes 4; more cost little here
 MAX_STOP_LENGTH = 1024  # characters
 MAX_CHOICES = 128  # OpenAI's limit on `n`
 MAX_LOGPROBS = 20  # OpenAI's limit on `top_logprobs`
+MAX_GRAMMAR = 100_000  # bytes as JSON of what a grammar is made of
 MAX_BIASED_TOKENS = 1024  # a bias is written to the device for each of them
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
@@ -59,18 +60,11 @@ class Body(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
     model: str | None = None
 
-    def fill_in(self, data: dict[str, memoryview]) -> None:
-        """Put the data of `data:` URLs into its parts; those in ignored fields are dropped. Raises ApiError, a 400: one
-        stands where it is neither."""
-        messages: Sequence[ChatMessage] = getattr(self, "messages", None) or ()
-        for message in messages:
+    def fill_in(self, urls: dict[str, memoryview]) -> None:
+        """Put the whole of long `data:` URLs into its parts. Elsewhere their data are left out."""
+        for message in getattr(self, "messages", None) or ():
             for part in message.parts:
-                part.fill_in(data)
-        names = ("tools", "tool_choice", "chat_template_kwargs", "structured_outputs", "response_format")
-        others = [[message.tool_calls for message in messages], [getattr(self, name, None) for name in names]]
-        if data and any(b",%s" % name.encode() in msgspec.json.encode(others) for name in data):
-            problem = "a long `data:` URL stands outside of an image or video; remove it, or send it in a JSON text"
-            raise bad_request(f"Invalid request: {problem}.", "messages")
+                part.fill_in(urls)
 
     def check(self) -> None:
         """Raises ApiError, a 400, for an unsupported field, and for fields that exclude each other."""
@@ -137,7 +131,7 @@ Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAG
 def check_arguments(messages: Sequence[ChatMessage]) -> None:
     """Raises ApiError, a 400: the arguments of earlier calls have too much structure to show them to a template."""
     calls = [call for message in messages for call in message.tool_calls or ()]
-    if structure([str(call.function.arguments).encode() for call in calls]) > MAX_STRUCTURE:
+    if sum(structure(str(call.function.arguments).encode()) for call in calls) > MAX_STRUCTURE:
         problem = f"more than {MAX_STRUCTURE} arrays, objects, fields and items; send fewer"
         raise bad_request(f"The 'arguments' of all calls have {problem}.", "messages", "invalid_value")
 
@@ -277,8 +271,8 @@ class GenerationRequest(Body, kw_only=True, frozen=True, dict=True):
             text = "Send either 'structured_outputs' or a 'response_format' other than text, not both."
             raise bad_request(text, "structured_outputs")
         sources = msgspec.json.encode([self.structured_outputs, self.response_format, self.must_call])
-        if len(sources) > 2 * MAX_GRAMMAR:  # with escapes; of a shorter one the grammar is measured
-            text = f"The grammar of this request takes more than {MAX_GRAMMAR} characters; send a shorter one."
+        if len(sources) > MAX_GRAMMAR:
+            text = f"The grammar of this request takes more than {MAX_GRAMMAR} bytes as JSON; send a shorter one."
             raise bad_request(text, self.grammar_field)
         if self.token_limit is not None and (self.min_tokens or 0) > self.token_limit:
             text = f"Invalid 'min_tokens': must be at most {self.token_limit}, the maximum of output tokens."
@@ -369,7 +363,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
 
     prompt_field = "prompt"
     default_tokens = 16  # OpenAI's
-    structure_marks = b'[{:"'  # token ids cost little
+    structure_marks = b"[{:"  # token ids cost little
 
     prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)]
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -432,6 +426,6 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
 class DetokenizeRequest(Body, kw_only=True, frozen=True):
     """The body of a detokenize request."""
 
-    structure_marks = b'[{:"'
+    structure_marks = b"[{:"
 
     tokens: list[TokenId]

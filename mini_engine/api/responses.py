@@ -70,7 +70,6 @@ class Responder(ABC):
         options = asked.stream_options or StreamOptions()
         self._include_usage = bool(options.include_usage)
         self._in_every_event = self._include_usage and bool(options.continuous_usage_stats)
-        self._usage_so_far: dict[str, Any] | None = None
         self._with_timings = isinstance(asked, ChatRequest) and bool(asked.return_timings)
 
     async def respond(self, generations: Sequence[Generation]) -> Response:
@@ -85,52 +84,50 @@ class Responder(ABC):
         async with contextlib.aclosing(pieces(generations)) as coming:
             async for piece in coming:
                 self._add(piece, choices[piece.index])
-        parts: list[bytes | bytearray] = [encode(self._head | {"object": self.whole_object})[:-1], b',"choices":[']
+        body = bytearray(encode(self._head | {"object": self.whole_object})[:-1] + b',"choices":[')
         for index in sorted(choices):
-            fields = {"index": index} | self._whole_fields(choices[index])
-            parts += [encode(fields)[:-1], b',"logprobs":', *self._logprobs(choices[index]), b"},"]
+            choice = choices.pop(index)
+            fields = encode({"index": index} | self._whole_fields(choice))
+            for part in (fields[:-1], b',"logprobs":', *self._logprobs(choice), b"},"):
+                body += part
             await asyncio.sleep(0)  # each may be long
-        parts[-1] = b"}],"
-        parts.append(encode({"usage": _usage(generations)} | self._remarks(generations[0]))[1:])
-        length = sum(map(len, parts))
-        if length <= PART_BYTES:
-            return Response(b"".join(parts), media_type=JSON)
-        return StreamedResponse({"content-type": JSON, "content-length": str(length)}, b"", _cut(parts))
+        body[-1:] = b"],"
+        body += encode({"usage": _usage(generations)} | self._remarks(generations[0]))[1:]
+        if len(body) <= PART_BYTES:
+            return Response(bytes(body), media_type=JSON)
+        return StreamedResponse({"content-type": JSON, "content-length": str(len(body))}, b"", _cut(body))
 
     async def _events(self, generations: Sequence[Generation]) -> AsyncGenerator[bytes, None]:
         """The events, of which the last leave together. What fails after the first is an event too."""
         first, started = generations[0], False
         unfinished = sum(len(generation.samples) for generation in generations)
-        prompt_tokens, completion_tokens = sum(generation.num_prompt_tokens for generation in generations), 0
         try:
             async with contextlib.aclosing(pieces(generations)) as coming:
                 async for piece in coming:
                     unfinished -= piece.finish_reason is not None
-                    completion_tokens += piece.num_tokens
-                    if self._in_every_event:
-                        self._usage_so_far = _counts(prompt_tokens, completion_tokens)
                     self._add(piece, choice := Choice())
                     if choice.said or piece.logprobs or piece.finish_reason:
                         started = True
                         event = {"index": piece.index} | self._event_fields(choice)
                         event["logprobs"] = msgspec.Raw(b"".join(self._logprobs(choice)))
-                        yield self._event(event) if unfinished else self._last_events(event, generations)
+                        yield self._event(generations, event) if unfinished else self._last_events(generations, event)
         except Exception as error:  # noqa: BLE001 - explain() logs what it does not know
             if not started:
                 raise
             yield error_event(explain(error, first.request_id, first.clock))
 
-    def _event(self, *choices: dict[str, Any], **fields: Any) -> bytes:
+    def _event(self, generations: Sequence[Generation], *choices: dict[str, Any], **fields: Any) -> bytes:
         if self._include_usage:
-            fields = {"usage": self._usage_so_far} | fields  # null in all events but the last, if not asked for in each
+            fields = {"usage": _counts(generations) if self._in_every_event else None} | fields
         body = {"object": self.event_object, "choices": choices} | fields
         return b"data: " + encode(self._head | body) + b"\n\n"
 
-    def _last_events(self, choice: dict[str, Any], generations: Sequence[Generation]) -> bytes:
+    def _last_events(self, generations: Sequence[Generation], choice: dict[str, Any]) -> bytes:
         remarks = self._remarks(generations[0])
         if not self._include_usage:
-            return self._event(choice, **remarks) + DONE
-        return self._event(choice) + self._event(usage=_usage(generations), **remarks) + DONE
+            return self._event(generations, choice, **remarks) + DONE
+        usage = self._event(generations, usage=_usage(generations), **remarks)
+        return self._event(generations, choice) + usage + DONE
 
     def _remarks(self, generation: Generation) -> dict[str, Any]:
         """What a response says of the request itself, at its end."""
@@ -277,24 +274,22 @@ class StreamedResponse(Response):
             await self._parts.aclose()
 
 
-async def _cut(parts: Sequence[bytes | bytearray]) -> AsyncGenerator[bytes, None]:
-    for part in parts:
-        for start in range(0, len(part), PART_BYTES):
-            await asyncio.sleep(0)
-            yield bytes(part[start : start + PART_BYTES])
+async def _cut(body: bytearray) -> AsyncGenerator[bytes, None]:
+    for start in range(0, len(body), PART_BYTES):
+        await asyncio.sleep(0)
+        yield bytes(body[start : start + PART_BYTES])
 
 
-def _counts(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
-    total = prompt_tokens + completion_tokens
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
-
-
-def _usage(generations: Sequence[Generation]) -> dict[str, Any]:
+def _counts(generations: Sequence[Generation]) -> dict[str, Any]:
     """Tokens of the prompts, with images and videos and once for all choices, and tokens delivered."""
     prompt = sum(one.num_prompt_tokens for one in generations)
     completion = sum(one.completion_tokens for one in generations)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def _usage(generations: Sequence[Generation]) -> dict[str, Any]:
     media = generations[0].media
     details = {"cached_tokens": sum(one.num_cached_tokens for one in generations)}
     for kind in ("image", "video"):
         details[f"{kind}_tokens"] = sum(item["tokens"] for item in media if item["type"] == kind)
-    return _counts(prompt, completion) | {"prompt_tokens_details": details} | ({"media": media} if media else {})
+    return _counts(generations) | {"prompt_tokens_details": details} | ({"media": media} if media else {})

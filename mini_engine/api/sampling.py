@@ -17,7 +17,6 @@ import msgspec
 from msgspec import Meta
 
 from mini_engine.api.errors import bad_request
-from mini_engine.api.grammars import MAX_GRAMMAR
 from mini_engine.api.protocol import GenerationRequest
 from mini_engine.config import ConfigError
 from mini_engine.messages import MediaItem, NewRequest, SamplingParams, Sibling
@@ -79,13 +78,9 @@ class SamplingResolver:
 
     def check(self, request: GenerationRequest) -> None:
         """What can be refused before the prompt is known. Raises ApiError: 400; a token id that the model does not
-        have, or a grammar that is too long."""
+        have."""
         self.check_tokens("stop_token_ids", request.stop_token_ids or ())
         self.check_tokens("logit_bias", request.logit_bias or {})
-        length = len(request.grammar)
-        if length > MAX_GRAMMAR:
-            problem = f"it takes {length} characters, more than {MAX_GRAMMAR}; send a shorter one"
-            raise bad_request(f"The grammar of this request cannot be followed: {problem}.", request.grammar_field)
 
     def check_tokens(self, name: str, token_ids: Iterable[int]) -> None:
         """Raises ApiError, a 400, unless the model has all tokens of the field `name`."""

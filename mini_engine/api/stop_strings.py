@@ -6,58 +6,45 @@ A character costs the same however many stop strings there are, and however long
 from __future__ import annotations
 
 import functools
-from array import array
-from os.path import commonprefix
 
 
 class StopStrings:
     """The automaton of Aho and Corasick ("Efficient string matching", 1975) for some strings, which searches share.
 
-    A node is the beginning of a string; 0 is the empty one. The strings lie one after the other, so that the first
-    child of a node is the next; only nodes where strings part have others.
+    A node is the beginning of a string; 0 is the empty one.
     """
 
     def __init__(self, strings: tuple[str, ...]) -> None:
-        self.first_characters = frozenset(string[0] for string in strings)
-        self.lengths = array("i", [0])  # of each node
-        self.matches = array("i", [0])  # length of the longest string with which a node ends; 0: of none
-        self._characters = [""]  # the last of each node; "" after the last node of a string
-        self._parted: dict[tuple[int, str], int] = {}  # children but the first
-        path, before = [0], ""  # the nodes of the string before
-        for string in sorted(set(strings), reverse=True):  # so each comes after those that it begins
-            shared = len(commonprefix([before, string]))
-            new = range(len(self._characters), len(self._characters) + len(string) - shared)
-            if before and new:
-                self._parted[path[shared], string[shared]] = new[0]
-            path, before = [*path[: shared + 1], *new], string
-            if new:
-                self._characters += [*string[shared:], ""]
-                self.lengths.extend([*range(shared + 1, len(string) + 1), 0])
-                self.matches.extend([0] * (len(new) + 1))
-            self.matches[path[-1]] = len(string)
-        self._fallbacks = array("i", [0] * len(self._characters))  # the longest node that is a shorter end of a node
-        self._set_fallbacks()
-
-    def _set_fallbacks(self) -> None:
-        parents = {child: node for (node, _), child in self._parted.items()}
-        for node in sorted(range(1, len(self.lengths)), key=self.lengths.__getitem__):
-            parent = parents.get(node, node - 1)
-            if parent and self.lengths[node]:
-                self._fallbacks[node] = self.step(self._fallbacks[parent], self._characters[node])
-                self.matches[node] = self.matches[node] or self.matches[self._fallbacks[node]]
+        self.lengths = [0]  # of each node
+        self.matches = [0]  # length of the longest string with which a node ends; 0: of none
+        self._children: list[dict[str, int]] = [{}]  # by the next character
+        for string in strings:
+            node = 0
+            for length, character in enumerate(string, 1):
+                node = self._children[node].setdefault(character, len(self._children))
+                if node == len(self._children):
+                    self._children.append({})
+                    self.lengths.append(length)
+                    self.matches.append(0)
+            self.matches[node] = len(string)
+        self.first_characters = self._children[0].keys()
+        self._fallbacks = [0] * len(self._children)  # the longest node that is a shorter end of a node
+        nodes = list(self._children[0].values())
+        for node in nodes:  # shorter ones first
+            nodes += self._children[node].values()
+            for character, child in self._children[node].items():
+                fallback = self._fallbacks[child] = self.step(self._fallbacks[node], character)
+                self.matches[child] = self.matches[child] or self.matches[fallback]
 
     def step(self, node: int, character: str) -> int:
         """From the longest node with which a text ends to that of the text with one more character."""
-        while self._characters[node + 1] != character:
-            parted = self._parted.get((node, character)) if self._parted else None
-            if parted is not None or not node:
-                return parted or 0
+        while (child := self._children[node].get(character)) is None and node:
             node = self._fallbacks[node]
-        return node + 1
+        return child or 0
 
     def unfinished(self, node: int) -> int:
         """Of the nodes with which a text ends that `node` is the longest of, the longest that has children."""
-        while node and not self._characters[node + 1]:
+        while node and not self._children[node]:
             node = self._fallbacks[node]
         return node
 

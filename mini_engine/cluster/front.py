@@ -115,7 +115,7 @@ class Front:
             self._access.check_key(request.headers)
         _check_path(path)
         if path == "/health" and request.method in ("GET", "HEAD"):
-            return await self._answer_health()
+            return await self._answer_health(request)
         with self._bodies.reserve() as reservation:
             has_body = request.method == "POST" and path not in KEYLESS
             body = await receive_body(request, self._config, reservation) if has_body else SplitBody()
@@ -183,33 +183,8 @@ class Front:
                     more = lease.host not in asked
                     asked.append(lease.host)
 
-    async def _answer_health(self) -> Response:
-        """200 if a host is healthy. No lease, while a host that is known answers."""
-        async with self._health_lock:
-            healthy, until = self._health
-            if time.monotonic() > until:
-                healthy = await self._is_any_healthy()
-                if not healthy:  # the hosts may be new ones
-                    await self._find_hosts()
-                    healthy = await self._is_any_healthy()
-                self._health = healthy, time.monotonic() + HEALTH_SECONDS
-        if not healthy:
-            raise EngineError("No host is healthy.")
-        return Response()
-
-    async def _is_any_healthy(self) -> bool:
-        for host, lease in list(self._known.items()):
-            try:
-                async with asyncio.timeout(ANSWER_SECONDS), self._session.get(f"{lease.url}/health") as response:
-                    if response.status == 200:
-                        return True
-            except (TimeoutError, aiohttp.ClientError):  # it is gone
-                self._known.pop(host, None)
-        return False
-
-    async def _answer_for_all(self, request: Request) -> Response:
-        """All hosts' metrics with the label `host`; the worst answer to `/reset_caches`."""
-        await self._find_hosts()
+    async def _ask_known(self, request: Request) -> dict[str, tuple[int, bytes]]:
+        """Status and body of the answer of each host that is known."""
         answers: dict[str, tuple[int, bytes]] = {}
         for host, lease in list(self._known.items()):
             try:
@@ -217,6 +192,26 @@ class Front:
                     answers[host] = response.status, await response.read()
             except (TimeoutError, aiohttp.ClientError):  # it is gone
                 self._known.pop(host, None)
+        return answers
+
+    async def _answer_health(self, request: Request) -> Response:
+        """200 if a host is healthy. No lease, while one that is known is."""
+        async with self._health_lock:
+            healthy, until = self._health
+            if time.monotonic() > until:
+                healthy = 200 in dict((await self._ask_known(request)).values())
+                if not healthy:  # the hosts may be new ones
+                    await self._find_hosts()
+                    healthy = 200 in dict((await self._ask_known(request)).values())
+                self._health = healthy, time.monotonic() + HEALTH_SECONDS
+        if not healthy:
+            raise EngineError("No host is healthy.")
+        return Response()
+
+    async def _answer_for_all(self, request: Request) -> Response:
+        """All hosts' metrics with the label `host`; the worst answer to `/reset_caches`."""
+        await self._find_hosts()
+        answers = await self._ask_known(request)
         if not answers:
             raise EngineError("No host answers.")
         if request.method == "GET":

@@ -32,13 +32,13 @@ def media_key(body: SplitBody, path: str) -> str:
 
     A body that is not such an object has a key, too: the engine refuses it.
     """
-    text, urls = body.split()
     try:
-        if not text or structure([text], b'[{:"') > MAX_STRUCTURE:
+        text, urls = body.split()
+        if not text or structure(text, b"[{:") > MAX_STRUCTURE:
             return _hash(text or path.encode())
         request = msgspec.json.decode(text, type=dict[str, Any])
-    except msgspec.DecodeError:
-        return _hash(text)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _hash(path.encode())
     messages = request.get("messages")
     messages = messages if isinstance(messages, list) else []
     for url in _media(messages):
@@ -53,7 +53,6 @@ def _media(messages: list[Any]) -> Iterator[str]:
             for field, inner in LOCATIONS.items() if isinstance(part, dict) else ():
                 location = part.get(field)
                 url = location.get(inner) if isinstance(location, dict) else location
-                url = url[0] if isinstance(url, list) and url else url  # frames
                 if isinstance(url, str):
                     yield url
 
@@ -61,8 +60,7 @@ def _media(messages: list[Any]) -> Iterator[str]:
 def _identity(url: str, urls: Mapping[str, memoryview]) -> bytes | memoryview:
     """Of a `data:` URL what follows the media type; of another what does not change from request to request."""
     if url.startswith("data:"):
-        data = url.partition(",")[2]
-        return urls[data][url.index(",") + 1 :] if data in urls else data.encode()
+        return memoryview(urls.get(url) or url.encode())[url.find(",") + 1 :]
     try:
         parts = urlsplit(url)
     except ValueError:  # the engine refuses it

@@ -11,9 +11,7 @@ from numpy.typing import NDArray
 
 # Primaries, transfers and matrices have the numbers of ITU-T H.273, tables 2 to 4.
 UNKNOWN, BT2020, PQ, HLG = 2, 9, 16, 18
-_BT2020_TO_BT709 = ((1.6605, -0.5876, -0.0728), (-0.1246, 1.1329, -0.0083), (-0.0182, -0.1006, 1.1187))
-_P3_TO_BT709 = ((1.2249, -0.2247, 0.0), (-0.0420, 1.0419, 0.0), (-0.0196, -0.0786, 1.0979))
-_TO_BT709 = {1: np.eye(3), 11: _P3_TO_BT709, 12: _P3_TO_BT709}  # HDR of any other primaries is taken for BT.2020
+_TO_BT709 = np.array(((1.6605, -0.5876, -0.0728), (-0.1246, 1.1329, -0.0083), (-0.0182, -0.1006, 1.1187)), np.float32).T
 
 _WHITE = 203  # nits of HDR's reference white (ITU-R BT.2408), which stays nearly white
 _PEAK = 1000 / _WHITE  # the brightest light that differs from white
@@ -26,21 +24,20 @@ _STRIP_ROWS = 16  # at once: what they take fits a processor's cache
 def to_srgb(pixels: NDArray[np.uint8], primaries: int, transfer: int) -> None:
     """Converts uint8 [H, W, 3] whose transfer is PQ or HLG, or whose primaries are BT.2020. Others stay.
 
-    HDR is shown as a display of 1000 nits shows it (ITU-R BT.2100), relative to `_WHITE`. SDR is taken for sRGB in all
-    but the primaries, as it is where these are BT.709.
+    HDR is taken for BT.2020, and shown as a display of 1000 nits shows it (ITU-R BT.2100), relative to `_WHITE`. SDR is
+    taken for sRGB in all but the primaries, as it is where these are BT.709.
     """
     is_hdr = transfer in (PQ, HLG)
     if not is_hdr and primaries != BT2020:
         return
     peak = _PEAK if is_hdr else 1.0
-    matrix = np.array(_TO_BT709.get(primaries, _BT2020_TO_BT709), np.float32).T
     linear, encoded = _linear(transfer), _encoded(peak)
     for top in range(0, len(pixels), _STRIP_ROWS):
         strip = pixels[top : top + _STRIP_ROWS]
         light = linear[strip]
         if transfer == HLG:
             light *= (light @ _BT2020_LUMA)[..., None] ** np.float32(0.2) * np.float32(_PEAK)
-        light = np.sqrt((light @ matrix).clip(0, peak)) * np.float32(_STEPS / peak**0.5)
+        light = np.sqrt((light @ _TO_BT709).clip(0, peak)) * np.float32(_STEPS / peak**0.5)
         strip[...] = encoded[light.astype(np.uint16)]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import socket
 from typing import Any
 
 import httpx
@@ -48,27 +47,11 @@ async def test_api_keys(serve: Serve) -> None:
         assert (await served.ask()).choices
 
 
-@pytest.mark.parametrize(("keys", "header", "values", "clients"), [
-    (KEYS, "Authorization", ["Bearer first-key", "bearer  first-key", "Bearer sch\u00fcssel"], "aab"),
-    (KEYS, "X-Forwarded-For", ["192.0.2.1", "192.0.2.2"], "aa"),
-    ([], "Authorization", ["Bearer first-key", "Bearer other"], "aa"),
-    ([], "X-Forwarded-For", ["192.0.2.1", "192.0.2.2", "::ffff:192.0.2.1", "2001:db8::1", "2001:db8::2:1",
-                             "2001:db8:0:1::1", "unknown", "127.0.0.1"], "abcddefg"),
-])  # fmt: skip
-async def test_a_client_is_an_api_key_or_else_an_address(
-    serve: Serve, keys: list[str], header: str, values: list[str], clients: str
-) -> None:
-    """The server believes a proxy on its host."""
-    async with serve(api_key=keys) as served:
-        for value in values:
-            headers: Any = {b"Authorization": f"Bearer {keys[0]}".encode()} if keys else {}
-            response = await served.http.post(
-                "/v1/completions", json={"prompt": "x"}, headers={**headers, header.encode(): value.encode()}
-            )
-            assert response.status_code == 200
-        names = dict(zip(clients, [request.client for request in served.core.requests], strict=True))
-        assert [names[one] for one in clients] == [request.client for request in served.core.requests]
-        assert len(set(names.values())) == len(names) and {len(name) for name in names.values()} == {8}
+async def test_a_client_is_the_address_that_a_proxy_on_this_host_says(served: Served) -> None:
+    for address in ("192.0.2.1", "192.0.2.2", "192.0.2.1"):
+        await served.http.post("/v1/completions", json={"prompt": "x"}, headers={"X-Forwarded-For": address})
+    first, second, third = (request.client for request in served.core.requests)
+    assert first == third != second
 
 
 async def test_every_response_has_a_request_id_of_its_own(served: Served) -> None:
@@ -122,34 +105,12 @@ async def test_request_that_does_not_end_is_answered_when_the_server_ends(served
 
 # --- browsers and proxies --------------------------------------------------------------------------------------------
 
-LOCAL = ["localhost:8000", "127.0.0.1", "[::1]:8000", "10.0.0.1:80", "engine:8000", "Box.local.", "a.localhost"]
-PUBLIC = ["evil.test", "evil.test:8000", "127.0.0.1.evil.test", "localhost.evil.test", "a.local.test", "[evil"]
-KEY: dict[str, Any] = {"api_key": ["k"]}
 
-
-@pytest.mark.parametrize(
-    ("settings", "allowed", "refused"),
-    [
-        ({}, [*LOCAL, socket.gethostname()], PUBLIC),
-        ({"host": "my.test"}, [*LOCAL, "my.test"], PUBLIC),
-        ({"allowed_hosts": ["my.test", "*.Example"]}, [*LOCAL, "MY.test:80", "a.example"], [*PUBLIC, "example.test"]),
-        ({"allowed_hosts": ["*"]}, [*LOCAL, *PUBLIC], []),
-        (KEY, [*LOCAL, *PUBLIC], []),
-        (KEY | {"allowed_hosts": ["my.test"]}, [*LOCAL, "my.test"], PUBLIC),
-    ],
-)
-async def test_hosts(serve: Serve, settings: dict[str, Any], allowed: list[str], refused: list[str]) -> None:
-    async with serve(**settings) as served:
-        served.http.headers["authorization"] = "Bearer k"
-        for host in allowed:
-            assert (await served.http.get("/version", headers={"host": host})).status_code == 200, host
-        for host in refused:
-            for path in ("/version", "/metrics", "/", "/nowhere"):
-                response = await served.http.get(path, headers={"host": host})
-                check_error(response, 421, "invalid_http", "--allowed-hosts")
-            assert (await served.http.get("/health", headers={"host": host})).status_code == 200
-        reader, _ = await served.connect(b"GET /version HTTP/1.0\r\nauthorization: Bearer k\r\n\r\n")
-        assert b" 200 " in await reader.readline()
+async def test_other_hosts_are_refused_but_for_health_checks(served: Served) -> None:
+    headers = {"host": "evil.test"}
+    for path in ("/version", "/metrics", "/", "/nowhere"):
+        check_error(await served.http.get(path, headers=headers), 421, "invalid_http", "--allowed-hosts")
+    assert (await served.http.get("/health", headers=headers)).status_code == 200
 
 
 async def preflight(served: Served, **headers: str) -> httpx.Response:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 
 import httpx
 import pytest
@@ -24,7 +23,6 @@ from tests.api.serving import (
     Serve,
     Served,
     SlowWeb,
-    chat_body,
     check_error,
     image,
     metric,
@@ -68,23 +66,15 @@ async def test_unfinished_requests_are_limited_before_the_body_is_read(served: S
     assert (await served.post(stream=stream)).status_code == 200
 
 
-@pytest.mark.parametrize(("path", "body"), [
-    ("/v1/chat/completions", chat_body()), ("/v1/completions", {"prompt": ["a", "b"]}),
-])  # fmt: skip
-async def test_every_choice_counts_as_a_request(served: Served, path: str, body: dict[str, Any]) -> None:
-    prompts = len(body.get("prompt", "x"))
-    counted = Counted("requests_rejected_total{reason=queued_requests}")
-    refusal = await served.http.post(path, json=body | {"n": MAX_REQUESTS // prompts + 1})
-    check_error(
-        refusal, 400, "invalid_value", f"needs {MAX_REQUESTS + prompts} choice(s), more than the {MAX_REQUESTS}"
-    )
-    assert "--max-num-queued-reqs" in refusal.text and refusal.json()["error"]["param"] == "n"
+async def test_every_choice_of_every_prompt_counts_as_a_request(served: Served) -> None:
+    refusal = await served.post(n=MAX_REQUESTS + 1)
+    check_error(refusal, 400, "invalid_value", f"{MAX_REQUESTS} of --max-num-queued-reqs; lower 'n'")
     served.core.hold = True
-    asking = asyncio.create_task(served.http.post(path, json=body | {"n": MAX_REQUESTS // prompts - 1}))
-    await served.core.has_requests(prompts if path == "/v1/completions" else 1)
-    assert served.context.requests.used == MAX_REQUESTS - prompts
-    check_refusal(await served.post(n=prompts + 1), "--max-num-queued-reqs")
-    assert counted.since() == [1] and served.context.requests.used == MAX_REQUESTS - prompts
+    body = {"prompt": ["a", "b"], "n": MAX_REQUESTS // 2 - 1}
+    asking = asyncio.create_task(served.http.post("/v1/completions", json=body))
+    await served.core.has_requests(2)
+    check_refusal(await served.post(n=3), "--max-num-queued-reqs")
+    assert served.context.requests.used == MAX_REQUESTS - 2
     await cancelled(asking)
     await eventually(lambda: not served.context.requests.used)
 

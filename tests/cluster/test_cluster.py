@@ -86,40 +86,39 @@ def requests_in_parallel(cluster: RunningCluster) -> Iterator[list[tuple[float, 
         client.result()
 
 
-def send(cluster: RunningCluster, method: str, path: str, *headers: str, body: bytes = b"") -> tuple[int, bytes]:
+def send(cluster: RunningCluster, method: str, path: str, *headers: str) -> tuple[int, bytes]:
     """Status and body of the response to a request as it is written here."""
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", cluster.port, timeout=SECONDS)) as connection:
         connection.putrequest(method, path, skip_host=any(header.startswith("Host:") for header in headers))
         for header in headers:
             connection.putheader(*header.split(": "))
-        connection.endheaders(body)
+        connection.endheaders()
         response = connection.getresponse()
         return response.status, response.read()
 
 
 WITH_KEY, JSON = f"Authorization: Bearer {KEY}", "Content-Type: application/json"
+CLIMBS = (
+    "/playground/../v1/models",
+    "/playground/%2e%2e/v1/models",
+    "/playground/..%2fmetrics",
+    "//metrics",
+    "/health;a",
+)
 REFUSED = [
-    *(("GET", f"/playground/{climb}/v1/models/a", [], 401) for climb in ("..", "%2e%2e", ".%2E", "%252e%252e", "..;")),
-    *(("GET", path, [], 401) for path in ("/playground/..%2fmetrics", "//metrics", "/%6detrics", "/health/../metrics")),
+    *(("GET", path, headers, status) for path in CLIMBS for headers, status in (([], 401), ([WITH_KEY], 404))),
     ("POST", "/playground/../reset_caches", [JSON], 401),
     ("GET", "/metrics", ["Host: x/playground/index.html?"], 401),
     ("GET", "/metrics", ["Host: evil.test", WITH_KEY], 421),
     *(("GET", f"/v1/models/{name}", [WITH_KEY], 404) for name in ("", "../../metrics", "a/%2e%2E/b", "a%2F..%2Fb")),
-    *(
-        ("GET", path, [WITH_KEY], 404)
-        for path in ("/v1/../metrics", "//metrics", "/%6detrics", "/health;a", "/nowhere")
-    ),
     ("POST", "/reset_caches", [WITH_KEY, "Content-Type: text/plain"], 415),
     ("POST", CHAT, [WITH_KEY, JSON, f"Content-Length: {MAX_BODY_BYTES + 1}"], 413),
-    ("POST", CHAT, [WITH_KEY, JSON, "Transfer-Encoding: chunked"], 413),
 ]
 
 
 def test_only_exact_paths_with_the_key_are_forwarded_and_as_they_came(cluster: RunningCluster) -> None:
-    chunk = b"%x\r\n%b\r\n" % (MAX_BODY_BYTES, bytes(MAX_BODY_BYTES))
     for method, path, headers, status in REFUSED:
-        body = 2 * chunk + b"0\r\n\r\n" if "Transfer-Encoding: chunked" in headers else b""
-        answered, text = send(cluster, method, path, *headers, body=body)
+        answered, text = send(cluster, method, path, *headers)
         assert answered == status and json.loads(text)["error"]["code"], (method, path, headers, answered, text)
     for target in ("/v1/models/a%2Fb%252e", "/v1/models//a/b?x=%2e&y=a+b"):
         assert send(cluster, "GET", target, WITH_KEY, "Host: engine.example") == (200, target.encode())
