@@ -17,10 +17,11 @@ import msgspec
 from msgspec import Meta
 
 from mini_engine.api.errors import bad_request
-from mini_engine.api.protocol import GenerationRequest
+from mini_engine.api.protocol import CompletionRequest, GenerationRequest
 from mini_engine.config import ConfigError
 from mini_engine.messages import MediaItem, NewRequest, SamplingParams, Sibling
 
+MOST_LISTED = 1_500_000  # log probabilities of a response, all choices together: 105 MB as JSON
 GREEDY_BELOW = 1e-5  # temperatures below it are greedy, as in vLLM: dividing logits by less would overflow
 GENERATION_CONFIG = "generation_config.json"
 
@@ -98,8 +99,7 @@ class SamplingResolver:
         top_p = _first(request.top_p, defaults.top_p)
         greedy = temperature < GREEDY_BELOW or top_p == 0
         # Where a grammar is complete nothing but an end can follow.
-        grammar = request.grammar
-        ends = [] if request.ignore_eos and not grammar else self._ends
+        ends = [] if request.ignore_eos and not request.grammar else self._ends
         return SamplingParams(
             max_tokens=max_tokens,
             seed=self._random.getrandbits(63) if request.seed is None else request.seed % 2**63,
@@ -114,7 +114,6 @@ class SamplingResolver:
             min_tokens=min(_first(request.min_tokens, 0), max_tokens),
             logprobs=request.num_logprobs,
             stop_token_ids=sorted({*ends, *(request.stop_token_ids or ())}),
-            grammar=hashlib.blake2b(grammar.encode(), digest_size=16).digest() if grammar else b"",
         )
 
     def new_request(
@@ -124,7 +123,10 @@ class SamplingResolver:
         """What an engine gets of `asked`, with its expanded prompt. Raises ApiError: 400; see `resolve`, or the prompt
         has a token that only the tokenizer has, not the model."""
         self.check_tokens(asked.prompt_field, token_ids)
-        sampling = self.resolve(asked, len(token_ids))
+        sampling, grammar = self.resolve(asked, len(token_ids)), asked.grammar
+        if grammar:
+            shared_by = msgspec.msgpack.encode((client, asked.cache_salt, grammar))
+            sampling = msgspec.structs.replace(sampling, grammar=hashlib.blake2b(shared_by, digest_size=16).digest())
         # Sample i has the seed plus i: the ranks mix a seed before they use it, so neighbours have nothing in common.
         siblings = [
             Sibling(f"{request_id}-{index}", (sampling.seed + index) % 2**63) for index in range(1, asked.num_choices)
@@ -138,11 +140,11 @@ class SamplingResolver:
             priority=asked.priority or 0,
             cache_salt=asked.cache_salt or "",
             siblings=siblings,
-            grammar=asked.grammar,
+            grammar=grammar,
         )
 
     def max_tokens(self, request: GenerationRequest, prompt_tokens: int) -> int:
-        """Most tokens of its answer. Raises ApiError: 400; the prompt leaves no room for one."""
+        """Most tokens of each choice. Raises ApiError: 400; the prompt leaves no room for one."""
         room = self.max_model_len - prompt_tokens
         if room < 1:
             raise bad_request(
@@ -151,6 +153,9 @@ class SamplingResolver:
                 request.prompt_field,
                 "context_length_exceeded",
             )
+        if request.num_logprobs is not None:
+            choices = request.num_choices * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
+            room = min(room, MOST_LISTED // (choices * (1 + request.num_logprobs)))
         limit = request.token_limit or request.default_tokens or self.defaults.max_new_tokens or room
         return min(room, max(limit, request.min_tokens or 0))
 

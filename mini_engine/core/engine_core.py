@@ -161,8 +161,8 @@ class EngineCore:
     def _handle_other(self, body: AnyMessage, peer: bytes) -> None:
         """Reports of grammars, control messages of API servers, and the supervisor's ping."""
         match body:
-            case GrammarReady(digest=digest, problem=problem):
-                for request in self.grammars.report(digest, problem):
+            case GrammarReady() as ready:
+                for request in self.grammars.report(ready):
                     self._queue(request)
             case ControlRequest(number=number, action="ping"):
                 self.steps.pings.append((peer, number))
@@ -282,6 +282,7 @@ class EngineCore:
         for sampled in flight.tokens:
             request = self.requests.get(sampled.request_id)
             if request is not None and sampled.problem:
+                self.grammars.lose(request, sampled.problem)
                 self._finish(request, "error", sampled.problem)
             elif request is not None:  # else it ended while the step ran
                 self._deliver(request, sampled)

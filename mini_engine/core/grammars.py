@@ -1,18 +1,20 @@
 """Which grammars rank 0 has compiled, how many samples follow each, and which requests wait for one.
 
-Requests with equal grammars share one. It sees digests, never what a grammar says.
+Requests of a client with equal grammars share one. It sees digests, never what a grammar says.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from mini_engine.core.request import Request
-from mini_engine.messages import Grammar
+from mini_engine.messages import Grammar, GrammarReady
 
 
 @dataclasses.dataclass(slots=True)
 class _Entry:
+    number: int  # of its order
     users: int = 0  # samples that have not ended
     problem: str | None = None  # see `GrammarReady`; None: it is not reported yet
     waiting: dict[str, Request] = dataclasses.field(default_factory=dict)  # by id
@@ -30,6 +32,7 @@ class Grammars:
         self.new: list[Grammar] = []
         self.unused: list[bytes] = []
         self._entries: dict[bytes, _Entry] = {}
+        self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -40,17 +43,24 @@ class Grammars:
         if not digest:
             return
         if digest not in self._entries:
-            self._entries[digest] = _Entry()
-            self.new.append(Grammar(digest, request.new.grammar, request.client))
+            number = next(self._numbers)
+            self._entries[digest] = _Entry(number)
+            self.new.append(Grammar(digest, request.new.grammar, request.client, number))
         self._entries[digest].users += samples
 
     def release(self, request: Request) -> None:
         """A sample has ended."""
         digest = request.sampling.grammar
         if digest:
-            self._entries[digest].users -= 1
-            self._entries[digest].waiting.pop(request.id, None)
-            self._forget_unused(digest)
+            entry = self._entries[digest]
+            entry.users -= 1
+            entry.waiting.pop(request.id, None)
+            if not entry.users:
+                del self._entries[digest]
+                ordered = [grammar for grammar in self.new if grammar.number != entry.number]
+                if len(ordered) == len(self.new):
+                    self.unused.append(digest)
+                self.new = ordered
 
     def problem_with(self, request: Request) -> str | None:
         """Why its grammar cannot be followed, for the client; empty: it can. None: `report` will return the request."""
@@ -61,16 +71,15 @@ class Grammars:
             entry.waiting[request.id] = request
         return entry.problem
 
-    def report(self, digest: bytes, problem: str) -> list[Request]:
+    def report(self, ready: GrammarReady) -> list[Request]:
         """Rank 0's report of a grammar. Returns the requests that wait no longer."""
-        entry = self._entries[digest]
-        entry.problem = problem
+        entry = self._entries.get(ready.digest)
+        if entry is None or entry.number != ready.number:  # no sample followed it any more when it was compiled
+            return []
+        entry.problem = ready.problem
         waiting, entry.waiting = list(entry.waiting.values()), {}
-        self._forget_unused(digest)
         return waiting
 
-    def _forget_unused(self, digest: bytes) -> None:
-        entry = self._entries[digest]
-        if not entry.users and entry.problem is not None:  # not before: rank 0 reports each grammar once
-            del self._entries[digest]
-            self.unused.append(digest)
+    def lose(self, request: Request, problem: str) -> None:
+        """Its grammar can be followed no further: nor can those of later requests, until no sample follows it."""
+        self._entries[request.sampling.grammar].problem = problem

@@ -27,7 +27,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token_ids: list[int] = []  # with the model's end-of-sequence tokens, unless `ignore_eos`
     min_tokens: int = 0  # no stop token is sampled before there are this many
     logprobs: int | None = None  # None: none; else for each sampled token and this many likeliest
-    grammar: bytes = b""  # digest of `NewRequest.grammar`; empty: any output
+    grammar: bytes = b""  # digest of `NewRequest.grammar`, client and cache salt, which share it; empty: any output
 
 
 class Sibling(msgspec.Struct, frozen=True, array_like=True):

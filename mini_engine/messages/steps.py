@@ -60,9 +60,10 @@ class KeepMedia(msgspec.Struct, frozen=True, array_like=True):
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
     """A grammar that requests follow from now on, until `Step.unused_grammars` names it."""
 
-    digest: bytes  # of `text`; see `SamplingParams.grammar`
+    digest: bytes  # see `SamplingParams.grammar`
     text: str  # in llguidance's Lark
-    client: bytes = b""  # of the request that is the first to follow it; clients take turns
+    client: bytes  # of these requests; clients take turns
+    number: int  # of this order, for its report
 
 
 class Step(Message, frozen=True):
@@ -110,8 +111,10 @@ class WorkerReady(Message, frozen=True):
 
 
 class GrammarReady(Message, frozen=True):
-    """Rank 0 -> core, once for each of `Step.grammars`: it is compiled, or cannot be followed."""
+    """Rank 0 -> core, once for each of `Step.grammars` unless that is unused before: it is compiled, or cannot be
+    followed."""
 
+    number: int
     digest: bytes
     problem: str = ""  # why it cannot be followed, as a text for the client
 

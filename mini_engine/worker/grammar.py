@@ -50,7 +50,7 @@ class Grammars:
 
     Args:
         tokenizer: the model's tokenizer.json.
-        max_rows: at most in a step; and grammars of a client in use at once; of all clients twice as many.
+        max_rows: at most in a step; and grammars of a client at once; of all clients four times as many.
         name: this rank's, for the title of the process.
         report: called in a thread of its own, once for each grammar of `update`.
     """
@@ -83,13 +83,13 @@ class Grammars:
         if grammars or unused or finished:
             self._requests.send_bytes(msgspec.msgpack.encode(Request([*grammars], [*unused], finished)))
 
-    def follow(self, rows: Mapping[int, Row]) -> tuple[Masks | None, dict[int, str]]:
-        """The masks of a step's `rows`; and for each of these that has none why its output can be followed no further,
+    def follow(self, rows: Mapping[int, Row], seconds: float = 0.0) -> tuple[Masks | None, dict[int, str]]:
+        """The masks of a step's `rows`, for which the model takes so many `seconds` meanwhile; and for each of these that has none why its output can be followed no further,
         as a text for the client. Waits for them, mostly less than 0.1 s. Raises RuntimeError: the manager exited."""
         if not rows:
             return None, {}
         try:
-            self._requests.send_bytes(msgspec.msgpack.encode(Request(rows=[*rows.values()])))
+            self._requests.send_bytes(msgspec.msgpack.encode(Request(rows=[*rows.values()], seconds=seconds)))
             problems = msgspec.msgpack.decode(self._requests.recv_bytes(), type=list[str])
         except (EOFError, ConnectionError) as error:
             raise RuntimeError("the grammar manager exited") from error

@@ -33,17 +33,20 @@ from mini_engine.process_setup import die_with_parent
 from mini_engine.worker.matchers import PROBLEM, Matchers, Row, Vocabulary
 
 COMPILE_SECONDS = 1  # of processor time, with the first mask
-COMPILING = 2  # grammars at once, of different clients; others are queued
 # Of private memory, beyond what the manager has: a schema of 100,000 characters takes 50 MB, and 64 outputs 20 MB more.
 MEMORY_BYTES = 128 << 20
-# Of processor time for the masks of a step: each process has its share of `MASK_SECONDS`, but `LEAST_SECONDS`, and
-# `ROW_SECONDS` for each row, which few masks take. Of wall time, since a busy machine is no fault of a grammar, more.
-MASK_SECONDS, LEAST_SECONDS, ROW_SECONDS, STALLED_SECONDS = 0.1, 0.01, 0.003, 1.0
-REFUSED_SECONDS, REFUSED = 600, 1000  # for how long, and how many grammars whose processes were killed
+# Of processor time for the masks of a step: besides what the model takes, which hides them, the processes share
+# `STEP_SECONDS`, and have `ROW_SECONDS` for each row. What they take more comes out of `SPARE_SECONDS` of each, of
+# which they share as much in a step; what they take less goes there.
+STEP_SECONDS, ROW_SECONDS, SPARE_SECONDS, LEAST_SPARE = 0.02, 0.001, 0.1, 0.01
+STALLED_SECONDS = 1.0  # of wall time, since a busy machine is no fault of a grammar
+REFUSED_SECONDS, REFUSED = 600, 1000  # for how long, and how many grammars that exceeded a limit
+PAUSE_SECONDS = 5  # before the next grammar of a client is compiled after one that has delayed steps
 
-SLOW_COMPILE = PROBLEM.format(f"takes more than {COMPILE_SECONDS} s to compile")
-SLOW_MASK = PROBLEM.format(f"takes more than {MASK_SECONDS * 1000:.0f} ms for a token")
-CRASHED = PROBLEM.format(f"takes more than {MEMORY_BYTES >> 20} MiB of memory, or its process was killed")
+SLOW_COMPILE = PROBLEM.format(f"takes more than {COMPILE_SECONDS} s of processor time to compile")
+SLOW_MASK = PROBLEM.format(f"takes more than {SPARE_SECONDS * 1000:.0f} ms for a token")
+LARGE = PROBLEM.format(f"takes more than {MEMORY_BYTES >> 20} MiB of memory")
+KILLED = "The process of this request's grammar was killed; send the request again."
 
 
 class ManagerSpec(msgspec.Struct, frozen=True):
@@ -52,7 +55,7 @@ class ManagerSpec(msgspec.Struct, frozen=True):
     parent_pid: int
     title: str  # of the process
     tokenizer: str  # path
-    rows: int  # at most in a step; and grammars of a client in use at once; of all clients twice as many
+    rows: int  # at most in a step; and grammars of a client at once; of all clients four times as many
     requests: int  # descriptors
     reports: int
     masks: int
@@ -63,9 +66,10 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     problem for each of them, a text for the client; where it is empty, the row's mask is there."""
 
     grammars: list[Grammar] = []
-    unused: list[bytes] = []  # digests
+    unused: list[bytes] = []  # digests; those that are not reported yet never are
     finished: list[tuple[bytes, str]] = []  # digests and outputs
     rows: list[Row] = []
+    seconds: float = 0.0  # that the model takes for the step
 
 
 class Work(msgspec.Struct, frozen=True, array_like=True):
@@ -75,6 +79,7 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     finished: list[str] = []  # outputs
     rows: list[tuple[int, Row]] = []  # with the places of their masks
     seconds: float = 0.0  # of processor time for the masks
+    spare: float = 0.0  # of the process's spare seconds, at most
 
 
 _problems = msgspec.msgpack.Decoder(list[str])
@@ -83,8 +88,9 @@ _problems = msgspec.msgpack.Decoder(list[str])
 class _Process:
     """The process of a grammar, as the manager sees it."""
 
-    def __init__(self, pid: int, connection: Connection, client: bytes) -> None:
-        self.pid, self.connection, self.client = pid, connection, client
+    def __init__(self, pid: int, connection: Connection, grammar: Grammar) -> None:
+        self.pid, self.connection = pid, connection
+        self.digest, self.client, self.number = grammar.digest, grammar.client, grammar.number
         self.is_compiled = False
         self.places: list[int] = []  # of the step's rows, until it has answered
 
@@ -95,7 +101,9 @@ class Manager:
     def __init__(self, vocabulary: Vocabulary, requests: Connection, reports: Connection) -> None:
         self._vocabulary, self._requests, self._reports = vocabulary, requests, reports
         self._processes: dict[bytes, _Process] = {}  # by digest
-        self._queue: list[Grammar] = []
+        self._queues: dict[bytes, dict[bytes, Grammar]] = {}  # by client, the one that was served last is the last
+        self._pauses: dict[bytes, float] = {}  # until when, by client
+        self._compiling = max(1, len(os.sched_getaffinity(0)) // 2)  # at most; of a client one
         self._refused: dict[bytes, tuple[float, str]] = {}  # until when, and why
         self._problems: list[str] = []  # of the step's rows
         self._busy: set[bytes] = set()  # those whose processes have not answered in this step
@@ -105,42 +113,47 @@ class Manager:
     def serve(self) -> None:
         """Until rank 0 closes its connection: raises EOFError."""
         while True:
-            for key, _ in self._selector.select():
+            # A pause ends at most a second late.
+            for key, _ in self._selector.select(1 if self._pauses and self._queues else None):
                 if key.fd in self._selector.get_map():  # not ended meanwhile
                     key.data()
-            self._start_queued()
+            if self._queues:
+                self._start_queued()
 
     def _take_request(self) -> None:
         request = msgspec.msgpack.decode(self._requests.recv_bytes(), type=Request)
         for digest in request.unused:
-            if digest in self._processes:  # else it was killed
+            if digest in self._processes:
                 self._end(digest)
+            for queue in self._queues.values():
+                queue.pop(digest, None)
         for grammar in request.grammars:
             if problem := self._refusal(grammar.digest):
-                self._report(grammar.digest, problem)
+                self._report(grammar, problem)
             else:
-                self._queue.append(grammar)
+                self._queues.setdefault(grammar.client, {})[grammar.digest] = grammar
         if request.rows or request.finished:
             self._send_work(request)
 
     def _send_work(self, request: Request) -> None:
-        self._problems = [CRASHED] * len(request.rows)
+        self._problems = [KILLED] * len(request.rows)
         finished, rows = defaultdict[bytes, list[str]](list), defaultdict[bytes, list[tuple[int, Row]]](list)
         for digest, request_id in request.finished:
             finished[digest].append(request_id)
         for place, row in enumerate(request.rows):
             rows[row.digest].append((place, row))
-        share = max(LEAST_SECONDS, MASK_SECONDS / max(1, len(rows)))
+        share = 1 / max(1, len(rows))
+        seconds, spare = share * (request.seconds + STEP_SECONDS), max(LEAST_SPARE, share * SPARE_SECONDS)
         for digest in {*finished, *rows}:
             places, process = [place for place, _ in rows[digest]], self._processes.get(digest)
             if process is None:
                 for place in places:
-                    self._problems[place] = self._refusal(digest) or CRASHED
+                    self._problems[place] = self._refusal(digest) or KILLED
                 continue
             if places:
                 process.places = places
                 self._busy.add(digest)
-            work = Work(finished[digest], rows[digest], share + ROW_SECONDS * len(places))
+            work = Work(finished[digest], rows[digest], seconds + ROW_SECONDS * len(places), spare)
             with contextlib.suppress(ConnectionError):  # it was killed, as the selector shows next
                 process.connection.send_bytes(msgspec.msgpack.encode(work))
         if request.rows:
@@ -159,7 +172,7 @@ class Manager:
             self._answer()
             return
         process.is_compiled = True
-        self._report(digest, problems[0])
+        self._report(process, problems[0])
         if problems[0]:
             self._end(digest)
 
@@ -169,16 +182,20 @@ class Manager:
             self._requests.send_bytes(msgspec.msgpack.encode(self._problems))
 
     def _lose(self, digest: bytes, process: _Process) -> None:
-        """A process closed its connection: it has exceeded a limit."""
-        problem = CRASHED
-        if os.WTERMSIG(self._end(digest)) in (signal.SIGPROF, signal.SIGALRM):
+        """A process closed its connection: it has exceeded a limit, or was killed."""
+        status, problem = os.WTERMSIG(self._end(digest)), LARGE
+        if status == signal.SIGPROF:
             problem = SLOW_MASK if process.is_compiled else SLOW_COMPILE
-        if len(self._refused) == REFUSED:
-            del self._refused[next(iter(self._refused))]
-        self._refused[digest] = time.monotonic() + REFUSED_SECONDS, problem
+        if status in (signal.SIGKILL, signal.SIGALRM):
+            problem = KILLED
+        else:
+            self._refused[digest] = time.monotonic() + REFUSED_SECONDS, problem
+            if len(self._refused) > REFUSED:
+                del self._refused[next(iter(self._refused))]
         if not process.is_compiled:
-            self._report(digest, problem)
+            self._report(process, problem)
         if digest in self._busy:
+            self._pauses[process.client] = time.monotonic() + PAUSE_SECONDS
             self._busy.remove(digest)
             for place in process.places:
                 self._problems[place] = problem
@@ -192,29 +209,32 @@ class Manager:
         self._refused.pop(digest, None)
         return ""
 
-    def _report(self, digest: bytes, problem: str) -> None:
-        self._reports.send_bytes(msgspec.msgpack.encode(GrammarReady(digest, problem)))
+    def _report(self, order: Grammar | _Process, problem: str) -> None:
+        self._reports.send_bytes(msgspec.msgpack.encode(GrammarReady(order.number, order.digest, problem)))
 
     def _start_queued(self) -> None:
-        """Of a client one grammar at a time is compiled, and `rows` are in use: so no client takes all places."""
+        """Clients take turns. Of each one grammar at a time is compiled, and none may have all places."""
+        now, rows = time.monotonic(), self._vocabulary.rows
+        self._pauses = {client: until for client, until in self._pauses.items() if until > now}
         compiling = {process.client for process in self._processes.values() if not process.is_compiled}
         used = Counter(process.client for process in self._processes.values())
-        for grammar in self._queue.copy():
-            if len(compiling) == COMPILING or len(self._processes) >= 2 * self._vocabulary.rows:
+        for client in list(self._queues):
+            if not self._queues[client]:
+                del self._queues[client]
+            elif len(compiling) == self._compiling or len(self._processes) >= 4 * rows:
                 return
-            if grammar.client not in compiling and used[grammar.client] < self._vocabulary.rows:
-                self._queue.remove(grammar)
-                self._start(grammar)
-                compiling.add(grammar.client)
-                used[grammar.client] += 1
+            elif client not in compiling and client not in self._pauses and used[client] < rows:
+                queue = self._queues[client] = self._queues.pop(client)
+                self._start(queue.pop(next(iter(queue))))
+                compiling.add(client)
 
     def _start(self, grammar: Grammar) -> None:
-        manager, digest = os.getpid(), grammar.digest
+        manager = os.getpid()
         try:
             ours, theirs = Pipe()
             pid = os.fork()
         except OSError as error:
-            self._report(digest, f"The grammar of this request gets no process: {error.strerror}; retry later.")
+            self._report(grammar, f"The grammar of this request gets no process: {error.strerror}; retry later.")
             return
         if pid == 0:
             try:
@@ -222,8 +242,8 @@ class Manager:
             finally:
                 os._exit(1)  # whatever happened: the manager's code ends here
         theirs.close()
-        self._processes[digest] = process = _Process(pid, ours, grammar.client)
-        self._selector.register(ours, selectors.EVENT_READ, partial(self._take_problems, digest, process))
+        self._processes[grammar.digest] = process = _Process(pid, ours, grammar)
+        self._selector.register(ours, selectors.EVENT_READ, partial(self._take_problems, grammar.digest, process))
 
     def _end(self, digest: bytes) -> int:
         """Returns its exit status. It writes no mask from here on."""
@@ -244,14 +264,16 @@ def _follow(vocabulary: Vocabulary, grammar: str, connection: Connection, manage
     matchers = Matchers(vocabulary, grammar)
     _set_timers()
     connection.send_bytes(msgspec.msgpack.encode([matchers.problem]))
-    decoder = msgspec.msgpack.Decoder(Work)
+    decoder, spare = msgspec.msgpack.Decoder(Work), SPARE_SECONDS
     while True:
         work = decoder.decode(connection.recv_bytes())
         matchers.drop(work.finished)
         if work.rows:
-            _set_timers(work.seconds, STALLED_SECONDS)
+            begun = time.process_time()
+            _set_timers(work.seconds + min(spare, work.spare), STALLED_SECONDS)
             problems = matchers.fill(work.rows)
             _set_timers()
+            spare = max(0.0, min(SPARE_SECONDS, spare + work.seconds - (time.process_time() - begun)))
             connection.send_bytes(msgspec.msgpack.encode(problems))
 
 

@@ -6,6 +6,7 @@ This file knows nothing of sockets or processes, and decides nothing: what runs 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -130,6 +131,7 @@ class ModelRunner:
         self._decode: DecodeBatch | None = None  # the last step's, if it was one
         self._adjustments: Adjustments | None = None  # the last step's logits', as long as its batch continues
         self._sampling: Sampling | None = None  # the last step's, as long as its tokens are not taken
+        self._model_seconds = 0.0  # that the last step took beside which masks were made
 
     def execute(self, step: Step) -> StepResult:
         """Execute the step and wait for it; only rank 0's result has tokens.
@@ -247,7 +249,7 @@ class ModelRunner:
         token_ids, positions = to_device(batch.token_ids, self.device), to_device(batch.positions, self.device)
         # Beside the model. A device computes it by itself, and what it has sampled before would have to be waited for.
         is_beside = batch.constrained and self.device.type == "cpu"
-        masks = self._beside.submit(self._masks, batch) if is_beside else None
+        masks, begun = self._beside.submit(self._masks, batch) if is_beside else None, time.monotonic()
         hook = StepHook(attend, self._recurrence(batch, chunks))
         if self.graphs is not None and self._decode is not None:
             hidden = self.graphs.run(token_ids, positions, to_device(batch.slots, self.device), hook)
@@ -256,6 +258,8 @@ class ModelRunner:
             hidden = self._model(self._model.embed(token_ids, media), positions, hook, media)
         if hook.recurrence is not None:
             hook.recurrence.finish()
+        if is_beside:
+            self._model_seconds = time.monotonic() - begun
         return self._sample(hidden, batch, masks) if batch.sampled else None
 
     def _recurrence(self, batch: FlatBatch, chunks: Sequence[Chunk]) -> Recurrence | None:
@@ -324,7 +328,7 @@ class ModelRunner:
         self._take_tokens()
         stops = batch.stops.tolist()
         rows = {i: row for i, one in enumerate(batch.sampled) if (row := one.row(stops[i])) is not None}
-        masks, problems = self.grammars.follow(rows)
+        masks, problems = self.grammars.follow(rows, self._model_seconds)
         for i, problem in problems.items():
             batch.sampled[i].problem = problem
         return masks
