@@ -84,8 +84,9 @@ class Grammars:
             self._requests.send_bytes(msgspec.msgpack.encode(Request([*grammars], [*unused], finished)))
 
     def follow(self, rows: Mapping[int, Row], seconds: float = 0.0) -> tuple[Masks | None, dict[int, str]]:
-        """The masks of a step's `rows`, for which the model takes so many `seconds` meanwhile; and for each of these that has none why its output can be followed no further,
-        as a text for the client. Waits for them, mostly less than 0.1 s. Raises RuntimeError: the manager exited."""
+        """The masks of a step's `rows`, for which the model takes `seconds` meanwhile; and for each of these that has
+        none why its output can be followed no further, as a text for the client. Waits for them, mostly less than
+        0.1 s. Raises RuntimeError: the manager exited."""
         if not rows:
             return None, {}
         try:

@@ -30,7 +30,7 @@ from setproctitle import setproctitle
 
 from mini_engine.messages import Grammar, GrammarReady
 from mini_engine.process_setup import die_with_parent
-from mini_engine.worker.matchers import PROBLEM, Matchers, Row, Vocabulary
+from mini_engine.worker.matchers import Matchers, Row, Vocabulary
 
 COMPILE_SECONDS = 1  # of processor time, with the first mask
 # Of private memory, beyond what the manager has: a schema of 100,000 characters takes 50 MB, and 64 outputs 20 MB more.
@@ -39,13 +39,14 @@ MEMORY_BYTES = 128 << 20
 # `STEP_SECONDS`, and have `ROW_SECONDS` for each row. What they take more comes out of `SPARE_SECONDS` of each, of
 # which they share as much in a step; what they take less goes there.
 STEP_SECONDS, ROW_SECONDS, SPARE_SECONDS, LEAST_SPARE = 0.02, 0.001, 0.1, 0.01
-STALLED_SECONDS = 1.0  # of wall time, since a busy machine is no fault of a grammar
+STALLED_SECONDS = 1.0  # of wall time longer than the model, since a busy machine is no fault of a grammar
 REFUSED_SECONDS, REFUSED = 600, 1000  # for how long, and how many grammars that exceeded a limit
 PAUSE_SECONDS = 5  # before the next grammar of a client is compiled after one that has delayed steps
 
-SLOW_COMPILE = PROBLEM.format(f"takes more than {COMPILE_SECONDS} s of processor time to compile")
-SLOW_MASK = PROBLEM.format(f"takes more than {SPARE_SECONDS * 1000:.0f} ms for a token")
-LARGE = PROBLEM.format(f"takes more than {MEMORY_BYTES >> 20} MiB of memory")
+TOO_MUCH = f"The grammar of this request {{}}; send a simpler one. It is refused for {REFUSED_SECONDS // 60} minutes."
+SLOW_COMPILE = TOO_MUCH.format(f"takes more than {COMPILE_SECONDS} s of processor time to compile")
+SLOW_MASK = TOO_MUCH.format(f"delays steps by more than {SPARE_SECONDS * 1000:.0f} ms")
+LARGE = TOO_MUCH.format(f"takes more than {MEMORY_BYTES >> 20} MiB of memory")
 KILLED = "The process of this request's grammar was killed; send the request again."
 
 
@@ -80,6 +81,7 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     rows: list[tuple[int, Row]] = []  # with the places of their masks
     seconds: float = 0.0  # of processor time for the masks
     spare: float = 0.0  # of the process's spare seconds, at most
+    wall: float = 0.0  # seconds
 
 
 _problems = msgspec.msgpack.Decoder(list[str])
@@ -142,7 +144,7 @@ class Manager:
             finished[digest].append(request_id)
         for place, row in enumerate(request.rows):
             rows[row.digest].append((place, row))
-        share = 1 / max(1, len(rows))
+        share, wall = 1 / max(1, len(rows)), request.seconds + STALLED_SECONDS
         seconds, spare = share * (request.seconds + STEP_SECONDS), max(LEAST_SPARE, share * SPARE_SECONDS)
         for digest in {*finished, *rows}:
             places, process = [place for place, _ in rows[digest]], self._processes.get(digest)
@@ -153,7 +155,7 @@ class Manager:
             if places:
                 process.places = places
                 self._busy.add(digest)
-            work = Work(finished[digest], rows[digest], seconds + ROW_SECONDS * len(places), spare)
+            work = Work(finished[digest], rows[digest], seconds + ROW_SECONDS * len(places), spare, wall)
             with contextlib.suppress(ConnectionError):  # it was killed, as the selector shows next
                 process.connection.send_bytes(msgspec.msgpack.encode(work))
         if request.rows:
@@ -270,7 +272,7 @@ def _follow(vocabulary: Vocabulary, grammar: str, connection: Connection, manage
         matchers.drop(work.finished)
         if work.rows:
             begun = time.process_time()
-            _set_timers(work.seconds + min(spare, work.spare), STALLED_SECONDS)
+            _set_timers(work.seconds + min(spare, work.spare), work.wall)
             problems = matchers.fill(work.rows)
             _set_timers()
             spare = max(0.0, min(SPARE_SECONDS, spare + work.seconds - (time.process_time() - begun)))

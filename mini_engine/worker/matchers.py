@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-PROBLEM = "The grammar of this request {}; send a simpler one."  # of any grammar that can be followed no further
+PROBLEM = "The grammar of this request cannot be followed: {}. Correct or simplify it."
 IN_TURN = 4  # rows whose masks one thread fills; more are shared by several
 
 # A number of JSON, perhaps incomplete, at the end of an output. A quote or a letter before it shows that it is none.
@@ -145,7 +145,7 @@ def _may_follow(mask: memoryview, token: int) -> bool:
 def _problem_of(matcher: LLMatcher) -> str:
     # After the reason come lines of the grammar, which the client may not know.
     reason = re.split(r"\n *\d+ \|", matcher.get_error().replace("<non-verbose/>", ""))[0]
-    return reason and PROBLEM.format("cannot be followed: " + " ".join(reason.split())[:300])
+    return reason and PROBLEM.format(" ".join(reason.split())[:300])
 
 
 def _is_limited(number: bytes) -> bool:

@@ -108,7 +108,7 @@ CLIMBS = (
 REFUSED = [
     *(("GET", path, headers, status) for path in CLIMBS for headers, status in (([], 401), ([WITH_KEY], 404))),
     ("POST", "/playground/../reset_caches", [JSON], 401),
-    ("GET", "/metrics", ["Host: x/playground/index.html?"], 401),
+    ("GET", "/metrics", ["Host: x/playground/index.html?"], 421),
     ("GET", "/metrics", ["Host: evil.test", WITH_KEY], 421),
     *(("GET", f"/v1/models/{name}", [WITH_KEY], 404) for name in ("", "../../metrics", "a/%2e%2E/b", "a%2F..%2Fb")),
     ("POST", "/reset_caches", [WITH_KEY, "Content-Type: text/plain"], 415),

@@ -73,7 +73,8 @@ class SimulatedLinks:
         self.released: list[MessageId] = []
         self.reported: set[tuple[int, MessageId]] = set()  # by a rank; the report may still be on its way
         self.kept: set[bytes] = set()
-        self.grammars: dict[bytes, bool] = {}  # whether each was reported
+        self.grammars: dict[bytes, int] = {}  # numbers of the orders
+        self.compiled: set[bytes] = set()  # of these
         self.read: Callable[[StoreHandle], bytes] = lambda handle: b""  # what the store holds there: the media's hash
 
     # --- what EngineCore calls
@@ -113,10 +114,11 @@ class SimulatedLinks:
             assert keep.patches.message not in self.released, "kept after its release"
             self.kept.add(keep.media_hash)
         for digest in step.unused_grammars:
-            assert self.grammars.pop(digest), "dropped before its report"
+            del self.grammars[digest]
+            self.compiled.discard(digest)
         for grammar in step.grammars:
             assert grammar.text and grammar.digest not in self.grammars
-            self.grammars[grammar.digest] = False
+            self.grammars[grammar.digest] = grammar.number
         for new in step.started:
             assert new.request_id not in self.sequences
             self.sequences[new.request_id] = self.started[new.request_id] = Sequence(new)
@@ -161,7 +163,7 @@ class SimulatedLinks:
         sequence.table = ([] if chunk.restart else sequence.table) + chunk.block_ids
         end, known = chunk.start + chunk.num_tokens, len(sequence.contents)
         digest = sequence.new.sampling.grammar
-        assert not digest or self.grammars[digest], "run before its grammar was compiled"
+        assert not digest or digest in self.compiled, "run before its grammar was compiled"
         assert chunk.num_tokens > 0 and end <= known, "a token that does not exist yet"
         assert len(sequence.table) == -(-end // self.block_size), "block table does not fit the tokens"
         for item in sequence.new.media:

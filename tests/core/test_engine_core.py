@@ -125,7 +125,9 @@ def test_requests_end_whose_grammar_cannot_be_followed():
     world.run()
     assert world.ends == dict.fromkeys(["a", "a-1", "b", "c"], ["error"])
     assert {*world.errors.values()} == {"too complex"} and not world.started
-    world.request("row", max_tokens=8)
+    world.request("row", max_tokens=8, grammar="slow")
+    world.run()
+    world.grammar_ready("slow")
     world.turn()
     world.links.steps.clear()
     world.receive(StepResult(world.core.steps.in_flight[0].step.number, [SampledToken("row", 0, problem="too slow")]))

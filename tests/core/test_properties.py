@@ -135,8 +135,8 @@ def assert_invariants(world: World) -> None:
 
 def report_grammars(world: World, chosen: Callable[[], bool]) -> None:
     """What rank 0 has compiled, or could not."""
-    for digest, reported in [*world.links.grammars.items()]:
-        if not reported and chosen():
+    for digest in world.links.grammars.keys() - world.links.compiled:
+        if chosen():
             world.grammar_ready(digest.decode(), "it is bad" if digest == b"bad" else "")
 
 

@@ -97,9 +97,10 @@ class World:
         self.receive(MediaReady(rank, message), ("worker 0.0 media", 100))
 
     def grammar_ready(self, grammar, problem=""):
-        assert not self.links.grammars[grammar.encode()]
-        self.links.grammars[grammar.encode()] = True
-        self.receive(GrammarReady(grammar.encode(), problem), ("worker 0.0 grammars", 100))
+        digest = grammar.encode()
+        self.links.compiled.add(digest)
+        ready = GrammarReady(self.links.grammars[digest], digest, problem)
+        self.receive(ready, ("worker 0.0 grammars", 100))
 
     def turn(self):
         """One turn of the core's loop, and what it sent to the API server."""
