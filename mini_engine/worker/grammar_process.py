@@ -38,14 +38,14 @@ MEMORY_BYTES = 128 << 20
 # Of processor time for the masks of a step: besides what the model takes, which hides them, the processes share
 # `STEP_SECONDS`, and have `ROW_SECONDS` for each row. What they take more comes out of `SPARE_SECONDS` of each, of
 # which they share as much in a step; what they take less goes there.
-STEP_SECONDS, ROW_SECONDS, SPARE_SECONDS, LEAST_SPARE = 0.02, 0.001, 0.1, 0.01
+STEP_SECONDS, ROW_SECONDS, SPARE_SECONDS, LEAST_SPARE = 0.01, 0.0005, 0.06, 0.01
 STALLED_SECONDS = 1.0  # of wall time longer than the model, since a busy machine is no fault of a grammar
 REFUSED_SECONDS, REFUSED = 600, 1000  # for how long, and how many grammars that exceeded a limit
 PAUSE_SECONDS = 5  # before the next grammar of a client is compiled after one that has delayed steps
 
 TOO_MUCH = f"The grammar of this request {{}}; send a simpler one. It is refused for {REFUSED_SECONDS // 60} minutes."
 SLOW_COMPILE = TOO_MUCH.format(f"takes more than {COMPILE_SECONDS} s of processor time to compile")
-SLOW_MASK = TOO_MUCH.format(f"delays steps by more than {SPARE_SECONDS * 1000:.0f} ms")
+SLOW_MASK = TOO_MUCH.format(f"delays steps by more than {SPARE_SECONDS * 1000:.0f} ms beyond the model")
 LARGE = TOO_MUCH.format(f"takes more than {MEMORY_BYTES >> 20} MiB of memory")
 KILLED = "The process of this request's grammar was killed; send the request again."
 
