@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import http.client
+import itertools
 import json
 import threading
 import time
@@ -22,6 +23,7 @@ from tests.e2e.running_server import RunningServer
 from tests.worker.test_grammar import REGEXES, SCHEMAS
 
 PERIOD = 0.1  # seconds
+SECONDS = 30.0  # of repeated attacks
 MOST_SECONDS = 5.0  # for one token on a busy machine; a request that blocks others did so for a minute
 MAX_GROWTH_BYTES = 128 << 20  # of an API server, beside the body that it receives
 CHAT = "/v1/chat/completions"
@@ -43,6 +45,10 @@ class Attack:
     statuses: tuple[int, ...] = (400,)
     count: int = 1
     path: str = CHAT
+
+    def body(self, **more: Any) -> bytes:
+        defaults = {"messages": MESSAGES, "max_tokens": 400} if self.path == CHAT else {}
+        return json.dumps(defaults | self.fields | more, separators=(",", ":")).encode()
 
 
 def tokens(count: int) -> dict[str, int]:
@@ -123,8 +129,7 @@ def test_one_client_does_not_block_others(server, name):
     attack = ATTACKS[name]
     post(server, CHAT, json.dumps({"messages": MESSAGES, "max_tokens": 1}).encode(), OTHER)
     family, api = set(descendants(server.process.pid)), server.pids()["api 0"]
-    defaults = {"messages": MESSAGES, "max_tokens": 400} if attack.path == CHAT else {}
-    body, before = json.dumps(defaults | attack.fields, separators=(",", ":")).encode(), memory(api, "VmRSS")
+    body, before = attack.body(), memory(api, "VmRSS")
     Path(f"/proc/{api}/clear_refs").write_text("5")  # VmHWM starts at VmRSS
     with one_token_requests(server) as took, ThreadPoolExecutor(attack.count) as threads:
         sent = [threads.submit(post, server, attack.path, body, HOSTILE) for _ in range(attack.count)]
@@ -138,6 +143,23 @@ def test_one_client_does_not_block_others(server, name):
     assert server.pids()["api 0"] == api
     eventually(lambda: family <= set(descendants(server.process.pid)))
     assert "Traceback" not in server.log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, attack in ATTACKS.items() if attack.path == CHAT])
+def test_others_are_answered_soon_beside_repeated_attacks(server, name):
+    """Each attack with a grammar that the server has not seen."""
+    attack, ended = ATTACKS[name], time.monotonic() + SECONDS
+    with one_token_requests(server) as took:
+        for number in itertools.count():
+            if time.monotonic() > ended:
+                break
+            assert post(server, CHAT, attack.body(cache_salt=f"{number}"), HOSTILE) in attack.statuses
+    median, p99 = (1000 * sorted(took)[int(share * len(took))] for share in (0.5, 0.99))
+    print(
+        f"{len(took)} requests beside {number}: median {median:.0f} ms, p99 {p99:.0f} ms, {1000 * max(took):.0f} ms at most"
+    )
+    assert p99 < 250
 
 
 COUNT, NOT = st.sampled_from(["", "*", "{30}", "{0,300}", "{1000}"]), st.sampled_from(["", "~"])
