@@ -15,6 +15,8 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 import msgspec
 
 from mini_engine.api.body_split import MAX_STRUCTURE, SplitBody, structure
+from mini_engine.media.data_url import DataUrl
+from mini_engine.media.policy import MAX_URL_CHARACTERS
 
 # Fields of parts, and where each has its URL.
 LOCATIONS = {"video_url": "url", "image_url": "url", "file": "file_data", "video": "url", "image": "url", "url": "url"}
@@ -34,16 +36,16 @@ def media_key(body: SplitBody, path: str) -> str:
     """
     try:
         text, urls = body.split()
-        if not text or structure(text, b"[{:") > MAX_STRUCTURE:
+        if not text or structure(text, items=8) > MAX_STRUCTURE:
             return _hash(text or path.encode())
         request = msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        messages = request.get("messages")
+        messages = messages if isinstance(messages, list) else []
+        for url in _media(messages):
+            return _hash(_identity(url, urls))
+        return _hash(msgspec.json.encode(messages[0] if messages else request.get("prompt")))
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         return _hash(path.encode())
-    messages = request.get("messages")
-    messages = messages if isinstance(messages, list) else []
-    for url in _media(messages):
-        return _hash(_identity(url, urls))
-    return _hash(msgspec.json.encode(messages[0] if messages else request.get("prompt")))
 
 
 def _media(messages: list[Any]) -> Iterator[str]:
@@ -57,10 +59,13 @@ def _media(messages: list[Any]) -> Iterator[str]:
                     yield url
 
 
-def _identity(url: str, urls: Mapping[str, memoryview]) -> bytes | memoryview:
+def _identity(url: str, urls: Mapping[str, DataUrl]) -> bytes | memoryview:
     """Of a `data:` URL what follows the media type; of another what does not change from request to request."""
     if url.startswith("data:"):
-        return memoryview(urls.get(url) or url.encode())[url.find(",") + 1 :]
+        long = urls.get(url)
+        return memoryview(long.whole)[long.begin : long.end] if long else url[url.find(",") + 1 :].encode()
+    if len(url) > MAX_URL_CHARACTERS:  # the engine refuses it
+        return url.encode()
     try:
         parts = urlsplit(url)
     except ValueError:  # the engine refuses it
