@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import msgspec
 
 from mini_engine.api.body_split import MAX_STRUCTURE, SplitBody, structure
-from mini_engine.media.data_url import DataUrl
-from mini_engine.media.policy import MAX_URL_CHARACTERS
 
 # Fields of parts, and where each has its URL.
 LOCATIONS = {"video_url": "url", "image_url": "url", "file": "file_data", "video": "url", "image": "url", "url": "url"}
+MAX_URL = 16384  # characters; the engine refuses longer ones
 # Query parameters of signed URLs of Amazon S3, Google Cloud Storage, CloudFront and Azure: new for each request.
 _SIGNATURE = re.compile(
     r"x-(amz|goog)-.*|awsaccesskeyid|googleaccessid|key-pair-id|policy|signature|expires"
@@ -42,7 +41,7 @@ def media_key(body: SplitBody, path: str) -> str:
         messages = request.get("messages")
         messages = messages if isinstance(messages, list) else []
         for url in _media(messages):
-            return _hash(_identity(url, urls))
+            return _hash(urls[url].data if url in urls else _identity(url))
         return _hash(msgspec.json.encode(messages[0] if messages else request.get("prompt")))
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return _hash(path.encode())
@@ -59,12 +58,11 @@ def _media(messages: list[Any]) -> Iterator[str]:
                     yield url
 
 
-def _identity(url: str, urls: Mapping[str, DataUrl]) -> bytes | memoryview:
+def _identity(url: str) -> bytes:
     """Of a `data:` URL what follows the media type; of another what does not change from request to request."""
     if url.startswith("data:"):
-        long = urls.get(url)
-        return memoryview(long.whole)[long.begin : long.end] if long else url[url.find(",") + 1 :].encode()
-    if len(url) > MAX_URL_CHARACTERS:  # the engine refuses it
+        return url[url.find(",") + 1 :].encode()
+    if len(url) > MAX_URL:
         return url.encode()
     try:
         parts = urlsplit(url)

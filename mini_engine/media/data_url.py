@@ -15,3 +15,8 @@ class DataUrl(str):
         url = super().__new__(cls, head)
         url.whole, url.begin, url.end = whole, begin, end
         return url
+
+    @property
+    def data(self) -> memoryview:
+        """The data, as they arrived."""
+        return memoryview(self.whole)[self.begin : self.end]
