@@ -16,9 +16,10 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from mini_engine.api.admission import Reservation
-from mini_engine.api.body_split import MAX_STRUCTURE, SplitBody, structure
+from mini_engine.api.body_split import MAX_STRUCTURE, STRUCTURE_LIMIT, SplitBody, structure
 from mini_engine.api.errors import ApiError, ErrorResponse, bad_request
 from mini_engine.config import EngineConfig
+from mini_engine.media.data_url import DataUrl
 
 if TYPE_CHECKING:  # the cluster's front receives bodies, too, and needs no torch
     from mini_engine.api.context import AppContext
@@ -40,17 +41,16 @@ LARGE_TEXT = (
 LEAST_RATE = 16 << 10  # bytes of a body per second, after its first --timeout-client: slow ones would hold their memory
 
 
-def decode_body(body: SplitBody, kind: type[BodyT], served_names: Sequence[str]) -> BodyT:
+def decode_body(body: SplitBody, kind: type[BodyT], served_names: Sequence[str], max_text_bytes: int) -> BodyT:
     """The request in `body`. Raises ApiError: 400 that names the field and what it may hold; 404 for a model that is
     not served; 413."""
     try:
-        text, urls = body.split()
-        if structure(text, kind.structure_marks) > MAX_STRUCTURE:
-            problem = f"more than {MAX_STRUCTURE} arrays, objects, fields and items, the limit of a request"
-            raise _too_large(f"has {problem}; send fewer messages, parts, tools or values.")
-        request = _decode(text, kind)
-        if urls:
-            request.fill_in(urls)
+        request, unused = _split_and_decode(body, kind)
+        if unused:  # they are no media: here they count as text
+            body.uncut(unused)
+            if body.text_bytes > max_text_bytes:
+                raise _too_large(LARGE_TEXT.format(max_text_bytes))
+            request, _ = _split_and_decode(body, kind)
     except msgspec.ValidationError as error:
         raise _invalid_field(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -59,6 +59,16 @@ def decode_body(body: SplitBody, kind: type[BodyT], served_names: Sequence[str])
     if request.model is not None:
         check_model(request.model, served_names)
     return request
+
+
+def _split_and_decode(body: SplitBody, kind: type[BodyT]) -> tuple[BodyT, dict[str, DataUrl]]:
+    """The request, and the long `data:` URLs that no part of it has."""
+    text, urls = body.split()
+    if structure(text, kind.items_per_mark) > MAX_STRUCTURE:
+        raise _too_large(f"has {STRUCTURE_LIMIT}; send fewer messages, parts, tools or values.")
+    request = _decode(text, kind)
+    request.fill_in(urls)
+    return request, urls
 
 
 def _decode(body: bytes, kind: type[BodyT]) -> BodyT:
@@ -93,8 +103,9 @@ def _decoder(kind: type[Body]) -> msgspec.json.Decoder[Any]:
 
 def _invalid_field(problem: str) -> ApiError:
     """The error for msgspec's `problem`, such as "Expected `int`, got `str` - at `$.messages[0].role`"."""
-    problem, _, place = problem.partition(" - at ")
-    where = re.search(r"\$\.?([^`]*)`", place)
+    before, at, place = problem.rpartition(" - at `")  # a client's name of a field may have it, too
+    problem = before if at else problem
+    where = re.search(r"\$\.?([^`]*)`$", place)
     path = where[1] if where else ""
     if name := re.match(r"Object (?:contains unknown|missing required) field `(.*)`", problem, re.DOTALL):
         param = f"{path}.{name[1][:60]}" if path else name[1][:60]
@@ -113,7 +124,8 @@ async def read_body(request: Request, kind: type[BodyT], context: AppContext) ->
     413, 415, 408; 429 if there is no room for the body beside others; see `decode_body`; and ClientDisconnect."""
     with context.bodies.reserve() as reservation:
         body = await receive_body(request, context.config, reservation)
-    return await run_sized(lambda: decode_body(body, kind, context.config.served_names), len(body), INLINE_BYTES)
+    names, most = context.config.served_names, context.config.max_text_bytes
+    return await run_sized(lambda: decode_body(body, kind, names, most), len(body), INLINE_BYTES)
 
 
 async def receive_body(request: Request, config: EngineConfig, reservation: Reservation) -> SplitBody:

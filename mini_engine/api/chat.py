@@ -147,9 +147,10 @@ class ChatRenderer:
             least = max(least, counted - number * self._longest_token)  # a cut may make more of one token
         if self.max_tokens is not None and least > self.max_tokens:
             raise bad_request(
-                f"the prompt has {len(text)} characters, which is at least {least} tokens; this server takes "
-                f"{self.max_tokens} tokens for prompt and answer together",
+                f"The prompt has {len(text)} characters, which is at least {least} tokens; this server takes "
+                f"{self.max_tokens} tokens for prompt and answer together. Send a shorter prompt.",
                 param,
+                "context_length_exceeded",
             )
 
     def expand(self, token_ids: Sequence[int], sources: Sequence[Source]) -> tuple[list[int], list[MediaItem]]:

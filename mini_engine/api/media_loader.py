@@ -23,6 +23,7 @@ from mini_engine.api.chat import MediaRef
 from mini_engine.api.media_settings import hash_key
 from mini_engine.api.timings import RequestClock
 from mini_engine.failpoints import reach_failpoint
+from mini_engine.media.data_url import DataUrl
 from mini_engine.media.decoder import Job
 from mini_engine.media.decoder_pool import DecoderPool, Decoding
 from mini_engine.media.errors import ItemError, MediaError
@@ -200,7 +201,8 @@ class MediaLoader:
             digest = media_hash(data, hash_key(settings, ref.modality, frames))
             return FetchedItem(ref.modality, ref.name, data, settings, digest, frames)
 
-        is_small = download is None and len(ref.url) <= INLINE_CHARACTERS and not is_local_file(ref.url)
+        is_short = not isinstance(ref.url, DataUrl) and len(ref.url) <= INLINE_CHARACTERS
+        is_small = download is None and is_short and not is_local_file(ref.url)
         return fetched() if is_small else await asyncio.get_running_loop().run_in_executor(self._reading, fetched)
 
     async def _work(self, item: FetchedItem, owner: str, probe: bool = False) -> _Worked:

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import msgspec
 from msgspec import Meta, Struct
 
-from mini_engine.api.body_split import fill_in
+from mini_engine.media.data_url import DataUrl
 from mini_engine.media.sampling import Count, Rate, Seconds
 from mini_engine.messages import Modality
 
@@ -101,13 +101,14 @@ class Part(PartSettings, frozen=True, kw_only=True):
         if len(given) != 1 or given[0] not in sources:
             raise ValueError(f"a part of the type {self.type} has `{'` or `'.join(sources)}`, and no other of these")
 
-    def fill_in(self, urls: dict[str, memoryview]) -> None:
-        """Put the whole URL in the place of the one that stands for it; see `SplitBody.split`."""
+    def fill_in(self, urls: dict[str, DataUrl]) -> None:
+        """Take the whole URL from `urls`, and put it in the place of the one that stands for it; see `SplitBody`."""
         for name in _SOURCE_NAMES[1:]:
             source = getattr(self, name)
             owner, inner = (self, name) if isinstance(source, str) else (source, "file_data" if self.file else "url")
             if source is not None:
-                msgspec.structs.force_setattr(owner, inner, fill_in(getattr(owner, inner), urls))
+                url = getattr(owner, inner)
+                msgspec.structs.force_setattr(owner, inner, urls.pop(url, url))
 
     @property
     def _kind(self) -> str:

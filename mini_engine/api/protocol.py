@@ -8,22 +8,23 @@ an error. None means the default of the model or the server. Knows nothing of de
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 import msgspec
 from msgspec import Meta, Struct
 
-from mini_engine.api.body_split import MAX_STRUCTURE, structure
+from mini_engine.api.body_split import MAX_STRUCTURE, STRUCTURE_LIMIT, structure
 from mini_engine.api.errors import bad_request
 from mini_engine.api.grammars import choice_grammar, json_grammar, regex_grammar
 from mini_engine.api.parts import Part
 from mini_engine.api.tool_calls import CALL_END, Function, Tool, ToolCall, Tools
+from mini_engine.media.data_url import DataUrl
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of a message
 PART_CHARACTERS = 16  # rendering a part takes as long as so many characters of its text
-MAX_ITEMS = 128  # of a list for the chat template
+MAX_VARIABLE = 4096  # arrays, objects, fields and items of a variable of the chat template
 MAX_STOP_STRINGS = 16  # OpenAI takes 4; more cost little here
 MAX_STOP_LENGTH = 1024  # characters
 MAX_CHOICES = 128  # OpenAI's limit on `n`
@@ -39,8 +40,6 @@ StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Ignored = Annotated[msgspec.Raw, Meta(description="Ignored: it does not change the answer.")]
 IGNORED = msgspec.field(default_factory=msgspec.Raw)
-Scalar = str | bool | int | float | None
-TemplateKwargs = dict[str, Scalar | Annotated[list[Scalar], Meta(max_length=MAX_ITEMS)]]
 MediaIOKwargs = dict[Literal["image", "video"], dict[str, Any] | None]
 
 
@@ -56,12 +55,12 @@ def only(*neutral: Any) -> Meta:
 class Body(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """A request body."""
 
-    structure_marks: ClassVar[bytes] = b"[{:,"  # see `structure`
+    items_per_mark: ClassVar[int] = 1  # see `structure`
 
     model: str | None = None
 
-    def fill_in(self, urls: dict[str, memoryview]) -> None:
-        """Put the whole of long `data:` URLs into its parts. Elsewhere their data are left out."""
+    def fill_in(self, urls: dict[str, DataUrl]) -> None:
+        """Put the whole of long `data:` URLs into its parts, and take these out of `urls`."""
         for message in getattr(self, "messages", None) or ():
             for part in message.parts:
                 part.fill_in(urls)
@@ -128,12 +127,18 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
-def check_arguments(messages: Sequence[ChatMessage]) -> None:
-    """Raises ApiError, a 400: the arguments of earlier calls have too much structure to show them to a template."""
+def check_shown(messages: Sequence[ChatMessage], variables: Mapping[str, Any] | None) -> None:
+    """Raises ApiError, a 400: the arguments of earlier calls, or a variable, have too much structure to show them to a
+    template."""
     calls = [call for message in messages for call in message.tool_calls or ()]
     if sum(structure(str(call.function.arguments).encode()) for call in calls) > MAX_STRUCTURE:
-        problem = f"more than {MAX_STRUCTURE} arrays, objects, fields and items; send fewer"
-        raise bad_request(f"The 'arguments' of all calls have {problem}.", "messages", "invalid_value")
+        text = f"The 'arguments' of all calls have {STRUCTURE_LIMIT}; send fewer."
+        raise bad_request(text, "messages", "invalid_value")
+    for name, value in (variables or {}).items():
+        if structure(msgspec.json.encode(value)) > MAX_VARIABLE:
+            param = f"chat_template_kwargs.{name[:60]}"
+            problem = f"more than {MAX_VARIABLE} arrays, objects, fields and items; send fewer"
+            raise bad_request(f"Invalid '{param}': {problem}.", param, "invalid_value")
 
 
 # --- generation ------------------------------------------------------------------------------------------------------
@@ -297,7 +302,7 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | Tool | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None  # a variable of some chat templates
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -352,7 +357,7 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise bad_request("'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs")
-        check_arguments(self.messages)
+        check_shown(self.messages, self.chat_template_kwargs)
 
 
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
@@ -363,7 +368,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
 
     prompt_field = "prompt"
     default_tokens = 16  # OpenAI's
-    structure_marks = b"[{:"  # token ids cost little
+    items_per_mark = 8  # token ids cost little
 
     prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)]
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -402,7 +407,7 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     tools: Tools | None = None
-    chat_template_kwargs: TemplateKwargs | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -415,7 +420,7 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
 
     def check(self) -> None:
         super().check()
-        check_arguments(self.messages or ())
+        check_shown(self.messages or (), self.chat_template_kwargs)
         if (self.prompt is None) == (self.messages is None):
             raise bad_request("Send either 'prompt' or 'messages'.", "prompt", "missing_required_parameter")
         if self.messages is not None and self.add_special_tokens:
@@ -426,6 +431,6 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
 class DetokenizeRequest(Body, kw_only=True, frozen=True):
     """The body of a detokenize request."""
 
-    structure_marks = b"[{:"
+    items_per_mark = 8
 
     tokens: list[TokenId]

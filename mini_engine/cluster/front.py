@@ -164,7 +164,8 @@ class Front:
 
     @contextlib.asynccontextmanager
     async def _ask(self, lease: Lease, request: Request, body: bytearray) -> AsyncIterator[aiohttp.ClientResponse]:
-        headers = [(name, value) for name, value in request.headers.items() if name not in OWN_HEADERS]
+        named = {name.strip().lower() for name in ",".join(request.headers.getlist("connection")).split(",")}
+        headers = [(name, value) for name, value in request.headers.items() if name not in OWN_HEADERS | named]
         # Whatever an engine makes of a path, a request without the key reaches only what needs none there.
         if self._access.has_key(request.headers):
             headers.append(("authorization", f"Bearer {lease.key}"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
@@ -18,6 +18,7 @@ from mini_engine.api.body_split import MAX_STRUCTURE, SplitBody, structure
 
 # Fields of parts, and where each has its URL.
 LOCATIONS = {"video_url": "url", "image_url": "url", "file": "file_data", "video": "url", "image": "url", "url": "url"}
+MAX_URL = 16384  # characters; the engine refuses longer ones
 # Query parameters of signed URLs of Amazon S3, Google Cloud Storage, CloudFront and Azure: new for each request.
 _SIGNATURE = re.compile(
     r"x-(amz|goog)-.*|awsaccesskeyid|googleaccessid|key-pair-id|policy|signature|expires"
@@ -34,16 +35,16 @@ def media_key(body: SplitBody, path: str) -> str:
     """
     try:
         text, urls = body.split()
-        if not text or structure(text, b"[{:") > MAX_STRUCTURE:
+        if not text or structure(text, items=8) > MAX_STRUCTURE:
             return _hash(text or path.encode())
         request = msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        messages = request.get("messages")
+        messages = messages if isinstance(messages, list) else []
+        for url in _media(messages):
+            return _hash(urls[url].data if url in urls else _identity(url))
+        return _hash(msgspec.json.encode(messages[0] if messages else request.get("prompt")))
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         return _hash(path.encode())
-    messages = request.get("messages")
-    messages = messages if isinstance(messages, list) else []
-    for url in _media(messages):
-        return _hash(_identity(url, urls))
-    return _hash(msgspec.json.encode(messages[0] if messages else request.get("prompt")))
 
 
 def _media(messages: list[Any]) -> Iterator[str]:
@@ -57,10 +58,12 @@ def _media(messages: list[Any]) -> Iterator[str]:
                     yield url
 
 
-def _identity(url: str, urls: Mapping[str, memoryview]) -> bytes | memoryview:
+def _identity(url: str) -> bytes:
     """Of a `data:` URL what follows the media type; of another what does not change from request to request."""
     if url.startswith("data:"):
-        return memoryview(urls.get(url) or url.encode())[url.find(",") + 1 :]
+        return url[url.find(",") + 1 :].encode()
+    if len(url) > MAX_URL:
+        return url.encode()
     try:
         parts = urlsplit(url)
     except ValueError:  # the engine refuses it

@@ -5,12 +5,13 @@ module does not know the format of the bytes. No error contains a path, an addre
 """
 
 import binascii
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+
+import msgspec
 
 from mini_engine.decode_limits import DecodeLimits
+from mini_engine.media.data_url import DataUrl
 from mini_engine.media.errors import MediaError
 from mini_engine.media.http_fetch import parse_http
 from mini_engine.media.limits import Guard
@@ -38,11 +39,7 @@ def fetch(url: str, policy: MediaPolicy, item: str = "media item") -> bytes:
     """
     if is_local_file(url):
         return fetch_file(url, policy, item)
-    start = _data_start(url, policy, item)
-    try:
-        return policy.checked(b"".join(_base64_blocks(url, start)), item)
-    except (binascii.Error, UnicodeEncodeError) as error:
-        raise MediaError(item, "the data: URL contains invalid base64") from error
+    return _decode(_data(url, policy, item), policy, item)
 
 
 def has_frames(url: str) -> bool:
@@ -55,7 +52,8 @@ def fetch_frames(
 ) -> tuple[bytes, Frames]:
     """The bytes of the frames of `data:video/jpeg;base64,<frame>,<frame>,...`, vLLM's form, one after another for
     `decode_frames`. All count. Raises MediaError."""
-    guard, count = Guard(item, limits), url.count(",")
+    data = _data(url, policy, item)
+    guard, count = Guard(item, limits), data.whole.count(b",", data.begin, data.end) + 1
     guard.check("max_video_frames_kept", count, "frames", "fewer")
     if asked.start is not None or asked.end is not None:
         raise MediaError(item, "start and end are for a video that is sent as a file; remove them")
@@ -67,13 +65,16 @@ def fetch_frames(
     elif count > 1:
         rate = (count - 1) / (times[-1] - times[0])
     guard.check("max_video_seconds", count / rate, "seconds", "a shorter video")
-    edges = [comma.start() for comma in re.finditer(",", url)] + [len(url)]  # a frame begins with its comma
     images: list[bytes] = []
-    for start, end in pairwise(edges):
+    begin = data.begin
+    while begin <= data.end:
+        comma = data.whole.find(b",", begin, data.end)
+        end = data.end if comma < 0 else comma
         try:
-            images.append(fetch(f"data:;base64{url[start:end]}", policy, item))
+            images.append(_decode(DataUrl(url, data.whole, begin, end), policy, item))
         except MediaError as error:
             raise MediaError(item, f"frame {len(images) + 1}: {error.problem}") from error
+        begin = end + 1
     total = max(round(count / rate * CLOCK), 1)
     facts = VideoFacts(times, fps=CLOCK, total_frames=total, window_frames=total)
     return policy.checked(b"".join(images), item), Frames([len(image) for image in images], facts)
@@ -102,26 +103,41 @@ def declared_size(url: str, policy: MediaPolicy, item: str = "media item") -> in
         return None
     if is_local_file(url):
         return file_size(url, policy, item)
-    characters = len(url) - _data_start(url, policy, item)
-    return min((characters + 3) // 4 * 3, policy.max_media_bytes)
+    data = _data(url, policy, item)
+    return min((data.end - data.begin + 3) // 4 * 3, policy.max_media_bytes)
 
 
-def _data_start(url: str, policy: MediaPolicy, item: str) -> int:
-    """The index of the first character of the data."""
+def _data(url: str, policy: MediaPolicy, item: str) -> DataUrl:
+    """The URL, checked but for its data."""
     if url[:5].lower() != "data:":
         raise MediaError(item, "the URL must start with data:, file://, http:// or https://, or be an absolute path")
     comma = url.find(",", 0, 1024)
     if not url[: max(comma, 0)].lower().endswith(";base64"):
         raise MediaError(item, "a data: URL has the form data:<media type>;base64,<data>")
-    policy.check_size((len(url) - comma) * 2 // 3 - 1024, item)  # 3/4 of the characters, and line breaks
-    return comma + 1
+    if not isinstance(url, DataUrl):
+        whole = url.encode("ascii", "replace")
+        url = DataUrl(url[: comma + 1], whole, comma + 1, len(whole))
+    policy.check_size((url.end - url.begin) * 2 // 3 - 1024, item)  # 3/4 of the characters; line breaks, escapes
+    return url
 
 
-def _base64_blocks(url: str, start: int) -> Iterator[bytes]:
-    rest = b""  # less than one group of four characters
-    for place in range(start, len(url), BLOCK_BYTES):
-        text = rest + url[place : place + BLOCK_BYTES].encode("ascii").translate(None, b" \t\r\n\f")
+def _decode(url: DataUrl, policy: MediaPolicy, item: str) -> bytes:
+    try:
+        return policy.checked(b"".join(_base64_blocks(url)), item)
+    except (binascii.Error, msgspec.DecodeError, UnicodeError) as error:
+        raise MediaError(item, "the data: URL contains invalid base64") from error
+
+
+def _base64_blocks(url: DataUrl) -> Iterator[bytes]:
+    rest = b""  # less than one group of four characters, and an escape that a block cuts
+    for place in range(url.begin, url.end, BLOCK_BYTES):
+        text = rest + url.whole[place : min(place + BLOCK_BYTES, url.end)]
+        cut = text.rfind(b"\\", -5) if place + BLOCK_BYTES < url.end else -1
+        text, rest = (text[:cut], text[cut:]) if cut >= 0 else (text, b"")
+        if b"\\" in text:
+            text = msgspec.json.decode(b'"%b"' % text, type=str).encode("ascii")
+        text = text.translate(None, b" \t\r\n\f")
         whole = len(text) // 4 * 4
         yield binascii.a2b_base64(text[:whole], strict_mode=True)
-        rest = text[whole:]
+        rest = text[whole:] + rest
     yield binascii.a2b_base64(rest + b"=" * (-len(rest) % 4), strict_mode=True)  # the padding may be left out

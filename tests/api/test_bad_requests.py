@@ -65,6 +65,8 @@ FORCED = {"tools": [tool()], "tool_choice": "required"}
 BAD_CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     ({"model": "other"}, "model_not_found", "model", "does not exist; this server has tiny, alias."),
     ({"frobnicate": 1}, UNKNOWN, "frobnicate", "Unknown parameter: 'frobnicate'"),
+    ({"stream_options": {"x - at $y": 1}}, UNKNOWN, "stream_options.x - at $y", "Unknown parameter"),
+    ({"chat_template_kwargs": {"part": [[]] * 2100}}, VALUE, "chat_template_kwargs.part", "more than 4096 arrays"),
     ({"temperature": 101}, VALUE, "temperature", "<= 100.0"),
     ({"n": 129}, VALUE, "n", "<= 128"),
     ({"min_tokens": 6, "max_tokens": 5}, VALUE, "min_tokens", "at most 5"),
@@ -109,7 +111,7 @@ BAD_OTHERS: list[tuple[str, dict[str, Any], str, str, str]] = [
     (COMPLETIONS, {"prompt": "a <|image_pad|>"}, VALUE, "prompt", "<|image_pad|>"),
     (COMPLETIONS, {"prompt": "a", "return_timings": True}, UNSUPPORTED, "return_timings", "not supported"),
     ("/tokenize", {"prompt": "x", "messages": MESSAGES}, MISSING, "prompt", "either 'prompt' or 'messages'"),
-    ("/tokenize", {"prompt": "some words " * 3000}, VALUE, "prompt", f"{MAX_MODEL_LEN}"),
+    ("/tokenize", {"prompt": "some words " * 3000}, TOO_LONG, "prompt", "Send a shorter prompt."),
     ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, VALUE, "add_special_tokens", "only allowed with"),
     ("/detokenize", {"tokens": [10**6]}, VALUE, "tokens", "token id 1000000"),
     ("/detokenize", {"tokens": [-1]}, VALUE, "tokens[0]", ">= 0"),
@@ -136,7 +138,8 @@ async def test_null_ignored_and_neutral_values_change_nothing(served: Served) ->
     nothing = dict.fromkeys({*ChatRequest.__struct_fields__, "audio", "functions"} - {"model", "messages"})
     neutral: dict[str, Any] = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text", "schema": None}}
     neutral |= {"echo": False, "verbosity": "low", "store": True, "metadata": {}, "service_tier": "flex"}
-    neutral |= {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False, "mood": 1}}
+    variables = {"enable_thinking": False, "documents": [{"text": "x"}], "used": [True, False] * 2000}
+    neutral |= {"reasoning_effort": "high", "chat_template_kwargs": variables}
     cached = {"cache_control": {"type": "ephemeral"}}
     part = {**text("hello"), **cached, "text_signature": None}
     annotated = {"role": "user", "content": [part], "name": "me", **cached}
@@ -264,17 +267,19 @@ USER, DEEP = '{"messages": [{"role": "user", "content": "x"}], ', "more than 131
 CALL_BEGIN = '{"messages": [{"role": "assistant", "tool_calls": [{"id": "", "function": {"name": "f", "arguments": "'
 LARGE: list[tuple[str, bytes, int, str]] = [
     (CHAT, filled(USER + '"chat_template_kwargs": {"part": [', "[]", "]}}"), 413, DEEP),
-    (CHAT, filled(USER + '"chat_template_kwargs": {"part": [', "1", "]}}", 99_000), 400, "length <= 128"),
-    (CHAT, filled(USER + '"chat_template_kwargs": {"part": [', "[]", "]}}", 1000), 400, "`array`"),
+    (CHAT, filled(USER + '"metadata": [', "9e300", "]}", 20_000), 413, DEEP),
+    (CHAT, filled(USER + '"metadata": [', "1" * 4300, "]}", 99_000), 413, DEEP),
+    (CHAT, filled(CALL_BEGIN + "[", "1E308", ']"}}]}]}', 20_000), 400, "The 'arguments' of all calls have " + DEEP),
     (CHAT, filled('{"messages": [{"role": "user", "content": [', '{"type":"text","text":""}', "]}]}", 200_000), 400,
      "length <= 4096"),
     (CHAT, filled(CALL_BEGIN + "[", "[]", ']"}}]}]}'), 400, "The 'arguments' of all calls have " + DEEP),
     (CHAT, filled(USER + '"tool_choice": "required", "tools": [', json.dumps(tool(const="a" * 40_000)), "]}"), 400,
      "more than 100000 bytes"),
     (COMPLETIONS, filled('{"prompt": "x", "echo": [', '"a"', "]}"), 413, DEEP),
-    (COMPLETIONS, filled('{"prompt": [', "1", "]}"), 400, "exceeds --max-model-len"),
+    (COMPLETIONS, filled('{"prompt": [', "1", "]}"), 413, DEEP),
+    (COMPLETIONS, filled('{"prompt": [', "1", "]}", 2 << 20), 400, "exceeds --max-model-len"),
     ("/tokenize", filled(CALL_BEGIN + "[", "[]", ']"}}]}]}'), 400, DEEP),
-    ("/detokenize", filled('{"tokens": [', "1", "]}"), 400, f"more than --max-model-len, {MAX_MODEL_LEN}"),
+    ("/detokenize", filled('{"tokens": [', "1", "]}", 2 << 20), 400, f"more than --max-model-len, {MAX_MODEL_LEN}"),
 ]  # fmt: skip
 
 

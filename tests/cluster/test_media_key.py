@@ -70,7 +70,8 @@ def test_without_media_the_first_message_or_the_prompt_decides() -> None:
 @pytest.mark.parametrize(
     "body",
     [b"", b"{", b"[]", b'{"messages": 1}', b'{"messages": [1, {"content": [1, {"video_url": 1}]}]}', b"\xff",
-     b'{"messages": [{"content": [{"image_url": "http://[a"}]}]}'],
+     b'{"messages": [{"content": [{"image_url": "http://[a"}]}]}', b'{"prompt": "\\ud800"}', b'{"prompt": "\xff"}',
+     b'{"a": ' + b"[" * 60_000 + b"]" * 60_000 + b"}", json.dumps({"prompt": "a", "b": [1e300] * 9000}).encode()],
 )  # fmt: skip
 def test_what_the_engine_will_refuse_has_a_key(body: bytes) -> None:
     assert len(media_key(body)) == 32

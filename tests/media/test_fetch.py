@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mini_engine.decode_limits import DecodeLimits
+from mini_engine.media.data_url import DataUrl
 from mini_engine.media.errors import MediaError
 from mini_engine.media.fetch import Frames, declared_size, fetch, fetch_frames, is_elsewhere, is_local_file
 from mini_engine.media.policy import MediaPolicy
@@ -44,6 +45,9 @@ def test_data_url_of_several_slices(lines: bool, extra: int) -> None:
     policy = MediaPolicy(None, 2 * len(data))
     assert fetch(url, policy) == data
     assert (declared_size(url, policy) or 0) >= len(data)
+    for slash, plus in ((r"\/", "+"), (r"\u002F", r"\u002b")):
+        escaped = text.replace("/", slash).replace("+", plus).encode()
+        assert fetch(DataUrl("data:;base64,", escaped, 0, len(escaped)), policy) == data
 
 
 @pytest.mark.parametrize(("ask", "size"), [(fetch, 1001), (fetch, 100_000), (declared_size, 100_000)])
