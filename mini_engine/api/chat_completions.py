@@ -15,7 +15,7 @@ from starlette.datastructures import State
 from starlette.responses import Response
 
 from mini_engine.api.body import INLINE_CHARACTERS, read_body, run_sized, takes
-from mini_engine.api.chat import MediaRef, check_budget, collect_media, media_usage, prompt_sources
+from mini_engine.api.chat import check_budget, collect_media, media_usage, prompt_sources
 from mini_engine.api.context import AppContext, context_of
 from mini_engine.api.generation import Generation
 from mini_engine.api.media_loader import FetchedItem, missing_parts
@@ -23,14 +23,11 @@ from mini_engine.api.media_settings import prompt_tokens, video_tokens
 from mini_engine.api.protocol import ChatRequest
 from mini_engine.api.responses import ChatResponder
 from mini_engine.log import about
-from mini_engine.media.processor import MediaSettings
 from mini_engine.messages import CachedMedia
 
 logger = logging.getLogger(__name__)
 
 router = APIRouter()
-
-INLINE_ITEMS = 8
 
 
 @router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
@@ -102,7 +99,7 @@ async def prepare(
     closed; with settings as if there was no text. Raises as `start`."""
     request_id, clock = state.request_id, state.clock
     refs = collect_media(chat.messages, context.config.item_limits)
-    settings = await resolve(context, chat, refs, video_tokens(context.limits, 0, 1, 1))
+    settings = await context.media_settings.resolved(chat, refs, video_tokens(context.limits, 0, 1, 1))
     # Row 3: room for the media's bytes, the bytes, and their hashes.
     reservation = held.enter_context(context.media_bytes.reserve(await context.media.known_bytes(refs)))
     clock.enter("fetch")
@@ -114,13 +111,6 @@ async def prepare(
     )
     clock.enter("other")
     return fetched
-
-
-async def resolve(
-    context: AppContext, chat: ChatRequest, refs: list[MediaRef], video_tokens: int
-) -> list[MediaSettings]:
-    """See `MediaSettingsResolver.resolve`. An item takes tenths of a millisecond."""
-    return await run_sized(partial(context.media_settings.resolve, chat, refs, video_tokens), len(refs), INLINE_ITEMS)
 
 
 async def fit(
@@ -138,6 +128,6 @@ async def fit(
 
     if all(item.settings.video_tokens == budget or fits(item) for item in fetched):
         return fetched
-    settings = await resolve(context, chat, collect_media(chat.messages, {}), budget)
+    settings = await context.media_settings.resolved(chat, collect_media(chat.messages, {}), budget)
     items = zip(fetched, settings, strict=True)
     return [item if fits(item) else await context.media.rehash(item, own) for item, own in items]

@@ -24,8 +24,8 @@ from mini_engine.failpoints import reach_failpoint
 STOP_SECONDS = 1  # for responses to end after their requests have been ended, before their tasks are cancelled
 HEADER_BYTES = 16 << 10  # of a request line with its headers, of a chunk's size line, and of trailers
 READ_BYTES = 32 << 10  # parsed at once
-# A chunk takes some 10 us, however small: so many may come at once, and one more for each of these bytes.
-MAX_CHUNKS, CHUNK_BYTES = 256, 64
+# A chunk takes tens of microseconds, however small: so many may come at once, and one more for each of these bytes.
+MAX_CHUNKS, CHUNK_BYTES = 256, 256
 
 
 class Parser(h11.Connection):
