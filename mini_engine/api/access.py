@@ -10,6 +10,7 @@ import fnmatch
 import hashlib
 import hmac
 import ipaddress
+import re
 import socket
 
 from starlette.datastructures import Headers
@@ -20,6 +21,7 @@ from mini_engine.config import EngineConfig
 CLIENT_BYTES = 8
 OPEN_PATHS = ("/health", "/live")  # no API key, no check of the host, no line in the log
 WRONG_KEY = "Incorrect or missing API key: send a valid one in the header 'Authorization: Bearer KEY'."
+HOST = re.compile(r"(?P<host>[\w-]+(\.[\w-]+)*\.?|\[[\da-f:.]+\])(:\d*)?", re.ASCII)
 PRIVATE_NAMES = ("*.localhost", "*.local", "*.internal")  # reserved: public DNS has none of them
 
 
@@ -39,12 +41,16 @@ class Access:
 
         Such a name is in public DNS. An IP address, a name without a dot and a private one are not.
         """
-        host = headers.get("host", "").lower().partition(":")[0].rstrip(".")  # of an IPv6 address a bracket
-        is_address = host.rpartition(".")[2].isdecimal()
-        if "." in host and not is_address and not any(fnmatch.fnmatchcase(host, name) for name in self._names):
+        if "*" in self._names:
+            return
+        given = headers.get("host", "localhost").lower()
+        parsed = HOST.fullmatch(given)
+        host = parsed["host"].rstrip(".") if parsed else ""
+        is_private = "." not in host or host.rpartition(".")[2].isdecimal()
+        if not parsed or not (is_private or any(fnmatch.fnmatchcase(host, name) for name in self._names)):
             text = (
-                f"This server does not answer to the host name {host[:80]!r}. Start it with --allowed-hosts and this "
-                "name, or with --api-key; or ask for its IP address."
+                f"This server does not answer to the host name {given[:80]!r}. Start it with --allowed-hosts and this "
+                "name, or ask for its IP address."
             )
             raise ApiError(421, text, code="invalid_http")
 

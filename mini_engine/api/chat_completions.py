@@ -99,7 +99,7 @@ async def prepare(
     closed; with settings as if there was no text. Raises as `start`."""
     request_id, clock = state.request_id, state.clock
     refs = collect_media(chat.messages, context.config.item_limits)
-    settings = context.media_settings.resolve(chat, refs, video_tokens(context.limits, 0, 1, 1))
+    settings = await context.media_settings.resolved(chat, refs, video_tokens(context.limits, 0, 1, 1))
     # Row 3: room for the media's bytes, the bytes, and their hashes.
     reservation = held.enter_context(context.media_bytes.reserve(await context.media.known_bytes(refs)))
     clock.enter("fetch")
@@ -128,6 +128,6 @@ async def fit(
 
     if all(item.settings.video_tokens == budget or fits(item) for item in fetched):
         return fetched
-    settings = context.media_settings.resolve(chat, collect_media(chat.messages, {}), budget)
+    settings = await context.media_settings.resolved(chat, collect_media(chat.messages, {}), budget)
     items = zip(fetched, settings, strict=True)
     return [item if fits(item) else await context.media.rehash(item, own) for item, own in items]

@@ -186,7 +186,7 @@ class Generation:
         """The next piece; no sample is taken twice while another waits. Raises EngineError: the engine has failed at
         the request, or is down; and ApiError, a 400: its grammar cannot be followed."""
         if self._error is not None:
-            self._end("error")
+            self._end("error" if self._error.status >= 500 else None)
             raise self._error
         sample = self._waiting.popleft()
         piece = sample.take()
@@ -230,10 +230,10 @@ class Generation:
         self._error = error
         self.arrived.set()
 
-    def _end(self, reason: FinishReason) -> None:
+    def _end(self, reason: FinishReason | None) -> None:
         for sample in self.samples.values():
             self._finish(sample, "abort")
-        times = None if reason in ("abort", "error") else self.samples[self.request_id].times
+        times = None if reason in ("abort", "error", None) else self.samples[self.request_id].times
         self.clock.end(reason, times)
         request_id, tokens = self.request_id, self.completion_tokens
         logger.debug("%s finished: %s, %d tokens", request_id, reason, tokens, extra=about(request_id))

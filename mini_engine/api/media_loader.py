@@ -15,7 +15,6 @@ import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mini_engine import metrics
@@ -39,8 +38,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Batch = list[tuple[MediaRef, "MediaSettings"]]
 
-INLINE_CHARACTERS = 64 << 10  # `data:` URLs up to this length cost less than handing them to a thread
+INLINE_CHARACTERS = 64 << 10  # `data:` URLs of this length together cost less than handing them to a thread
+ITEM_CHARACTERS = 1 << 10  # what an item costs beside its URL
 MAX_DOWNLOADS = 32  # connections of one API server at once
 
 
@@ -119,14 +120,19 @@ class MediaLoader:
         `received` is called with the size of each block of a download before the block is stored; what it raises ends
         all downloads. Raises MediaError: an item cannot be fetched.
         """
-        return await _all(self._fetch(ref, own, received) for ref, own in zip(refs, settings, strict=True))
+        batches = _batches(zip(refs, settings, strict=True))
+        is_small = len(batches) == 1 and sum(_cost(ref) for ref, _ in batches[0]) <= INLINE_CHARACTERS
+        fetched = await _all(self._fetch(batch, received, is_small) for batch in batches)
+        return [item for batch in fetched for item in batch]
 
     async def rehash(self, item: FetchedItem, settings: MediaSettings) -> FetchedItem:
-        """The item with other settings."""
-        key = hash_key(settings, item.modality, item.frames)
-        if key == hash_key(item.settings, item.modality, item.frames):  # always of an image
+        """The item with settings that differ in `video_tokens`, and what follows from it."""
+        if item.modality == "image":  # whose hash does not depend on the tokens of a video
             return replace(item, settings=settings)
-        work = partial(media_hash, item.data, key)
+
+        def work() -> bytes:
+            return media_hash(item.data, hash_key(settings, item.modality, item.frames))
+
         digest = await asyncio.get_running_loop().run_in_executor(self._reading, work)
         return replace(item, settings=settings, media_hash=digest)
 
@@ -184,26 +190,28 @@ class MediaLoader:
                 flight.work.cancel()
                 del self._flights[item.media_hash]
 
-    async def _fetch(self, ref: MediaRef, settings: MediaSettings, received: Received) -> FetchedItem:
+    async def _fetch(self, batch: Batch, received: Received, inline: bool) -> list[FetchedItem]:
         download: bytes | None = None
-        if is_elsewhere(ref.url):
+        first, _ = batch[0]
+        if is_elsewhere(first.url):
             async with self._downloads:
-                download = await fetch_http(ref.url, self.policy, ref.name, received)
+                download = await fetch_http(first.url, self.policy, first.name, received)
 
-        def fetched() -> FetchedItem:
-            frames = None
-            if ref.modality == "video" and has_frames(ref.url):
-                data, frames = fetch_frames(ref.url, self.policy, self.decoders.limits, settings.sampling, ref.name)
-            elif ref.modality == "video" and settings.sampling.timestamps:
-                raise MediaError(ref.name, "timestamps are for a video that is sent as frames; remove them")
-            else:
-                data = fetch(ref.url, self.policy, ref.name) if download is None else download
-            digest = media_hash(data, hash_key(settings, ref.modality, frames))
-            return FetchedItem(ref.modality, ref.name, data, settings, digest, frames)
+        def fetched() -> list[FetchedItem]:
+            return [self._fetch_one(ref, settings, download) for ref, settings in batch]
 
-        is_short = not isinstance(ref.url, DataUrl) and len(ref.url) <= INLINE_CHARACTERS
-        is_small = download is None and is_short and not is_local_file(ref.url)
-        return fetched() if is_small else await asyncio.get_running_loop().run_in_executor(self._reading, fetched)
+        return fetched() if inline else await asyncio.get_running_loop().run_in_executor(self._reading, fetched)
+
+    def _fetch_one(self, ref: MediaRef, settings: MediaSettings, download: bytes | None) -> FetchedItem:
+        frames, times = None, settings.timestamps
+        if ref.modality == "video" and has_frames(ref.url):
+            data, frames = fetch_frames(ref.url, self.policy, self.decoders.limits, settings.sampling, ref.name, times)
+        elif ref.modality == "video" and times:
+            raise MediaError(ref.name, "timestamps are for a video that is sent as frames; remove them")
+        else:
+            data = fetch(ref.url, self.policy, ref.name) if download is None else download
+        digest = media_hash(data, hash_key(settings, ref.modality, frames))
+        return FetchedItem(ref.modality, ref.name, data, settings, digest, frames)
 
     async def _work(self, item: FetchedItem, owner: str, probe: bool = False) -> _Worked:
         began = time.monotonic()
@@ -234,6 +242,24 @@ class MediaLoader:
             logger.critical("unrecoverable CUDA error in the media processor; exiting", exc_info=True)
             logging.shutdown()
             os._exit(1)
+
+
+def _batches(items: Iterable[tuple[MediaRef, MediaSettings]]) -> list[Batch]:
+    """Items that follow each other and cost up to INLINE_CHARACTERS together: a task for each costs more than many."""
+    batches: list[Batch] = []
+    room = -1
+    for ref, settings in items:
+        room -= _cost(ref)
+        if room < 0:
+            batches.append([])
+            room = INLINE_CHARACTERS - _cost(ref)
+        batches[-1].append((ref, settings))
+    return batches
+
+
+def _cost(ref: MediaRef) -> int:
+    alone = isinstance(ref.url, DataUrl) or is_elsewhere(ref.url) or is_local_file(ref.url)
+    return INLINE_CHARACTERS + 1 if alone else len(ref.url) + ITEM_CHARACTERS
 
 
 def missing_parts(items: Iterable[FetchedItem], processed: Mapping[bytes, ProcessedItem]) -> list[str]:

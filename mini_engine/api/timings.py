@@ -63,11 +63,14 @@ class RequestClock:
         self._generated += generated
         metrics.generation_tokens_total.inc(generated)
 
-    def end(self, reason: FinishReason, times: EngineTimes | None = None) -> None:
-        """The request is finished; with `times` if it has an answer. Calls after the first have no effect."""
+    def end(self, reason: FinishReason | None, times: EngineTimes | None = None) -> None:
+        """The request is finished; with `times` if it has an answer. Without a reason it is refused, which is not
+        counted. Calls after the first have no effect."""
         if self._ended:
             return
         self._ended = True
+        if reason is None:
+            return
         metrics.request_success_total.labels(reason).inc()
         if times is None:
             return

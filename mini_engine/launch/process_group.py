@@ -249,7 +249,17 @@ class ProcessGroup:
         dead = [(child, child.popen.wait()) for child in self.children if child.pidfd in ready]
         for child, status in sorted(dead, key=lambda one: one[1] >= 0):
             events.append(self._bury(child, status))
+        if os.getpid() == 1:
+            self._reap_orphans()
         return events
+
+    def _reap_orphans(self) -> None:
+        """Those of a child that is dead are process 1's."""
+        with contextlib.suppress(ChildProcessError):
+            while dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if any(child.pid == dead.si_pid for child in self.children):  # the next events
+                    return
+                os.waitpid(dead.si_pid, 0)
 
     def close(self) -> None:
         """Call it without children."""

@@ -48,16 +48,17 @@ def has_frames(url: str) -> bool:
 
 
 def fetch_frames(
-    url: str, policy: MediaPolicy, limits: DecodeLimits, asked: VideoSampling, item: str
-) -> tuple[bytes, Frames]:
+    url: str, policy: MediaPolicy, limits: DecodeLimits, asked: VideoSampling, item: str,
+    timestamps: list[float] | None = None,
+) -> tuple[bytes, Frames]:  # fmt: skip
     """The bytes of the frames of `data:video/jpeg;base64,<frame>,<frame>,...`, vLLM's form, one after another for
-    `decode_frames`. All count. Raises MediaError."""
+    `decode_frames`. All count, at `timestamps` if these are given. Raises MediaError."""
     data = _data(url, policy, item)
     guard, count = Guard(item, limits), data.whole.count(b",", data.begin, data.end) + 1
     guard.check("max_video_frames_kept", count, "frames", "fewer")
     if asked.start is not None or asked.end is not None:
         raise MediaError(item, "start and end are for a video that is sent as a file; remove them")
-    rate, times = asked.fps or DEFAULT_FPS, asked.timestamps
+    rate, times = asked.fps or DEFAULT_FPS, timestamps
     if times is None:
         times = [index / rate for index in range(count)]
     elif len(times) != count:

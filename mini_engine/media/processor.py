@@ -40,6 +40,7 @@ class MediaSettings:
     video_tokens: int | None = None  # of a video at most: its frames get smaller, and `sampling` takes fewer
     # A part's min_pixels, max_pixels and total_pixels. Of a video they are of its frames, as qwen_vl_utils has it.
     bounds: Mapping[str, int] = field(default_factory=dict)
+    timestamps: list[float] | None = None  # of each frame, of a video that is sent as frames
     cache_salt: str | None = None  # for the media hash alone
 
     def measuring(self) -> "MediaSettings":

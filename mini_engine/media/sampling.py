@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Annotated
 
 import msgspec
@@ -38,7 +37,6 @@ class VideoSampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     start: Seconds | None = None
     end: Seconds | None = None
     frame_factor: Count = 1  # a count that follows from `fps` is rounded down to a multiple of it
-    timestamps: list[Seconds] | None = None  # of each frame, of a video that is sent as frames
 
     def __post_init__(self) -> None:
         least, most, start, end = self.min_frames, self.max_frames, self.start or 0.0, self.end
@@ -52,8 +50,6 @@ class VideoSampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError(f"min_frames is {least}, more than the {most} of max_frames")
         if end is not None and end <= start:
             raise ValueError(f"end is {end:g}, not more than the {start:g} of start")
-        if any(after <= before for before, after in pairwise(self.timestamps or ())):
-            raise ValueError("each of the timestamps must be later than the one before")
 
     def window(self, times: Sequence[float]) -> range:
         """Returns the indices of the frames displayed from `start` up to `end`; never empty.

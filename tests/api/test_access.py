@@ -12,8 +12,9 @@ from mini_engine.api.access import Access
 from mini_engine.api.errors import ApiError
 from mini_engine.config import EngineConfig
 
-LOCAL = ["", "localhost:8000", "127.0.0.1", "[::1]:8000", "engine:8000", "Box.local.", socket.gethostname()]
+LOCAL = ["localhost:8000", "127.0.0.1", "[::1]:8000", "engine:8000", "Box.local.", socket.gethostname()]
 PUBLIC = ["evil.test", "evil.test:8000", "127.0.0.1.evil.test", "localhost.evil.test"]
+INVALID = ["", "[::1].evil.test", "evil.test\\.local", "evil.test/.local", "evil test.local", "a..local"]
 
 
 @pytest.mark.parametrize(("settings", "allowed", "refused"), [
@@ -27,7 +28,7 @@ def test_hosts(settings: dict[str, Any], allowed: list[str], refused: list[str])
     access = Access(EngineConfig(**settings))
     for host in allowed:
         access.check_host(Headers({"host": host}))
-    for host in refused:
+    for host in [*refused, *(INVALID if refused else ())]:
         with pytest.raises(ApiError, match="--allowed-hosts"):
             access.check_host(Headers({"host": host}))
 

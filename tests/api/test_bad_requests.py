@@ -100,6 +100,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str, str, str]] = [
     (user(video() | {"num_frames": 8}), VALUE, "messages[0].content[0]", "`num_frames` of a part is not supported; "),
     (user({"type": "image_url", "image_url": {}}), MISSING, "messages[0].content[0].image_url.url", "Missing"),
     ({"media_io_kwargs": {"video": {"timestamps": [0, 1, 1]}}}, VALUE, "media_io_kwargs", "later than the one before"),
+    ({"media_io_kwargs": {"video": {"timestamps": [*range(10_001)]}}}, VALUE, "media_io_kwargs", "length <= 10000"),
 ]  # fmt: skip
 BAD_OTHERS: list[tuple[str, dict[str, Any], str, str, str]] = [
     (COMPLETIONS, {}, MISSING, "prompt", "Missing required parameter: 'prompt'"),

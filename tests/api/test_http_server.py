@@ -58,6 +58,7 @@ CLOSED = [
     ("headers too large in one packet", LIVE[:-2] + LARGE + b"\r\n", b"", b"400"),
     ("large headers of a pipelined request", LIVE + LIVE[:-2] + LARGE + b"\r\n", b"", b"200 400"),
     ("large line of a chunk", CHAT_HEAD + CHUNKED + b"1;" + b"a" * 24_000 + b"\r\n{\r\n", b"", b"400"),
+    ("tiny chunks", CHAT_HEAD + CHUNKED + b"1\r\n{\r\n" * 300, b"", b"400"),
     ("large trailers", CHAT_HEAD + CHUNKED + b"0\r\n" + LARGE + b"\r\n", b"", b"400"),
     ("two lengths", CHAT_HEAD + b"content-length: 5\r\ncontent-length: 6\r\n\r\n", b"", b"400"),
     ("a length and chunks", CHAT_HEAD + b"content-length: 5\r\n" + CHUNKED + b"0\r\n\r\n", b"", b"400"),

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from mini_engine import demo
 from mini_engine.api.tool_calls import TAGS, AnswerFormat, AnswerParser, Function, after_thought
-from tests.api.serving import Served, check_error
+from tests.api.serving import Counted, Served, check_error
 
 ARGUMENTS = '{"at": "a \\"}<\\\\", "n": [1, {}]}'
 CALL = f'<tool_call>\n{{"name": "look", "arguments": {ARGUMENTS}}}\n</tool_call>'
@@ -155,8 +155,11 @@ async def test_every_answer_can_be_sent_back(served: Served) -> None:
     {"structured_outputs": {"choice": ["a"]}},
 ])  # fmt: skip
 async def test_grammar_that_an_engine_cannot_follow_is_a_400(served: Served, fields: dict[str, Any]) -> None:
+    """The fault is the client's: no alert counts it."""
     served.core.hold, served.core.script = True, lambda _: []
+    counted = Counted(*(f"request_success_total{{finished_reason={reason}}}" for reason in ("error", "abort")))
     asking = served.asking(stream=True, **fields)
     await served.core.end(await served.core.has_requests(), "error", "Too complex.", is_bad_request=True)
     check_error(await asking, 400, "invalid_value", "Too complex.")
     assert asking.result().json()["error"]["param"] == [*fields][0]
+    assert counted.since() == [0, 0]

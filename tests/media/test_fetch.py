@@ -141,25 +141,29 @@ FRAMES = [bytes([number]) * number for number in range(1, 5)]  # frame n has n b
 UNEVEN = [10.0, 10.5, 12.0, 16.0]
 
 
-def fetched_frames(sampling: VideoSampling, frames: list[bytes] = FRAMES, **limits: Any) -> tuple[bytes, Frames]:
+def fetched_frames(
+    sampling: VideoSampling, frames: list[bytes] = FRAMES, timestamps: list[float] | None = None, **limits: Any
+) -> tuple[bytes, Frames]:
     url = "data:video/jpeg;base64," + ",".join(base64.b64encode(frame).decode() for frame in frames)
-    return fetch_frames(url, MediaPolicy(None, 60), DecodeLimits(**limits), sampling, "video 1")
+    return fetch_frames(url, MediaPolicy(None, 60), DecodeLimits(**limits), sampling, "video 1", timestamps)
 
 
-@pytest.mark.parametrize(("sampling", "times", "seconds"), [
-    (VideoSampling(fps=4, max_frames=4), [0, 0.25, 0.5, 0.75], 1),
-    (VideoSampling(fps=1, timestamps=UNEVEN), UNEVEN, 8),
-    (VideoSampling(num_frames=3), [0, 0.5, 1, 1.5], 2),  # at two per second
+@pytest.mark.parametrize(("sampling", "given", "times", "seconds"), [
+    (VideoSampling(fps=4, max_frames=4), None, [0, 0.25, 0.5, 0.75], 1),
+    (VideoSampling(fps=1), UNEVEN, UNEVEN, 8),
+    (VideoSampling(num_frames=3), None, [0, 0.5, 1, 1.5], 2),  # at two per second
 ])  # fmt: skip
-def test_all_frames_count_at_their_times(sampling: VideoSampling, times: list[float], seconds: float) -> None:
-    data, sent = fetched_frames(sampling)
+def test_all_frames_count_at_their_times(
+    sampling: VideoSampling, given: list[float] | None, times: list[float], seconds: float
+) -> None:
+    data, sent = fetched_frames(sampling, timestamps=given)
     assert (data, sent.sizes, sent.facts.timestamps) == (b"".join(FRAMES), [1, 2, 3, 4], times)
     assert sent.facts.total_frames / sent.facts.fps == seconds
 
 
 @pytest.mark.parametrize(("sampling", "more", "problem"), [
     ({"fps": 4}, {"frames": [b"a", b"", b"c"]}, "frame 2: is empty"),
-    ({"fps": 2, "timestamps": UNEVEN[:3]}, {}, "it has 4 frames and 3 timestamps; send one for each frame"),
+    ({"fps": 2}, {"timestamps": UNEVEN[:3]}, "it has 4 frames and 3 timestamps; send one for each frame"),
     ({"fps": 4, "start": 1}, {}, "start and end are for a video that is sent as a file"),
     ({"fps": 2}, {"max_video_frames_kept": 3}, "it has 4 frames, .*--max-video-frames-kept"),
 ])  # fmt: skip
