@@ -30,9 +30,10 @@ from numpy.typing import NDArray
 from mini_engine import metrics
 from mini_engine.decode_limits import DecodeLimits, flag_of
 from mini_engine.media import decoder
-from mini_engine.media.decoder import Announced, Decoded, DecodeFailed, Job, Reply, Started
+from mini_engine.media.decoder import Announced, Decoded, DecodeFailed, Job, Reply, Shape, Started
 from mini_engine.media.errors import DecoderUnavailable, MediaError
 from mini_engine.media.fair_places import FairPlaces, Place
+from mini_engine.media.limits import MAX_ASPECT_RATIO
 from mini_engine.media.sampling import VideoFacts
 from mini_engine.shortage import shortage_in
 from mini_engine.transport.memory import create_sparse
@@ -154,6 +155,7 @@ class DecoderPool:
         if self._idle:
             child = self._idle[-1]
             self._unwatch(child)
+            os.kill(child.pid, signal.SIGCONT)
         else:
             child = await self._start()
         self._keep_spare()
@@ -172,6 +174,8 @@ class DecoderPool:
         self._keep(child)
 
     def _keep(self, child: Decoder) -> None:
+        if child.ending is None:
+            child.suspend()
         if child.ending is None and len(self._idle) < self._max_idle:
             self._idle.append(child)
             asyncio.get_running_loop().add_reader(child.connection, self._lose, child)
@@ -293,10 +297,24 @@ class Decoder:
             raise MediaError(job.item, f"{problem}; send a shorter or smaller file") from None
         except ConnectionError as error:
             raise await self._explain_exit(job.item) from error
+        except BaseException as error:
+            if not isinstance(error, MediaError):
+                self.kill("crash")  # it may still answer, and that would be taken for the next job's answer
+            raise
 
     def stop(self) -> None:
         """Ask the decode loop to stop. It then reports a failure, unless it has finished."""
         os.pwrite(self._input.fileno(), b"\1", 0)
+
+    def suspend(self) -> None:
+        """Between jobs the process does not run, whatever code it has, until SIGCONT. It is killed if a thread or a
+        message is left of its job."""
+        os.kill(self.pid, signal.SIGSTOP)
+        message = b""
+        with contextlib.suppress(BlockingIOError):
+            message = self.connection.recv(1)
+        if message or len(os.listdir(f"/proc/{self.pid}/task")) > 1:
+            self.kill("crash")
 
     def kill(self, ending: Ending) -> None:
         """`close` reaps it."""
@@ -329,15 +347,13 @@ class Decoder:
     async def _result(self, job: Job, announced: Callable[[int], None]) -> tuple[NDArray[np.uint8], VideoFacts | None]:
         """What the decoder reports. A crafted input may have taken it over, so a message is checked before it is used:
         the decoder can give wrong frames, and affect nothing else."""
-        announced_shape, num_images = (0, 0, 0), max(len(job.frames), 1)
+        announced_shape = (0, 0, 0)
         for _ in range(MAX_MESSAGES):
             match await self._receive():
-                case Announced(shape=shape) if (size := 3 * math.prod(shape)) <= self._limits.most_output_bytes:
-                    announced(size)
+                case Announced(shape=shape) if self._is_possible(job, shape):
+                    announced(3 * math.prod(shape))
                     announced_shape = shape
-                case Decoded(video=video) if (
-                    0 < (count := len(video.timestamps) if video else num_images) <= announced_shape[0]
-                ):
+                case Decoded(video=video) if count := self._count_frames(job, announced_shape[0], video):
                     assert self._output is not None
                     kept = (count, *announced_shape[1:], 3)
                     return np.frombuffer(self._output, np.uint8, math.prod(kept)).reshape(kept), video
@@ -351,11 +367,30 @@ class Decoder:
                     break
         raise ConnectionError("unexpected message")
 
+    def _is_possible(self, job: Job, shape: Shape) -> bool:
+        """Whether the limits allow the item to have frames of this shape."""
+        limits, (count, height, width) = self._limits, shape
+        counts, most_pixels = range(1, limits.max_video_frames_kept + 1), limits.max_frame_pixels
+        if job.sampling is None:
+            images = max(len(job.frames), 1)
+            counts, most_pixels = range(images, images + 1), max(most_pixels, limits.max_image_pixels)
+        fits = height * width <= most_pixels and 3 * math.prod(shape) <= limits.most_output_bytes
+        return count in counts and fits and max(height, width) <= MAX_ASPECT_RATIO * min(height, width)
+
+    def _count_frames(self, job: Job, most: int, video: VideoFacts | None) -> int:
+        """How many frames are kept, at most so many; 0: the item, by its kind and the limits, cannot have these."""
+        if job.sampling is None or video is None:
+            return most if job.sampling is None and video is None else 0
+        times, limits = [*video.timestamps, self._limits.max_video_seconds], self._limits
+        counts = [len(video.timestamps), video.window_frames, video.total_frames, limits.max_video_frames]
+        is_possible = counts[0] <= most and counts == sorted(counts) and times == sorted(times)
+        return counts[0] if is_possible else 0
+
     async def _receive(self) -> Reply:
         message = await asyncio.get_running_loop().sock_recv(self.connection, decoder.DATAGRAM_BYTES)
         try:
             return _replies.decode(message)
-        except msgspec.DecodeError as error:
+        except Exception as error:  # noqa: BLE001 - msgspec raises several kinds
             raise ConnectionError("the decoder closed its connection or sent an invalid message") from error
 
     async def _explain_exit(self, item: str) -> Exception:

@@ -13,7 +13,7 @@ from mini_engine.media.errors import MediaError
 UNREADABLE = "cannot be read, or is damaged; send a whole file in another format, such as PNG, or H.264 in mp4"
 TRUNCATED = "the file is truncated or damaged: {}; send the whole file"
 WRONG_COLOURS = "its colours may be wrong: they are coded as ICtCp, Dolby Vision profile 5, or in another rare form"
-_MAX_ASPECT_RATIO = 200  # where the Qwen-VL processors refuse
+MAX_ASPECT_RATIO = 200  # where the Qwen-VL processors refuse
 
 
 @dataclass
@@ -42,8 +42,8 @@ class Guard:
     def check_size(self, limit: str, width: int, height: int) -> None:
         """Called before an image or a frame of this size is decoded."""
         self.check(limit, width * height, f"pixels ({width}x{height})", "a smaller one")
-        if max(height, width) > _MAX_ASPECT_RATIO * min(height, width):
-            problem = f"of {width}x{height} one side is more than {_MAX_ASPECT_RATIO} times the other; crop it"
+        if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+            problem = f"of {width}x{height} one side is more than {MAX_ASPECT_RATIO} times the other; crop it"
             raise MediaError(self.item, problem)
 
     def fitting_size(self, frames: int, width: int, height: int) -> tuple[int, int]:

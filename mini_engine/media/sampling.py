@@ -19,7 +19,7 @@ class VideoFacts(msgspec.Struct, frozen=True):
     """What a processor must know of a video beside the frames that are kept of it."""
 
     timestamps: list[Seconds]  # of these frames: seconds after the video's first
-    fps: Rate  # of the source, not of the sampling
+    fps: Annotated[float, msgspec.Meta(ge=1e-6, le=1e9)]  # of the source, not of the sampling
     total_frames: Count  # that the file really has, whatever its header says
     window_frames: Count  # of these, within the start and end of the sampling
     missing: str | None = None  # what could not be read, or whose colours may be wrong; None: nothing

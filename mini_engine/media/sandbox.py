@@ -42,7 +42,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def enter_sandbox(descriptors: int, directory: str | None = None) -> list[str]:
-    """Give up privileges, paths, signals, sockets, other processes, and more open files than `descriptors`.
+    """Give up privileges, paths, signals, sockets, other processes, standard error, and more open files than
+    `descriptors`.
 
     Returns the parts that the kernel refuses, each with the reason. Call it before the first thread, which would not be
     confined, and after all imports. `directory`: of fail points, where files may be renamed.
@@ -53,6 +54,7 @@ def enter_sandbox(descriptors: int, directory: str | None = None) -> list[str]:
     resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # no core dump; with 0 a pipe of core_pattern still gets one
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
+    os.dup2(1, 2)  # the log of the server
     missing = []
     for name, confine in (("Landlock", _deny_paths), ("seccomp", _filter_calls)):
         try:

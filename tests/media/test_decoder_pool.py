@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,10 @@ import pytest
 
 from mini_engine.decode_limits import DecodeLimits
 from mini_engine.media import decoder
-from mini_engine.media.decoder import Job
+from mini_engine.media.decoder import Announced, Decoded, DecodeFailed, Job
 from mini_engine.media.decoder_pool import KEPT_BYTES, DecoderPool, Decoding
 from mini_engine.media.errors import DecoderUnavailable, MediaError
-from mini_engine.media.sampling import VideoSampling
+from mini_engine.media.sampling import VideoFacts, VideoSampling
 from mini_engine.metrics import REGISTRY
 from tests import clips
 from tests.api.patience import eventually
@@ -178,26 +179,80 @@ def target(tmp_path: Path) -> Iterator[Target]:
 
 
 def attack(target: Target, **more: Any) -> dict[str, str]:
-    """How each attack fails inside a decoder, which decodes afterwards."""
+    """How each attack fails inside a decoder, which is replaced."""
     outcomes = {}
 
     async def scenario(decoders: Decoders) -> None:
         await decoders.pool.start()
+        counted = exits("crash")
         with pytest.raises(MediaError) as error:
             await decoders.decode(msgspec.json.encode(target), modality="image")
         outcomes.update(msgspec.json.decode(error.value.problem))
+        await decoders.check()
+        assert exits("crash") == counted + 1  # a thread was left
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoder, "__name__", hostile_code.__name__)
-        run(scenario, places=1, **more)
+    run_hostile(scenario, places=1, **more)
     return outcomes
 
 
-def test_code_in_a_decoder_reaches_nothing(target: Target, lacking: str) -> None:
+def run_hostile(scenario: Callable[[Decoders], Awaitable[None]], **more: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder, "__name__", hostile_code.__name__)
+        run(scenario, **more)
+
+
+def test_code_in_a_decoder_reaches_nothing(target: Target, lacking: str, capfd: pytest.CaptureFixture[str]) -> None:
     if "seccomp" in lacking:
         pytest.skip(lacking)
     outcomes = attack(target)
     assert outcomes == dict.fromkeys(outcomes, "EPERM") | {"clone3": "ENOSYS"}
+    assert "forged" not in capfd.readouterr().err
+
+
+def answer(*replies: decoder.Reply, spins: bool = False) -> bytes:
+    """A file that has these in the place of its decoder's answer."""
+    datagrams = [msgspec.msgpack.encode(reply).replace(b"~~~", b"\xed\xa0\x80") for reply in replies]
+    return msgspec.json.encode(Target(0, "", "", answers=datagrams, spins=spins))
+
+
+WRONG = [  # modality, and what no decode of such an item reports
+    ("image", Announced((1, 22000, 24000)), Decoded(None)),
+    ("image", Announced((1, 1, 60_000_000)), Decoded(None)),
+    ("image", Announced((2, 8, 8)), Decoded(None)),
+    ("image", Announced((1, 8, 8)), Decoded(VideoFacts([0.0], 1.0, 1, 1))),
+    ("image", DecodeFailed("~~~")),  # not UTF-8
+    ("video", Announced((769, 8, 8)), Decoded(VideoFacts([0.0], 1.0, 1, 1))),
+    ("video", Announced((1, 8, 8)), Decoded(None)),
+    ("video", Announced((1, 8, 8)), Decoded(VideoFacts([0.0, 1.0], 1.0, 2, 2))),
+    ("video", Announced((2, 8, 8)), Decoded(VideoFacts([1.0, 0.0], 1.0, 2, 2))),
+    ("video", Announced((1, 8, 8)), Decoded(VideoFacts([0.0], 5e-324, 1, 1))),
+    ("video", Announced((1, 8, 8)), Decoded(VideoFacts([0.0], 1.0, 1, 2))),
+]
+
+
+def test_an_answer_that_cannot_be_right_ends_its_decoder() -> None:
+    async def scenario(decoders: Decoders) -> None:
+        counted, sent = exits("crash"), [decoders.decode(answer(*replies), "a", kind) for kind, *replies in WRONG]
+        errors = await asyncio.gather(*sent, return_exceptions=True)
+        assert [str(error) for error in errors if "crashes its decoder" not in str(error)] == []
+        assert exits("crash") == counted + len(WRONG)
+
+    run_hostile(scenario, places=len(WRONG))
+
+
+def test_an_idle_decoder_does_not_run() -> None:
+    async def scenario(decoders: Decoders) -> None:
+        with pytest.raises(MediaError, match="damaged"):
+            await decoders.decode(answer(DecodeFailed("damaged"), spins=True))
+
+        async def seconds() -> float:
+            return sum(time.clock_gettime(~pid << 3 | 2) for pid in await decoders.settled(2))
+
+        before = await seconds()
+        await asyncio.sleep(0.2)
+        assert await seconds() == before
+
+    run_hostile(scenario, places=1)
 
 
 @pytest.mark.parametrize("part", ["Landlock", "seccomp"])
@@ -209,8 +264,7 @@ def test_without_a_part_of_the_sandbox_the_rest_holds_and_the_log_names_it(
     target.only = list(hostile_code.of_files(target))
     outcomes = attack(target, name=f"test without {part}")
     assert outcomes.keys() == {*target.only} and {*outcomes.values()} <= {"EPERM", "EACCES"}
-    (line,) = caplog.messages
-    assert line.startswith(f"media decoders run without a part of their sandbox: {part} (")
+    assert caplog.messages[0].startswith(f"media decoders run without a part of their sandbox: {part} (")
 
 
 @pytest.mark.parametrize(
