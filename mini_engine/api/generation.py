@@ -214,11 +214,8 @@ class Generation:
         if sample.over:
             return
         if output.finish_reason in ("error", "abort"):
-            problem = output.error or "The engine has aborted this request."
-            if output.is_bad_request:
-                self.fail(bad_request(problem, self._grammar_field))
-            else:
-                self.fail(EngineError(problem, 500, "internal_error"))
+            refusal = bad_request(output.error, self._grammar_field) if output.error else None
+            self.fail(refusal or EngineError("The engine has aborted this request.", 500, "internal_error"))
             return
         if not sample.is_waiting:
             self._waiting.append(sample)

@@ -350,7 +350,7 @@ class EngineCore:
     def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
         """End a request for another reason than its tokens: an abort, or an `error` in it."""
         self._remove(request)
-        self._output(request, RequestOutput(request.id, [], reason, error, is_bad_request=error is not None))
+        self._output(request, RequestOutput(request.id, [], reason, error))
 
     def _remove(self, request: Request) -> None:
         """The only end of a request: frees all that it holds once the dispatched steps have retired."""

@@ -88,8 +88,7 @@ class Scheduler:
         A short request never waits for more than one heavy step: while one runs only a quick step is made, and after it
         short requests are scheduled before the next heavy step.
         """
-        short = (request for request in self.clients.waiting if request.num_missing <= QUICK_PREFILL_TOKENS)
-        takes_turn = self._owes_quick and any(short)
+        takes_turn = self._owes_quick and any(one.num_missing <= QUICK_PREFILL_TOKENS for one in self.clients.waiting)
         if heavy_in_flight or takes_turn:
             plan = self._plan(quick=True)
             self._owes_quick = heavy_in_flight

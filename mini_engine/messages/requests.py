@@ -163,11 +163,10 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
-    error: str | None = None  # with "error": text for the client
+    error: str | None = None  # with "error", if the request is at fault: text for the client
     logprobs: list[list[TokenLogprob]] = []  # if asked for, of each of `token_ids`: its own, then the likeliest
     num_cached_tokens: int = 0  # with the first tokens: how many of the prompt's tokens the prefix cache held
     times: EngineTimes | None = None  # with the first and the last tokens of a request, but not of its siblings
-    is_bad_request: bool = False  # with "error": the request is at fault
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):

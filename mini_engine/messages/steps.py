@@ -111,8 +111,7 @@ class WorkerReady(Message, frozen=True):
 
 
 class GrammarReady(Message, frozen=True):
-    """Rank 0 -> core, once for each of `Step.grammars` unless that is unused before: it is compiled, or cannot be
-    followed."""
+    """Rank 0 -> core, once for each of `Step.grammars`, unless it is unused by then."""
 
     number: int
     digest: bytes

@@ -129,14 +129,11 @@ class ScriptedCore:
         await self.send(Outputs(outputs=[output]))
 
     async def end(
-        self, request: NewRequest, reason: Any, error: str | None = None, tokens: list[int] | None = None,
-        is_bad_request: bool = False,
-    ) -> None:  # fmt: skip
+        self, request: NewRequest, reason: Any, error: str | None = None, tokens: list[int] | None = None
+    ) -> None:
         del self.running[request.request_id]
         times = self._times_of(request) if reason in ("stop", "length") else None
-        output = RequestOutput(
-            request.request_id, tokens or [], reason, error, times=times, is_bad_request=is_bad_request
-        )
+        output = RequestOutput(request.request_id, tokens or [], reason, error, times=times)
         await self.send(Outputs(outputs=[output]))
         if request in self.requests:
             await self._consumed(request)

@@ -159,7 +159,7 @@ async def test_grammar_that_an_engine_cannot_follow_is_a_400(served: Served, fie
     served.core.hold, served.core.script = True, lambda _: []
     counted = Counted(*(f"request_success_total{{finished_reason={reason}}}" for reason in ("error", "abort")))
     asking = served.asking(stream=True, **fields)
-    await served.core.end(await served.core.has_requests(), "error", "Too complex.", is_bad_request=True)
+    await served.core.end(await served.core.has_requests(), "error", "Too complex.")
     check_error(await asking, 400, "invalid_value", "Too complex.")
     assert asking.result().json()["error"]["param"] == [*fields][0]
     assert counted.since() == [0, 0]
