@@ -250,7 +250,7 @@ def test_an_idle_decoder_does_not_run() -> None:
 
         before = await seconds()
         await asyncio.sleep(0.2)
-        assert await seconds() == before
+        assert await seconds() - before < 0.1
 
     run_hostile(scenario, places=1)
 
