@@ -197,7 +197,8 @@ class Manager:
         if not process.is_compiled:
             self._report(process, problem)
         if digest in self._busy:
-            self._pauses[process.client] = time.monotonic() + PAUSE_SECONDS
+            if problem != KILLED:
+                self._pauses[process.client] = time.monotonic() + PAUSE_SECONDS
             self._busy.remove(digest)
             for place in process.places:
                 self._problems[place] = problem
