@@ -35,11 +35,8 @@ class Clients:
     """All running and waiting requests."""
 
     def __init__(self) -> None:
+        self.num_running = 0  # counted: the scheduler asks for each waiting request
         self._clients: OrderedDict[bytes, Client] = OrderedDict()  # those with requests, least recently served first
-
-    @property
-    def num_running(self) -> int:
-        return sum(len(client.running) for client in self._clients.values())
 
     @property
     def running(self) -> list[Request]:
@@ -56,27 +53,29 @@ class Clients:
         return _in_turns([[*client.running, *client.waiting] for client in self._clients.values()])
 
     def add(self, request: Request) -> None:
-        """It waits."""
+        """Queue a request, which waits or was preempted."""
         bisect.insort(self._clients.setdefault(request.client, Client()).waiting, request, key=_order)
 
     def start(self, request: Request) -> None:
-        """It waited, and runs."""
+        """Move a waiting request to the running ones."""
         client = self._clients[request.client]
         client.waiting.remove(request)
         bisect.insort(client.running, request, key=_order)
+        self.num_running += 1
 
     def remove(self, request: Request) -> None:
-        """Without effect for one that neither runs nor waits."""
+        """Remove a running or waiting request; without effect for another."""
         client = self._clients.get(request.client, Client())
         if request in client.running:
             client.running.remove(request)
+            self.num_running -= 1
         elif request in client.waiting:
             client.waiting.remove(request)
         if not client.running and not client.waiting:
             self._clients.pop(request.client, None)
 
     def serve(self, request: Request) -> None:
-        """The next step has work for it."""
+        """Make its client the one that was served last: the next step has work for the request."""
         self._clients.move_to_end(request.client)
 
     def slot_for(self, request: Request) -> Request | None:
@@ -87,7 +86,7 @@ class Clients:
         return most.running[-1] if len(most.running) >= len(self._clients[request.client].running) + 2 else None
 
     def blocks_for(self, request: Request, count: int) -> Request | None:
-        """The one whose blocks a waiting one, which needs `count`, may take; likewise."""
+        """The running request whose blocks a waiting one, which needs `count`, may take, by the same rule."""
         most = max(self._clients.values(), key=lambda client: client.num_blocks)
         held = self._clients[request.client].num_blocks + count
         return most.running[-1] if held + len(most.running[-1].blocks) <= most.num_blocks else None
