@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from mini_engine import demo
 from mini_engine.api.errors import ApiError
 from mini_engine.api.protocol import ChatRequest
-from mini_engine.api.sampling import SamplingDefaults, SamplingResolver
+from mini_engine.api.sampling import MOST_LISTED, SamplingDefaults, SamplingResolver
 from mini_engine.config import ConfigError
 from mini_engine.messages import Sibling
 
@@ -117,6 +117,14 @@ def test_length_of_the_answer_is_at_most_the_room_that_the_prompt_leaves(fields:
     assert (params.max_tokens, params.min_tokens) == (most, least)
     with pytest.raises(ApiError, match="The prompt has 100 tokens"):
         resolver().resolve(chat(**fields), 100)
+
+
+def test_log_probabilities_of_all_choices_together_are_bounded() -> None:
+    large = SamplingResolver(SamplingDefaults(), 10**7, 50, 0, 1)
+    listed = {"logprobs": True, "top_logprobs": 20}
+    assert large.max_tokens(chat(**listed), 1) * 21 <= MOST_LISTED < (large.max_tokens(chat(**listed), 1) + 1) * 21
+    assert large.max_tokens(chat(**listed, n=128, max_tokens=10**6), 1) == MOST_LISTED // (21 * 128)
+    assert large.max_tokens(chat(**listed, n=128, max_tokens=5), 1) == 5
 
 
 def test_seeds_are_drawn_by_server_seed_and_incarnation() -> None:
