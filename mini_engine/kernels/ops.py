@@ -34,6 +34,12 @@ def triton_obstacle(device: torch.device) -> str | None:
         return None if _INTERPRETED else f"Triton's kernels need CUDA, and the worker runs on {device.type}"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "Triton's kernels need a device of compute capability 8.0 or more"
+    try:
+        from triton.runtime import driver
+
+        driver.active.get_current_target()  # compiles its launcher
+    except Exception as error:  # noqa: BLE001 of a compiler, of the loader, of Triton itself
+        return f"Triton cannot build its launcher; install a C compiler and Python's headers ({type(error).__name__})"
     return None
 
 

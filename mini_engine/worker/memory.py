@@ -102,7 +102,8 @@ def cache_size(
     """
     block_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize * config.block_size
     state_bytes = state.nbytes(dtype) if state is not None else 0
-    sequences = (config.max_num_seqs + 1) * state_bytes  # a slot to spare
+    at_once = config.step_sequences(device.type, state is not None)
+    sequences = (at_once + 1) * state_bytes  # a slot to spare
     num_blocks, origin = config.num_gpu_blocks_override, "--num-gpu-blocks-override"
     if num_blocks is not None:
         memory = num_blocks * block_bytes
@@ -119,12 +120,12 @@ def cache_size(
                 f"{origin} leaves {left} bytes for the KV cache, but one block needs {block_bytes}; "
                 f"raise {'it' if origin.startswith('--') else '--kv-cache-memory-bytes'}, or lower --block-size"
             )
-        num_blocks = min(left // block_bytes, config.max_num_seqs * -(-longest // config.block_size))
+        num_blocks = min(left // block_bytes, at_once * -(-longest // config.block_size))
     snapshots = min(snapshots, num_blocks)  # each is of the end of a block
     if config.num_gpu_blocks_override is not None or config.kv_cache_memory_bytes is not None:
         needed = num_blocks * block_bytes + snapshots * state_bytes + sequences
         _check_free(config, needed, origin.split()[0], device)
-    return CacheSize(num_blocks, config.max_num_seqs + snapshots if state_bytes else 0)
+    return CacheSize(num_blocks, at_once + snapshots if state_bytes else 0)
 
 
 def _check_free(config: EngineConfig, nbytes: int, flag: str, device: torch.device) -> None:
@@ -167,7 +168,8 @@ def profile(
         return None
     runner = runner_with(CacheSize(1, 1))
     grids = worst_grids(config, model.vision, model_dir)
-    step = worst_step(config, config.sequence_tokens(model.text.max_position_embeddings))
+    sequences = config.step_sequences("cuda", model.text.linear is not None)
+    step = worst_step(config, sequences, config.sequence_tokens(model.text.max_position_embeddings))
     ranks = config.tensor_parallel_size * config.data_parallel_size
     devices = torch.cuda.device_count()
     workers = -(-ranks // devices)  # more than one only where they share devices
@@ -225,14 +227,15 @@ def worst_grids(config: EngineConfig, vision: VisionConfig, model_dir: str | Pat
     return [grid] * max(1, config.step_media_tokens("cuda") // largest)
 
 
-def worst_step(config: EngineConfig, longest: int) -> Step:
-    """As many tokens and sequences as a step may have: the end of a prompt of `longest` tokens, and new ones beside it.
+def worst_step(config: EngineConfig, sequences: int, longest: int) -> Step:
+    """As many tokens as a step may have, of at most `sequences` sequences: the end of a prompt of `longest` tokens, and
+    new ones beside it.
 
     All lie in block 0, with unused contents, so that a cache of one block is enough.
     """
     left, started, chunks = config.step_tokens("cuda"), [], []
-    for number in range(config.max_num_seqs):
-        after = min(config.max_num_seqs - number - 1, left - 1)  # a token for each of the others
+    for number in range(sequences):
+        after = min(sequences - number - 1, left - 1)  # a token for each of the others
         count = min(longest, left - after)
         start = 0 if number else longest - count
         blocks = [0] * -(-(start + count) // config.block_size)

@@ -53,6 +53,7 @@ logger = logging.getLogger(__name__)
 # For the supervisor to end this engine, because of a rank that has closed its connections. That one may take a while to
 # exit, and the supervisor names the first that exits.
 LAST_WORD_SECONDS = 10
+NVIDIA_DEVICE = Path("/dev/nvidia0")
 GRAPHS_REMEDY = (
     "lower --gpu-memory-utilization, --kv-cache-memory-bytes or --max-num-seqs, or leave them out with --enforce-eager"
 )
@@ -77,7 +78,8 @@ def _run(child: Child) -> None:
     # First of all that takes time: API servers probe these addresses while the model loads.
     pinned = PinnedMemory(device) if device.type == "cuda" else None
     media = receive_media(child, init, engine, rank, device, pinned)
-    grammars = start_grammars(child, init, engine) if rank == 0 else None  # it loads beside the model
+    rows = init.config.step_sequences(device.type, recurrent=False)
+    grammars = start_grammars(child, init, engine, rows) if rank == 0 else None  # it loads beside the model
     torch.set_num_threads(choose_threads(init.config))
     # Most attention weights of a trained model are almost zero; subnormal numbers would double the softmax's time.
     # Before torch starts its threads, which inherit the setting.
@@ -133,9 +135,15 @@ def choose_threads(config: EngineConfig) -> int:
 
 def choose_device(config: EngineConfig, engine: int, rank: int) -> torch.device:
     """The rank's device, made current. Raises ConfigError: there is no CUDA, or fewer devices than workers."""
-    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+    available = config.device != "cpu" and torch.cuda.is_available()
+    if config.device == "auto" and not available and NVIDIA_DEVICE.exists():
+        logger.warning(
+            "serving on the CPU: this machine has an NVIDIA device, but torch %s cannot use it; its driver may be too "
+            "old for CUDA %s", torch.__version__, torch.version.cuda,
+        )  # fmt: skip
+    if config.device == "cpu" or (config.device == "auto" and not available):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
+    if not available:
         raise ConfigError("--device cuda: torch finds no CUDA device here; choose --device cpu or auto")
     index, devices = engine * config.tensor_parallel_size + rank, torch.cuda.device_count()
     if config.distributed_backend == "gloo":
@@ -160,6 +168,8 @@ def choose_backend(wanted: AttentionBackendName, device: torch.device) -> Attent
     """
     obstacle = triton_obstacle(device)
     if wanted == "auto":
+        if device.type == "cuda" and obstacle is not None:
+            logger.warning("serving without the Triton kernels, which is slow: %s", obstacle)
         return "triton" if device.type == "cuda" and obstacle is None else "sdpa"
     if wanted == "triton" and obstacle:
         raise ConfigError(f"--attention-backend {wanted}: {obstacle}; choose auto")
@@ -180,7 +190,8 @@ def choose_collectives(config: EngineConfig, device: torch.device) -> str:
 
 
 def join_group(init: Init, engine: int, rank: int, device: torch.device) -> TensorParallel:
-    """Connect to the engine's other ranks; waits for them. A collective that times out raises on every rank."""
+    """Connect to the engine's other ranks; waits for them. A collective that times out raises on every rank; with NCCL
+    it ends their processes: its watchdog aborts them."""
     size, backend = init.config.tensor_parallel_size, choose_collectives(init.config, device)
     if size == 1:
         return TensorParallel()
@@ -189,13 +200,10 @@ def join_group(init: Init, engine: int, rank: int, device: torch.device) -> Tens
         return TensorParallel(rank, size, meet(place, rank, size, init.config.startup_timeout, timeout))
     # Gloo would otherwise listen on whatever address the host's name resolves to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        backend,
-        store=dist.FileStore(str(place), size),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout),
-    )
+    # Through the store NCCL meets at the first collective, after each rank has loaded its weights.
+    store = dist.FileStore(str(place), size)
+    store.set_timeout(timedelta(seconds=init.config.startup_timeout))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     return TensorParallel(rank, size)
 
 
@@ -217,15 +225,15 @@ def receive_media(
     return media
 
 
-def start_grammars(child: Child, init: Init, engine: int) -> Grammars:
-    """Start the grammar manager, whose reports go to the core."""
+def start_grammars(child: Child, init: Init, engine: int, rows: int) -> Grammars:
+    """Start the grammar manager, whose reports go to the core. `rows`: most sequences of a step."""
     me = sockets.identity(f"{child.name} grammars", child.incarnation)
     core = sockets.connect_dealer(child.context, init.core_workers[engine], me)
 
     def report(message: GrammarReady) -> None:
         core.send(child.encoder.encode(message), zmq.NOBLOCK)
 
-    return Grammars(Path(init.model_dir) / "tokenizer.json", init.config.max_num_seqs, child.name, report)
+    return Grammars(Path(init.model_dir) / "tokenizer.json", rows, child.name, report)
 
 
 def longest_sequence(config: EngineConfig, model: VisionLanguageModel) -> int:
@@ -244,10 +252,11 @@ def choose_cache_size(config: EngineConfig, model: VisionLanguageModel, use: Mem
         config.block_size,
     )  # fmt: skip
     if state is not None:
-        snapshots, mib = size.num_states - config.max_num_seqs, state.nbytes(some.dtype) / 2**20
+        at_once = config.step_sequences(some.device.type, recurrent=True)
+        snapshots, mib = size.num_states - at_once, state.nbytes(some.dtype) / 2**20
         logger.info(
             "recurrent states: %d sequences and %d snapshots of %.2f MiB, %.2f GiB in all",
-            config.max_num_seqs, snapshots, mib, size.num_states * mib / 1024,
+            at_once, snapshots, mib, size.num_states * mib / 1024,
         )  # fmt: skip
     return size
 
@@ -283,7 +292,8 @@ def make_graphs(config: EngineConfig, model: VisionLanguageModel, attention: Att
     from mini_engine.worker.triton_attention import TritonBackend
 
     assert isinstance(attention, TritonBackend)
-    return DecodeGraphs(model, attention, config.max_num_seqs, longest_sequence(config, model))
+    most = config.step_sequences("cuda", model.state_shape is not None)
+    return DecodeGraphs(model, attention, most, longest_sequence(config, model))
 
 
 def record_graphs(runner: ModelRunner) -> None:
