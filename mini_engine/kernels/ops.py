@@ -120,7 +120,7 @@ def normalise(patches: Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype) ->
     """
     if fused(patches):
         return _kernels().normalise(patches, mean, std, dtype)
-    x = patches.view(len(patches), len(mean), -1).to(torch.float32)
+    x = patches.unflatten(1, (len(mean), -1)).to(torch.float32)
     return x.sub_(mean.view(1, -1, 1)).div_(std.view(1, -1, 1)).view(patches.shape).to(dtype)
 
 

@@ -23,6 +23,7 @@ from mini_engine.model.config import ModelConfig, VisionConfig
 from mini_engine.model.delta_rule import StateShape
 from mini_engine.model.rope import Grid
 from mini_engine.model.vision_language import AttentionShape
+from mini_engine.transport.cuda_memory import can_access
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import settings_of
 
@@ -173,8 +174,12 @@ def profile(
     ranks = config.tensor_parallel_size * config.data_parallel_size
     devices = torch.cuda.device_count()
     workers = -(-ranks // devices)  # more than one only where they share devices
+    media = media_bytes(config, model, runner.dtype, media_cache)
+    media += sum(math.prod(grid) for grid in grids) * model.vision.patch_dim  # copied for the step ahead
     # Whether the API servers have allocated theirs yet is unknown; where they have, it counts among `outside` too.
-    media = media_bytes(config, model, runner.dtype, media_cache) + processor_bytes(config, devices) // workers
+    media += processor_bytes(config, devices) // workers
+    if config.mm_processor_device != "cpu":  # ranks that map slots of this device into a context on it
+        media += sum(not can_access(other, device.index) for other in range(min(ranks, devices))) * CUDA_CONTEXT_BYTES
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     weights = torch.cuda.memory_reserved(device)
@@ -200,14 +205,14 @@ def run_worst(runner: ModelRunner, vision: VisionConfig, grids: Sequence[Grid], 
 
 
 def media_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, cache: MediaCachePlan) -> int:
-    """Bytes on a worker's device of media: embeddings, those kept in its own cache, and those in transfer."""
+    """Bytes on a worker's device of media: embeddings, those kept in its own cache, and copies of staging slots."""
     if not _modalities(config):
         return 0
     embeddings = config.encoder_cache_tokens * model.vision.row_size * dtype.itemsize
     kept = cache.nbytes if cache.kind == "lru" else 0
     # Of what lies in an API server's slots a rank has a copy, too, as long as it lies there.
     slots = processor_memory(config).slots // config.data_parallel_size
-    return embeddings + kept + config.api_server_count * (config.mm_ipc_memory_bytes + slots)
+    return embeddings + kept + config.api_server_count * slots
 
 
 def worst_grids(config: EngineConfig, vision: VisionConfig, model_dir: str | Path) -> list[Grid]:

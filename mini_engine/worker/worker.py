@@ -40,7 +40,7 @@ from mini_engine.worker.media_inputs import MediaInputs
 from mini_engine.worker.memory import CacheSize, MemoryUse, cache_size, profile, room_for
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
-from mini_engine.worker.pinning import PinnedMemory, fetch_beside
+from mini_engine.worker.pinning import PinnedMemory
 from mini_engine.worker.serving import serve, serve_ahead
 from mini_engine.worker.shared_collectives import RankEnded, RankLost, meet
 from mini_engine.worker.states import RecurrentStates
@@ -212,13 +212,9 @@ def receive_media(
 ) -> MediaInputs:
     """Start the receiver thread at this rank's addresses."""
     address = next(address for address in init.ranks if (address.engine, address.rank) == (engine, rank))
-    # In the receiver thread, on a stream of its own: what arrives is copied while the model runs.
-    to_device = None if device.type == "cpu" else partial(fetch_beside, torch.cuda.Stream(device))
     pin = pinned.pin if pinned else None
     map_slots = partial(CudaMapped, device) if device.type == "cuda" else None
-    media = MediaInputs(
-        address, init.core_workers[engine], child.encoder, rank, child.context, to_device, pin, map_slots
-    )
+    media = MediaInputs(address, init.core_workers[engine], child.encoder, rank, child.context, pin, map_slots)
     if child.media_stores:
         media.store = ReadableMemory(child.media_stores[0], pin)
     media.start()
