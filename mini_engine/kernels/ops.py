@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mini_engine.kernels import onednn
+from mini_engine.kernels.staging import to_device
 
+MASKED = -3.4e38  # the score of a barred token: exp of it is 0, and unlike infinity it can be multiplied by 0
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -155,6 +158,41 @@ def penalise(scores: Tensor, counts: Tensor, rows: Tensor, factors: Tensor) -> N
     old = scores[row, token]
     new = torch.where(old < 0, old * repetition, old / repetition)
     scores[row, token] = new - (times * frequency + (times > 0) * presence)
+
+
+def mask_tokens(scores: Tensor, rows: Sequence[int], bars: Tensor) -> None:
+    """Bar, in place, tokens of the rows `rows`: their scores become lower than all others, but finite.
+
+    Args:
+        scores: float32 `[any, vocab_size]`, contiguous.
+        bars: on the CPU, for each of `rows`. 1: barred, as are all tokens that only the scores have. Where `fused`:
+            int32 `[n, words]`, a bit for each token, the lowest first. Elsewhere uint8 `[n, tokens]`.
+    """
+    held = to_device(bars, scores.device)
+    if fused(scores):
+        from mini_engine.kernels import sampling
+
+        sampling.mask_tokens(scores, to_device(torch.tensor(rows), scores.device), held, MASKED)
+        return
+    # A masked fill takes four times as long on the CPU: 5 ms for 32 rows of 152 k instead of 1.3.
+    for row, barred in zip(rows, held, strict=True):
+        scores[row, : len(barred)].add_(barred[: scores.shape[1]], alpha=MASKED)
+        scores[row, len(barred) :] = MASKED
+
+
+def keep_top_p(probabilities: Tensor, top_p: Sequence[float]) -> None:
+    """What `sampler.keep_top_p` says, which is the reference, where `fused`. Waits for nothing.
+
+    A sum differs from the exact one by less than 1e-12 of it, whatever the other rows: so a row keeps a token more or
+    less than with exact sums only where one of these is as near to p.
+
+    Args:
+        probabilities: float32 `[n, vocab_size]`, contiguous, from 0 to 1.
+    """
+    from mini_engine.kernels import sampling
+
+    bounds = torch.tensor([max(p, 1e-300) for p in top_p], dtype=torch.float64)  # above 0: the largest stays
+    sampling.keep_top_p(probabilities, to_device(bounds, probabilities.device))
 
 
 def _kernels() -> Any:
