@@ -180,21 +180,6 @@ def mask_tokens(scores: Tensor, rows: Sequence[int], bars: Tensor) -> None:
         scores[row, len(barred) :] = MASKED
 
 
-def keep_top_p(probabilities: Tensor, top_p: Sequence[float]) -> None:
-    """What `sampler.keep_top_p` says, which is the reference, where `fused`. Waits for nothing.
-
-    A sum differs from the exact one by less than 1e-12 of it, whatever the other rows: so a row keeps a token more or
-    less than with exact sums only where one of these is as near to p.
-
-    Args:
-        probabilities: float32 `[n, vocab_size]`, contiguous, from 0 to 1.
-    """
-    from mini_engine.kernels import sampling
-
-    bounds = torch.tensor([max(p, 1e-300) for p in top_p], dtype=torch.float64)  # above 0: the largest stays
-    sampling.keep_top_p(probabilities, to_device(bounds, probabilities.device))
-
-
 def _kernels() -> Any:
     """Triton takes a second to import, and is not there at all beside a torch for CPUs alone."""
     from mini_engine.kernels import elementwise

@@ -1,6 +1,8 @@
-"""Choosing tokens in Triton; `ops.py` says what they compute, `elementwise.py` what holds for all kernels."""
+"""Choosing tokens in Triton; `elementwise.py` says what holds for all kernels."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -8,8 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_engine.kernels.elementwise import COLUMNS, padded
+from mini_engine.kernels.staging import to_device
 
-# Of a row's program: with the loop unrolled, 16 loads of each thread are in flight, in 64 registers without a spill.
+# Of a row's program: its loop is unrolled four times, so each thread loads 16 values at once, in 64 registers, no spill.
 TILE, WARPS = 4096, 32
 
 
@@ -62,11 +65,11 @@ def _keep_top_p(probabilities, bounds, SIZE: tl.constexpr, TILE: tl.constexpr):
         room, count = tl.minimum(tl.ceil((bound - before) / last), SIZE).to(tl.int32), 0
         column = tl.arange(0, TILE)
         for start in range(0, SIZE, TILE):
-            inside = start + column < SIZE
-            bits = tl.load(values + start + column, mask=inside, other=-1.0).to(tl.int32, bitcast=True)
+            value = tl.load(values + start + column, mask=start + column < SIZE, other=-1.0)
+            bits = value.to(tl.int32, bitcast=True)
             ties = (bits == high).to(tl.int32)
             outside = (bits < high) | ((ties == 1) & (count + tl.cumsum(ties, 0) > room))
-            tl.store(values + start + column, 0.0, mask=outside & inside)
+            tl.store(values + start + column, 0.0, mask=outside & (bits >= 0))
             count += tl.sum(ties, 0)
 
 
@@ -78,8 +81,14 @@ def mask_tokens(scores: Tensor, rows: Tensor, bars: Tensor, masked: float) -> No
         _mask_tokens[grid](scores, bars, rows, words, masked, SIZE=size, COLUMNS=COLUMNS, num_warps=4)
 
 
-def keep_top_p(probabilities: Tensor, bounds: Tensor) -> None:
-    count, size = probabilities.shape
-    assert probabilities.is_contiguous() and bounds.dtype == torch.float64
-    if count:
-        _keep_top_p[(count,)](probabilities, bounds, SIZE=size, TILE=min(TILE, padded(size)), num_warps=WARPS)
+def keep_top_p(probabilities: Tensor, top_p: Sequence[float]) -> None:
+    """What `sampler.keep_top_p` says, which is the reference, for contiguous float32 from 0 to 1. Waits for nothing.
+
+    Sums are exact to 1e-11, and do not depend on other rows: a token more or less than with exact sums is kept only
+    where one of these is as near to p.
+    """
+    size = probabilities.shape[1]
+    assert probabilities.is_contiguous()
+    # Above 0, so that the largest stays.
+    bounds = to_device(torch.tensor([max(p, 1e-300) for p in top_p], dtype=torch.float64), probabilities.device)
+    _keep_top_p[(len(top_p),)](probabilities, bounds, SIZE=size, TILE=min(TILE, padded(size)), num_warps=WARPS)

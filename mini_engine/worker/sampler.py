@@ -221,7 +221,9 @@ def keep_top_p(probabilities: Tensor, top_p: Sequence[float]) -> None:
     size = probabilities.shape[1]
     left = [i for i, p in enumerate(top_p) if p < 1.0]
     if left and ops.fused(probabilities):
-        ops.keep_top_p(probabilities, top_p)
+        from mini_engine.kernels import sampling
+
+        sampling.keep_top_p(probabilities, top_p)
         return
     for width in (*(width for width in WIDTHS if width < size), size):
         if left:
