@@ -12,7 +12,7 @@ from torch import Tensor
 from mini_engine.kernels.elementwise import COLUMNS, padded
 from mini_engine.kernels.staging import to_device
 
-# Of a row's program: its loop is unrolled four times, so each thread loads 16 values at once, in 64 registers, no spill.
+# Of a row's program: its loop is unrolled four times, so each thread loads 16 values at once, in 64 registers.
 TILE, WARPS = 4096, 32
 
 
