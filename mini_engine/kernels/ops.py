@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -160,7 +159,7 @@ def penalise(scores: Tensor, counts: Tensor, rows: Tensor, factors: Tensor) -> N
     scores[row, token] = new - (times * frequency + (times > 0) * presence)
 
 
-def mask_tokens(scores: Tensor, rows: Sequence[int], bars: Tensor) -> None:
+def mask_tokens(scores: Tensor, rows: list[int], bars: Tensor) -> None:
     """Bar, in place, tokens of the rows `rows`: their scores become lower than all others, but finite.
 
     Args:
