@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mini_engine.kernels import onednn
+from mini_engine.kernels.staging import to_device
 
+MASKED = -3.4e38  # the score of a barred token: exp of it is 0, and unlike infinity it can be multiplied by 0
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -161,6 +163,26 @@ def penalise(scores: Tensor, counts: Tensor, rows: Tensor, factors: Tensor) -> N
     old = scores[row, token]
     new = torch.where(old < 0, old * repetition, old / repetition)
     scores[row, token] = new - (times * frequency + (times > 0) * presence)
+
+
+def mask_tokens(scores: Tensor, rows: list[int], bars: Tensor) -> None:
+    """Bar, in place, tokens of the rows `rows`: their scores become lower than all others, but finite.
+
+    Args:
+        scores: float32 `[any, vocab_size]`, contiguous.
+        bars: on the CPU, for each of `rows`. 1: barred, as are all tokens that only the scores have. Where `fused`:
+            int32 `[n, words]`, a bit for each token, the lowest first. Elsewhere uint8 `[n, tokens]`.
+    """
+    held = to_device(bars, scores.device)
+    if fused(scores):
+        from mini_engine.kernels import sampling
+
+        sampling.mask_tokens(scores, to_device(torch.tensor(rows), scores.device), held, MASKED)
+        return
+    # A masked fill takes four times as long on the CPU: 5 ms for 32 rows of 152 k instead of 1.3.
+    for row, barred in zip(rows, held, strict=True):
+        scores[row, : len(barred)].add_(barred[: scores.shape[1]], alpha=MASKED)
+        scores[row, len(barred) :] = MASKED
 
 
 def _kernels() -> Any:

@@ -35,11 +35,11 @@ STEP_REMEDY = (
 )
 # What CUDA, cuBLAS and NCCL write into errors that torch passes on as they are.
 OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED")
-# Every way of choosing a token that needs memory of the vocabulary's size. Without top_k: with it, top_p looks at the
-# likeliest alone, and without it sorts all.
+# Every way of choosing a token that needs memory of the vocabulary's size; top_k takes more the larger it is.
 HUNGRY_SAMPLING = SamplingParams(
-    max_tokens=1, seed=0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1, logprobs=20
-)
+    max_tokens=1, seed=0, top_k=1 << 17, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1,
+    logprobs=20,
+)  # fmt: skip
 
 
 @contextlib.contextmanager

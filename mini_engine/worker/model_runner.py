@@ -254,7 +254,7 @@ class ModelRunner:
         masks, begun = self._beside.submit(self._masks, batch) if is_beside else None, time.monotonic()
         hook = StepHook(attend, self._recurrence(batch, chunks))
         if self.graphs is not None and self._decode is not None:
-            hidden = self.graphs.run(token_ids, positions, to_device(batch.slots, self.device), hook)
+            hidden = self.graphs.run(token_ids, positions, hook)
         else:
             media = self._media_rows(batch)
             hidden = self._model(self._model.embed(token_ids, media), positions, hook, media)
@@ -330,7 +330,7 @@ class ModelRunner:
         self._take_tokens()
         stops = batch.stops.tolist()
         rows = {i: row for i, one in enumerate(batch.sampled) if (row := one.row(stops[i])) is not None}
-        masks, problems = self.grammars.follow(rows, self._model_seconds)
+        masks, problems = self.grammars.follow(rows, self._model_seconds, self.device)
         for i, problem in problems.items():
             batch.sampled[i].problem = problem
         return masks

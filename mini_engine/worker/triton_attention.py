@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mini_engine.kernels import paged
@@ -32,28 +33,25 @@ class StepTables(Tables):
     """The tables of a step's chunks; what lies past a chunk's last block is 0."""
 
     def __init__(self, spans: Sequence[Span], block_size: int, device: torch.device) -> None:
-        self._block_size, self._device = block_size, device
+        self._block_size = block_size
         used = [-(-span.context // block_size) for span in spans]
-        self._host = np.zeros((len(spans), columns_of(max(used))), dtype=np.int32)
+        tables = np.zeros((len(spans), columns_of(max(used))), dtype=np.int32)
         for row, (span, length) in enumerate(zip(spans, used, strict=True)):
-            self._host[row, :length] = span.blocks[:length]
+            tables[row, :length] = span.blocks[:length]
         contexts = np.array([span.context for span in spans], dtype=np.int32)
-        super().__init__(self._sent(), to_device(torch.from_numpy(contexts), device))
+        super().__init__(*(to_device(torch.from_numpy(array), device) for array in (tables, contexts)))
 
-    def advance(self, contexts: np.ndarray, entered: Sequence[tuple[int, int]]) -> None:
-        """Every chunk is one token longer; see `attention.StepAttention`."""
-        for row, block in entered:
-            column = (contexts.item(row) - 1) // self._block_size
-            if column >= self._host.shape[1]:
-                self._host = np.pad(self._host, ((0, 0), (0, self._host.shape[1])))
-            self._host[row, column] = block
+    def advance(self, slots: Tensor, contexts: np.ndarray, entered: Sequence[tuple[int, int]]) -> None:
+        """Every chunk is one token longer; see `attention.StepAttention`. In place: a device does what is queued in
+        order."""
         if entered:
-            self.tables = self._sent()
+            width = self.tables.shape[1]
+            if contexts.max() > width * self._block_size:
+                self.tables = F.pad(self.tables, (0, width))
+            # The blocks of all new tokens, as their slots name them: the device has these already.
+            columns, blocks = self.contexts // self._block_size, slots // self._block_size
+            self.tables.scatter_(1, columns.long().unsqueeze(1), blocks.int().unsqueeze(1))
         self.contexts += 1
-
-    def _sent(self) -> Tensor:
-        # A copy, even on the CPU: a step that is still running reads the last one.
-        return to_device(torch.from_numpy(self._host.copy()), self._device)
 
 
 def columns_of(least: int) -> int:
@@ -132,11 +130,11 @@ class TritonAttention:
     """See `attention.StepAttention`."""
 
     def __init__(self, cache: KVCache, slots: Tensor, decode: Decode | None, prefill: _Prefill | None) -> None:
-        self._cache, self._slots = cache, slots
+        self._cache, self.slots = cache, slots
         self.decode, self._prefill = decode, prefill
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self._cache.write(layer, self._slots, k, v)
+        self._cache.write(layer, self.slots, k, v)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for part in (self.decode, self._prefill):
             if part is not None:
@@ -146,6 +144,6 @@ class TritonAttention:
     def advance(self, slots: Tensor, contexts: np.ndarray, entered: Sequence[tuple[int, int]]) -> bool:
         assert self.decode is not None and self._prefill is None
         assert isinstance(self.decode.tables, StepTables)
-        self._slots = slots
-        self.decode.tables.advance(contexts, entered)
+        self.slots = slots
+        self.decode.tables.advance(slots, contexts, entered)
         return True

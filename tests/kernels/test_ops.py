@@ -5,10 +5,13 @@ The bounds, absolute and of each result: float32 2e-6; bfloat16 8e-3 and float16
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from mini_engine.kernels import ops
+from mini_engine.worker import sampler
+from mini_engine.worker.grammar import bars_of
 
 BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 dtypes = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
@@ -141,3 +144,32 @@ def test_penalise(device):
     scores[0] = float("-inf")  # barred
     ops.penalise(scores, counts, rows, factors)
     assert scores[0].isneginf().all()
+
+
+def test_mask_tokens(device):
+    """Two of four rows, in another order, whose masks lack the last 60 scores; as they lie in memory."""
+    scores, may_follow = torch.randn(4, 1500, device=device), np.random.default_rng(0).random((3, 1440)) < 0.5
+    bars = bars_of(np.packbits(may_follow, bitorder="little").data, 3, [2, 0], packed=True)
+    expected = scores.clone()
+    for row, place in ((3, 2), (1, 0)):
+        follows = torch.from_numpy(np.pad(may_follow[place], (0, 60)))
+        expected[row].masked_fill_(~follows.to(device), ops.MASKED)
+    ops.mask_tokens(scores, [3, 1], bars)
+    assert torch.equal(scores, expected)
+
+
+@pytest.mark.parametrize("size", [50, 9000])
+@pytest.mark.parametrize(("spread", "steps"), [(0.0, 1), (0.1, 1 << 20), (3.0, 4), (3.0, 1 << 20), (30.0, 1 << 20)])
+def test_keep_top_p(spread, steps, size, device):
+    """Against sums in float64 in the order of a stable sort; with few `steps` many are equal. One row is not finite."""
+    bounds = [0.0, 0.01, 0.5, 0.9, 0.999, 1.0, 0.5]
+    logits = (spread * torch.randn(7, size) * steps).round() / steps
+    logits[6] = float("inf")
+    before = logits.softmax(-1).to(device)
+    ours = before.clone()
+    sampler.keep_top_p(ours, bounds)
+    for row, old, p in zip(ours[:6], before, bounds, strict=False):
+        values, order = old.double().sort(descending=True, stable=True)
+        inside = order[: 1 + (values.cumsum(0)[:-1] < p).sum()]
+        expected = torch.zeros_like(row).index_copy(0, inside, old[inside])
+        assert torch.equal(row, expected if p < 1 else old)
