@@ -53,6 +53,13 @@ def _silu_mul(out, gate_up, stride, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def _head_weight(q_weight, k_weight, d, inside, is_query, OFFSET: tl.constexpr):
+    """Not one load from each head's own pointer, which the compiler would make a load for each number."""
+    q = tl.load(q_weight + d, mask=inside & is_query, other=0.0)
+    return (q + tl.load(k_weight + d, mask=inside & ~is_query, other=0.0)).to(tl.float32) + OFFSET
+
+
+@triton.jit
 def _rotate_heads(
     out, keys, values, qkv, q_weight, k_weight, cos, sin, slots, eps, stride, HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
@@ -65,15 +72,12 @@ def _rotate_heads(
     rotated, partner = (d < 2 * HALF) & ~is_value, tl.where(d < HALF, d + HALF, d - HALF)
     here = qkv + row * stride + head * DIM
     x = tl.load(here + d, mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(here + partner, mask=rotated & inside, other=0.0).to(tl.float32)
+    y = tl.load(here + partner, mask=rotated, other=0.0).to(tl.float32)
     if q_weight is not None:
         scale = tl.rsqrt(tl.sum(x * x, 1)[:, None] / DIM + eps)
-        weight = tl.where(head < HEADS, q_weight, k_weight)
-        x_factor = tl.load(weight + d, mask=inside & ~is_value, other=0.0).to(tl.float32)
-        y_factor = tl.load(weight + partner, mask=rotated & inside, other=0.0).to(tl.float32)
-        if OFFSET:
-            x_factor, y_factor = x_factor + 1.0, y_factor + 1.0
-        x, y = tl.where(is_value, x, x * scale * x_factor), y * scale * y_factor
+        normed = x * scale * _head_weight(q_weight, k_weight, d, inside, head < HEADS, OFFSET)
+        x = tl.where(is_value, x, normed)
+        y *= scale * _head_weight(q_weight, k_weight, partner, rotated, head < HEADS, OFFSET)
     c = tl.load(cos + row * (2 * HALF) + d, mask=rotated, other=1.0)
     s = tl.load(sin + row * (2 * HALF) + d, mask=rotated, other=0.0)
     result = (x * c + y * s).to(out.dtype.element_ty)
@@ -159,8 +163,8 @@ def rotate_heads(
     and puts keys and values, if there are any, where `slots` says.
 
     Args:
-        keys, values: contiguous `[places, kv_heads, head_dim]`, of qkv's dtype.
-        slots: int64 `[n]`.
+        keys, values: contiguous `[..., kv_heads, head_dim]`, of qkv's dtype.
+        slots: int64 `[n]`, indices into the flattened leading axes.
     """
     (count, total, dim), queries = qkv.shape, qkv.shape[1] - 2 * kv_heads
     assert qkv.stride(1) == dim and cos.is_contiguous() and sin.is_contiguous()
@@ -170,7 +174,7 @@ def rotate_heads(
     if out.numel():
         _rotate_heads[(count, triton.cdiv(total, rows))](
             out, keys, values, qkv, q_weight, k_weight, cos, sin, slots, eps, qkv.stride(0), HEADS=queries,
-            KV_HEADS=kv_heads, DIM=dim, PADDED=padded(dim), HALF=cos.shape[-1] // 2, ROWS=rows, OFFSET=offset,
+            KV_HEADS=kv_heads, DIM=dim, PADDED=padded(dim), HALF=cos.shape[-1] // 2, ROWS=rows, OFFSET=int(offset),
             num_warps=4,
         )  # fmt: skip
     return out
