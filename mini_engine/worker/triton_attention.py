@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mini_engine.kernels import paged
+from mini_engine.kernels import elementwise, paged
+from mini_engine.kernels.ops import Heads
 from mini_engine.kernels.staging import to_device
 from mini_engine.worker.attention import KVCache, Span
 
@@ -133,8 +134,8 @@ class TritonAttention:
         self._cache, self.slots = cache, slots
         self.decode, self._prefill = decode, prefill
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self._cache.write(layer, self.slots, k, v)
+    def __call__(self, layer: int, heads: Heads) -> Tensor:
+        q = elementwise.rotate_heads(*heads, self._cache.keys(layer), self._cache.values(layer), self.slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for part in (self.decode, self._prefill):
             if part is not None:

@@ -25,7 +25,7 @@ WIDTHS = {"bf16": 2, "fp32": 4}
 def types_of(dtype: str) -> dict[str, str]:
     """Of each argument of any kernel, by its name; those that are not here are strides and counts."""
     names = [
-        (f"*{dtype}", "out q keys values k v x residual weight gate_up"),
+        (f"*{dtype}", "out q keys values k v qkv q_weight k_weight x residual weight gate_up"),
         ("*fp32", "parts sums cos sin frequencies mean std scores factors"),
         ("*i64", "positions axis slots rows"),
         ("*i32", "tables contexts tiles counts"),
@@ -41,7 +41,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compile_for_hopper(
-    kernel: Any, types: Mapping[str, str], fixed: Mapping[str, int | bool], shape: paged.Shape
+    kernel: Any, types: Mapping[str, str], fixed: Mapping[str, int | bool | None], shape: paged.Shape
 ) -> Any:
     """The compiled kernel; pointers and strides are multiples of 16, as the engine's mostly are."""
     names = kernel.arg_names
@@ -74,14 +74,15 @@ def test_attention(dim: int, group: int, dtype: str):
 
 @pytest.mark.parametrize("dtype", WIDTHS)
 def test_small_operators(dtype: str):
+    heads = {"DIM": 80, "PADDED": 128, "HALF": 20, "ROWS": 8, "OFFSET": 1}
     for kernel, fixed in (
         (paged._join, {"DIM": 80, "PADDED": 128, "N": 64, "SPLITS": 64, "LEAST": 256}),
         (elementwise._rms_norm, {"SIZE": 3584, "PADDED": 4096, "ADD": True, "OFFSET": True}),
         (elementwise._silu_mul, {"SIZE": 3420, "COLUMNS": 1024}),
-        (elementwise._rotate, {"HEADS": 28, "HEADS_PADDED": 32, "HALF": 40, "HALF_PADDED": 64}),
+        (elementwise._rotate_heads, heads | {"HEADS": 16, "KV_HEADS": 4}),
+        (elementwise._rotate_heads, heads | {"HEADS": 32, "KV_HEADS": 0, "q_weight": None, "k_weight": None}),
         (elementwise._mrope, {"HALF": 40, "HALF_PADDED": 64}),
         (elementwise._normalise, {"SIZE": 1176, "CHANNEL": 392, "COLUMNS": 1024}),
-        (elementwise._write_cache, {"SIZE": 512, "PADDED": 512}),
         (elementwise._penalise, {"SIZE": 152064, "COLUMNS": 1024}),
     ):
         compiled = compile_for_hopper(kernel, types_of(dtype), fixed, paged.Shape(0, 0, 8, 3))

@@ -13,6 +13,9 @@ from mini_engine.kernels import ops
 from mini_engine.worker import sampler
 from mini_engine.worker.grammar import bars_of
 
+pytest.importorskip("triton")
+from mini_engine.kernels import elementwise  # noqa: E402
+
 BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 dtypes = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 
@@ -114,12 +117,32 @@ def test_normalise(dtype, device):
 
 
 @dtypes
-def test_write_cache(dtype, device):
-    keys, values = torch.zeros(2, 20, 3, 24, dtype=dtype, device=device)
-    k, v = torch.randn(4, 6, 24).to(device, dtype).split((3, 3), dim=1)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotary", "offset"),
+    [(2, 2, 64, 64, None), (5, 1, 80, 80, False), (7, 3, 128, 128, None), (8, 2, 128, 32, False),
+     (4, 1, 256, 64, True)],
+)  # fmt: skip
+def test_rotate_heads(heads, kv_heads, dim, rotary, offset, dtype, device):
+    """Heads with a gate behind them; what lies past a head or past its rotated columns is as in torch's operators."""
+    x = torch.randn(4, 2 * heads + 2 * kv_heads, dim).to(device, dtype)
+    x[1, -heads - kv_heads :] = float("inf")  # values are copied, whatever they are
+    qkv, kept = x[:, : heads + 2 * kv_heads], x.clone()
+    weights = torch.randn(2, dim).to(device, dtype)
+    norms = None if offset is None else ops.HeadNorms(*weights, 0.5, offset)
+    angles = 50 * torch.randn(4, rotary // 2, device=device)
+    cos, sin = ops.rotary_tables(angles)
+    keys, values = torch.zeros(2, 20, kv_heads, dim, dtype=dtype, device=device)
     slots = torch.tensor([19, 0, 7, 3], device=device)
-    ops.write_cache(keys, values, k, v, slots)
-    assert torch.equal(keys[slots], k) and torch.equal(values[slots], v)
+    q = elementwise.rotate_heads(qkv, kv_heads, cos, sin, norms, keys, values, slots)
+    assert q.is_contiguous() and torch.equal(x, kept)
+    wide = qkv.double().split((heads, kv_heads, kv_heads), dim=1)
+    for ours, exact, weight in zip((q, keys[slots]), wide, weights, strict=False):
+        normed = exact if norms is None else norm(exact, weight, 0.5, offset)
+        first, second, rest = normed.split((rotary // 2, rotary // 2, dim - rotary), dim=-1)
+        c, s = angles.double().cos().unsqueeze(1), angles.double().sin().unsqueeze(1)
+        close(ours, torch.cat((first * c - second * s, second * c + first * s, rest), dim=-1))
+    assert torch.equal(values[slots], qkv[:, heads + kv_heads :])
     others = [slot for slot in range(20) if slot not in (19, 0, 7, 3)]
     assert not keys[others].any() and not values[others].any()
 
