@@ -16,7 +16,7 @@ from mini_engine.kernels.staging import to_device
 TILE, WARPS = 4096, 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["words"])  # one for all vocabularies of tokenizers
 def _mask_tokens(scores, bars, rows, words, masked, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
     at, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     bits = tl.load(bars + at * words + (column >> 5), mask=(column >> 5) < words, other=-1)

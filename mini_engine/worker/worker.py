@@ -24,10 +24,10 @@ import zmq
 from mini_engine.child import Child
 from mini_engine.config import AttentionBackendName, ConfigError, EngineConfig
 from mini_engine.failpoints import reach_failpoint
-from mini_engine.kernels.ops import triton_obstacle
-from mini_engine.messages import Chunk, GrammarReady, Init, NewSequence, SamplingParams, Step, WorkerReady
+from mini_engine.kernels.ops import mask_tokens, triton_obstacle
+from mini_engine.messages import Chunk, GrammarReady, Init, NewSequence, Step, WorkerReady
 from mini_engine.model.checkpoint import CheckpointError
-from mini_engine.model.config import VisionConfig
+from mini_engine.model.config import ModelConfig
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
@@ -37,7 +37,7 @@ from mini_engine.transport.cuda_memory import CudaMapped
 from mini_engine.worker.attention import AttentionBackend, KVCache, SdpaBackend
 from mini_engine.worker.grammar import Grammars
 from mini_engine.worker.media_inputs import MediaInputs
-from mini_engine.worker.memory import CacheSize, MemoryUse, cache_size, profile, room_for
+from mini_engine.worker.memory import HUNGRY_SAMPLING, CacheSize, MemoryUse, cache_size, profile, room_for
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.pinning import PinnedMemory
@@ -97,7 +97,7 @@ def _run(child: Child) -> None:
     runner = runner_with(choose_cache_size(init.config, model, use))
     with room_for("CUDA graphs and a first step beside the KV cache", GRAPHS_REMEDY, device):
         record_graphs(runner)
-        warm_up(runner, model.config.vision)
+        warm_up(runner, model.config)
     gc.freeze()  # what is loaded stays: the collector need not walk over it
     gc.enable()
     core = sockets.connect_dealer(
@@ -300,14 +300,17 @@ def record_graphs(runner: ModelRunner) -> None:
         logger.info("%d CUDA graphs of decode steps recorded in %.1f s", len(runner.graphs), time.monotonic() - begun)
 
 
-def warm_up(runner: ModelRunner, vision: VisionConfig) -> None:
+def warm_up(runner: ModelRunner, model: ModelConfig) -> None:
     """Run one small image and a short prompt, so that lazy initialisation happens before the first request."""
     reach_failpoint("warming-up")
-    side = 2 * vision.spatial_merge_size
-    runner.encode_patches([torch.zeros(side * side, vision.patch_dim, dtype=torch.uint8)], [(1, side, side)])
+    side = 2 * model.vision.spatial_merge_size
+    runner.encode_patches([torch.zeros(side * side, model.vision.patch_dim, dtype=torch.uint8)], [(1, side, side)])
     # A prefill of two tokens and a step of one, as a decode is, in the first blocks of the cache, which are still free.
-    new = NewSequence("warm-up", [0, 0, 0], SamplingParams(max_tokens=1, seed=0), [])
+    new = NewSequence("warm-up", [0, 0, 0], HUNGRY_SAMPLING, [])
     blocks = list(range(-(-3 // runner.block_size)))
     runner.execute(Step(0, started=[new], chunks=[Chunk("warm-up", 0, 2, blocks, False)]))
     runner.execute(Step(0, chunks=[Chunk("warm-up", 2, 1, [], True)]))
     runner.execute(Step(0, finished=["warm-up"]))
+    if runner.device.type == "cuda" and triton_obstacle(runner.device) is None:  # what a grammar needs is compiled, too
+        scores = torch.zeros(1, model.text.vocab_size, device=runner.device)
+        mask_tokens(scores, [0], torch.zeros(1, 1, dtype=torch.int32))
