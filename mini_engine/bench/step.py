@@ -18,13 +18,14 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
 import signal
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,7 @@ from mini_engine.bench.server import fetch, launched, server_flags
 from mini_engine.cli import parse
 from mini_engine.config import EngineConfig
 from mini_engine.host import resolve_model
-from mini_engine.messages import Chunk, NewSequence, SamplingParams, Step
+from mini_engine.messages import Chunk, NewSequence, SamplingParams, StateStart, Step
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.worker import worker
@@ -62,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Start the server, measure in turn, print the table."""
     flags = server_flags("--launch", args.launch)
-    runner, model = make_runner(parse(flags), args.batch, PROMPT_TOKENS + WARM_UP_STEPS + args.steps)
+    longest = PROMPT_TOKENS + WARM_UP_STEPS + args.steps
+    runner, model = make_runner(parse(flags), [(args.batch, longest)])
     forward = [0.0]
     for part in MODEL_PARTS:
         setattr(model, part, _timed(getattr(model, part), forward))
@@ -92,14 +94,16 @@ def run(args: argparse.Namespace) -> Report:
     return Report(results | {"batch": args.batch, "engine_share": round(share, 4)})
 
 
-def make_runner(config: EngineConfig, batch: int, longest: int) -> tuple[ModelRunner, VisionLanguageModel]:
-    """The runner of a worker alone, with a KV cache for `batch` sequences of `longest` tokens; and its model. For steps
-    without media."""
+def make_runner(config: EngineConfig, batches: Sequence[tuple[int, int]]) -> tuple[ModelRunner, VisionLanguageModel]:
+    """The runner of a worker alone, with a KV cache and recurrent states for each of `batches`: a number of sequences,
+    and most tokens of each; and its model. For steps without media."""
     torch.set_num_threads(1)
     model_dir, device, tp = resolve_model(config), worker.choose_device(config, 0, 0), TensorParallel()
     model = worker.load(model_dir, config, tp, device)
     backend = worker.choose_backend(config.attention_backend, device)
-    size = CacheSize(batch * -(-longest // config.block_size), 1)
+    most = max(batch for batch, _ in batches)
+    size = CacheSize(max(batch * -(-longest // config.block_size) for batch, longest in batches), most)
+    config = dataclasses.replace(config, max_num_seqs=most)
     attention = worker.make_attention(config, model, backend, size)
     graphs = worker.make_graphs(config, model, attention)
     no_media: Any = SimpleNamespace(store=None, rows=None, check=lambda: None, release=lambda _: None)
@@ -116,6 +120,7 @@ def decode(runner: ModelRunner, batch: int, context: int, cached: int) -> Genera
     blocks = [iter(range(number, runner.num_blocks, batch)) for number in range(batch)]  # those yet to fill
     params = SamplingParams(max_tokens=1 << 20, seed=0, temperature=0.0)
     started = [NewSequence(name, [7] * context, params, []) for name in names]
+    states = [StateStart(name, slot, None) for slot, name in enumerate(names)] if runner.num_states else []
     before: Launched | None = None
     start, held = cached, 0
     try:
@@ -125,10 +130,10 @@ def decode(runner: ModelRunner, batch: int, context: int, cached: int) -> Genera
                 Chunk(name, start, stop - start, list(itertools.islice(mine, needed - held)), True)
                 for name, mine in zip(names, blocks, strict=True)
             ]
-            launched = runner.launch(Step(stop, started=started, chunks=chunks))
+            launched = runner.launch(Step(stop, started=started, states=states, chunks=chunks))
             if before is not None:
                 before.result()
-            start, held, started, before = stop, needed, [], launched
+            start, held, started, states, before = stop, needed, [], [], launched
             yield
     finally:
         runner.execute(Step(0, finished=names))
