@@ -6,7 +6,8 @@ operations a second of a product of 8192 x 8192 matrices. Then, for each of --mo
     prefill  a prompt of 8,192 tokens in one step: the share of `matrix`. Aim: 50 %.
     vision   a video of 16 frames of 640x360 through the tower, from uint8 patches: the share of `matrix`. Aim: 40 %.
 A part's least work follows from its weights: bytes of them and of the cache, two operations for each and a row. A batch
-that does not fit into the free memory is cut, then its context. A part that fails is reported; the others are measured.
+that does not fit into the free memory is cut, then its context. With --check the command first finds out whether all
+that the engine needs works: see `gpu_check.py`.
 
 What it should cost on an H200 (4.8 TB/s, 990 TFLOP/s by its data sheet): decode of Qwen2.5-VL-7B at batch 1 reads
 14 GB, 3 ms; prefill is 1.2e14 operations, 0.25 s at half the rate; the video is 1.3e13, 30 ms.
@@ -18,19 +19,20 @@ import argparse
 import contextlib
 import gc
 import itertools
+import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from mini_engine.bench.cli import Report, say, table
 from mini_engine.bench.server import server_flags
-from mini_engine.bench.step import decode, make_runner, take
+from mini_engine.bench.step import decode, make_runner, plain_requests, take
 from mini_engine.cli import parse
 from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
 from mini_engine.host import resolve_model
@@ -52,10 +54,10 @@ HEAD = ("model", "part", "batch", "context", "ms", "share", "aim")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
-    add, known = parser.add_argument, " ".join(path.stem for path in sorted(CONFIGS.glob("*.json")))
-    add("--models", nargs="+", default=[], metavar="MODEL",
-        help=f"With random weights: {known}; else as serve.py takes it (default: the first that fits of "
-             f"{', '.join(BY_SIZE)}).")  # fmt: skip
+    add, known = parser.add_argument, ", ".join(path.stem for path in sorted(CONFIGS.glob("*.json")))
+    add("--check", action="store_true", help="PASS or FAIL for each thing that the engine needs; no other flags.")
+    text = f"Of {known}, with random weights, or as serve.py takes it (default: the first that fits of {BY_SIZE})."
+    add("--models", nargs="+", default=[], metavar="MODEL", help=text)
     add("--launch", default="--dtype bfloat16", metavar="FLAGS", help="Flags of serve.py (default: --dtype bfloat16).")
     add("--batches", type=int, nargs="+", default=[1, 8, 32, 64], help="Batch sizes (default: 1 8 32 64).")
     add("--contexts", type=int, nargs="+", default=[1024, 8192], help="Context lengths (default: 1024 8192).")
@@ -65,25 +67,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Report:
     """Measure all parts and print the table."""
+    if args.check:
+        from mini_engine.bench import gpu_check  # which imports this module
+
+        return gpu_check.run(gpu_check.CHECKS)
     if not torch.cuda.is_available():
         raise ConfigError("gpu: torch finds no CUDA device here")
-    device, flags = torch.cuda.get_device_name(), server_flags("--launch", args.launch)
-    rates = measure_rates()
-    print(f"{device}: copy {rates.copy / 1e12:.2f} TB/s, matrix {rates.matrix / 1e12:.0f} TFLOP/s", flush=True)
+    device, flags, rates = torch.cuda.get_device_name(), server_flags("--launch", args.launch), measure_rates()
+    print(f"{device}: {rates}", flush=True)
     rows: list[list[object]] = []
     failures: list[str] = []
-    for name in args.models or [largest_that_fits(flags)]:
-        with checkpoint(name) as model_flags:
-            try:
-                config = parse([*model_flags, *flags])
-                for part in parts_of(config, args.batches, args.contexts, args.steps, args.repeats):
-                    row, error = part.measure(rates)
+    for name in args.models or [default_model(flags)]:
+        try:
+            with checkpoint(name) as model:
+                config = parse([*model, *flags])
+                for row in measure(config, rates, args.batches, args.contexts, args.steps, args.repeats):
                     rows.append([name, *row])
                     say(table(HEAD, rows[-1:]).splitlines()[1])
-                    if error:
-                        failures.append(f"{name}, {part.name}, batch {part.batch}: {error}")
-            except Exception as error:  # noqa: BLE001  the other models are still measured
-                failures.append(f"{name}: {first_line(error)}")
+        except Exception as error:  # noqa: BLE001  the others are still measured
+            failures.append(f"{name}: {first_line(error)}")
     print(table(HEAD, rows))
     results = {"device": device, "copy_bytes_per_s": rates.copy, "matrix_flop_per_s": rates.matrix}
     return Report(results | {"rows": [dict(zip(HEAD, row, strict=True)) for row in rows]}, failures)
@@ -95,31 +97,34 @@ class Rates(NamedTuple):
     copy: float  # bytes a second, read and written
     matrix: float  # operations a second of a bfloat16 product
 
+    def __str__(self) -> str:
+        return f"copy {self.copy / 1e12:.2f} TB/s, matrix {self.matrix / 1e12:.0f} TFLOP/s"
+
 
 def measure_rates() -> Rates:
     """Of the current device."""
     nbytes = min(COPY_BYTES, torch.cuda.mem_get_info()[0] // 4)
     source = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
-    target = torch.zeros_like(source)
-    copied = _median(partial(target.copy_, source), 10)
-    del source, target
-    torch.cuda.empty_cache()
+    copied = _median(source.clone, 10)
     left, right = torch.randn(2, SIDE, SIDE, dtype=torch.bfloat16, device="cuda")
     return Rates(2 * nbytes / copied, 2 * SIDE**3 / _median(partial(torch.mm, left, right), 10))
 
 
 @contextlib.contextmanager
-def checkpoint(name: str) -> Iterator[list[str]]:
-    """Flags of serve.py for a model: of CONFIGS, in a directory that exists as long as the context, with the bundled
-    model's tokenizer and processor; otherwise `name` itself."""
+def checkpoint(name: str, change: Callable[[Any], None] | None = None) -> Iterator[list[str]]:
+    """Flags of serve.py for a model: of CONFIGS, changed by `change`, with random weights and the bundled model's
+    tokenizer and processor, in a directory that exists as long as the context; otherwise `name` itself."""
     if not (CONFIGS / f"{name}.json").is_file():
         yield [name]
         return
+    raw = json.loads((CONFIGS / f"{name}.json").read_text())
+    if change is not None:
+        change(raw)
     with tempfile.TemporaryDirectory() as folder:
-        for file in Path(BUNDLED_MODEL).iterdir():
-            if file.name != "config.json" and file.suffix != ".safetensors":
-                Path(folder, file.name).symlink_to(file)
-        Path(folder, "config.json").symlink_to(CONFIGS / f"{name}.json")
+        for file in Path(BUNDLED_MODEL).glob("*[!s]"):  # without the weights, *.safetensors
+            Path(folder, file.name).symlink_to(file)
+        Path(folder, "config.json").unlink()
+        Path(folder, "config.json").write_text(json.dumps(raw))
         yield [folder, "--load-format", "dummy"]
 
 
@@ -137,17 +142,15 @@ def footprint(config: EngineConfig) -> Footprint:
     dtype: torch.dtype = getattr(torch, sizes.dtype if config.dtype == "auto" else config.dtype)
     model = VisionLanguageModel(sizes, Placement(TensorParallel(), dtype, torch.device("meta")))
     cache, state = model.attention_shape, model.state_shape
-    token = 2 * cache.layers * cache.kv_heads * cache.head_dim
-    return Footprint(
-        _weights(model) * dtype.itemsize, token * dtype.itemsize, state.nbytes(dtype) if state is not None else 0
-    )
+    token = 2 * cache.layers * cache.kv_heads * cache.head_dim * dtype.itemsize
+    return Footprint(_weights(model) * dtype.itemsize, token, state.nbytes(dtype) if state is not None else 0)
 
 
-def largest_that_fits(flags: list[str]) -> str:
-    """Of BY_SIZE, into the free memory of the current device; the smallest if none does."""
+def default_model(flags: Sequence[str]) -> str:
+    """The first of BY_SIZE that fits into the free memory of the current device, or the last."""
     for name in BY_SIZE:
-        with checkpoint(name) as model_flags:
-            weights = footprint(parse([*model_flags, *flags])).weights
+        with checkpoint(name) as model:
+            weights = footprint(parse([*model, *flags])).weights
         if weights + 2 * WORK_BYTES <= torch.cuda.mem_get_info()[0]:
             break
     return name
@@ -169,62 +172,34 @@ def cut(batches: Sequence[tuple[int, int]], free: int, model: Footprint, more: i
     return list(dict.fromkeys(fitting))
 
 
-class Part(NamedTuple):
-    """What can be measured of a model."""
-
-    name: str
-    batch: int
-    context: int | None
-    aim: float
-    limit: Literal["copy", "matrix"]  # the rate that bounds it
-    amount: float  # bytes or operations
-    seconds: Callable[[], float]  # measures
-
-    def measure(self, rates: Rates) -> tuple[list[object], str | None]:
-        """The cells of its row after the model's name; and why it failed, if it did."""
-        try:
-            seconds = self.seconds()
-        except Exception as error:  # noqa: BLE001  the other parts are still measured
-            return [self.name, self.batch, self.context, None, None, self.aim], first_line(error)
-        share = self.amount / seconds / getattr(rates, self.limit)
-        return [self.name, self.batch, self.context, 1000 * seconds, share, self.aim], None
-
-
-def parts_of(
-    config: EngineConfig, batches: Sequence[int], contexts: Sequence[int], steps: int, repeats: int
-) -> Iterator[Part]:
-    """Loads the model, which is there as long as the iterator. Raises ConfigError: there is no room."""
+def measure(
+    config: EngineConfig, rates: Rates, batches: Sequence[int], contexts: Sequence[int], steps: int, repeats: int
+) -> Iterator[tuple[str, int, int | None, float, float, float]]:
+    """Each part's name, batch, context, milliseconds, share and aim. Raises ConfigError: there is no room."""
     gc.collect()  # of the model before
     torch.cuda.empty_cache()
     need, free, grown = footprint(config), torch.cuda.mem_get_info()[0], steps * (repeats + 1) + config.block_size
     decodes = cut([(batch, context) for context, batch in itertools.product(contexts, batches)], free, need, grown)
     prefills = cut([(1, PREFILL_TOKENS)], free, need, grown)
-    if not decodes or not prefills:
+    if not prefills:
         raise ConfigError(f"the weights, {need.weights / 2**30:.1f} GiB, leave no room in {free / 2**30:.1f} GiB")
-    runner, model = make_runner(config, [(batch, context + grown) for batch, context in [*decodes, *prefills]])
-    text, layers = model.config.text, model.attention_shape.layers
-    weights = _weights(model.decoder) + _weights(model.head)
-    for batch, context in decodes:
-        mean_context = context + steps * (repeats + 2) // 2
-        moved = weights * runner.dtype.itemsize + batch * (mean_context * need.token + 2 * need.state)
-        yield Part(
-            "decode", batch, context, 0.7, "copy", moved, partial(_decode, runner, batch, context, steps, repeats)
-        )
-    for _, context in prefills:
-        # Of attention, the half that is causal.
-        flops = 2 * context * (weights + layers * text.num_heads * text.head_dim * context)
-        yield Part(
-            "prefill", 1, context, 0.5, "matrix", flops, partial(_median, partial(_prefill, runner, context), repeats)
-        )
-    t, h, w = VIDEO_GRID
+    runner, model = make_runner(config, [(batch, context + grown) for batch, context in [*prefills, *decodes]])
+    text, (t, h, w) = model.config.text, VIDEO_GRID
     patches = torch.zeros(t * h * w, model.config.vision.patch_dim, dtype=torch.uint8, device=runner.device)
-    flops, encode = 2 * t * h * w * _weights(model.visual), partial(runner.encode_patches, [patches], [VIDEO_GRID])
-    yield Part("vision", 1, None, 0.4, "matrix", flops, partial(_median, encode, repeats))
-
-
-def _decode(runner: ModelRunner, batch: int, context: int, steps: int, repeats: int) -> float:
-    with contextlib.closing(decode(runner, batch, context, cached=context - 1)) as launches:
-        return _median(partial(take, launches, steps), repeats) / steps
+    seconds = _median(partial(runner.encode_patches, [patches], [VIDEO_GRID]), repeats)
+    yield "vision", 1, None, 1000 * seconds, 2 * len(patches) * _weights(model.visual) / seconds / rates.matrix, 0.4
+    weights = _weights(model.decoder) + _weights(model.head)
+    for _, context in prefills:
+        seconds = _median(partial(_prefill, runner, context), repeats)
+        # Of attention, the half that is causal.
+        attention = model.attention_shape.layers * text.num_heads * text.head_dim * context
+        yield "prefill", 1, context, 1000 * seconds, 2 * context * (weights + attention) / seconds / rates.matrix, 0.5
+    for batch, context in decodes:
+        with contextlib.closing(decode(runner, plain_requests(batch, context), context - 1)) as launches:
+            seconds = _median(partial(take, launches, steps), repeats) / steps
+        cached = (context + steps * (repeats + 2) // 2) * need.token
+        moved = weights * runner.dtype.itemsize + batch * (cached + 2 * need.state)
+        yield "decode", batch, context, 1000 * seconds, moved / seconds / rates.copy, 0.7
 
 
 def first_line(error: BaseException) -> str:
@@ -237,7 +212,7 @@ def _weights(module: torch.nn.Module) -> int:
 
 
 def _prefill(runner: ModelRunner, tokens: int) -> None:
-    with contextlib.closing(decode(runner, 1, tokens, cached=0)) as steps:
+    with contextlib.closing(decode(runner, plain_requests(1, tokens))) as steps:
         take(steps, 1)
 
 

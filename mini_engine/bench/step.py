@@ -37,7 +37,16 @@ from mini_engine.bench.server import fetch, launched, server_flags
 from mini_engine.cli import parse
 from mini_engine.config import EngineConfig
 from mini_engine.host import resolve_model
-from mini_engine.messages import Chunk, NewSequence, SamplingParams, StateStart, Step
+from mini_engine.messages import (
+    Chunk,
+    EncodeItem,
+    NewSequence,
+    SampledToken,
+    SamplingParams,
+    StateStart,
+    Step,
+    TensorHandle,
+)
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.worker import worker
@@ -74,7 +83,7 @@ def run(args: argparse.Namespace) -> Report:
         api_server = next(int(child) for child in children if b"api 0" in Path(f"/proc/{child}/cmdline").read_bytes())
         for repeat in range(args.repeats):
             say(f"repeat {repeat + 1} of {args.repeats}")
-            with contextlib.closing(decode(runner, args.batch, PROMPT_TOKENS, cached=0)) as steps:
+            with contextlib.closing(decode(runner, plain_requests(args.batch, PROMPT_TOKENS))) as steps:
                 take(steps, WARM_UP_STEPS)
                 forward[0], begun = 0.0, time.thread_time()
                 take(steps, args.steps)
@@ -96,7 +105,7 @@ def run(args: argparse.Namespace) -> Report:
 
 def make_runner(config: EngineConfig, batches: Sequence[tuple[int, int]]) -> tuple[ModelRunner, VisionLanguageModel]:
     """The runner of a worker alone, with a KV cache and recurrent states for each of `batches`: a number of sequences,
-    and most tokens of each; and its model. For steps without media."""
+    and most tokens of each; and its model. The contents of media are made up."""
     torch.set_num_threads(1)
     model_dir, device, tp = resolve_model(config), worker.choose_device(config, 0, 0), TensorParallel()
     model = worker.load(model_dir, config, tp, device)
@@ -106,40 +115,57 @@ def make_runner(config: EngineConfig, batches: Sequence[tuple[int, int]]) -> tup
     config = dataclasses.replace(config, max_num_seqs=most)
     attention = worker.make_attention(config, model, backend, size)
     graphs = worker.make_graphs(config, model, attention)
-    no_media: Any = SimpleNamespace(store=None, rows=None, check=lambda: None, release=lambda _: None)
-    runner = ModelRunner(model, attention, no_media, Normalisation.from_dir(model_dir), tp, None, graphs)
+    media: Any = SimpleNamespace(store=None, rows=_made_up_rows, check=lambda: None, release=lambda _: None)
+    runner = ModelRunner(model, attention, media, Normalisation.from_dir(model_dir), tp, None, graphs)
     worker.record_graphs(runner)
     return runner, model
 
 
-def decode(runner: ModelRunner, batch: int, context: int, cached: int) -> Generator[None, None, None]:
-    """`batch` sequences that decode together, a step for each item; the first is the prompt of `context` tokens, of
-    which the cache counts as filled with the first `cached`. A step is launched before the tokens of the one before are
-    taken, as in a worker."""
-    names = [f"bench-{number}" for number in range(batch)]
-    blocks = [iter(range(number, runner.num_blocks, batch)) for number in range(batch)]  # those yet to fill
+def _made_up_rows(handle: TensorHandle, first: int, stop: int) -> torch.Tensor:
+    values = torch.arange(first * handle.shape[1], stop * handle.shape[1]) * 7919 >> 5
+    return values.to(torch.uint8).view(stop - first, -1)
+
+
+def plain_requests(batch: int, context: int) -> list[NewSequence]:
+    """`batch` prompts of `context` tokens, greedy."""
     params = SamplingParams(max_tokens=1 << 20, seed=0, temperature=0.0)
-    started = [NewSequence(name, [7] * context, params, []) for name in names]
-    states = [StateStart(name, slot, None) for slot, name in enumerate(names)] if runner.num_states else []
+    return [NewSequence(f"bench-{number}", [7] * context, params, []) for number in range(batch)]
+
+
+def decode(
+    runner: ModelRunner, requests: Sequence[NewSequence], cached: int = 0, parts: int = 1
+) -> Generator[list[SampledToken], None, None]:
+    """Sequences that decode together, a step for each item: the tokens of the step before. The first `parts` steps are
+    the prompts, of which the cache counts as filled with the first `cached` tokens. A step is launched before the
+    tokens of the one before are taken, as in a worker."""
+    names, count = [request.request_id for request in requests], len(requests)
+    blocks = [iter(range(number, runner.num_blocks, count)) for number in range(count)]  # those yet to fill
+    starts, held, hashes = [cached] * count, [0] * count, {item.media_hash for one in requests for item in one.media}
+    step = Step(
+        0, started=[*requests],
+        states=[StateStart(name, slot, None) for slot, name in enumerate(names)] if runner.num_states else [],
+        encode=[EncodeItem(one.request_id, i, 0, item.grid_thw[0])
+                for one in requests for i, item in enumerate(one.media)],
+    )  # fmt: skip
     before: Launched | None = None
-    start, held = cached, 0
     try:
-        for stop in itertools.count(context):
-            needed = -(-stop // runner.block_size)
-            chunks = [
-                Chunk(name, start, stop - start, list(itertools.islice(mine, needed - held)), True)
-                for name, mine in zip(names, blocks, strict=True)
-            ]
-            launched = runner.launch(Step(stop, started=started, states=states, chunks=chunks))
-            if before is not None:
-                before.result()
-            start, held, started, states, before = stop, needed, [], [], launched
-            yield
+        for number in itertools.count(1):
+            for i, request in enumerate(requests):
+                start, length = starts[i], len(request.prompt_token_ids)
+                stop = cached + (length - cached) * number // parts if number <= parts else length + number - parts
+                starts[i], needed = stop, -(-stop // runner.block_size)
+                mine = list(itertools.islice(blocks[i], needed - held[i]))
+                step.chunks.append(Chunk(names[i], start, stop - start, mine, stop >= length))
+                held[i] = needed
+            launched = runner.launch(step)
+            tokens = before.result().tokens if before is not None else []
+            step, before = Step(number), launched
+            yield tokens
     finally:
-        runner.execute(Step(0, finished=names))
+        runner.execute(Step(0, finished=names, evict=[*hashes]))
 
 
-def take(steps: Iterator[None], count: int) -> None:
+def take(steps: Iterator[object], count: int) -> None:
     """Do so many of the steps."""
     for _ in range(count):
         next(steps)
