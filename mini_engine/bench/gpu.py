@@ -19,36 +19,33 @@ import argparse
 import contextlib
 import gc
 import itertools
-import json
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from mini_engine.bench import gpu_check
 from mini_engine.bench.cli import Report, say, table
+from mini_engine.bench.runner import CONFIGS, checkpoint, decode, make_runner, plain_requests, take
 from mini_engine.bench.server import server_flags
-from mini_engine.bench.step import decode, make_runner, plain_requests, take
 from mini_engine.cli import parse
-from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
+from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.host import resolve_model
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.worker.model_runner import ModelRunner
 
-# `config.json` of checkpoints on the hub, shortened to what is read; that of Qwen3.5 is assembled.
-CONFIGS = Path(__file__).parent / "configs"
 BY_SIZE = ("Qwen2.5-VL-7B-Instruct", "Qwen3-VL-4B-Instruct", "Qwen2-VL-2B-Instruct")
 COPY_BYTES = 4 << 30
 SIDE = 8192
 PREFILL_TOKENS = 8192
 VIDEO_GRID = (8, 26, 46)  # of 16 frames of 640x360, which the processor makes 644x364, in patches of 14 pixels
 WORK_BYTES = 5 << 29  # beside weights and cache: a prefill's activations, CUDA graphs, workspaces
+LEAST_SHARE = 0.5  # of the aims, for --check: below that something is broken rather than slow
 HEAD = ("model", "part", "batch", "context", "ms", "share", "aim")
 
 
@@ -68,9 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Measure all parts and print the table."""
     if args.check:
-        from mini_engine.bench import gpu_check  # which imports this module
-
-        return gpu_check.run(gpu_check.CHECKS)
+        return gpu_check.run({**gpu_check.CHECKS, "shares": shares})
     if not torch.cuda.is_available():
         raise ConfigError("gpu: torch finds no CUDA device here")
     device, flags, rates = torch.cuda.get_device_name(), server_flags("--launch", args.launch), measure_rates()
@@ -85,10 +80,22 @@ def run(args: argparse.Namespace) -> Report:
                     rows.append([name, *row])
                     say(table(HEAD, rows[-1:]).splitlines()[1])
         except Exception as error:  # noqa: BLE001  the others are still measured
-            failures.append(f"{name}: {first_line(error)}")
+            failures.append(f"{name}: {gpu_check.first_line(error)}")
     print(table(HEAD, rows))
     results = {"device": device, "copy_bytes_per_s": rates.copy, "matrix_flop_per_s": rates.matrix}
     return Report(results | {"rows": [dict(zip(HEAD, row, strict=True)) for row in rows]}, failures)
+
+
+def shares() -> str:
+    """Tower, prefill and decode as `bench.py gpu` measures them."""
+    rates, texts, low = measure_rates(), list[str](), list[str]()
+    name = default_model([])
+    with checkpoint(name) as flags:
+        for part, batch, _, _, share, aim in measure(parse(flags), rates, [1, 32], [1024], steps=20, repeats=3):
+            texts.append(f"{part} at batch {batch} {share:.0%}")
+            low += [f"{texts[-1]} is below {LEAST_SHARE * aim:.0%}"] if share < LEAST_SHARE * aim else []
+    assert not low, f"{', '.join(low)} of {rates}: {name}, {', '.join(texts)}"
+    return f"of {rates}: {name}, {', '.join(texts)}"
 
 
 class Rates(NamedTuple):
@@ -103,29 +110,18 @@ class Rates(NamedTuple):
 
 def measure_rates() -> Rates:
     """Of the current device."""
-    nbytes = min(COPY_BYTES, torch.cuda.mem_get_info()[0] // 4)
+    nbytes = min(COPY_BYTES, free_memory() // 4)
     source = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
     copied = _median(source.clone, 10)
     left, right = torch.randn(2, SIDE, SIDE, dtype=torch.bfloat16, device="cuda")
     return Rates(2 * nbytes / copied, 2 * SIDE**3 / _median(partial(torch.mm, left, right), 10))
 
 
-@contextlib.contextmanager
-def checkpoint(name: str, change: Callable[[Any], None] | None = None) -> Iterator[list[str]]:
-    """Flags of serve.py for a model: of CONFIGS, changed by `change`, with random weights and the bundled model's
-    tokenizer and processor, in a directory that exists as long as the context; otherwise `name` itself."""
-    if not (CONFIGS / f"{name}.json").is_file():
-        yield [name]
-        return
-    raw = json.loads((CONFIGS / f"{name}.json").read_text())
-    if change is not None:
-        change(raw)
-    with tempfile.TemporaryDirectory() as folder:
-        for file in Path(BUNDLED_MODEL).glob("*[!s]"):  # without the weights, *.safetensors
-            Path(folder, file.name).symlink_to(file)
-        Path(folder, "config.json").unlink()
-        Path(folder, "config.json").write_text(json.dumps(raw))
-        yield [folder, "--load-format", "dummy"]
+def free_memory() -> int:
+    """Bytes of the current device, what has no reference any more among them."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
 
 
 class Footprint(NamedTuple):
@@ -151,7 +147,7 @@ def default_model(flags: Sequence[str]) -> str:
     for name in BY_SIZE:
         with checkpoint(name) as model:
             weights = footprint(parse([*model, *flags])).weights
-        if weights + 2 * WORK_BYTES <= torch.cuda.mem_get_info()[0]:
+        if weights + 2 * WORK_BYTES <= free_memory():
             break
     return name
 
@@ -176,9 +172,7 @@ def measure(
     config: EngineConfig, rates: Rates, batches: Sequence[int], contexts: Sequence[int], steps: int, repeats: int
 ) -> Iterator[tuple[str, int, int | None, float, float, float]]:
     """Each part's name, batch, context, milliseconds, share and aim. Raises ConfigError: there is no room."""
-    gc.collect()  # of the model before
-    torch.cuda.empty_cache()
-    need, free, grown = footprint(config), torch.cuda.mem_get_info()[0], steps * (repeats + 1) + config.block_size
+    need, free, grown = footprint(config), free_memory(), steps * (repeats + 1) + config.block_size
     decodes = cut([(batch, context) for context, batch in itertools.product(contexts, batches)], free, need, grown)
     prefills = cut([(1, PREFILL_TOKENS)], free, need, grown)
     if not prefills:
@@ -200,11 +194,6 @@ def measure(
         cached = (context + steps * (repeats + 2) // 2) * need.token
         moved = weights * runner.dtype.itemsize + batch * (cached + 2 * need.state)
         yield "decode", batch, context, 1000 * seconds, moved / seconds / rates.copy, 0.7
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in one line: CUDA's go on with advice."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def _weights(module: torch.nn.Module) -> int:

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from mini_engine.bench.cli import Report
-from mini_engine.bench.gpu import checkpoint, default_model, first_line, measure, measure_rates
-from mini_engine.bench.step import decode, make_runner, take
+from mini_engine.bench.runner import checkpoint, decode, make_runner, take
 from mini_engine.cli import parse
 from mini_engine.config import BUNDLED_MODEL
 from mini_engine.kernels import ops
@@ -49,17 +48,17 @@ from mini_engine.transport.pages import PAGE_BYTES
 from mini_engine.worker.grammar import Grammars
 from mini_engine.worker.pinning import PinnedMemory
 
+DEVICE = torch.device("cuda", 0)
 SECONDS = 150  # that one check may take
 # Of two layers, against float32 on the CPU: the root mean square of a difference by that of the values.
 BOUNDS = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
 STEPS = 14  # of a run, two of them prompts
-DTYPE = ("--dtype", "bfloat16")
-LEAST_SHARE = 0.5  # of the aims of `bench.py gpu`; below that something is broken rather than slow
 DIGEST, LARK = b"yes or no", 'start: "yes" | "no"'
 SAMPLING: dict[str, dict[str, Any]] = {
-    "forced": {"temperature": 0.0, "logit_bias": {9: 1e4}},  # whatever the rounding
+    "forced": {"temperature": 0.0, "logit_bias": {9: 1e4}},  # the same token, whatever the rounding
+    "forced image": {"temperature": 0.0, "logit_bias": {9: 1e4}},
     "greedy": {"temperature": 0.0},
-    "image": {"temperature": 0.0, "logit_bias": {9: 1e4}},
+    "image": {"temperature": 0.0},
     "top_p": {"top_p": 0.9, "logprobs": 3},
     "penalised": {"repetition_penalty": 1.2, "presence_penalty": 0.3, "top_k": 20, "logit_bias": {7: 2.0},
                   "min_tokens": 4, "stop_token_ids": [3]},
@@ -116,17 +115,22 @@ def _attempt(result: Connection, work: Callable[[], str], seconds: int, parent: 
         result.send((False, first_line(error)))
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line: CUDA's go on with advice."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
 # --- the device ------------------------------------------------------------------------------------------------------
 
 
 def driver() -> str:
     """Versions; that Triton's kernels can run."""
     torch.cuda.init()  # whose error says why there is no device
-    obstacle, index = ops.triton_obstacle(torch.device("cuda", 0)), torch.cuda.current_device()
+    obstacle = ops.triton_obstacle(DEVICE)
     assert obstacle is None, obstacle
     import triton
 
-    with use_cuda(torch.device("cuda", index)) as runtime:
+    with use_cuda(DEVICE) as runtime:
         cuda = [check(runtime.cudaDriverGetVersion()), check(runtime.cudaRuntimeGetVersion())]
     found = re.search(r"Module\D+([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
     major, minor = torch.cuda.get_device_capability()
@@ -140,11 +144,8 @@ def compiler() -> str:
     """Triton builds a kernel and its launcher, with nothing in its cache."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
-        try:
-            x = torch.randn(4, 256, device="cuda")
-            torch.testing.assert_close(ops.silu_mul(x).cpu(), ops.silu_mul(x.cpu()))
-        finally:
-            del os.environ["TRITON_CACHE_DIR"]
+        x = torch.randn(4, 256, device="cuda")
+        torch.testing.assert_close(ops.silu_mul(x).cpu(), ops.silu_mul(x.cpu()))
         built = sorted({file.suffix for file in Path(folder).rglob("*.*")})
     return f"built {', '.join(built)}"
 
@@ -152,10 +153,10 @@ def compiler() -> str:
 def attributes() -> str:
     """Host memory can be registered."""
     found = {}
-    with use_cuda(torch.device("cuda", torch.cuda.current_device())) as runtime:
+    with use_cuda(DEVICE) as runtime:
         for name in ("HostRegisterSupported", "HostRegisterReadOnlySupported", "IpcEventSupport"):
             kind = getattr(runtime.cudaDeviceAttr, f"cudaDevAttr{name}")
-            found[name] = check(runtime.cudaDeviceGetAttribute(kind, torch.cuda.current_device()))
+            found[name] = check(runtime.cudaDeviceGetAttribute(kind, DEVICE.index))
     text = ", ".join(f"{name} {value}" for name, value in found.items())
     assert found["HostRegisterSupported"] and found["IpcEventSupport"], text
     return text
@@ -176,7 +177,7 @@ def peers() -> str:
 
 
 def requests(vision: VisionConfig, *names: str) -> list[NewSequence]:
-    """A request for each of these ways to choose tokens; that of "image" has one."""
+    """A request for each of these ways to choose tokens; those of images have one."""
     grid, made = (1, 8, 12), []
     count = grid[1] * grid[2]
     handle = TensorHandle(MessageId(0, 0), (count, vision.patch_dim), "uint8")
@@ -184,7 +185,7 @@ def requests(vision: VisionConfig, *names: str) -> list[NewSequence]:
     for number, name in enumerate(names):
         prompt = [(37 * place + 11 * number) % 701 for place in range(70 + 41 * number)]
         params = SamplingParams(max_tokens=2 * STEPS, seed=number, **SAMPLING[name])
-        made.append(NewSequence(name, prompt, params, [image] if name == "image" else []))
+        made.append(NewSequence(name, prompt, params, [image] if "image" in name else []))
     return made
 
 
@@ -232,7 +233,7 @@ def _outputs(flags: list[str]) -> list[tuple[str, Tensor]]:
 
     for name, module in model.named_modules():
         module.register_forward_hook(partial(keep, name))
-    with contextlib.closing(decode(runner, requests(model.config.vision, "forced", "image"), parts=2)) as steps:
+    with contextlib.closing(decode(runner, requests(model.config.vision, "forced", "forced image"), parts=2)) as steps:
         take(steps, STEPS)
     return outputs
 
@@ -247,7 +248,7 @@ def tokens(device: str = "cuda") -> str:
         assert not (problem := ready.get(timeout=60).problem), problem
         for way, flags in {"CPU": ["--device", "cpu"], **ways}.items():
             flags = ["--device", device, "--dtype", "float32", *flags]  # of two the last counts
-            runner, model = make_runner(parse([BUNDLED_MODEL, *flags]), [(8, 320)])
+            runner, model = make_runner(parse([BUNDLED_MODEL, *flags]), [(8, 352)])
             runner.grammars = grammars
             with contextlib.closing(decode(runner, requests(model.config.vision, *SAMPLING), parts=2)) as steps:
                 for token in itertools.chain(*itertools.islice(steps, STEPS)):
@@ -281,7 +282,7 @@ def synchronisation() -> str:
 
 def pinned_copies() -> str:
     """Shared memory is registered in three parts, and a tensor that lies in all of them is copied."""
-    pinned, mib, fd = PinnedMemory(torch.device("cuda", torch.cuda.current_device())), 1 << 20, create_sparse(8 << 20)
+    pinned, mib, fd = PinnedMemory(DEVICE), 1 << 20, create_sparse(8 << 20)
     writable, readable = WritableMemory(fd), ReadableMemory(fd, pinned.pin)
     os.close(fd)
     for mark in (2 * mib, 4 * mib, 6 * mib):
@@ -297,7 +298,7 @@ def pinned_copies() -> str:
 
 def ipc() -> str:
     """A second process reads a tensor out of this one's device memory."""
-    staging, nbytes = CudaStaging(torch.device("cuda", torch.cuda.current_device())), 1 << 20
+    staging, nbytes = CudaStaging(DEVICE), 1 << 20
     memory = staging.allocate(1, nbytes)
     content = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda")
     staging.fill(1, memory, content)
@@ -323,21 +324,6 @@ def _read_slot(pipe: Connection, slots: DeviceSlots) -> None:
     mapped.close()
 
 
-# --- speed -----------------------------------------------------------------------------------------------------------
-
-
-def shares() -> str:
-    """Tower, prefill and decode as `bench.py gpu` measures them."""
-    rates, texts, low = measure_rates(), list[str](), list[str]()
-    name = default_model(DTYPE)
-    with checkpoint(name) as flags:
-        for part, batch, _, _, share, aim in measure(parse([*flags, *DTYPE]), rates, [1, 32], [1024], 20, 3):
-            texts.append(f"{part} at batch {batch} {share:.0%}")
-            low += [f"{texts[-1]} is below {LEAST_SHARE * aim:.0%}"] if share < LEAST_SHARE * aim else []
-    assert not low, f"{', '.join(low)} of {rates}: {name}, {', '.join(texts)}"
-    return f"of {rates}: {name}, {', '.join(texts)}"
-
-
 KERNELS = (
     ("Qwen2.5-VL-7B-Instruct", ("bfloat16", "float32")),
     ("Qwen3-VL-4B-Instruct", ("float16",)),
@@ -353,5 +339,4 @@ CHECKS: dict[str, Callable[[], str]] = {
     "synchronisation": synchronisation,
     "pinned copies": pinned_copies,
     "CUDA IPC": ipc,
-    "shares": shares,
 }
