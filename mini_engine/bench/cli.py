@@ -33,7 +33,7 @@ COMMANDS = {
     "transport": "tensors from one process into all ranks, by each placement of the tensor queue",
     "reserve": "the media store's directory by the number of cached items",
     "step": "the engine's overhead per decode step",
-    "gpu": "decode, prefill and vision of a 7 B model on a CUDA device",
+    "gpu": "decode, prefill and vision of a model on a CUDA device; --check: whether it works",
 }
 FLAG_TEXTS = ("--launch", "--a", "--b", "--flag")  # flags whose value is itself flags
 PACKAGES = ("torch", "transformers", "pyzmq", "msgspec", "av")

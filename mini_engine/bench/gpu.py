@@ -1,47 +1,61 @@
-"""A model on one CUDA device, each part against what the device can do at most. Not yet measured on a device.
+"""A model on one CUDA device, each part against what the device can do at most. Needs no network.
 
-The model is that of --launch, by default Qwen2.5-VL-7B with random weights. First the device itself: `copy`, the bytes
-a second of a large copy, read and written bytes counted; and `matrix`, the operations a second of a product of 8192 x
-8192 matrices. Then, by the worker's own `ModelRunner`:
+First the device itself: `copy`, the bytes a second of a large copy, read and written bytes counted; and `matrix`, the
+operations a second of a product of 8192 x 8192 matrices. Then, for each of --models, by the worker's own `ModelRunner`:
     decode   one token for each of some sequences: the share of `copy` at which weights and cache are read. Aim: 70 %.
     prefill  a prompt of 8,192 tokens in one step: the share of `matrix`. Aim: 50 %.
     vision   a video of 16 frames of 640x360 through the tower, from uint8 patches: the share of `matrix`. Aim: 40 %.
-A part's least work follows from its weights: bytes of them and of the cache, two operations for each and a row.
+A part's least work follows from its weights: bytes of them and of the cache, two operations for each and a row. A batch
+that does not fit into the free memory is cut, then its context. With --check the command first finds out whether all
+that the engine needs works: see `gpu_check.py`.
 
-What it should cost on an H200 (4.8 TB/s, 990 TFLOP/s by its data sheet): decode at batch 1 reads 14 GB, 3 ms; prefill
-is 1.2e14 operations, 0.25 s at half the rate; the video is 1.3e13, 30 ms.
+What it should cost on an H200 (4.8 TB/s, 990 TFLOP/s by its data sheet): decode of Qwen2.5-VL-7B at batch 1 reads
+14 GB, 3 ms; prefill is 1.2e14 operations, 0.25 s at half the rate; the video is 1.3e13, 30 ms.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from mini_engine.bench.cli import Report, table
+from mini_engine.bench import gpu_check
+from mini_engine.bench.cli import Report, say, table
+from mini_engine.bench.runner import CONFIGS, checkpoint, decode, make_runner, plain_requests, take
 from mini_engine.bench.server import server_flags
-from mini_engine.bench.step import decode, make_runner, take
 from mini_engine.cli import parse
-from mini_engine.config import ConfigError
+from mini_engine.config import ConfigError, EngineConfig
+from mini_engine.host import resolve_model
+from mini_engine.model.config import ModelConfig
+from mini_engine.model.parallel import Placement, TensorParallel
+from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.worker.model_runner import ModelRunner
 
-MODEL = "Qwen/Qwen2.5-VL-7B-Instruct --load-format dummy --dtype bfloat16"
+BY_SIZE = ("Qwen2.5-VL-7B-Instruct", "Qwen3-VL-4B-Instruct", "Qwen2-VL-2B-Instruct")
 COPY_BYTES = 4 << 30
 SIDE = 8192
 PREFILL_TOKENS = 8192
 VIDEO_GRID = (8, 26, 46)  # of 16 frames of 640x360, which the processor makes 644x364, in patches of 14 pixels
+WORK_BYTES = 5 << 29  # beside weights and cache: a prefill's activations, CUDA graphs, workspaces
+LEAST_SHARE = 0.5  # of the aims, for --check: below that something is broken rather than slow
+HEAD = ("model", "part", "batch", "context", "ms", "share", "aim")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
-    add = parser.add_argument
-    add("--launch", default=MODEL, metavar="FLAGS", help=f"Flags of serve.py (default: {MODEL}).")
+    add, known = parser.add_argument, ", ".join(path.stem for path in sorted(CONFIGS.glob("*.json")))
+    add("--check", action="store_true", help="PASS or FAIL for each thing that the engine needs; no other flags.")
+    text = f"Of {known}, with random weights, or as serve.py takes it (default: the first that fits of {BY_SIZE})."
+    add("--models", nargs="+", default=[], metavar="MODEL", help=text)
+    add("--launch", default="--dtype bfloat16", metavar="FLAGS", help="Flags of serve.py (default: --dtype bfloat16).")
     add("--batches", type=int, nargs="+", default=[1, 8, 32, 64], help="Batch sizes (default: 1 8 32 64).")
     add("--contexts", type=int, nargs="+", default=[1024, 8192], help="Context lengths (default: 1024 8192).")
     add("--steps", type=int, default=50, help="Decode steps per measurement (default: 50).")
@@ -50,55 +64,145 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Report:
     """Measure all parts and print the table."""
+    if args.check:
+        return gpu_check.run({**gpu_check.CHECKS, "shares": shares})
     if not torch.cuda.is_available():
         raise ConfigError("gpu: torch finds no CUDA device here")
-    copy_rate, matrix_rate = _rates()
-    longest = max(*args.contexts, PREFILL_TOKENS) + args.steps * (args.repeats + 1)
-    runner, model = make_runner(parse(server_flags("--launch", args.launch)), max(args.batches), longest)
-    text, vision, cache = model.config.text, model.config.vision, model.attention_shape
-    weights = _weights(model.decoder) + _weights(model.head)
-    token_bytes = 2 * cache.layers * cache.kv_heads * cache.head_dim * runner.dtype.itemsize
+    device, flags, rates = torch.cuda.get_device_name(), server_flags("--launch", args.launch), measure_rates()
+    print(f"{device}: {rates}", flush=True)
     rows: list[list[object]] = []
-    for context, batch in itertools.product(args.contexts, args.batches):
-        with contextlib.closing(decode(runner, batch, context, cached=context - 1)) as steps:
-            seconds = _median(partial(take, steps, args.steps), args.repeats) / args.steps
-        mean_context = context + args.steps * (args.repeats + 2) // 2
-        moved = weights * runner.dtype.itemsize + batch * mean_context * token_bytes
-        rows.append(["decode", batch, context, 1000 * seconds, moved / seconds / copy_rate, 0.7])
-    seconds = _median(partial(_prefill, runner), args.repeats)
-    # Of attention, the half that is causal.
-    attention = 2 * text.num_layers * text.num_heads * text.head_dim * PREFILL_TOKENS**2
-    share = (2 * PREFILL_TOKENS * weights + attention) / seconds / matrix_rate
-    rows.append(["prefill", 1, PREFILL_TOKENS, 1000 * seconds, share, 0.5])
-    t, h, w = VIDEO_GRID
-    patches = torch.zeros(t * h * w, vision.patch_dim, dtype=torch.uint8, device=runner.device)
-    seconds = _median(lambda: runner.encode_patches([patches], [VIDEO_GRID]), args.repeats)
-    flops = 2 * t * h * w * _weights(model.visual)
-    rows.append(["vision", 1, None, 1000 * seconds, flops / seconds / matrix_rate, 0.4])
-    head = ["part", "batch", "context", "ms", "share", "aim"]
-    name = torch.cuda.get_device_name(runner.device)
-    print(f"{name}: copy {copy_rate / 1e12:.2f} TB/s, matrix {matrix_rate / 1e12:.0f} TFLOP/s")
-    print(table(head, rows))
-    results = {"device": name, "copy_bytes_per_s": copy_rate, "matrix_flop_per_s": matrix_rate}
-    return Report(results | {"rows": [dict(zip(head, row, strict=True)) for row in rows]})
+    failures: list[str] = []
+    for name in args.models or [default_model(flags)]:
+        try:
+            with checkpoint(name) as model:
+                config = parse([*model, *flags])
+                for row in measure(config, rates, args.batches, args.contexts, args.steps, args.repeats):
+                    rows.append([name, *row])
+                    say(table(HEAD, rows[-1:]).splitlines()[1])
+        except Exception as error:  # noqa: BLE001  the others are still measured
+            failures.append(f"{name}: {gpu_check.first_line(error)}")
+    print(table(HEAD, rows))
+    results = {"device": device, "copy_bytes_per_s": rates.copy, "matrix_flop_per_s": rates.matrix}
+    return Report(results | {"rows": [dict(zip(HEAD, row, strict=True)) for row in rows]}, failures)
+
+
+def shares() -> str:
+    """Tower, prefill and decode as `bench.py gpu` measures them."""
+    rates, texts, low = measure_rates(), list[str](), list[str]()
+    name = default_model([])
+    with checkpoint(name) as flags:
+        for part, batch, _, _, share, aim in measure(parse(flags), rates, [1, 32], [1024], steps=20, repeats=3):
+            texts.append(f"{part} at batch {batch} {share:.0%}")
+            low += [f"{texts[-1]} is below {LEAST_SHARE * aim:.0%}"] if share < LEAST_SHARE * aim else []
+    assert not low, f"{', '.join(low)} of {rates}: {name}, {', '.join(texts)}"
+    return f"of {rates}: {name}, {', '.join(texts)}"
+
+
+class Rates(NamedTuple):
+    """What a device can do at most."""
+
+    copy: float  # bytes a second, read and written
+    matrix: float  # operations a second of a bfloat16 product
+
+    def __str__(self) -> str:
+        return f"copy {self.copy / 1e12:.2f} TB/s, matrix {self.matrix / 1e12:.0f} TFLOP/s"
+
+
+def measure_rates() -> Rates:
+    """Of the current device."""
+    nbytes = min(COPY_BYTES, free_memory() // 4)
+    source = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+    copied = _median(source.clone, 10)
+    left, right = torch.randn(2, SIDE, SIDE, dtype=torch.bfloat16, device="cuda")
+    return Rates(2 * nbytes / copied, 2 * SIDE**3 / _median(partial(torch.mm, left, right), 10))
+
+
+def free_memory() -> int:
+    """Bytes of the current device, what has no reference any more among them."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+class Footprint(NamedTuple):
+    """Bytes of a model on one device."""
+
+    weights: int
+    token: int  # of the KV cache
+    state: int  # the recurrent state of a sequence
+
+
+def footprint(config: EngineConfig) -> Footprint:
+    """From its configuration: nothing is loaded."""
+    sizes = ModelConfig.from_dir(resolve_model(config))
+    dtype: torch.dtype = getattr(torch, sizes.dtype if config.dtype == "auto" else config.dtype)
+    model = VisionLanguageModel(sizes, Placement(TensorParallel(), dtype, torch.device("meta")))
+    cache, state = model.attention_shape, model.state_shape
+    token = 2 * cache.layers * cache.kv_heads * cache.head_dim * dtype.itemsize
+    return Footprint(_weights(model) * dtype.itemsize, token, state.nbytes(dtype) if state is not None else 0)
+
+
+def default_model(flags: Sequence[str]) -> str:
+    """The first of BY_SIZE that fits into the free memory of the current device, or the last."""
+    for name in BY_SIZE:
+        with checkpoint(name) as model:
+            weights = footprint(parse([*model, *flags])).weights
+        if weights + 2 * WORK_BYTES <= free_memory():
+            break
+    return name
+
+
+def cut(batches: Sequence[tuple[int, int]], free: int, model: Footprint, more: int) -> list[tuple[int, int]]:
+    """(sequences, tokens of each) that fit into `free` bytes beside the weights while each sequence grows by `more`
+    tokens: fewer sequences than asked for or, if not even one fits, a shorter one. Each once; those left without a
+    token are left out."""
+    room, fitting = free - model.weights - WORK_BYTES, []
+    most = max(batch for batch, _ in batches)
+    if model.state:  # those of the largest batch are allocated once, for all batches
+        most = min(most, room // 2 // model.state)
+        room -= most * model.state
+    for batch, context in batches:
+        each = min(context + more, room // model.token)
+        if most > 0 and each > more:
+            fitting.append((min(batch, most, room // (each * model.token)), each - more))
+    return list(dict.fromkeys(fitting))
+
+
+def measure(
+    config: EngineConfig, rates: Rates, batches: Sequence[int], contexts: Sequence[int], steps: int, repeats: int
+) -> Iterator[tuple[str, int, int | None, float, float, float]]:
+    """Each part's name, batch, context, milliseconds, share and aim. Raises ConfigError: there is no room."""
+    need, free, grown = footprint(config), free_memory(), steps * (repeats + 1) + config.block_size
+    decodes = cut([(batch, context) for context, batch in itertools.product(contexts, batches)], free, need, grown)
+    prefills = cut([(1, PREFILL_TOKENS)], free, need, grown)
+    if not prefills:
+        raise ConfigError(f"the weights, {need.weights / 2**30:.1f} GiB, leave no room in {free / 2**30:.1f} GiB")
+    runner, model = make_runner(config, [(batch, context + grown) for batch, context in [*prefills, *decodes]])
+    text, (t, h, w) = model.config.text, VIDEO_GRID
+    patches = torch.zeros(t * h * w, model.config.vision.patch_dim, dtype=torch.uint8, device=runner.device)
+    seconds = _median(partial(runner.encode_patches, [patches], [VIDEO_GRID]), repeats)
+    yield "vision", 1, None, 1000 * seconds, 2 * len(patches) * _weights(model.visual) / seconds / rates.matrix, 0.4
+    weights = _weights(model.decoder) + _weights(model.head)
+    for _, context in prefills:
+        seconds = _median(partial(_prefill, runner, context), repeats)
+        # Of attention, the half that is causal.
+        attention = model.attention_shape.layers * text.num_heads * text.head_dim * context
+        yield "prefill", 1, context, 1000 * seconds, 2 * context * (weights + attention) / seconds / rates.matrix, 0.5
+    for batch, context in decodes:
+        with contextlib.closing(decode(runner, plain_requests(batch, context), context - 1)) as launches:
+            seconds = _median(partial(take, launches, steps), repeats) / steps
+        cached = (context + steps * (repeats + 2) // 2) * need.token
+        moved = weights * runner.dtype.itemsize + batch * (cached + 2 * need.state)
+        yield "decode", batch, context, 1000 * seconds, moved / seconds / rates.copy, 0.7
 
 
 def _weights(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _prefill(runner: ModelRunner) -> None:
-    with contextlib.closing(decode(runner, 1, PREFILL_TOKENS, cached=0)) as steps:
+def _prefill(runner: ModelRunner, tokens: int) -> None:
+    with contextlib.closing(decode(runner, plain_requests(1, tokens))) as steps:
         take(steps, 1)
-
-
-def _rates() -> tuple[float, float]:
-    """Bytes a second of a copy, operations a second of a matrix product."""
-    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device="cuda")
-    target = torch.zeros_like(source)
-    left, right = torch.randn(2, SIDE, SIDE, dtype=torch.bfloat16, device="cuda")
-    copied = _median(lambda: target.copy_(source), 10)
-    return 2 * COPY_BYTES / copied, 2 * SIDE**3 / _median(lambda: torch.mm(left, right), 10)
 
 
 def _median(work: Callable[[], object], repeats: int) -> float:

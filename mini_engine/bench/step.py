@@ -18,31 +18,19 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
-import itertools
 import json
 import os
 import signal
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from mini_engine.bench.cli import Report, say, table
+from mini_engine.bench.runner import decode, make_runner, plain_requests, take
 from mini_engine.bench.server import fetch, launched, server_flags
 from mini_engine.cli import parse
-from mini_engine.config import EngineConfig
-from mini_engine.host import resolve_model
-from mini_engine.messages import Chunk, NewSequence, SamplingParams, Step
-from mini_engine.model.parallel import TensorParallel
-from mini_engine.model.vision_language import VisionLanguageModel
-from mini_engine.worker import worker
-from mini_engine.worker.memory import CacheSize
-from mini_engine.worker.model_runner import Launched, ModelRunner
-from mini_engine.worker.normalisation import Normalisation
 
 MODEL_PARTS = ("embed", "forward", "logits")
 PROMPT_TOKENS = 32  # about those of the server's prompt
@@ -62,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Start the server, measure in turn, print the table."""
     flags = server_flags("--launch", args.launch)
-    runner, model = make_runner(parse(flags), args.batch, PROMPT_TOKENS + WARM_UP_STEPS + args.steps)
+    longest = PROMPT_TOKENS + WARM_UP_STEPS + args.steps
+    runner, model = make_runner(parse(flags), [(args.batch, longest)])
     forward = [0.0]
     for part in MODEL_PARTS:
         setattr(model, part, _timed(getattr(model, part), forward))
@@ -72,7 +61,7 @@ def run(args: argparse.Namespace) -> Report:
         api_server = next(int(child) for child in children if b"api 0" in Path(f"/proc/{child}/cmdline").read_bytes())
         for repeat in range(args.repeats):
             say(f"repeat {repeat + 1} of {args.repeats}")
-            with contextlib.closing(decode(runner, args.batch, PROMPT_TOKENS, cached=0)) as steps:
+            with contextlib.closing(decode(runner, plain_requests(args.batch, PROMPT_TOKENS))) as steps:
                 take(steps, WARM_UP_STEPS)
                 forward[0], begun = 0.0, time.thread_time()
                 take(steps, args.steps)
@@ -90,54 +79,6 @@ def run(args: argparse.Namespace) -> Report:
     print(f"Engine overhead per step: {share:.1%}")
     results: dict[str, Any] = {f"{name}_ms": round(value, 4) for name, value in least.items()}
     return Report(results | {"batch": args.batch, "engine_share": round(share, 4)})
-
-
-def make_runner(config: EngineConfig, batch: int, longest: int) -> tuple[ModelRunner, VisionLanguageModel]:
-    """The runner of a worker alone, with a KV cache for `batch` sequences of `longest` tokens; and its model. For steps
-    without media."""
-    torch.set_num_threads(1)
-    model_dir, device, tp = resolve_model(config), worker.choose_device(config, 0, 0), TensorParallel()
-    model = worker.load(model_dir, config, tp, device)
-    backend = worker.choose_backend(config.attention_backend, device)
-    size = CacheSize(batch * -(-longest // config.block_size), 1)
-    attention = worker.make_attention(config, model, backend, size)
-    graphs = worker.make_graphs(config, model, attention)
-    no_media: Any = SimpleNamespace(store=None, rows=None, check=lambda: None, release=lambda _: None)
-    runner = ModelRunner(model, attention, no_media, Normalisation.from_dir(model_dir), tp, None, graphs)
-    worker.record_graphs(runner)
-    return runner, model
-
-
-def decode(runner: ModelRunner, batch: int, context: int, cached: int) -> Generator[None, None, None]:
-    """`batch` sequences that decode together, a step for each item; the first is the prompt of `context` tokens, of
-    which the cache counts as filled with the first `cached`. A step is launched before the tokens of the one before are
-    taken, as in a worker."""
-    names = [f"bench-{number}" for number in range(batch)]
-    blocks = [iter(range(number, runner.num_blocks, batch)) for number in range(batch)]  # those yet to fill
-    params = SamplingParams(max_tokens=1 << 20, seed=0, temperature=0.0)
-    started = [NewSequence(name, [7] * context, params, []) for name in names]
-    before: Launched | None = None
-    start, held = cached, 0
-    try:
-        for stop in itertools.count(context):
-            needed = -(-stop // runner.block_size)
-            chunks = [
-                Chunk(name, start, stop - start, list(itertools.islice(mine, needed - held)), True)
-                for name, mine in zip(names, blocks, strict=True)
-            ]
-            launched = runner.launch(Step(stop, started=started, chunks=chunks))
-            if before is not None:
-                before.result()
-            start, held, started, before = stop, needed, [], launched
-            yield
-    finally:
-        runner.execute(Step(0, finished=names))
-
-
-def take(steps: Iterator[None], count: int) -> None:
-    """Do so many of the steps."""
-    for _ in range(count):
-        next(steps)
 
 
 def _step_seconds(root: str, api_server: int, args: argparse.Namespace) -> float:

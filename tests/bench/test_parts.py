@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mini_engine.config import BUNDLED_MODEL
 from tests.e2e.running_server import ROOT, alive, descendants
 
 
@@ -97,5 +98,11 @@ def test_without_cuda_gpu_says_so_in_one_line():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_device():
     """With the bundled model, whose contexts are short."""
-    command = ["gpu", "--launch", "--dtype bfloat16", "--batches", "1", "3", "--contexts", "256", "--steps", "5"]
+    command = ["gpu", "--models", BUNDLED_MODEL, "--batches", "1", "3", "--contexts", "256", "--steps", "5"]
     assert [row["part"] for row in last_line(*command)["results"]["rows"]] == ["decode", "decode", "prefill", "vision"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_all_checks_pass_on_a_device():
+    assert all(check["passed"] for check in last_line("gpu", "--check")["results"]["checks"])

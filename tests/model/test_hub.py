@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from mini_engine.bench.runner import CONFIGS
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import pieces_of
 from mini_engine.model.parallel import Placement, TensorParallel
@@ -19,8 +20,7 @@ from mini_engine.model.vision_language import VisionLanguageModel
 
 ROOT = Path(__file__).parents[2]
 BESIDE_TEXT = ("vision_config", "model_type", "architectures", "image_token_id", "video_token_id")
-# `config.json` of checkpoints, shortened to what is read.
-HUB = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "tests/model/hub").glob("*.json"))}
+HUB = {path.stem: json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))}
 QWEN3_5 = {"architectures": ["Qwen3_5ForConditionalGeneration"]}
 EVERY_CONFIG = pytest.mark.parametrize("raw", HUB.values(), ids=HUB)
 

@@ -1,0 +1,123 @@
+"""A worker's `ModelRunner` by itself, and the steps that an engine core would send it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import tempfile
+from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from mini_engine.config import BUNDLED_MODEL, EngineConfig
+from mini_engine.host import resolve_model
+from mini_engine.messages import (
+    Chunk,
+    EncodeItem,
+    NewSequence,
+    SampledToken,
+    SamplingParams,
+    StateStart,
+    Step,
+    TensorHandle,
+)
+from mini_engine.model.parallel import TensorParallel
+from mini_engine.model.vision_language import VisionLanguageModel
+from mini_engine.worker import worker
+from mini_engine.worker.memory import CacheSize
+from mini_engine.worker.model_runner import Launched, ModelRunner
+from mini_engine.worker.normalisation import Normalisation
+
+# `config.json` of checkpoints on the hub, shortened to what is read; that of Qwen3.5 is assembled.
+CONFIGS = Path(__file__).parent / "configs"
+
+
+@contextlib.contextmanager
+def checkpoint(name: str, change: Callable[[Any], None] | None = None) -> Iterator[list[str]]:
+    """Flags of serve.py for a model: of CONFIGS, changed by `change`, with random weights and the bundled model's
+    tokenizer and processor, in a directory that exists as long as the context; otherwise `name` itself."""
+    if not (CONFIGS / f"{name}.json").is_file():
+        yield [name]
+        return
+    raw = json.loads((CONFIGS / f"{name}.json").read_text())
+    if change is not None:
+        change(raw)
+    with tempfile.TemporaryDirectory() as folder:
+        for file in Path(BUNDLED_MODEL).glob("*[!s]"):  # without the weights, *.safetensors
+            Path(folder, file.name).symlink_to(file)
+        Path(folder, "config.json").unlink()
+        Path(folder, "config.json").write_text(json.dumps(raw))
+        yield [folder, "--load-format", "dummy"]
+
+
+def make_runner(config: EngineConfig, batches: Sequence[tuple[int, int]]) -> tuple[ModelRunner, VisionLanguageModel]:
+    """The runner of a worker alone, with a KV cache and recurrent states for each of `batches`: a number of sequences,
+    and most tokens of each; and its model. The contents of media are made up."""
+    torch.set_num_threads(1)
+    model_dir, device, tp = resolve_model(config), worker.choose_device(config, 0, 0), TensorParallel()
+    model = worker.load(model_dir, config, tp, device)
+    backend = worker.choose_backend(config.attention_backend, device)
+    most = max(batch for batch, _ in batches)
+    size = CacheSize(max(batch * -(-longest // config.block_size) for batch, longest in batches), most)
+    config = dataclasses.replace(config, max_num_seqs=most)
+    attention = worker.make_attention(config, model, backend, size)
+    graphs = worker.make_graphs(config, model, attention)
+    media: Any = SimpleNamespace(store=None, rows=_made_up_rows, check=lambda: None, release=lambda _: None)
+    runner = ModelRunner(model, attention, media, Normalisation.from_dir(model_dir), tp, None, graphs)
+    worker.record_graphs(runner)
+    return runner, model
+
+
+def _made_up_rows(handle: TensorHandle, first: int, stop: int) -> torch.Tensor:
+    values = torch.arange(first * handle.shape[1], stop * handle.shape[1]) * 7919 >> 5
+    return values.to(torch.uint8).view(stop - first, -1)
+
+
+def plain_requests(batch: int, context: int) -> list[NewSequence]:
+    """`batch` prompts of `context` tokens, greedy."""
+    params = SamplingParams(max_tokens=1 << 20, seed=0, temperature=0.0)
+    return [NewSequence(f"bench-{number}", [7] * context, params, []) for number in range(batch)]
+
+
+def decode(
+    runner: ModelRunner, requests: Sequence[NewSequence], cached: int = 0, parts: int = 1
+) -> Generator[list[SampledToken], None, None]:
+    """Sequences that decode together, a step for each item: the tokens of the step before. The first `parts` steps are
+    the prompts, of which the cache counts as filled with the first `cached` tokens. A step is launched before the
+    tokens of the one before are taken, as in a worker."""
+    names, count = [request.request_id for request in requests], len(requests)
+    blocks = [iter(range(number, runner.num_blocks, count)) for number in range(count)]  # those yet to fill
+    starts, held, hashes = [cached] * count, [0] * count, {item.media_hash for one in requests for item in one.media}
+    step = Step(
+        0, started=[*requests],
+        states=[StateStart(name, slot, None) for slot, name in enumerate(names)] if runner.num_states else [],
+        encode=[EncodeItem(one.request_id, i, 0, item.grid_thw[0])
+                for one in requests for i, item in enumerate(one.media)],
+    )  # fmt: skip
+    before: Launched | None = None
+    try:
+        for number in itertools.count(1):
+            for i, request in enumerate(requests):
+                start, length = starts[i], len(request.prompt_token_ids)
+                stop = cached + (length - cached) * number // parts if number <= parts else length + number - parts
+                starts[i], needed = stop, -(-stop // runner.block_size)
+                mine = list(itertools.islice(blocks[i], needed - held[i]))
+                step.chunks.append(Chunk(names[i], start, stop - start, mine, stop >= length))
+                held[i] = needed
+            launched = runner.launch(step)
+            tokens = before.result().tokens if before is not None else []
+            step, before = Step(number), launched
+            yield tokens
+    finally:
+        runner.execute(Step(0, finished=names, evict=[*hashes]))
+
+
+def take(steps: Iterator[object], count: int) -> None:
+    """Do so many of the steps."""
+    for _ in range(count):
+        next(steps)
