@@ -7,10 +7,13 @@ All but the convolution is in float32. Knows nothing of models, nor where states
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from mini_engine.kernels import ops
 
 CHUNK = 64  # tokens that one triangular system holds
 # Tokens whose intermediate results are in memory at a time, by the device's type; elsewhere one chunk. A CPU spends
@@ -59,6 +62,8 @@ def prefill(
     Returns:
         `[n, v_heads, v_dim]` in x's dtype.
     """
+    if ops.fused(x):
+        return _kernels().prefill(x, g, beta, kernel, conv, delta, NORM_EPS)
     size = SEGMENTS.get(x.device.type, CHUNK)
     segments = zip(x.split(size), g.split(size), beta.split(size), strict=True)
     return torch.cat([_prefill(*segment, kernel, shape, conv, delta) for segment in segments])
@@ -78,6 +83,8 @@ def decode(
     Returns:
         `[n, v_heads, v_dim]` in x's dtype.
     """
+    if ops.fused(x):
+        return _kernels().decode(x, g, beta, kernel, conv, delta, slots, NORM_EPS)
     inputs = torch.cat((conv.index_select(0, slots), x.unsqueeze(-1)), dim=-1)
     conv.index_copy_(0, slots, inputs[..., 1:])
     q, k, v = _heads(_convolve(inputs, kernel).squeeze(-1), shape)
@@ -136,3 +143,10 @@ def _heads(x: Tensor, shape: StateShape) -> tuple[Tensor, Tensor, Tensor]:
     qk = qk * (qk.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
     q, k = qk.repeat_interleave(shape.v_heads // shape.k_heads, dim=1).chunk(2, dim=1)
     return q * shape.k_dim**-0.5, k, v.unflatten(1, (shape.v_heads, shape.v_dim))
+
+
+def _kernels() -> Any:
+    """As in `ops.py`: Triton is imported at the first use."""
+    from mini_engine.kernels import delta_rule
+
+    return delta_rule
