@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -207,7 +208,9 @@ def _processors(device: torch.device) -> int:
 
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 99 << 10
+    """Bytes that one program can have."""
+    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None  # its stub lacks this
+    return properties.shared_memory_per_block_optin if properties else 99 << 10
 
 
 def decode(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, contexts: Tensor, splits: int) -> None:
@@ -217,8 +220,8 @@ def decode(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor,
         out: contiguous `[n, heads, head_dim]`.
         q: as `out`, heads contiguous; tokens may lie further apart.
         keys, values: contiguous `[num_blocks, block_size, kv_heads, head_dim]`, of q's dtype.
-        tables: int32 `[n, width]`, the blocks of each sequence, in order.
-        contexts: int32 `[n]`, keys of each sequence, 1 or more.
+        tables: int32 `[n, width]`, the blocks of each sequence, in order; further rows are left alone.
+        contexts: int32 `[n]`, keys of each sequence, 1 or more; further ones are left alone.
         splits: 1 or more; see `choose_splits`.
     """
     shape = decode_shape(q.shape[1] // keys.shape[2], q.shape[2], q.element_size())
@@ -245,7 +248,7 @@ def _launch(
     (count, heads, dim), (block_size, kv_heads) = q.shape, keys.shape[1:3]
     parts = torch.empty(count, heads, splits if splits > 1 else 0, dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
-    _attend[(len(tiles), kv_heads, splits)](
+    _attend[(len(tiles) if chunks else count, kv_heads, splits)](
         out, parts, sums, q, keys, values, tables, tiles, dim**-0.5 * LOG2_E, q.stride(0), tables.stride(0),
         keys.stride(0), keys.stride(1), heads, splits, num_warps=shape.warps, num_stages=STAGES,
         **constants(shape, chunks, heads // kv_heads, dim, block_size),
