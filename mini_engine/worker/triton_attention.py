@@ -78,10 +78,10 @@ class TritonBackend:
 
     def decode(self, tables: Tables, rows: int) -> Decode:
         """For the first `rows` rows of a step, whose tables are `tables`."""
-        kv_heads = self.cache.storage.shape[4]
-        # For the longest context and not this step's: one kernel is compiled for each number of splits, and what a
-        # graph has recorded serves every context. A short context leaves most splits empty, which end at once.
-        splits = paged.choose_splits(rows, kv_heads, self._longest, self.cache.storage.device)
+        programs, device = rows * self.cache.storage.shape[4], self.cache.storage.device
+        # For the longest context and not this step's: what a graph has recorded serves every context. A short context
+        # leaves most splits empty, which end at once.
+        splits = paged.choose_splits(programs, self._longest, paged.DECODE_PROGRAMS, device)
         return Decode(self.cache, tables, rows, splits)
 
 
@@ -104,22 +104,25 @@ class _Prefill:
     """Chunks of several tokens, which begin at row `first`."""
 
     def __init__(self, cache: KVCache, spans: Sequence[Span], first: int, device: torch.device) -> None:
-        self._cache, self._spans, self._first, self._device = cache, spans, first, device
+        self._cache, self._spans, self._rows, self._device = cache, spans, slice(first, None), device
         self._tables = StepTables(spans, cache.block_size, device)
         self._tiles: Tensor | None = None  # made at the first call, which shows how many heads share a key
+        self._splits = 1
 
     def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
-        keys, values = self._cache.keys(layer), self._cache.values(layer)
+        keys, values, q, out = self._cache.keys(layer), self._cache.values(layer), q[self._rows], out[self._rows]
         if self._tiles is None:
-            tokens = paged.tile_tokens(q.shape[1] // keys.shape[2], q.element_size())
-            self._tiles = to_device(torch.from_numpy(tile(self._spans, self._first, tokens)), self._device)
-        paged.prefill(out, q, keys, values, self._tables.tables, self._tiles)
+            tiles, longest = tile(self._spans, paged.tile_tokens(q, keys)), max(span.context for span in self._spans)
+            programs = len(tiles) * keys.shape[2]
+            self._splits = paged.choose_splits(programs, longest, paged.PREFILL_PROGRAMS, self._device)
+            self._tiles = to_device(torch.from_numpy(tiles), self._device)
+        paged.prefill(out, q, keys, values, self._tables.tables, self._tiles, self._splits)
 
 
-def tile(spans: Sequence[Span], first: int, tokens: int) -> np.ndarray:
+def tile(spans: Sequence[Span], tokens: int) -> np.ndarray:
     """The chunks cut into tiles of at most `tokens`, int32 `[tiles, 4]` as `paged.prefill` takes them; those with
     the most keys first, since what starts last should end soon."""
-    tiles = []
+    tiles, first = [], 0
     for number, span in enumerate(spans):
         for done in range(0, span.length, tokens):
             tiles.append((first + done, span.start + done, min(tokens, span.length - done), number))
