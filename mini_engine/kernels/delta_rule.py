@@ -133,7 +133,8 @@ def _scan(
     out, mixed, maps, delta, count, KEYS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     PADDED: tl.constexpr, COLUMNS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """All chunks, one after the other, for some columns of the state of one value head."""
+    """All chunks, one after the other, for some columns of the state of one value head. The order of the products is the
+    one that needs the fewest registers."""
     head, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     i, d = tl.arange(0, N), tl.arange(0, PADDED)
     place = delta + head * (K * V) + d[:, None] * V + column
@@ -145,19 +146,17 @@ def _scan(
         here = rows + head // (HEADS // KEYS) * K + d[None, :]
         q = tl.load(here, mask=(token < count) & (d < K)[None, :], other=0.0)
         k = tl.load(here + KEYS * K, mask=(token < count) & (d < K)[None, :], other=0.0)
-        v = tl.load(rows + 2 * KEYS * K + head * V + column, mask=(token < count) & (column < V), other=0.0)
+        shown = (token < count) & (column < V)
+        v = tl.load(rows + 2 * KEYS * K + head * V + column, mask=shown, other=0.0)
         inverse = tl.load(maps + i[:, None] * N + i[None, :])
-        attention = tl.load(maps + (i[:, None] + N) * N + i[None, :])
         factors = maps + 2 * N * N + i[:, None]
+        keep = tl.load(maps + (2 * N + 3) * N)
         result = tl.load(factors + 2 * N) * _exact(q, state)
         change = _exact(inverse, v.to(tl.float32) - tl.load(factors) * _exact(k, state))
+        state = state * keep + _exact(tl.trans(k), change * tl.load(factors + N))
+        attention = tl.load(maps + (i[:, None] + N) * N + i[None, :])
         result += _exact(attention, change)
-        tl.store(
-            out + (token * HEADS + head) * V + column, result.to(out.dtype.element_ty),
-            mask=(token < count) & (column < V),
-        )  # fmt: skip
-        to_end = change * tl.load(factors + N)
-        state = state * tl.load(maps + (2 * N + 3) * N) + _exact(tl.trans(k), to_end)
+        tl.store(out + (token * HEADS + head) * V + column, result.to(out.dtype.element_ty), mask=shown)
         maps += HEADS * (MAP_ROWS * N)
     tl.store(place, state, mask=(d < K)[:, None] & (column < V))
 
@@ -199,7 +198,7 @@ def prefill(x: Tensor, g: Tensor, beta: Tensor, kernel: Tensor, conv: Tensor, de
     maps = torch.empty(chunks, heads, MAP_ROWS.value, CHUNK, dtype=torch.float32, device=x.device)
     _relate[(chunks, heads)](maps, mixed, g, beta, len(x), EPS=eps, **sizes, N=CHUNK, num_warps=2)
     _scan[(heads, triton.cdiv(sizes["V"], columns))](
-        out, mixed, maps, delta, len(x), **sizes, COLUMNS=columns, N=CHUNK, num_warps=4, num_stages=2
+        out, mixed, maps, delta, len(x), **sizes, COLUMNS=columns, N=CHUNK, num_warps=4, num_stages=3
     )
     return out
 

@@ -65,17 +65,14 @@ def close(ours: Tensor, theirs: Tensor, bound: float = 1e-5) -> None:
 
 @settings(max_examples=1 if INTERPRETED else 40)
 @given(
-    lengths=st.lists(st.one_of(st.integers(1, 5), st.integers(60, 70), st.integers(100, 500)), min_size=1, max_size=5),
-    segment=st.sampled_from([delta_rule.CHUNK, 200]),
+    st.lists(st.one_of(st.integers(1, 5), st.integers(60, 70), st.integers(100, 500)), min_size=1, max_size=5),
 )
-@example(lengths=[1, 63, 64, 65, 200], segment=delta_rule.CHUNK)
-def test_prefill_in_pieces_equals_one_token_after_the_other(device: torch.device, lengths: list[int], segment: int):
+@example([1, 63, 64, 65, 200])
+def test_prefill_in_pieces_equals_one_token_after_the_other(device: torch.device, lengths: list[int]):
     inputs = make_inputs(sum(lengths))
     (conv,), (delta,) = empty_states(1, device)
     pieces = zip(*(each.to(device).split(lengths) for each in inputs), strict=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(delta_rule.SEGMENTS, "cpu", segment)
-        ours = torch.cat([delta_rule.prefill(*piece, KERNEL.to(device), SHAPE, conv, delta) for piece in pieces])
+    ours = torch.cat([delta_rule.prefill(*piece, KERNEL.to(device), SHAPE, conv, delta) for piece in pieces])
     out, state = expected(*inputs)
     close(ours, out)
     close(delta, state)
