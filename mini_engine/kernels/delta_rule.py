@@ -133,8 +133,8 @@ def _scan(
     out, mixed, maps, delta, count, KEYS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     PADDED: tl.constexpr, COLUMNS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """All chunks, one after the other, for some columns of the state of one value head. The order of the products is the
-    one that needs the fewest registers."""
+    """All chunks, one after the other, for some columns of the state of one value head. The order of the products is
+    the one that needs the fewest registers."""
     head, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     i, d = tl.arange(0, N), tl.arange(0, PADDED)
     place = delta + head * (K * V) + d[:, None] * V + column
