@@ -67,15 +67,19 @@ def make_runner(config: EngineConfig, batches: Sequence[tuple[int, int]]) -> tup
     config = dataclasses.replace(config, max_num_seqs=most)
     attention = worker.make_attention(config, model, backend, size)
     graphs = worker.make_graphs(config, model, attention)
-    media: Any = SimpleNamespace(store=None, rows=_made_up_rows, check=lambda: None, release=lambda _: None)
-    runner = ModelRunner(model, attention, media, Normalisation.from_dir(model_dir), tp, None, graphs)
+    runner = ModelRunner(model, attention, made_up_media(), Normalisation.from_dir(model_dir), tp, None, graphs)
     worker.record_graphs(runner)
     return runner, model
 
 
-def _made_up_rows(handle: TensorHandle, first: int, stop: int) -> torch.Tensor:
-    values = torch.arange(first * handle.shape[1], stop * handle.shape[1]) * 7919 >> 5
-    return values.to(torch.uint8).view(stop - first, -1)
+def made_up_media() -> Any:
+    """Stands where `MediaInputs` stands, with bytes of its own for any handle."""
+
+    def rows(handle: TensorHandle, first: int, stop: int) -> torch.Tensor:
+        values = torch.arange(first * handle.shape[1], stop * handle.shape[1]) * 7919 >> 5
+        return values.to(torch.uint8).view(stop - first, -1)
+
+    return SimpleNamespace(store=None, rows=rows, check=lambda: None, release=lambda _: None)
 
 
 def plain_requests(batch: int, context: int) -> list[NewSequence]:

@@ -1,0 +1,127 @@
+"""A worker's start, then prompts and decode steps of its real `ModelRunner`, on the device of `fake_cuda.py`: no hidden
+wait, no operands on both sides, no kernel first compiled while requests are served, no more memory than is reserved.
+
+With -s each run prints its launches: Triton's kernels, and operators that are neither views nor copies from the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from mini_engine.bench.gpu_check import DIGEST, requests, shorten
+from mini_engine.bench.runner import CONFIGS, checkpoint, decode, made_up_media, plain_requests, take
+from mini_engine.cli import parse
+from mini_engine.config import BUNDLED_MODEL
+from mini_engine.messages import Grammar, GrammarReady, MediaCachePlan, NewSequence
+from mini_engine.model.config import ModelConfig
+from mini_engine.model.parallel import Placement, TensorParallel
+from mini_engine.model.vision_language import VisionLanguageModel
+from mini_engine.worker import memory, worker
+from mini_engine.worker.grammar import Grammars
+from mini_engine.worker.model_runner import ModelRunner
+from mini_engine.worker.normalisation import Normalisation
+from tests.kernels.devices import INTERPRETED
+from tests.worker import script
+
+pytest.importorskip("triton")
+from tests.worker.fake_cuda import DEVICE, Device, device  # noqa: E402
+
+__all__ = ["device"]
+pytestmark = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="needs a device that does not exist")
+
+KINDS = ("greedy", "image", "top_p", "penalised", "grammar")
+PIXELS = ("--mm-processor-kwargs", '{"size": {"shortest_edge": 3136, "longest_edge": 12845056}}')  # the hub's
+NO_MEDIA = ["--limit-mm-per-prompt", '{"image": 0, "video": 0}']
+
+
+@pytest.fixture
+def grammars() -> Iterator[Grammars]:
+    """They know one, which allows any text."""
+    ready = queue.SimpleQueue[GrammarReady]()
+    made = Grammars(Path(BUNDLED_MODEL, "tokenizer.json"), 64, "tests", ready.put)
+    made.update([Grammar(DIGEST, r"start: /(.|\n)*/", b"", 1)], [])
+    assert not ready.get(timeout=60).problem
+    yield made
+    made.close()
+
+
+def start(flags: list[str], rank: int) -> tuple[ModelRunner, ModelConfig, memory.MemoryUse]:
+    """As `worker._run`."""
+    config = parse([*flags, *PIXELS, "--max-num-seqs", "16"])
+    size, check = config.tensor_parallel_size, Tensor.is_contiguous
+    others: Any = SimpleNamespace(all_reduce=check, broadcast=check, all_gather=lambda _, tensor: check(tensor))
+    tp = TensorParallel(rank, size, others)
+    at = Placement(tp, torch.bfloat16, DEVICE, config.mm_encoder_tp_mode == "data")
+    model = VisionLanguageModel(ModelConfig.from_dir(config.model), at).eval()
+
+    def to_device(patches: Tensor) -> Tensor:  # as `PinnedMemory`
+        return torch.empty(patches.shape, dtype=patches.dtype, device=DEVICE)
+
+    def runner_with(size: memory.CacheSize) -> ModelRunner:
+        attention = worker.make_attention(config, model, worker.choose_backend("auto", DEVICE), size)
+        graphs, normalise = worker.make_graphs(config, model, attention), Normalisation.from_dir(config.model)
+        return ModelRunner(model, attention, made_up_media(), normalise, tp, to_device, graphs)
+
+    use = memory.profile(config, config.model, MediaCachePlan("off", 0, ""), model.config, DEVICE, runner_with)
+    assert use is not None
+    runner = runner_with(worker.choose_cache_size(config, model, use))
+    worker.record_graphs(runner)
+    worker.warm_up(runner, model.config.vision, size)
+    return runner, model.config, use
+
+
+def serve(name: str, runner: ModelRunner, model: ModelConfig, kinds: Sequence[str], device: Device) -> None:
+    """Steps of all kinds; prints launches."""
+
+    def count(new: Sequence[NewSequence], cached: int, begin: int, steps: int) -> str:
+        with contextlib.closing(decode(runner, new, cached)) as launched:
+            take(launched, begin)
+            before, device.ahead = Counter(device.launches), begin > 0
+            take(launched, steps)
+            device.ahead = False
+            return ", ".join(f"{(device.launches - before)[what] / steps:.0f} {what}" for what in device.launches)
+
+    # All at once: chunks beside single tokens, and preemption.
+    steps = script.write_steps(requests(model.vision, *kinds), 20, 100, runner.block_size, 256, preempt_at=(3, 12))
+    script.run(runner, steps, ahead=1)
+    longest = model.text.max_position_embeddings
+    print(f"\n{name}: 2,048 tokens of prefill", count(plain_requests(1, 2048), 0, 0, 1))
+    print("  100 tokens after a long prefix", count(plain_requests(1, longest - 100), longest - 200, 0, 1))
+    for kind in kinds:
+        [new] = requests(model.vision, kind)
+        three = [msgspec.structs.replace(new, request_id=f"{kind} {number}") for number in range(3)]
+        print(f"  a decode step, {kind}:", count(three, 0, 2, 17))  # more than a block holds
+
+
+EVERY = [path.stem for path in sorted(CONFIGS.glob("*.json"))]
+FULL = [pytest.param(name, size, 0, [], marks=pytest.mark.slow) for name in EVERY for size in (1, 2, 4)]
+SHORT = [
+    (EVERY[0], 2, 1, []),
+    (EVERY[1], 4, 0, ["--mm-encoder-tp-mode", "data"]),
+    (EVERY[2], 1, 0, NO_MEDIA),
+    (EVERY[3], 1, 0, []),
+]
+
+
+@pytest.mark.parametrize(("name", "size", "rank", "flags"), SHORT + FULL)
+def test_a_worker(name: str, size: int, rank: int, flags: list[str], device: Device, grammars: Grammars) -> None:
+    """At published widths, with two layers unless it is slow."""
+    with checkpoint(name, shorten if (name, size, rank, flags) in SHORT else None) as model_flags:
+        runner, model, use = start([*model_flags, *flags, "-tp", str(size)], rank)
+    kinds = [kind for kind in KINDS if kind != "image" or flags is not NO_MEDIA]
+    runner.grammars = None if rank else grammars
+    met, held, device.serving = set(device.specialisations), device.used, True
+    serve(f"{name}, {size} ranks", runner, model, kinds, device)
+    assert not device.specialisations - met, "kernels first compiled while requests are served"
+    assert device.peak - held <= use.step + use.media
