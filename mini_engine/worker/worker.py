@@ -95,7 +95,7 @@ def _run(child: Child) -> None:
     runner = runner_with(choose_cache_size(init.config, model, use))
     with room_for("CUDA graphs and a first step beside the KV cache", GRAPHS_REMEDY, device):
         record_graphs(runner)
-        warm_up(runner, model.config.vision)
+        warm_up(runner, model.config.vision, tp.size)
     gc.freeze()  # what is loaded stays: the collector need not walk over it
     gc.enable()
     core = sockets.connect_dealer(
@@ -294,11 +294,13 @@ def record_graphs(runner: ModelRunner) -> None:
         logger.info("%d CUDA graphs of decode steps recorded in %.1f s", len(runner.graphs), time.monotonic() - begun)
 
 
-def warm_up(runner: ModelRunner, vision: VisionConfig) -> None:
-    """Run one small image and a short prompt, so that lazy initialisation happens before the first request."""
+def warm_up(runner: ModelRunner, vision: VisionConfig, ranks: int) -> None:
+    """Run a small image for each rank, which may have towers of their own (`--mm-encoder-tp-mode data`), and a short
+    prompt, so that lazy initialisation happens before the first request."""
     reach_failpoint("warming-up")
     side = 2 * vision.spatial_merge_size
-    runner.encode_patches([torch.zeros(side * side, vision.patch_dim, dtype=torch.uint8)], [(1, side, side)])
+    patches = torch.zeros(side * side, vision.patch_dim, dtype=torch.uint8)
+    runner.encode_patches([patches] * ranks, [(1, side, side)] * ranks)
     # A prefill of two tokens and a step of one, as a decode is, in the first blocks of the cache, which are still free.
     new = NewSequence("warm-up", [0, 0, 0], SamplingParams(max_tokens=1, seed=0), [])
     blocks = list(range(-(-3 // runner.block_size)))
