@@ -306,7 +306,7 @@ def ipc() -> str:
     staging, nbytes = CudaStaging(DEVICE), 1 << 20
     memory = staging.allocate(1, nbytes)
     content = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda")
-    staging.fill(1, memory, content)
+    staging.fill(memory, content)
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
     process = spawn.Process(target=_read_slot, args=(there, staging.export(nbytes)), daemon=True)

@@ -59,7 +59,7 @@ def application(arguments: Arguments, command: tuple[str, ...] = SERVE) -> Appli
     for name in OWN_FLAGS:
         if getattr(config, name) != getattr(EngineConfig(), name):
             raise ConfigError(f"flags: --{name.replace('_', '-')} is for one engine; see docs/cluster.md#security")
-    at_once = config.max_num_seqs * config.data_parallel_size
+    at_once = config.step_sequences("cpu", recurrent=False) * config.data_parallel_size
     fewest = arguments.min_hosts or arguments.hosts
     scaling: dict[str, Any] = {
         "autoscaling_config": AutoscalingConfig(

@@ -20,6 +20,9 @@ STAGING_SLOTS = 8  # messages in transfer from an API server to an engine at onc
 # Tokens per step where no flag says, by kind of device: enough that a step of a large model is not dominated by its
 # fixed cost, and few enough for a short time between tokens.
 STEP_TOKENS = {"cpu": 512, "cuda": 2048}
+# Sequences per step, likewise. On CUDA 64 would leave much of a large card unused; but each sequence of a model with
+# recurrent states takes tens of MiB from the start.
+STEP_SEQUENCES, STEP_SEQUENCES_CUDA = 64, 256
 
 AttentionBackendName = Literal["auto", "triton", "sdpa"]
 Dtype = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
@@ -144,7 +147,10 @@ class EngineConfig:
     )
     disable_log_stats: bool = _logging(False, "Do not log statistics every ten seconds while requests run.")
 
-    max_num_seqs: int = _scheduling(64, "Maximum sequences per step.", minimum=1)
+    max_num_seqs: int | None = _scheduling(
+        None, "Maximum sequences per step.", minimum=1,
+        unset=f"{STEP_SEQUENCES_CUDA} on CUDA; {STEP_SEQUENCES} on the CPU and for models with recurrent states",
+    )  # fmt: skip
     max_num_batched_tokens: int | None = _scheduling(
         None, "Maximum tokens per step; longer prompts are prefilled in chunks.", minimum=1,
         unset="512 on the CPU, 2048 on CUDA",
@@ -334,6 +340,11 @@ class EngineConfig:
     def sequence_tokens(self, made_for: int) -> int:
         """Most tokens of prompt and output of a model that was made for `made_for`, unless the KV cache holds less."""
         return self.max_model_len or made_for
+
+    def step_sequences(self, device: str, recurrent: bool) -> int:
+        """Most sequences of one step of workers on `device`, "cpu" or "cuda"; `recurrent`: they have states."""
+        large = device == "cuda" and not recurrent
+        return self.max_num_seqs or (STEP_SEQUENCES_CUDA if large else STEP_SEQUENCES)
 
     def step_tokens(self, device: str) -> int:
         """Most tokens computed in one step of workers on `device`, "cpu" or "cuda"."""

@@ -85,7 +85,7 @@ class EngineCore:
         self.blocks = BlockPool(limits.num_blocks, limits.block_size)
         self.encoder = EncoderCache(config.encoder_cache_tokens)
         self.media = media
-        self.states = StatePool(config.max_num_seqs, limits.num_states, limits.state_interval)
+        self.states = StatePool(bounds.max_seqs, limits.num_states, limits.state_interval)
         self.scheduler = Scheduler(self.blocks, self.encoder, bounds, self.states)
         self.grammars = Grammars()
         self.steps = Steps(links, config.tensor_parallel_size, media, self.encoder, self.grammars)
@@ -413,6 +413,6 @@ def run(child: Child) -> None:
     num_blocks, num_states = min(one.num_blocks for one in workers), min(one.num_states for one in workers)
     limits = engine_limits(config, model, num_blocks, workers[0].device, num_states)
     media = media_directory(init, model.vision.patch_dim, limits.device)
-    core = EngineCore(config, model, limits, Budgets.of(config, workers[0].device), media, links)
+    core = EngineCore(config, model, limits, Budgets.of(config, limits.device, num_states > 0), media, links)
     child.ready(limits=limits)
     core.run()

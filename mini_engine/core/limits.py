@@ -39,7 +39,7 @@ def engine_limits(
 
 def _snapshot_interval(capacity: int, num_states: int, config: EngineConfig) -> int:
     """Tokens between snapshots of recurrent states, so that there are enough for all that the KV cache holds."""
-    snapshots = max(1, num_states - config.max_num_seqs)
+    snapshots = max(1, num_states - config.step_sequences("cpu", recurrent=True))
     return -(-max(LEAST_SNAPSHOT_INTERVAL, capacity // snapshots) // config.block_size) * config.block_size
 
 

@@ -30,12 +30,12 @@ class Budgets:
     long_prefill: int  # most tokens of one prompt while other prompts wait; 0: no bound of its own
 
     @classmethod
-    def of(cls, config: EngineConfig, device: str) -> Budgets:
-        """`device`: "cpu" or "cuda"."""
+    def of(cls, config: EngineConfig, device: str, recurrent: bool) -> Budgets:
+        """See `EngineConfig.step_sequences`."""
         max_tokens, long_prefill = config.step_tokens(device), config.long_prefill_token_threshold
         if long_prefill is None:
             long_prefill = max(1, max_tokens // 2)
-        return cls(config.max_num_seqs, max_tokens, config.step_media_tokens(device), long_prefill)
+        return cls(config.step_sequences(device, recurrent), max_tokens, config.step_media_tokens(device), long_prefill)
 
 
 @dataclasses.dataclass

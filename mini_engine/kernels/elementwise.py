@@ -53,22 +53,39 @@ def _silu_mul(out, gate_up, stride, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _rotate(
-    out, x, cos, sin, x_stride, HEADS: tl.constexpr, HEADS_PADDED: tl.constexpr, HALF: tl.constexpr,
-    HALF_PADDED: tl.constexpr,
+def _head_weight(q_weight, k_weight, d, inside, is_query, OFFSET: tl.constexpr):
+    """Not one load from each head's own pointer, which the compiler would make a load for each number."""
+    q = tl.load(q_weight + d, mask=inside & is_query, other=0.0)
+    return (q + tl.load(k_weight + d, mask=inside & ~is_query, other=0.0)).to(tl.float32) + OFFSET
+
+
+@triton.jit
+def _rotate_heads(
+    out, keys, values, qkv, q_weight, k_weight, cos, sin, slots, eps, stride, HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
+    OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """One token. The tables' two halves say the same but for a sign: the second has the sine itself."""
-    row = tl.program_id(0).to(tl.int64)
-    head, d = tl.arange(0, HEADS_PADDED)[:, None], tl.arange(0, HALF_PADDED)[None, :]
-    inside = (head < HEADS) & (d < HALF)
-    here = head * (2 * HALF) + d
-    c = tl.load(cos + row * (2 * HALF) + d, mask=d < HALF, other=0.0)
-    s = tl.load(sin + row * (2 * HALF) + HALF + d, mask=d < HALF, other=0.0)
-    first = tl.load(x + row * x_stride + here, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x + row * x_stride + here + HALF, mask=inside, other=0.0).to(tl.float32)
-    target = out + row * (HEADS * 2 * HALF) + here
-    tl.store(target, (first * c - second * s).to(out.dtype.element_ty), mask=inside)
-    tl.store(target + HALF, (second * c + first * s).to(out.dtype.element_ty), mask=inside)
+    """ROWS heads of one token. Where nothing is rotated, as in values, the cosine is 1 and the sine 0."""
+    row, d = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)[None, :]
+    head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    inside, is_value = (head < HEADS + 2 * KV_HEADS) & (d < DIM), head >= HEADS + KV_HEADS
+    rotated, partner = (d < 2 * HALF) & ~is_value, tl.where(d < HALF, d + HALF, d - HALF)
+    here = qkv + row * stride + head * DIM
+    x = tl.load(here + d, mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(here + partner, mask=rotated, other=0.0).to(tl.float32)
+    if q_weight is not None:
+        scale = tl.rsqrt(tl.sum(x * x, 1)[:, None] / DIM + eps)
+        normed = x * scale * _head_weight(q_weight, k_weight, d, inside, head < HEADS, OFFSET)
+        x = tl.where(is_value, x, normed)
+        y *= scale * _head_weight(q_weight, k_weight, partner, rotated, head < HEADS, OFFSET)
+    c = tl.load(cos + row * (2 * HALF) + d, mask=rotated, other=1.0)
+    s = tl.load(sin + row * (2 * HALF) + d, mask=rotated, other=0.0)
+    result = (x * c + y * s).to(out.dtype.element_ty)
+    tl.store(out + (row * HEADS + head) * DIM + d, result, mask=inside & (head < HEADS))
+    if KV_HEADS > 0:
+        place = (tl.load(slots + row) * KV_HEADS + head - HEADS) * DIM + d
+        tl.store(keys + place, result, mask=inside & (head >= HEADS) & ~is_value)
+        tl.store(values + place - KV_HEADS * DIM, result, mask=inside & is_value)
 
 
 @triton.jit(do_not_specialize=["count"])  # or it would be compiled for counts of 1 and of 16
@@ -95,15 +112,6 @@ def _normalise(out, patches, mean, std, SIZE: tl.constexpr, CHANNEL: tl.constexp
     # Rounded to nearest, as torch divides: a plain division on the device is off by up to two units.
     result = tl.div_rn(centred, tl.load(std + column // CHANNEL, mask=inside, other=1.0))
     tl.store(out + row * SIZE + column, result.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _write_cache(keys, values, k, v, slots, k_stride, v_stride, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
-    inside = column < SIZE
-    place = tl.load(slots + row) * SIZE + column
-    tl.store(keys + place, tl.load(k + row * k_stride + column, mask=inside), mask=inside)
-    tl.store(values + place, tl.load(v + row * v_stride + column, mask=inside), mask=inside)
 
 
 @triton.jit
@@ -147,14 +155,27 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    count, heads, dim = x.shape
-    assert x.stride(1) == dim and cos.is_contiguous() and sin.is_contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def rotate_heads(
+    qkv: Tensor, kv_heads: int, cos: Tensor, sin: Tensor, norms: tuple[Tensor, Tensor, float, bool] | None = None,
+    keys: Tensor | None = None, values: Tensor | None = None, slots: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """As `ops.rotate_heads` of an `ops.Heads`, but rounded once. Returns the queries alone, a new contiguous tensor,
+    and puts keys and values, if there are any, where `slots` says.
+
+    Args:
+        keys, values: contiguous `[..., kv_heads, head_dim]`, of qkv's dtype.
+        slots: int64 `[n]`, indices into the flattened leading axes.
+    """
+    (count, total, dim), queries = qkv.shape, qkv.shape[1] - 2 * kv_heads
+    assert qkv.stride(1) == dim and cos.is_contiguous() and sin.is_contiguous()
+    out = torch.empty(count, queries, dim, dtype=qkv.dtype, device=qkv.device)
+    q_weight, k_weight, eps, offset = norms or (None, None, 0.0, False)
+    rows = max(1, COLUMNS // padded(dim))
     if out.numel():
-        _rotate[(count,)](
-            out, x, cos, sin, x.stride(0), HEADS=heads, HEADS_PADDED=padded(heads), HALF=dim // 2,
-            HALF_PADDED=padded(dim // 2), num_warps=4,
+        _rotate_heads[(count, triton.cdiv(total, rows))](
+            out, keys, values, qkv, q_weight, k_weight, cos, sin, slots, eps, qkv.stride(0), HEADS=queries,
+            KV_HEADS=kv_heads, DIM=dim, PADDED=padded(dim), HALF=cos.shape[-1] // 2, ROWS=rows, OFFSET=int(offset),
+            num_warps=4,
         )  # fmt: skip
     return out
 
@@ -178,15 +199,6 @@ def normalise(patches: Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype) ->
         grid = (rows, triton.cdiv(size, COLUMNS))
         _normalise[grid](out, patches, mean, std, SIZE=size, CHANNEL=size // len(mean), COLUMNS=COLUMNS, num_warps=4)
     return out
-
-
-def write_cache(keys: Tensor, values: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    count, size = len(k), k.shape[1] * k.shape[2]
-    assert k.stride(1) == v.stride(1) == k.shape[2]
-    if count:
-        _write_cache[(count,)](
-            keys, values, k, v, slots, k.stride(0), v.stride(0), SIZE=size, PADDED=padded(size), num_warps=_warps(size)
-        )
 
 
 def penalise(scores: Tensor, counts: Tensor, rows: Tensor, factors: Tensor) -> None:

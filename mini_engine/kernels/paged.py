@@ -1,9 +1,10 @@
-"""Paged attention in Triton: one kernel for decode, its keys split over programs, and one for chunks of prompts.
+"""Paged attention in Triton: one kernel, whose tiles of queries are a decode's single tokens or parts of prompt chunks.
 
-Both read the cache through a block table, key by key, so that any block size will do. Both put the query heads that
-share a key-value head into the rows of one product, so each key and value is read once for all of them. The softmax
-runs along the keys in float32 with a running maximum (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022), in
-base 2; the parts of a split decode are joined by their logarithms of sums (Flash-Decoding, Dao et al. 2023).
+It reads the cache through a block table, key by key, so that any block size will do. The query heads that share a
+key-value head are rows of one product, so each key and value is read once for all of them. The softmax runs along the
+keys in float32 with a running maximum (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022), in base 2. Where
+there are too few tiles to fill the device, the keys are split over programs, and the parts are joined by their
+logarithms of sums (Flash-Decoding, Dao et al. 2023).
 
 A key past the context is never loaded: whatever an earlier owner left in a block, NaN included, has no effect.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -24,9 +26,13 @@ from mini_engine.kernels.elementwise import padded
 LOG2_E = 1.4426950408889634
 # Keys of a split at the least: below that its share of the final sum costs more than it saves.
 LEAST_SPLIT = 256
-MOST_SPLITS = 64
-# Programs for each of the device's processors that a decode is split into: several, to even out ragged contexts.
-PROGRAMS_PER_PROCESSOR = 4
+MOST_SPLITS = 256
+# Programs for each of the device's processors that keys are split for: several decodes run on one at once, and even out
+# ragged contexts; of prompt chunks one or two.
+DECODE_PROGRAMS, PREFILL_PROGRAMS = 4, 2
+# Of the loop over keys: the copies for two iterations are in flight during the products of a third.
+STAGES = 3
+JOIN_SPLITS, JOIN_WARPS = 64, 8
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -52,10 +58,14 @@ def _over_keys(
     """
     d = tl.arange(0, PADDED)
     within = d < DIM
+    # The block ids are loaded one iteration ahead: an address that depended on a load of its own iteration would take
+    # a stage of the pipeline, and no copy of keys or values would be in flight during the products.
+    key = first + tl.arange(0, N)
+    block = tl.load(table + key // BLOCK_SIZE, mask=key < last, other=0)
     for start in range(first, last, N):
         key = start + tl.arange(0, N)
         known = key < last
-        block = tl.load(table + key // BLOCK_SIZE, mask=known if MASKED else None)
+        next_block = tl.load(table + (key + N) // BLOCK_SIZE, mask=key + N < last, other=0)
         place = block.to(tl.int64) * block_stride + (key % BLOCK_SIZE) * place_stride
         k_mask = known[None, :] & within[:, None] if MASKED else within[:, None]
         k = tl.load(keys + place[None, :] + d[:, None], mask=k_mask, other=0.0)
@@ -70,106 +80,84 @@ def _over_keys(
         v = tl.load(values + place[:, None] + d[None, :], mask=v_mask, other=0.0)
         acc = acc * shrink[:, None] + matmul(weights.to(v.dtype), v)
         top = higher
+        block = next_block
     return acc, top, total
 
 
-@triton.jit
-def _split_size(context, N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr):
-    """Keys of one split, a multiple of N."""
-    return tl.maximum(tl.cdiv(tl.cdiv(context, N), SPLITS) * N, LEAST)
-
-
-@triton.jit
-def _decode(
-    out, sums, q, keys, values, tables, contexts, scale, q_stride, table_stride, block_stride, place_stride, heads,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+# A number of splits is no reason to compile again: it changes from step to step.
+@triton.jit(do_not_specialize=["splits"])
+def _attend(
+    out, parts, sums, q, keys, values, tables, tiles, scale, q_stride, table_stride, block_stride, place_stride, heads,
+    splits, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    N: tl.constexpr, LEAST: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """One sequence, key-value head and split. `out`: `[n, heads, SPLITS, DIM]`, and `sums` as without DIM."""
-    sequence, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    context = tl.load(contexts + sequence)
-    size = _split_size(context, N, SPLITS, LEAST)
-    first = split * size
-    last = tl.minimum(first + size, context)
-    if first < last:
-        row, d = tl.arange(0, ROWS), tl.arange(0, PADDED)
-        head = kv_head * GROUP + row
-        inside = (row < GROUP)[:, None] & (d < DIM)[None, :]
-        rows = tl.load(q + sequence * q_stride + head[:, None] * DIM + d[None, :], mask=inside, other=0.0)
-        query = tl.zeros([ROWS], tl.int32) + context - 1
-        acc = tl.zeros([ROWS, PADDED], tl.float32)
-        top = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        table = tables + sequence * table_stride
-        here = kv_head * DIM
-        whole = first + (last - first) // N * N
-        acc, top, total = _over_keys(
-            rows, query, first, whole, acc, top, total, keys + here, values + here, table, scale,
-            block_stride, place_stride, False, BLOCK_SIZE, N, DIM, PADDED,
-        )  # fmt: skip
-        acc, top, total = _over_keys(
-            rows, query, whole, last, acc, top, total, keys + here, values + here, table, scale,
-            block_stride, place_stride, True, BLOCK_SIZE, N, DIM, PADDED,
-        )  # fmt: skip
-        acc = acc / total[:, None]
-        place = (sequence * heads + head) * SPLITS + split
-        tl.store(out + place[:, None] * DIM + d[None, :], acc.to(out.dtype.element_ty), mask=inside)
-        if SPLITS > 1:
-            tl.store(sums + place, top + tl.log2(total), mask=row < GROUP)
-
-
-@triton.jit
-def _join(
-    out, parts, sums, contexts, heads, DIM: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
-    LEAST: tl.constexpr,
-):  # fmt: skip
-    """Join the splits of one sequence and head, each weighted by its share of the sum."""
-    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    context = tl.load(contexts + sequence)
-    split, d = tl.arange(0, SPLITS), tl.arange(0, PADDED)
-    used = split < tl.cdiv(context, _split_size(context, N, SPLITS, LEAST))
-    place = (sequence * heads + head) * SPLITS + split
-    sums_here = tl.load(sums + place, mask=used, other=float("-inf"))
-    weights = tl.exp2(sums_here - tl.max(sums_here, 0))
-    inside = used[:, None] & (d < DIM)[None, :]
-    part = tl.load(parts + place[:, None] * DIM + d[None, :], mask=inside, other=0.0)
-    joined = tl.sum(part * weights[:, None], 0) / tl.sum(weights, 0)
-    row = sequence * heads + head
-    tl.store(out + row * DIM + d, joined.to(out.dtype.element_ty), mask=d < DIM)
-
-
-@triton.jit
-def _prefill(
-    out, q, keys, values, tables, tiles, scale, q_stride, table_stride, block_stride, place_stride, heads,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    N: tl.constexpr,
-):  # fmt: skip
-    """One tile of queries and one key-value head. `tiles`: see `prefill`."""
-    tile, kv_head = tiles + tl.program_id(0) * 4, tl.program_id(1)
-    first_row, position, count = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
-    table = tables + tl.load(tile + 3).to(tl.int64) * table_stride
+    """One tile of queries, key-value head and split of the keys. `tiles`: see `prefill`; without CHUNKS each tile is a
+    sequence's last token, and `tiles` holds the contexts. Several splits write float32 `parts`, `[rows, heads, splits,
+    DIM]`, and `sums`, without DIM: logarithms, -inf of a split without keys."""
+    tile, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    if CHUNKS:
+        tiles += tile * 4
+        first_row, position, count = tl.load(tiles).to(tl.int64), tl.load(tiles + 1), tl.load(tiles + 2)
+        table = tables + tl.load(tiles + 3).to(tl.int64) * table_stride
+    else:
+        first_row, position, count = tile, tl.load(tiles + tile) - 1, 1
+        table = tables + tile * table_stride
     row, d = tl.arange(0, ROWS), tl.arange(0, PADDED)
     token, head = row // GROUP, kv_head * GROUP + row % GROUP
     inside = (token < count)[:, None] & (d < DIM)[None, :]
-    place = (first_row + token) * q_stride + head * DIM
-    rows = tl.load(q + place[:, None] + d[None, :], mask=inside, other=0.0)
-    # Rows without a token see what the first does, so that none is without a key.
-    query = position + tl.where(token < count, token, 0)
-    acc = tl.zeros([ROWS, PADDED], tl.float32)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    here = kv_head * DIM
-    whole = (position + 1) // N * N
-    acc, top, total = _over_keys(
-        rows, query, 0, whole, acc, top, total, keys + here, values + here, table, scale,
-        block_stride, place_stride, False, BLOCK_SIZE, N, DIM, PADDED,
-    )  # fmt: skip
-    acc, top, total = _over_keys(
-        rows, query, whole, position + count, acc, top, total, keys + here, values + here, table, scale,
-        block_stride, place_stride, True, BLOCK_SIZE, N, DIM, PADDED,
-    )  # fmt: skip
-    place = ((first_row + token) * heads + head) * DIM
-    tl.store(out + place[:, None] + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=inside)
+    place = (first_row + token) * heads + head
+    # A split begins at a key that the tile's first token sees, and so all do: no row of a split is without a key.
+    size = tl.maximum(tl.cdiv(tl.cdiv(position + 1, N), splits) * N, LEAST)
+    first = split * size
+    if first <= position:
+        last = tl.where(first + size <= position, first + size, position + count)
+        offset = (first_row + token) * q_stride + head * DIM
+        rows = tl.load(q + offset[:, None] + d[None, :], mask=inside, other=0.0)
+        # Rows without a token see what the first does.
+        query = position + tl.where(token < count, token, 0)
+        acc = tl.zeros([ROWS, PADDED], tl.float32)
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        here = kv_head * DIM
+        if CHUNKS:
+            whole = tl.minimum(last, (position + 1) // N * N)
+            acc, top, total = _over_keys(
+                rows, query, first, whole, acc, top, total, keys + here, values + here, table, scale,
+                block_stride, place_stride, False, BLOCK_SIZE, N, DIM, PADDED,
+            )  # fmt: skip
+            first = whole
+        acc, top, total = _over_keys(
+            rows, query, first, last, acc, top, total, keys + here, values + here, table, scale,
+            block_stride, place_stride, True, BLOCK_SIZE, N, DIM, PADDED,
+        )  # fmt: skip
+        acc = acc / total[:, None]
+        if splits > 1:
+            place = place * splits + split
+            tl.store(parts + place[:, None] * DIM + d[None, :], acc, mask=inside)
+            tl.store(sums + place, top + tl.log2(total), mask=token < count)
+        else:
+            tl.store(out + place[:, None] * DIM + d[None, :], acc.to(out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(sums + place * splits + split, float("-inf"), mask=token < count)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _join(out, parts, sums, splits, DIM: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr):
+    """Join the splits of one token and head, each weighted by its share of the sum; N splits at a time."""
+    row, d = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    acc, total, top = tl.zeros([PADDED], tl.float32), 0.0, float("-inf")
+    for start in range(0, splits, N):
+        split = start + tl.arange(0, N)
+        place = row * splits + split
+        sums_here = tl.load(sums + place, mask=split < splits, other=float("-inf"))
+        higher = tl.maximum(top, tl.max(sums_here, 0))  # finite: the first split has keys
+        weights, shrink = tl.exp2(sums_here - higher), tl.exp2(top - higher)
+        inside = (sums_here > float("-inf"))[:, None] & (d < DIM)[None, :]
+        part = tl.load(parts + place[:, None] * DIM + d[None, :], mask=inside, other=0.0)
+        acc = acc * shrink + tl.sum(part * weights[:, None], 0)
+        total = total * shrink + tl.sum(weights, 0)
+        top = higher
+    tl.store(out + row * DIM + d, (acc / total).to(out.dtype.element_ty), mask=d < DIM)
 
 
 @dataclass(frozen=True)
@@ -179,36 +167,50 @@ class Shape:
     rows: int
     keys: int
     warps: int
-    stages: int
 
 
-def decode_shape(group: int, itemsize: int) -> Shape:
-    """For `group` query heads to a key-value head; 16 rows are the least that a product takes."""
+def decode_shape(group: int, dim: int, itemsize: int) -> Shape:
+    """For `group` query heads to a key-value head; 16 rows are the least that a product takes. Float32 has no matrix
+    unit without loss: small blocks keep it in registers."""
     rows = padded(group, 16)
-    return Shape(rows, 64, 4, 3) if itemsize == 2 else Shape(rows, 32, 8, 2)
+    return Shape(rows, _keys(dim, 16 << 10), 4) if itemsize == 2 else Shape(rows, 16, 8)
 
 
-def prefill_shape(group: int, itemsize: int) -> Shape:
-    """As `decode_shape`. Float32 has no matrix unit without loss: small tiles keep it in registers."""
-    if itemsize == 2:
-        return Shape(max(128, padded(group)), 64, 8, 3)
-    return Shape(padded(group, 32), 32, 8, 2)
+def prefill_shape(group: int, dim: int, itemsize: int, shared_memory: int) -> Shape:
+    """As `decode_shape`. `shared_memory`: bytes that one program can have on the device; keys and values of all stages
+    take half of them at most."""
+    if itemsize != 2:
+        return Shape(padded(group, 32), 16, 8)
+    return Shape(padded(group, 128 if dim <= 128 else 64), _keys(dim, shared_memory // 2 // STAGES), 8)
 
 
-def tile_tokens(group: int, itemsize: int) -> int:
-    """Tokens of one tile of queries."""
-    return prefill_shape(group, itemsize).rows // group
+def _keys(dim: int, size: int) -> int:
+    """How many 16-bit keys and values of `dim` take at most `size` bytes: a power of two, from 16 to 64."""
+    return max(16, min(64, 1 << (size // (4 * padded(dim))).bit_length() - 1))
 
 
-def choose_splits(sequences: int, kv_heads: int, longest: int, device: torch.device) -> int:
-    """Splits, a power of two, for a decode of contexts up to `longest`: enough programs to fill the device."""
-    wanted = -(-PROGRAMS_PER_PROCESSOR * _processors(device) // (sequences * kv_heads))
-    return padded(max(1, min(wanted, MOST_SPLITS, -(-longest // LEAST_SPLIT))))
+def tile_tokens(q: Tensor, keys: Tensor) -> int:
+    """Tokens of one tile of queries; arguments as for `prefill`."""
+    group = q.shape[1] // keys.shape[2]
+    return prefill_shape(group, q.shape[2], q.element_size(), _shared_memory(q.device)).rows // group
+
+
+def choose_splits(programs: int, longest: int, per_processor: int, device: torch.device) -> int:
+    """Splits of contexts up to `longest` that make of `programs` at least `per_processor` for each processor."""
+    wanted = -(-per_processor * _processors(device) // programs)
+    return max(1, min(wanted, MOST_SPLITS, -(-longest // LEAST_SPLIT)))
 
 
 @functools.cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that one program can have."""
+    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None  # its stub lacks this
+    return properties.shared_memory_per_block_optin if properties else 99 << 10
 
 
 def decode(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, contexts: Tensor, splits: int) -> None:
@@ -218,38 +220,48 @@ def decode(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor,
         out: contiguous `[n, heads, head_dim]`.
         q: as `out`, heads contiguous; tokens may lie further apart.
         keys, values: contiguous `[num_blocks, block_size, kv_heads, head_dim]`, of q's dtype.
-        tables: int32 `[n, width]`, the blocks of each sequence, in order.
-        contexts: int32 `[n]`, keys of each sequence, 1 or more.
-        splits: a power of two; see `choose_splits`.
+        tables: int32 `[n, width]`, the blocks of each sequence, in order; further rows are left alone.
+        contexts: int32 `[n]`, keys of each sequence, 1 or more; further ones are left alone.
+        splits: 1 or more; see `choose_splits`.
     """
-    (count, heads, dim), (block_size, kv_heads) = q.shape, keys.shape[1:3]
-    shape = decode_shape(heads // kv_heads, q.element_size())
-    common = {"DIM": dim, "PADDED": padded(dim, 16), "N": shape.keys, "SPLITS": splits, "LEAST": LEAST_SPLIT}
-    parts, sums = out, out
-    if splits > 1:
-        parts = torch.empty(count, heads, splits, dim, dtype=torch.float32, device=q.device)
-        sums = torch.empty(count, heads, splits, dtype=torch.float32, device=q.device)
-    _decode[(count, kv_heads, splits)](
-        parts, sums, q, keys, values, tables, contexts, dim**-0.5 * LOG2_E, q.stride(0), tables.stride(0),
-        keys.stride(0), keys.stride(1), heads, GROUP=heads // kv_heads, ROWS=shape.rows, BLOCK_SIZE=block_size,
-        num_warps=shape.warps, num_stages=shape.stages, **common,
-    )  # fmt: skip
-    if splits > 1:
-        _join[(count, heads)](out, parts, sums, contexts, heads, num_warps=4, **common)
+    shape = decode_shape(q.shape[1] // keys.shape[2], q.shape[2], q.element_size())
+    _launch(shape, False, out, q, keys, values, tables, contexts, splits)
 
 
-def prefill(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor) -> None:
+def prefill(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, splits: int) -> None:
     """Causal attention of chunks of several tokens over their keys, those before the chunk and its own, which the cache
-    holds already; written to `out`. Arguments as for `decode`; rows that no tile names are left alone.
+    holds already; written to `out`. Arguments as for `decode`.
 
     Args:
-        tiles: int32 `[tiles, 4]`, of each its first row in the batch, the position of that row's token, the number of
-            its tokens (at most `tile_tokens`), and its row of the block tables.
+        tiles: int32 `[tiles, 4]`, of each its first row in `q`, the position of that row's token, the number of its
+            tokens (at most `tile_tokens`), and its row of the block tables. Each row of `q` is in one tile.
     """
-    (heads, dim), (block_size, kv_heads) = q.shape[1:], keys.shape[1:3]
-    shape = prefill_shape(heads // kv_heads, q.element_size())
-    _prefill[(len(tiles), kv_heads)](
-        out, q, keys, values, tables, tiles, dim**-0.5 * LOG2_E, q.stride(0), tables.stride(0),
-        keys.stride(0), keys.stride(1), heads, GROUP=heads // kv_heads, ROWS=shape.rows, DIM=dim,
-        PADDED=padded(dim, 16), BLOCK_SIZE=block_size, N=shape.keys, num_warps=shape.warps, num_stages=shape.stages,
+    group = q.shape[1] // keys.shape[2]
+    shape = prefill_shape(group, q.shape[2], q.element_size(), _shared_memory(q.device))
+    _launch(shape, True, out, q, keys, values, tables, tiles, splits)
+
+
+def _launch(
+    shape: Shape, chunks: bool, out: Tensor, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor,
+    splits: int,
+) -> None:  # fmt: skip
+    (count, heads, dim), (block_size, kv_heads) = q.shape, keys.shape[1:3]
+    parts = torch.empty(count, heads, splits if splits > 1 else 0, dim, dtype=torch.float32, device=q.device)
+    sums = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
+    _attend[(len(tiles) if chunks else count, kv_heads, splits)](
+        out, parts, sums, q, keys, values, tables, tiles, dim**-0.5 * LOG2_E, q.stride(0), tables.stride(0),
+        keys.stride(0), keys.stride(1), heads, splits, num_warps=shape.warps, num_stages=STAGES,
+        **constants(shape, chunks, heads // kv_heads, dim, block_size),
     )  # fmt: skip
+    if splits > 1:
+        _join[(count * heads,)](
+            out, parts, sums, splits, DIM=dim, PADDED=padded(dim, 16), N=JOIN_SPLITS, num_warps=JOIN_WARPS
+        )
+
+
+def constants(shape: Shape, chunks: bool, group: int, dim: int, block_size: int) -> dict[str, int]:
+    """What `_attend` is compiled for."""
+    return {
+        "GROUP": group, "ROWS": shape.rows, "DIM": dim, "PADDED": padded(dim, 16), "BLOCK_SIZE": block_size,
+        "N": shape.keys, "LEAST": LEAST_SPLIT, "CHUNKS": chunks,
+    }  # fmt: skip

@@ -86,7 +86,6 @@ class DeviceSlots(Message, frozen=True):
     device: int  # CUDA's index of their device
     nbytes: int  # of one slot; slot n starts at (n - 1) * nbytes
     memory: bytes  # CUDA's IPC handle of all of it
-    filled: list[bytes]  # for each slot, the IPC handle of the event after which its bytes are there
 
 
 class ProbeResult(Message, frozen=True):

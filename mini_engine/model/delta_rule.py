@@ -3,7 +3,8 @@
 A value head's state S, `[k_dim, v_dim]`, first decays, `S = exp(g) S`; then what it holds for the key moves towards
 the value, `S += k (beta (v - S^T k))^T`; the output is `S^T q` (Yang et al. 2024, Gated Delta Networks, section 3).
 q, k and v are the convolution's output after SiLU; q and k are made unit vectors, and q is scaled by `k_dim ** -0.5`.
-All but the convolution is in float32. Knows nothing of models, nor where states are kept.
+All but the convolution is in float32. Knows nothing of models, nor where states are kept. On a CUDA device
+`kernels/delta_rule.py` computes it; torch's operators here are the reference.
 """
 
 from dataclasses import dataclass
@@ -12,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mini_engine.kernels import ops
+
 CHUNK = 64  # tokens that one triangular system holds
-# Tokens whose intermediate results are in memory at a time, by the device's type; elsewhere one chunk. A CPU spends
-# more on the page faults of large buffers than on their contents, a GPU more on launches of small kernels.
-SEGMENTS = {"cuda": 1024}
 NORM_EPS = 1e-6
 
 
@@ -59,9 +59,12 @@ def prefill(
     Returns:
         `[n, v_heads, v_dim]` in x's dtype.
     """
-    size = SEGMENTS.get(x.device.type, CHUNK)
-    segments = zip(x.split(size), g.split(size), beta.split(size), strict=True)
-    return torch.cat([_prefill(*segment, kernel, shape, conv, delta) for segment in segments])
+    if ops.fused(x):
+        from mini_engine.kernels import delta_rule as kernels  # Triton takes a second to import
+
+        return kernels.prefill(x, g, beta, kernel, conv, delta, NORM_EPS)
+    chunks = zip(x.split(CHUNK), g.split(CHUNK), beta.split(CHUNK), strict=True)
+    return torch.cat([_prefill(*chunk, kernel, shape, conv, delta) for chunk in chunks])
 
 
 def decode(
@@ -78,6 +81,10 @@ def decode(
     Returns:
         `[n, v_heads, v_dim]` in x's dtype.
     """
+    if ops.fused(x):
+        from mini_engine.kernels import delta_rule as kernels  # Triton takes a second to import
+
+        return kernels.decode(x, g, beta, kernel, conv, delta, slots, NORM_EPS)
     inputs = torch.cat((conv.index_select(0, slots), x.unsqueeze(-1)), dim=-1)
     conv.index_copy_(0, slots, inputs[..., 1:])
     q, k, v = _heads(_convolve(inputs, kernel).squeeze(-1), shape)
@@ -92,36 +99,30 @@ def decode(
 def _prefill(
     x: Tensor, g: Tensor, beta: Tensor, kernel: Tensor, shape: StateShape, conv: Tensor, delta: Tensor
 ) -> Tensor:
-    """Chunk by chunk: inside one, the changes that the tokens make are the solution of a triangular system (the WY form
-    of section 3.3), linear in the state before. So a chunk maps that state to `keep S + add`, all chunks at once, and
-    only these maps are applied one after the other."""
+    """One chunk: the changes that its tokens make are the solution of a triangular system (the WY form of section 3.3),
+    linear in the state before, so the chunk maps that state to `keep S + add`. No more at once: a CPU spends more on
+    the page faults of large buffers than on their contents."""
     inputs = torch.cat((conv, x.T), dim=1)
     conv.copy_(inputs[:, len(x) :])
-    size = min(CHUNK, len(x))
-    # [v_heads, chunks, tokens of a chunk, ...]; what fills up the last chunk changes nothing.
+    # [v_heads, tokens, ...]
     q, k, v, g, beta = (
-        F.pad(each.movedim(0, 1), (0, 0, 0, -len(x) % size)).unflatten(1, (-1, size)).contiguous()
+        each.movedim(0, 1).contiguous()
         for each in (*_heads(_convolve(inputs.unsqueeze(0), kernel)[0].T, shape), g.unsqueeze(-1), beta.unsqueeze(-1))
     )
-    total = g.cumsum(2)  # the logarithm of the decay since the chunk's start
-    future = torch.ones(size, size, dtype=torch.bool, device=x.device).triu(1)
+    total = g.cumsum(1)  # the logarithm of the decay since the chunk's start
+    future = torch.ones(len(x), len(x), dtype=torch.bool, device=x.device).triu(1)
     between = (total - total.mT).masked_fill_(future, float("-inf")).exp_()  # from the column's token to the row's
     system = (k * beta) @ k.mT * between
     wanted = torch.cat((v * beta, k * (beta * total.exp())), dim=-1)
     # Only what lies below the diagonal is read.
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     change, seen = solved.split((shape.v_dim, shape.k_dim), dim=-1)  # the changes are `change - seen S`
-    end = total[:, :, -1:]
+    end = total[:, -1:]
     to_end = (k * (end - total).exp()).mT
-    add = to_end @ change
     keep = torch.eye(shape.k_dim, device=x.device) * end.exp() - to_end @ seen
-    states = [delta]
-    for chunk in range(add.shape[1]):
-        states.append(torch.baddbmm(add[:, chunk], keep[:, chunk], states[-1]))
-    before = torch.stack(states[:-1], dim=1)
-    delta.copy_(states[-1])
-    out = (q * total.exp()) @ before + (q @ k.mT * between) @ (change - seen @ before)
-    return out.flatten(1, 2)[:, : len(x)].movedim(0, 1).to(x.dtype)
+    out = (q * total.exp()) @ delta + (q @ k.mT * between) @ (change - seen @ delta)
+    delta.copy_(torch.baddbmm(to_end @ change, keep, delta))
+    return out.movedim(0, 1).to(x.dtype)
 
 
 def _convolve(inputs: Tensor, kernel: Tensor) -> Tensor:

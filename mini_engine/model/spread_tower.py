@@ -60,12 +60,20 @@ class SpreadTower(nn.Module):
         self.config, self.tp = config, at.tp
         self.tower = build(config, at.alone())
 
+    def own_patches(self, patches: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
+        """This rank's part of each item's patches, as a view; it may be empty."""
+        mine, start, parts = share_out(grids, self.tp.size)[self.tp.rank].patches, 0, []
+        for item in patches:
+            parts.append(item[max(0, mine.start - start) : max(0, mine.stop - start)])
+            start += len(item)
+        return parts
+
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """As `VisionTower.forward`: every rank passes all patches, and gets all rows."""
+        """As `VisionTower.forward`, but every rank passes only its `own_patches` of the call; it gets all rows."""
         shares = share_out(grids, self.tp.size)
         mine = shares[self.tp.rank]
         rows = (
-            self.tower(patches[mine.patches], mine.grids)
+            self.tower(patches, mine.grids)
             if mine.grids
             else patches.new_empty(0, self.config.row_size)  # it takes part in the collective all the same
         )

@@ -24,9 +24,9 @@ class Attend(Protocol):
     """The attention and the recurrence of one step; the layers of each kind are counted from 0. Scores are scaled by
     `head_dim ** -0.5`; key-value head i serves the i-th equal run of query heads."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q `[n, heads_local, head_dim]`, k and v `[n, kv_heads_local, head_dim]`, q and k already rotated -> a tensor
-        shaped like q. The arguments may be views of one buffer: copy what is to be kept. v is not contiguous."""
+    def __call__(self, layer: int, heads: ops.Heads) -> Tensor:
+        """This rank's heads, neither normalised nor rotated, see `ops.rotate_heads` -> `[n, heads_local, head_dim]`.
+        They are a view of a buffer that may be changed: copy what is to be kept."""
         ...
 
     def recur(self, layer: int, x: Tensor, g: Tensor, beta: Tensor, kernel: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class Attention(nn.Module):
         super().__init__()
         dim = config.head_dim
         heads, kv_heads = at.tp.part(config.num_heads), at.tp.kv_heads(config.num_kv_heads)
-        self.layer, self.head_dim, self.rotary_dim = layer, dim, config.rotary_dim
+        self.layer, self.head_dim = layer, dim
         self.heads, self.kv_heads = heads.stop - heads.start, kv_heads.stop - kv_heads.start
         part = slice(heads.start * dim, heads.stop * dim)
         kv_part = slice(kv_heads.start * dim, kv_heads.stop * dim)
@@ -64,7 +64,7 @@ class Attention(nn.Module):
             Rows(f"{source}.k_proj", config.num_kv_heads * dim, kv_part),
             Rows(f"{source}.v_proj", config.num_kv_heads * dim, kv_part),
         ]
-        self.split = [self.heads + self.kv_heads, self.kv_heads]
+        self.split = [self.heads + 2 * self.kv_heads]
         if config.attention_gate:
             places = [slice(i * dim, (i + 1) * dim) for i in range(2 * heads.start, 2 * heads.stop)]
             both = [Rows(f"{source}.q_proj", 2 * config.num_heads * dim, place) for place in places]
@@ -72,21 +72,15 @@ class Attention(nn.Module):
             self.split.append(self.heads)
         self.qkv = ColumnParallel(config.hidden_size, rows, bias=config.qkv_bias, at=at)
         eps, offset = config.rms_norm_eps, config.norm_offset
-        self.q_norm = RMSNorm(f"{source}.q_norm", dim, eps, at, offset) if config.qk_norm else None
-        self.k_norm = RMSNorm(f"{source}.k_norm", dim, eps, at, offset) if config.qk_norm else None
+        self.norms: ops.HeadNorms | None = None
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (RMSNorm(f"{source}.{name}_norm", dim, eps, at, offset) for name in "qk")
+            self.norms = ops.HeadNorms(self.q_norm.weight, self.k_norm.weight, eps, offset)
         self.o = RowParallel(f"{source}.o_proj", config.num_heads * dim, part, config.hidden_size, bias=False, at=at)
 
     def forward(self, x: Tensor, turn: Rotation, attend: Attend) -> Tensor:
-        qk, v, *gate = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split(self.split, dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk.split((self.heads, self.kv_heads), dim=1)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        if self.rotary_dim == self.head_dim:
-            qk = ops.rotate(qk, *turn)
-        else:
-            qk[..., : self.rotary_dim] = ops.rotate(qk[..., : self.rotary_dim].contiguous(), *turn)
-        q, k = qk.split((self.heads, self.kv_heads), dim=1)
-        attended = attend(self.layer, q, k, v)
+        qkv, *gate = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split(self.split, dim=1)
+        attended = attend(self.layer, ops.Heads(qkv, self.kv_heads, *turn, self.norms))
         return self.o((attended * gate[0].sigmoid() if gate else attended).flatten(1))
 
 

@@ -60,12 +60,16 @@ class VisionLanguageModel(nn.Module):
             hidden[first : first + len(rows)] = rows[:, : hidden.shape[1]]
         return hidden
 
+    def own_patches(self, patches: Sequence[Tensor], grids: Sequence[Grid]) -> Sequence[Tensor]:
+        """What this rank needs of the patches `[t * h * w, ...]` of each item of a call: all, or a share of them."""
+        return self.visual.own_patches(patches, grids) if isinstance(self.visual, SpreadTower) else patches
+
     def encode_vision(self, patches: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
         """Encode any number of images (time 1) and videos in one call.
 
         Args:
             patches: `[sum of t * h * w, channels * temporal * patch * patch]`, normalised, in the parameters' dtype;
-                items one after the other.
+                the rank's `own_patches`, items one after the other.
             grids: (t, h, w) per item, in patches.
 
         Returns:

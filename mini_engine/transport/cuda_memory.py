@@ -1,19 +1,20 @@
 """CUDA tensors from an API server's device memory into a rank's, by staging slots: both ends and the CUDA calls.
 
-    sender's stream  copy into slot │ filled                                      Consumed: copy into slot │ filled ...
-    rank's stream                       └► wait │ copy to own memory │ copied       ▲
-    rank's main stream                                                  └► wait │ read ... the message is released
+    sender's stream  copy into slot │ the host waits, sends the head              Consumed: copy into slot ...
+    rank's stream                                       └► copy to own memory │ copied       ▲
+    rank's main stream                                                           └► wait │ read ... it is released
 
 A frame's head has the slot's number (`tensor_ipc.py`). The host waits for a device at both ends, and nowhere else:
 
-- The thread that fills a slot waits for the copy, and the head is sent after that. Otherwise, if this process were
-  killed in between, the ranks' streams would wait forever for an event that nothing records.
+- The thread that fills a slot waits for the copy, and the head is sent after that. So no event of this process is
+  needed in the ranks: if it were killed in between, their streams would wait forever.
 - A rank that releases a message waits for its copy. So `Consumed`, which the core sends once every rank has reported
   the step that releases the message, means that no rank reads the slot: it needs no event of a rank to be filled again.
 
 The CUDA runtime (cuda.bindings) allocates the slots, not torch: torch's pools may lie in expandable segments, which are
 shared by `pidfd_getfd` or not at all, and torch counts the users of shared memory in a named file, which a SIGKILL
-leaves in /dev/shm. Streams and events are torch's.
+leaves in /dev/shm. Streams and events are torch's. A rank maps slots into the context of its own device where that can
+access theirs; a context on their device takes hundreds of megabytes of it.
 """
 
 from __future__ import annotations
@@ -58,7 +59,6 @@ class CudaStaging:
         """Memory for so many slots of `nbytes` each: uint8, one dimension. Called once."""
         with use_cuda(self._device) as runtime:
             self._stream = torch.cuda.Stream(self._device)
-            self._filled = [torch.cuda.Event(blocking=True, interprocess=True) for _ in range(slots)]
             self._address = check(runtime.cudaMalloc(slots * nbytes))
             return _view(self._address, slots * nbytes, self._device)
 
@@ -67,24 +67,24 @@ class CudaStaging:
         with use_cuda(self._device) as runtime:
             handle = check(runtime.cudaIpcGetMemHandle(self._address))
             memory = ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)  # not all releases have its field `reserved`
-            return DeviceSlots(self._device.index, nbytes, memory, [event.ipc_handle() for event in self._filled])
+            return DeviceSlots(self._device.index, nbytes, memory)
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of `tensor` on this device."""
         with use_cuda(self._device):
             return tensor.to(self._device)
 
-    def fill(self, slot: int, memory: torch.Tensor, content: torch.Tensor) -> None:
-        """Copy `content` to `memory`, a part of slot `slot` (from 1 on), both uint8 and of one size, after the work of
-        the current stream; then record the slot's event, and wait for it. For any thread."""
+    def fill(self, memory: torch.Tensor, content: torch.Tensor) -> None:
+        """Copy `content` to `memory`, a part of a slot, both uint8 and of one size, after the work of the current
+        stream, and wait for it. For any thread."""
         if content.device != self._device:
             raise TransportError(f"a tensor on {content.device} cannot be copied to a slot on {self._device}")
         with use_cuda(self._device):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with on_stream(self._stream):
                 memory.copy_(content, non_blocking=True)
-                self._filled[slot - 1].record(self._stream)
-            self._filled[slot - 1].synchronize()
+                filled = self._stream.record_event(torch.cuda.Event(blocking=True))
+            filled.synchronize()
 
 
 class StagingSlots:
@@ -107,7 +107,7 @@ class StagingSlots:
     def fill(self, slot: int, tensor: torch.Tensor) -> None:
         """Copy `tensor` (on the device) to the slot, and wait for the copy. For any thread. Raises TransportError."""
         content = bytes_of(tensor)
-        self.staging.fill(slot, self._parts[slot - 1][: content.numel()], content)
+        self.staging.fill(self._parts[slot - 1][: content.numel()], content)
 
     def give_back(self, slot: int) -> None:
         """No rank reads the slot any more."""
@@ -144,28 +144,22 @@ class CudaMapped:
 
     def __init__(self, device: torch.device, slots: DeviceSlots):
         self._last: torch.cuda.Event | None = None  # of the last copy; all copies before it end earlier
+        self._nbytes = slots.nbytes
         with use_cuda(device):
-            self._where = torch.device("cuda", slots.device)
             self._stream = torch.cuda.Stream(device)
-            self._filled = [torch.cuda.Event.from_ipc_handle(self._where, handle) for handle in slots.filled]
+            self._where = device if can_access(device.index, slots.device) else torch.device("cuda", slots.device)
         with use_cuda(self._where) as runtime:
             handle = runtime.cudaIpcMemHandle_t()
             ctypes.memmove(handle.getPtr(), slots.memory, _HANDLE_BYTES)
             self._address = check(runtime.cudaIpcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess))
-            try:
-                memory = _view(self._address, slots.nbytes * len(slots.filled), self._where)
-                self._memory = memory.view(-1, slots.nbytes)  # a row for each slot
-            except BaseException:
-                runtime.cudaIpcCloseMemHandle(self._address)
-                raise
 
     def fetch(self, slot: int, nbytes: int) -> CudaCopy:
-        """Start to copy the first bytes of slot `slot` (from 1 on) to memory of this process, after the slot's event.
-        Does not wait. Raises TransportError."""
-        with use_cuda(self._stream.device), on_stream(self._stream):
-            self._stream.wait_event(self._filled[slot - 1])
+        """Start to copy the first bytes of slot `slot` (from 1 on) to memory of this process. Does not wait. Raises
+        TransportError."""
+        with use_cuda(self._stream.device) as runtime, on_stream(self._stream):
             memory = torch.empty(nbytes, dtype=torch.uint8, device=self._stream.device)
-            memory.copy_(self._memory[slot - 1, :nbytes], non_blocking=True)
+            source, default = self._address + (slot - 1) * self._nbytes, runtime.cudaMemcpyKind.cudaMemcpyDefault
+            check(runtime.cudaMemcpyAsync(memory.data_ptr(), source, nbytes, default, self._stream.cuda_stream))
             self._last = self._stream.record_event(torch.cuda.Event(blocking=True))
         return CudaCopy(memory, self._last)
 
@@ -178,7 +172,6 @@ class CudaMapped:
                     if time.monotonic() >= deadline:
                         raise TransportError(f"a copy did not complete within {DRAIN_SECONDS:.0f} s")
                     time.sleep(0.0005)
-                del self._memory
                 check(runtime.cudaIpcCloseMemHandle(self._address))
         except TransportError as error:
             log.warning("CUDA staging slots of an API server that exited stay mapped: %s", error)
@@ -201,6 +194,11 @@ def wait_for(event: torch.cuda.Event) -> None:
     """Wait for a recorded event. For any thread: see `on_stream`."""
     with torch.cuda.device(event.device):
         event.synchronize()
+
+
+def can_access(device: int, other: int) -> bool:
+    """Whether memory of CUDA device `other` can be mapped into a context of `device`."""
+    return device == other or torch.cuda.can_device_access_peer(device, other)
 
 
 @contextlib.contextmanager

@@ -6,11 +6,13 @@ nothing behind. This file knows nothing of messages or tensors.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -88,6 +90,21 @@ def map_for_reading(fd: int) -> Any:
     array: Any = (ctypes.c_uint8 * pages.nbytes).from_address(pages.ctypes.data)
     array.mapping = pages
     return array
+
+
+@contextlib.contextmanager
+def made_writable(address: int, nbytes: int) -> Iterator[None]:
+    """Whole pages of a mapping of `map_for_reading` are writable in the block. Raises OSError."""
+    _protect(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
+    try:
+        yield
+    finally:
+        _protect(address, nbytes, mmap.PROT_READ)
+
+
+def _protect(address: int, nbytes: int, protection: int) -> None:
+    if _libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), protection):
+        raise OSError(ctypes.get_errno(), "cannot change the protection of shared pages")
 
 
 def _advise(pages: np.ndarray, advice: int) -> int:

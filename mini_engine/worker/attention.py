@@ -88,11 +88,6 @@ class KVCache:
         """View `[num_blocks + spare, block_size, kv_heads, head_dim]`."""
         return self.storage[layer, 1]
 
-    def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put keys and values of n tokens, `[n, kv_heads, head_dim]` each, where `slots` says: int64 `[n]`, each
-        block * block_size + place."""
-        ops.write_cache(self.keys(layer).flatten(0, 1), self.values(layer).flatten(0, 1), keys, values, slots)
-
 
 class Span(NamedTuple):
     """One chunk as attention sees it: `length` new tokens after `start` earlier ones, whose blocks are `blocks`.
@@ -117,8 +112,8 @@ def attention_order(span: Span) -> tuple[bool, int]:
 class StepAttention(Protocol):
     """The attention of one step; see `model.text.Attend`."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Keeps k and v in the cache, then attends."""
+    def __call__(self, layer: int, heads: ops.Heads) -> Tensor:
+        """Keeps keys and values in the cache, then attends."""
 
     def advance(self, slots: Tensor, contexts: np.ndarray, entered: Sequence[tuple[int, int]]) -> bool:
         """Advance to the next step, where every span is one token past the last: they were all single tokens.
@@ -144,7 +139,8 @@ class AttentionBackend(Protocol):
         """For a step with these chunks.
 
         Args:
-            slots: int64 `[n]` on the cache's device, where each of the step's tokens is kept.
+            slots: int64 `[n]` on the cache's device, where each of the step's tokens is kept: block * block_size +
+                place.
             spans: the chunks in the order of their rows, which is that of `attention_order`.
         """
 
@@ -177,10 +173,12 @@ class SdpaAttention:
             self._prefills.append(_Prefill.of(cache, span, first))
             first += span.length
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, heads: ops.Heads) -> Tensor:
         cache = self._cache
-        cache.write(layer, self._slots, k, v)
+        q, k, v = ops.rotate_heads(heads)
         keys, values = cache.keys(layer), cache.values(layer)
+        keys.flatten(0, 1).index_copy_(0, self._slots, k)
+        values.flatten(0, 1).index_copy_(0, self._slots, v)
         outputs = [group.attend(q, keys, values) for group in self._groups]
         for prefill in self._prefills:
             outputs += prefill.attend(q, k, v, keys, values)

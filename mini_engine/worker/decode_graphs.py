@@ -77,7 +77,7 @@ class DecodeGraphs:
                 self._compute(size)
             self._graphs[size] = graph
 
-    def run(self, token_ids: Tensor, positions: Tensor, slots: Tensor, hook: StepHook) -> Tensor:
+    def run(self, token_ids: Tensor, positions: Tensor, hook: StepHook) -> Tensor:
         """The hidden states `[n, hidden_size]` of a step for which `hook` was made; valid until the next. All on the
         device."""
         attend = hook.attend
@@ -86,7 +86,7 @@ class DecodeGraphs:
         size = self._sizes[bisect.bisect_left(self._sizes, count)]
         if hook.recurrence is not None:
             self._states[:count].copy_(hook.recurrence.slots)
-        self._fill(token_ids, slots, attend.decode.tables)
+        self._fill(token_ids, attend.slots, attend.decode.tables)
         self._positions_of(size)[:, :count].copy_(positions)
         if size in self._graphs:
             self._graphs[size].replay()

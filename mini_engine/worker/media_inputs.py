@@ -12,14 +12,14 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 import zmq
 
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.messages import MediaFailed, MediaReady, MessageId, RankAddress, TensorHandle
-from mini_engine.transport.arena import Pin, ReadableMemory, bytes_of
+from mini_engine.transport.arena import Pin, ReadableMemory
 from mini_engine.transport.codec import Encoder
 from mini_engine.transport.cuda_memory import MapSlots
 from mini_engine.transport.sockets import connect_dealer, identity
@@ -40,21 +40,17 @@ class MediaInputs:
         me: Encoder,
         rank: int,
         context: zmq.Context,
-        to_device: Callable[[torch.Tensor], torch.Tensor] | None = None,
         pin: Pin | None = None,
         map_slots: MapSlots | None = None,
     ):
         """Bind; senders may connect from now on, and are served from `start` on.
 
-        `to_device` is called in the receiver thread, once for each tensor, before its message is reported ready, and
-        what it returns is kept; a RuntimeError of it fails that message alone. None: the CPU, where tensors stay where
-        they are. `pin` and `map_slots` are called in that thread, too: see `TensorIpcReceiver`. Raises OSError: the
-        address is taken, or its path is too long.
+        `pin` and `map_slots` are called in the receiver thread: see `TensorIpcReceiver`. Raises OSError: the address is
+        taken, or its path is too long.
         """
         self.store: ReadableMemory | None = None  # the engine's media store
         self._me = me
         self._rank = rank
-        self._to_device = to_device
         self._queue = TensorIpcReceiver(me, address, pin, map_slots)
         self._core = connect_dealer(context, core_endpoint, identity(f"{me.sender} media", me.incarnation))
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -157,11 +153,6 @@ class MediaInputs:
 
     def _keep(self, arrival: Received | Failed) -> None:
         message = arrival.message
-        if isinstance(arrival, Received):
-            try:
-                arrival = self._on_device(arrival)
-            except RuntimeError as error:
-                arrival = Failed(message, f"it cannot be copied to the device: {error}")
         with self._lock:
             if message.incarnation in self._gone:
                 return
@@ -171,10 +162,3 @@ class MediaInputs:
             else:
                 report = MediaFailed(self._rank, message, arrival.why)
         self._core.send(self._me.encode(report), zmq.NOBLOCK)
-
-    def _on_device(self, received: Received) -> Received:
-        """The copy from a staging slot may still run."""
-        if self._to_device is None or received.copied is not None:
-            return received
-        moved = self._to_device(received.rows(0, received.shape[0]))
-        return Received(received.message, received.shape, received.dtype, content=bytes_of(moved))

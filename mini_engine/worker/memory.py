@@ -23,6 +23,7 @@ from mini_engine.model.config import ModelConfig, VisionConfig
 from mini_engine.model.delta_rule import StateShape
 from mini_engine.model.rope import Grid
 from mini_engine.model.vision_language import AttentionShape
+from mini_engine.transport.cuda_memory import can_access
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import settings_of
 
@@ -34,11 +35,11 @@ STEP_REMEDY = (
 )
 # What CUDA, cuBLAS and NCCL write into errors that torch passes on as they are.
 OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED")
-# Every way of choosing a token that needs memory of the vocabulary's size. Without top_k: with it, top_p looks at the
-# likeliest alone, and without it sorts all.
+# Every way of choosing a token that needs memory of the vocabulary's size; top_k takes more the larger it is.
 HUNGRY_SAMPLING = SamplingParams(
-    max_tokens=1, seed=0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1, logprobs=20
-)
+    max_tokens=1, seed=0, top_k=1 << 17, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1,
+    logprobs=20,
+)  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -102,7 +103,8 @@ def cache_size(
     """
     block_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize * config.block_size
     state_bytes = state.nbytes(dtype) if state is not None else 0
-    sequences = (config.max_num_seqs + 1) * state_bytes  # a slot to spare
+    at_once = config.step_sequences(device.type, state is not None)
+    sequences = (at_once + 1) * state_bytes  # a slot to spare
     num_blocks, origin = config.num_gpu_blocks_override, "--num-gpu-blocks-override"
     if num_blocks is not None:
         memory = num_blocks * block_bytes
@@ -119,12 +121,12 @@ def cache_size(
                 f"{origin} leaves {left} bytes for the KV cache, but one block needs {block_bytes}; "
                 f"raise {'it' if origin.startswith('--') else '--kv-cache-memory-bytes'}, or lower --block-size"
             )
-        num_blocks = min(left // block_bytes, config.max_num_seqs * -(-longest // config.block_size))
+        num_blocks = min(left // block_bytes, at_once * -(-longest // config.block_size))
     snapshots = min(snapshots, num_blocks)  # each is of the end of a block
     if config.num_gpu_blocks_override is not None or config.kv_cache_memory_bytes is not None:
         needed = num_blocks * block_bytes + snapshots * state_bytes + sequences
         _check_free(config, needed, origin.split()[0], device)
-    return CacheSize(num_blocks, config.max_num_seqs + snapshots if state_bytes else 0)
+    return CacheSize(num_blocks, at_once + snapshots if state_bytes else 0)
 
 
 def _check_free(config: EngineConfig, nbytes: int, flag: str, device: torch.device) -> None:
@@ -167,12 +169,17 @@ def profile(
         return None
     runner = runner_with(CacheSize(1, 1))
     grids = worst_grids(config, model.vision, model_dir)
-    step = worst_step(config, config.sequence_tokens(model.text.max_position_embeddings))
+    sequences = config.step_sequences("cuda", model.text.linear is not None)
+    step = worst_step(config, sequences, config.sequence_tokens(model.text.max_position_embeddings))
     ranks = config.tensor_parallel_size * config.data_parallel_size
     devices = torch.cuda.device_count()
     workers = -(-ranks // devices)  # more than one only where they share devices
+    media = media_bytes(config, model, runner.dtype, media_cache)
+    media += sum(math.prod(grid) for grid in grids) * model.vision.patch_dim  # copied for the step ahead
     # Whether the API servers have allocated theirs yet is unknown; where they have, it counts among `outside` too.
-    media = media_bytes(config, model, runner.dtype, media_cache) + processor_bytes(config, devices) // workers
+    media += processor_bytes(config, devices) // workers
+    if config.mm_processor_device != "cpu":  # ranks that map slots of this device into a context on it
+        media += sum(not can_access(other, device.index) for other in range(min(ranks, devices))) * CUDA_CONTEXT_BYTES
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     weights = torch.cuda.memory_reserved(device)
@@ -198,14 +205,14 @@ def run_worst(runner: ModelRunner, vision: VisionConfig, grids: Sequence[Grid], 
 
 
 def media_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, cache: MediaCachePlan) -> int:
-    """Bytes on a worker's device of media: embeddings, those kept in its own cache, and those in transfer."""
+    """Bytes on a worker's device of media: embeddings, those kept in its own cache, and copies of staging slots."""
     if not _modalities(config):
         return 0
     embeddings = config.encoder_cache_tokens * model.vision.row_size * dtype.itemsize
     kept = cache.nbytes if cache.kind == "lru" else 0
     # Of what lies in an API server's slots a rank has a copy, too, as long as it lies there.
     slots = processor_memory(config).slots // config.data_parallel_size
-    return embeddings + kept + config.api_server_count * (config.mm_ipc_memory_bytes + slots)
+    return embeddings + kept + config.api_server_count * slots
 
 
 def worst_grids(config: EngineConfig, vision: VisionConfig, model_dir: str | Path) -> list[Grid]:
@@ -225,14 +232,15 @@ def worst_grids(config: EngineConfig, vision: VisionConfig, model_dir: str | Pat
     return [grid] * max(1, config.step_media_tokens("cuda") // largest)
 
 
-def worst_step(config: EngineConfig, longest: int) -> Step:
-    """As many tokens and sequences as a step may have: the end of a prompt of `longest` tokens, and new ones beside it.
+def worst_step(config: EngineConfig, sequences: int, longest: int) -> Step:
+    """As many tokens as a step may have, of at most `sequences` sequences: the end of a prompt of `longest` tokens, and
+    new ones beside it.
 
     All lie in block 0, with unused contents, so that a cache of one block is enough.
     """
     left, started, chunks = config.step_tokens("cuda"), [], []
-    for number in range(config.max_num_seqs):
-        after = min(config.max_num_seqs - number - 1, left - 1)  # a token for each of the others
+    for number in range(sequences):
+        after = min(sequences - number - 1, left - 1)  # a token for each of the others
         count = min(longest, left - after)
         start = 0 if number else longest - count
         blocks = [0] * -(-(start + count) // config.block_size)

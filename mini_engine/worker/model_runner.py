@@ -159,7 +159,9 @@ class ModelRunner:
         for media_hash in step.drop:
             del self._kept[media_hash]
         for kept in step.keep:  # what was received is the sender's again once its message is released
-            self._kept[kept.media_hash] = self._media.rows(kept.patches, 0, kept.patches.shape[0]).clone()
+            received = self._media.rows(kept.patches, 0, kept.patches.shape[0])
+            moved = self._to_device(received)
+            self._kept[kept.media_hash] = received.clone() if moved is received else moved
         for new in step.started:
             self._sequences[new.request_id] = SequenceState(new, self._model.config.vision, self.block_size)
         if self._cache.states is not None:
@@ -180,7 +182,7 @@ class ModelRunner:
         The patches are only read; they may lie on the CPU. A collective: every rank makes the same call.
         """
         # Joined while a value is one byte. Normalising copies, so shared memory is not written to.
-        moved = [self._to_device(patches) for patches in raw]
+        moved = [self._to_device(patches) for patches in self._model.own_patches(raw, grids)]
         joined = moved[0] if len(moved) == 1 else torch.cat(moved)
         return self._model.encode_vision(self._normalise(joined, self.dtype), grids)
 
@@ -212,12 +214,12 @@ class ModelRunner:
     def _patches(self, item: MediaItem, first: int, stop: int) -> Tensor:
         """Rows `first .. stop` of an item's patches, uint8, only to be read: a view, or a copy of what lies in several
         extents of the media store."""
-        if isinstance(item.patches, TensorHandle):
-            return self._media.rows(item.patches, first, stop)
         if isinstance(item.patches, StoreHandle):
             assert self._media.store is not None
             return self._media.store.rows(item.patches.extents, item.patches.shape, "uint8", first, stop)
-        return self._kept[item.media_hash][first:stop]
+        if isinstance(item.patches, TensorHandle) and item.media_hash not in self._kept:
+            return self._media.rows(item.patches, first, stop)
+        return self._kept[item.media_hash][first:stop]  # on the device already
 
     def _take_tokens(self) -> None:
         """Wait for the tokens of the step before, unless they are there, and put them where the sequences are."""
@@ -252,7 +254,7 @@ class ModelRunner:
         masks, begun = self._beside.submit(self._masks, batch) if is_beside else None, time.monotonic()
         hook = StepHook(attend, self._recurrence(batch, chunks))
         if self.graphs is not None and self._decode is not None:
-            hidden = self.graphs.run(token_ids, positions, to_device(batch.slots, self.device), hook)
+            hidden = self.graphs.run(token_ids, positions, hook)
         else:
             media = self._media_rows(batch)
             hidden = self._model(self._model.embed(token_ids, media), positions, hook, media)
@@ -328,7 +330,7 @@ class ModelRunner:
         self._take_tokens()
         stops = batch.stops.tolist()
         rows = {i: row for i, one in enumerate(batch.sampled) if (row := one.row(stops[i])) is not None}
-        masks, problems = self.grammars.follow(rows, self._model_seconds)
+        masks, problems = self.grammars.follow(rows, self._model_seconds, self.device)
         for i, problem in problems.items():
             batch.sampled[i].problem = problem
         return masks

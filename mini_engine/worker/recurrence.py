@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mini_engine.kernels.ops import Heads
 from mini_engine.kernels.staging import to_device
 from mini_engine.model import delta_rule
 from mini_engine.worker.attention import StepAttention
@@ -77,8 +78,8 @@ class StepHook(NamedTuple):
     attend: StepAttention
     recurrence: Recurrence | None
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.attend(layer, q, k, v)
+    def __call__(self, layer: int, heads: Heads) -> Tensor:
+        return self.attend(layer, heads)
 
     def recur(self, layer: int, x: Tensor, g: Tensor, beta: Tensor, kernel: Tensor) -> Tensor:
         assert self.recurrence is not None

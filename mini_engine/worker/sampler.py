@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mini_engine.kernels import ops
 from mini_engine.kernels.staging import HostCopy, to_device
 from mini_engine.messages import SamplingParams, TokenLogprob
 
@@ -109,7 +110,7 @@ class Sampled(NamedTuple):
 
 
 def sample(logits: Tensor, rows: Sequence[Row], adjust: Callable[[Tensor], Tensor] | None = None) -> Sampled:
-    """The next token of each row. On a device it does not wait, unless `adjust` waits.
+    """The next token of each row. Where Triton's kernels run it does not wait for the device, unless `adjust` does.
 
     Args:
         logits: `[n, vocab_size]` of any float dtype; may be changed.
@@ -178,7 +179,7 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     keep_min_p(scores, [p.min_p for p in params])
     keep_top_k(scores, [p.top_k for p in params])
     probabilities = scores.softmax(dim=-1)
-    keep_top_p(probabilities, [p.top_p for p in params], [p.top_k for p in params], look=not logits.is_cuda)
+    keep_top_p(probabilities, [p.top_p for p in params])
     # float64: over a large vocabulary the rounding of a float32 sum exceeds the smaller probabilities.
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
     drawn = torch.tensor([noise(row.recipe.stream, row.output_index) for row in rows], dtype=torch.float64)
@@ -211,29 +212,27 @@ def keep_top_k(scores: Tensor, top_k: Sequence[int]) -> None:
     scores[where] = chosen.masked_fill_(chosen < smallest, float("-inf"))
 
 
-def keep_top_p(probabilities: Tensor, top_p: Sequence[float], top_k: Sequence[int], look: bool) -> None:
+def keep_top_p(probabilities: Tensor, top_p: Sequence[float]) -> None:
     """Set to 0, in place, what lies outside a row's smallest set whose sum reaches p (nucleus sampling, Holtzman et al.
     2020). Among equal probabilities the smaller id goes first; the largest always stays.
 
-    Args:
-        top_k: how many probabilities of a row are not 0, but for ties with the last; 0 or less: any number.
-        look: whether to find out how many of the likeliest are enough. On a device that would wait for all that is
-            queued there; without it only rows with a top_k are spared the sort of the whole vocabulary.
+    Waits for the device, to find out how many of the likeliest are enough, unless Triton's kernels run there.
     """
     size = probabilities.shape[1]
     left = [i for i, p in enumerate(top_p) if p < 1.0]
+    if left and ops.fused(probabilities):
+        from mini_engine.kernels import sampling
+
+        sampling.keep_top_p(probabilities, top_p)
+        return
     for width in (*(width for width in WIDTHS if width < size), size):
-        # A row of at most k probabilities has its set among the 2 k likeliest, or among as many equals.
-        rows = left if look else [i for i in left if width == size or 0 < 2 * top_k[i] <= width]
-        if not rows:
-            continue
-        reached = _keep_reached(probabilities, rows, [top_p[i] for i in rows], width, look)
-        done = {row for row, r in zip(rows, reached.tolist(), strict=True) if r} if look else set(rows)
-        left = [i for i in left if i not in done]
+        if left:
+            reached = _keep_reached(probabilities, left, [top_p[i] for i in left], width)
+            left = [row for row, r in zip(left, reached.tolist(), strict=True) if not r]
 
 
-def _keep_reached(probabilities: Tensor, rows: Sequence[int], top_p: Sequence[float], width: int, look: bool) -> Tensor:
-    """Apply top_p to those of `rows` whose `width` likeliest reach it, without `look` to all; returns which did.
+def _keep_reached(probabilities: Tensor, rows: Sequence[int], top_p: Sequence[float], width: int) -> Tensor:
+    """Apply top_p to those of `rows` whose `width` likeliest reach it; returns which did.
 
     Which width a row needs has no influence on its result.
     """
@@ -245,14 +244,14 @@ def _keep_reached(probabilities: Tensor, rows: Sequence[int], top_p: Sequence[fl
     values = (chosen.sort(dim=-1, descending=True) if whole else chosen.topk(width, dim=-1)).values
     sums = values.cumsum(dim=-1, dtype=torch.float64)
     # All tokens are enough even where rounding leaves their sum below p.
-    reached = (sums[:, -1] >= bound[:, 0]) | (whole or not look)
+    reached = (sums[:, -1] >= bound[:, 0]) | whole
     # A token is outside when those before it already reach p; the first has none before it.
     count = (sums[:, :-1] < bound).sum(dim=-1, keepdim=True) + 1
     last = values.gather(1, count - 1)
     outside = chosen < last
     # Of the tokens that are as likely as the last one inside, as many stay as there is room for.
     ties, room = chosen == last, count - (values > last).sum(dim=-1, keepdim=True)
-    if not look or bool((ties.sum(dim=-1, keepdim=True) > room).any()):
+    if bool((ties.sum(dim=-1, keepdim=True) > room).any()):
         outside |= ties & (ties.cumsum(dim=-1) > room)
     probabilities[where] = chosen.masked_fill_(outside & reached.unsqueeze(1), 0)
     return reached

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from mini_engine.kernels import paged
+from mini_engine.kernels import elementwise, paged
+from mini_engine.kernels.ops import Heads
 from mini_engine.kernels.staging import to_device
 from mini_engine.worker.attention import KVCache, Span
 
@@ -32,28 +34,25 @@ class StepTables(Tables):
     """The tables of a step's chunks; what lies past a chunk's last block is 0."""
 
     def __init__(self, spans: Sequence[Span], block_size: int, device: torch.device) -> None:
-        self._block_size, self._device = block_size, device
+        self._block_size = block_size
         used = [-(-span.context // block_size) for span in spans]
-        self._host = np.zeros((len(spans), columns_of(max(used))), dtype=np.int32)
+        tables = np.zeros((len(spans), columns_of(max(used))), dtype=np.int32)
         for row, (span, length) in enumerate(zip(spans, used, strict=True)):
-            self._host[row, :length] = span.blocks[:length]
+            tables[row, :length] = span.blocks[:length]
         contexts = np.array([span.context for span in spans], dtype=np.int32)
-        super().__init__(self._sent(), to_device(torch.from_numpy(contexts), device))
+        super().__init__(*(to_device(torch.from_numpy(array), device) for array in (tables, contexts)))
 
-    def advance(self, contexts: np.ndarray, entered: Sequence[tuple[int, int]]) -> None:
-        """Every chunk is one token longer; see `attention.StepAttention`."""
-        for row, block in entered:
-            column = (contexts.item(row) - 1) // self._block_size
-            if column >= self._host.shape[1]:
-                self._host = np.pad(self._host, ((0, 0), (0, self._host.shape[1])))
-            self._host[row, column] = block
+    def advance(self, slots: Tensor, contexts: np.ndarray, entered: Sequence[tuple[int, int]]) -> None:
+        """Every chunk is one token longer; see `attention.StepAttention`. In place: a device does what is queued in
+        order."""
         if entered:
-            self.tables = self._sent()
+            width = self.tables.shape[1]
+            if contexts.max() > width * self._block_size:
+                self.tables = F.pad(self.tables, (0, width))
+            # The blocks of all new tokens, as their slots name them: the device has these already.
+            columns, blocks = self.contexts // self._block_size, slots // self._block_size
+            self.tables.scatter_(1, columns.long().unsqueeze(1), blocks.int().unsqueeze(1))
         self.contexts += 1
-
-    def _sent(self) -> Tensor:
-        # A copy, even on the CPU: a step that is still running reads the last one.
-        return to_device(torch.from_numpy(self._host.copy()), self._device)
 
 
 def columns_of(least: int) -> int:
@@ -79,10 +78,10 @@ class TritonBackend:
 
     def decode(self, tables: Tables, rows: int) -> Decode:
         """For the first `rows` rows of a step, whose tables are `tables`."""
-        kv_heads = self.cache.storage.shape[4]
-        # For the longest context and not this step's: one kernel is compiled for each number of splits, and what a
-        # graph has recorded serves every context. A short context leaves most splits empty, which end at once.
-        splits = paged.choose_splits(rows, kv_heads, self._longest, self.cache.storage.device)
+        programs, device = rows * self.cache.storage.shape[4], self.cache.storage.device
+        # For the longest context and not this step's: what a graph has recorded serves every context. A short context
+        # leaves most splits empty, which end at once.
+        splits = paged.choose_splits(programs, self._longest, paged.DECODE_PROGRAMS, device)
         return Decode(self.cache, tables, rows, splits)
 
 
@@ -105,22 +104,25 @@ class _Prefill:
     """Chunks of several tokens, which begin at row `first`."""
 
     def __init__(self, cache: KVCache, spans: Sequence[Span], first: int, device: torch.device) -> None:
-        self._cache, self._spans, self._first, self._device = cache, spans, first, device
+        self._cache, self._spans, self._rows, self._device = cache, spans, slice(first, None), device
         self._tables = StepTables(spans, cache.block_size, device)
         self._tiles: Tensor | None = None  # made at the first call, which shows how many heads share a key
+        self._splits = 1
 
     def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
-        keys, values = self._cache.keys(layer), self._cache.values(layer)
+        keys, values, q, out = self._cache.keys(layer), self._cache.values(layer), q[self._rows], out[self._rows]
         if self._tiles is None:
-            tokens = paged.tile_tokens(q.shape[1] // keys.shape[2], q.element_size())
-            self._tiles = to_device(torch.from_numpy(tile(self._spans, self._first, tokens)), self._device)
-        paged.prefill(out, q, keys, values, self._tables.tables, self._tiles)
+            tiles, longest = tile(self._spans, paged.tile_tokens(q, keys)), max(span.context for span in self._spans)
+            programs = len(tiles) * keys.shape[2]
+            self._splits = paged.choose_splits(programs, longest, paged.PREFILL_PROGRAMS, self._device)
+            self._tiles = to_device(torch.from_numpy(tiles), self._device)
+        paged.prefill(out, q, keys, values, self._tables.tables, self._tiles, self._splits)
 
 
-def tile(spans: Sequence[Span], first: int, tokens: int) -> np.ndarray:
+def tile(spans: Sequence[Span], tokens: int) -> np.ndarray:
     """The chunks cut into tiles of at most `tokens`, int32 `[tiles, 4]` as `paged.prefill` takes them; those with
     the most keys first, since what starts last should end soon."""
-    tiles = []
+    tiles, first = [], 0
     for number, span in enumerate(spans):
         for done in range(0, span.length, tokens):
             tiles.append((first + done, span.start + done, min(tokens, span.length - done), number))
@@ -132,11 +134,11 @@ class TritonAttention:
     """See `attention.StepAttention`."""
 
     def __init__(self, cache: KVCache, slots: Tensor, decode: Decode | None, prefill: _Prefill | None) -> None:
-        self._cache, self._slots = cache, slots
+        self._cache, self.slots = cache, slots
         self.decode, self._prefill = decode, prefill
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self._cache.write(layer, self._slots, k, v)
+    def __call__(self, layer: int, heads: Heads) -> Tensor:
+        q = elementwise.rotate_heads(*heads, self._cache.keys(layer), self._cache.values(layer), self.slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for part in (self.decode, self._prefill):
             if part is not None:
@@ -146,6 +148,6 @@ class TritonAttention:
     def advance(self, slots: Tensor, contexts: np.ndarray, entered: Sequence[tuple[int, int]]) -> bool:
         assert self.decode is not None and self._prefill is None
         assert isinstance(self.decode.tables, StepTables)
-        self._slots = slots
-        self.decode.tables.advance(contexts, entered)
+        self.slots = slots
+        self.decode.tables.advance(slots, contexts, entered)
         return True

@@ -24,10 +24,10 @@ import zmq
 from mini_engine.child import Child
 from mini_engine.config import AttentionBackendName, ConfigError, EngineConfig
 from mini_engine.failpoints import reach_failpoint
-from mini_engine.kernels.ops import triton_obstacle
-from mini_engine.messages import Chunk, GrammarReady, Init, NewSequence, SamplingParams, Step, WorkerReady
+from mini_engine.kernels.ops import mask_tokens, triton_obstacle
+from mini_engine.messages import Chunk, GrammarReady, Init, NewSequence, Step, WorkerReady
 from mini_engine.model.checkpoint import CheckpointError
-from mini_engine.model.config import VisionConfig
+from mini_engine.model.config import ModelConfig
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
@@ -37,10 +37,10 @@ from mini_engine.transport.cuda_memory import CudaMapped
 from mini_engine.worker.attention import AttentionBackend, KVCache, SdpaBackend
 from mini_engine.worker.grammar import Grammars
 from mini_engine.worker.media_inputs import MediaInputs
-from mini_engine.worker.memory import CacheSize, MemoryUse, cache_size, profile, room_for
+from mini_engine.worker.memory import HUNGRY_SAMPLING, CacheSize, MemoryUse, cache_size, profile, room_for
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
-from mini_engine.worker.pinning import PinnedMemory, fetch_beside
+from mini_engine.worker.pinning import PinnedMemory
 from mini_engine.worker.serving import serve, serve_ahead
 from mini_engine.worker.shared_collectives import RankEnded, RankLost, meet
 from mini_engine.worker.states import RecurrentStates
@@ -53,6 +53,7 @@ logger = logging.getLogger(__name__)
 # For the supervisor to end this engine, because of a rank that has closed its connections. That one may take a while to
 # exit, and the supervisor names the first that exits.
 LAST_WORD_SECONDS = 10
+NVIDIA_DEVICE = Path("/dev/nvidia0")
 GRAPHS_REMEDY = (
     "lower --gpu-memory-utilization, --kv-cache-memory-bytes or --max-num-seqs, or leave them out with --enforce-eager"
 )
@@ -77,7 +78,8 @@ def _run(child: Child) -> None:
     # First of all that takes time: API servers probe these addresses while the model loads.
     pinned = PinnedMemory(device) if device.type == "cuda" else None
     media = receive_media(child, init, engine, rank, device, pinned)
-    grammars = start_grammars(child, init, engine) if rank == 0 else None  # it loads beside the model
+    rows = init.config.step_sequences(device.type, recurrent=False)
+    grammars = start_grammars(child, init, engine, rows) if rank == 0 else None  # it loads beside the model
     torch.set_num_threads(choose_threads(init.config))
     # Most attention weights of a trained model are almost zero; subnormal numbers would double the softmax's time.
     # Before torch starts its threads, which inherit the setting.
@@ -95,7 +97,7 @@ def _run(child: Child) -> None:
     runner = runner_with(choose_cache_size(init.config, model, use))
     with room_for("CUDA graphs and a first step beside the KV cache", GRAPHS_REMEDY, device):
         record_graphs(runner)
-        warm_up(runner, model.config.vision, tp.size)
+        warm_up(runner, model.config, tp.size)
     gc.freeze()  # what is loaded stays: the collector need not walk over it
     gc.enable()
     core = sockets.connect_dealer(
@@ -133,9 +135,15 @@ def choose_threads(config: EngineConfig) -> int:
 
 def choose_device(config: EngineConfig, engine: int, rank: int) -> torch.device:
     """The rank's device, made current. Raises ConfigError: there is no CUDA, or fewer devices than workers."""
-    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+    available = config.device != "cpu" and torch.cuda.is_available()
+    if config.device == "auto" and not available and NVIDIA_DEVICE.exists():
+        logger.warning(
+            "serving on the CPU: this machine has an NVIDIA device, but torch %s cannot use it; its driver may be too "
+            "old for CUDA %s", torch.__version__, torch.version.cuda,
+        )  # fmt: skip
+    if config.device == "cpu" or (config.device == "auto" and not available):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
+    if not available:
         raise ConfigError("--device cuda: torch finds no CUDA device here; choose --device cpu or auto")
     index, devices = engine * config.tensor_parallel_size + rank, torch.cuda.device_count()
     if config.distributed_backend == "gloo":
@@ -160,6 +168,8 @@ def choose_backend(wanted: AttentionBackendName, device: torch.device) -> Attent
     """
     obstacle = triton_obstacle(device)
     if wanted == "auto":
+        if device.type == "cuda" and obstacle is not None:
+            logger.warning("serving without the Triton kernels, which is slow: %s", obstacle)
         return "triton" if device.type == "cuda" and obstacle is None else "sdpa"
     if wanted == "triton" and obstacle:
         raise ConfigError(f"--attention-backend {wanted}: {obstacle}; choose auto")
@@ -180,7 +190,8 @@ def choose_collectives(config: EngineConfig, device: torch.device) -> str:
 
 
 def join_group(init: Init, engine: int, rank: int, device: torch.device) -> TensorParallel:
-    """Connect to the engine's other ranks; waits for them. A collective that times out raises on every rank."""
+    """Connect to the engine's other ranks; waits for them. A collective that times out raises on every rank; with NCCL
+    it ends their processes: its watchdog aborts them."""
     size, backend = init.config.tensor_parallel_size, choose_collectives(init.config, device)
     if size == 1:
         return TensorParallel()
@@ -189,13 +200,10 @@ def join_group(init: Init, engine: int, rank: int, device: torch.device) -> Tens
         return TensorParallel(rank, size, meet(place, rank, size, init.config.startup_timeout, timeout))
     # Gloo would otherwise listen on whatever address the host's name resolves to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        backend,
-        store=dist.FileStore(str(place), size),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout),
-    )
+    # Through the store NCCL meets at the first collective, after each rank has loaded its weights.
+    store = dist.FileStore(str(place), size)
+    store.set_timeout(timedelta(seconds=init.config.startup_timeout))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     return TensorParallel(rank, size)
 
 
@@ -204,28 +212,24 @@ def receive_media(
 ) -> MediaInputs:
     """Start the receiver thread at this rank's addresses."""
     address = next(address for address in init.ranks if (address.engine, address.rank) == (engine, rank))
-    # In the receiver thread, on a stream of its own: what arrives is copied while the model runs.
-    to_device = None if device.type == "cpu" else partial(fetch_beside, torch.cuda.Stream(device))
     pin = pinned.pin if pinned else None
     map_slots = partial(CudaMapped, device) if device.type == "cuda" else None
-    media = MediaInputs(
-        address, init.core_workers[engine], child.encoder, rank, child.context, to_device, pin, map_slots
-    )
+    media = MediaInputs(address, init.core_workers[engine], child.encoder, rank, child.context, pin, map_slots)
     if child.media_stores:
         media.store = ReadableMemory(child.media_stores[0], pin)
     media.start()
     return media
 
 
-def start_grammars(child: Child, init: Init, engine: int) -> Grammars:
-    """Start the grammar manager, whose reports go to the core."""
+def start_grammars(child: Child, init: Init, engine: int, rows: int) -> Grammars:
+    """Start the grammar manager, whose reports go to the core. `rows`: most sequences of a step."""
     me = sockets.identity(f"{child.name} grammars", child.incarnation)
     core = sockets.connect_dealer(child.context, init.core_workers[engine], me)
 
     def report(message: GrammarReady) -> None:
         core.send(child.encoder.encode(message), zmq.NOBLOCK)
 
-    return Grammars(Path(init.model_dir) / "tokenizer.json", init.config.max_num_seqs, child.name, report)
+    return Grammars(Path(init.model_dir) / "tokenizer.json", rows, child.name, report)
 
 
 def longest_sequence(config: EngineConfig, model: VisionLanguageModel) -> int:
@@ -244,10 +248,11 @@ def choose_cache_size(config: EngineConfig, model: VisionLanguageModel, use: Mem
         config.block_size,
     )  # fmt: skip
     if state is not None:
-        snapshots, mib = size.num_states - config.max_num_seqs, state.nbytes(some.dtype) / 2**20
+        at_once = config.step_sequences(some.device.type, recurrent=True)
+        snapshots, mib = size.num_states - at_once, state.nbytes(some.dtype) / 2**20
         logger.info(
             "recurrent states: %d sequences and %d snapshots of %.2f MiB, %.2f GiB in all",
-            config.max_num_seqs, snapshots, mib, size.num_states * mib / 1024,
+            at_once, snapshots, mib, size.num_states * mib / 1024,
         )  # fmt: skip
     return size
 
@@ -283,7 +288,8 @@ def make_graphs(config: EngineConfig, model: VisionLanguageModel, attention: Att
     from mini_engine.worker.triton_attention import TritonBackend
 
     assert isinstance(attention, TritonBackend)
-    return DecodeGraphs(model, attention, config.max_num_seqs, longest_sequence(config, model))
+    most = config.step_sequences("cuda", model.state_shape is not None)
+    return DecodeGraphs(model, attention, most, longest_sequence(config, model))
 
 
 def record_graphs(runner: ModelRunner) -> None:
@@ -294,16 +300,19 @@ def record_graphs(runner: ModelRunner) -> None:
         logger.info("%d CUDA graphs of decode steps recorded in %.1f s", len(runner.graphs), time.monotonic() - begun)
 
 
-def warm_up(runner: ModelRunner, vision: VisionConfig, ranks: int) -> None:
+def warm_up(runner: ModelRunner, model: ModelConfig, ranks: int) -> None:
     """Run a small image for each rank, which may have towers of their own (`--mm-encoder-tp-mode data`), and a short
     prompt, so that lazy initialisation happens before the first request."""
     reach_failpoint("warming-up")
-    side = 2 * vision.spatial_merge_size
-    patches = torch.zeros(side * side, vision.patch_dim, dtype=torch.uint8)
+    side = 2 * model.vision.spatial_merge_size
+    patches = torch.zeros(side * side, model.vision.patch_dim, dtype=torch.uint8)
     runner.encode_patches([patches] * ranks, [(1, side, side)] * ranks)
     # A prefill of two tokens and a step of one, as a decode is, in the first blocks of the cache, which are still free.
-    new = NewSequence("warm-up", [0, 0, 0], SamplingParams(max_tokens=1, seed=0), [])
+    new = NewSequence("warm-up", [0, 0, 0], HUNGRY_SAMPLING, [])
     blocks = list(range(-(-3 // runner.block_size)))
     runner.execute(Step(0, started=[new], chunks=[Chunk("warm-up", 0, 2, blocks, False)]))
     runner.execute(Step(0, chunks=[Chunk("warm-up", 2, 1, [], True)]))
     runner.execute(Step(0, finished=["warm-up"]))
+    if runner.device.type == "cuda" and triton_obstacle(runner.device) is None:  # what a grammar needs is compiled, too
+        scores = torch.zeros(1, model.text.vocab_size, device=runner.device)
+        mask_tokens(scores, [0], torch.zeros(1, 1, dtype=torch.int32))

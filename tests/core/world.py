@@ -59,7 +59,9 @@ class World:
         self.links = SimulatedLinks(config)
         self.links.identities[API[1]] = b"api 0:7"
         limits = engine_limits(config, model, blocks, "cpu", 0 if snapshots is None else max_seqs + snapshots)
-        self.core = EngineCore(config, model, limits, Budgets.of(config, "cpu"), media, self.links)
+        self.core = EngineCore(
+            config, model, limits, Budgets.of(config, "cpu", snapshots is not None), media, self.links
+        )
         self.pool = self.core.blocks
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, list[str]] = {}

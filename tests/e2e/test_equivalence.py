@@ -49,12 +49,14 @@ def alone(asked: list[Asked]) -> list[list[str]]:
 FEW_BLOCKS = ["--num-gpu-blocks-override", "48", "--max-model-len", "700"]
 VARIANTS = {
     "in a batch, one step ahead, prefixes cached": [],
-    "two ranks, few blocks, small chunks": ["-tp", "2", *FEW_BLOCKS, "--max-num-batched-tokens", "48"],
+    "two ranks, few blocks, small chunks": [
+        "-tp", "2", "--mm-encoder-tp-mode", "data", *FEW_BLOCKS, "--max-num-batched-tokens", "48"
+    ],
     "one step at a time": ["--no-async-scheduling"],
     "chunks of 16": ["--max-num-batched-tokens", "16"],
     "chunks of 50, prefixes not cached": ["--max-num-batched-tokens", "50", "--no-enable-prefix-caching"],
     "few blocks": [*FEW_BLOCKS, "--encoder-cache-tokens", "2000"],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,12 @@
-"""The kernels through Triton's compiler for a Hopper device, at a large model's shapes. No device is needed for that,
-and it finds what the interpreter does not look at: types, shapes of products, shared memory."""
+"""The kernels through Triton's compiler for devices from Ampere to Blackwell, at a large model's shapes. No device is
+needed for that, and it finds what the interpreter does not look at: types, shapes of products, shared memory,
+registers."""
 
 from __future__ import annotations
 
+import itertools
+import re
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,23 +18,30 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from mini_engine.kernels import elementwise, paged  # noqa: E402
+from mini_engine.kernels import elementwise, paged, sampling  # noqa: E402
 from mini_engine.kernels.elementwise import padded  # noqa: E402
 
-HOPPER = GPUTarget("cuda", 90, 32)
-SHARED_MEMORY = 99 << 10  # bytes a block may take on any device from Ampere on; a Hopper has 227 KiB
-WIDTHS = {"bf16": 2, "fp32": 4}
+SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # bytes of one program
+MATRIX_UNIT = {90: "wgmma", 100: "tcgen05"}  # of chunks; otherwise and for decodes `mma.sync`
+WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4}
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+BY_DEFAULT = [(80, 80, "fp16"), (89, 256, "fp32"), (90, 128, "bf16"), (100, 64, "fp16"), (120, 256, "bf16")]
+TABLE = [
+    pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.slow)
+    for case in itertools.product(SHARED_MEMORY, (64, 80, 128, 256), WIDTHS)
+]
 
 
 def types_of(dtype: str) -> dict[str, str]:
     """Of each argument of any kernel, by its name; those that are not here are strides and counts."""
     names = [
-        (f"*{dtype}", "out q keys values k v x residual weight gate_up"),
-        ("*fp32", "parts sums cos sin frequencies mean std scores factors"),
+        (f"*{dtype}", "out q keys values k v qkv q_weight k_weight x residual weight gate_up"),
+        ("*fp32", "parts sums cos sin frequencies mean std scores factors probabilities"),
+        ("*fp64", "bounds"),
         ("*i64", "positions axis slots rows"),
-        ("*i32", "tables contexts tiles counts"),
+        ("*i32", "tables contexts tiles counts bars"),
         ("*u8", "patches"),
-        ("fp32", "scale eps"),
+        ("fp32", "scale eps masked"),
     ]
     return {name: kind for kind, some in names for name in some.split()}
 
@@ -40,8 +51,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-def compile_for_hopper(
-    kernel: Any, types: Mapping[str, str], fixed: Mapping[str, int | bool], shape: paged.Shape
+def compile_for(
+    target: int, kernel: Any, types: Mapping[str, str], fixed: Mapping[str, Any], warps: int, stages: int = 3
 ) -> Any:
     """The compiled kernel; pointers and strides are multiples of 16, as the engine's mostly are."""
     names = kernel.arg_names
@@ -51,38 +62,58 @@ def compile_for_hopper(
         fn=kernel, signature=signature, constexprs={(names.index(name),): value for name, value in fixed.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
     )  # fmt: skip
-    return triton.compile(source, target=HOPPER, options={"num_warps": shape.warps, "num_stages": shape.stages})
+    options = {"num_warps": warps, "num_stages": stages}
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
 
 
-@pytest.mark.parametrize(("dim", "group", "dtype"), [(128, 7, "bf16"), (80, 8, "fp32")])
-def test_attention(dim: int, group: int, dtype: str):
-    types = types_of(dtype)
-    common = {"GROUP": group, "DIM": dim, "PADDED": padded(dim, 16), "BLOCK_SIZE": 16}
-    shape = paged.decode_shape(group, WIDTHS[dtype])
-    split = {"ROWS": shape.rows, "N": shape.keys, "LEAST": paged.LEAST_SPLIT}
-    one, wide = types | {"sums": f"*{dtype}"}, types | {"out": "*fp32"}
-    alone = compile_for_hopper(paged._decode, one, common | split | {"SPLITS": 1}, shape)
-    parts = compile_for_hopper(paged._decode, wide, common | split | {"SPLITS": 8}, shape)
-    shape = paged.prefill_shape(group, WIDTHS[dtype])
-    chunk = compile_for_hopper(paged._prefill, one, common | {"ROWS": shape.rows, "N": shape.keys}, shape)
-    for compiled in (alone, parts, chunk):
-        assert compiled.metadata.shared <= SHARED_MEMORY
-        assert "ld.global" in compiled.asm["ptx"] or "cp.async" in compiled.asm["ptx"]
-    if WIDTHS[dtype] == 2:
-        assert "mma" in alone.asm["ptx"] and "wgmma" in chunk.asm["ptx"], "the matrix units are used"
+def stack_bytes(compiled: Any, path: Path) -> int:
+    """Of one thread: what did not fit its registers."""
+    path.write_bytes(compiled.asm["cubin"])
+    usage = subprocess.run([CUOBJDUMP, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", usage)[1])
 
 
-@pytest.mark.parametrize("dtype", WIDTHS)
+@pytest.mark.parametrize(("target", "dim", "dtype"), TABLE)
+def test_attention(target: int, dim: int, dtype: str, tmp_path: Path):
+    types, width, limit = types_of(dtype), WIDTHS[dtype], SHARED_MEMORY[target]
+    shapes = paged.decode_shape(7, dim, width), paged.prefill_shape(7, dim, width, limit)
+    attend = [
+        compile_for(target, paged._attend, types, paged.constants(shape, chunks, 7, dim, 16), shape.warps, paged.STAGES)
+        for chunks, shape in zip((False, True), shapes, strict=True)
+    ]
+    fixed = {"DIM": dim, "PADDED": padded(dim, 16), "N": paged.JOIN_SPLITS}
+    join = compile_for(target, paged._join, types, fixed, paged.JOIN_WARPS)
+    for compiled in (*attend, join):
+        assert compiled.metadata.shared <= limit
+        assert stack_bytes(compiled, tmp_path / "cubin") <= (0 if width == 2 else 32)
+    for compiled in attend:
+        in_flight = [int(number) for number in re.findall(r"async_wait .*num = (\d+)", compiled.asm["ttgir"])]
+        assert max(in_flight) > 0, "copies overlap the products"
+    if width == 2:
+        decode, chunk = (compiled.asm["ptx"] for compiled in attend)
+        assert "mma.sync" in decode and MATRIX_UNIT.get(target, "mma.sync") in chunk
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_small_operators(dtype: str):
+    heads = {"DIM": 80, "PADDED": 128, "HALF": 20, "ROWS": 8, "OFFSET": 1}
     for kernel, fixed in (
-        (paged._join, {"DIM": 80, "PADDED": 128, "N": 64, "SPLITS": 64, "LEAST": 256}),
         (elementwise._rms_norm, {"SIZE": 3584, "PADDED": 4096, "ADD": True, "OFFSET": True}),
         (elementwise._silu_mul, {"SIZE": 3420, "COLUMNS": 1024}),
-        (elementwise._rotate, {"HEADS": 28, "HEADS_PADDED": 32, "HALF": 40, "HALF_PADDED": 64}),
+        (elementwise._rotate_heads, heads | {"HEADS": 16, "KV_HEADS": 4}),
+        (elementwise._rotate_heads, heads | {"HEADS": 32, "KV_HEADS": 0, "q_weight": None, "k_weight": None}),
         (elementwise._mrope, {"HALF": 40, "HALF_PADDED": 64}),
         (elementwise._normalise, {"SIZE": 1176, "CHANNEL": 392, "COLUMNS": 1024}),
-        (elementwise._write_cache, {"SIZE": 512, "PADDED": 512}),
         (elementwise._penalise, {"SIZE": 152064, "COLUMNS": 1024}),
+        (sampling._mask_tokens, {"SIZE": 152064, "COLUMNS": 1024}),
     ):
-        compiled = compile_for_hopper(kernel, types_of(dtype), fixed, paged.Shape(0, 0, 8, 3))
-        assert "st.global" in compiled.asm["ptx"]
+        assert "st.global" in compile_for(90, kernel, types_of(dtype), fixed, 8).asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    "target", [90, *(pytest.param(target, marks=pytest.mark.slow) for target in (80, 89, 100, 120))]
+)
+def test_top_p_keeps_a_row_in_registers(target: int, tmp_path: Path):
+    fixed = {"SIZE": 151936, "TILE": sampling.TILE}
+    compiled = compile_for(target, sampling._keep_top_p, types_of("fp32"), fixed, sampling.WARPS)
+    assert stack_bytes(compiled, tmp_path / "cubin") == 0

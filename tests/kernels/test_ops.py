@@ -5,10 +5,16 @@ The bounds, absolute and of each result: float32 2e-6; bfloat16 8e-3 and float16
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from mini_engine.kernels import ops
+from mini_engine.worker import sampler
+from mini_engine.worker.grammar import bars_of
+
+pytest.importorskip("triton")
+from mini_engine.kernels import elementwise  # noqa: E402
 
 BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 dtypes = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
@@ -111,12 +117,32 @@ def test_normalise(dtype, device):
 
 
 @dtypes
-def test_write_cache(dtype, device):
-    keys, values = torch.zeros(2, 20, 3, 24, dtype=dtype, device=device)
-    k, v = torch.randn(4, 6, 24).to(device, dtype).split((3, 3), dim=1)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotary", "offset"),
+    [(2, 2, 64, 64, None), (5, 1, 80, 80, False), (7, 3, 128, 128, None), (8, 2, 128, 32, False),
+     (4, 1, 256, 64, True)],
+)  # fmt: skip
+def test_rotate_heads(heads, kv_heads, dim, rotary, offset, dtype, device):
+    """Heads with a gate behind them; what lies past a head or past its rotated columns is as in torch's operators."""
+    x = torch.randn(4, 2 * heads + 2 * kv_heads, dim).to(device, dtype)
+    x[1, -heads - kv_heads :] = float("inf")  # values are copied, whatever they are
+    qkv, kept = x[:, : heads + 2 * kv_heads], x.clone()
+    weights = torch.randn(2, dim).to(device, dtype)
+    norms = None if offset is None else ops.HeadNorms(*weights, 0.5, offset)
+    angles = 50 * torch.randn(4, rotary // 2, device=device)
+    cos, sin = ops.rotary_tables(angles)
+    keys, values = torch.zeros(2, 20, kv_heads, dim, dtype=dtype, device=device)
     slots = torch.tensor([19, 0, 7, 3], device=device)
-    ops.write_cache(keys, values, k, v, slots)
-    assert torch.equal(keys[slots], k) and torch.equal(values[slots], v)
+    q = elementwise.rotate_heads(qkv, kv_heads, cos, sin, norms, keys, values, slots)
+    assert q.is_contiguous() and torch.equal(x, kept)
+    wide = qkv.double().split((heads, kv_heads, kv_heads), dim=1)
+    for ours, exact, weight in zip((q, keys[slots]), wide, weights, strict=False):
+        normed = exact if norms is None else norm(exact, weight, 0.5, offset)
+        first, second, rest = normed.split((rotary // 2, rotary // 2, dim - rotary), dim=-1)
+        c, s = angles.double().cos().unsqueeze(1), angles.double().sin().unsqueeze(1)
+        close(ours, torch.cat((first * c - second * s, second * c + first * s, rest), dim=-1))
+    assert torch.equal(values[slots], qkv[:, heads + kv_heads :])
     others = [slot for slot in range(20) if slot not in (19, 0, 7, 3)]
     assert not keys[others].any() and not values[others].any()
 
@@ -141,3 +167,32 @@ def test_penalise(device):
     scores[0] = float("-inf")  # barred
     ops.penalise(scores, counts, rows, factors)
     assert scores[0].isneginf().all()
+
+
+def test_mask_tokens(device):
+    """Two of four rows, in another order, whose masks lack the last 60 scores; as they lie in memory."""
+    scores, may_follow = torch.randn(4, 1500, device=device), np.random.default_rng(0).random((3, 1440)) < 0.5
+    bars = bars_of(np.packbits(may_follow, bitorder="little").data, 3, [2, 0], packed=True)
+    expected = scores.clone()
+    for row, place in ((3, 2), (1, 0)):
+        follows = torch.from_numpy(np.pad(may_follow[place], (0, 60)))
+        expected[row].masked_fill_(~follows.to(device), ops.MASKED)
+    ops.mask_tokens(scores, [3, 1], bars)
+    assert torch.equal(scores, expected)
+
+
+@pytest.mark.parametrize("size", [50, 9000])
+@pytest.mark.parametrize(("spread", "steps"), [(0.0, 1), (0.1, 1 << 20), (3.0, 4), (3.0, 1 << 20), (30.0, 1 << 20)])
+def test_keep_top_p(spread, steps, size, device):
+    """Against sums in float64 in the order of a stable sort; with few `steps` many are equal. One row is not finite."""
+    bounds = [0.0, 0.01, 0.5, 0.9, 0.999, 1.0, 0.5]
+    logits = (spread * torch.randn(7, size) * steps).round() / steps
+    logits[6] = float("inf")
+    before = logits.softmax(-1).to(device)
+    ours = before.clone()
+    sampler.keep_top_p(ours, bounds)
+    for row, old, p in zip(ours[:6], before, bounds, strict=False):
+        values, order = old.double().sort(descending=True, stable=True)
+        inside = order[: 1 + (values.cumsum(0)[:-1] < p).sum()]
+        expected = torch.zeros_like(row).index_copy(0, inside, old[inside])
+        assert torch.equal(row, expected if p < 1 else old)

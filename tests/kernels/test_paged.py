@@ -16,6 +16,7 @@ import torch
 
 from mini_engine.kernels import paged
 from mini_engine.worker.attention import Span
+from mini_engine.worker.triton_attention import tile
 from tests.attention_reference import reference_attention
 
 BOUNDS = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -75,16 +76,10 @@ def run_decode(world: World, splits: int) -> torch.Tensor:
     return out
 
 
-def run_prefill(world: World) -> torch.Tensor:
+def run_prefill(world: World, splits: int) -> torch.Tensor:
     out = torch.full(world.q.shape, float("nan"), dtype=world.q.dtype, device=world.q.device)
-    most = paged.tile_tokens(world.q.shape[1] // world.keys.shape[2], world.q.element_size())
-    tiles, first = [], 0
-    for number, span in enumerate(world.spans):
-        for done in range(0, span.length, most):
-            tiles.append((first + done, span.start + done, min(most, span.length - done), number))
-        first += span.length
-    on_device = torch.tensor(tiles, dtype=torch.int32, device=world.q.device)
-    paged.prefill(out, world.q, world.keys, world.values, world.tables, on_device)
+    tiles = torch.from_numpy(tile(world.spans, paged.tile_tokens(world.q, world.keys))).to(world.q.device)
+    paged.prefill(out, world.q, world.keys, world.values, world.tables, tiles, splits)
     return out
 
 
@@ -92,7 +87,7 @@ def run_prefill(world: World) -> torch.Tensor:
     ("dim", "group", "kv_heads", "block_size", "dtype"),
     [(32, 2, 2, 16, torch.float32), (64, 4, 2, 64, torch.float16), (80, 1, 3, 16, torch.bfloat16),
      (80, 2, 1, 24, torch.float32), (96, 8, 1, 16, torch.bfloat16), (96, 1, 2, 64, torch.float32),
-     (128, 7, 2, 16, torch.bfloat16), (128, 2, 1, 24, torch.float16)],
+     (128, 7, 2, 16, torch.bfloat16), (128, 2, 1, 24, torch.float16), (256, 8, 1, 16, torch.bfloat16)],
 )  # fmt: skip
 class TestHeadsAndBlocks:
     def test_decode(self, dim, group, kv_heads, block_size, dtype, device):
@@ -103,14 +98,33 @@ class TestHeadsAndBlocks:
     def test_prefill(self, dim, group, kv_heads, block_size, dtype, device):
         lengths = [(0, 21), (70, 40), (127, 2), (block_size, block_size + 1)]
         world = make(lengths, block_size, group, kv_heads, dim, dtype, device)
-        world.check(run_prefill(world))
+        world.check(run_prefill(world, 1))
 
 
-@pytest.mark.parametrize("splits", [2, 4, 16])
-def test_split_contexts_from_one_key_to_the_longest(splits, device):
+@pytest.mark.parametrize("splits", [2, 6])
+def test_split_contexts_from_one_key_to_the_longest(splits, device, monkeypatch):
+    monkeypatch.setattr(paged, "JOIN_SPLITS", 4)
     lengths = [(context - 1, 1) for context in (1, 255, 256, 257, 513, 1100)]
     world = make(lengths, 16, 3, 1, 64, torch.float32, device)
     world.check(run_decode(world, splits))
+
+
+def test_split_chunks_after_prefixes_of_any_length(device):
+    """The last split holds the keys that not all of a tile's tokens see; a short prefix leaves splits without keys."""
+    lengths = [(0, 9), (246, 12), (252, 9), (520, 2)]
+    world = make(lengths, 16, 3, 2, 32, torch.float32, device)
+    world.check(run_prefill(world, 3))
+
+
+@pytest.mark.parametrize(
+    ("programs", "longest", "per_processor", "splits"),
+    [(24, 30100, paged.PREFILL_PROGRAMS, 11), (456, 10240, paged.PREFILL_PROGRAMS, 1),
+     (4, 1 << 17, paged.DECODE_PROGRAMS, 132), (1, 1 << 17, paged.DECODE_PROGRAMS, paged.MOST_SPLITS),
+     (1, 4 * paged.LEAST_SPLIT, paged.DECODE_PROGRAMS, 4)],
+)  # fmt: skip
+def test_splits_fill_a_device_of_132_processors(programs, longest, per_processor, splits, monkeypatch):
+    monkeypatch.setattr(paged, "_processors", lambda device: 132)
+    assert paged.choose_splits(programs, longest, per_processor, torch.device("cpu")) == splits
 
 
 def test_large_scores_do_not_overflow(device):

@@ -45,7 +45,8 @@ def run_tower(path: Path, calls: dict, tp: TensorParallel) -> dict[str, tuple[li
     results: dict[str, tuple[list[Tensor], int]] = {}
     for name, (patches, grids) in calls.items():
         before = sum(seen)
-        results[name] = model.encode_vision(patches, grids), sum(seen) - before
+        own = torch.cat(list(model.own_patches(patches.split([t * h * w for t, h, w in grids]), grids)))
+        results[name] = model.encode_vision(own, grids), sum(seen) - before
     return results
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from mini_engine.kernels import ops
 from mini_engine.model import delta_rule
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.rope import Grid, PlacedRun, PromptPositions, mrope_positions
@@ -33,8 +34,9 @@ class ReferenceAttention:
         self._batch = list(batch)
         return self
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, heads: ops.Heads) -> Tensor:
         """As `text.Attend`; products and softmax in float32."""
+        q, k, v = ops.rotate_heads(heads)
         outputs, start = [], 0
         for sequence, count in self._batch:
             new = slice(start, start + count)

@@ -13,7 +13,7 @@ from mini_engine.transport.codec import TransportError
 from mini_engine.transport.cuda_memory import CudaMapped, CudaStaging, check, use_cuda
 
 DEVICE = torch.device("cuda", 0)
-SLOTS = DeviceSlots(0, 4096, bytes(64), [bytes(64)])
+SLOTS = DeviceSlots(0, 4096, bytes(64))
 
 
 @pytest.mark.parametrize("start", [lambda: CudaStaging(DEVICE).allocate(1, 8), lambda: CudaMapped(DEVICE, SLOTS)])
@@ -42,10 +42,9 @@ def test_staging_memory_is_a_view() -> None:
     assert memory.nbytes == 1 << 29
     assert torch.cuda.mem_get_info(DEVICE)[0] <= before - (1 << 29)
     content = torch.arange(1 << 20, dtype=torch.int32, device=DEVICE).view(torch.uint8)
-    staging.fill(2, memory[1 << 28 :][: content.nbytes], content)
+    staging.fill(memory[1 << 28 :][: content.nbytes], content)
     assert torch.equal(memory[1 << 28 :][: content.nbytes], content)
-    export = staging.export(1 << 28)
-    assert [len(handle) for handle in (export.memory, *export.filled)] == [64, 64, 64]
+    assert len(staging.export(1 << 28).memory) == 64
 
 
 @pytest.mark.multi_gpu
@@ -56,20 +55,21 @@ import threading, torch
 from mini_engine.transport.cuda_memory import CudaStaging
 from mini_engine.messages import StepResult
 from mini_engine.worker.model_runner import Launched
-from mini_engine.worker.pinning import PinnedMemory, fetch_beside
+from mini_engine.transport.arena import ReadableMemory
+from mini_engine.transport.memory import create_sparse
+from mini_engine.worker.pinning import PinnedMemory
 from mini_engine.worker.serving import wait_for_device
 device = torch.device("cuda", 1)
 torch.cuda.set_device(device)
-staging, stream = CudaStaging(device), torch.cuda.Stream(device)
+staging, pinned = CudaStaging(device), PinnedMemory(device)
 memory = staging.allocate(1, 1 << 20)
 step = Launched(StepResult(0), None, device)
 
 def work():
-    staging.fill(1, memory[:8], torch.zeros(8, dtype=torch.uint8, device=device))
-    fetch_beside(stream, torch.zeros(8))
+    staging.fill(memory[:8], torch.zeros(8, dtype=torch.uint8, device=device))
+    ReadableMemory(create_sparse(1 << 20), pinned.pin).register(1 << 20)
+    pinned.to_device(torch.zeros(8))
     wait_for_device(step)
-    host = torch.zeros(1 << 20)
-    PinnedMemory(device).pin(host.data_ptr(), host.nbytes)()
 
 thread = threading.Thread(target=work)
 thread.start()

@@ -235,12 +235,12 @@ class HostStaging:
         return HostStaging.memory
 
     def export(self, nbytes: int) -> DeviceSlots:
-        return DeviceSlots(0, nbytes, b"", [])
+        return DeviceSlots(0, nbytes, b"")
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
 
-    def fill(self, slot: int, memory: torch.Tensor, content: torch.Tensor) -> None:
+    def fill(self, memory: torch.Tensor, content: torch.Tensor) -> None:
         memory.copy_(content)
 
 

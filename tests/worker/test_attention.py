@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from mini_engine.kernels import ops
 from mini_engine.model.vision_language import AttentionShape
 from mini_engine.worker import attention
 from mini_engine.worker.attention import KVCache, SdpaBackend, Span, attention_order
@@ -28,10 +29,13 @@ def check(spans: list[Span], block_size: int, heads=4, kv_heads=2) -> None:
     cache = KVCache.allocate(AttentionShape(2, kv_heads, DIM), num_blocks, block_size, torch.float32, CPU)
     cache.storage.normal_()
     total, slots = sum(span.length for span in spans), slots_of(spans, block_size)
-    q, k, v = torch.randn(total, heads + 2 * kv_heads, DIM).split((heads, kv_heads, kv_heads), dim=1)
+    projected = ops.Heads(
+        torch.randn(total, heads + 2 * kv_heads, DIM), kv_heads, *ops.rotary_tables(torch.randn(total, DIM // 2))
+    )
+    q, k, v = ops.rotate_heads(projected)
     attend = SdpaBackend(cache).step(slots, spans)
     before = cache.storage[0].clone()
-    out = attend(1, q, k, v)
+    out = attend(1, projected)
     assert torch.equal(cache.storage[0], before)
     assert torch.equal(cache.keys(1).flatten(0, 1)[slots], k) and torch.equal(cache.values(1).flatten(0, 1)[slots], v)
     expected = reference_attention(q, cache.keys(1), cache.values(1), spans)
@@ -77,8 +81,12 @@ def test_a_long_context_in_half_precision(dtype):
     cache.storage.fill_(float("nan"))
     backend = TritonBackend(cache, 8192)
     span = Span(0, 8191, np.random.default_rng(0).permutation(600)[:512])
-    q, k, v = torch.randn(8192, 36, 128, device=device, dtype=dtype).split((28, 4, 4), dim=1)
-    out = backend.step(slots_of([span], 16).to(device), [span])(1, q[:8191], k[:8191], v[:8191])
+    qkv, angles = torch.randn(8192, 36, 128, device=device, dtype=dtype), torch.randn(8192, 64, device=device)
+    q, k, v = ops.rotate_heads(ops.Heads(qkv, 4, *ops.rotary_tables(angles)))
+    prompt, token = (
+        ops.Heads(x, 4, *ops.rotary_tables(angle)) for x, angle in zip(qkv.split(8191), angles.split(8191), strict=True)
+    )
+    out = backend.step(slots_of([span], 16).to(device), [span])(1, prompt)
     wide = [x.transpose(0, 1).double() for x in (q, k, v)]
     expected = torch.nn.functional.scaled_dot_product_attention(
         wide[0], wide[1], wide[2], is_causal=True, enable_gqa=True
@@ -86,5 +94,5 @@ def test_a_long_context_in_half_precision(dtype):
     bound = 8e-3 if dtype == torch.bfloat16 else 1e-3
     torch.testing.assert_close(out.double(), expected[:8191], atol=bound, rtol=bound)
     last = Span(8191, 1, span.blocks)
-    out = backend.step(slots_of([last], 16).to(device), [last])(1, q[8191:], k[8191:], v[8191:])
+    out = backend.step(slots_of([last], 16).to(device), [last])(1, token)
     torch.testing.assert_close(out.double(), expected[8191:], atol=bound, rtol=bound)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mini_engine.config import BUNDLED_MODEL
+from mini_engine.kernels import ops
 from mini_engine.messages import Chunk
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.vision_language import AttentionShape
@@ -69,8 +70,9 @@ def assert_equal(ours: FlatBatch, attend: StepAttention, other: FlatBatch, fresh
     assert ours.decodes and ours.sampled == other.sampled and np.array_equal(ours.stops, other.stops)
     for name in ("token_ids", "positions", "slots", "last_rows"):
         assert torch.equal(getattr(ours, name), getattr(other, name)), name
-    q, k, v = torch.randn(len(ours.sampled), 4, 8).split((2, 1, 1), dim=1)
-    assert torch.equal(attend(0, q, k, v), fresh(0, q, k, v))
+    count = len(ours.sampled)
+    heads = ops.Heads(torch.randn(count, 4, 8), 1, *ops.rotary_tables(torch.randn(count, 4)))
+    assert torch.equal(attend(0, heads), fresh(0, heads))
 
 
 def play(lengths: list[int], steps: list[dict[str, str]]) -> int:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.weights import load_model
-from mini_engine.worker.attention import AttentionBackend, KVCache, SdpaBackend
+from mini_engine.worker.attention import AttentionBackend, KVCache, SdpaBackend, Span
 from mini_engine.worker.memory import HUNGRY_SAMPLING
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
@@ -20,7 +21,7 @@ from tests.worker.conftest import make_states
 __all__ = ["device"]
 pytest.importorskip("triton")
 from mini_engine.worker.decode_graphs import DecodeGraphs  # noqa: E402
-from mini_engine.worker.triton_attention import TritonBackend  # noqa: E402
+from mini_engine.worker.triton_attention import StepTables, TritonBackend  # noqa: E402
 
 BLOCKS = 64
 HUNGRY = {name: getattr(HUNGRY_SAMPLING, name) for name in ("repetition_penalty", "presence_penalty", "logprobs")}
@@ -70,6 +71,23 @@ def test_the_tokens_are_those_of_steps_without_and_of_torchs_attention(world):
         assert tokens == world.tokens(world.backend, None)
     assert len({tuple(answer) for answer in tokens.values()}) == len(tokens)
     assert world.cache.storage[:, :, BLOCKS].any(), "padding wrote to the spare block, and so to no block of another"
+
+
+def test_tables_that_advance_are_those_that_are_built(device):
+    """Over the ends of blocks and the last column."""
+    starts, blocks = [250, 15, 0, 16], np.random.default_rng(0).permutation(4 * 20).reshape(4, 20)
+    contexts = np.array(starts) + 1
+    tables = StepTables([Span(start, 1, row) for start, row in zip(starts, blocks, strict=True)], 16, device)
+    for _ in range(40):
+        entered = [(row, int(blocks[row, stop // 16])) for row, stop in enumerate(contexts.tolist()) if stop % 16 == 0]
+        slots = blocks[range(4), contexts // 16] * 16 + contexts % 16
+        contexts = contexts + 1
+        tables.advance(torch.from_numpy(slots).to(device), contexts, entered)
+        assert tables.contexts.tolist() == contexts.tolist()
+        for row, stop in enumerate(contexts.tolist()):
+            used = -(-stop // 16)
+            assert tables.tables[row, :used].tolist() == blocks[row, :used].tolist()
+    assert tables.tables.shape == (4, 32)
 
 
 @pytest.mark.gpu

@@ -77,7 +77,7 @@ def start(flags: list[str], rank: int) -> tuple[ModelRunner, ModelConfig, memory
     assert use is not None
     runner = runner_with(worker.choose_cache_size(config, model, use))
     worker.record_graphs(runner)
-    worker.warm_up(runner, model.config.vision, size)
+    worker.warm_up(runner, model.config, size)
     return runner, model.config, use
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,12 +12,13 @@ import pytest
 import torch
 import zmq
 
-from mini_engine.messages import MediaFailed, MediaReady, MessageId, Step, TensorHandle
-from mini_engine.transport.codec import Encoder, decode
+from mini_engine.messages import MediaFailed, MediaReady, MessageId, Step, TensorHandle, TensorMessage
+from mini_engine.transport.codec import Encoder, TransportError, decode
+from mini_engine.transport.frames import pack_frame
 from mini_engine.transport.sockets import bind_router
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 from mini_engine.worker.media_inputs import MediaInputs
-from tests.transport.conftest import API, address_of, arena, connect, send
+from tests.transport.conftest import API, ME, address_of, arena, connect, send
 
 __all__ = ["arena", "connect"]
 
@@ -104,25 +106,25 @@ def test_the_core_drops_a_sender_and_the_end_of_its_stream_does_not(start, core,
     assert not is_here(inputs, handle) and is_here(inputs, theirs)
 
 
-def test_a_tensor_that_cannot_be_brought_to_the_device_fails_alone(start, core, connect) -> None:
-    def to_device(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.numel() > 3:
-            raise RuntimeError("out of memory")
-        return tensor * 2
-
-    inputs, sender = start(to_device=to_device), connect("torch_shm", 1)
-    handle, failing = send_now(sender, torch.ones(3), torch.ones(4))
-    first, second = core.reports(2)
-    assert first == ready(1) and isinstance(second, MediaFailed) and "out of memory" in second.why
-    assert inputs.rows(handle, 0, 3).tolist() == [2, 2, 2]
-    inputs.release([handle.message, failing.message])
+def test_a_tensor_that_cannot_be_read_fails_alone(start, core, connect, runtime) -> None:
+    inputs, sender = start(), connect("torch_shm", 1)
+    (handle,) = send_now(sender, torch.ones(3))
+    lost = MessageId(API, 7)
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.connect(address_of(runtime).tensor_ipc)
+        peer.sendall(pack_frame(ME.encode(TensorMessage(lost.number, (3,), "uint8", [(0, 1)])), descriptors=1))
+        first, second = core.reports(2)
+    assert first == ready(1) and isinstance(second, MediaFailed) and "out of file descriptors" in second.why
+    assert inputs.rows(handle, 0, 3).tolist() == [1, 1, 1]
+    inputs.release([handle.message, lost])
     assert not is_here(inputs, handle)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_crashed_thread_fails_the_next_step_even_an_empty_one(start, connect, make_runner) -> None:
-    runner = make_runner(start(to_device=lambda tensor: 1 / 0))
-    send_now(connect("torch_shm", 1), torch.ones(3))
+    runner = make_runner(start(pin=lambda address, nbytes: 1 / 0))
+    with pytest.raises(TransportError):
+        connect("torch_shm", 1)
     with pytest.raises(RuntimeError, match="thread crashed") as caught:
         for _ in range(1000):
             runner.execute(Step(1))

@@ -145,7 +145,7 @@ def test_the_largest_frame_is_what_the_processor_and_the_limits_let_through(
 
 def test_the_worst_step_runs_in_a_cache_of_one_block(make_runner, model):
     config = EngineConfig(max_num_batched_tokens=100, max_num_seqs=4)
-    step = worst_step(config, 60)
+    step = worst_step(config, 4, 60)
     assert [chunk.num_tokens for chunk in step.chunks] == [60, 38, 1, 1]
     assert all(new.sampling == HUNGRY_SAMPLING for new in step.started)
     runner = make_runner(tiny.MemoryMedia(), num_blocks=1)
@@ -169,6 +169,6 @@ def test_the_worst_step_fits_beside_the_cache():
     assert use is not None
     runner = runner_with(worker.choose_cache_size(config, model, use))
     vision = model.config.vision
-    run_worst(runner, vision, worst_grids(config, vision, BUNDLED_MODEL), worst_step(config, 65536))
+    run_worst(runner, vision, worst_grids(config, vision, BUNDLED_MODEL), worst_step(config, 512, 65536))
     free, total = torch.cuda.mem_get_info(cuda)
     assert total - free <= 0.3 * use.total

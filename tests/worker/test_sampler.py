@@ -146,16 +146,14 @@ def test_logits_that_are_not_finite_give_some_token_and_leave_the_other_rows_alo
     assert tokens[1:] == alone
 
 
-@pytest.mark.parametrize("look", [True, False])
 @pytest.mark.parametrize("top_k", [0, 3, 40])
-def test_top_p_by_the_likeliest_tokens_is_that_of_transformers(top_k, look):
-    """Whether it looks at the probabilities, as on the CPU, or not, as on a device."""
+def test_top_p_by_the_likeliest_tokens_is_that_of_transformers(top_k):
     torch.manual_seed(4)
     scores = torch.randn(24, 1000) * torch.linspace(1, 8, 24)[torch.randperm(24)].unsqueeze(1)
     keep_top_k(scores, [top_k] * 24)
     ours = scores.softmax(-1)
     top_p = [(0.0, 0.05, 0.3, 0.8, 0.999, 1.0)[i % 6] for i in range(24)]
-    keep_top_p(ours, top_p, [top_k] * 24, look)
+    keep_top_p(ours, top_p)
     for one, row_scores, p in zip(ours, scores, top_p, strict=True):
         expected = (TopPLogitsWarper(p)(None, row_scores[None]) if p < 1 else row_scores[None]).isfinite()
         assert torch.equal(one, torch.where(expected[0], row_scores.softmax(-1), 0))
