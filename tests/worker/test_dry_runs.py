@@ -105,19 +105,19 @@ def serve(name: str, runner: ModelRunner, model: ModelConfig, kinds: Sequence[st
 
 
 EVERY = [path.stem for path in sorted(CONFIGS.glob("*.json"))]
-FULL = [pytest.param(name, size, 0, [], marks=pytest.mark.slow) for name in EVERY for size in (1, 2, 4)]
-SHORT = [
-    (EVERY[0], 2, 1, []),
-    (EVERY[1], 4, 0, ["--mm-encoder-tp-mode", "data"]),
-    (EVERY[2], 1, 0, NO_MEDIA),
-    (EVERY[3], 1, 0, []),
-]
+DATA = ["--mm-encoder-tp-mode", "data"]
+TWO_LAYERS = [(EVERY[0], 2, 1, []), (EVERY[1], 4, 0, DATA), (EVERY[2], 1, 0, NO_MEDIA), (EVERY[3], 1, 0, [])]
+ALL_LAYERS = [(name, size, 0, flags) for name in EVERY for size in (1, 2, 4) for flags in ([], DATA)[:size]]
 
 
-@pytest.mark.parametrize(("name", "size", "rank", "flags"), SHORT + FULL)
-def test_a_worker(name: str, size: int, rank: int, flags: list[str], device: Device, grammars: Grammars) -> None:
-    """At published widths, with two layers unless it is slow."""
-    with checkpoint(name, shorten if (name, size, rank, flags) in SHORT else None) as model_flags:
+@pytest.mark.parametrize(
+    ("name", "size", "rank", "flags", "change"),
+    [(*run, shorten) for run in TWO_LAYERS] + [pytest.param(*run, None, marks=pytest.mark.slow) for run in ALL_LAYERS],
+)
+def test_a_worker(
+    name: str, size: int, rank: int, flags: list[str], change: Any, device: Device, grammars: Grammars
+) -> None:
+    with checkpoint(name, change) as model_flags:
         runner, model, use = start([*model_flags, *flags, "-tp", str(size)], rank)
     kinds = [kind for kind in KINDS if kind != "image" or flags is not NO_MEDIA]
     runner.grammars = None if rank else grammars
