@@ -21,7 +21,7 @@ from mini_engine.kernels.paged import matmul
 
 # Tokens that one triangular system holds, and columns of a state in one program: larger blocks spill registers.
 CHUNK, SCAN_COLUMNS = 32, 16
-DECODE_COLUMNS = 32
+DECODE_COLUMNS = 64
 CONV_TOKENS, CONV_CHANNELS = 16, 128  # of one program
 # Of a chunk and head in `maps`: the system's inverse, the attention within the chunk, three factors of each token, and
 # the decay of the whole chunk.

@@ -32,7 +32,7 @@ MOST_SPLITS = 256
 DECODE_PROGRAMS, PREFILL_PROGRAMS = 4, 2
 # Of the loop over keys: the copies for two iterations are in flight during the products of a third.
 STAGES = 3
-JOIN_SPLITS, JOIN_WARPS = 64, 8
+JOIN_SPLITS, JOIN_WARPS = 32, 4
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -181,7 +181,8 @@ def prefill_shape(group: int, dim: int, itemsize: int, shared_memory: int) -> Sh
     take half of them at most."""
     if itemsize != 2:
         return Shape(padded(group, 32), 16, 8)
-    return Shape(padded(group, 128 if dim <= 128 else 64), _keys(dim, shared_memory // 2 // STAGES), 8)
+    wide = dim <= 128 or shared_memory > 200 << 10  # a Hopper's matrix units read such a tile from shared memory
+    return Shape(padded(group, 128 if wide else 64), _keys(dim, shared_memory // 2 // STAGES), 8)
 
 
 def _keys(dim: int, size: int) -> int:
@@ -196,8 +197,8 @@ def tile_tokens(q: Tensor, keys: Tensor) -> int:
 
 
 def choose_splits(programs: int, longest: int, per_processor: int, device: torch.device) -> int:
-    """Splits of contexts up to `longest` that make of `programs` at least `per_processor` for each processor."""
-    wanted = -(-per_processor * _processors(device) // programs)
+    """Splits of contexts up to `longest` that make of `programs` about `per_processor` for each processor."""
+    wanted = per_processor * _processors(device) // programs
     return max(1, min(wanted, MOST_SPLITS, -(-longest // LEAST_SPLIT)))
 
 

@@ -85,7 +85,7 @@ def test_attention(target: int, dim: int, dtype: str, tmp_path: Path):
     join = compile_for(target, paged._join, types, fixed, paged.JOIN_WARPS)
     for compiled in (*attend, join):
         assert compiled.metadata.shared <= limit
-        assert stack_bytes(compiled, tmp_path / "cubin") <= (0 if width == 2 else 32)
+        assert stack_bytes(compiled, tmp_path / "cubin") <= (0 if width == 2 and dim < 256 else 64)
     for compiled in attend:
         in_flight = [int(number) for number in re.findall(r"async_wait .*num = (\d+)", compiled.asm["ttgir"])]
         assert max(in_flight) > 0, "copies overlap the products"
