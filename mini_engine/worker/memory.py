@@ -218,7 +218,8 @@ def media_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, ca
 
 def worst_grids(config: EngineConfig, vision: VisionConfig, model_dir: str | Path) -> list[Grid]:
     """The temporal grids of the largest call of the vision tower: as many of the largest as a step may encode, at least
-    one, and as many for each rank that has a share; none where `--limit-mm-per-prompt` allows no media.
+    one; where ranks share a call, for each as many as its share may hold; none where `--limit-mm-per-prompt` allows no
+    media.
 
     The largest is what the model's processor and the limits on pixels let through, as `--mm-processor-kwargs` has it.
     """
@@ -231,7 +232,7 @@ def worst_grids(config: EngineConfig, vision: VisionConfig, model_dir: str | Pat
     rows = math.isqrt(largest)
     grid = (1, rows * merge, largest // rows * merge)
     count, shares = max(1, config.step_media_tokens("cuda") // largest), _shares(config)
-    return [grid] * (-(-count // shares) * shares)
+    return [grid] * (min(count, count // shares + 1) * shares)  # see `share_out`
 
 
 def worst_step(config: EngineConfig, sequences: int, longest: int) -> Step:

@@ -132,8 +132,9 @@ SMALL = STEP | {"max_image_pixels": 784 * 9, "max_frame_pixels": 784 * 9}
         # One temporal grid is encoded whole, whatever a step may have; no prompt has more than the encoder cache.
         (20, 1, HUB, {"max_num_encoder_input_tokens": 10}),
         (8, 1, HUB, {"max_num_encoder_input_tokens": 10, "encoder_cache_tokens": 16}),
-        # Each rank with a tower of its own has as many as any of them may get.
-        (10, 4, SIZED, STEP | {"mm_encoder_tp_mode": "data", "tensor_parallel_size": 2}),
+        # A rank with a tower of its own may get one more than an equal share.
+        (10, 3 * 2, SIZED, STEP | {"mm_encoder_tp_mode": "data", "tensor_parallel_size": 3}),
+        (20, 2, HUB, {"max_num_encoder_input_tokens": 10, "mm_encoder_tp_mode": "data", "tensor_parallel_size": 2}),
         (0, 0, HUB, {"limit_mm_per_prompt": NO_MEDIA}),
     ],
 )
