@@ -82,6 +82,20 @@ def test_silu_mul(size, dtype, device):
 
 
 @dtypes
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("heads", "dim"), [(3, 80), (9, 128), (1, 8)])
+def test_gates_in_a_view(heads, dim, dtype, device):
+    size = heads * dim
+    x, weight = torch.randn(3, size).to(device, dtype), torch.randn(dim).to(device, dtype)
+    gate = (4 * torch.randn(3, size + 16)).to(device, dtype)[:, 16:]
+    gate[0, :3] = torch.tensor([-100.0, 100.0, 0.0])
+    wide = gate.double()
+    close(ops.mul_sigmoid(x, gate), x * wide.sigmoid())
+    normed = norm(x.unflatten(1, (heads, dim)), weight, 0.5).flatten(1)
+    close(ops.gated_rms_norm(x, gate, weight, 0.5), normed * torch.nn.functional.silu(wide))
+
+
+@dtypes
 @pytest.mark.parametrize(("heads", "dim"), [(3, 80), (6, 128), (1, 8)])
 def test_rotate(heads, dim, dtype, device):
     x = torch.randn(7, heads + 2, dim).to(device, dtype)[:, :heads]
