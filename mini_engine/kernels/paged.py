@@ -24,9 +24,8 @@ from torch import Tensor
 from mini_engine.kernels.elementwise import padded
 
 LOG2_E = 1.4426950408889634
-# Keys of a split at the least: below that its share of the final sum costs more than it saves.
-LEAST_SPLIT = 256
-MOST_SPLITS = 256
+LEAST_SPLIT = 64  # keys; a split is a few iterations one after the other, and short ones take less time than they cost
+MOST_SPLITS = 64  # where that is enough for a program on each processor: more only delay the sum of a short context
 # Programs for each of the device's processors that keys are split for: several decodes run on one at once, and even out
 # ragged contexts; of prompt chunks one or two.
 DECODE_PROGRAMS, PREFILL_PROGRAMS = 4, 2
@@ -198,8 +197,9 @@ def tile_tokens(q: Tensor, keys: Tensor) -> int:
 
 def choose_splits(programs: int, longest: int, per_processor: int, device: torch.device) -> int:
     """Splits of contexts up to `longest` that make of `programs` about `per_processor` for each processor."""
-    wanted = per_processor * _processors(device) // programs
-    return max(1, min(wanted, MOST_SPLITS, -(-longest // LEAST_SPLIT)))
+    processors = _processors(device)
+    most = max(MOST_SPLITS, processors // programs)
+    return max(1, min(per_processor * processors // programs, most, -(-longest // LEAST_SPLIT)))
 
 
 @functools.cache
