@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -158,14 +157,11 @@ def measure(
     """Each part's name, batch, context, milliseconds, share and aim. Raises ConfigError: there is no room."""
     need, free, grown = footprint(config), free_memory(), steps * (repeats + 1) + config.block_size
     room = free - need.weights - max(batches) * need.state - WORK_BYTES  # states are allocated once, for all batches
-    decodes = cut(
-        [(batch, context) for context, batch in itertools.product(contexts, batches)], room, need.token, grown
-    )
+    decodes = cut([(batch, context) for context in contexts for batch in batches], room, need.token, grown)
     if not cut([(1, PREFILL_TOKENS)], room, need.token, grown):
         raise ConfigError(f"the weights, {need.weights / 2**30:.1f} GiB, leave no room in {free / 2**30:.1f} GiB")
-    runner, model = make_runner(
-        config, [(batch, context + grown) for batch, context in [(1, PREFILL_TOKENS), *decodes]]
-    )
+    sizes = [(batch, context + grown) for batch, context in ((1, PREFILL_TOKENS), *decodes)]
+    runner, model = make_runner(config, sizes)
     weights = _weights(model.decoder) + _weights(model.head)
     for batch, context in decodes:
         with contextlib.closing(decode(runner, plain_requests(batch, context), context - 1)) as launches:

@@ -49,13 +49,13 @@ def start(flags: list[str], rank: int) -> tuple[ModelRunner, ModelConfig, memory
     at = Placement(tp, torch.bfloat16, DEVICE, config.mm_encoder_tp_mode == "data")
     model = VisionLanguageModel(ModelConfig.from_dir(config.model), at).eval()
 
-    def to_device(patches: Tensor) -> Tensor:  # as `PinnedMemory`
+    def received(patches: Tensor) -> Tensor:  # as `PinnedMemory.to_device`
         return torch.empty(patches.shape, dtype=patches.dtype, device=DEVICE)
 
     def runner_with(size: memory.CacheSize) -> ModelRunner:
         attention = worker.make_attention(config, model, worker.choose_backend("auto", DEVICE), size)
         graphs, normalise = worker.make_graphs(config, model, attention), Normalisation.from_dir(config.model)
-        return ModelRunner(model, attention, made_up_media(), normalise, tp, to_device, graphs)
+        return ModelRunner(model, attention, made_up_media(), normalise, tp, received, graphs)
 
     use = memory.profile(config, config.model, MediaCachePlan("off", 0, ""), model.config, DEVICE, runner_with)
     assert use is not None
