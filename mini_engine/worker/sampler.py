@@ -175,6 +175,13 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """Steps 7 to 9, for rows that are not greedy."""
     params = [row.recipe.params for row in rows]
     temperature = to_device(torch.tensor([p.temperature for p in params]), logits.device)
+    drawn = torch.tensor([noise(row.recipe.stream, row.output_index) for row in rows], dtype=torch.float64)
+    if ops.fused(logits):
+        from mini_engine.kernels import sampling
+
+        filters = torch.tensor([(_log(p.min_p), p.top_k, p.top_p) for p in params], dtype=torch.float64)
+        parameters = torch.cat((filters, drawn.unsqueeze(1)), dim=1)
+        return sampling.draw(logits, temperature, to_device(parameters, logits.device))
     scores = logits.float() / temperature.unsqueeze(1)
     keep_min_p(scores, [p.min_p for p in params])
     keep_top_k(scores, [p.top_k for p in params])
@@ -182,11 +189,14 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     keep_top_p(probabilities, [p.top_p for p in params])
     # float64: over a large vocabulary the rounding of a float32 sum exceeds the smaller probabilities.
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    drawn = torch.tensor([noise(row.recipe.stream, row.output_index) for row in rows], dtype=torch.float64)
     thresholds = cumulative[:, -1:] * to_device(drawn, logits.device).unsqueeze(1)
     # The first token whose sum exceeds the threshold has a probability above zero. Logits that are not finite make no
     # sums at all: such a row gets the last token, and the others theirs.
     return torch.searchsorted(cumulative, thresholds, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
+
+
+def _log(share: float) -> float:
+    return math.log(share) if share > 0 else -math.inf
 
 
 def keep_min_p(scores: Tensor, min_p: Sequence[float]) -> None:
@@ -195,8 +205,8 @@ def keep_min_p(scores: Tensor, min_p: Sequence[float]) -> None:
     `scores` `[n, vocab_size]` are logits after the temperature: a ratio of probabilities is a difference of these.
     """
     if any(min_p):
-        ratios = [math.log(p) if p > 0 else -math.inf for p in min_p]
-        bound = scores.amax(dim=-1, keepdim=True) + to_device(torch.tensor(ratios), scores.device).unsqueeze(1)
+        ratios = to_device(torch.tensor([_log(p) for p in min_p]), scores.device).unsqueeze(1)
+        bound = scores.amax(dim=-1, keepdim=True) + ratios
         scores.masked_fill_(scores < bound, float("-inf"))
 
 
@@ -216,15 +226,10 @@ def keep_top_p(probabilities: Tensor, top_p: Sequence[float]) -> None:
     """Set to 0, in place, what lies outside a row's smallest set whose sum reaches p (nucleus sampling, Holtzman et al.
     2020). Among equal probabilities the smaller id goes first; the largest always stays.
 
-    Waits for the device, to find out how many of the likeliest are enough, unless Triton's kernels run there.
+    Waits for the device, to find out how many of the likeliest are enough.
     """
     size = probabilities.shape[1]
     left = [i for i, p in enumerate(top_p) if p < 1.0]
-    if left and ops.fused(probabilities):
-        from mini_engine.kernels import sampling
-
-        sampling.keep_top_p(probabilities, top_p)
-        return
     for width in (*(width for width in WIDTHS if width < size), size):
         if left:
             reached = _keep_reached(probabilities, left, [top_p[i] for i in left], width)
