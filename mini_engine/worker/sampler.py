@@ -175,13 +175,13 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """Steps 7 to 9, for rows that are not greedy."""
     params = [row.recipe.params for row in rows]
     temperature = to_device(torch.tensor([p.temperature for p in params]), logits.device)
-    drawn = torch.tensor([noise(row.recipe.stream, row.output_index) for row in rows], dtype=torch.float64)
+    numbers = [noise(row.recipe.stream, row.output_index) for row in rows]
     if ops.fused(logits):
         from mini_engine.kernels import sampling
 
-        filters = torch.tensor([(_log(p.min_p), p.top_k, p.top_p) for p in params], dtype=torch.float64)
-        parameters = torch.cat((filters, drawn.unsqueeze(1)), dim=1)
-        return sampling.draw(logits, temperature, to_device(parameters, logits.device))
+        filters = [(p.min_p, p.top_k, p.top_p, number) for p, number in zip(params, numbers, strict=True)]
+        parameters = to_device(torch.tensor(filters, dtype=torch.float64), logits.device)
+        return sampling.draw(logits, temperature, parameters)
     scores = logits.float() / temperature.unsqueeze(1)
     keep_min_p(scores, [p.min_p for p in params])
     keep_top_k(scores, [p.top_k for p in params])
@@ -189,14 +189,11 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     keep_top_p(probabilities, [p.top_p for p in params])
     # float64: over a large vocabulary the rounding of a float32 sum exceeds the smaller probabilities.
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    thresholds = cumulative[:, -1:] * to_device(drawn, logits.device).unsqueeze(1)
+    drawn = to_device(torch.tensor(numbers, dtype=torch.float64), logits.device)
+    thresholds = cumulative[:, -1:] * drawn.unsqueeze(1)
     # The first token whose sum exceeds the threshold has a probability above zero. Logits that are not finite make no
     # sums at all: such a row gets the last token, and the others theirs.
     return torch.searchsorted(cumulative, thresholds, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
-
-
-def _log(share: float) -> float:
-    return math.log(share) if share > 0 else -math.inf
 
 
 def keep_min_p(scores: Tensor, min_p: Sequence[float]) -> None:
@@ -205,8 +202,8 @@ def keep_min_p(scores: Tensor, min_p: Sequence[float]) -> None:
     `scores` `[n, vocab_size]` are logits after the temperature: a ratio of probabilities is a difference of these.
     """
     if any(min_p):
-        ratios = to_device(torch.tensor([_log(p) for p in min_p]), scores.device).unsqueeze(1)
-        bound = scores.amax(dim=-1, keepdim=True) + ratios
+        ratios = [math.log(p) if p > 0 else -math.inf for p in min_p]
+        bound = scores.amax(dim=-1, keepdim=True) + to_device(torch.tensor(ratios), scores.device).unsqueeze(1)
         scores.masked_fill_(scores < bound, float("-inf"))
 
 

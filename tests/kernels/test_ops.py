@@ -209,7 +209,7 @@ def test_draw(spread, steps, size, device):
     logits[-1] = float("-inf")
     temperature, drawn = torch.rand(len(logits)) + 0.5, torch.rand(len(logits), dtype=torch.float64)
     filters = torch.tensor(FILTERS + [(0.0, 20, 0.8)] * 3, dtype=torch.float64)
-    parameters = torch.stack((filters[:, 0].log(), filters[:, 1], filters[:, 2], drawn), 1).to(device)
+    parameters = torch.cat((filters, drawn.unsqueeze(1)), dim=1).to(device)
     tokens = sampling.draw(logits.to(device), temperature.to(device), parameters)
     assert torch.equal(sampling.draw(logits[5:6].to(device), temperature[5:6].to(device), parameters[5:6]), tokens[5:6])
     for row, (token, scores) in enumerate(zip(tokens.tolist(), logits / temperature.unsqueeze(1), strict=True)):
