@@ -118,9 +118,9 @@ def _draw(tokens, scores, parameters, SIZE: tl.constexpr, START: tl.constexpr, T
         lanes = tl.maximum(lanes, score, propagate_nan=tl.PropagateNan.ALL)
     top, token = tl.max(lanes, 0), SIZE - 1
     if (tl.abs(top) < float("inf")) & (tl.sum((lanes != lanes).to(tl.int32), 0) == 0):
-        # What is kept: scores above `last`, and the first `room` that equal it. Without min_p, all that have mass.
+        # Kept are scores above `last`, and the first `room` that equal it. Without min_p it is all that have mass.
         last, room = top + tl.log(tl.maximum(min_p, 1e-300)).to(tl.float32), SIZE
-        lowest, zero, limited = tl.full((), -3.4e38, tl.float32), top_p * 0, (top_k > 0) & (top_k < SIZE)
+        lowest, zero, limited = tl.full((), -3.4028234e38, tl.float32), top_p * 0, (top_k > 0) & (top_k < SIZE)
         first, low, high, before, total = 0, lowest, top, zero, zero
         if not limited:
             total, low, _, _ = _split(scores, 0, SIZE, last, top, False, TILE)
@@ -129,12 +129,12 @@ def _draw(tokens, scores, parameters, SIZE: tl.constexpr, START: tl.constexpr, T
             rank = tl.where(limited, top_k, TILE // 2)
             mass, above, below, copies = _narrow(scores, lanes, rank, lowest, top, SIZE, START, TILE)
             reached = limited | (mass >= top_p * total)
-            first, low, after = (
+            first, high, before = (
                 tl.where(reached, copies, 0),
-                tl.where(reached, above, low),
-                tl.where(reached, mass, after),
+                tl.where(reached, top, below),
+                tl.where(reached, zero, mass),
             )
-            high, before = tl.where(reached, top, below), tl.where(reached, zero, mass)
+            low, after = tl.where(reached, above, low), tl.where(reached, mass, after)
         end = tl.where(first > 0, START + TILE, SIZE)
         if limited:
             low, _, _ = _bisect(scores, first, end, low, zero + SIZE, top, zero, top_k, zero, top, True, TILE)
