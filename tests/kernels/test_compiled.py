@@ -36,9 +36,9 @@ def types_of(dtype: str) -> dict[str, str]:
     """Of each argument of any kernel, by its name; those that are not here are strides and counts."""
     names = [
         (f"*{dtype}", "out q keys values k v qkv q_weight k_weight x residual weight gate gates mixed conv kernel"),
-        ("*fp32", "parts sums cos sin frequencies mean std scores factors probabilities maps delta A_log dt_bias"),
-        ("*fp64", "bounds"),
-        ("*i64", "positions axis slots rows"),
+        ("*fp32", "parts sums cos sin frequencies mean std scores factors maps delta A_log dt_bias"),
+        ("*fp64", "parameters"),
+        ("*i64", "positions axis slots rows tokens"),
         ("*i32", "tables contexts tiles counts bars"),
         ("*u8", "patches"),
         ("fp32", "scale eps masked"),
@@ -138,7 +138,9 @@ def test_gated_delta_rule(target: int, tmp_path: Path):
 
 
 @each_target
-def test_top_p_keeps_a_row_in_registers(target: int, tmp_path: Path):
-    fixed = {"SIZE": 151936, "TILE": sampling.TILE}
-    compiled = compile_for(target, sampling._keep_top_p, types_of("fp32"), fixed, sampling.WARPS)
-    assert stack_bytes(compiled, tmp_path / "cubin") == 0
+def test_draw_keeps_tiles_in_registers(target: int, tmp_path: Path):
+    fixed = {"SIZE": 151936, "START": 151936, "TILE": sampling.TILE}
+    compiled = compile_for(target, sampling._draw, types_of("fp32"), fixed, sampling.WARPS)
+    assert stack_bytes(compiled, tmp_path / "cubin") <= 24
+    loads = re.findall(r"ld\.global\S*", compiled.asm["ptx"])
+    assert sum(".v4" in load for load in loads) >= len(loads) - 4, "all but the parameters"
