@@ -119,7 +119,9 @@ def _relate(
     wide_q, wide_k = q.to(tl.float32), k.to(tl.float32)
     q_norm = tl.rsqrt(tl.sum(wide_q * wide_q, 1) + EPS) * K**-0.5
     k_norm = tl.rsqrt(tl.sum(wide_k * wide_k, 1) + EPS)
-    total, end = tl.cumsum(decay, 0), tl.sum(decay, 0)  # logarithms of the decay since the chunk's start
+    total = tl.cumsum(decay, 0)  # the logarithm of the decay since the chunk's start
+    # The last token's, not a sum of its own, whose rounding would show: that token's change does not decay at all.
+    end = tl.sum(tl.where(i == tl.minimum(count - chunk * N, N) - 1, total, 0.0), 0)
     row, column = i[:, None], i[None, :]
     between = tl.exp(tl.where(row >= column, total[:, None] - total[None, :], float("-inf"))) * k_norm[None, :]
     attention = _exact(q, tl.trans(k)) * between * q_norm[:, None]

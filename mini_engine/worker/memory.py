@@ -176,7 +176,8 @@ def profile(
     devices = torch.cuda.device_count()
     workers = -(-ranks // devices)  # more than one only where they share devices
     media = media_bytes(config, model, runner.dtype, media_cache)
-    media += sum(math.prod(grid) for grid in grids) * model.vision.patch_dim  # copied for the step ahead
+    own = sum(math.prod(grid) for grid in grids) // _shares(config)
+    media += own * model.vision.patch_dim  # copied for the step ahead
     # Whether the API servers have allocated theirs yet is unknown; where they have, it counts among `outside` too.
     media += processor_bytes(config, devices) // workers
     if config.mm_processor_device != "cpu":  # ranks that map slots of this device into a context on it
@@ -218,7 +219,7 @@ def media_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, ca
 
 def worst_grids(config: EngineConfig, vision: VisionConfig, model_dir: str | Path) -> list[Grid]:
     """The temporal grids of the largest call of the vision tower: as many of the largest as a step may encode, at least
-    one; none where `--limit-mm-per-prompt` allows no media.
+    one, and as many for each rank that has a share; none where `--limit-mm-per-prompt` allows no media.
 
     The largest is what the model's processor and the limits on pixels let through, as `--mm-processor-kwargs` has it.
     """
@@ -230,7 +231,8 @@ def worst_grids(config: EngineConfig, vision: VisionConfig, model_dir: str | Pat
     largest = max(1, min(pixels // (merge * vision.patch_size) ** 2, config.encoder_cache_tokens))
     rows = math.isqrt(largest)
     grid = (1, rows * merge, largest // rows * merge)
-    return [grid] * max(1, config.step_media_tokens("cuda") // largest)
+    count, shares = max(1, config.step_media_tokens("cuda") // largest), _shares(config)
+    return [grid] * (-(-count // shares) * shares)
 
 
 def worst_step(config: EngineConfig, sequences: int, longest: int) -> Step:
@@ -257,6 +259,11 @@ def worst_step(config: EngineConfig, sequences: int, longest: int) -> Step:
 def _modalities(config: EngineConfig) -> list[Modality]:
     every: tuple[Modality, ...] = ("image", "video")
     return [each for each in every if config.item_limits.get(each) != 0]
+
+
+def _shares(config: EngineConfig) -> int:
+    """How many ranks share the temporal grids of a call of the vision tower; any of them may get the largest."""
+    return config.tensor_parallel_size if config.mm_encoder_tp_mode == "data" else 1
 
 
 def _most_pixels(config: EngineConfig, model_dir: str | Path, modality: Modality) -> int:

@@ -80,6 +80,17 @@ def test_prefill_in_pieces_equals_one_token_after_the_other(device: torch.device
     assert torch.equal(conv.cpu(), history[-3:].T)
 
 
+def test_the_last_token_does_not_decay(device: torch.device):
+    """All before it is forgotten, so only the last change is in the state: to its last place, however strong the decay
+    of the tokens before."""
+    x, g, beta = make_inputs(45)
+    (conv,), (delta,) = empty_states(1, device)
+    inputs = [each.to(device) for each in (x, 1000 * (g - 1), beta)]
+    out, state = expected(x, 1000 * (g - 1), beta)
+    close(delta_rule.prefill(*inputs, KERNEL.to(device), SHAPE, conv, delta), out)
+    close(delta, state)
+
+
 # Of bfloat16, two units in the last place: the convolution's output is rounded, and the interpreter cuts.
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1.6e-2)])
 def test_published_sizes(dtype: torch.dtype, bound: float, device: torch.device):

@@ -132,6 +132,8 @@ SMALL = STEP | {"max_image_pixels": 784 * 9, "max_frame_pixels": 784 * 9}
         # One temporal grid is encoded whole, whatever a step may have; no prompt has more than the encoder cache.
         (20, 1, HUB, {"max_num_encoder_input_tokens": 10}),
         (8, 1, HUB, {"max_num_encoder_input_tokens": 10, "encoder_cache_tokens": 16}),
+        # Each rank with a tower of its own has as many as any of them may get.
+        (10, 4, SIZED, STEP | {"mm_encoder_tp_mode": "data", "tensor_parallel_size": 2}),
         (0, 0, HUB, {"limit_mm_per_prompt": NO_MEDIA}),
     ],
 )
