@@ -83,11 +83,11 @@ def test_prefill_in_pieces_equals_one_token_after_the_other(device: torch.device
 def test_the_last_token_does_not_decay(device: torch.device):
     """All before it is forgotten, so only the last change is in the state: to its last place, however strong the decay
     of the tokens before."""
-    x, g, beta = make_inputs(45)
+    x, gates = make_inputs(45)
+    gates[:, SHAPE.v_heads :] += 1e6
     (conv,), (delta,) = empty_states(1, device)
-    inputs = [each.to(device) for each in (x, 1000 * (g - 1), beta)]
-    out, state = expected(x, 1000 * (g - 1), beta)
-    close(delta_rule.prefill(*inputs, KERNEL.to(device), SHAPE, conv, delta), out)
+    out, state = expected(x, gates)
+    close(delta_rule.prefill(x.to(device), gates.to(device), make_weights(SHAPE, device), SHAPE, conv, delta), out)
     close(delta, state)
 
 
