@@ -6,7 +6,7 @@ operations a second of a product of 8192 x 8192 matrices. Then, for each of --mo
     prefill  a prompt of 8,192 tokens in one step: the share of `matrix`. Aim: 50 %.
     vision   a video of 16 frames of 640x360 through the tower, from uint8 patches: the share of `matrix`. Aim: 40 %.
 A part's least work follows from its weights: bytes of them and of the cache, two operations for each and a row. A batch
-that does not fit into the free memory is cut, then its context. With --check the command first finds out whether all
+that does not fit into the free memory is cut. With --check the command first finds out whether all
 that the engine needs works: see `gpu_check.py`.
 
 What it should cost on an H200 (4.8 TB/s, 990 TFLOP/s by its data sheet): decode of Qwen2.5-VL-7B at batch 1 reads
@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 from mini_engine.bench import gpu_check
-from mini_engine.bench.cli import Report, say, table
+from mini_engine.bench.cli import Report, table
 from mini_engine.bench.runner import CONFIGS, checkpoint, decode, make_runner, plain_requests, take
 from mini_engine.bench.server import server_flags
 from mini_engine.cli import parse
@@ -45,7 +44,6 @@ SIDE = 8192
 PREFILL_TOKENS = 8192
 VIDEO_GRID = (8, 26, 46)  # of 16 frames of 640x360, which the processor makes 644x364, in patches of 14 pixels
 WORK_BYTES = 5 << 29  # beside weights and cache: a prefill's activations, CUDA graphs, workspaces
-LEAST_SHARE = 0.5  # of the aims, for --check: below that something is broken rather than slow
 HEAD = ("model", "part", "batch", "context", "ms", "share", "aim")
 
 
@@ -71,31 +69,25 @@ def run(args: argparse.Namespace) -> Report:
     device, flags, rates = torch.cuda.get_device_name(), server_flags("--launch", args.launch), measure_rates()
     print(f"{device}: {rates}", flush=True)
     rows: list[list[object]] = []
-    failures: list[str] = []
     for name in args.models or [default_model(flags)]:
-        try:
-            with checkpoint(name) as model:
-                config = parse([*model, *flags])
-                for row in measure(config, rates, args.batches, args.contexts, args.steps, args.repeats):
-                    rows.append([name, *row])
-                    say(table(HEAD, rows[-1:]).splitlines()[1])
-        except Exception as error:  # noqa: BLE001  the others are still measured
-            failures.append(f"{name}: {gpu_check.first_line(error)}")
+        with checkpoint(name) as model:
+            found = measure(parse([*model, *flags]), rates, args.batches, args.contexts, args.steps, args.repeats)
+            rows += [[name, *row] for row in found]
     print(table(HEAD, rows))
     results = {"device": device, "copy_bytes_per_s": rates.copy, "matrix_flop_per_s": rates.matrix}
-    return Report(results | {"rows": [dict(zip(HEAD, row, strict=True)) for row in rows]}, failures)
+    return Report(results | {"rows": [dict(zip(HEAD, row, strict=True)) for row in rows]})
 
 
 def shares() -> str:
-    """Tower, prefill and decode as `bench.py gpu` measures them."""
-    rates, texts, low = measure_rates(), list[str](), list[str]()
-    name = default_model([])
+    """Decode, prefill and tower reach half the aims: below that something is broken rather than slow."""
+    rates, name = measure_rates(), default_model([])
     with checkpoint(name) as flags:
-        for part, batch, _, _, share, aim in measure(parse(flags), rates, [1, 32], [1024], steps=20, repeats=3):
-            texts.append(f"{part} at batch {batch} {share:.0%}")
-            low += [f"{texts[-1]} is below {LEAST_SHARE * aim:.0%}"] if share < LEAST_SHARE * aim else []
-    assert not low, f"{', '.join(low)} of {rates}: {name}, {', '.join(texts)}"
-    return f"of {rates}: {name}, {', '.join(texts)}"
+        rows = list(measure(parse(flags), rates, [1, 32], [1024], steps=20, repeats=3))
+    texts = [f"{part} at batch {batch} {share:.0%}" for part, batch, _, _, share, _ in rows]
+    low = [text for text, (*_, share, aim) in zip(texts, rows, strict=True) if share < aim / 2]
+    text = f"of {rates}: {name}, {', '.join(texts)}"
+    assert not low, f"too low: {', '.join(low)}; {text}"
+    return text
 
 
 class Rates(NamedTuple):
@@ -152,20 +144,11 @@ def default_model(flags: Sequence[str]) -> str:
     return name
 
 
-def cut(batches: Sequence[tuple[int, int]], free: int, model: Footprint, more: int) -> list[tuple[int, int]]:
-    """(sequences, tokens of each) that fit into `free` bytes beside the weights while each sequence grows by `more`
-    tokens: fewer sequences than asked for or, if not even one fits, a shorter one. Each once; those left without a
-    token are left out."""
-    room, fitting = free - model.weights - WORK_BYTES, []
-    most = max(batch for batch, _ in batches)
-    if model.state:  # those of the largest batch are allocated once, for all batches
-        most = min(most, room // 2 // model.state)
-        room -= most * model.state
-    for batch, context in batches:
-        each = min(context + more, room // model.token)
-        if most > 0 and each > more:
-            fitting.append((min(batch, most, room // (each * model.token)), each - more))
-    return list(dict.fromkeys(fitting))
+def cut(batches: Sequence[tuple[int, int]], room: int, token: int, more: int) -> list[tuple[int, int]]:
+    """(sequences, tokens of each), cut to as many sequences as fit into `room` bytes, of `token` each, while each grows
+    by `more` tokens. Each once; those of which not one fits are left out."""
+    fitting = [(min(batch, room // ((context + more) * token)), context) for batch, context in batches]
+    return [pair for pair in dict.fromkeys(fitting) if pair[0] > 0]
 
 
 def measure(
@@ -173,35 +156,36 @@ def measure(
 ) -> Iterator[tuple[str, int, int | None, float, float, float]]:
     """Each part's name, batch, context, milliseconds, share and aim. Raises ConfigError: there is no room."""
     need, free, grown = footprint(config), free_memory(), steps * (repeats + 1) + config.block_size
-    decodes = cut([(batch, context) for context, batch in itertools.product(contexts, batches)], free, need, grown)
-    prefills = cut([(1, PREFILL_TOKENS)], free, need, grown)
-    if not prefills:
+    room = free - need.weights - max(batches) * need.state - WORK_BYTES  # states are allocated once, for all batches
+    decodes = cut([(batch, context) for context in contexts for batch in batches], room, need.token, grown)
+    if not cut([(1, PREFILL_TOKENS)], room, need.token, grown):
         raise ConfigError(f"the weights, {need.weights / 2**30:.1f} GiB, leave no room in {free / 2**30:.1f} GiB")
-    runner, model = make_runner(config, [(batch, context + grown) for batch, context in [*prefills, *decodes]])
-    text, (t, h, w) = model.config.text, VIDEO_GRID
-    patches = torch.zeros(t * h * w, model.config.vision.patch_dim, dtype=torch.uint8, device=runner.device)
-    seconds = _median(partial(runner.encode_patches, [patches], [VIDEO_GRID]), repeats)
-    yield "vision", 1, None, 1000 * seconds, 2 * len(patches) * _weights(model.visual) / seconds / rates.matrix, 0.4
+    sizes = [(batch, context + grown) for batch, context in ((1, PREFILL_TOKENS), *decodes)]
+    runner, model = make_runner(config, sizes)
     weights = _weights(model.decoder) + _weights(model.head)
-    for _, context in prefills:
-        seconds = _median(partial(_prefill, runner, context), repeats)
-        # Of attention, the half that is causal.
-        attention = model.attention_shape.layers * text.num_heads * text.head_dim * context
-        yield "prefill", 1, context, 1000 * seconds, 2 * context * (weights + attention) / seconds / rates.matrix, 0.5
     for batch, context in decodes:
         with contextlib.closing(decode(runner, plain_requests(batch, context), context - 1)) as launches:
             seconds = _median(partial(take, launches, steps), repeats) / steps
         cached = (context + steps * (repeats + 2) // 2) * need.token
         moved = weights * runner.dtype.itemsize + batch * (cached + 2 * need.state)
         yield "decode", batch, context, 1000 * seconds, moved / seconds / rates.copy, 0.7
+    seconds = _median(partial(_prefill, runner), repeats)
+    # Of attention, the half that is causal.
+    attention = model.attention_shape.layers * model.config.text.num_heads * model.config.text.head_dim * PREFILL_TOKENS
+    work = 2 * PREFILL_TOKENS * (weights + attention)
+    yield "prefill", 1, PREFILL_TOKENS, 1000 * seconds, work / seconds / rates.matrix, 0.5
+    t, h, w = VIDEO_GRID
+    patches = torch.zeros(t * h * w, model.config.vision.patch_dim, dtype=torch.uint8, device=runner.device)
+    seconds = _median(partial(runner.encode_patches, [patches], [VIDEO_GRID]), repeats)
+    yield "vision", 1, None, 1000 * seconds, 2 * len(patches) * _weights(model.visual) / seconds / rates.matrix, 0.4
 
 
 def _weights(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _prefill(runner: ModelRunner, tokens: int) -> None:
-    with contextlib.closing(decode(runner, plain_requests(1, tokens))) as steps:
+def _prefill(runner: ModelRunner) -> None:
+    with contextlib.closing(decode(runner, plain_requests(1, PREFILL_TOKENS))) as steps:
         take(steps, 1)
 
 

@@ -23,6 +23,7 @@ from mini_engine.kernels.paged import matmul
 CHUNK, SCAN_COLUMNS = 32, 16
 DECODE_COLUMNS = 64
 CONV_TOKENS, CONV_CHANNELS = 16, 128  # of one program
+Weights = tuple[Tensor, Tensor, Tensor]  # as `model.delta_rule.Weights`
 # Of a chunk and head in `maps`: the system's inverse, the attention within the chunk, three factors of each token, and
 # the decay of the whole chunk.
 MAP_ROWS = tl.constexpr(2 * CHUNK + 4)
@@ -62,17 +63,30 @@ def _convolve(
         tl.store(history + place, kept, mask=held)
 
 
-@triton.jit(do_not_specialize_on_alignment=["g", "beta"])
+@triton.jit
+def _decay_and_strength(gates, A_log, dt_bias, known, HEADS: tl.constexpr):
+    """The logarithm of the decay, and beta, of gates b and, HEADS further, a. Where not `known`, zeros."""
+    b = tl.load(gates, mask=known, other=float("-inf")).to(tl.float32)
+    x = tl.load(gates + HEADS, mask=known, other=float("-inf")).to(tl.float32) + tl.load(dt_bias)
+    small = tl.exp(-tl.abs(x))
+    total = 1.0 + small
+    softplus = tl.maximum(x, 0.0) + tl.log(total) - (total - 1.0 - small) / total  # less what the sum's rounding added
+    return -tl.exp(tl.load(A_log)) * softplus, 1.0 / (1.0 + tl.exp(-b))
+
+
+@triton.jit(do_not_specialize_on_alignment=["gates"])
 def _decode(
-    out, mixed, g, beta, delta, slots, EPS: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr,
+    out, mixed, gates, A_log, dt_bias, delta, slots, gates_stride, EPS: tl.constexpr, KEYS: tl.constexpr,
+    HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Some columns of the state of one sequence and value head."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d, column = tl.arange(0, PADDED), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     place = delta + (tl.load(slots + row) * HEADS + head) * (K * V) + d[:, None] * V + column[None, :]
     inside = (d < K)[:, None] & (column < V)[None, :]
-    state = tl.load(place, mask=inside, other=0.0) * tl.exp(tl.load(g + row * HEADS + head))
+    gates += row * gates_stride + head
+    decay, strength = _decay_and_strength(gates, A_log + head, dt_bias + head, True, HEADS)
+    state = tl.load(place, mask=inside, other=0.0) * tl.exp(decay)
     mixed += row * (2 * KEYS * K + HEADS * V)
     here = mixed + head // (HEADS // KEYS) * K + d
     q = tl.load(here, mask=d < K, other=0.0).to(tl.float32)
@@ -80,17 +94,17 @@ def _decode(
     q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * K**-0.5
     k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
     v = tl.load(mixed + 2 * KEYS * K + head * V + column, mask=column < V, other=0.0).to(tl.float32)
-    change = (v - tl.sum(k[:, None] * state, 0)) * tl.load(beta + row * HEADS + head)
+    change = (v - tl.sum(k[:, None] * state, 0)) * strength
     # What the query sees of this token's own change is added: neither sum over the state waits for the other.
     result = tl.sum(q[:, None] * state, 0) + tl.sum(q * k, 0) * change
     tl.store(place, state + k[:, None] * change[None, :], mask=inside)
     tl.store(out + (row * HEADS + head) * V + column, result.to(out.dtype.element_ty), mask=column < V)
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["g", "beta"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["gates"])
 def _relate(
-    maps, mixed, g, beta, count, EPS: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr,
+    maps, mixed, gates, A_log, dt_bias, count, gates_stride, EPS: tl.constexpr, KEYS: tl.constexpr,
+    HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PADDED: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """What the N tokens of one chunk are to each other, for one value head. Tokens past the last change nothing."""
     chunk, head = tl.program_id(0), tl.program_id(1)
@@ -100,8 +114,8 @@ def _relate(
     here = mixed + token[:, None] * (2 * KEYS * K + HEADS * V) + head // (HEADS // KEYS) * K + d
     q = tl.load(here, mask=known[:, None] & (d < K), other=0.0)
     k = tl.load(here + KEYS * K, mask=known[:, None] & (d < K), other=0.0)
-    decay = tl.load(g + token * HEADS + head, mask=known, other=0.0)
-    strength = tl.load(beta + token * HEADS + head, mask=known, other=0.0)
+    gates += token * gates_stride + head
+    decay, strength = _decay_and_strength(gates, A_log + head, dt_bias + head, known, HEADS)
     wide_q, wide_k = q.to(tl.float32), k.to(tl.float32)
     q_norm = tl.rsqrt(tl.sum(wide_q * wide_q, 1) + EPS) * K**-0.5
     k_norm = tl.rsqrt(tl.sum(wide_k * wide_k, 1) + EPS)
@@ -180,25 +194,27 @@ def _exact(a, b):
 
 
 def decode(
-    x: Tensor, g: Tensor, beta: Tensor, kernel: Tensor, conv: Tensor, delta: Tensor, slots: Tensor, eps: float
+    x: Tensor, gates: Tensor, weights: Weights, conv: Tensor, delta: Tensor, slots: Tensor, eps: float
 ) -> Tensor:
     """As `model.delta_rule.decode`. Rows may share a slot if their results do not matter, as padding's do not."""
-    mixed = _convolved(x, kernel, conv, slots)
-    out, sizes = _output(x, g, beta, delta)
+    mixed = _convolved(x, weights[0], conv, slots)
+    out, sizes = _output(x, gates, delta)
     columns = padded(min(DECODE_COLUMNS, sizes["V"]))
     _decode[(len(x), sizes["HEADS"], triton.cdiv(sizes["V"], columns))](
-        out, mixed, g, beta, delta, slots, EPS=eps, **sizes, COLUMNS=columns, num_warps=4
+        out, mixed, gates, *weights[1:], delta, slots, gates.stride(0), EPS=eps, **sizes, COLUMNS=columns, num_warps=4
     )
     return out
 
 
-def prefill(x: Tensor, g: Tensor, beta: Tensor, kernel: Tensor, conv: Tensor, delta: Tensor, eps: float) -> Tensor:
+def prefill(x: Tensor, gates: Tensor, weights: Weights, conv: Tensor, delta: Tensor, eps: float) -> Tensor:
     """As `model.delta_rule.prefill`."""
-    mixed = _convolved(x, kernel, conv, None)
-    out, sizes = _output(x, g, beta, delta)
+    mixed = _convolved(x, weights[0], conv, None)
+    out, sizes = _output(x, gates, delta)
     chunks, heads, columns = triton.cdiv(len(x), CHUNK), sizes["HEADS"], min(SCAN_COLUMNS, padded(sizes["V"], 16))
     maps = torch.empty(chunks, heads, MAP_ROWS.value, CHUNK, dtype=torch.float32, device=x.device)
-    _relate[(chunks, heads)](maps, mixed, g, beta, len(x), EPS=eps, **sizes, N=CHUNK, num_warps=2)
+    _relate[(chunks, heads)](
+        maps, mixed, gates, *weights[1:], len(x), gates.stride(0), EPS=eps, **sizes, N=CHUNK, num_warps=2
+    )
     _scan[(heads, triton.cdiv(sizes["V"], columns))](
         out, mixed, maps, delta, len(x), **sizes, COLUMNS=columns, N=CHUNK, num_warps=4, num_stages=3
     )
@@ -218,10 +234,10 @@ def _convolved(x: Tensor, kernel: Tensor, conv: Tensor, slots: Tensor | None) ->
     return out
 
 
-def _output(x: Tensor, g: Tensor, beta: Tensor, delta: Tensor) -> tuple[Tensor, dict[str, int]]:
+def _output(x: Tensor, gates: Tensor, delta: Tensor) -> tuple[Tensor, dict[str, int]]:
     """Memory for the result, and the sizes that the kernels are compiled for."""
     v_heads, k_dim, v_dim = delta.shape[-3:]
-    assert delta.is_contiguous() and g.is_contiguous() and beta.is_contiguous()
+    assert delta.is_contiguous() and gates.stride(1) == 1
     keys = (x.shape[1] - v_heads * v_dim) // (2 * k_dim)
     sizes = {"KEYS": keys, "HEADS": v_heads, "K": k_dim, "V": v_dim, "PADDED": padded(k_dim, 16)}
     return torch.empty(len(x), v_heads, v_dim, dtype=x.dtype, device=x.device), sizes

@@ -42,14 +42,21 @@ def _rms_norm(
 
 
 @triton.jit
-def _silu_mul(out, gate_up, stride, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
-    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < SIZE
-    gate = tl.load(gate_up + row * stride + column, mask=inside, other=0.0)
-    up = tl.load(gate_up + row * stride + SIZE + column, mask=inside, other=0.0)
-    wide = gate.to(tl.float32)
-    product = wide / (1.0 + tl.exp(-wide)) * up.to(tl.float32)
-    tl.store(out + row * SIZE + column, product.to(out.dtype.element_ty), mask=inside)
+def _mul_gate(
+    out, x, gate, weight, eps, stride, gate_stride, SIZE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """ROWS heads of one row, with a weight normalised, times sigmoid or SiLU of their gates."""
+    row, d = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)[None, :]
+    column = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]) * DIM + d
+    inside = (column < SIZE) & (d < DIM)
+    value = tl.load(x + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+    wide = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if weight is not None:
+        scale = tl.rsqrt(tl.sum(value * value, 1) / DIM + eps)[:, None]
+        value *= scale * tl.load(weight + d, mask=d < DIM, other=0.0).to(tl.float32)
+    value *= (wide if SILU else 1.0) / (1.0 + tl.exp(-wide))
+    tl.store(out + row * SIZE + column, value.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -65,7 +72,7 @@ def _rotate_heads(
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
     OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """ROWS heads of one token. Where nothing is rotated, as in values, the cosine is 1 and the sine 0."""
+    """ROWS heads of one token. Where nothing is rotated the cosine is 1 and the sine 0."""
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)[None, :]
     head = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     inside, is_value = (head < HEADS + 2 * KV_HEADS) & (d < DIM), head >= HEADS + KV_HEADS
@@ -78,9 +85,10 @@ def _rotate_heads(
         normed = x * scale * _head_weight(q_weight, k_weight, d, inside, head < HEADS, OFFSET)
         x = tl.where(is_value, x, normed)
         y *= scale * _head_weight(q_weight, k_weight, partner, rotated, head < HEADS, OFFSET)
-    c = tl.load(cos + row * (2 * HALF) + d, mask=rotated, other=1.0)
-    s = tl.load(sin + row * (2 * HALF) + d, mask=rotated, other=0.0)
-    result = (x * c + y * s).to(out.dtype.element_ty)
+    # For all heads at once, so a thread loads them once.
+    c = tl.load(cos + row * (2 * HALF) + d, mask=d < 2 * HALF, other=1.0)
+    s = tl.load(sin + row * (2 * HALF) + d, mask=d < 2 * HALF, other=0.0)
+    result = tl.where(is_value, x, x * c + y * s).to(out.dtype.element_ty)
     tl.store(out + (row * HEADS + head) * DIM + d, result, mask=inside & (head < HEADS))
     if KV_HEADS > 0:
         place = (tl.load(slots + row) * KV_HEADS + head - HEADS) * DIM + d
@@ -146,12 +154,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     return out
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(rows, size, dtype=gate_up.dtype, device=gate_up.device)
+def mul_gate(x: Tensor, gate: Tensor, silu: bool, weight: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    """x `[n, size]` times the gate's sigmoid or SiLU; with a weight `[dim]`, each dim columns of x are normalised
+    first. A new contiguous tensor, rounded once."""
+    (count, size), dim = x.shape, COLUMNS if weight is None else len(weight)
+    assert x.stride(1) == gate.stride(1) == 1
+    out, rows = torch.empty(count, size, dtype=x.dtype, device=x.device), max(1, COLUMNS // padded(dim))
     if out.numel():
-        grid = (rows, triton.cdiv(size, COLUMNS))
-        _silu_mul[grid](out, gate_up, gate_up.stride(0), SIZE=size, COLUMNS=COLUMNS, num_warps=4)
+        _mul_gate[(count, triton.cdiv(size, rows * dim))](
+            out, x, gate, weight, eps, x.stride(0), gate.stride(0), SIZE=size, DIM=dim, PADDED=padded(dim), ROWS=rows,
+            SILU=silu, num_warps=4,
+        )  # fmt: skip
     return out
 
 
@@ -170,7 +183,8 @@ def rotate_heads(
     assert qkv.stride(1) == dim and cos.is_contiguous() and sin.is_contiguous()
     out = torch.empty(count, queries, dim, dtype=qkv.dtype, device=qkv.device)
     q_weight, k_weight, eps, offset = norms or (None, None, 0.0, False)
-    rows = max(1, COLUMNS // padded(dim))
+    # Without keys there are many tokens, and all heads in one program: its tables are loaded once.
+    rows = max(1, (COLUMNS if kv_heads else 4 * COLUMNS) // padded(dim))
     if out.numel():
         _rotate_heads[(count, triton.cdiv(total, rows))](
             out, keys, values, qkv, q_weight, k_weight, cos, sin, slots, eps, qkv.stride(0), HEADS=queries,

@@ -71,10 +71,22 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` (SwiGLU, Shazeer 2020) of `[n, 2 * size]`, gate before up -> `[n, size]`."""
-    if fused(gate_up):
-        return _kernels().silu_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    return _kernels().mul_gate(up, gate, silu=True) if fused(up) else F.silu(gate).mul_(up)
+
+
+def mul_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
+    """`x * sigmoid(gate)` of `[n, size]`, a new tensor."""
+    return _kernels().mul_gate(x, gate, silu=False) if fused(x) else x * gate.sigmoid()
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm(x) * silu(gate)` of `[n, size]`, a new tensor: each `len(weight)` columns are normalised by themselves,
+    and the product is in float32."""
+    if fused(x):
+        return _kernels().mul_gate(x, gate, True, weight, eps)
+    normed = rms_norm(x.unflatten(1, (-1, len(weight))), weight, eps).flatten(1)
+    return (normed * F.silu(gate.float())).to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from mini_engine.kernels.elementwise import COLUMNS, padded
-from mini_engine.kernels.staging import to_device
 
-# Of a row's program: its loop is unrolled four times, so each thread loads 16 values at once, in 64 registers.
-TILE, WARPS = 4096, 32
+# Of a row's program: its loops are unrolled four times, so each thread loads 32 values at once.
+TILE, WARPS = 4096, 16
 
 
 @triton.jit(do_not_specialize=["words"])  # one for all vocabularies of tokenizers
@@ -25,52 +22,135 @@ def _mask_tokens(scores, bars, rows, words, masked, SIZE: tl.constexpr, COLUMNS:
 
 
 @triton.jit
-def _split(values, limit, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Of a row, by the bits of its values: the sum of those above `limit`, the largest not above, the smallest above.
+def _split(scores, first, end, limit, top, by_count, TILE: tl.constexpr):
+    """Of `scores[first:end]`: the mass of those from `limit` on, the least of these, the largest below, and how many of
+    these each lane has seen. Mass is exp(score - top), or 1 of each.
 
     Every lane sums in two float32 (TwoSum, Knuth 1969), which holds 48 bits and is fast where float64 is not.
     """
     column = tl.arange(0, TILE)
-    total, rest = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
-    below, above = tl.full([TILE], -1, tl.int32), tl.full([TILE], 0x7FFFFFFF, tl.int32)
-    for start in tl.range(0, SIZE, TILE, loop_unroll_factor=4):
-        value = tl.load(values + start + column, mask=start + column < SIZE, other=-1.0)
-        bits = value.to(tl.int32, bitcast=True)
-        is_above = bits > limit
-        below = tl.maximum(below, tl.where(is_above, -1, bits))
-        above = tl.minimum(above, tl.where(is_above, bits, 0x7FFFFFFF))
-        term = tl.where(is_above, value, 0.0)
+    total, rest, counts = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.int32)
+    below, above = tl.full([TILE], -float("inf"), tl.float32), tl.full([TILE], float("inf"), tl.float32)
+    for start in tl.range(first, end, TILE, loop_unroll_factor=4):
+        score = tl.load(scores + start + column, mask=start + column < end, other=-float("inf"))
+        inside = score >= limit
+        below = tl.maximum(below, tl.where(inside, -float("inf"), score))
+        above = tl.minimum(above, tl.where(inside, score, float("inf")))
+        counts += inside.to(tl.int32)
+        term = tl.where(inside, tl.where(by_count, 1.0, tl.exp(score - top)), 0.0)
         new = total + term
         part = new - total
         rest += (total - (new - part)) + (term - part)
         total = new
-    return tl.sum(total.to(tl.float64) + rest.to(tl.float64), 0), tl.max(below, 0), tl.min(above, 0)
+    return tl.sum(total.to(tl.float64) + rest.to(tl.float64), 0), tl.min(above, 0), tl.max(below, 0), counts
 
 
 @triton.jit
-def _keep_top_p(probabilities, bounds, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """One row. A bisection finds its least value inside: that above which the sum does not reach the bound. The bits of
-    numbers that are not negative are in the order of the numbers. Both ends are always values of the row, so the steps
-    are about the logarithm of how many differ: 2 for equal ones, 6 to 22 for 152 k."""
-    values, bound = probabilities + tl.program_id(0).to(tl.int64) * SIZE, tl.load(bounds + tl.program_id(0))
-    if bound < 1:
-        low, high, before = tl.full((), -1, tl.int32), tl.full((), 0x40000000, tl.int32), bound * 0  # 2.0, and its sum
-        while low + 1 < high:
-            total, below, above = _split(values, (low + high) // 2, SIZE, TILE)
-            reached = total >= bound
-            low = tl.where(reached, above - 1, low)
-            high = tl.where(reached, high, below)
-            before = tl.where(reached, before, total)
-        last = tl.maximum(high, 1).to(tl.float32, bitcast=True).to(tl.float64)
-        room, count = tl.minimum(tl.ceil((bound - before) / last), SIZE).to(tl.int32), 0
-        column = tl.arange(0, TILE)
-        for start in range(0, SIZE, TILE):
-            value = tl.load(values + start + column, mask=start + column < SIZE, other=-1.0)
-            bits = value.to(tl.int32, bitcast=True)
-            ties = (bits == high).to(tl.int32)
-            outside = (bits < high) | ((ties == 1) & (count + tl.cumsum(ties, 0) > room))
-            tl.store(values + start + column, 0.0, mask=outside & (bits >= 0))
-            count += tl.sum(ties, 0)
+def _bisect(scores, first, end, low, after, high, before, bound, enough, top, by_count, TILE: tl.constexpr):
+    """The largest score such that the mass from it on reaches the bound (or a lower one, above and with which the
+    masses differ by no more than `enough`), and these two masses. At the start they are `before`, above `high`, and
+    `after`, from `low` on. Both ends become scores of the row, so the steps are about the logarithm of how many differ.
+    """
+    while (low < high) & (after - before > enough):
+        middle = 0.5 * low + 0.5 * high
+        limit = tl.where(middle > low, middle, high)
+        mass, above, below, _ = _split(scores, first, end, limit, top, by_count, TILE)
+        reached = mass >= bound
+        low, after = tl.where(reached, above, low), tl.where(reached, mass, after)
+        high, before = tl.where(reached, high, below), tl.where(reached, before, mass)
+    return low, before, after
+
+
+@triton.jit
+def _narrow(scores, lanes, rank, lowest, top, SIZE: tl.constexpr, START: tl.constexpr, TILE: tl.constexpr):
+    """About `rank` of the largest scores, or more: those from that rank of the lanes' largest on. `_split` of the row
+    there; if they fit into a tile, START from where they are copied to, otherwise 0."""
+    column, zero = tl.arange(0, TILE), rank * 0
+    tl.store(scores + START + column, lanes)
+    tl.debug_barrier()
+    count, end = zero + TILE, START + TILE
+    low, _, _ = _bisect(scores, START, end, lowest, count, top, zero, rank, rank / 4, top, True, TILE)
+    mass, above, below, counts = _split(scores, 0, SIZE, low, top, False, TILE)
+    first, number = 0, tl.sum(counts, 0)
+    if number <= TILE:
+        first, place = START, START + tl.cumsum(counts, 0) - counts  # those of a lane together
+        tl.store(scores + START + column, tl.full([TILE], -float("inf"), tl.float32), mask=column >= number)
+        for start in tl.range(0, SIZE, TILE, loop_unroll_factor=4):
+            score = tl.load(scores + start + column, mask=start + column < SIZE, other=-float("inf"))
+            tl.store(scores + place, score, mask=score >= low)
+            place += (score >= low).to(tl.int32)
+        tl.debug_barrier()
+    return mass, above, below, first
+
+
+@triton.jit
+def _invert(scores, threshold, last, room, top, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """The first token at which the sum of masses exceeds the threshold: of scores above `last`, and of `room` equal."""
+    column, weight = tl.arange(0, TILE), tl.exp(last - top).to(tl.float64)
+    score = tl.load(scores + column, mask=column < SIZE, other=-float("inf"))
+    start, total, ties, found = 0, threshold * 0, 0, False  # after the tensor: Triton 3.6 fails on the other order
+    while not found:
+        ahead = start + TILE + column
+        following = tl.load(scores + ahead, mask=ahead < SIZE, other=-float("inf"))
+        mass = total + tl.sum(tl.where(score > last, tl.exp(score - top), 0.0).to(tl.float64), 0)
+        equal = ties + tl.sum((score == last).to(tl.int32), 0)
+        found = (mass + tl.minimum(equal, room) * weight > threshold) | (start + TILE >= SIZE)
+        if not found:
+            start, total, ties, score = start + TILE, mass, equal, following
+    equal = ties + tl.cumsum((score == last).to(tl.int32), 0)
+    inside = (score > last) | ((score == last) & (equal <= room))
+    mass = tl.where(inside, tl.exp(score - top), 0.0).to(tl.float64)
+    sums = total + tl.minimum(ties, room) * weight + tl.cumsum(mass, 0)
+    token = tl.min(tl.where((mass > 0) & (sums > threshold), column, TILE), 0)
+    # The last one inside, should the order of additions have made the difference.
+    return start + tl.minimum(token, tl.max(tl.where(mass > 0, column, 0), 0))
+
+
+@triton.jit
+def _draw(tokens, scores, parameters, SIZE: tl.constexpr, START: tl.constexpr, TILE: tl.constexpr):
+    """One row, with room for a tile at START: copies of the largest scores, among which the bisections mostly end."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+    scores, parameters = scores + row * (START + TILE), parameters + row * 4
+    min_p, top_k, top_p = tl.load(parameters), tl.load(parameters + 1), tl.load(parameters + 2)
+    lanes = tl.full([TILE], -float("inf"), tl.float32)
+    for start in tl.range(0, SIZE, TILE, loop_unroll_factor=4):
+        score = tl.load(scores + start + column, mask=start + column < SIZE, other=-float("inf"))
+        lanes = tl.maximum(lanes, score, propagate_nan=tl.PropagateNan.ALL)
+    top, token = tl.max(lanes, 0), SIZE - 1
+    if (tl.abs(top) < float("inf")) & (tl.sum((lanes != lanes).to(tl.int32), 0) == 0):
+        # Kept are scores above `last`, and the first `room` that equal it. Without min_p it is all that have mass.
+        last, room = top + tl.log(tl.maximum(min_p, 1e-300)).to(tl.float32), SIZE
+        lowest, zero, limited = tl.full((), -3.4028234e38, tl.float32), top_p * 0, (top_k > 0) & (top_k < SIZE)
+        first, low, high, before, total = 0, lowest, top, zero, zero
+        if not limited:
+            total, low, _, _ = _split(scores, 0, SIZE, last, top, False, TILE)
+        after = total
+        if (top_k <= TILE // 2) & (limited | (top_p < 1)):
+            rank = tl.where(limited, top_k, TILE // 2)
+            mass, above, below, copies = _narrow(scores, lanes, rank, lowest, top, SIZE, START, TILE)
+            reached = limited | (mass >= top_p * total)
+            first, high, before = (
+                tl.where(reached, copies, 0),
+                tl.where(reached, top, below),
+                tl.where(reached, zero, mass),
+            )
+            low, after = tl.where(reached, above, low), tl.where(reached, mass, after)
+        end = tl.where(first > 0, START + TILE, SIZE)
+        if limited:
+            low, _, _ = _bisect(scores, first, end, low, zero + SIZE, top, zero, top_k, zero, top, True, TILE)
+            last = tl.maximum(last, low)
+            total, low, _, _ = _split(scores, first, end, last, top, False, TILE)
+            after = total
+        if top_p < 1:
+            bound = tl.maximum(top_p * total, 1e-300)  # above 0, so that the largest stays
+            last, before, after = _bisect(scores, first, end, low, after, high, before, bound, zero, top, False, TILE)
+            weight = tl.maximum(tl.exp(last - top), 1e-38).to(tl.float64)
+            room = tl.minimum(tl.ceil((bound - before) / weight), SIZE).to(tl.int32)
+            total = tl.minimum(before + room * weight, after)
+        # A little less than 1, so that the sums in `_invert`, in another order, exceed the threshold.
+        threshold = tl.load(parameters + 3) * (1 - 2.0**-36) * total
+        token = _invert(scores, threshold, last, room, top, SIZE, TILE)
+    tl.store(tokens + row, token)
 
 
 def mask_tokens(scores: Tensor, rows: Tensor, bars: Tensor, masked: float) -> None:
@@ -81,14 +161,21 @@ def mask_tokens(scores: Tensor, rows: Tensor, bars: Tensor, masked: float) -> No
         _mask_tokens[grid](scores, bars, rows, words, masked, SIZE=size, COLUMNS=COLUMNS, num_warps=4)
 
 
-def keep_top_p(probabilities: Tensor, top_p: Sequence[float]) -> None:
-    """What `sampler.keep_top_p` says, which is the reference, for contiguous float32 from 0 to 1. Waits for nothing.
+def draw(logits: Tensor, temperature: Tensor, parameters: Tensor) -> Tensor:
+    """Steps 7 to 9 of `sampler.py`, which is the reference: int64 `[n]`, each of its row alone. Waits for nothing.
 
-    Sums are exact to 1e-11, and do not depend on other rows: a token more or less than with exact sums is kept only
-    where one of these is as near to p.
+    A token differs from that of exact sums only where one of these, relative to all, is within 1e-6 of top_p or of the
+    uniform number; the reference's probabilities are as exact.
+
+    Args:
+        logits: `[n, vocab_size]` of any float dtype.
+        temperature: float32 `[n]`.
+        parameters: float64 `[n, 4]`, contiguous: min_p, top_k, top_p, the uniform number.
     """
-    size = probabilities.shape[1]
-    assert probabilities.is_contiguous()
-    # Above 0, so that the largest stays.
-    bounds = to_device(torch.tensor([max(p, 1e-300) for p in top_p], dtype=torch.float64), probabilities.device)
-    _keep_top_p[(len(top_p),)](probabilities, bounds, SIZE=size, TILE=min(TILE, padded(size)), num_warps=WARPS)
+    n, size = logits.shape
+    tile, start = min(TILE, padded(size)), triton.cdiv(size, 16) * 16  # rows aligned for wide loads
+    scores = torch.empty(n, start + tile, dtype=torch.float32, device=logits.device)
+    torch.div(logits, temperature.unsqueeze(1), out=scores[:, :size])
+    tokens = torch.empty(n, dtype=torch.int64, device=logits.device)
+    _draw[(n,)](tokens, scores, parameters, SIZE=size, START=start, TILE=tile, num_warps=WARPS)
+    return tokens

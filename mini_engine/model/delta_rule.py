@@ -8,6 +8,7 @@ All but the convolution is in float32. Knows nothing of models, nor where states
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,16 +44,22 @@ class StateShape:
         return self.layers * (conv * dtype.itemsize + delta * torch.float32.itemsize)
 
 
-def prefill(
-    x: Tensor, g: Tensor, beta: Tensor, kernel: Tensor, shape: StateShape, conv: Tensor, delta: Tensor
-) -> Tensor:
+class Weights(NamedTuple):
+    """Of one layer: kernel `[channels, kernel_size]`, the convolution's, of x's dtype; A_log and dt_bias float32
+    `[v_heads]`, see `prefill`."""
+
+    kernel: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+
+
+def prefill(x: Tensor, gates: Tensor, weights: Weights, shape: StateShape, conv: Tensor, delta: Tensor) -> Tensor:
     """Several consecutive tokens of one sequence.
 
     Args:
         x: `[n, channels]`, n >= 1, the convolution's input; may be a view.
-        g: float32 `[n, v_heads]`, the logarithm of the decay, at most 0.
-        beta: float32 `[n, v_heads]`, between 0 and 1.
-        kernel: `[channels, kernel_size]`, of x's dtype.
+        gates: `[n, 2 * v_heads]`, of x's dtype, may be a view: b of each head, then a of each. Beta is `sigmoid(b)`, g
+            is `-exp(A_log) * softplus(a + dt_bias)`, both in float32.
         conv, delta: one layer's state before these tokens, overwritten in place with the state after them; may be
             views. Zeros are an empty history.
 
@@ -62,18 +69,19 @@ def prefill(
     if ops.fused(x):
         from mini_engine.kernels import delta_rule as kernels  # Triton takes a second to import
 
-        return kernels.prefill(x, g, beta, kernel, conv, delta, NORM_EPS)
+        return kernels.prefill(x, gates, weights, conv, delta, NORM_EPS)
+    g, beta = _decay_and_strength(gates, weights)
     chunks = zip(x.split(CHUNK), g.split(CHUNK), beta.split(CHUNK), strict=True)
-    return torch.cat([_prefill(*chunk, kernel, shape, conv, delta) for chunk in chunks])
+    return torch.cat([_prefill(*chunk, weights.kernel, shape, conv, delta) for chunk in chunks])
 
 
 def decode(
-    x: Tensor, g: Tensor, beta: Tensor, kernel: Tensor, shape: StateShape, conv: Tensor, delta: Tensor, slots: Tensor
+    x: Tensor, gates: Tensor, weights: Weights, shape: StateShape, conv: Tensor, delta: Tensor, slots: Tensor
 ) -> Tensor:
     """One token of each of n sequences. Reads nothing back to the host, so a CUDA graph can hold it.
 
     Args:
-        x, g, beta, kernel: as for `prefill`, a row for each sequence.
+        x, gates, weights: as for `prefill`, a row for each sequence.
         conv: one layer's, `[slots, channels, kernel_size - 1]`, updated in place.
         delta: one layer's, `[slots, v_heads, k_dim, v_dim]`, updated in place.
         slots: int64 `[n]` on the device, which rows of conv and delta are a sequence's.
@@ -84,10 +92,11 @@ def decode(
     if ops.fused(x):
         from mini_engine.kernels import delta_rule as kernels  # Triton takes a second to import
 
-        return kernels.decode(x, g, beta, kernel, conv, delta, slots, NORM_EPS)
+        return kernels.decode(x, gates, weights, conv, delta, slots, NORM_EPS)
+    g, beta = _decay_and_strength(gates, weights)
     inputs = torch.cat((conv.index_select(0, slots), x.unsqueeze(-1)), dim=-1)
     conv.index_copy_(0, slots, inputs[..., 1:])
-    q, k, v = _heads(_convolve(inputs, kernel).squeeze(-1), shape)
+    q, k, v = _heads(_convolve(inputs, weights.kernel).squeeze(-1), shape)
     state = delta.index_select(0, slots).mul_(g.exp()[..., None, None])
     # One pass over the states reads for both; what the query sees of this token's own change is added.
     read_k, read_q = (torch.stack((k, q), dim=2) @ state).unbind(2)
@@ -123,6 +132,12 @@ def _prefill(
     out = (q * total.exp()) @ delta + (q @ k.mT * between) @ (change - seen @ delta)
     delta.copy_(torch.baddbmm(to_end @ change, keep, delta))
     return out.movedim(0, 1).to(x.dtype)
+
+
+def _decay_and_strength(gates: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+    """g and beta, float32 `[n, v_heads]`."""
+    b, a = gates.chunk(2, dim=1)
+    return -weights.A_log.exp() * F.softplus(a.float() + weights.dt_bias), b.float().sigmoid()
 
 
 def _convolve(inputs: Tensor, kernel: Tensor) -> Tensor:

@@ -9,12 +9,11 @@ from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_engine.kernels import ops
 from mini_engine.model.config import LinearConfig, TextConfig
-from mini_engine.model.delta_rule import StateShape
+from mini_engine.model.delta_rule import StateShape, Weights
 from mini_engine.model.layers import ColumnParallel, GatedMLP, Layer, Piece, RMSNorm, RowParallel, Rows
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.rope import MRope, Rotation
@@ -29,10 +28,10 @@ class Attend(Protocol):
         They are a view of a buffer that may be changed: copy what is to be kept."""
         ...
 
-    def recur(self, layer: int, x: Tensor, g: Tensor, beta: Tensor, kernel: Tensor) -> Tensor:
-        """The gated delta rule over all rows of the batch, each sequence's after its own state, which is replaced: x
-        `[n, channels]`, a view, g and beta float32 `[n, v_heads_local]`, kernel `[channels, kernel_size]` ->
-        `[n, v_heads_local, v_dim]` in x's dtype. See `delta_rule.prefill`."""
+    def recur(self, layer: int, x: Tensor, gates: Tensor, weights: Weights) -> Tensor:
+        """The gated delta rule over all rows of the batch, each sequence's after its own state, which is replaced:
+        views x `[n, channels]` and gates `[n, 2 * v_heads_local]` -> `[n, v_heads_local, v_dim]`, all of one dtype. See
+        `delta_rule.prefill`."""
         ...
 
 
@@ -80,8 +79,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, turn: Rotation, attend: Attend) -> Tensor:
         qkv, *gate = self.qkv(x).unflatten(-1, (-1, self.head_dim)).split(self.split, dim=1)
-        attended = attend(self.layer, ops.Heads(qkv, self.kv_heads, *turn, self.norms))
-        return self.o((attended * gate[0].sigmoid() if gate else attended).flatten(1))
+        attended = attend(self.layer, ops.Heads(qkv, self.kv_heads, *turn, self.norms)).flatten(1)
+        return self.o(ops.mul_sigmoid(attended, gate[0].flatten(1)) if gate else attended)
 
 
 class GatedDeltaNet(Layer):
@@ -100,20 +99,19 @@ class GatedDeltaNet(Layer):
         rows.append(Rows(f"{source}.in_proj_z", values, v_part))
         rows += [Rows(f"{source}.in_proj_{name}", linear.v_heads, self.heads) for name in "ba"]
         self.project = ColumnParallel(config.hidden_size, rows, bias=False, at=at)
-        self.sizes = [sum(row.count for row in rows[:3]), *(row.count for row in rows[3:])]
+        heads = rows[-1].count
+        self.sizes = [sum(row.count for row in rows[:3]), rows[3].count, 2 * heads]
         self.kernel = at.empty(self.sizes[0], linear.kernel_size)
         # The decay depends on them exponentially: few numbers, which checkpoints store in float32.
         wide = replace(at, dtype=torch.float32)
-        self.A_log, self.dt_bias = wide.empty(self.sizes[-1]), wide.empty(self.sizes[-1])
+        self.A_log, self.dt_bias = wide.empty(heads), wide.empty(heads)
         self.norm = RMSNorm(f"{source}.norm", linear.v_dim, config.rms_norm_eps, at)
         self.out = RowParallel(f"{source}.out_proj", values, v_part, config.hidden_size, bias=False, at=at)
 
     def forward(self, x: Tensor, _: Rotation, attend: Attend) -> Tensor:
-        qkv, z, b, a = self.project(x).split(self.sizes, dim=1)
-        g = -self.A_log.exp() * F.softplus(a.float() + self.dt_bias)
-        normed = self.norm(attend.recur(self.layer, qkv, g, b.float().sigmoid(), self.kernel))
-        gated = normed * F.silu(z.float()).view(normed.shape)
-        return self.out(gated.to(x.dtype).flatten(1))
+        qkv, z, gates = self.project(x).split(self.sizes, dim=1)
+        read = attend.recur(self.layer, qkv, gates, Weights(self.kernel, self.A_log, self.dt_bias))
+        return self.out(ops.gated_rms_norm(read.flatten(1), z, self.norm.weight, self.norm.eps))
 
     def pieces(self) -> Iterator[Piece]:
         start = 0

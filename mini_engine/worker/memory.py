@@ -35,7 +35,8 @@ STEP_REMEDY = (
 )
 # What CUDA, cuBLAS and NCCL write into errors that torch passes on as they are.
 OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED")
-# Every way of choosing a token that needs memory of the vocabulary's size; top_k takes more the larger it is.
+# Every way of choosing a token that needs memory of the vocabulary's size. Without Triton's kernels, each of top_k,
+# top_p and min_p takes more, top_k the more the larger it is.
 HUNGRY_SAMPLING = SamplingParams(
     max_tokens=1, seed=0, top_k=1 << 17, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1,
     logprobs=20,

@@ -52,16 +52,14 @@ class Recurrence:
                     first = before + end
         return cls(states, to_device(torch.tensor(singles, dtype=torch.int64), states.conv.device), runs, copies)
 
-    def __call__(self, layer: int, x: Tensor, g: Tensor, beta: Tensor, kernel: Tensor) -> Tensor:
+    def __call__(self, layer: int, x: Tensor, gates: Tensor, weights: delta_rule.Weights) -> Tensor:
         """See `model.text.Attend.recur`."""
         conv, delta, shape = self.states.conv[layer], self.states.delta[layer], self.states.shape
         outputs: list[Tensor] = []
         if count := len(self.slots):
-            outputs.append(
-                delta_rule.decode(x[:count], g[:count], beta[:count], kernel, shape, conv, delta, self.slots)
-            )
+            outputs.append(delta_rule.decode(x[:count], gates[:count], weights, shape, conv, delta, self.slots))
         for rows, slot, snapshot in self.runs:
-            outputs.append(delta_rule.prefill(x[rows], g[rows], beta[rows], kernel, shape, conv[slot], delta[slot]))
+            outputs.append(delta_rule.prefill(x[rows], gates[rows], weights, shape, conv[slot], delta[slot]))
             if snapshot is not None:
                 conv[snapshot], delta[snapshot] = conv[slot], delta[slot]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -81,6 +79,6 @@ class StepHook(NamedTuple):
     def __call__(self, layer: int, heads: Heads) -> Tensor:
         return self.attend(layer, heads)
 
-    def recur(self, layer: int, x: Tensor, g: Tensor, beta: Tensor, kernel: Tensor) -> Tensor:
+    def recur(self, layer: int, x: Tensor, gates: Tensor, weights: delta_rule.Weights) -> Tensor:
         assert self.recurrence is not None
-        return self.recurrence(layer, x, g, beta, kernel)
+        return self.recurrence(layer, x, gates, weights)

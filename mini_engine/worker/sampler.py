@@ -12,7 +12,8 @@ The parameters of a row act in this order, which is vLLM's:
 8. min_p, then top_k, then top_p of the probability that these leave
 9. one uniform number goes through the inverse of the distribution function, tokens in the order of their ids
 
-Steps 2 to 4 are those of `penalties.py`, step 5 is that of `grammar.py`. A row's token depends on its logits, its
+Steps 2 to 4 are those of `penalties.py`, step 5 is that of `grammar.py`. Steps 7 to 9 are one kernel where Triton's
+kernels run (`kernels/sampling.py`); torch's operators here are the reference. A row's token depends on its logits, its
 parameters, its tokens so far and the number of its output token, and on nothing else in the batch: noise is a pure
 function of (seed, output index), so a seed gives the same tokens in any company, after a preemption, and on any number
 of ranks. Knows nothing of sequences or steps.
@@ -175,6 +176,13 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """Steps 7 to 9, for rows that are not greedy."""
     params = [row.recipe.params for row in rows]
     temperature = to_device(torch.tensor([p.temperature for p in params]), logits.device)
+    numbers = [noise(row.recipe.stream, row.output_index) for row in rows]
+    if ops.fused(logits):
+        from mini_engine.kernels import sampling
+
+        filters = [(p.min_p, p.top_k, p.top_p, number) for p, number in zip(params, numbers, strict=True)]
+        parameters = to_device(torch.tensor(filters, dtype=torch.float64), logits.device)
+        return sampling.draw(logits, temperature, parameters)
     scores = logits.float() / temperature.unsqueeze(1)
     keep_min_p(scores, [p.min_p for p in params])
     keep_top_k(scores, [p.top_k for p in params])
@@ -182,8 +190,8 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     keep_top_p(probabilities, [p.top_p for p in params])
     # float64: over a large vocabulary the rounding of a float32 sum exceeds the smaller probabilities.
     cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    drawn = torch.tensor([noise(row.recipe.stream, row.output_index) for row in rows], dtype=torch.float64)
-    thresholds = cumulative[:, -1:] * to_device(drawn, logits.device).unsqueeze(1)
+    drawn = to_device(torch.tensor(numbers, dtype=torch.float64), logits.device)
+    thresholds = cumulative[:, -1:] * drawn.unsqueeze(1)
     # The first token whose sum exceeds the threshold has a probability above zero. Logits that are not finite make no
     # sums at all: such a row gets the last token, and the others theirs.
     return torch.searchsorted(cumulative, thresholds, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
@@ -216,15 +224,10 @@ def keep_top_p(probabilities: Tensor, top_p: Sequence[float]) -> None:
     """Set to 0, in place, what lies outside a row's smallest set whose sum reaches p (nucleus sampling, Holtzman et al.
     2020). Among equal probabilities the smaller id goes first; the largest always stays.
 
-    Waits for the device, to find out how many of the likeliest are enough, unless Triton's kernels run there.
+    Waits for the device, to find out how many of the likeliest are enough.
     """
     size = probabilities.shape[1]
     left = [i for i, p in enumerate(top_p) if p < 1.0]
-    if left and ops.fused(probabilities):
-        from mini_engine.kernels import sampling
-
-        sampling.keep_top_p(probabilities, top_p)
-        return
     for width in (*(width for width in WIDTHS if width < size), size):
         if left:
             reached = _keep_reached(probabilities, left, [top_p[i] for i in left], width)

@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from mini_engine.kernels import elementwise, paged, sampling  # noqa: E402
+from mini_engine.kernels import delta_rule, elementwise, paged, sampling  # noqa: E402
 from mini_engine.kernels.elementwise import padded  # noqa: E402
 
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # bytes of one program
@@ -35,10 +35,10 @@ TABLE = [
 def types_of(dtype: str) -> dict[str, str]:
     """Of each argument of any kernel, by its name; those that are not here are strides and counts."""
     names = [
-        (f"*{dtype}", "out q keys values k v qkv q_weight k_weight x residual weight gate_up"),
-        ("*fp32", "parts sums cos sin frequencies mean std scores factors probabilities"),
-        ("*fp64", "bounds"),
-        ("*i64", "positions axis slots rows"),
+        (f"*{dtype}", "out q keys values k v qkv q_weight k_weight x residual weight gate gates mixed conv kernel"),
+        ("*fp32", "parts sums cos sin frequencies mean std scores factors maps delta A_log dt_bias"),
+        ("*fp64", "parameters"),
+        ("*i64", "positions axis slots rows tokens"),
         ("*i32", "tables contexts tiles counts bars"),
         ("*u8", "patches"),
         ("fp32", "scale eps masked"),
@@ -96,10 +96,13 @@ def test_attention(target: int, dim: int, dtype: str, tmp_path: Path):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_small_operators(dtype: str):
+    columns = {"SIZE": 3420, "DIM": 1024, "PADDED": 1024, "ROWS": 1, "weight": None}
     heads = {"DIM": 80, "PADDED": 128, "HALF": 20, "ROWS": 8, "OFFSET": 1}
     for kernel, fixed in (
         (elementwise._rms_norm, {"SIZE": 3584, "PADDED": 4096, "ADD": True, "OFFSET": True}),
-        (elementwise._silu_mul, {"SIZE": 3420, "COLUMNS": 1024}),
+        (elementwise._mul_gate, columns | {"SILU": True}),
+        (elementwise._mul_gate, columns | {"SILU": False}),
+        (elementwise._mul_gate, {"SIZE": 4096, "DIM": 128, "PADDED": 128, "ROWS": 8, "SILU": True}),
         (elementwise._rotate_heads, heads | {"HEADS": 16, "KV_HEADS": 4}),
         (elementwise._rotate_heads, heads | {"HEADS": 32, "KV_HEADS": 0, "q_weight": None, "k_weight": None}),
         (elementwise._mrope, {"HALF": 40, "HALF_PADDED": 64}),
@@ -110,10 +113,34 @@ def test_small_operators(dtype: str):
         assert "st.global" in compile_for(90, kernel, types_of(dtype), fixed, 8).asm["ptx"]
 
 
-@pytest.mark.parametrize(
+each_target = pytest.mark.parametrize(
     "target", [90, *(pytest.param(target, marks=pytest.mark.slow) for target in (80, 89, 100, 120))]
 )
-def test_top_p_keeps_a_row_in_registers(target: int, tmp_path: Path):
-    fixed = {"SIZE": 151936, "TILE": sampling.TILE}
-    compiled = compile_for(target, sampling._keep_top_p, types_of("fp32"), fixed, sampling.WARPS)
-    assert stack_bytes(compiled, tmp_path / "cubin") == 0
+
+
+@each_target
+def test_gated_delta_rule(target: int, tmp_path: Path):
+    """Qwen3.5-4B's sizes: what the loop over chunks keeps in registers spills little, the rest nothing."""
+    sizes = {"KEYS": 16, "HEADS": 32, "K": 128, "V": 128, "PADDED": 128}
+    conv = {"CHANNELS": 8192, "SIZE": 4, "PADDED": 4, "COLUMNS": delta_rule.CONV_CHANNELS}
+    for kernel, fixed, warps, stack in (
+        (delta_rule._convolve, conv | {"BY_SLOT": True, "TOKENS": 1}, 4, 0),
+        (delta_rule._convolve, conv | {"BY_SLOT": False, "TOKENS": delta_rule.CONV_TOKENS}, 4, 0),
+        (delta_rule._decode, sizes | {"EPS": 1e-6, "COLUMNS": delta_rule.DECODE_COLUMNS}, 4, 0),
+        (delta_rule._relate, sizes | {"EPS": 1e-6, "N": delta_rule.CHUNK}, 2, 0),
+        (delta_rule._scan, sizes | {"COLUMNS": delta_rule.SCAN_COLUMNS, "N": delta_rule.CHUNK}, 4, 128),
+    ):
+        compiled = compile_for(target, kernel, types_of("bf16"), fixed, warps)
+        assert compiled.metadata.shared <= 99 << 10
+        assert stack_bytes(compiled, tmp_path / "cubin") <= stack
+    in_flight = [int(number) for number in re.findall(r"async_wait .*num = (\d+)", compiled.asm["ttgir"])]
+    assert max(in_flight) > 0, "copies overlap the products"
+
+
+@each_target
+def test_draw_keeps_tiles_in_registers(target: int, tmp_path: Path):
+    fixed = {"SIZE": 151936, "START": 151936, "TILE": sampling.TILE}
+    compiled = compile_for(target, sampling._draw, types_of("fp32"), fixed, sampling.WARPS)
+    assert stack_bytes(compiled, tmp_path / "cubin") <= 24
+    loads = re.findall(r"ld\.global\S*", compiled.asm["ptx"])
+    assert sum(".v4" in load for load in loads) >= len(loads) - 4, "all but the parameters"

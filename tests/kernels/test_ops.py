@@ -5,16 +5,17 @@ The bounds, absolute and of each result: float32 2e-6; bfloat16 8e-3 and float16
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 
 from mini_engine.kernels import ops
-from mini_engine.worker import sampler
 from mini_engine.worker.grammar import bars_of
 
 pytest.importorskip("triton")
-from mini_engine.kernels import elementwise  # noqa: E402
+from mini_engine.kernels import elementwise, sampling  # noqa: E402
 
 BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 dtypes = pytest.mark.parametrize("dtype", BOUNDS, ids=str)
@@ -79,6 +80,20 @@ def test_silu_mul(size, dtype, device):
     gate_up[0, :4] = torch.tensor([-100.0, 100.0, 0.0, -20.0])
     gate, up = gate_up.double().chunk(2, dim=-1)
     close(ops.silu_mul(gate_up), torch.nn.functional.silu(gate) * up)
+
+
+@dtypes
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("heads", "dim"), [(3, 80), (9, 128), (1, 8)])
+def test_gates_in_a_view(heads, dim, dtype, device):
+    size = heads * dim
+    x, weight = torch.randn(3, size).to(device, dtype), torch.randn(dim).to(device, dtype)
+    gate = (4 * torch.randn(3, size + 16)).to(device, dtype)[:, 16:]
+    gate[0, :3] = torch.tensor([-100.0, 100.0, 0.0])
+    wide = gate.double()
+    close(ops.mul_sigmoid(x, gate), x * wide.sigmoid())
+    normed = norm(x.unflatten(1, (heads, dim)), weight, 0.5).flatten(1)
+    close(ops.gated_rms_norm(x, gate, weight, 0.5), normed * torch.nn.functional.silu(wide))
 
 
 @dtypes
@@ -181,18 +196,45 @@ def test_mask_tokens(device):
     assert torch.equal(scores, expected)
 
 
-@pytest.mark.parametrize("size", [50, 9000])
-@pytest.mark.parametrize(("spread", "steps"), [(0.0, 1), (0.1, 1 << 20), (3.0, 4), (3.0, 1 << 20), (30.0, 1 << 20)])
-def test_keep_top_p(spread, steps, size, device):
-    """Against sums in float64 in the order of a stable sort; with few `steps` many are equal. One row is not finite."""
-    bounds = [0.0, 0.01, 0.5, 0.9, 0.999, 1.0, 0.5]
-    logits = (spread * torch.randn(7, size) * steps).round() / steps
-    logits[6] = float("inf")
-    before = logits.softmax(-1).to(device)
-    ours = before.clone()
-    sampler.keep_top_p(ours, bounds)
-    for row, old, p in zip(ours[:6], before, bounds, strict=False):
-        values, order = old.double().sort(descending=True, stable=True)
-        inside = order[: 1 + (values.cumsum(0)[:-1] < p).sum()]
-        expected = torch.zeros_like(row).index_copy(0, inside, old[inside])
-        assert torch.equal(row, expected if p < 1 else old)
+def reference_token(scores: torch.Tensor, min_p: float, top_k: int, top_p: float, drawn: float) -> int:
+    """Of one row after its temperature, in float64, by a stable sort."""
+    values, order = scores.sort(descending=True, stable=True)
+    inside = (values >= values[0] + np.float32(np.log(min_p))) & (values >= values[(top_k or len(values)) - 1])
+    weights = (values.double() - values[0].double()).exp() * inside
+    before = weights.cumsum(0) - weights
+    weights[(before >= top_p * weights.sum()) & (before > 0) & (top_p < 1)] = 0
+    sums = torch.zeros_like(weights).index_copy(0, order, weights).cumsum(0)
+    return int(torch.searchsorted(sums, drawn * sums[-1], right=True))
+
+
+FILTERS = [*itertools.product([0.0, 0.02], [0, 1, 20, 2500], [0.0, 0.3, 0.99, 1.0]), (1.0, 0, 1.0)]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("size", [50, 9001])
+@pytest.mark.parametrize(
+    ("spread", "steps"), [(0.0, 1), (1.0, 1), (0.1, 1 << 20), (3.0, 4), (3.0, 1 << 20), (30.0, 1 << 20)]
+)
+def test_draw(spread, steps, size, device):
+    """Every combination of filters. With few `steps` many scores are equal; the largest lie in a few lanes of a tile;
+    a third is masked; some rows are not finite. A token may be one that sums a little larger or smaller would give."""
+    logits = (spread * torch.randn(len(FILTERS) + 3, size) * steps).round() / steps
+    logits[::2, 40:48] += spread
+    logits[:, 1::3] = torch.tensor([float("-inf"), ops.MASKED])[torch.arange(len(logits)) % 2].unsqueeze(1)
+    logits[-3:, 30] = torch.tensor([float("inf"), float("nan"), 0.0])
+    logits[-1] = float("-inf")
+    temperature, drawn = torch.rand(len(logits)) + 0.5, torch.rand(len(logits), dtype=torch.float64)
+    filters = torch.tensor(FILTERS + [(0.0, 20, 0.8)] * 3, dtype=torch.float64)
+    parameters = torch.cat((filters, drawn.unsqueeze(1)), dim=1).to(device)
+    tokens = sampling.draw(logits.to(device), temperature.to(device), parameters)
+    assert torch.equal(sampling.draw(logits[5:6].to(device), temperature[5:6].to(device), parameters[5:6]), tokens[5:6])
+    for row, (token, scores) in enumerate(zip(tokens.tolist(), logits / temperature.unsqueeze(1), strict=True)):
+        if row < len(FILTERS):
+            min_p, top_k, top_p = FILTERS[row]
+            near = itertools.product((-1e-6, 0, 1e-6), repeat=2)
+            assert token in {
+                reference_token(scores, min_p, min(top_k, size), top_p * (1 + a * (top_p < 1)), drawn[row] * (1 + b))
+                for a, b in near
+            }, (row, FILTERS[row])
+        else:
+            assert token == size - 1

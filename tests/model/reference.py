@@ -49,17 +49,17 @@ class ReferenceAttention:
             start += count
         return torch.cat(outputs)
 
-    def recur(self, layer: int, x: Tensor, g: Tensor, beta: Tensor, kernel: Tensor) -> Tensor:
+    def recur(self, layer: int, x: Tensor, gates: Tensor, weights: delta_rule.Weights) -> Tensor:
         """As `text.Attend`; a single token is decoded, in the second slot of two."""
         s, outputs, start = self._shape, [], 0
         for sequence, count in self._batch:
-            rows = [each[start : start + count] for each in (x, g, beta)]
+            rows = x[start : start + count], gates[start : start + count]
             empty = torch.zeros(2, s.channels, s.kernel_size - 1).to(x), torch.zeros(2, s.v_heads, s.k_dim, s.v_dim)
             conv, delta = self._states.setdefault((layer, sequence), empty)
             if count == 1:
-                outputs.append(delta_rule.decode(*rows, kernel, s, conv, delta, torch.tensor([1])))
+                outputs.append(delta_rule.decode(*rows, weights, s, conv, delta, torch.tensor([1])))
             else:
-                outputs.append(delta_rule.prefill(*rows, kernel, s, conv[1], delta[1]))
+                outputs.append(delta_rule.prefill(*rows, weights, s, conv[1], delta[1]))
             start += count
         return torch.cat(outputs)
 

@@ -7,10 +7,8 @@ With -s each run prints its launches: Triton's kernels, and operators that are n
 from __future__ import annotations
 
 import contextlib
-import queue
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,16 +17,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from mini_engine.bench.gpu_check import DIGEST, requests, shorten
+from mini_engine.bench.gpu_check import SAMPLING, grammars, requests, shorten
 from mini_engine.bench.runner import CONFIGS, checkpoint, decode, made_up_media, plain_requests, take
 from mini_engine.cli import parse
-from mini_engine.config import BUNDLED_MODEL
-from mini_engine.messages import Grammar, GrammarReady, MediaCachePlan, NewSequence
+from mini_engine.messages import MediaCachePlan, NewSequence
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.worker import memory, worker
-from mini_engine.worker.grammar import Grammars
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 from tests.kernels.devices import INTERPRETED
@@ -40,20 +36,8 @@ from tests.worker.fake_cuda import DEVICE, Device, device  # noqa: E402
 __all__ = ["device"]
 pytestmark = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="needs a device that does not exist")
 
-KINDS = ("greedy", "image", "top_p", "penalised", "grammar")
 PIXELS = ("--mm-processor-kwargs", '{"size": {"shortest_edge": 3136, "longest_edge": 12845056}}')  # the hub's
 NO_MEDIA = ["--limit-mm-per-prompt", '{"image": 0, "video": 0}']
-
-
-@pytest.fixture
-def grammars() -> Iterator[Grammars]:
-    """They know one, which allows any text."""
-    ready = queue.SimpleQueue[GrammarReady]()
-    made = Grammars(Path(BUNDLED_MODEL, "tokenizer.json"), 64, "tests", ready.put)
-    made.update([Grammar(DIGEST, r"start: /(.|\n)*/", b"", 1)], [])
-    assert not ready.get(timeout=60).problem
-    yield made
-    made.close()
 
 
 def start(flags: list[str], rank: int) -> tuple[ModelRunner, ModelConfig, memory.MemoryUse]:
@@ -65,13 +49,13 @@ def start(flags: list[str], rank: int) -> tuple[ModelRunner, ModelConfig, memory
     at = Placement(tp, torch.bfloat16, DEVICE, config.mm_encoder_tp_mode == "data")
     model = VisionLanguageModel(ModelConfig.from_dir(config.model), at).eval()
 
-    def to_device(patches: Tensor) -> Tensor:  # as `PinnedMemory`
+    def received(patches: Tensor) -> Tensor:  # as `PinnedMemory.to_device`
         return torch.empty(patches.shape, dtype=patches.dtype, device=DEVICE)
 
     def runner_with(size: memory.CacheSize) -> ModelRunner:
         attention = worker.make_attention(config, model, worker.choose_backend("auto", DEVICE), size)
         graphs, normalise = worker.make_graphs(config, model, attention), Normalisation.from_dir(config.model)
-        return ModelRunner(model, attention, made_up_media(), normalise, tp, to_device, graphs)
+        return ModelRunner(model, attention, made_up_media(), normalise, tp, received, graphs)
 
     use = memory.profile(config, config.model, MediaCachePlan("off", 0, ""), model.config, DEVICE, runner_with)
     assert use is not None
@@ -114,14 +98,13 @@ ALL_LAYERS = [(name, size, 0, flags) for name in EVERY for size in (1, 2, 4) for
     ("name", "size", "rank", "flags", "change"),
     [(*run, shorten) for run in TWO_LAYERS] + [pytest.param(*run, None, marks=pytest.mark.slow) for run in ALL_LAYERS],
 )
-def test_a_worker(
-    name: str, size: int, rank: int, flags: list[str], change: Any, device: Device, grammars: Grammars
-) -> None:
+def test_a_worker(name: str, size: int, rank: int, flags: list[str], change: Any, device: Device) -> None:
     with checkpoint(name, change) as model_flags:
         runner, model, use = start([*model_flags, *flags, "-tp", str(size)], rank)
-    kinds = [kind for kind in KINDS if kind != "image" or flags is not NO_MEDIA]
-    runner.grammars = None if rank else grammars
+    kinds = [kind for kind in SAMPLING if kind != "image" or flags is not NO_MEDIA]
     met, held, device.serving = set(device.specialisations), device.used, True
-    serve(f"{name}, {size} ranks", runner, model, kinds, device)
+    with grammars() as known:
+        runner.grammars = None if rank else known
+        serve(f"{name}, {size} ranks", runner, model, kinds, device)
     assert not device.specialisations - met, "kernels first compiled while requests are served"
     assert device.peak - held <= use.step + use.media
