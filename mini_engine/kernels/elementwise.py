@@ -189,7 +189,7 @@ def rotate_heads(
         _rotate_heads[(count, triton.cdiv(total, rows))](
             out, keys, values, qkv, q_weight, k_weight, cos, sin, slots, eps, qkv.stride(0), HEADS=queries,
             KV_HEADS=kv_heads, DIM=dim, PADDED=padded(dim), HALF=cos.shape[-1] // 2, ROWS=rows, OFFSET=int(offset),
-            num_warps=4,
+            num_warps=4 if kv_heads else 8,
         )  # fmt: skip
     return out
 
