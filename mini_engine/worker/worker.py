@@ -136,7 +136,8 @@ def choose_threads(config: EngineConfig) -> int:
 def choose_device(config: EngineConfig, engine: int, rank: int) -> torch.device:
     """The rank's device, made current. Raises ConfigError: there is no CUDA, or fewer devices than workers."""
     available = config.device != "cpu" and torch.cuda.is_available()
-    if config.device == "auto" and not available and NVIDIA_DEVICE.exists():
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if config.device == "auto" and not available and not hidden and NVIDIA_DEVICE.exists():
         logger.warning(
             "serving on the CPU: this machine has an NVIDIA device, but torch %s cannot use it; its driver may be too "
             "old for CUDA %s", torch.__version__, torch.version.cuda,
