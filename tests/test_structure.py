@@ -16,7 +16,8 @@ from mini_engine.cli import build_parser
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mini_engine"
-FILES = sorted(PACKAGE.rglob("*.py"))
+BESIDE = ["benchmarks", "training"]  # may import everything; nothing of the package imports them
+FILES = sorted(path for part in (PACKAGE, *(ROOT / name for name in BESIDE)) for path in part.rglob("*.py"))
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60
 
@@ -36,7 +37,7 @@ MAY_IMPORT = {
     "kernels": {"kernels"},
     "demo": {"demo"},
     "cluster": {"cluster", "mini_engine.cli"} | TORCH_FREE_API,
-}  # bench may import everything: it measures the parts by themselves
+}
 TOP_LEVEL_FOR_ALL = {
     *("messages", "config", "child", "log", "metrics", "failpoints", "process_setup"),
     *("decode_limits", "free_memory", "shortage"),
@@ -72,14 +73,14 @@ def test_imports_point_one_way():
     assert not wrong, wrong
 
 
-def test_only_the_cluster_imports_ray():
-    pattern = re.compile(r"^\s*(from|import) ray\b", re.MULTILINE)
-    users = {path.parent.name for path in FILES if pattern.search(path.read_text())}
-    assert users == {"cluster"}
+def test_only_the_cluster_imports_ray_and_only_commands_what_is_beside_the_package():
+    for names, users in (("ray", {"cluster"}), ("|".join(BESIDE), set(BESIDE))):
+        pattern = re.compile(rf"^\s*(from|import) ({names})\b", re.MULTILINE)
+        assert {path.parent.name for path in FILES if pattern.search(path.read_text())} == users
 
 
 def test_no_import_cycles_between_files_or_folders():
-    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): imports_of(path) for path in FILES}
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): imports_of(path) for path in PACKAGE.rglob("*.py")}
     files = {name.removesuffix(".__init__"): imports for name, imports in files.items()}
     folders: dict[str, set[str]] = {}
     for name, imports in files.items():
@@ -124,12 +125,12 @@ def test_every_path_and_flag_in_the_documents_exists():
     flags = {*re.findall(r"--[a-z-]+", build_parser().format_help()), *others}
     for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = document.read_text()
-        for path in re.findall(r"`((?:mini_engine|tests|docs)/[\w./-]+)`", text):
+        for path in re.findall(r"`((?:mini_engine|benchmarks|training|tests|docs)/[\w./-]+)`", text):
             assert (ROOT / path).exists(), f"{document.name} names {path}"
         for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text):
             assert (document.parent / path).exists(), f"{document.name} shows {path}"
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text):
-            commands = [path for part in ("demo", "bench") for path in (PACKAGE / part).rglob("*.py")]
+            commands = [path for path in FILES if path.parent.name in ("demo", *BESIDE)]
             known = flag in {*flags, "--no-", "--index-url"} or any(
                 f'"{flag}"' in path.read_text() for path in commands
             )

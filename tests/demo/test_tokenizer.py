@@ -5,10 +5,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, Qwen2_5_VLConfig
 
+from mini_engine.config import BUNDLED_MODEL
 from mini_engine.demo import questions
-from mini_engine.demo.model import WEIGHTS
 
-SAVED = AutoTokenizer.from_pretrained(WEIGHTS)
+SAVED = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
 VISION = "<|vision_start|><|video_pad|><|vision_end|>"
 
 
@@ -19,7 +19,7 @@ def test_any_text_survives(text):
 
 
 def test_special_tokens_are_where_the_config_says():
-    config = Qwen2_5_VLConfig.from_pretrained(WEIGHTS)
+    config = Qwen2_5_VLConfig.from_pretrained(BUNDLED_MODEL)
     assert SAVED.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>"]) == [
         config.image_token_id,
         config.video_token_id,

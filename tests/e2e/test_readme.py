@@ -32,7 +32,7 @@ CLIENT = "import base64"
 HUB = f"{PYTHON} serve.py Qwen/Qwen2.5-VL-3B-Instruct --max-model-len 16384"
 HELP = f"{PYTHON} serve.py --help cache"
 BENCH = f"{PYTHON} bench.py"
-TRAIN = f"{PYTHON} -m mini_engine.demo.train"
+TRAIN = f"{PYTHON} -m training.train"
 
 
 def blocks() -> dict[str, str]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from mini_engine.bench.runner import CONFIGS
+from benchmarks.runner import CONFIGS
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import pieces_of
 from mini_engine.model.parallel import Placement, TensorParallel

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mini_engine.bench.gpu_check import SAMPLING, grammars, requests, shorten
-from mini_engine.bench.runner import CONFIGS, checkpoint, decode, made_up_media, plain_requests, take
+from benchmarks.gpu_check import SAMPLING, grammars, requests, shorten
+from benchmarks.runner import CONFIGS, checkpoint, decode, made_up_media, plain_requests, take
 from mini_engine.cli import parse
 from mini_engine.messages import MediaCachePlan, NewSequence
 from mini_engine.model.config import ModelConfig

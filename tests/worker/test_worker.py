@@ -38,5 +38,5 @@ def test_attention_backends_on_the_cpu():
 
 def test_a_worker_on_the_cpu_needs_no_triton_and_no_worker_transformers():
     code = "import sys; sys.modules['triton'] = None; import mini_engine.worker.worker; "
-    code += "assert 'transformers' not in sys.modules; import mini_engine.bench.cli"
+    code += "assert 'transformers' not in sys.modules; import benchmarks.cli"
     subprocess.run([sys.executable, "-c", code], check=True)

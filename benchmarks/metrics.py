@@ -1,0 +1,157 @@
+"""From the outcomes of a run to its metrics, under the names of vLLM's serving benchmark, and to tables of them.
+
+    TTFT  from sending to the first chunk that has `choices`
+    ITL   between two such chunks, all requests together
+    E2EL  from sending to the last event
+    TPOT  (E2EL - TTFT) / (tokens - 1), of requests with two tokens or more
+
+Only requests that were answered to the end count. docs/benchmarks.md says where vLLM's client counts otherwise.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cli import table
+from benchmarks.client import Outcome, Run
+
+METRICS = ("ttft", "tpot", "itl", "e2el")
+SHOWN_ERRORS = 5
+BUSY_SHARE = 0.8  # of the one core that the client can use
+
+
+def compute(
+    run: Run,
+    answers: Sequence[str | None] = (),
+    metrics: Iterable[str] = METRICS,
+    percentiles: Sequence[float] = (99.0,),
+    goodput: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """The metrics as plain data; latencies in milliseconds, None where nothing was measured.
+
+    Args:
+        answers: the right ones, None where none is known.
+        metrics: of METRICS, which are reported.
+        percentiles: of latencies.
+        goodput: ttft, tpot or e2el -> most milliseconds.
+    """
+    done = [outcome for outcome in run.outcomes if outcome.ok]
+    prompt_tokens = sum(outcome.prompt_tokens for outcome in done)
+    output_tokens = sum(outcome.output_tokens for outcome in done)
+    found: dict[str, Any] = {
+        "duration": run.seconds,
+        "completed": len(done),
+        "failed": len(run.outcomes) - len(done),
+        "total_input_tokens": prompt_tokens,
+        "total_output_tokens": output_tokens,
+        "request_throughput": len(done) / run.seconds,
+        "output_throughput": output_tokens / run.seconds,
+        "total_token_throughput": (prompt_tokens + output_tokens) / run.seconds,
+        "max_output_tokens_per_s": best_second(run),
+        "max_concurrent_requests": int(max(in_flight(run)[1])),
+    }
+    if goodput:
+        found["request_goodput"] = sum(_is_good(outcome, goodput) for outcome in done) / run.seconds
+    measured = latencies(done)
+    for metric in metrics:
+        statistics = summary(measured[metric], percentiles)
+        found |= {f"{name}_{metric}_ms": value for name, value in statistics.items()}
+    pairs = zip(run.outcomes, answers, strict=False)
+    known = [outcome.text.strip() == answer for outcome, answer in pairs if outcome.ok and answer is not None]
+    found["accuracy"] = {"right": sum(known), "known": len(known), "share": sum(known) / len(known)} if known else None
+    found["stages_ms"] = _stages(done, percentiles)
+    found["client_cpu_share"] = run.cpu_share
+    return found
+
+
+def latencies(done: Sequence[Outcome]) -> dict[str, np.ndarray]:
+    """The milliseconds of each metric, of requests that were answered to the end."""
+    seconds = {
+        "ttft": [outcome.ttft for outcome in done],
+        "tpot": [tpot for outcome in done if (tpot := outcome.tpot) is not None],
+        "itl": [itl for outcome in done for itl in outcome.itls],
+        "e2el": [outcome.e2el for outcome in done],
+    }
+    return {metric: 1000 * np.array(values) for metric, values in seconds.items()}
+
+
+def summary(values: np.ndarray, percentiles: Sequence[float]) -> dict[str, float | None]:
+    """Mean, median, standard deviation and percentiles."""
+    names = ["mean", "median", "std", *(f"p{share:g}" for share in percentiles)]
+    if not len(values):
+        return dict.fromkeys(names)
+    found = [np.mean(values), np.median(values), np.std(values), *np.percentile(values, percentiles)]
+    return dict(zip(names, map(float, found), strict=True))
+
+
+def _is_good(outcome: Outcome, goodput: Mapping[str, float]) -> bool:
+    """Whether a request met every limit; one token has no TPOT, which then is 0."""
+    return all(1000 * (getattr(outcome, metric) or 0.0) <= limit for metric, limit in goodput.items())
+
+
+def arrived(run: Run) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds after the start at which tokens arrived, ascending, and how many: a request's are distributed evenly over
+    its chunks."""
+    done = [one for one in run.outcomes if one.ok]
+    found = [(chunk - run.begun, one.output_tokens / len(one.chunks)) for one in done for chunk in one.chunks]
+    moments, tokens = np.array(sorted(found)).reshape(-1, 2).T
+    return moments, tokens
+
+
+def best_second(run: Run) -> float | None:
+    """The most tokens that arrived within a second, which may begin at any moment; None for a run shorter than that."""
+    moments, tokens = arrived(run)
+    if run.seconds < 1 or not len(moments):
+        return None
+    so_far = np.concatenate([[0.0], np.cumsum(tokens)])
+    return float(np.max(so_far[1:] - so_far[np.searchsorted(moments, moments - 1, side="right")]))
+
+
+def in_flight(run: Run) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds after the start at which a request began or ended, and how many were in flight from then on."""
+    changes = sorted([(one.begun, 1) for one in run.outcomes] + [(one.ended, -1) for one in run.outcomes])
+    moments, steps = np.array(changes).T
+    return moments - run.begun, np.cumsum(steps)
+
+
+def _stages(done: Sequence[Outcome], percentiles: Sequence[float]) -> dict[str, dict[str, float | None]] | None:
+    """The server's own account of its time by stage, in milliseconds, with each stage's share of the whole."""
+    reported = [outcome.stages for outcome in done if outcome.stages is not None]
+    if not reported:
+        return None
+    by_stage = {stage: 1000 * np.array([one[stage] for one in reported]) for stage in reported[0]}
+    whole = sum(values.sum() for values in by_stage.values()) or 1.0
+    return {
+        stage: summary(values, percentiles) | {"share": float(values.sum() / whole)}
+        for stage, values in by_stage.items()
+    }
+
+
+def failures(outcomes: Sequence[Outcome]) -> list[str]:
+    """A sentence for each of the most frequent errors."""
+    errors = collections.Counter(outcome.error for outcome in outcomes if outcome.error is not None)
+    return [f"{count} of {len(outcomes)} requests: {text}" for text, count in errors.most_common(SHOWN_ERRORS)]
+
+
+def describe(found: Mapping[str, Any], title: str) -> str:
+    """The tables, by the names of the metrics: what is a number, latencies, and stages."""
+    numbers = [[key, value] for key, value in found.items() if not (key.endswith("_ms") or isinstance(value, dict))]
+    if known := found["accuracy"]:
+        numbers.append(["correct answers", f"{known['right']} of {known['known']}"])
+    lines = [table([title, ""], numbers)]
+    of_metric = {
+        metric: {key.removesuffix(f"_{metric}_ms"): found[key] for key in found if key.endswith(f"_{metric}_ms")}
+        for metric in METRICS
+    }
+    latencies = {metric: statistics for metric, statistics in of_metric.items() if statistics}
+    for head, statistics in (("latencies (ms)", latencies), ("stages in the server (ms)", found["stages_ms"])):
+        if statistics:
+            columns = list(next(iter(statistics.values())))
+            lines += ["", table([head, *columns], [[name, *one.values()] for name, one in statistics.items()])]
+    if found["client_cpu_share"] > BUSY_SHARE:
+        lines.append("The client was a bottleneck, so latencies include its own. Give it a core, or lower the load.")
+    return "\n".join(lines)

@@ -1,0 +1,93 @@
+"""Comparisons: the arithmetic of `ab` by hand, and `ab` and `sweep` as a user runs them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from benchmarks import ab
+from benchmarks.client import Outcome, Run
+from benchmarks.datasets import Prompts
+from benchmarks.plot import draw_sweep
+from benchmarks.serve import Measured
+
+
+def measured(results: dict[str, Any], *texts: str | None) -> Measured:
+    """A run; a text of None was not answered."""
+    outcomes = [Outcome(text=text or "", error=None if text else "no") for text in texts]
+    return Measured(Prompts([], []), Run(outcomes, 0.0, 1.0), results, [])
+
+
+def results(throughput: float, ttft: float | None) -> dict[str, Any]:
+    stages = {"encode": {"mean": 2.0}, "fetch": {"mean": 0.0}}
+    throughputs = dict.fromkeys(ab.THROUGHPUTS, throughput)
+    return throughputs | {"median_ttft_ms": ttft, "std_ttft_ms": 1.0, "stages_ms": stages}
+
+
+def test_ratios_by_hand():
+    a = [measured(results(10.0, 4.0), "x", "y", "z", None), measured(results(30.0, 4.0), "x", "y", "z", "v")]
+    b = [measured(results(20.0, None), "x", "Y", "z", "w"), measured(results(30.0, 1.0), "x", "y", "z", "w")]
+    found = ab.compare(a, b)
+    throughput = {"a": 20.0, "b": 25.0, "ratio": 1.25, "least": 1.0, "greatest": 2.0}
+    encode = {"a": 2.0, "b": 2.0, "ratio": 1.0, "least": 1.0, "greatest": 1.0}
+    wanted = dict.fromkeys(ab.THROUGHPUTS, throughput) | {"mean_encode_ms": encode}
+    assert found["ratios"] == wanted, "a metric that a run lacks has no ratio, nor has one that is 0 for A"
+    assert found["answers"] == {"prompts": 4, "differ": 2}
+
+
+def test_a_sweep_of_a_server_that_runs(bench, root, tmp_path: Path):
+    ran = bench("sweep", "--flag", "--max_concurrency", "--values", "1,3", "--base-url", root, "--num-prompts", 6,
+                "--num-warmups", 0, "--dataset-name", "synthetic-image", "--plot", tmp_path / "sweep.png",
+                "--save-result", "--result-dir", tmp_path, "--result-filename", "r.json")  # fmt: skip
+    assert ran.status == 0, ran.err
+    assert [run["max_concurrent_requests"] for run in ran.results["runs"]] == [1, 3]
+    for value, run in zip("13", ran.results["runs"], strict=True):
+        row = next(line.split() for line in ran.out.splitlines() if line.split()[:3] == [value, "6", "0"])
+        assert float(row[3]) == pytest.approx(run["request_throughput"], abs=1e-3)
+        assert json.loads((tmp_path / f"r-max-concurrency={value}.json").read_text())["max_concurrency"] == int(value)
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_several_values_of_a_sweep_may_contain_commas(bench, root):
+    values = ["{(28, 28, 1): 1.0}", "{(56, 28, 1): 1.0}"]
+    ran = bench("sweep", "--flag", "random-mm-bucket-config", "--values", *values, "--base-url", root,
+                "--dataset-name", "random-mm", "--num-prompts", 1, "--num-warmups", 0)  # fmt: skip
+    assert ran.status == 0 and ran.results["values"] == values
+    assert [value for line in ran.out.splitlines() for value in values if line.startswith(f"{value}  ")] == values
+
+
+@pytest.mark.parametrize(("memory", "panels"), [({"start_memory_mb": 1e3, "peak_memory_mb": 2e3}, 3), ({}, 2)])
+def test_the_picture_of_a_sweep_is_small(memory: dict[str, float], panels: int, tmp_path: Path):
+    values = [f"{{(240, 320, {frames}): 1.0}}" for frames in (8, 48, 240)]
+    latencies = {"median_ttft_ms": 63.0, "p99_ttft_ms": 1800.0, "median_e2el_ms": None}
+    runs = [{"request_throughput": place, **latencies, **memory} for place in range(3)]
+    draw_sweep("--random-mm-bucket-config", values, runs, tmp_path / "sweep.png")
+    with Image.open(tmp_path / "sweep.png") as image:
+        assert image.size == (400 * panels, 360)
+    assert (tmp_path / "sweep.png").stat().st_size < 40_000
+
+
+@pytest.mark.slow
+def test_a_sweep_starts_a_server_for_each_value(bench):
+    ran = bench("sweep", "--flag", "max-num-seqs", "--values", "1,4", "--num-prompts", 4)
+    assert ran.status == 0, ran.err
+    assert ran.last["environment_of"] == "all" and ran.results["flag"] == "--max-num-seqs"
+    assert [run["completed"] for run in ran.results["runs"]] == [4, 4]
+
+
+@pytest.mark.slow
+def test_two_servers_in_turn(bench, tmp_path: Path):
+    ran = bench("ab", "--a", "--mm-processor-cache-gb 0", "--b", "--mm-processor-cache-gb 1",
+                "--num-prompts", 16, "--unique-ratio", 0.25, "--save-result", "--save-detailed",
+                "--result-dir", tmp_path, "--result-filename", "r.json")  # fmt: skip
+    assert ran.status == 0, ran.out
+    titles = [line for line in ran.out.splitlines() if line in ("A1", "A2", "B1", "B2")]
+    assert titles == ["A1", "B1", "B2", "A2"]
+    saved = {path.stem[2:]: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert set(saved) == {"A1", "B1", "A2", "B2"}
+    assert len({json.dumps(one["input_lens"]) for one in saved.values()}) == 1, "the same prompts"
+    assert ran.results["ratios"]["request_throughput"]["ratio"] > 0 and ran.results["answers"]["differ"] <= 2

@@ -1,0 +1,72 @@
+"""What the client sends and when, and that each failure is counted as what it is."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.client import arrivals
+
+COUNT = 4000
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_burstiness_is_the_shape_of_a_gamma_distribution(burstiness: float):
+    rate = 5.0
+    found = np.diff(arrivals(COUNT, rate, burstiness, np.random.default_rng(1)), prepend=0.0)
+    spread = 1 / (rate * math.sqrt(burstiness))
+    assert abs(found.mean() - 1 / rate) < 5 * spread / math.sqrt(COUNT)
+    assert found.std() == pytest.approx(spread, rel=0.15)
+
+
+def test_each_failure_is_counted_and_shown(bench, broken, prompts, tmp_path: Path):
+    behaviours = ["ok", "refuse", "error", "cut", "garbage", "strange", "bare", "hang up", "ok", "refuse: again"]
+    ran = bench(*prompts(*behaviours), "--base-url", broken.url, "--save-result", "--save-detailed",
+                "--result-dir", tmp_path, "--result-filename", "r.json")  # fmt: skip
+    assert ran.status == 1
+    results = ran.results
+    assert (results["completed"], results["failed"]) == (2, 8)
+    assert ran.row("completed") == ["2"] and ran.row("failed") == ["8"]
+    assert results["total_output_tokens"] == 12 and results["total_input_tokens"] == 20  # of the two
+    result = json.loads((tmp_path / "r.json").read_text())
+    said = dict(zip(behaviours, result["errors"], strict=True))
+    assert said["ok"] == "" and said["refuse"] == "ValueError: status 500: out of order"
+    assert "the engine is gone" in said["error"] and "without usage" in said["bare"]
+    assert said["cut"] == "ValueError: the stream ended without [DONE] after 3 chunks"
+    assert said["garbage"].startswith("DecodeError: ") and said["strange"].startswith("TypeError: ")
+    assert "ClientPayloadError" in said["hang up"]
+    assert ran.last["failures"][0] == "2 of 10 requests: ValueError: status 500: out of order", "most frequent first"
+
+
+def test_failed_warm_ups_are_reported_apart(bench, broken, prompts):
+    flags = [*prompts("ok", "refuse"), "--num-prompts", 1, "--num-warmups", 1]
+    ran = bench(*flags, "--base-url", broken.url)
+    assert ran.status == 1 and ran.results["failed"] == 0 and ran.results["completed"] == 1
+    assert ran.last["failures"] == ["warm-up: 1 of 1 requests: ValueError: status 500: out of order"]
+
+
+def test_what_is_sent(bench, broken, prompts, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    flags = ["--ignore-eos", "--top-k", 7, "--logprobs", 2, "--extra-body", '{"min_p": 0.1}', "--header", "X-Team=a"]
+    ran = bench(*prompts("ok"), "--base-url", broken.url, *flags)
+    assert ran.status == 0 and ran.results["model"] == "some-model"
+    [(path, headers, body)] = broken.requests
+    assert body.pop("messages") == [{"role": "user", "content": [{"type": "text", "text": "ok"}]}]
+    assert body == {
+        "model": "some-model", "temperature": 0, "stream": True, "stream_options": {"include_usage": True},
+        "max_completion_tokens": 50, "ignore_eos": True, "top_k": 7, "logprobs": True, "top_logprobs": 2, "min_p": 0.1,
+    }  # fmt: skip
+    assert path == "/v1/chat/completions" and headers["X-Team"] == "a"
+    assert headers["Authorization"] == "Bearer sesame"
+
+
+def test_completions(bench, broken, prompts):
+    ran = bench(*prompts("ok"), "--base-url", broken.url, "--backend", "vllm", "--model", "mine", "--logprobs", 2)
+    assert ran.status == 0 and ran.results["total_output_tokens"] == 6
+    [(path, _, body)] = broken.requests
+    assert path == "/v1/completions" and (body["prompt"], body["max_tokens"], body["logprobs"]) == ("ok", 50, 2)
+    assert body["model"] == "mine"

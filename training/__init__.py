@@ -1,0 +1,1 @@
+"""How the bundled model was trained: `python -m training.train`. Only its evaluation knows of the engine."""
