@@ -31,7 +31,6 @@ COMMANDS = {
     "ab": "two servers with different flags on the same prompts, in turn",
     "sweep": "one flag's values, with a table and a plot",
     "transport": "tensors from one process into all ranks, by each placement of the tensor queue",
-    "reserve": "the media store's directory by the number of cached items",
     "step": "the engine's overhead per decode step",
     "gpu": "decode, prefill and vision of a model on a CUDA device; --check: whether it works",
 }

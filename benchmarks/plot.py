@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,26 +59,20 @@ def draw_sweep(flag: str, values: list[str], runs: list[dict[str, Any]], path: P
     for unit, keys in SWEEP_PANELS.items():
         curves = {label: [run.get(key) for run in runs] for label, key in keys.items()}
         panels[unit] = {label: numbers for label, numbers in curves.items() if set(numbers) != {None}}
-    draw_curves(flag, values, {unit: curves for unit, curves in panels.items() if curves}, path)
-
-
-def draw_curves(xlabel: str, xs: Sequence[Any], panels: Mapping[str, Mapping[str, list[Any]]], path: Path) -> None:
-    """A row of panels by unit, with curves by label. Texts on the x-axis are names; numbers there are logarithmic."""
+    panels = {unit: curves for unit, curves in panels.items() if curves}
     figure = Figure((4 * len(panels), 3.6), layout="constrained")
     for axis, (unit, curves) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         for label, numbers in curves.items():
-            axis.plot(xs, np.array(numbers, float), marker="o", label=label)
-        axis.set(xlabel=xlabel, ylabel=unit)
-        if unit in ("ms", "us"):
+            axis.plot(values, np.array(numbers, float), marker="o", label=label)
+        axis.set(xlabel=flag, ylabel=unit)
+        if unit == "ms":
             axis.set_yscale("log")
             axis.yaxis.set(major_formatter=LogFormatter(), minor_formatter=LogFormatter())  # 40 and not 4 x 10^1
         else:
             axis.set_ylim(0, None)
         axis.legend()
-        if not isinstance(xs[0], str):
-            axis.set_xscale("log")
-        elif sum(map(len, xs)) > NAMES_CHARACTERS:
-            axis.set_xticks(range(len(xs)), xs, rotation=20, ha="right")
+        if sum(map(len, values)) > NAMES_CHARACTERS:
+            axis.set_xticks(range(len(values)), values, rotation=20, ha="right")
     figure.savefig(path)
     if path.suffix == ".png":  # few colours make it a third as large
         Image.open(path).convert("RGB").quantize().save(path)

@@ -1,4 +1,4 @@
-"""Commands in processes of their own: `transport`, `reserve`, `step`, `gpu`, as small as can be, and what is left."""
+"""Commands in processes of their own: `transport`, `step`, `gpu`, as small as can be, and what is left."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -69,15 +68,6 @@ def test_transport():
     for row in rows:
         parts = [row[f"{part}_ms"] for part in ("copy", "arrive", "touch")]
         assert min(parts) > 0 and row["total_ms"] == pytest.approx(sum(parts), abs=1e-3), "a median of two is the mean"
-
-
-def test_reserve(tmp_path: Path):
-    out, err = bench("reserve", "--items", "3", "40", "--plot", f"{tmp_path}/reserve.png").communicate()
-    assert err == ""
-    rows = json.loads(out.splitlines()[-1])["results"]["rows"]
-    assert [row["items"] for row in rows] == [3, 40]
-    assert all(0 < row[f"{call}_p50_us"] <= row[f"{call}_p99_us"] for row in rows for call in ("reserve", "look_up"))
-    assert (tmp_path / "reserve.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_step():
