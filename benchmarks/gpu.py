@@ -30,9 +30,9 @@ from benchmarks import gpu_check
 from benchmarks.cli import Report, table
 from benchmarks.runner import CONFIGS, checkpoint, decode, make_runner, plain_requests, take
 from benchmarks.server import server_flags
-from mini_engine.cli import parse
 from mini_engine.config import ConfigError, EngineConfig
-from mini_engine.host import resolve_model
+from mini_engine.launch.cli import parse
+from mini_engine.launch.host import resolve_model
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel

@@ -27,18 +27,18 @@ from torch import Tensor, nn
 
 from benchmarks.cli import Report
 from benchmarks.runner import checkpoint, decode, make_runner, take
-from mini_engine.cli import parse
 from mini_engine.config import BUNDLED_MODEL
 from mini_engine.kernels import ops
+from mini_engine.launch.cli import parse
+from mini_engine.launch.process_setup import die_with_parent
 from mini_engine.messages import DeviceSlots, Grammar, MediaItem, MessageId, NewSequence, SamplingParams, TensorHandle
 from mini_engine.model.config import VisionConfig
-from mini_engine.process_setup import die_with_parent
 from mini_engine.transport.arena import ReadableMemory
 from mini_engine.transport.cuda_memory import CudaMapped, CudaStaging, check, use_cuda
 from mini_engine.transport.memory import create_sparse
 from mini_engine.transport.pages import PAGE_BYTES
-from mini_engine.worker.grammar import Grammars
 from mini_engine.worker.pinning import PinnedMemory
+from mini_engine.worker.sampling.grammar import Grammars
 
 DEVICE = torch.device("cuda", 0)
 SECONDS = 150  # that one check may take

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mini_engine.config import BUNDLED_MODEL, EngineConfig
-from mini_engine.host import resolve_model
+from mini_engine.launch.host import resolve_model
 from mini_engine.messages import (
     Chunk,
     EncodeItem,

@@ -23,9 +23,9 @@ from pathlib import Path
 
 from benchmarks.cli import ROOT, BenchError, say
 from benchmarks.client import Target
-from mini_engine.cli import settle
 from mini_engine.config import ConfigError
-from mini_engine.process_setup import die_with_parent
+from mini_engine.launch.cli import settle
+from mini_engine.launch.process_setup import die_with_parent
 
 LOG_TAIL_CHARACTERS = 4000
 SAMPLE_SECONDS = 1.0

@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.cli import Report, say, table
 from benchmarks.runner import decode, make_runner, plain_requests, take
 from benchmarks.server import fetch, launched, server_flags
-from mini_engine.cli import parse
+from mini_engine.launch.cli import parse
 
 MODEL_PARTS = ("embed", "forward", "logits")
 PROMPT_TOKENS = 32  # about those of the server's prompt

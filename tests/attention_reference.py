@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_engine.worker.attention import Span
+from mini_engine.worker.attention.sdpa import Span
 
 
 def slots_of(spans: list[Span], block_size: int) -> Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mini_engine import metrics
-from mini_engine.metrics_files import FILE_BYTES, forget_gauges, make_files
+from mini_engine.launch.metrics_files import FILE_BYTES, forget_gauges, make_files
 from tests.shortages import no_descriptors
 
 COUNT = """
@@ -27,7 +27,7 @@ metrics.stage_seconds["queue"].observe(1)
 def run(code: str, directory: Path, number: int = 0) -> str:
     """What `code` prints in a process that counts in the files of `number`."""
     make_files(directory, number)
-    code = f"from mini_engine.metrics_files import count_into; count_into({str(directory)!r}, {number})\n{code}"
+    code = f"from mini_engine.launch.metrics_files import count_into; count_into({str(directory)!r}, {number})\n{code}"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 

@@ -19,7 +19,7 @@ from mini_engine.api.admission import Reservation
 from mini_engine.api.body_split import MAX_STRUCTURE, STRUCTURE_LIMIT, SplitBody, structure
 from mini_engine.api.errors import ApiError, ErrorResponse, bad_request
 from mini_engine.config import EngineConfig
-from mini_engine.media.data_url import DataUrl
+from mini_engine.media.sources.data_url import DataUrl
 
 if TYPE_CHECKING:  # the cluster's front receives bodies, too, and needs no torch
     from mini_engine.api.context import AppContext

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from mini_engine.media.data_url import DataUrl
+from mini_engine.media.sources.data_url import DataUrl
 
 # A key of a part, then the start of its URL. The first quote of the URL begins a string: it follows a colon.
 HEAD = re.compile(rb'"(?:url|image_url|video_url|image|video|file_data)"\s{0,64}:\s{0,64}"(data:[^",]{0,999},)')

@@ -16,9 +16,9 @@ from starlette.responses import Response
 
 from mini_engine import metrics
 from mini_engine.api.timings import RequestClock
+from mini_engine.launch.shortage import Shortage, shortage_in
 from mini_engine.log import about
 from mini_engine.media.errors import DecoderUnavailable, MediaError
-from mini_engine.shortage import Shortage, shortage_in
 
 logger = logging.getLogger(__name__)
 

@@ -22,14 +22,22 @@ from mini_engine.api.chat import MediaRef
 from mini_engine.api.media_settings import hash_key
 from mini_engine.api.timings import RequestClock
 from mini_engine.failpoints import reach_failpoint
-from mini_engine.media.data_url import DataUrl
-from mini_engine.media.decoder import Job
-from mini_engine.media.decoder_pool import DecoderPool, Decoding
+from mini_engine.media.decode.decoder import Job
+from mini_engine.media.decode.decoder_pool import DecoderPool, Decoding
 from mini_engine.media.errors import ItemError, MediaError
-from mini_engine.media.fetch import Frames, declared_size, fetch, fetch_frames, has_frames, is_elsewhere, is_local_file
 from mini_engine.media.hashing import media_hash
-from mini_engine.media.http_fetch import fetch_http, tls_context
-from mini_engine.media.policy import MediaPolicy, Received
+from mini_engine.media.sources.data_url import DataUrl
+from mini_engine.media.sources.fetch import (
+    Frames,
+    declared_size,
+    fetch,
+    fetch_frames,
+    has_frames,
+    is_elsewhere,
+    is_local_file,
+)
+from mini_engine.media.sources.http_fetch import fetch_http, tls_context
+from mini_engine.media.sources.policy import MediaPolicy, Received
 from mini_engine.messages import Modality
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ import msgspec
 from mini_engine.api.chat import MediaRef
 from mini_engine.api.errors import bad_request
 from mini_engine.api.protocol import ChatRequest
-from mini_engine.decode_limits import MOST_FRAMES_KEPT, DecodeLimits
-from mini_engine.media.fetch import DEFAULT_FPS, Frames, has_frames
+from mini_engine.config.decode_limits import MOST_FRAMES_KEPT, DecodeLimits
 from mini_engine.media.processor import EDGES, FORWARDED, TIME_TOKENS, Kind, Kwargs, MediaProcessor, MediaSettings
 from mini_engine.media.sampling import Count, Seconds, VideoSampling
+from mini_engine.media.sources.fetch import DEFAULT_FPS, Frames, has_frames
 from mini_engine.messages import CachedMedia, EngineLimits, Modality
 
 OptionsT = TypeVar("OptionsT", bound=msgspec.Struct)

@@ -10,8 +10,8 @@ from urllib.parse import quote
 import msgspec
 from msgspec import Meta, Struct
 
-from mini_engine.media.data_url import DataUrl
 from mini_engine.media.sampling import Count, Rate, Seconds
+from mini_engine.media.sources.data_url import DataUrl
 from mini_engine.messages import Modality
 
 # By the kind of a part: the fields of which it has one.

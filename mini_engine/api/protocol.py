@@ -19,7 +19,7 @@ from mini_engine.api.errors import bad_request
 from mini_engine.api.grammars import choice_grammar, json_grammar, regex_grammar
 from mini_engine.api.parts import Part
 from mini_engine.api.tool_calls import CALL_END, Function, Tool, ToolCall, Tools
-from mini_engine.media.data_url import DataUrl
+from mini_engine.media.sources.data_url import DataUrl
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of a message

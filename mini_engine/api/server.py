@@ -30,10 +30,10 @@ from mini_engine.api.operations import log_stats
 from mini_engine.api.sampling import SamplingDefaults
 from mini_engine.api.transports import limit_memory, processor_device, staging_slots
 from mini_engine.config import ConfigError, EngineConfig
-from mini_engine.decode_limits import DecodeLimits
+from mini_engine.config.decode_limits import DecodeLimits
 from mini_engine.failpoints import reach_failpoint
-from mini_engine.media.decoder_pool import DecoderPool
-from mini_engine.media.policy import MediaPolicy
+from mini_engine.media.decode.decoder_pool import DecoderPool
+from mini_engine.media.sources.policy import MediaPolicy
 from mini_engine.messages import ControlReply, ControlRequest, Drain, EngineLimits, Init, PeerGone, Serving, Start
 from mini_engine.model.config import ModelConfig
 from mini_engine.transport.arena import WritableMemory
@@ -41,7 +41,7 @@ from mini_engine.transport.codec import decode
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 
 if TYPE_CHECKING:
-    from mini_engine.child import Child
+    from mini_engine.launch.child import Child
     from mini_engine.media.processor import MediaProcessor
 logger = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from mini_engine.cli import parse
 from mini_engine.config import ConfigError, EngineConfig
+from mini_engine.launch.cli import parse
 
 if TYPE_CHECKING:
     from ray.serve import Application
 
-SERVE = (sys.executable, "-c", "from mini_engine.cli import serve; raise SystemExit(serve())")
+SERVE = (sys.executable, "-c", "from mini_engine.launch.cli import serve; raise SystemExit(serve())")
 FRONT_REQUESTS = 10_000  # of a front, also those that wait for a host: `/health` must find room
 OWN_FLAGS = ("host", "port", "uds", "root_path", "api_key", "ssl_keyfile", "ssl_certfile")  # not the engines' here
 

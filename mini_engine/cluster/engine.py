@@ -27,7 +27,7 @@ from mini_engine.cluster.router import Attempt
 # Starts the command such that it dies with the replica, whose thread the kernel watches.
 LAUNCHER = """
 import os, sys
-from mini_engine.process_setup import die_with_parent
+from mini_engine.launch.process_setup import die_with_parent
 die_with_parent(int(sys.argv[1]))
 os.execv(sys.argv[2], sys.argv[2:])
 """

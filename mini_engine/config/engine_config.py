@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
+from mini_engine.config.decode_limits import MOST_FRAMES_KEPT, DecodeLimits
 from mini_engine.config.options import ConfigError, Setting, options_of, parse_length, parse_limits, setting_of
-from mini_engine.decode_limits import MOST_FRAMES_KEPT, DecodeLimits
 
 BUNDLED_NAME = "mini-engine-demo"  # what clients call it
 BUNDLED_MODEL = str(Path(__file__).parent.parent / "demo" / "weights")

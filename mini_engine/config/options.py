@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 
-from mini_engine.decode_limits import flag_of
+from mini_engine.config.decode_limits import flag_of
 
 ENV_PREFIX = "MINI_ENGINE_"
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}

@@ -13,7 +13,6 @@ import time
 
 import msgspec
 
-from mini_engine.child import Child
 from mini_engine.config import EngineConfig
 from mini_engine.core.arrivals import Arrivals, AwaitingMedia
 from mini_engine.core.encoder_cache import EncoderCache
@@ -28,6 +27,7 @@ from mini_engine.core.scheduler import Budgets, Counters, Scheduler
 from mini_engine.core.states import StatePool
 from mini_engine.core.steps import InFlight, Steps
 from mini_engine.failpoints import reach_failpoint
+from mini_engine.launch.child import Child
 from mini_engine.log import about
 from mini_engine.messages import (
     Abandoned,

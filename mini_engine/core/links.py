@@ -6,7 +6,7 @@ import logging
 
 import zmq
 
-from mini_engine.child import Child
+from mini_engine.launch.child import Child
 from mini_engine.messages import (
     AnyMessage,
     Envelope,

@@ -27,10 +27,10 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from mini_engine.child import ChildSpec
 from mini_engine.config import EngineConfig
+from mini_engine.launch.child import ChildSpec
+from mini_engine.launch.metrics_files import forget_gauges, make_files
 from mini_engine.messages import AnyMessage, ControlReply, ControlRequest, PeerGone, Role
-from mini_engine.metrics_files import forget_gauges, make_files
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
 
@@ -140,7 +140,9 @@ class ProcessGroup:
     Each runs `module` in a fresh interpreter. `stop_signals`: see `catch_stop_signals`.
     """
 
-    def __init__(self, config: EngineConfig, runtime_dir: Path, stop_signals: int, module: str = "mini_engine.child"):
+    def __init__(
+        self, config: EngineConfig, runtime_dir: Path, stop_signals: int, module: str = "mini_engine.launch.child"
+    ):
         self.children: list[ChildProcess] = []
         self._module = module
         self._metrics_dir = runtime_dir / "metrics"

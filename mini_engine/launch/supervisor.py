@@ -21,8 +21,15 @@ from typing import NoReturn
 
 from mini_engine.config import EngineConfig
 from mini_engine.failpoints import reach_failpoint
-from mini_engine.host import check_model, check_tls, plan_media_cache, resolve_model, runtime_directory, without_effect
 from mini_engine.launch.generation import Generation
+from mini_engine.launch.host import (
+    check_model,
+    check_tls,
+    plan_media_cache,
+    resolve_model,
+    runtime_directory,
+    without_effect,
+)
 from mini_engine.launch.listeners import bind_listeners, leave_port, url_of
 from mini_engine.launch.process_group import (
     ChildProcess,

@@ -55,7 +55,7 @@ class ModelSpec:
     def load_tower(self) -> Any:
         """The class of its vision tower; imports torch."""
         module, name = self.tower.split(":")
-        return getattr(importlib.import_module(f"mini_engine.model.{module}"), name)
+        return getattr(importlib.import_module(f"mini_engine.model.towers.{module}"), name)
 
 
 def find_spec(architectures: Sequence[str] | None) -> ModelSpec:

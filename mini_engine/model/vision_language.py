@@ -15,8 +15,8 @@ from mini_engine.model.layers import VocabParallelEmbedding
 from mini_engine.model.parallel import Placement
 from mini_engine.model.registry import find_spec
 from mini_engine.model.rope import Grid
-from mini_engine.model.spread_tower import SpreadTower
 from mini_engine.model.text import Attend, Decoder, MediaRows
+from mini_engine.model.towers.spread_tower import SpreadTower
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from mini_engine.kernels.staging import to_device
 from mini_engine.messages import Chunk, MediaItem, NewSequence
 from mini_engine.model.config import VisionConfig
 from mini_engine.model.rope import PlacedRun, mrope_positions
-from mini_engine.worker.attention import AttentionBackend, Span, StepAttention, attention_order
-from mini_engine.worker.matchers import Row
-from mini_engine.worker.sampler import Recipe
+from mini_engine.worker.attention.sdpa import AttentionBackend, Span, StepAttention, attention_order
+from mini_engine.worker.sampling.matchers import Row
+from mini_engine.worker.sampling.sampler import Recipe
 
 
 class SequenceState:

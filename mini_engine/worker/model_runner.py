@@ -23,17 +23,17 @@ from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.rope import Grid
 from mini_engine.model.text import MediaRows
 from mini_engine.model.vision_language import VisionLanguageModel
-from mini_engine.worker import sampler
-from mini_engine.worker.attention import AttentionBackend, StepAttention
+from mini_engine.worker.attention.recurrence import Recurrence, StepHook
+from mini_engine.worker.attention.sdpa import AttentionBackend, StepAttention
 from mini_engine.worker.batch import DecodeBatch, FlatBatch, SequenceState, build_batch
-from mini_engine.worker.grammar import Grammars, Masks
 from mini_engine.worker.media_inputs import MediaInputs
 from mini_engine.worker.normalisation import Normalisation
-from mini_engine.worker.penalties import Adjustments
-from mini_engine.worker.recurrence import Recurrence, StepHook
+from mini_engine.worker.sampling import sampler
+from mini_engine.worker.sampling.grammar import Grammars, Masks
+from mini_engine.worker.sampling.penalties import Adjustments
 
 if TYPE_CHECKING:
-    from mini_engine.worker.decode_graphs import DecodeGraphs  # imports Triton
+    from mini_engine.worker.attention.decode_graphs import DecodeGraphs  # imports Triton
 
 
 class Sampling:

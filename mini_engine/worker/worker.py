@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 import zmq
 
-from mini_engine.child import Child
 from mini_engine.config import AttentionBackendName, ConfigError, EngineConfig
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.kernels.ops import mask_tokens, triton_obstacle
+from mini_engine.launch.child import Child
 from mini_engine.messages import Chunk, GrammarReady, Init, NewSequence, Step, WorkerReady
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import ModelConfig
@@ -34,19 +34,19 @@ from mini_engine.model.weights import load_model
 from mini_engine.transport import sockets
 from mini_engine.transport.arena import ReadableMemory
 from mini_engine.transport.cuda_memory import CudaMapped
-from mini_engine.worker.attention import AttentionBackend, KVCache, SdpaBackend
-from mini_engine.worker.grammar import Grammars
+from mini_engine.worker.attention.sdpa import AttentionBackend, KVCache, SdpaBackend
+from mini_engine.worker.attention.states import RecurrentStates
 from mini_engine.worker.media_inputs import MediaInputs
 from mini_engine.worker.memory import HUNGRY_SAMPLING, CacheSize, MemoryUse, cache_size, profile, room_for
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.pinning import PinnedMemory
+from mini_engine.worker.sampling.grammar import Grammars
 from mini_engine.worker.serving import serve, serve_ahead
 from mini_engine.worker.shared_collectives import RankEnded, RankLost, meet
-from mini_engine.worker.states import RecurrentStates
 
 if TYPE_CHECKING:
-    from mini_engine.worker.decode_graphs import DecodeGraphs  # imports Triton
+    from mini_engine.worker.attention.decode_graphs import DecodeGraphs  # imports Triton
 
 logger = logging.getLogger(__name__)
 
@@ -275,7 +275,7 @@ def make_attention(
             model.attention_shape, size.num_blocks, block_size, some.dtype, some.device, spare, states
         )
     if backend == "triton":
-        from mini_engine.worker.triton_attention import TritonBackend
+        from mini_engine.worker.attention.triton_attention import TritonBackend
 
         return TritonBackend(cache, longest_sequence(config, model))
     return SdpaBackend(cache)
@@ -285,8 +285,8 @@ def make_graphs(config: EngineConfig, model: VisionLanguageModel, attention: Att
     """Decode steps for up to `--max-num-seqs` sequences, not recorded yet; None where the cache has no spare block."""
     if not attention.cache.spare:
         return None
-    from mini_engine.worker.decode_graphs import DecodeGraphs
-    from mini_engine.worker.triton_attention import TritonBackend
+    from mini_engine.worker.attention.decode_graphs import DecodeGraphs
+    from mini_engine.worker.attention.triton_attention import TritonBackend
 
     assert isinstance(attention, TritonBackend)
     most = config.step_sequences("cuda", model.state_shape is not None)

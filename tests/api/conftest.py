@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mini_engine.api.media_loader import MediaLoader
-from mini_engine.media.policy import MediaPolicy
+from mini_engine.media.sources.policy import MediaPolicy
 from tests import tiny_processor
 from tests.api import serving
 from tests.api.patience import PatientLoop

@@ -31,10 +31,10 @@ from mini_engine.api.media_settings import MediaSettingsResolver
 from mini_engine.api.middleware import ActiveRequests
 from mini_engine.api.sampling import SamplingDefaults
 from mini_engine.config import EngineConfig
-from mini_engine.decode_limits import DecodeLimits
-from mini_engine.media.decoder_pool import DecoderPool
-from mini_engine.media.policy import MediaPolicy
+from mini_engine.config.decode_limits import DecodeLimits
+from mini_engine.media.decode.decoder_pool import DecoderPool
 from mini_engine.media.processor import MediaProcessor
+from mini_engine.media.sources.policy import MediaPolicy
 from mini_engine.messages import EngineLimits
 from mini_engine.metrics import REGISTRY
 from mini_engine.transport.codec import Encoder

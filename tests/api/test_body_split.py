@@ -12,8 +12,8 @@ from mini_engine.api.body import decode_body
 from mini_engine.api.body_split import SplitBody
 from mini_engine.api.errors import ApiError
 from mini_engine.api.protocol import ChatRequest
-from mini_engine.media.fetch import fetch
-from mini_engine.media.policy import MediaPolicy
+from mini_engine.media.sources.fetch import fetch
+from mini_engine.media.sources.policy import MediaPolicy
 
 LONG = "A/+" * 400
 URL = f"data:image/jpeg;base64,{LONG}"

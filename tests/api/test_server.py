@@ -13,7 +13,7 @@ import pytest
 from mini_engine.api import server
 from mini_engine.api.protocol import ChatMessage, ChatRequest
 from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
-from mini_engine.decode_limits import DecodeLimits
+from mini_engine.config.decode_limits import DecodeLimits
 from mini_engine.messages import Init, MediaCachePlan
 
 

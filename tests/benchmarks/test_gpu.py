@@ -13,7 +13,7 @@ import torch
 from benchmarks import gpu, gpu_check
 from benchmarks.cli import main
 from benchmarks.runner import checkpoint
-from mini_engine.cli import parse
+from mini_engine.launch.cli import parse
 
 
 def passes() -> str:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from mini_engine import config
-from mini_engine.cli import parse, settle
 from mini_engine.config import ConfigError, EngineConfig, Setting
 from mini_engine.config.__main__ import PAGE, page
 from mini_engine.config.sources import from_environment, from_file, to_yaml
+from mini_engine.launch.cli import parse, settle
 
 ROOT = PAGE.parent.parent
 SAMPLES = {

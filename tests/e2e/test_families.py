@@ -15,7 +15,7 @@ from mini_engine.demo import videos
 from mini_engine.media.sampling import VideoFacts, VideoSampling
 from tests import tiny_processor
 from tests.e2e.running_server import RunningServer, message
-from tests.media.decoding import decode_image, decode_video
+from tests.media.decode.decoding import decode_image, decode_video
 from tests.model import families
 from tests.oracle import exact_seconds
 

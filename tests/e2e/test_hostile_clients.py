@@ -22,8 +22,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from tests.e2e.asking import ask_small
 from tests.e2e.processes import memory
 from tests.e2e.running_server import RunningServer, message
-from tests.media import test_fetch, test_http_fetch, test_image, test_video
 from tests.media.corpus import PLAYLISTS
+from tests.media.decode import test_image, test_video
+from tests.media.sources import test_fetch, test_http_fetch
 from tests.web import WebServer
 
 MAX_MEDIA_BYTES = 32 << 20

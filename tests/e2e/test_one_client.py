@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from tests.e2e.processes import descendants, eventually, memory
 from tests.e2e.running_server import RunningServer
-from tests.worker.test_grammar import REGEXES, SCHEMAS
+from tests.worker.sampling.test_grammar import REGEXES, SCHEMAS
 
 PERIOD = 0.1  # seconds
 SECONDS = 30.0  # of repeated attacks

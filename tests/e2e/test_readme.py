@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from mini_engine.cli import parse
 from mini_engine.config import BUNDLED_MODEL, EngineConfig
 from mini_engine.demo import videos
+from mini_engine.launch.cli import parse
 from mini_engine.model.registry import SPECS
 from tests.e2e.asking import ask_video
 from tests.e2e.running_server import ROOT, RunningServer

@@ -7,11 +7,11 @@ import shlex
 import pytest
 import torch
 
-from mini_engine.cli import parse
 from mini_engine.config import BUNDLED_MODEL
+from mini_engine.launch.cli import parse
 from tests.e2e.asking import ask_video
 from tests.e2e.running_server import RunningServer, refused
-from tests.test_host import put_in_cache
+from tests.launch.test_host import put_in_cache
 
 # As published, but for the program's name.
 PUBLISHED = {

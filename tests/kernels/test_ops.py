@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mini_engine.kernels import ops
-from mini_engine.worker.grammar import bars_of
+from mini_engine.worker.sampling.grammar import bars_of
 
 pytest.importorskip("triton")
 from mini_engine.kernels import elementwise, sampling  # noqa: E402
@@ -163,7 +163,7 @@ def test_rotate_heads(heads, kv_heads, dim, rotary, offset, dtype, device):
 
 
 def test_penalise(device):
-    """As `tests/worker/test_penalties.py` has it by the row; a row of another's counts, and one that has none."""
+    """As `tests/worker/sampling/test_penalties.py` has it by the row; another's counts, and a row that has none."""
     size = 1500
     scores = 3 * torch.randn(4, size, device=device)
     prompt, times = torch.rand(5, size, device=device) < 0.3, torch.randint(0, 4, (5, size), device=device)

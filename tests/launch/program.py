@@ -7,8 +7,8 @@ import time
 
 import msgspec
 
-from mini_engine.child import ChildSpec
-from mini_engine.process_setup import die_with_parent
+from mini_engine.launch.child import ChildSpec
+from mini_engine.launch.process_setup import die_with_parent
 
 
 def main() -> None:

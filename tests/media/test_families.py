@@ -12,12 +12,12 @@ import torch
 
 from mini_engine.api.chat import ChatRenderer
 from mini_engine.api.protocol import ChatMessage, ChatRequest
-from mini_engine.media.fetch import CLOCK
 from mini_engine.media.processor import MediaProcessor, ProcessedItem
 from mini_engine.media.sampling import VideoFacts, VideoSampling
+from mini_engine.media.sources.fetch import CLOCK
 from mini_engine.worker.normalisation import Normalisation
 from tests import tiny_processor
-from tests.media.decoding import Video
+from tests.media.decode.decoding import Video
 from tests.tiny_processor import own_settings
 
 TEN_HZ = np.arange(60) / 10

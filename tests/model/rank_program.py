@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mini_engine.launch.process_setup import die_with_parent
 from mini_engine.model.parallel import TensorParallel
-from mini_engine.model.spread_tower import SpreadTower
+from mini_engine.model.towers.spread_tower import SpreadTower
 from mini_engine.model.weights import load_model
-from mini_engine.process_setup import die_with_parent
 from tests.model.reference import Prompt, in_dtype, reference_logits
 
 CHUNK = 29  # tokens of a prompt in a step: ends inside of items

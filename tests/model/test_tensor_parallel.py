@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.registry import find_spec
-from mini_engine.model.spread_tower import SpreadTower, share_out
+from mini_engine.model.towers.spread_tower import SpreadTower, share_out
 from mini_engine.model.weights import load_model
 from tests.model.conftest import make_prompts
 from tests.model.families import FAMILIES, PATCH_DIM

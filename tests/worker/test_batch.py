@@ -12,8 +12,8 @@ from mini_engine.kernels import ops
 from mini_engine.messages import Chunk
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.vision_language import AttentionShape
-from mini_engine.worker import attention
-from mini_engine.worker.attention import KVCache, SdpaBackend, StepAttention
+from mini_engine.worker.attention import sdpa as attention
+from mini_engine.worker.attention.sdpa import KVCache, SdpaBackend, StepAttention
 from mini_engine.worker.batch import DecodeBatch, FlatBatch, SequenceState, build_batch
 from tests.worker import tiny
 

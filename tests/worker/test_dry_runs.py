@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.gpu_check import SAMPLING, grammars, requests, shorten
 from benchmarks.runner import CONFIGS, checkpoint, decode, made_up_media, plain_requests, take
-from mini_engine.cli import parse
+from mini_engine.launch.cli import parse
 from mini_engine.messages import MediaCachePlan, NewSequence
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.parallel import Placement, TensorParallel

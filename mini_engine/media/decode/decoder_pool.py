@@ -1,0 +1,411 @@
+"""The decoder processes of one API server. `decoder.py` is the other end.
+
+A job takes a place, then an idle decoder. Requests share the places fairly, and a decode that takes long moves to one
+of as many slow places, so that slow items leave places to others. A decoder that is lost is replaced in the background;
+a spare stands ready. Use it from the event loop's thread only, which has to outlive the processes that it starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from mini_engine import metrics
+from mini_engine.config.decode_limits import DecodeLimits, flag_of
+from mini_engine.launch.shortage import shortage_in
+from mini_engine.media.decode import decoder
+from mini_engine.media.decode.decoder import Announced, Decoded, DecodeFailed, Job, Reply, Shape, Started
+from mini_engine.media.decode.fair_places import FairPlaces, Place
+from mini_engine.media.decode.limits import MAX_ASPECT_RATIO
+from mini_engine.media.errors import DecoderUnavailable, MediaError
+from mini_engine.media.sampling import VideoFacts
+from mini_engine.transport.memory import create_sparse
+
+logger = logging.getLogger(__name__)
+
+STOP_SECONDS = 0.5  # from the stop flag, which the decode loop reads at each frame, to SIGKILL
+STARVED_SHARE = 0.25  # of its wall time: a decode that got less processor time says nothing of its item
+START_SECONDS = 60.0  # within which a new decoder must be ready
+QUEUE_TIMEOUTS = 4  # a job waits for a place for at most so many times --media-decode-timeout
+MAX_MESSAGES = 4  # of a job: a video's frames are announced for the seek and for up to two walks
+KEPT_BYTES = 32 << 20  # of each memory between jobs: 34 frames of 640x480
+INLINE_BYTES = 1 << 20  # larger items are copied into the input memory by a thread
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+# All else of the environment, which may hold secrets, is not for decoders. These find the packages.
+ENVIRONMENT = {"HOME", "LD_LIBRARY_PATH", "MINI_ENGINE_FAILPOINTS", "PYTHONDONTWRITEBYTECODE", "PYTHONHOME",
+               "PYTHONNOUSERSITE", "PYTHONPATH", "PYTHONPYCACHEPREFIX", "PYTHONSAFEPATH", "PYTHONUSERBASE"}  # fmt: skip
+
+Ending = Literal["crash", "timeout", "memory", "killed", "cancelled", "surplus"]
+
+_replies = msgspec.msgpack.Decoder(Reply)
+
+
+@dataclass(frozen=True, eq=False)
+class Decoding:
+    """A decoded item. Its frames are its decoder's memory until `release`, which frees the decoder for its next job.
+
+    `release` may be called from any thread, and takes up to 0.1 s for frames of a gigabyte."""
+
+    frames: NDArray[np.uint8]  # [T, H, W, 3], RGB, contiguous, upright
+    video: VideoFacts | None  # None: an image, or the frames of the job
+    release: Callable[[], None]
+
+
+class DecoderPool:
+    """At most `places` busy decoders, and as many again for slow items. Further jobs are queued."""
+
+    def __init__(self, name: str, places: int, limits: DecodeLimits, max_input_bytes: int):
+        """`name` is the API server's, for the titles of the processes. No process is started yet."""
+        self.limits = limits
+        self.count_decoded: Callable[[int], None] = lambda _: None
+        """Called with the bytes by which the decoded frames in memory grow, before they are allocated, or shrink."""
+        self._name = name
+        self._max_input_bytes = max_input_bytes
+        self._max_idle = places + 1  # with the spare
+        self._places = FairPlaces(places)
+        self._children: set[Decoder] = set()
+        self._idle: list[Decoder] = []  # the last one's memory is the warmest
+        self._spare: asyncio.Task[None] | None = None
+        self._background: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def start(self) -> None:
+        """Wait until a decoder is ready, with a spare on its way. Raises OSError."""
+        first = await self._start()
+        if first.missing:
+            logger.warning("media decoders run without a part of their sandbox: %s", ", ".join(first.missing))
+        self._keep_spare()
+        self._keep(first)
+
+    async def decode(self, job: Job, data: bytes, owner: str) -> Decoding:
+        """Decode the item `data` for the request `owner`. Cancelling it stops the decode within STOP_SECONDS.
+
+        Raises:
+            MediaError: the item is damaged, unsupported or beyond a limit; or it crashed its decoder, took too long or
+                needed too much memory.
+            DecoderUnavailable: no decoder was free in time, or it was killed or starved from outside.
+            OSError: the host gives no process or no memory for it.
+        """
+        seconds = QUEUE_TIMEOUTS * self.limits.media_decode_timeout
+        try:
+            place = await self._places.enter(owner, seconds)
+        except TimeoutError:
+            problem = f"no media decoder was free within {seconds:g} s; retry later"
+            raise DecoderUnavailable(job.item, problem) from None
+        try:
+            child = await self._take()
+        except BaseException as error:
+            place.leave()
+            if isinstance(error, OSError) and shortage_in(error) is None:
+                raise DecoderUnavailable(job.item, "no media decoder could be started; retry later") from error
+            raise
+        give_back = partial(self._give_back, child, place)
+        work = asyncio.ensure_future(child.decode(job, data, partial(self._count, child)))
+        try:
+            await asyncio.wait({work})  # cancelling it does not cancel `work`
+            frames, video = work.result()
+        except asyncio.CancelledError:
+            if not self._closed:
+                child.stop()
+                self._in_background(self._stop_decode(child, work, give_back))
+            raise
+        except BaseException:
+            give_back()
+            raise
+        finally:
+            del work  # its error would keep itself alive, and the mapping of the frames
+        loop = asyncio.get_running_loop()
+
+        def release() -> None:
+            with contextlib.suppress(RuntimeError, ValueError):  # the loop, or the decoder, has been closed meanwhile
+                child.shrink()
+                loop.call_soon_threadsafe(give_back)
+
+        return Decoding(frames, video, release)
+
+    def close(self) -> None:
+        """Kill all decoders and wait for them. Running jobs are lost."""
+        self._closed = True
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            while self._idle:
+                self._unwatch(self._idle[0])
+        for child in self._children:
+            child.close()
+        self._children.clear()
+
+    async def _take(self) -> Decoder:
+        if self._idle:
+            child = self._idle[-1]
+            self._unwatch(child)
+            os.kill(child.pid, signal.SIGCONT)
+        else:
+            child = await self._start()
+        self._keep_spare()
+        return child
+
+    def _count(self, child: Decoder, nbytes: int) -> None:
+        self.count_decoded(nbytes - child.decoded_bytes)
+        child.decoded_bytes = nbytes
+
+    def _give_back(self, child: Decoder, place: Place) -> None:
+        if self._closed:
+            return
+        child.shrink()
+        self._count(child, 0)
+        place.leave()
+        self._keep(child)
+
+    def _keep(self, child: Decoder) -> None:
+        if child.ending is None:
+            child.suspend()
+        if child.ending is None and len(self._idle) < self._max_idle:
+            self._idle.append(child)
+            asyncio.get_running_loop().add_reader(child.connection, self._lose, child)
+        else:
+            self._retire(child, child.ending or "surplus")
+
+    def _unwatch(self, child: Decoder) -> None:
+        self._idle.remove(child)
+        asyncio.get_running_loop().remove_reader(child.connection)
+
+    def _lose(self, child: Decoder) -> None:
+        """An idle decoder exited, or sent a message without a job."""
+        self._unwatch(child)
+        self._retire(child, "killed")
+
+    async def _stop_decode(self, child: Decoder, work: asyncio.Future[Any], give_back: Callable[[], None]) -> None:
+        """The decode was asked to stop: the decoder reports in time, or is killed."""
+        await asyncio.wait({work}, timeout=STOP_SECONDS)
+        if not work.done():
+            child.kill("cancelled")
+            await asyncio.wait({work})
+        work.exception()  # asyncio logs one that is never retrieved
+        give_back()
+
+    def _retire(self, child: Decoder, ending: Ending) -> None:
+        metrics.media_decoder_exits_total.labels(ending).inc()
+        if ending not in ("surplus", "cancelled"):
+            logger.warning("media decoder %d replaced: %s", child.pid, ending)
+        self._children.discard(child)
+        self._in_background(asyncio.to_thread(child.close))
+        self._keep_spare()
+
+    def _keep_spare(self) -> None:
+        if not self._idle and not self._closed and (self._spare is None or self._spare.done()):
+            self._spare = asyncio.ensure_future(self._start_spare())
+
+    async def _start(self) -> Decoder:
+        child = Decoder(self._name, self.limits, self._max_input_bytes)
+        self._children.add(child)
+        try:
+            await child.wait_until_started()
+        except BaseException:
+            self._children.discard(child)
+            self._in_background(asyncio.to_thread(child.close))
+            raise
+        return child
+
+    async def _start_spare(self) -> None:
+        try:
+            self._keep(await self._start())
+        except Exception as error:  # noqa: BLE001 - the next job tries again, and reports it
+            logger.warning("a spare media decoder cannot be started: %s", error)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+class Decoder:
+    """One decoder process. `ending` is why it can take no more jobs; None while it can."""
+
+    def __init__(self, name: str, limits: DecodeLimits, max_input_bytes: int):
+        """Start it. Raises OSError."""
+        self.ending: Ending | None = None
+        self.decoded_bytes = 0  # of the frames of its job
+        self.missing: list[str] = []  # parts of its sandbox, once it has started
+        self._limits = limits
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            self.connection, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            theirs.enter_context(connection)
+            ours.enter_context(self.connection).setblocking(False)
+            output = create_sparse(limits.most_output_bytes)
+            theirs.callback(os.close, output)
+            self._output: mmap.mmap | None = mmap.mmap(output, limits.most_output_bytes)
+            self._input = ours.enter_context(open(os.memfd_create("mini-engine"), "r+b", buffering=0))
+            self._input.truncate(decoder.DATA_OFFSET)
+            descriptors = (connection.fileno(), self._input.fileno(), output)
+            title = f"mini-engine: decoder of {name}"
+            spec = decoder.DecoderSpec(os.getpid(), title, *descriptors, limits, max_input_bytes)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", decoder.__name__, msgspec.json.encode(spec).decode()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=descriptors,
+                env={name: value for name, value in os.environ.items() if name in ENVIRONMENT} | ONE_THREAD,
+            )
+            ours.pop_all()
+        self.pid = self._process.pid
+
+    async def wait_until_started(self) -> None:
+        """Raises OSError if it does not start."""
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                reply = await self._receive()
+        except TimeoutError:
+            raise OSError("a media decoder process did not start in time") from None
+        assert isinstance(reply, Started)
+        self.missing = reply.missing
+
+    async def decode(
+        self, job: Job, data: bytes, announced: Callable[[int], None]
+    ) -> tuple[NDArray[np.uint8], VideoFacts | None]:
+        """Do one job; see `DecoderPool.decode`. Calls `announced` with the bytes of the expected frames. The next job
+        writes over them."""
+        began, seconds = self._processor_seconds(), self._limits.media_decode_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                await self._write(data)
+                self.connection.send(msgspec.msgpack.encode(job))
+                return await self._result(job, announced)
+        except TimeoutError:
+            starved = self._processor_seconds() - began < STARVED_SHARE * seconds
+            self.kill("timeout")
+            problem = f"decoding takes more than {seconds:g} s, the limit of {flag_of('media_decode_timeout')}"
+            if starved:
+                problem += ", since its decoder got little processor time"
+                raise DecoderUnavailable(job.item, f"{problem}; retry later") from None
+            raise MediaError(job.item, f"{problem}; send a shorter or smaller file") from None
+        except ConnectionError as error:
+            raise await self._explain_exit(job.item) from error
+        except BaseException as error:
+            if not isinstance(error, MediaError):
+                self.kill("crash")  # it may still answer, and that would be taken for the next job's answer
+            raise
+
+    def stop(self) -> None:
+        """Ask the decode loop to stop. It then reports a failure, unless it has finished."""
+        os.pwrite(self._input.fileno(), b"\1", 0)
+
+    def suspend(self) -> None:
+        """Between jobs the process does not run, whatever code it has, until SIGCONT. It is killed if a thread or a
+        message is left of its job."""
+        os.kill(self.pid, signal.SIGSTOP)
+        message = b""
+        with contextlib.suppress(BlockingIOError):
+            message = self.connection.recv(1)
+        if message or len(os.listdir(f"/proc/{self.pid}/task")) > 1:
+            self.kill("crash")
+
+    def kill(self, ending: Ending) -> None:
+        """`close` reaps it."""
+        self.ending = ending
+        self._process.kill()
+
+    def shrink(self) -> None:
+        """After a job: free what it took of both memories beyond KEPT_BYTES."""
+        if os.fstat(self._input.fileno()).st_size > decoder.DATA_OFFSET + KEPT_BYTES:
+            self._input.truncate(decoder.DATA_OFFSET)
+        if self._output is not None and self.decoded_bytes > KEPT_BYTES:
+            self._output.madvise(mmap.MADV_REMOVE, KEPT_BYTES)
+
+    def close(self) -> None:
+        """Kill the process, wait for its exit and close the descriptors. Blocks."""
+        self._process.kill()
+        self._process.wait()
+        self.connection.close()
+        self._input.close()
+        self._output = None  # the mapping holds a descriptor
+
+    async def _write(self, data: bytes) -> None:
+        write = partial(os.pwrite, self._input.fileno(), data, decoder.DATA_OFFSET)
+        os.pwrite(self._input.fileno(), b"\0", 0)  # the stop flag
+        if len(data) <= INLINE_BYTES:
+            write()
+        else:
+            await asyncio.to_thread(write)
+
+    async def _result(self, job: Job, announced: Callable[[int], None]) -> tuple[NDArray[np.uint8], VideoFacts | None]:
+        """What the decoder reports. A crafted input may have taken it over, so a message is checked before it is used:
+        the decoder can give wrong frames, and affect nothing else."""
+        announced_shape = (0, 0, 0)
+        for _ in range(MAX_MESSAGES):
+            match await self._receive():
+                case Announced(shape=shape) if self._is_possible(job, shape):
+                    announced(3 * math.prod(shape))
+                    announced_shape = shape
+                case Decoded(video=video) if count := self._count_frames(job, announced_shape[0], video):
+                    assert self._output is not None
+                    kept = (count, *announced_shape[1:], 3)
+                    return np.frombuffer(self._output, np.uint8, math.prod(kept)).reshape(kept), video
+                case DecodeFailed(problem=str(problem)):
+                    raise MediaError(job.item, problem)
+                case DecodeFailed():
+                    self.kill("memory")
+                    limit = f"the {self._limits.media_decoder_memory} bytes of {flag_of('media_decoder_memory')}"
+                    raise MediaError(job.item, f"decoding takes more memory than {limit}; send a smaller file")
+                case _:
+                    break
+        raise ConnectionError("unexpected message")
+
+    def _is_possible(self, job: Job, shape: Shape) -> bool:
+        """Whether the limits allow the item to have frames of this shape."""
+        limits, (count, height, width) = self._limits, shape
+        counts, most_pixels = range(1, limits.max_video_frames_kept + 1), limits.max_frame_pixels
+        if job.sampling is None:
+            images = max(len(job.frames), 1)
+            counts, most_pixels = range(images, images + 1), max(most_pixels, limits.max_image_pixels)
+        fits = height * width <= most_pixels and 3 * math.prod(shape) <= limits.most_output_bytes
+        return count in counts and fits and max(height, width) <= MAX_ASPECT_RATIO * min(height, width)
+
+    def _count_frames(self, job: Job, most: int, video: VideoFacts | None) -> int:
+        """How many frames are kept, at most so many; 0: the item, by its kind and the limits, cannot have these."""
+        if job.sampling is None or video is None:
+            return most if job.sampling is None and video is None else 0
+        times, limits = [*video.timestamps, self._limits.max_video_seconds], self._limits
+        counts = [len(video.timestamps), video.window_frames, video.total_frames, limits.max_video_frames]
+        is_possible = counts[0] <= most and counts == sorted(counts) and times == sorted(times)
+        return counts[0] if is_possible else 0
+
+    async def _receive(self) -> Reply:
+        message = await asyncio.get_running_loop().sock_recv(self.connection, decoder.DATAGRAM_BYTES)
+        try:
+            return _replies.decode(message)
+        except Exception as error:  # noqa: BLE001 - msgspec raises several kinds
+            raise ConnectionError("the decoder closed its connection or sent an invalid message") from error
+
+    async def _explain_exit(self, item: str) -> Exception:
+        """The error of a job after its process exited, or is killed here for an invalid message."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, 1)  # its connection is closed, so it is about to exit
+        status = self._process.returncode
+        if status == -signal.SIGKILL:
+            self.ending = self.ending or "killed"
+            return DecoderUnavailable(item, "its decoder was killed, perhaps by the OOM killer; retry later")
+        self.kill("crash")
+        how = "invalid message" if status is None else f"signal {-status}" if status < 0 else f"exit status {status}"
+        logger.warning("media decoder %d crashed: %s", self._process.pid, how)
+        return MediaError(item, f"crashes its decoder ({how}); send it in another format")
+
+    def _processor_seconds(self) -> float:
+        """User and system time of the process so far. The clock's number is that of clock_getcpuclockid(3) on Linux."""
+        return time.clock_gettime(~self._process.pid << 3 | 2)

@@ -1,0 +1,132 @@
+"""Bytes of an image file -> sRGB, with Pillow, or else with FFmpeg. The first frame of an animation counts.
+
+Runs in a decoder process, which bounds its memory and time. Knows nothing of models.
+"""
+
+import contextlib
+import mmap
+import warnings
+from collections.abc import Sequence
+from typing import BinaryIO, cast
+
+import numpy as np
+import pillow_heif
+from numpy.typing import NDArray
+from PIL import AvifImagePlugin, ExifTags, Image, UnidentifiedImageError
+
+from mini_engine.media.decode.colour import UNKNOWN, to_srgb
+from mini_engine.media.decode.frames import Allocate
+from mini_engine.media.decode.limits import UNREADABLE, Guard
+from mini_engine.media.decode.video import decode_video
+from mini_engine.media.errors import MediaError
+from mini_engine.media.sampling import VideoSampling
+
+_STRIP_ROWS = 512  # converted to RGB at once
+_T = Image.Transpose  # how an image that is stored with an orientation of EXIF 2.3 is set upright
+_TURNS = {2: _T.FLIP_LEFT_RIGHT, 3: _T.ROTATE_180, 4: _T.FLIP_TOP_BOTTOM, 5: _T.TRANSPOSE, 6: _T.ROTATE_270,
+          7: _T.TRANSVERSE, 8: _T.ROTATE_90}  # fmt: skip
+
+# Import the formats now and not at their first file: a decoder process has few descriptors.
+Image.init()
+pillow_heif.register_heif_opener(decode_threads=1)
+AvifImagePlugin.DEFAULT_MAX_THREADS = 1
+# EPS starts a program, IPTC opens what it holds in any format, the next are only identified, the rest are guessed.
+_DENIED = {"EPS", "IPTC", "BUFR", "GRIB", "HDF5", "MPEG", "WMF", "IM", "IMT", "PCD", "SPIDER"}
+_FORMATS = sorted(set(Image.ID) - _DENIED, key=lambda name: name == "TGA")  # it has no mark at its start: tried last
+Image.MAX_IMAGE_PIXELS = None  # the limit here is a flag, and memory has one of its own
+# Pillow warns of all that it finds wrong in EXIF: a client could fill the log with it.
+warnings.filterwarnings("ignore", module=r"PIL\.")
+
+
+def decode_image(file: mmap.mmap, guard: Guard, allocate: Allocate, probe: bool = False) -> NDArray[np.uint8]:
+    """Returns [H, W, 3], sRGB, contiguous: upright as EXIF says, transparency laid over white.
+
+    `probe`: without the pixels, and not turned if the header says the size: an image that is turned has as many tokens.
+    The size is checked against the header before any pixel is decoded. Raises MediaError and MemoryError.
+    """
+    try:
+        with Image.open(cast(BinaryIO, file), formats=_FORMATS) as image:
+            guard.check_size("max_image_pixels", *image.size)
+            if probe:
+                return allocate((1, image.height, image.width))[0]
+            image.load()
+            guard.check_size("max_image_pixels", *image.size)  # what an icon holds may have another size
+            upright = _upright(image)
+            width, height = upright.size
+            # White of pixels of more than 8 bits. TIFF does not say it: a usual one that no pixel exceeds, or the peak.
+            highest = np.fmax.reduce(np.asarray(image), axis=None) if image.mode in ("I", "F") else 65535
+            peak = next((white for white in (1, 255) if highest <= white), highest)
+            pixels = allocate((1, height, width))[0]
+            for top in range(0, height, _STRIP_ROWS):
+                bottom = min(top + _STRIP_ROWS, height)
+                pixels[top:bottom] = np.asarray(to_rgb(upright.crop((0, top, width, bottom)), peak))
+            to_srgb(pixels, *_colour_of(image, file))
+            return pixels
+    except UnidentifiedImageError:
+        file.seek(0)
+        return decode_video(file, VideoSampling(num_frames=1), guard, allocate, probe)[0][0]
+    except (MediaError, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 - what Pillow raises depends on the format and on the damage
+        raise MediaError(guard.item, UNREADABLE) from error
+
+
+def decode_frames(
+    data: mmap.mmap, sizes: Sequence[int], guard: Guard, allocate: Allocate, probe: bool = False
+) -> NDArray[np.uint8]:
+    """Returns [T, H, W, 3]: the images of one height and width that lie in `data` one after another. `sizes` are their
+    bytes. `probe` and errors as `decode_image`."""
+    rows, start = np.empty((0, 0, 0, 3), np.uint8), 0
+    for place, size in enumerate(sizes):
+        guard.tick()
+        try:
+            with mmap.mmap(-1, size) as file:
+                file[:] = data[start : start + size]
+                pixels = decode_image(file, guard, lambda shape: np.empty((*shape, 3), np.uint8), probe)
+        except MediaError as error:
+            raise MediaError(guard.item, f"frame {place + 1}: {error.problem}") from error
+        height, width, _ = pixels.shape
+        if place == 0:
+            all_pixels = len(sizes) * height * width
+            guard.check("max_video_pixels_kept", all_pixels, "pixels in all frames", "fewer or smaller frames")
+            rows = allocate((len(sizes), height, width))
+        elif pixels.shape != rows.shape[1:]:
+            problem = f"frame {place + 1} has {width}x{height} pixels, the first {rows.shape[2]}x{rows.shape[1]}"
+            raise MediaError(guard.item, f"{problem}; send frames of one size")
+        if not probe:
+            rows[place] = pixels
+        start += size
+    return rows
+
+
+def _colour_of(image: Image.Image, file: mmap.mmap) -> tuple[int, int]:
+    """Primaries and transfer by the numbers of ITU-T H.273. Only AVIF and HEIC are read for them."""
+    info = image.info
+    if image.format == "AVIF":  # Pillow does not report them; libheif also reads the boxes of AVIF
+        file.seek(0)
+        with contextlib.suppress(Exception):
+            info = pillow_heif.open_heif(cast(BinaryIO, file)).info
+    colour = info.get("nclx_profile") or {}
+    return colour.get("color_primaries", UNKNOWN), colour.get("transfer_characteristics", UNKNOWN)
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """A decoded image, turned as EXIF or XMP says. Neither is written back, which fails for much that can be read."""
+    try:
+        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    # What Pillow raises depends on the damage. The pixels are decoded, and nothing more is read of the file.
+    except Exception:  # noqa: BLE001
+        return image
+    return image if turn is None else image.transpose(turn)
+
+
+def to_rgb(image: Image.Image, peak: float = 255) -> Image.Image:
+    """As RGB, transparency laid over white. `peak` is the white of an image of more than 8 bits."""
+    if image.mode.startswith(("I", "F")):  # Pillow would clip it to white
+        grey = np.nan_to_num(np.asarray(image) * np.float32(255 / peak))
+        return Image.fromarray(grey.round().clip(0, 255).astype(np.uint8)).convert("RGB")
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    layered = Image.new("RGBA", image.size, "white")
+    layered.alpha_composite(image.convert("RGBA"))
+    return layered.convert("RGB")

@@ -1,0 +1,132 @@
+"""The packets of a video: which of them become frames and when, and the fewest that must be decoded for some frames.
+
+Knows nothing of pixels or sampling.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from itertools import accumulate, groupby, pairwise
+
+import av
+
+from mini_engine.media.decode.limits import Guard
+from mini_engine.media.errors import MediaError
+
+ENCRYPTED = "its video is encrypted; send it without encryption"
+# Where each packet becomes a frame at a time that the file says, and key frames are marked. AVI's times are counted,
+# and an MPEG-4 encoder that drops a frame writes a packet without one (ISO/IEC 14496-2, vop_coded).
+_CONTAINERS = {"mov", "matroska", "mpegts", "flv"}
+_CODECS = {"h264", "hevc", "vvc", "vp8", "vp9", "av1"}  # and those that have key frames only
+
+
+class PacketTable:
+    """The packets of a video stream in decoding order, and the order in which their frames are shown."""
+
+    def __init__(self, container: av.container.InputContainer, stream: av.video.VideoStream, guard: Guard) -> None:
+        codec = stream.codec_context.codec
+        self._packets = packets = _read(container, stream, guard)
+        self._parts = list(accumulate(map(_is_restart, packets, packets[1:]), initial=0))
+        places = [place for place, packet in enumerate(packets) if not packet.is_discard and _is_shown(packet, codec)]
+        if all(packets[place].pts is not None for place in places):
+            places.sort(key=lambda place: (self._parts[place], self.stamp(place)))
+        self._order = places
+        self._shown = set(places)
+        self.stamps = [packets[place].pts for place in places]
+        """When each frame is shown, in the stream's own unit; None: the file does not say."""
+        self.is_cut = not (packets and packets[0].is_keyframe)
+        """Whether it begins within a group of frames, as a piece of a broadcast does: the first cannot be decoded."""
+        is_known = codec.intra_only or codec.canonical_name in _CODECS
+        is_known &= not (self.is_cut or _CONTAINERS.isdisjoint(container.format.name.split(",")) or None in self.stamps)
+        # Each is later than the one before, and the first is no sooner than the first key frame.
+        stamps = (self.stamp(0) - 1, *map(self.stamp, places)) if is_known else ()
+        self.can_seek = is_known and all(before < stamp for before, stamp in pairwise(stamps))
+        """Whether each frame has a time of its own, and key frames show which packets a frame needs."""
+
+    def __len__(self) -> int:
+        return len(self._packets)
+
+    def stamp(self, place: int) -> int:
+        """When the packet at `place` is shown, where it has a time."""
+        return self._packets[place].pts or 0
+
+    def runs_for(self, indices: Iterable[int]) -> list[range] | None:
+        """The shortest runs of packets, each from a key frame on, that hold all that the frames at `indices` need.
+
+        A frame that is shown before the key frame it follows (the leading frames of an open group) needs the group
+        before. None: key frames are unknown.
+        """
+        if not self.can_seek:
+            return None
+        keys = [place for place, packet in enumerate(self._packets) if packet.is_keyframe]
+        spans: list[tuple[int, int]] = []
+        for index in indices:
+            place, stamp = self._order[index], self.stamps[index] or 0
+            before = bisect_right(keys, place) - 1
+            while self.stamp(keys[before]) > stamp:
+                before -= 1
+            spans.append((keys[before], place + 1))
+        runs: list[range] = []
+        for start, stop in sorted(spans):
+            if runs and start <= runs[-1].stop:
+                runs[-1] = range(runs[-1].start, max(stop, runs[-1].stop))
+            else:
+                runs.append(range(start, stop))
+        return runs
+
+    def promised(self, run: range) -> set[int]:
+        """When the expected frames of a run are shown; empty where `can_seek` is false.
+
+        The run may begin with frames that refer to others before its first key frame: none of these count.
+        """
+        stamps = (self.stamp(place) for place in run if self.can_seek and place in self._shown)
+        return {stamp for stamp in stamps if stamp >= self.stamp(run.start)}
+
+    def unbroken(self, run: range) -> Iterator[list[av.Packet]]:
+        """The packets of a run in parts, each of which must be decoded by itself.
+
+        An mp4's edit begins with the frames from its last key frame on, a second time if they were in the edit before.
+        A decoder that is not flushed there may take frames for those that it has shown.
+        """
+        for _, part in groupby(run, key=self._parts.__getitem__):
+            yield [self._packets[place] for place in part]
+
+
+def _read(container: av.container.InputContainer, stream: av.video.VideoStream, guard: Guard) -> list[av.Packet]:
+    """All packets of the stream that hold anything."""
+    packets: list[av.Packet] = []
+    read = shown = 0
+    try:
+        for packet in container.demux(stream):
+            guard.tick()
+            if packet.has_sidedata("encryption_info"):
+                raise MediaError(guard.item, ENCRYPTED)
+            if packet.is_corrupt:
+                guard.add_damage(f"frame {read} is incomplete")
+                continue
+            is_frame = packet.size > 0 or packet.dts is not None  # the last is empty: it would end the decoder
+            read += is_frame
+            shown += is_frame and not packet.is_discard
+            # Around an mp4's edits as many frames again may be for the decoder alone.
+            guard.check("max_video_frames", max(shown, (read + 1) // 2), "frames", "a shorter video")
+            if packet.size:
+                packets.append(packet)
+    except MemoryError:
+        raise
+    except av.error.FFmpegError:
+        guard.add_damage(f"frame {read} cannot be read")
+    # An mp4 lists its frames, without those that its edit list cuts away; most others list none, or wrong ones.
+    if "mov" in container.format.name and read < (listed := len(stream.index_entries)):
+        guard.add_damage(f"{read} of {listed} frames are there")
+    return packets
+
+
+def _is_restart(before: av.Packet, packet: av.Packet) -> bool:
+    """Whether the decoding times go back to a key frame: to an mp4's next edit, or where recordings were joined."""
+    if before.dts is None or packet.dts is None:
+        return False
+    return packet.is_keyframe and packet.dts <= before.dts
+
+
+def _is_shown(packet: av.Packet, codec: av.Codec) -> bool:
+    """VP8 alone keeps frames that are only referred to in packets of their own (RFC 6386, section 9.1)."""
+    return codec.canonical_name != "vp8" or bool(memoryview(packet)[0] & 0x10)

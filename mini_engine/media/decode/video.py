@@ -1,0 +1,257 @@
+"""Bytes of a video file -> the sampled frames as sRGB, upright, with PyAV, in memory.
+
+First the packets are read. That costs next to nothing and shows how many frames there should be and when, which
+predicts the frames that the sampling takes. Where key frames show which packets these need, only those are decoded, in
+H.264 without the frames among them that no other refers to. Elsewhere, and after any unexpected frame, every packet is
+decoded, and sampling over the decoded frames decides: if it asks for frames that were not kept (headers and packets can
+lie), a second walk fetches them. Only sampled frames are converted to sRGB. Memory holds the file's packets and the
+kept frames.
+
+Runs in a decoder process, which bounds its memory and time. Knows nothing of models or requests.
+"""
+
+import mmap
+import re
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import av
+import av.subtitles.stream  # PyAV imports it at the first video otherwise, when descriptors may be exhausted
+import numpy as np
+from av.stream import Disposition
+from numpy.typing import NDArray
+
+from mini_engine.failpoints import reach_failpoint
+from mini_engine.media.decode.containers import declared_size
+from mini_engine.media.decode.frames import Allocate, FrameRows
+from mini_engine.media.decode.limits import TRUNCATED, UNREADABLE, WRONG_COLOURS, Guard
+from mini_engine.media.decode.packets import ENCRYPTED, PacketTable
+from mini_engine.media.errors import MediaError
+from mini_engine.media.sampling import VideoFacts, VideoSampling
+
+# FFmpeg's demuxers that open what a file names: playlists, sessions, scripts, parts of a recording. NOFILE are those
+# that open devices or many files.
+_DENIED = {"avisynth", "concat", "dash", "hls", "imf", "mlv", "sdp", "vapoursynth", "vobsub", "webm_dash_manifest"}
+_DEMUXERS = ",".join(
+    n for n in av.formats_available - _DENIED if (f := av.ContainerFormat(n)).is_input and not f.no_file
+)
+NO_FRAME = TRUNCATED.format("no frame can be decoded")
+# Whose decoder knows the frames to which no other refers (in HEVC a frame of a higher temporal layer still may).
+_MARKS_REFERENCES = "h264"
+
+
+def decode_video(
+    data: mmap.mmap, sampling: VideoSampling, guard: Guard, allocate: Allocate, probe: bool = False
+) -> tuple[NDArray[np.uint8], VideoFacts]:
+    """Returns the sampled frames of a video file, [T, H, W, 3], and what there is to know of the whole.
+
+    A file of which not all can be read is refused, unless `guard.allow_partial`: then the readable frames count as all
+    frames, and `missing` of the result names the rest. Damage in frames that need not be decoded goes unseen.
+
+    `probe`: where the packets show all frames and their times, no frame is decoded. Then the result has no pixels, and
+    is not turned: a video that is turned has as many tokens.
+
+    Raises MediaError for a file that cannot be read or exceeds a limit, or within a frame's time after
+    `guard.should_stop()` is true; MemoryError.
+    """
+    if (size := declared_size(data)) > len(data):
+        guard.add_damage(f"{len(data)} of at least {size} bytes are there")
+    try:
+        with av.open(
+            data,
+            mode="r",
+            metadata_errors="replace",
+            container_options={"format_whitelist": _DEMUXERS, "protocol_whitelist": ""},
+            options={"max_pixels": str(guard.limits.max_frame_pixels)},  # FFmpeg decodes a little while it opens a file
+        ) as container:
+            return _Decode(container, sampling, guard, allocate).run(probe)
+    except (MediaError, MemoryError):
+        raise
+    except (av.error.FFmpegError, ValueError) as error:  # a ValueError of PyAV itself
+        raise MediaError(guard.item, TRUNCATED.format(guard.damage) if guard.damage else UNREADABLE) from error
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When the frames of one video are shown, in seconds and ascending; at least one."""
+
+    times: Sequence[float]
+    header_rate: float
+    sampling: VideoSampling
+    guard: Guard
+
+    @property
+    def fps(self) -> float:
+        """The header's rate where the frames' times bear it out, for it is exact; otherwise the times' own."""
+        span = self.times[-1] - self.times[0]
+        if span <= 0:
+            return self.header_rate
+        measured = (len(self.times) - 1) / span
+        return self.header_rate if abs(measured - self.header_rate) < 0.02 * self.header_rate else measured
+
+    def indices(self) -> NDArray[np.int64]:
+        """Of the frames to keep, ascending. Raises MediaError, also for a video that is too long."""
+        self.guard.check("max_video_seconds", self.times[-1] - self.times[0], "seconds", "a shorter video")
+        try:
+            return self.sampling.indices(self.times, self.fps, self.guard.limits.max_video_frames_kept)
+        except ValueError as error:
+            raise MediaError(self.guard.item, str(error)) from error
+
+    def measure(self, indices: NDArray[np.int64], width: int, height: int, allocate: Allocate) -> NDArray[np.uint8]:
+        """The array of the frames at `indices`, of a video of this size, without pixels. Raises MediaError."""
+        self.guard.check("max_video_frames_kept", len(indices), "frames in its sampling", "fewer, or sample fewer")
+        width, height = self.guard.fitting_size(len(indices), width, height)
+        return allocate((len(indices), height, width))
+
+    def facts(self, indices: NDArray[np.int64], promised: int = 0) -> VideoFacts:
+        """Of the video, where the frames at `indices` are kept. `promised`: how many frames the file should have."""
+        count = len(self.times)
+        of = f" of {promised}" if promised > count else ""
+        problems = [f"{self.guard.damage}; {count}{of} frames were read"] if self.guard.damage else []
+        problems += [WRONG_COLOURS] if self.guard.wrong_colours else []
+        return VideoFacts(
+            [self.times[index] - self.times[0] for index in indices],
+            fps=self.fps,
+            total_frames=count,
+            window_frames=len(self.sampling.window(self.times)),
+            missing="; ".join(problems) or None,
+        )
+
+
+class _Decode:
+    """One file being decoded."""
+
+    def __init__(
+        self, container: av.container.InputContainer, sampling: VideoSampling, guard: Guard, allocate: Allocate
+    ) -> None:
+        self.container, self.sampling, self.guard, self.allocate = container, sampling, guard, allocate
+        self.stream = stream = _video_stream(container, guard)
+        # FFmpeg's own threads multiply with the server's decoders, and AUTO has been seen to hang at exit.
+        stream.thread_type = "NONE"
+        self.codec = stream.codec_context
+        self.codec.thread_count = 1
+        self.codec.options = {"max_pixels": str(guard.limits.max_frame_pixels)}  # frames may grow on the way
+        guard.check_size("max_frame_pixels", self.codec.width, self.codec.height)
+        self.rate = float(stream.average_rate or stream.guessed_rate or 0) or 24.0
+
+    def run(self, probe: bool) -> tuple[NDArray[np.uint8], VideoFacts]:
+        self.packets = PacketTable(self.container, self.stream, self.guard)
+        if not len(self.packets.stamps):
+            raise MediaError(self.guard.item, NO_FRAME)
+        promised, timeline = len(self.packets.stamps), self._timeline(self.packets.stamps)
+        indices = timeline.indices()
+        if probe and self.packets.can_seek and not self.guard.damage:
+            pixels = timeline.measure(indices, self.codec.width, self.codec.height, self.allocate)
+            return pixels, timeline.facts(indices, promised)
+        frames = self._seek(indices)
+        walks = 0
+        while frames is None or not frames.holds(indices.tolist()):
+            if walks == 2:  # a decoder that has seen damage may remember it
+                raise MediaError(self.guard.item, TRUNCATED.format("two decodes return different frames"))
+            del frames  # the next ones may take its memory
+            frames, timeline = self._walk(indices)
+            indices = timeline.indices()
+            walks += 1
+        return frames.take(indices.tolist()), timeline.facts(indices, promised)
+
+    def _timeline(self, stamps: Sequence[int | None]) -> Timeline:
+        return Timeline(self._times(stamps), self.rate, self.sampling, self.guard)
+
+    def _times(self, stamps: Sequence[int | None]) -> list[float]:
+        """Seconds, in order of showing. A file in which any is missing (avi) is taken to run at its frame rate."""
+        base, known = self.stream.time_base, [stamp for stamp in stamps if stamp is not None]
+        if base is None or len(known) < len(stamps):
+            rate = float(self.stream.guessed_rate or self.rate)  # the average of a raw stream is FFmpeg's default, 25
+            return [place / rate for place in range(len(stamps))]
+        times = np.array(known, float) * base.numerator / base.denominator
+        for place in np.flatnonzero(np.diff(times) < -17 / self.rate):  # recordings were joined
+            times[place + 1 :] += times[place] - times[place + 1] + 1 / self.rate
+        return np.sort(times).tolist()
+
+    def _seek(self, indices: NDArray[np.int64]) -> FrameRows | None:
+        """The frames at `indices`, or some of them, decoded from key frames. None: that is not possible or went wrong.
+
+        It went wrong when other frames come out than the packets promise: then some of these are no key frames, or no
+        frames of their own, and which frame of the whole is which is unknown.
+        """
+        runs = None if self.guard.damage else self.packets.runs_for(indices.tolist())
+        if runs is None:
+            return None
+        index_of = {stamp: index for index, stamp in enumerate(self.packets.stamps)}
+        wanted = {self.packets.stamps[index] for index in indices}
+        frames = FrameRows(indices.tolist(), self.guard, self.allocate)
+        for run in runs:
+            promised, key = self.packets.promised(run), self.packets.stamp(run.start)
+            for frame in self._frames_of(run, wanted):
+                if frame is None or frame.pts is None or frame.interlaced_frame:
+                    return None
+                if frame.pts < key:  # refers to what is before the run
+                    continue
+                if frame.pts not in promised or (frame.pts == key and not frame.key_frame):
+                    return None
+                promised.remove(frame.pts)
+                frames.offer(index_of[frame.pts], frame)
+        return frames
+
+    def _walk(self, indices: NDArray[np.int64]) -> tuple[FrameRows, Timeline]:
+        """Decodes all packets. Returns the frames at `indices`, and the times of all frames."""
+        frames = FrameRows(indices.tolist(), self.guard, self.allocate)
+        stamps: list[int | None] = []
+        run, interlaced = range(len(self.packets)), False
+        for frame in self._frames_of(run):
+            if frame is None:
+                if stamps or not self.packets.is_cut:
+                    self.guard.add_damage(f"frame {len(stamps)} cannot be decoded")
+                continue
+            self.guard.check("max_video_frames", len(stamps) + 1, "frames", "a shorter video")
+            frames.offer(len(stamps), frame)
+            stamps.append(frame.pts)
+            interlaced |= frame.interlaced_frame
+        # The fields of an interlaced frame may be in separate packets.
+        if not interlaced and (lost := len(self.packets.promised(run).difference(stamps))):
+            self.guard.add_damage(f"{lost} of {len(self.packets.stamps)} frames cannot be decoded")
+        if not stamps:
+            raise MediaError(self.guard.item, NO_FRAME)
+        return frames, self._timeline(stamps)
+
+    def _frames_of(self, run: range, wanted: Container[int | None] | None = None) -> Iterator[av.VideoFrame | None]:
+        """Decodes a run of packets, of which the first is a key frame. None: a frame that cannot be decoded whole.
+
+        `wanted`: the times of the frames that are needed; others may be left out. None: all are.
+        """
+        if self.codec.codec.canonical_name != _MARKS_REFERENCES:
+            wanted = None
+        for packets in self.packets.unbroken(run):
+            self.codec.flush_buffers()
+            for packet in (*packets, None):
+                self.guard.tick()
+                is_needed = wanted is None or packet is None or packet.pts in wanted
+                self.codec.skip_frame = "DEFAULT" if is_needed else "NONREF"
+                try:
+                    frames = self.stream.decode(packet)
+                except MemoryError:
+                    raise
+                except av.error.FFmpegError:
+                    yield None
+                    continue
+                for frame in frames:
+                    self.guard.tick()
+                    reach_failpoint("decoding")
+                    yield None if frame.is_corrupt else frame
+
+
+def _video_stream(container: av.container.InputContainer, guard: Guard) -> av.video.VideoStream:
+    """FFmpeg's choice of the main stream: marked as default, with most pictures, with most bits."""
+    videos = [stream for stream in container.streams.video if not stream.disposition & Disposition.attached_pic]
+    if not videos:  # the cover of a song is a stream too
+        raise MediaError(guard.item, "the file contains no image or video")
+    stream = next((video for video in videos if video is container.streams.best("video")), videos[0])
+    if stream.codec_context is None:
+        av.logging.set_level(av.logging.INFO)
+        log = cast(Any, container).dumps_format()  # nothing else in PyAV names a codec that has no decoder
+        av.logging.set_level(None)
+        (codec, *_) = re.findall(rf"Stream #0:{stream.index}\b.*?: Video: (?:none \()?(\w+)", log) or ["none"]
+        problem = f"it is coded as {codec}, for which there is no decoder; send PNG, or H.264 in mp4"
+        raise MediaError(guard.item, ENCRYPTED if codec in ("encv", "drmi") else problem)
+    return stream

@@ -1,0 +1,1 @@
+"""The vision towers: one that all families share, and what each family does otherwise."""

@@ -1,0 +1,127 @@
+"""Grammars on rank 0: what the outputs of a step may go on with, by the processes of `grammar_process.py`.
+
+Knows nothing of sequences, steps or llguidance.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Pipe
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from mini_engine.kernels import ops
+from mini_engine.messages import Grammar, GrammarReady
+from mini_engine.worker.sampling import grammar_process
+from mini_engine.worker.sampling.grammar_process import ManagerSpec, Request
+from mini_engine.worker.sampling.matchers import Row
+
+CPU = torch.device("cpu")
+
+
+class Masks(NamedTuple):
+    """What the rows `rows` of a step's logits may not have. A token that only the logits have is never chosen."""
+
+    rows: list[int]
+    bars: Tensor  # see `ops.mask_tokens`
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """`[n, vocab_size]`, changed in place, or a float32 copy, changed. Does not wait for the device."""
+        scores = logits.float()
+        ops.mask_tokens(scores, self.rows, self.bars)
+        return scores
+
+
+class Grammars:
+    """Has grammars compiled and followed. All methods but `close` are called by one thread at a time.
+
+    Args:
+        tokenizer: the model's tokenizer.json.
+        max_rows: at most in a step; and grammars of a client at once; of all clients four times as many.
+        name: this rank's, for the title of the process.
+        report: called in a thread of its own, once for each grammar of `update`.
+    """
+
+    def __init__(self, tokenizer: Path, max_rows: int, name: str, report: Callable[[GrammarReady], None]) -> None:
+        """Start the manager, which loads the tokenizer meanwhile. Raises OSError."""
+        self._max_rows, self._report = max_rows, report
+        self._memory = os.memfd_create("mini-engine")
+        self._masks: mmap.mmap | None = None
+        (self._requests, requests), (self._reports, reports) = Pipe(), Pipe(duplex=False)
+        descriptors = (requests.fileno(), reports.fileno(), self._memory)
+        spec = ManagerSpec(os.getpid(), f"mini-engine: grammars of {name}", str(tokenizer), max_rows, *descriptors)
+        with requests, reports:
+            self.manager = subprocess.Popen(
+                [sys.executable, "-m", grammar_process.__name__, msgspec.json.encode(spec).decode()],
+                stdin=subprocess.DEVNULL,
+                pass_fds=descriptors,
+            )
+        self._thread = threading.Thread(target=self._forward, name="grammar reports", daemon=True)
+        self._thread.start()
+
+    def update(
+        self, grammars: Sequence[Grammar], unused: Sequence[bytes], finished: Sequence[tuple[bytes, str]] = ()
+    ) -> None:
+        """Have these grammars compiled; forget the `unused` digests, and outputs that are `finished`, by the digests of
+        their grammars, if any, and their names. Raises RuntimeError: the manager exited."""
+        if not self._thread.is_alive():
+            raise RuntimeError("the grammar manager exited")
+        finished = [(digest, request_id) for digest, request_id in finished if digest]
+        if grammars or unused or finished:
+            self._requests.send_bytes(msgspec.msgpack.encode(Request([*grammars], [*unused], finished)))
+
+    def follow(
+        self, rows: Mapping[int, Row], seconds: float = 0.0, device: torch.device = CPU
+    ) -> tuple[Masks | None, dict[int, str]]:
+        """The masks of a step's `rows`, for which the model on `device` takes `seconds` meanwhile; and for each of
+        these that has none why its output can be followed no further, as a text for the client. Waits for them, mostly
+        less than 0.1 s. Raises RuntimeError: the manager exited."""
+        if not rows:
+            return None, {}
+        try:
+            self._requests.send_bytes(msgspec.msgpack.encode(Request(rows=[*rows.values()], seconds=seconds)))
+            problems = msgspec.msgpack.decode(self._requests.recv_bytes(), type=list[str])
+        except (EOFError, ConnectionError) as error:
+            raise RuntimeError("the grammar manager exited") from error
+        if self._masks is None:  # the manager gave it its size before it compiled the first grammar
+            self._masks = mmap.mmap(self._memory, 0)
+        numbers = [*rows]
+        places = [place for place, problem in enumerate(problems) if not problem]
+        bars = bars_of(self._masks, self._max_rows, places, packed=ops.triton_obstacle(device) is None)
+        masks = Masks([numbers[place] for place in places], bars)
+        return masks, {number: problem for number, problem in zip(numbers, problems, strict=True) if problem}
+
+    def close(self) -> None:
+        """Kill all processes, wait for the manager, and close the descriptors."""
+        self.manager.kill()
+        self.manager.wait()
+        self._thread.join()
+        self._requests.close()
+        self._reports.close()
+        os.close(self._memory)
+        self._masks = None  # the mapping holds a descriptor
+
+    def _forward(self) -> None:
+        decoder = msgspec.msgpack.Decoder(GrammarReady)
+        while True:
+            try:
+                message = self._reports.recv_bytes()
+            except (EOFError, OSError):
+                return
+            self._report(decoder.decode(message))
+
+
+def bars_of(masks: memoryview | mmap.mmap, num_masks: int, places: Sequence[int], packed: bool = False) -> Tensor:
+    """`Masks.bars` of some of the masks that `matchers.py` has filled; `packed` for logits that are `ops.fused`."""
+    bars = ~np.frombuffer(masks, np.int32).reshape(num_masks, -1)[places]
+    return torch.from_numpy(bars if packed else np.unpackbits(bars.view(np.uint8), axis=1, bitorder="little"))

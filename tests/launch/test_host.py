@@ -1,0 +1,153 @@
+"""The start-up checks: the model's files, the media cache, settings without effect, the runtime directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+
+from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
+from mini_engine.launch import host
+from mini_engine.launch.cli import parse
+from mini_engine.launch.host import check_model, resolve_model, runtime_directory, without_effect
+from mini_engine.messages import EngineLimits, MediaCachePlan
+
+# --- the model's files ------------------------------------------------------------------------------------------------
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture
+def offline(tmp_path, monkeypatch) -> Path:
+    """An empty cache of the hub, and no network."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def put_in_cache(cache: Path, name: str, revision: str = "main") -> Path:
+    """The bundled model as the hub's cache holds a download."""
+    folder = cache / f"models--{name.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / revision).write_text(COMMIT)
+    return Path(shutil.copytree(BUNDLED_MODEL, folder / "snapshots" / COMMIT))
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    """A copy of the bundled model."""
+    return Path(shutil.copytree(BUNDLED_MODEL, tmp_path, dirs_exist_ok=True))
+
+
+def edit_config(model: Path, vision_heads: int = 4, **text: int) -> None:
+    raw = json.loads((model / "config.json").read_text())
+    raw["text_config"] |= text
+    raw["vision_config"]["num_heads"] = vision_heads
+    (model / "config.json").write_text(json.dumps(raw))
+
+
+def test_a_hub_name_is_found_in_the_cache_without_network(offline):
+    snapshot = put_in_cache(offline, "some/model", "v2")
+    assert resolve_model(EngineConfig(model="some/model", revision="v2")) == str(snapshot)
+    for name in ("some/model", "/no/such/place", "./nowhere"):  # the first in another revision
+        with pytest.raises(ConfigError, match=f"'{name}' is neither a directory nor an available hub model: "):
+            resolve_model(EngineConfig(model=name))
+
+
+def test_files_that_are_missing_or_damaged_are_named(model):
+    for change, said in (
+        (lambda: (model / "tokenizer.json").unlink(), f"{model} has no tokenizer.json; write it with"),
+        (lambda: (model / "config.json").write_text('{"a": 1} x'), f"the model in {model} cannot be .*Extra data"),
+        (
+            lambda: (model / "config.json").unlink(),
+            f"the model in {model} cannot be served: .*No such file .*config.json",
+        ),
+    ):
+        change()
+        with pytest.raises(ConfigError, match=said):
+            check_model(str(model), EngineConfig())
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "vision_heads", "ranks", "message"),
+    [
+        (4, 2, 4, 4, None),
+        (4, 2, 4, 3, "heads cannot be divided by 3; choose a divisor of 4, the number of attention heads"),
+        (6, 6, 4, 3, "a divisor of 4, the number of vision heads, or --mm-encoder-tp-mode data"),
+        (12, 3, 4, 2, "a divisor or multiple of 3, the number of key-value heads"),
+    ],
+)
+def test_heads_must_divide(heads, kv_heads, vision_heads, ranks, message, model):
+    edit_config(model, vision_heads, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=32)
+    config = EngineConfig(tensor_parallel_size=ranks, load_format="dummy")
+    if message is not None:
+        with pytest.raises(ConfigError, match=message):
+            check_model(str(model), config)
+    if message is None or "vision" in message:
+        check_model(str(model), dataclasses.replace(config, mm_encoder_tp_mode="data"))
+
+
+def test_a_length_beyond_the_context_of_the_model(model):
+    edit_config(model, max_position_embeddings=1000)
+    check_model(str(model), EngineConfig(max_model_len=1000))
+    with pytest.raises(ConfigError, match="--max-model-len: 1001 exceeds the model's context length, 1000"):
+        check_model(str(model), EngineConfig(max_model_len=1001))
+
+
+# --- the media cache and settings without effect ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "count"), [("shm", {"data_parallel_size": 3}), ("lru", {"tensor_parallel_size": 2})])
+def test_size_of_the_media_cache(kind, count):
+    (holders,) = count.values()
+    config = EngineConfig(mm_processor_cache_type=kind, mm_processor_cache_gb=2**-10, **count)
+    plan = host.plan_media_cache(config)
+    assert (plan.kind, plan.nbytes) == (kind, (1 << 20) // holders if kind == "shm" else 1 << 20)  # lru: of each worker
+    with pytest.raises(ConfigError, match="--mm-processor-cache-gb: .* GiB of free memory; lower it"):
+        host.plan_media_cache(dataclasses.replace(config, mm_processor_cache_gb=1e6))
+    assert host.plan_media_cache(dataclasses.replace(config, mm_processor_cache_gb=0)).kind == "off"
+
+
+SHM, OFF = MediaCachePlan("shm", 1 << 30, ""), MediaCachePlan("off", 0, "")
+WORKERS = ["--mm-encoder-tp-mode", "data", "--distributed-backend", "gloo"]
+SIZES = ["--kv-cache-memory-bytes", "1G", "--gpu-memory-utilization", "0.5", "--num-gpu-blocks-override", "9"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "cache", "device", "expected"),
+    [
+        ([], OFF, "cuda", ""),
+        (["--gpu-memory-utilization", "0.8", "--enforce-eager"], SHM, "cpu",
+         "--gpu-memory-utilization (the workers run on the CPU); --enforce-eager (CUDA graphs need CUDA)"),
+        (["--limit-mm-per-prompt", '{"image": {"count": 4, "width": 512}}'], SHM, "cpu",
+         "--limit-mm-per-prompt (only `count` is used)"),
+        (WORKERS, SHM, "cpu",
+         "--mm-encoder-tp-mode (an engine has one worker); --distributed-backend (an engine has one worker)"),
+        # On CUDA the backend lets the workers of several engines share a device.
+        ([*WORKERS, "-dp", "2"], SHM, "cuda", "--mm-encoder-tp-mode (an engine has one worker)"),
+        (SIZES, SHM, "cuda", "--gpu-memory-utilization (--kv-cache-memory-bytes overrides it); "
+         "--kv-cache-memory-bytes (--num-gpu-blocks-override overrides it)"),
+        (["--mm-processor-cache-type", "shm", "--mm-shm-cache-max-object-size-mb", "3"], OFF, "cpu",
+         "--mm-processor-cache-type (the cache is off); --mm-shm-cache-max-object-size-mb (no cache in shared memory)"),
+        (["--state-snapshot-interval", "512"], SHM, "cpu",
+         "--state-snapshot-interval (the model has no recurrent states)"),
+        ([BUNDLED_MODEL, "--revision", "main"], SHM, "cpu", "--revision (MODEL is a directory)"),
+    ],
+)  # fmt: skip
+def test_settings_without_effect_are_named(argv, cache, device, expected):
+    limits = EngineLimits(4096, 8, 16, 45, device)
+    assert "; ".join(without_effect(parse(argv, {}), cache, limits)) == expected
+
+
+# --- the runtime directory --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("base", ["/proc", "/nowhere"])
+def test_no_room_for_a_runtime_directory(base, monkeypatch):
+    monkeypatch.setenv("TMPDIR", base)
+    with pytest.raises(ConfigError, match=f"^cannot create a directory in {base} .*: set TMPDIR"), runtime_directory():
+        pass

@@ -1,0 +1,39 @@
+"""A host that is out of file descriptors, memory or threads is a Shortage, not the error of a bad URL."""
+
+import errno
+import socket
+
+import pytest
+
+from mini_engine.launch.shortage import Shortage, shortage_in
+from mini_engine.media.errors import MediaError
+from mini_engine.media.sources.http_fetch import fetch_http
+from mini_engine.media.sources.policy import MediaPolicy
+from tests.shortages import no_descriptors
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (OSError(errno.EMFILE, "x"), "file descriptors"),
+        (OSError(errno.ENOMEM, "x"), "memory"),
+        (OSError(errno.EAGAIN, "x"), "threads"),
+        (MemoryError(), "memory"),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory"), "memory"),
+        (RuntimeError("can't start new thread"), "threads"),
+        (FileNotFoundError(errno.ENOENT, "x"), None),
+        (socket.gaierror(socket.EAI_NONAME, "x"), None),
+        (MediaError("video 1", "x"), None),
+    ],
+    ids=str,
+)
+def test_shortage_in(error: Exception, what: str | None) -> None:
+    found = shortage_in(error)
+    assert (found and found.what) == what
+
+
+async def test_a_download_without_descriptors_is_a_shortage() -> None:
+    policy = MediaPolicy(None, 1000, ["127.0.0.1", "unknown.test"])
+    for url in ("http://127.0.0.1:9", "http://unknown.test"):  # whose resolver reports an unknown name
+        with no_descriptors(), pytest.raises(Shortage, match="file descriptors"):
+            await fetch_http(url, policy, "image 1", lambda _: None)

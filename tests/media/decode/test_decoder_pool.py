@@ -1,0 +1,395 @@
+"""Decoder processes: what their endings mean to a request, that nothing of them is left, and what bounds them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from mini_engine.config.decode_limits import DecodeLimits
+from mini_engine.media.decode import decoder
+from mini_engine.media.decode.decoder import Announced, Decoded, DecodeFailed, Job
+from mini_engine.media.decode.decoder_pool import KEPT_BYTES, DecoderPool, Decoding
+from mini_engine.media.errors import DecoderUnavailable, MediaError
+from mini_engine.media.sampling import VideoFacts, VideoSampling
+from mini_engine.metrics import REGISTRY
+from tests import clips
+from tests.api.patience import eventually
+from tests.e2e.processes import FailPoint, descendants, memory
+from tests.media import corpus
+from tests.media.decode import hostile_code
+from tests.media.decode.decoding import decode_image, decode_video
+from tests.media.decode.hostile_code import Target
+from tests.media.decode.test_image import FORMATS, saved, tall
+
+GOOD = clips.encode(20)
+SAMPLING = VideoSampling(num_frames=8)
+
+
+class Decoders:
+    """A pool, and the processes it has."""
+
+    def __init__(self, places: int = 2, name: str = "test", **limits: Any):
+        self.pool = DecoderPool(name, places, DecodeLimits(**limits), 1 << 28)
+        self.counted: list[int] = []
+        self.pool.count_decoded = self.counted.append
+
+    def decode(self, data: bytes = GOOD, owner: str = "a", modality: str = "video") -> Awaitable[Decoding]:
+        item = f"{modality} 1"
+        job = Job(item, len(data), None if modality == "image" else SAMPLING)
+        return self.pool.decode(job, data, owner)
+
+    async def check(self, data: bytes = GOOD) -> None:
+        """A good video is decoded right."""
+        decoding = await self.decode(data, "another")
+        assert decoding.video is not None
+        indices = [round(10 * timestamp) for timestamp in decoding.video.timestamps]
+        np.testing.assert_array_equal(decoding.frames, clips.decode_all(data)[indices])
+        decoding.release()
+
+    def pids(self) -> set[int]:
+        """Of those that have started."""
+        return {pid for pid in descendants(os.getpid()) if command(pid).startswith("mini-engine: decoder of test")}
+
+    async def settled(self, count: int) -> set[int]:
+        """The processes, once there are `count`."""
+        await eventually(lambda: len(self.pids()) == count)
+        return self.pids()
+
+
+def command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def exits(reason: str) -> float:
+    value = REGISTRY.get_sample_value("mini_engine:media_decoder_exits_total", {"reason": reason})
+    assert value is not None
+    return value
+
+
+def run(scenario: Callable[[Decoders], Awaitable[None]], **more: Any) -> None:
+    """Runs it with a pool, of which nothing is left afterwards."""
+
+    async def whole() -> None:
+        decoders = Decoders(**more)
+        try:
+            await decoders.check()
+            await scenario(decoders)
+            await eventually(lambda: sum(decoders.counted) == 0)
+        finally:
+            decoders.pool.close()
+
+    descriptors = set(os.listdir("/proc/self/fd"))
+    asyncio.run(whole())
+    assert set(os.listdir("/proc/self/fd")) == descriptors
+    assert not [pid for pid in descendants(os.getpid()) if "decoder of test" in command(pid)]
+
+
+@pytest.fixture
+def failpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FailPoint]:
+    """It holds the next decoder that decodes a frame, once it is armed."""
+    monkeypatch.setenv("MINI_ENGINE_FAILPOINTS", str(tmp_path))
+    point = FailPoint(tmp_path, "decoding")
+    yield point
+    point.release()
+
+
+def test_a_decoder_does_one_job_after_another_in_the_same_memory() -> None:
+    async def scenario(decoders: Decoders) -> None:
+        (first,) = await decoders.settled(2) - {max(decoders.pids())}
+        large = clips.remuxed(clips.encode(1, 2000, 1700, codec="mpeg4"), "mp4", times=8)
+        for data in (GOOD, clips.encode(9, 32, 16), large, GOOD):
+            await decoders.check(data)
+        assert first in decoders.pids()
+        frames = [8 * 48 * 64 * 3, 8 * 16 * 32 * 3, 8 * 1700 * 2000 * 3]
+        counted = list(itertools.accumulate(decoders.counted))
+        assert [each for each in counted if each] == [frames[0], frames[0], frames[1], frames[2], frames[0]]
+        assert memory(os.getpid(), "RssShmem") < 2 * KEPT_BYTES < frames[2]  # what is more is freed
+
+    run(scenario, places=1)
+
+
+def test_a_decoder_is_small_and_confined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+
+    async def scenario(decoders: Decoders) -> None:
+        for pid in await decoders.settled(2):
+            proc = Path(f"/proc/{pid}")
+            maps, status, limits = ((proc / name).read_text() for name in ("maps", "status", "limits"))
+            assert "libav" in maps and "torch" not in maps and "transformers" not in maps
+            private = re.findall(r"^Private_\w+: +(\d+) kB$", (proc / "smaps_rollup").read_text(), re.MULTILINE)
+            assert sum(map(int, private)) < 60 << 10
+            assert re.search(r"^Threads:\t1\nSigQ(.*\n)+CapPrm:\t0+\n(.*\n)+NoNewPrivs:\t1$", status, re.MULTILINE)
+            for name, most in (("core file size", 1), ("file size", 0)):
+                assert re.search(rf"^Max {name} +{most} +{most} ", limits, re.MULTILINE)
+            assert re.search(r"^Max open files +16 +16 ", limits, re.MULTILINE)
+            assert (proc / "oom_score_adj").read_text() == "1000\n"
+            assert b"secret" not in (proc / "environ").read_bytes()
+
+    run(scenario)
+
+
+def test_every_kind_of_file_is_decoded_in_the_sandbox() -> None:
+    """What each needs has been loaded: nothing can be any more."""
+    videos = [clips.cached(codec, container, 31, g="5") for codec, container in clips.ALL]
+    images = [saved(tall(), format) for format in FORMATS]
+
+    async def scenario(decoders: Decoders) -> None:
+        for data in videos:
+            decoding = await decoders.decode(data)
+            np.testing.assert_array_equal(decoding.frames, decode_video(data, SAMPLING).frames)
+            decoding.release()
+        for data in images:
+            decoding = await decoders.decode(data, modality="image")
+            np.testing.assert_array_equal(decoding.frames[0], decode_image(data))
+            decoding.release()
+
+    run(scenario, places=1)
+
+
+@pytest.fixture
+def lacking() -> str:
+    """The parts of the sandbox that this machine lacks; empty: none."""
+    ask = "from mini_engine.media.decode.sandbox import enter_sandbox; print(*enter_sandbox(16))"
+    return subprocess.check_output([sys.executable, "-c", ask], text=True).strip()
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Iterator[Target]:
+    (tmp_path / "key").write_text("secret")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path := str(tmp_path / "socket"))
+        listener.listen()
+        yield Target(os.getpid(), str(tmp_path / "key"), path)
+
+
+def attack(target: Target, **more: Any) -> dict[str, str]:
+    """How each attack fails inside a decoder, which is replaced."""
+    outcomes = {}
+
+    async def scenario(decoders: Decoders) -> None:
+        await decoders.pool.start()
+        counted = exits("crash")
+        with pytest.raises(MediaError) as error:
+            await decoders.decode(msgspec.json.encode(target), modality="image")
+        outcomes.update(msgspec.json.decode(error.value.problem))
+        await decoders.check()
+        assert exits("crash") == counted + 1  # a thread was left
+
+    run_hostile(scenario, places=1, **more)
+    return outcomes
+
+
+def run_hostile(scenario: Callable[[Decoders], Awaitable[None]], **more: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder, "__name__", hostile_code.__name__)
+        run(scenario, **more)
+
+
+def test_code_in_a_decoder_reaches_nothing(target: Target, lacking: str, capfd: pytest.CaptureFixture[str]) -> None:
+    if "seccomp" in lacking:
+        pytest.skip(lacking)
+    outcomes = attack(target)
+    assert outcomes == dict.fromkeys(outcomes, "EPERM") | {"clone3": "ENOSYS"}
+    assert "forged" not in capfd.readouterr().err
+
+
+def answer(*replies: decoder.Reply, spins: bool = False) -> bytes:
+    """A file that has these in the place of its decoder's answer."""
+    datagrams = [msgspec.msgpack.encode(reply).replace(b"~~~", b"\xed\xa0\x80") for reply in replies]
+    return msgspec.json.encode(Target(0, "", "", answers=datagrams, spins=spins))
+
+
+WRONG = [  # modality, and what no decode of such an item reports
+    ("image", Announced((1, 22000, 24000)), Decoded(None)),
+    ("image", Announced((1, 1, 60_000_000)), Decoded(None)),
+    ("image", Announced((2, 8, 8)), Decoded(None)),
+    ("image", Announced((1, 8, 8)), Decoded(VideoFacts([0.0], 1.0, 1, 1))),
+    ("image", DecodeFailed("~~~")),  # not UTF-8
+    ("video", Announced((769, 8, 8)), Decoded(VideoFacts([0.0], 1.0, 1, 1))),
+    ("video", Announced((1, 8, 8)), Decoded(None)),
+    ("video", Announced((1, 8, 8)), Decoded(VideoFacts([0.0, 1.0], 1.0, 2, 2))),
+    ("video", Announced((2, 8, 8)), Decoded(VideoFacts([1.0, 0.0], 1.0, 2, 2))),
+    ("video", Announced((1, 8, 8)), Decoded(VideoFacts([0.0], 5e-324, 1, 1))),
+    ("video", Announced((1, 8, 8)), Decoded(VideoFacts([0.0], 1.0, 1, 2))),
+]
+
+
+def test_an_answer_that_cannot_be_right_ends_its_decoder() -> None:
+    async def scenario(decoders: Decoders) -> None:
+        counted, sent = exits("crash"), [decoders.decode(answer(*replies), "a", kind) for kind, *replies in WRONG]
+        errors = await asyncio.gather(*sent, return_exceptions=True)
+        assert [str(error) for error in errors if "crashes its decoder" not in str(error)] == []
+        assert exits("crash") == counted + len(WRONG)
+
+    run_hostile(scenario, places=len(WRONG))
+
+
+def test_an_idle_decoder_does_not_run() -> None:
+    async def scenario(decoders: Decoders) -> None:
+        with pytest.raises(MediaError, match="damaged"):
+            await decoders.decode(answer(DecodeFailed("damaged"), spins=True))
+
+        async def seconds() -> float:
+            return sum(time.clock_gettime(~pid << 3 | 2) for pid in await decoders.settled(2))
+
+        before = await seconds()
+        await asyncio.sleep(0.2)
+        assert await seconds() - before < 0.1
+
+    run_hostile(scenario, places=1)
+
+
+@pytest.mark.parametrize("part", ["Landlock", "seccomp"])
+def test_without_a_part_of_the_sandbox_the_rest_holds_and_the_log_names_it(
+    part: str, target: Target, lacking: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if lacking:
+        pytest.skip(lacking)
+    target.only = list(hostile_code.of_files(target))
+    outcomes = attack(target, name=f"test without {part}")
+    assert outcomes.keys() == {*target.only} and {*outcomes.values()} <= {"EPERM", "EACCES"}
+    assert caplog.messages[0].startswith(f"media decoders run without a part of their sandbox: {part} (")
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "reason"),
+    [
+        (signal.SIGSEGV, r"^video 1: crashes its decoder \(signal 11\)", "crash"),
+        (signal.SIGKILL, r"^video 1: its decoder was killed", "killed"),
+        (signal.SIGSTOP, r"^video 1: .* 3 s, the limit of --media-decode-timeout, since .* little", "timeout"),
+    ],
+    ids=["SIGSEGV", "SIGKILL", "SIGSTOP"],
+)
+def test_a_lost_decoder_fails_its_item_alone_and_is_replaced(
+    number: signal.Signals, error: str, reason: str, failpoint: FailPoint
+) -> None:
+    async def scenario(decoders: Decoders) -> None:
+        before, counted = await decoders.settled(2), exits(reason)
+        failpoint.arm()
+        lost = asyncio.ensure_future(decoders.decode())
+        pid = await asyncio.to_thread(failpoint.wait)
+        os.kill(pid, number)
+        await decoders.check()
+        with pytest.raises(MediaError if number == signal.SIGSEGV else DecoderUnavailable, match=error):
+            await lost
+        assert exits(reason) == counted + 1
+        await decoders.check()
+        left = await decoders.settled(len(before | decoders.pids()) - 1)
+        assert pid in before and pid not in left
+
+    run(scenario, media_decode_timeout=3.0)
+
+
+def test_a_decoder_that_dies_idle_costs_no_request() -> None:
+    async def scenario(decoders: Decoders) -> None:
+        counted = exits("killed")
+        for pid in await decoders.settled(2):
+            os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: exits("killed") == counted + 2)
+        await decoders.check()
+        await decoders.settled(2)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_a_cancelled_decode_stops(stuck: bool, failpoint: FailPoint) -> None:
+    """By the flag that the decode loop reads, so that its decoder lives on; or by SIGKILL."""
+
+    async def scenario(decoders: Decoders) -> None:
+        counted = exits("cancelled")
+        failpoint.arm()
+        leaving = asyncio.ensure_future(decoders.decode())
+        pid = await asyncio.to_thread(failpoint.wait)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        if not stuck:
+            failpoint.release()
+        await decoders.check()  # the only place is free again
+        assert exits("cancelled") == counted + stuck
+        assert (pid in await decoders.settled(2)) == (not stuck)
+
+    run(scenario, places=1)
+
+
+def test_items_of_one_request_leave_places_to_other_requests() -> None:
+    async def scenario(decoders: Decoders) -> None:
+        order: list[str] = []
+
+        async def one(owner: str) -> None:
+            decoding = await decoders.decode(owner=owner)
+            order.append(owner)
+            decoding.release()
+
+        await asyncio.gather(*(one(owner) for owner in ["many"] * 5 + ["one", "two"]))
+        assert sorted(order[1:4]) == ["many", "one", "two"]
+
+    run(scenario, places=1)
+
+
+def test_an_item_that_finds_no_place_in_time_is_unavailable() -> None:
+    async def scenario(decoders: Decoders) -> None:
+        endless = [decoders.decode(corpus.mp4_of_associations(), str(number)) for number in range(16)]
+        outcomes = await asyncio.gather(*endless, return_exceptions=True)
+        late = "video 1: no media decoder was free within 1.2 s; retry later"
+        assert late in {str(outcome) for outcome in outcomes if isinstance(outcome, DecoderUnavailable)}
+
+    run(scenario, places=1, media_decode_timeout=0.3)
+
+
+def test_decoding_needs_little_memory() -> None:
+    """For HDR: OpenBLAS ends a process where its first product gets none. And for many frames, one job after another:
+    PyAV's frames keep their pictures, of 1.8 MB here, until the garbage collector finds them."""
+    hdr = clips.encode_in(18, clips.decode_all(GOOD))
+    untagged = clips.remuxed(clips.encode(1, 1280, 960, codec="mpeg4"), "mp4", times=8)
+
+    async def scenario(decoders: Decoders) -> None:
+        for data in (hdr, *[untagged] * 10):
+            decoding = await decoders.decode(data)
+            assert len(decoding.frames) == 8
+            decoding.release()
+
+    run(scenario, places=1, media_decoder_memory=20 << 20)
+
+
+ATTACKS = [  # modality, file, and what its error names
+    ("video", corpus.mp4_of_associations(), "the limit of --media-decode-timeout"),
+    ("image", corpus.webp_of_one_colour(), "bytes of --media-decoder-memory"),
+    ("video", corpus.PLAYLISTS["concat"].format("file:///etc/passwd").encode(), "cannot be read"),
+]
+
+
+def test_an_attack_is_contained() -> None:
+    """It ends within the time of one item, others are answered meanwhile, and nothing stays in this process."""
+
+    async def scenario(decoders: Decoders) -> None:
+        await asyncio.gather(*(decoders.check() for _ in range(2)))
+        before = memory(os.getpid(), "VmRSS")
+        sent = [asyncio.ensure_future(decoders.decode(data, "attacker", modality)) for modality, data, _ in ATTACKS]
+        while not all(one.done() for one in sent):
+            await decoders.check()
+        for one, (_, _, named) in zip(sent, ATTACKS, strict=True):
+            with pytest.raises((MediaError, DecoderUnavailable), match=named):
+                await one
+        await eventually(lambda: 1 <= len(decoders.pids()) <= 3)  # as many as there are places, and a spare
+        assert memory(os.getpid(), "VmRSS") - before < 64 << 20
+
+    run(scenario, media_decode_timeout=2.0, media_decoder_memory=320 << 20)

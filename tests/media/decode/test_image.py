@@ -1,0 +1,149 @@
+"""Which pixels come out of an image, and which images are refused. The reference is Pillow."""
+
+import io
+import struct
+
+import numpy as np
+import pytest
+from PIL import ExifTags, Image, ImageOps
+
+from mini_engine.config.decode_limits import DecodeLimits
+from mini_engine.media.errors import MediaError
+from tests import clips
+from tests.media.corpus import png_of_size
+from tests.media.decode.decoding import decode_frames, decode_image
+
+FORMATS = ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "HEIF", "JPEG2000", "PPM", "TGA"]
+EXACT = {"WEBP": {"lossless": True}, "AVIF": {"quality": 100, "subsampling": "4:4:4"},
+         "HEIF": {"quality": -1, "chroma": 444, "tile_size": 64}}  # fmt: skip
+RED, WHITE, PINK = (255, 0, 0), (255, 255, 255), (255, 127, 127)
+
+
+def saved(image: Image.Image, format: str, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, format, **options)
+    return buffer.getvalue()
+
+
+def tall() -> Image.Image:
+    """30 wide, 1100 high: no two rows of one colour. It is converted to RGB in several strips."""
+    return Image.fromarray(np.concatenate([clips.frame(index, 30, 22) for index in range(50)]))
+
+
+def halves(mode: str = "RGB") -> Image.Image:
+    """64 wide, 32 high: the left half red, the right half white."""
+    image = Image.new("RGB", (64, 32), WHITE)
+    image.paste(RED, (0, 0, 32, 32))
+    return image.convert(mode)
+
+
+@pytest.mark.parametrize(("mode", "format", "atol"), [
+    *[("RGB", format, 0) for format in ("PNG", "BMP", "WEBP", "TIFF", "JPEG2000", "PPM", "QOI", "DDS", "PCX", "SGI")],
+    *[("RGB", format, 6) for format in ("JPEG", "AVIF", "HEIF")], ("L", "JPEG", 6), ("CMYK", "JPEG", 6),
+    ("L", "PNG", 0), ("LA", "PNG", 0), ("P", "PNG", 0), ("1", "PNG", 0), ("P", "GIF", 0), ("RGBA", "WEBP", 0),
+    ("CMYK", "TIFF", 0), ("P", "TGA", 0),
+])  # fmt: skip
+def test_modes_and_formats(mode: str, format: str, atol: int) -> None:
+    image = tall().convert(mode)
+    data = saved(image, format, **EXACT.get(format, {"quality": 100, "subsampling": 0}))
+    pixels = decode_image(data)
+    assert (pixels.dtype, pixels.shape, pixels.flags.c_contiguous) == (np.uint8, (1100, 30, 3), True)
+    np.testing.assert_allclose(pixels.astype(int), np.asarray(image.convert("RGB")), atol=atol)
+    assert decode_image(data, probe=True).shape == pixels.shape
+
+
+@pytest.mark.parametrize(("pixels", "format"), [
+    (np.uint16([0, 0x8040, 0xFFFF]), "PNG"), (np.int32([0, 128, 255]), "TIFF"), (np.int32([0, 64240, 128e3]), "TIFF"),
+    (np.float32([0, 0.502, 1]), "TIFF"), (np.float32([np.nan, 502, 1e3]), "TIFF"),
+])  # fmt: skip
+def test_grey_of_more_than_8_bits_is_scaled_to_white(pixels: np.ndarray, format: str) -> None:
+    image = Image.fromarray(np.atleast_2d(pixels))
+    np.testing.assert_array_equal(decode_image(saved(image, format))[0, :, 0], [0, 128, 255])
+
+
+def test_what_pillow_cannot_open_is_decoded_by_ffmpeg() -> None:
+    data = clips.encode(1, codec="dpx", container="image2pipe")
+    np.testing.assert_array_equal(decode_image(data), clips.frame(0, 64, 48))
+
+
+def test_transparency_is_laid_over_white() -> None:
+    image = halves("RGBA")
+    image.putalpha(Image.fromarray(np.repeat(np.repeat([[255, 0, 128, 0]], 16, axis=1), 32, axis=0).astype(np.uint8)))
+    assert decode_image(saved(image, "PNG"))[0, [0, 16]].tolist() == [list(RED), list(WHITE)]
+    image.putalpha(128)
+    assert decode_image(saved(image, "PNG"))[0, 0].tolist() == list(PINK)
+    palette = halves().quantize(2)
+    pixels = decode_image(saved(palette, "GIF", transparency=palette.getpixel((0, 0))))
+    assert pixels[0, 0].tolist() == list(WHITE)
+
+
+@pytest.mark.parametrize("format", ["AVIF", "HEIF"])
+@pytest.mark.parametrize("transfer", [16, 18, 14], ids=["PQ", "HLG", "SDR of BT.2020"])
+def test_wide_gamut_comes_out_as_srgb(format: str, transfer: int) -> None:
+    signal = clips.signal_of(transfer, np.full((48, 64, 3), (220, 25, 30)))
+    image = Image.fromarray((signal * 255).round().astype(np.uint8))
+    colour = {"color_primaries": 9, "transfer_characteristics": transfer, "matrix_coefficients": 6}
+    data = saved(image, format, **EXACT[format], **(colour if format == "HEIF" else {}))
+    if format == "AVIF":  # Pillow writes that it is sRGB
+        data = data.replace(b"colrnclx\0\1\0\r", b"colrnclx\0\x09\0" + bytes([transfer]))
+    red, green, blue = decode_image(data)[20, 30]
+    assert red > 150 and green < 60 and blue < 60
+
+
+def test_first_frame_of_an_animation() -> None:
+    data = saved(halves(), "GIF", save_all=True, append_images=[Image.new("RGB", (64, 32), "blue")])
+    assert decode_image(data)[0, 0].tolist() == list(RED)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_orientation(orientation: int) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    data = saved(Image.fromarray(clips.frame(1, 96, 64)), "PNG", exif=exif)
+    with Image.open(io.BytesIO(data)) as stored:
+        np.testing.assert_array_equal(decode_image(data), ImageOps.exif_transpose(stored))
+
+
+GIF_OF_A_LARGE_FRAME = (
+    b"GIF89a" + struct.pack("<HHBBB", 9, 9, 0x80, 0, 0) + bytes(6) + b"\x21\xf9\4\x08\0\0\0\0"
+    b"\x2c" + struct.pack("<HHHHB", 0, 0, 12000, 12000, 0) + b"\2\2\x44\1\0;"
+)  # fmt: skip
+PIXELS = r"it has {} pixels \({}\), more than 100000000, the limit of --max-image-pixels; send a smaller one$"
+UNREADABLE = "(cannot be read, or is damaged|the file is truncated or damaged|the file contains no image)"
+REFUSED: dict[str, tuple[bytes, str]] = {
+    "too many pixels": (png_of_size(10_001, 10_000), PIXELS.format(100010000, "10001x10000")),
+    "a frame beyond the canvas": (GIF_OF_A_LARGE_FRAME, PIXELS.format(144000000, "12000x12000")),
+    "few pixels of many": (png_of_size(10_000, 10_000), UNREADABLE),
+    "no width": (png_of_size(0, 100), UNREADABLE),
+    **{f"elongated {format}": (saved(Image.new("L", (603, 3)), format), "of 603x3 one side is") for format in FORMATS},
+    **{f"{share:.0%} of {format}": (data[: int(len(data) * share)], UNREADABLE)
+       for format in FORMATS for data in [saved(tall(), format)] for share in (0.1, 0.9)},
+    **{f"unknown {data[:4]!r}": (data, UNREADABLE)
+       for data in (b"", b"text", bytes(100), b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", b"GIF89a", b"BM")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    data, problem = REFUSED[name]
+    with pytest.raises(MediaError, match=f"^image 1: {problem}"):
+        decode_image(data, DecodeLimits(max_image_pixels=10**8))
+
+
+def test_just_within_the_limits() -> None:
+    data = saved(Image.new("L", (600, 3)), "PNG")
+    assert decode_image(data, DecodeLimits(max_image_pixels=1800)).shape == (3, 600, 3)
+
+
+JPEGS = [saved(Image.fromarray(clips.frame(index, 64, 48)), "JPEG") for index in range(3)]
+
+
+@pytest.mark.parametrize(("frame", "limits", "problem"), [
+    (JPEGS[1][:-200], {}, f"frame 2: {UNREADABLE}"),
+    (saved(halves(), "JPEG"), {}, "frame 2 has 64x32 pixels, the first 64x48; send"),
+    (JPEGS[1], {"max_video_pixels_kept": 64 * 48 * 3 - 1}, ".*pixels in all frames.*--max-video-pixels-kept"),
+])  # fmt: skip
+def test_frames_are_decoded_as_images_and_named_in_errors(frame: bytes, limits: dict[str, int], problem: str) -> None:
+    np.testing.assert_array_equal(decode_frames(JPEGS), [decode_image(jpeg) for jpeg in JPEGS])
+    with pytest.raises(MediaError, match=f"^video 1: {problem}"):
+        decode_frames([JPEGS[0], frame, JPEGS[2]], DecodeLimits(**limits))

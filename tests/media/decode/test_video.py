@@ -1,0 +1,282 @@
+"""Which frames come out of a video, and which videos are refused. The reference is a plain PyAV decode."""
+
+import io
+import re
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from av.stream import Disposition
+from PIL import Image
+
+from mini_engine.config.decode_limits import DecodeLimits, flag_of
+from mini_engine.media.errors import MediaError
+from mini_engine.media.sampling import VideoSampling
+from tests import clips
+from tests.media import corpus
+from tests.media.decode.decoding import decode_video
+
+EIGHT = VideoSampling(num_frames=8)
+SAMPLINGS = [
+    *[VideoSampling(num_frames=count) for count in (1, 2, 3, 8, 20, 100)],
+    *[VideoSampling(fps=fps) for fps in (1, 4)],
+    *[VideoSampling(num_frames=1, start=index / 10) for index in range(0, 41, 3)],  # a frame by itself
+]
+Clip = Callable[[], bytes]
+
+
+def with_sound(codec: str, sound: str, container: str, is_cover: bool = False) -> bytes:
+    """A video of 31 frames behind a track of sound, or a cover of it; without a codec, sound alone."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=container) as output:
+        audio = output.add_stream(sound, rate=48000 if sound == "libopus" else 8000, layout="mono")
+        stream = clips.video_stream(output, codec, 64, 48, 10, {"g": "5"}) if codec else None
+        if is_cover:
+            stream.disposition = Disposition.attached_pic
+        clips.write_sound(output, audio, 30)
+        if stream is not None:
+            clips.write_frames(output, stream, range(1 if is_cover else 31))
+    return buffer.getvalue()
+
+
+def drop_frame(index: int, packet: bytes) -> bytes:
+    """MPEG-4: a VOP with vop_coded 0 (ISO/IEC 14496-2, section 6.2.5), of which no frame comes, for each fifth."""
+    return b"\0\0\1\xb6\x50\x9f" if index % 5 == 4 else packet
+
+
+def trimmed() -> bytes:
+    """The edit list of an mp4 plays one second, from frame 8 on, as a phone trims a recording."""
+    data = bytearray(clips.cached("libx264", "mp4", 31, g="10"))
+    place = data.index(b"elst") + 4
+    media_time = struct.unpack_from(">i", data, place + 12)[0]
+    struct.pack_into(">Ii", data, place + 8, 1000, media_time + 8 * 1024)
+    return bytes(data)
+
+
+def clip(codec: str, container: str, frames: int = 31, **options: str) -> Clip:
+    return partial(clips.cached, codec, container, frames, **options)
+
+
+ONE_OF_EACH = {container: codec for codec, container in reversed(clips.ALL)}
+CLIPS: dict[str, Clip] = {
+    **{f"{codec} in {container}, g=5": clip(codec, container, g="5") for codec, container in clips.ALL},
+    **{f"{codec} in {container}": clip(codec, container) for container, codec in ONE_OF_EACH.items()},
+    **{f"one frame, {codec} in {container}": clip(codec, container, 1) for container, codec in ONE_OF_EACH.items()},
+    **{f"{codec} in {container}, live": partial(clips.encode_live, 31, codec, container) for codec, container in (
+        ("libx264", "mp4"), ("libx264", "mov"), ("libx264", "matroska"), ("libvpx-vp9", "webm"),
+    )},
+    **{f"{sound} in {container}": partial(with_sound, codec, sound, container) for codec, sound, container in (
+        ("libx264", "aac", "mp4"), ("libx264", "pcm_s16le", "mov"), ("mpeg4", "pcm_s16le", "avi"),
+        ("libvpx-vp9", "libopus", "webm"), ("libx264", "aac", "matroska"),
+    )},
+    **{f"{width}x{height}, {codec}": partial(clips.encode, 5, width, height, codec=codec, container=container)
+       for width, height in ((63, 47), (9, 121))
+       for codec, container in (("libx264", "mp4"), ("libvpx-vp9", "webm"), ("mpeg4", "avi"))},
+    # Key frames from which decoding can start, or cannot: open groups, stripes, fields, forward key frames.
+    "h264 open groups": clip("libx264", "mp4", 41, **{
+        "x264-params": "open-gop=1:keyint=10:min-keyint=10:bframes=3:b-adapt=0:scenecut=0"}),
+    "h264 intra refresh": clip("libx264", "matroska", 41, **{"x264-params": "intra-refresh=1:keyint=10:bframes=0"}),
+    "h264 interlaced": clip("libx264", "mp4", 41, **{"x264-params": "interlaced=1:keyint=10"}),
+    "h265 open groups": clip("libx265", "mp4", 41, **{
+        "x265-params": "log-level=none:open-gop=1:keyint=10:min-keyint=10:bframes=4:scenecut=0"}),
+    "h265 intra refresh": clip("libx265", "matroska", 41, **{
+        "x265-params": "log-level=none:intra-refresh=1:keyint=10:bframes=0"}),
+    "av1 forward key frames": clip("libsvtav1", "mp4", 41, **{"svtav1-params": "irefresh-type=1:keyint=10"}),
+    "vp9 hidden frames": clip("libvpx-vp9", "webm", 41, **{"g": "10", "lag-in-frames": "16", "auto-alt-ref": "1"}),
+    "mpeg4 b-frames": clip("mpeg4", "matroska", 41, bf="2", g="10"),
+    "avi without times": clip("mpeg4", "avi", 41, bf="2", g="10"),
+    "each h265 frame a key frame": lambda: clips.cached("libx265", "mp4", 31, g="10").replace(b"stss", b"free"),
+    "each mpeg4 frame a key frame": lambda: clips.cached("mpeg4", "mp4", 31, g="10").replace(b"stss", b"free"),
+    "edit list": trimmed,
+    "h263 in 3gp": lambda: clips.encode(31, 128, 96, codec="h263", container="3gp"),
+    "h264 that begins within a group": lambda: clips.cached("libx264", "mpegts", 60, g="10")[188 * 11:],
+    "two of mpeg2video, 25 Hz": lambda: 2 * clips.encode(31, rate=25, codec="mpeg2video", container="mpeg"),
+    "dnxhr, 25 Hz": partial(clips.encode, 31, 256, 128, 25, "dnxhd", "mxf", options={"profile": "dnxhr_lb"}),
+    **{f"{codec} in {container}, 25 Hz": partial(clips.encode, 31, rate=25, codec=codec, container=container)
+       for codec, container in (("mpeg1video", "mpeg"), *(("mpeg2video", kind) for kind in ("mpegts", "mpeg", "mov")))},
+    "mp4 of short edits": corpus.mp4_of_short_edits,
+}  # fmt: skip
+
+
+def check(data: bytes, samplings: Sequence[VideoSampling] = SAMPLINGS, *, stream: int = 0, times=None, fps=10) -> None:
+    """Compares the result of each sampling with the plain decode, whose frames have `times`, or else 0, 1/`fps`, ..."""
+    every = clips.decode_all(data, stream)
+    times = np.arange(len(every)) / fps if times is None else np.asarray(times)
+    for sampling in samplings:
+        if (sampling.start or 0) > times[-1]:
+            continue
+        decoded, probed = (decode_video(data, sampling, probe=probe) for probe in (False, True))
+        facts = decoded.facts
+        assert (probed.facts, probed.frames.shape) == (facts, decoded.frames.shape)
+        expected = sampling.indices(times, facts.fps, 768)
+        np.testing.assert_array_equal(decoded.frames, every[expected])
+        np.testing.assert_allclose(decoded.facts.timestamps, times[expected], atol=1e-3)
+        assert (facts.total_frames, facts.missing) == (len(every), None)
+        assert facts.fps == pytest.approx(fps, 0.02) or len(every) == 1
+        assert decoded.frames.flags.c_contiguous
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_sampled_frames_equal_those_of_a_plain_decode(name: str) -> None:
+    check(CLIPS[name](), fps=25 if name.endswith("25 Hz") else 10)
+
+
+@pytest.mark.parametrize("container", ["avi", "mp4"])
+def test_packets_without_a_frame(container: str) -> None:
+    data = clips.remuxed(clips.cached("mpeg4", container, 31, g="5"), container, drop_frame)
+    check(data, times=[index / 10 for index in range(31) if index % 5 < 4], fps=8)
+
+
+@pytest.mark.parametrize("container", ["mp4", "matroska"])
+def test_variable_frame_rate(container: str) -> None:
+    stamps = [0, 1, 2, 10, 11, 20]
+    data = clips.encode(6, container=container, stamps=stamps)
+    samplings = [VideoSampling(fps=1), VideoSampling(num_frames=9), VideoSampling(num_frames=9, start=0.5, end=1.05)]
+    check(data, samplings, times=np.array(stamps) / 10, fps=2.5)
+    assert decode_video(data, samplings[-1]).facts.window_frames == 2
+
+
+def ticks(data: bytes, sampling: VideoSampling, probe: bool = False) -> int:
+    """Packets read, packets decoded and frames decoded, together: `should_stop` is called for each."""
+    calls: list[None] = []
+    decode_video(data, sampling, should_stop=lambda: bool(calls.append(None)), probe=probe)
+    return len(calls)
+
+
+SEEKABLE = [("libx264", "mp4"), ("libx265", "mov"), ("libsvtav1", "matroska"), ("libvpx-vp9", "webm")]
+SEEKABLE += [("libx264", "mpegts"), ("libx265", "flv"), ("libx264", "3gp"), ("mjpeg", "mov")]
+
+
+@pytest.mark.parametrize(("codec", "container"), SEEKABLE)
+def test_frames_that_are_not_needed_are_not_decoded(codec: str, container: str) -> None:
+    data = clips.cached(codec, container, 31, g="5")
+    read, whole = 32, 95  # and 31 packets, one flush and 31 frames
+    assert ticks(data, VideoSampling(num_frames=31)) <= whole
+    for sampling in (VideoSampling(num_frames=3), VideoSampling(num_frames=2, end=0.4)):
+        assert ticks(data, sampling) <= read + 40
+        assert ticks(data, sampling, probe=True) <= read
+
+
+@pytest.mark.parametrize("degrees", [0, 90, 180, 270])
+@pytest.mark.parametrize("is_mirrored", [False, True])
+def test_frames_are_upright(degrees: int, is_mirrored: bool) -> None:
+    data = clips.remuxed(clips.cached("libx264", "mp4", 3), "mp4", degrees=degrees, is_mirrored=is_mirrored)
+    upright = np.rot90(clips.decode_all(data), degrees // 90, axes=(1, 2))
+    np.testing.assert_array_equal(decode_video(data, EIGHT).frames, upright[:, :, ::-1] if is_mirrored else upright)
+
+
+def test_frames_of_another_size_are_scaled_to_the_first() -> None:
+    """VP9 carries the size in each key frame. The limit holds for each."""
+    small, large = (clips.cached("libvpx-vp9", "webm", 5, *size, g="1") for size in ((64, 48), (320, 240)))
+    packets = corpus.packets_of(large)
+    data = clips.remuxed(small, "webm", lambda index, packet: packets[index] if index > 2 else packet)
+    decoded = decode_video(data, EIGHT)
+    assert decoded.frames.shape == (5, 48, 64, 3)
+    scaled = clips.decode_all(small)
+    assert np.abs(decoded.frames.astype(int) - scaled).mean() < 40
+    limits = DecodeLimits(max_frame_pixels=64 * 48)
+    with pytest.raises(MediaError):
+        decode_video(data, EIGHT, limits)
+    assert len(decode_video(data, VideoSampling(num_frames=2, end=0.3), limits).frames) == 2
+
+
+@pytest.mark.parametrize("default", [0, 1])
+def test_the_default_of_two_videos_is_decoded(default: int) -> None:
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="matroska") as output:
+        tracks = [clips.video_stream(output, "libx264", side, side, 10, {}) for side in (64, 32)]
+        for place, track in enumerate(tracks):
+            track.disposition = Disposition.default if place == default else 0
+        for track, frames in zip(tracks, (9, 14), strict=True):
+            clips.write_frames(output, track, range(frames))
+    check(buffer.getvalue(), [EIGHT], stream=default)
+
+
+def test_frames_are_scaled_to_fit_the_limit_of_their_pixels() -> None:
+    most, height, width = 8 * 101 * 75, 74, 100
+    data = clips.cached("libx264", "mp4", 20, 320, 240)
+    decoded = decode_video(data, EIGHT, DecodeLimits(max_video_pixels_kept=most))
+    assert decoded.frames.shape == (8, height, width, 3)
+    every = clips.decode_all(data)[np.rint(np.array(decoded.facts.timestamps) * 10).astype(int)]
+    scaled = [np.asarray(Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC)) for frame in every]
+    assert np.abs(decoded.frames - np.array(scaled, int)).mean() < 2
+
+
+LIMITS = DecodeLimits(
+    max_video_frames=20,
+    max_video_seconds=1.9,
+    max_video_frames_kept=8,
+    max_frame_pixels=64 * 48,
+)
+
+
+@pytest.mark.parametrize("limit", [
+    {"max_video_frames": 19}, {"max_video_seconds": 1.8}, {"max_video_frames_kept": 7},
+    {"max_frame_pixels": 64 * 48 - 1}, {"max_video_pixels_kept": 8 * 3},
+], ids=lambda limit: next(iter(limit)))  # fmt: skip
+def test_limits_name_their_flag(limit: dict[str, float]) -> None:
+    data = clips.cached("libx264", "mp4", 20)
+    assert len(decode_video(data, EIGHT, LIMITS).frames) == 8
+    (name,) = limit
+    with pytest.raises(MediaError, match=rf"^video 1: it has .* more than .*, the limit of {flag_of(name)}; send"):
+        decode_video(data, EIGHT, DecodeLimits(**vars(LIMITS) | limit))
+
+
+def encrypted() -> bytes:
+    """An mp4 whose frames are encrypted (ISO/IEC 23001-7)."""
+    buffer, key = io.BytesIO(), {"encryption_key": "0" * 32, "encryption_kid": "1" * 32}
+    with av.open(buffer, "w", format="mp4", options={"encryption_scheme": "cenc-aes-ctr"} | key) as output:
+        clips.write_frames(output, clips.video_stream(output, "libx264", 64, 48, 10, {}), range(3))
+    return buffer.getvalue()
+
+
+NO_VIDEO = "the file contains no image or video$"
+UNREADABLE = "cannot be read, or is damaged; send a whole file"
+REFUSED: dict[str, tuple[Clip, str]] = {
+    "sound": (partial(with_sound, "", "aac", "mp4"), NO_VIDEO),
+    "sound with a cover": (partial(with_sound, "mjpeg", "aac", "mp4", is_cover=True), NO_VIDEO),
+    "too elongated": (lambda: clips.encode(3, 4000, 16, codec="mpeg4", container="avi"), "of 4000x16 one side is"),
+    "encrypted": (encrypted, "its video is encrypted; send it without encryption$"),
+    "encrypted codec": (lambda: encrypted().replace(b"frma", b"free"), "its video is encrypted; send"),
+    "no decoder": (lambda: clips.encode(3).replace(b"avc1", b"avs3"), "it is coded as avs3, for which"),
+    **{name: (lambda data=data: data, UNREADABLE) for name, data in {
+        "nothing": b"", "zeros": bytes(4096), "text": b"this is text\n" * 100,
+        "EBML": b"\x1a\x45\xdf\xa3" + b"\xff" * 100, "ftyp": b"\0\0\0\x10ftypisom\0\0\2\0" + bytes(100),
+        "wave": b"RIFF\4\0\0\0WAVE",
+    }.items()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    make, problem = REFUSED[name]
+    with pytest.raises(MediaError, match=f"^video 1: {problem}"):
+        decode_video(make(), EIGHT)
+
+
+@pytest.mark.parametrize("playlist", corpus.PLAYLISTS)
+@pytest.mark.parametrize("address", ["file://{path}", "http://127.0.0.1:{port}/"])
+def test_a_playlist_opens_no_file_and_no_address(playlist: str, address: str, tmp_path: Path) -> None:
+    path = tmp_path / "clip.mp4"
+    path.write_bytes(clips.encode(2))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        data = corpus.PLAYLISTS[playlist].format(address.format(path=path, port=listener.getsockname()[1])).encode()
+        with pytest.raises(MediaError, match=UNREADABLE) as caught:
+            decode_video(data, EIGHT)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    assert not re.search("clip|/", str(caught.value))
+
+
+def test_a_stop_ends_the_decode_at_the_next_packet_or_frame() -> None:
+    data = clips.cached("libx264", "mp4", 20)
+    for count in (0, 10, 30):
+        calls = iter([False] * count + [True])  # another call would raise StopIteration
+        with pytest.raises(MediaError, match="stopped"):
+            decode_video(data, EIGHT, should_stop=lambda calls=calls: next(calls))

@@ -1,0 +1,270 @@
+"""Downloads: what is sent and taken, and which hosts, addresses, answers and redirects are refused."""
+
+import asyncio
+import socket
+import ssl
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mini_engine.media.errors import MediaError
+from mini_engine.media.sources import http_fetch
+from mini_engine.media.sources.http_fetch import fetch_http
+from mini_engine.media.sources.policy import BLOCK_BYTES, MAX_URL_CHARACTERS, MediaPolicy, Received
+from tests.web import WebServer, chunked, make_certificate, response
+
+LIMIT = 1 << 20
+BODY = bytes(range(256)) * 2000
+OK, CHUNKED = b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+CODINGS = [b"gzip, chunked", b"gzip", b"chunked, chunked"]
+GOOD_RESPONSES = [
+    CHUNKED + chunked(BODY[:1], BODY[1:70000], BODY[70000:]),
+    b"HTTP/1.0 200 OK\r\n\r\n" + BODY,
+    b"HTTP/1.1 100 Continue\r\n\r\n" + response(BODY, Content_Encoding="Identity"),
+]
+NOT_HTTP = [b"", b"\x16\x03\x01\x00\xff" * 20000, OK + b"A: " + b"b" * 10000 + b"\r\n\r\n", CHUNKED + b"zz\r\nx"]
+TRUNCATED = [response(BODY, Content_Length=str(len(BODY) + 1)), CHUNKED + chunked(BODY)[:-5], CHUNKED + b"5\r\nabc"]
+BAD_RESPONSES = [
+    *((response(BODY, f"{status} x"), f"status {status}") for status in (206, 404)),
+    (response(b""), "is empty"),
+    (response(BODY, Content_Encoding="identity, br"), "Content-Encoding"),
+    (response(BODY, Content_Encoding="identity\r\nContent-Encoding: br"), "Content-Encoding"),
+    *((OK + b"Transfer-Encoding: %b\r\n\r\n" % coding + chunked(BODY), "Transfer-Encoding") for coding in CODINGS),
+    (response(b"x", Content_Length=str(LIMIT + 1)), "--max-media-bytes"),
+    *((answer, "closed the connection early or does not speak HTTP") for answer in NOT_HTTP + TRUNCATED),
+]
+FLOODS = [(head, bytes(1 << 16)) for head in (OK + b"\r\n", CHUNKED + b"7fffffff\r\n")]
+DRIPS = [(OK + b"Content-Length: 5000\r\n\r\n", b"x"), (CHUNKED, b"0"), (OK, b"A"), (b"", b"HTTP/1.1 100 x\r\n\r\n")]
+BAD_URLS = r"""
+http://other.test/ http://sub.media.test/ http://media.test.other.test/ http://media.test:65536/ http://user@media.test/
+http://media.test@other.test/ http://other.test#@media.test/ http://other.test\@media.test/ http://media.test\.other.test/
+http://media.test%2eother.test/ http://127.0.0.1/ http://[::1/ http:///media.test/ http:media.test/ http:// http://127.1/
+http://2130706433/ http://0x7f.1/ http://media.test./ http://media..test/ http://me%64ia.test/ ws://media.test/""".split()
+BAD_URLS += ["http://med\tia.test/", "http://media.test/a\r\nHost: other.test", "http://media.test/a b"]
+BAD_URLS += ["http://\ud800/", "http://media.test/\ud800", "http://" + "\ufdfa" * 10000, "http://me\u00addia.test/"]
+BAD_URLS += ["http://media.test/" + "x" * MAX_URL_CHARACTERS]
+BAD_LOCATIONS = r"""
+http://other.test:{port}/0 //other.test:{port}/0 http://127.0.0.1:{port}/0 file:///etc/passwd data:,x
+http://private.test:{port}/0 //other.test\@media.test/""".split()
+
+
+class Names:
+    """A resolver that records its calls. `Names(a_test=[...])` resolves a.test; other names do not exist."""
+
+    def __init__(self, **names: list[str]):
+        self.names = {name.replace("_", "."): found for name, found in names.items()}
+        self.asked: list[tuple[str, int]] = []
+
+    def __call__(self, host: str, port: int) -> list[Any]:
+        self.asked.append((host, port))
+        if host.lower() not in self.names:
+            raise socket.gaierror(socket.EAI_NONAME, "secret detail 10.9.8.7")
+        return [(0, 0, 0, "", (address, port)) for address in self.names[host.lower()]]
+
+
+def download(url: str, policy: MediaPolicy, received: Received = lambda _: None) -> bytes:
+    return asyncio.run(fetch_http(url, policy, "video 1", received))
+
+
+def refusal(url: str, policy: MediaPolicy) -> str:
+    """The error's text, which must contain neither an address nor a message of the system."""
+    with pytest.raises(MediaError, match="^video 1: ") as caught:
+        download(url, policy)
+    assert not any(secret in str(caught.value) for secret in ("127.0.0.1", "10.", "secret", "Errno", ".test"))
+    return str(caught.value)
+
+
+@pytest.fixture
+def names() -> Names:
+    return Names(media_test=["127.0.0.1"], other_test=["127.0.0.1"])
+
+
+@pytest.fixture
+def policy(names: Names) -> MediaPolicy:
+    """media.test is allowed and stands for this machine. Nothing else is allowed."""
+    return MediaPolicy(
+        None,
+        LIMIT,
+        allowed_media_domains=["media.test"],
+        media_fetch_timeout=20,
+        resolve=names,
+        is_allowed_address=lambda address: str(address) == "127.0.0.1",
+    )
+
+
+def test_request_line_and_headers(policy: MediaPolicy, names: Names, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # ignored
+    names.names["xn--bcher-kva.test"] = ["127.0.0.1"]
+    policy = replace(policy, allowed_media_domains=["bücher.test"])
+    with WebServer(response(BODY)) as server:
+        assert download(f"HTTP://BÜCHER.Test:{server.port}/a%20b/ü?q=1&é#fragment", policy) == BODY
+        signed = "/a%2Fb/../%7Ec?date=2026%2F11&empty&sign=a%2Bb+c%3d"  # left as it is
+        assert download(f"http://xn--bcher-kva.test:{server.port}{signed}", policy) == BODY
+    head = server.requests[0].split("\r\n")
+    assert head[0] == "GET /a%20b/%C3%BC?q=1&%C3%A9 HTTP/1.1"
+    assert server.requests[1].startswith(f"GET {signed} HTTP/1.1\r\n")
+    assert f"Host: xn--bcher-kva.test:{server.port}" in head and "Accept-Encoding: identity" in head
+
+
+@pytest.mark.parametrize("answer", GOOD_RESPONSES, ids=["chunked", "until close", "after 100"])
+def test_response_body_is_returned(answer: bytes, policy: MediaPolicy) -> None:
+    sizes: list[int] = []
+    with WebServer(answer) as server:
+        assert download(f"http://media.test:{server.port}", policy, sizes.append) == BODY
+    assert sum(sizes) == len(BODY) and max(sizes) <= BLOCK_BYTES
+
+
+@pytest.mark.parametrize(("answer", "hint"), BAD_RESPONSES)
+def test_bad_response_is_refused(answer: bytes, hint: str, policy: MediaPolicy) -> None:
+    with WebServer(answer) as server:
+        assert hint in refusal(f"http://media.test:{server.port}/a.mp4", policy)
+
+
+@pytest.mark.parametrize(("head", "piece"), FLOODS + DRIPS)
+def test_endless_response_ends_at_a_limit(head: bytes, piece: bytes, policy: MediaPolicy) -> None:
+    def endless(connection: socket.socket, _: str) -> None:
+        connection.sendall(head)
+        for _ in range(1000):
+            connection.sendall(piece)
+            time.sleep(0.05 if drips else 0)
+
+    drips = len(piece) < 100
+    with WebServer(endless) as server:
+        text = refusal(f"http://media.test:{server.port}/", replace(policy, media_fetch_timeout=0.4 if drips else 20))
+    assert ("within 0.4 seconds, the limit of --media-fetch-timeout" if drips else "--max-media-bytes") in text
+
+
+def test_silent_server_and_cancellation(policy: MediaPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, closed = threading.Event(), threading.Event()
+
+    def silent(connection: socket.socket, _: str) -> None:
+        connection.sendall(OK + b"Content-Length: 9\r\n\r\nx")
+        asked.set()
+        connection.recv(1)
+        closed.set()
+
+    async def cancel(url: str) -> None:
+        task = asyncio.create_task(fetch_http(url, policy, "video 1", lambda _: None))
+        await asyncio.to_thread(asked.wait, 60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await asyncio.to_thread(closed.wait, 60)
+
+    with WebServer(silent) as server:
+        asyncio.run(cancel(f"http://media.test:{server.port}/"))
+        monkeypatch.setattr(http_fetch, "QUIET_SECONDS", 0.4)
+        assert "sent nothing for 0.4 seconds" in refusal(f"http://media.test:{server.port}/", policy)
+
+
+def test_silent_name_server_and_silent_tls_server(policy: MediaPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = threading.Event()
+    slow = replace(policy, resolve=lambda host, port: [done.wait(60)])
+    assert "--media-fetch-timeout" in refusal("http://media.test/", replace(slow, media_fetch_timeout=0.2))
+    monkeypatch.setattr(http_fetch, "QUIET_SECONDS", 0.4)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for url, case in (("http://media.test/", slow), (f"https://media.test:{listener.getsockname()[1]}/", policy)):
+            assert "refuses connections or is unreachable" in refusal(url, case)
+    done.set()
+
+
+def test_unknown_host_unreachable_host_and_second_address(policy: MediaPolicy, names: Names) -> None:
+    policy = replace(policy, allowed_media_domains=["media.test", "unknown.test"], is_allowed_address=lambda _: True)
+    assert "cannot be resolved" in refusal("http://unknown.test/", policy)
+    with WebServer(response(BODY)) as server:  # does not listen on 127.0.0.2
+        names.names["media.test"] = ["127.0.0.2"]
+        assert "unreachable" in refusal(f"http://media.test:{server.port}/", policy)
+        names.names["media.test"] = ["127.0.0.2", "127.0.0.1"]
+        assert download(f"http://media.test:{server.port}/", policy) == BODY
+
+
+@pytest.mark.parametrize("found", [["127.0.0.1"], ["::ffff:127.0.0.1"], ["93.184.215.14", "127.0.0.1"], ["fe80::1%lo"]])
+def test_host_with_a_private_address_is_not_dialled(found: list[str]) -> None:
+    by_test = MediaPolicy(None, LIMIT, ["media.test", "127.0.0.1"], resolve=Names(media_test=found))
+    with WebServer(response(BODY)) as server:
+        for host, policy in (("media.test", by_test), ("localhost", MediaPolicy(None, LIMIT, ["localhost"]))):
+            assert "its host has a private address" in refusal(f"http://{host}:{server.port}/", policy)
+    assert server.dialled == 0
+
+
+@pytest.mark.parametrize("found", [["127.0.0.1"], ["127.0.0.2", "127.0.0.1"]])
+def test_host_with_an_address_in_a_listed_network_is_dialled(found: list[str]) -> None:
+    names = Names(media_test=found, other_test=found)
+    policy = MediaPolicy(None, LIMIT, ["media.test", "127.0.0.0/8", "fd00::/8"], resolve=names)
+    elsewhere = replace(policy, resolve=Names(media_test=[*found, "10.0.0.1"]))
+    with WebServer(response(BODY)) as server:
+        assert download(f"http://media.test:{server.port}/", policy) == BODY
+        assert "list the network in --allowed-media-domains" in refusal(f"http://media.test:{server.port}/", elsewhere)
+        for host in ("127.0.0.1", "127.0.0.0", "other.test"):
+            assert "does not list the URL's host" in refusal(f"http://{host}:{server.port}/", policy)
+        listed = MediaPolicy(None, LIMIT, [f"127.0.0.1:{server.port}"])
+        assert download(f"http://127.0.0.1:{server.port}/a", listed) == BODY
+        for host in ("127.0.0.1:1", f"[::ffff:127.0.0.1]:{server.port}", f"127.1:{server.port}"):
+            assert "--allowed-media-domains" in refusal(f"http://{host}/", listed)
+
+
+def test_dns_rebinding_has_no_effect(policy: MediaPolicy, names: Names) -> None:
+    def hang_up_first(connection: socket.socket, _: str) -> None:
+        names.names["media.test"] = ["127.0.0.2"]  # which a second resolution would get
+        if server.dialled > 1:
+            connection.sendall(response(BODY))
+
+    with WebServer(hang_up_first) as server:  # aiohttp sends the request again
+        assert download(f"http://media.test:{server.port}/", policy) == BODY
+    assert names.asked == [("media.test", server.port)]
+
+
+@pytest.mark.parametrize("url", BAD_URLS)
+def test_url_is_refused_before_its_name_is_resolved(url: str, policy: MediaPolicy, names: Names) -> None:
+    began = time.thread_time()
+    refusal(url, policy)
+    assert not names.asked and time.thread_time() - began < 0.2
+
+
+def test_redirects(policy: MediaPolicy, names: Names) -> None:
+    def answer(connection: socket.socket, request: str) -> None:
+        number = int(request.split()[1].strip("/"))
+        to = response(b"", "302 Found", Location=str(number - 1), Set_Cookie="a=b")
+        connection.sendall(to if number else response(BODY))
+
+    with WebServer(answer) as server:
+        assert download(f"http://media.test:{server.port}/5", policy) == BODY
+        assert names.asked == [("media.test", server.port)] * 6  # once per URL
+        assert "more than 5 redirects" in refusal(f"http://media.test:{server.port}/6", policy)
+    assert not any("cookie" in head.lower() for head in server.requests)
+
+
+@pytest.mark.parametrize("location", [*BAD_LOCATIONS, "/a\tb", "/\xff"])
+def test_redirect_is_checked_like_the_first_url(location: str, policy: MediaPolicy, names: Names) -> None:
+    def answer(connection: socket.socket, _: str) -> None:
+        to = location.format(port=server.port).encode("latin-1")
+        connection.sendall(b"HTTP/1.1 307 x\r\nLocation: " + to + b"\r\n\r\n")
+
+    names.names["private.test"] = ["127.0.0.2"]
+    policy = replace(policy, allowed_media_domains=["media.test", "private.test"])
+    with WebServer(answer) as server:
+        assert "after a redirect: " in refusal(f"http://media.test:{server.port}/", policy)
+    assert server.dialled == 1
+
+
+def test_tls(policy: MediaPolicy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The certificate is for media.test and 127.0.0.1. All names resolve to the server."""
+    certificate, key = make_certificate(tmp_path, "DNS:media.test,IP:127.0.0.1")
+    context, names = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), []
+    context.load_cert_chain(certificate, key)
+    context.sni_callback = lambda _, name, __: names.append(name)
+    hosts = ["media.test", "other.test", "127.0.0.1"]
+    policy = replace(policy, allowed_media_domains=hosts)
+    monkeypatch.setattr(http_fetch, "tls_context", http_fetch.tls_context.__wrapped__)  # without its cache
+    with WebServer(response(b"", "301 Moved", Location="http://media.test/"), tls=context) as server:
+        assert "certificate must be valid" in refusal(f"https://media.test:{server.port}/", policy)  # not trusted
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert "certificate must be valid" in refusal(f"https://other.test:{server.port}/", policy)
+        assert not server.requests
+        for host in ("Media.test", "127.0.0.1"):
+            assert "from https to http" in refusal(f"https://{host}:{server.port}/", policy)
+    assert names == ["media.test", "other.test", "Media.test", None] and "Host: Media.test:" in server.requests[0]

@@ -1,0 +1,98 @@
+"""Paged attention against a plain softmax in float64, on random ragged batches."""
+
+import numpy as np
+import pytest
+import torch
+
+from mini_engine.kernels import ops
+from mini_engine.model.vision_language import AttentionShape
+from mini_engine.worker.attention import sdpa as attention
+from mini_engine.worker.attention.sdpa import KVCache, SdpaBackend, Span, attention_order
+from tests.attention_reference import reference_attention, slots_of
+
+DIM = 8
+CPU = torch.device("cpu")
+
+
+def random_spans(generator: np.random.Generator, lengths: list[tuple[int, int]], block_size: int) -> list[Span]:
+    """Spans (start, count) over blocks in random order, in the order of a batch; some tables are longer than needed."""
+    needed = [-(-(start + count) // block_size) + int(generator.integers(2)) for start, count in lengths]
+    blocks = generator.permutation(sum(needed)).astype(np.int64)
+    tables = np.split(blocks, np.cumsum(needed)[:-1])
+    spans = [Span(start, count, table) for (start, count), table in zip(lengths, tables, strict=True)]
+    return sorted(spans, key=attention_order)
+
+
+def check(spans: list[Span], block_size: int, heads=4, kv_heads=2) -> None:
+    torch.manual_seed(len(spans))
+    num_blocks = 1 + max(int(span.blocks.max()) for span in spans)
+    cache = KVCache.allocate(AttentionShape(2, kv_heads, DIM), num_blocks, block_size, torch.float32, CPU)
+    cache.storage.normal_()
+    total, slots = sum(span.length for span in spans), slots_of(spans, block_size)
+    projected = ops.Heads(
+        torch.randn(total, heads + 2 * kv_heads, DIM), kv_heads, *ops.rotary_tables(torch.randn(total, DIM // 2))
+    )
+    q, k, v = ops.rotate_heads(projected)
+    attend = SdpaBackend(cache).step(slots, spans)
+    before = cache.storage[0].clone()
+    out = attend(1, projected)
+    assert torch.equal(cache.storage[0], before)
+    assert torch.equal(cache.keys(1).flatten(0, 1)[slots], k) and torch.equal(cache.values(1).flatten(0, 1)[slots], v)
+    expected = reference_attention(q, cache.keys(1), cache.values(1), spans)
+    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("block_size", "heads", "kv_heads"), [(1, 4, 2), (4, 3, 3), (16, 6, 1)])
+def test_ragged_batches(block_size, heads, kv_heads):
+    generator = np.random.default_rng(block_size * 10 + heads)
+    for _ in range(4):
+        decodes = [(int(n), 1) for n in generator.integers(0, 90, generator.integers(0, 9))]
+        chunks = [
+            (int(a), int(n)) for a, n in zip(generator.integers(0, 60, 3), generator.integers(2, 50, 3), strict=True)
+        ]
+        chunks[0] = (0, chunks[0][1])
+        check(random_spans(generator, decodes + chunks, block_size), block_size, heads, kv_heads)
+
+
+@pytest.mark.parametrize("start", [0, 37])
+def test_chunks_over_several_tiles(start):
+    check(random_spans(np.random.default_rng(start), [(start, 2 * attention.TILE + 9)], 16), 16)
+
+
+@pytest.mark.parametrize(("pad_bytes", "group_bytes"), [(0, 0), (4096, 1 << 14), (1 << 30, 1 << 30)])
+def test_any_cut_into_groups_gives_the_same(pad_bytes, group_bytes, monkeypatch):
+    monkeypatch.setattr(attention, "PAD_BYTES", pad_bytes)
+    monkeypatch.setattr(attention, "GROUP_BYTES", group_bytes)
+    lengths = [(int(n), 1) for n in np.random.default_rng(5).integers(0, 200, 12)]
+    check(random_spans(np.random.default_rng(6), lengths, 4), 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_long_context_in_half_precision(dtype):
+    """By Triton's kernels: 8,192 tokens on the device, heads as in a model of 7 B."""
+    pytest.importorskip("triton")
+    from mini_engine.worker.attention.triton_attention import TritonBackend
+
+    device = torch.device("cuda", 0)
+    torch.manual_seed(0)
+    cache = KVCache.allocate(AttentionShape(2, 4, 128), 600, 16, dtype, device)
+    cache.storage.fill_(float("nan"))
+    backend = TritonBackend(cache, 8192)
+    span = Span(0, 8191, np.random.default_rng(0).permutation(600)[:512])
+    qkv, angles = torch.randn(8192, 36, 128, device=device, dtype=dtype), torch.randn(8192, 64, device=device)
+    q, k, v = ops.rotate_heads(ops.Heads(qkv, 4, *ops.rotary_tables(angles)))
+    prompt, token = (
+        ops.Heads(x, 4, *ops.rotary_tables(angle)) for x, angle in zip(qkv.split(8191), angles.split(8191), strict=True)
+    )
+    out = backend.step(slots_of([span], 16).to(device), [span])(1, prompt)
+    wide = [x.transpose(0, 1).double() for x in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        wide[0], wide[1], wide[2], is_causal=True, enable_gqa=True
+    ).transpose(0, 1)
+    bound = 8e-3 if dtype == torch.bfloat16 else 1e-3
+    torch.testing.assert_close(out.double(), expected[:8191], atol=bound, rtol=bound)
+    last = Span(8191, 1, span.blocks)
+    out = backend.step(slots_of([last], 16).to(device), [last])(1, token)
+    torch.testing.assert_close(out.double(), expected[8191:], atol=bound, rtol=bound)

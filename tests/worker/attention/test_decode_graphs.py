@@ -1,0 +1,117 @@
+"""Decode steps of padded sizes: recorded and replayed on CUDA, computed as they are on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mini_engine.model.parallel import TensorParallel
+from mini_engine.model.weights import load_model
+from mini_engine.worker.attention.sdpa import AttentionBackend, KVCache, SdpaBackend, Span
+from mini_engine.worker.memory import HUNGRY_SAMPLING
+from mini_engine.worker.model_runner import ModelRunner
+from mini_engine.worker.normalisation import Normalisation
+from tests.kernels.devices import INTERPRETED, device
+from tests.worker import script, tiny
+from tests.worker.conftest import make_states
+
+__all__ = ["device"]
+pytest.importorskip("triton")
+from mini_engine.worker.attention.decode_graphs import DecodeGraphs  # noqa: E402
+from mini_engine.worker.attention.triton_attention import StepTables, TritonBackend  # noqa: E402
+
+BLOCKS = 64
+HUNGRY = {name: getattr(HUNGRY_SAMPLING, name) for name in ("repetition_penalty", "presence_penalty", "logprobs")}
+
+
+class World:
+    """A model, its cache, and graphs for at most 6 sequences."""
+
+    def __init__(self, checkpoint: Path, device: torch.device, family: str = "qwen2_5_vl") -> None:
+        self.family = family
+        self.model = load_model(checkpoint, TensorParallel(), None, device)
+        states = make_states(self.model, device)
+        self.cache = KVCache.allocate(self.model.attention_shape, BLOCKS, 16, torch.float32, device, 1, states)
+        # Finite alone where padding reads.
+        self.cache.storage.fill_(float("nan"))[:, :, BLOCKS] = 0
+        self.backend = TritonBackend(self.cache, 2048)
+        self.graphs = DecodeGraphs(self.model, self.backend, 6, 2048)
+        if device.type == "cuda":
+            self.graphs.capture()
+        self._normalise = Normalisation.from_dir(checkpoint)
+
+    def runner(self, media: tiny.MemoryMedia, backend: AttentionBackend, graphs: DecodeGraphs | None) -> ModelRunner:
+        return ModelRunner(self.model, backend, media, self._normalise, TensorParallel(), None, graphs)
+
+    def tokens(self, backend: AttentionBackend, graphs: DecodeGraphs | None) -> dict[str, list[int]]:
+        """Of requests that end one after the other, so that the steps get smaller; one restarts in other blocks."""
+        media = tiny.MemoryMedia()
+        requests = [new for new in tiny.mixed_requests(media, self.family) if new.request_id != "video"]
+        if INTERPRETED:
+            prompts = {"short": [17], "half a block": [*range(3, 12)], "block": [*range(20, 36)]}
+            requests = [tiny.make_request(media, *prompt, self.family) for prompt in prompts.items()]
+        steps = script.write_steps(requests, 4 if INTERPRETED else 20, 48, 16, BLOCKS, preempt_at=(3,))
+        assert max(len(step.chunks) for step in steps) == len(requests)
+        return script.run(self.runner(media, backend, graphs), steps, ahead=1)
+
+
+@pytest.fixture
+def world(device, checkpoint, family) -> World:
+    return World(checkpoint, device, family)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"], indirect=True, scope="session")
+def test_the_tokens_are_those_of_steps_without_and_of_torchs_attention(world):
+    tokens = world.tokens(world.backend, world.graphs)
+    assert tokens == world.tokens(SdpaBackend(world.cache), None)
+    if not INTERPRETED:  # where it would take its time
+        assert tokens == world.tokens(world.backend, None)
+    assert len({tuple(answer) for answer in tokens.values()}) == len(tokens)
+    assert world.cache.storage[:, :, BLOCKS].any(), "padding wrote to the spare block, and so to no block of another"
+
+
+def test_tables_that_advance_are_those_that_are_built(device):
+    """Over the ends of blocks and the last column."""
+    starts, blocks = [250, 15, 0, 16], np.random.default_rng(0).permutation(4 * 20).reshape(4, 20)
+    contexts = np.array(starts) + 1
+    tables = StepTables([Span(start, 1, row) for start, row in zip(starts, blocks, strict=True)], 16, device)
+    for _ in range(40):
+        entered = [(row, int(blocks[row, stop // 16])) for row, stop in enumerate(contexts.tolist()) if stop % 16 == 0]
+        slots = blocks[range(4), contexts // 16] * 16 + contexts % 16
+        contexts = contexts + 1
+        tables.advance(torch.from_numpy(slots).to(device), contexts, entered)
+        assert tables.contexts.tolist() == contexts.tolist()
+        for row, stop in enumerate(contexts.tolist()):
+            used = -(-stop // 16)
+            assert tables.tables[row, :used].tolist() == blocks[row, :used].tolist()
+    assert tables.tables.shape == (4, 32)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+        {"temperature": 1.0, "top_p": 0.5},
+        {"repetition_penalty": 1.05},
+        {**HUNGRY, "temperature": 0.8, "logit_bias": {5: 1.0}, "min_tokens": 20, "stop_token_ids": [7, 8]},
+    ],
+)
+def test_a_step_that_goes_on_waits_for_nothing(sampling, checkpoint):
+    """Torch raises where it would wait for the device."""
+    world, media = World(checkpoint, torch.device("cuda", 0)), tiny.MemoryMedia()
+    requests = [new for new in tiny.mixed_requests(media, **sampling) if new.request_id in ("text", "short", "block")]
+    steps = script.write_steps(requests, 30, 1000, 16, BLOCKS)
+    runner = world.runner(media, world.backend, world.graphs)
+    script.run(runner, steps[:3])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        script.run(runner, steps[3:29], ahead=1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,356 @@
+"""Outputs under a grammar: always a text of it, whatever the logits; and nothing else about them changes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import queue
+import re
+import resource
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from mini_engine import demo
+from mini_engine.api.grammars import json_grammar, json_value, regex_grammar
+from mini_engine.config import BUNDLED_MODEL
+from mini_engine.messages import Grammar, GrammarReady, NewSequence, SamplingParams
+from mini_engine.model.config import ModelConfig
+from mini_engine.worker.batch import SequenceState
+from mini_engine.worker.sampling import sampler
+from mini_engine.worker.sampling.grammar import Grammars, Masks, bars_of
+from mini_engine.worker.sampling.grammar_process import KILLED, LARGE, SLOW_COMPILE, SLOW_MASK
+from mini_engine.worker.sampling.matchers import PROBLEM, Matchers, Row, Vocabulary
+from mini_engine.worker.sampling.penalties import BARRED
+from tests.worker import script, tiny
+from tests.worker.conftest import NUM_BLOCKS
+
+TOKENIZER = Path(demo.__file__).parent / "weights" / "tokenizer.json"
+TEXT = Tokenizer.from_file(str(TOKENIZER))
+ENDS = [754, 756]
+VOCABULARY = 800  # of the logits: more than the tokenizer has
+STOPS = [*ENDS, VOCABULARY - 1]
+ROWS = 8
+WORDS = Vocabulary(TOKENIZER, os.memfd_create("masks"), ROWS)
+VISION = ModelConfig.from_dir(BUNDLED_MODEL).vision
+
+
+class Rank:
+    """Grammars as rank 0 has them, each followed by one output."""
+
+    def __init__(self, rows: int = ROWS) -> None:
+        self.reports = queue.SimpleQueue[GrammarReady]()
+        self.grammars = Grammars(TOKENIZER, rows, "tests", self.reports.put)
+
+    def compile(self, *grammars: str) -> list[str]:
+        """The problem of each."""
+        self.grammars.update([order(grammar) for grammar in grammars], [])
+        problems = {report.digest: report.problem for report in (self.reports.get(timeout=60) for _ in grammars)}
+        return [problems[digest(grammar)] for grammar in grammars]
+
+    def follow(self, outputs: Mapping[str, Sequence[int]]) -> list[str | torch.Tensor]:
+        """The problem of each output, by its grammar, or its bars."""
+        rows = [Row(digest(text), text, 0, [*output], STOPS) for text, output in outputs.items()]
+        masks, problems = self.grammars.follow(dict(enumerate(rows)))
+        assert masks is not None
+        bars = dict(zip(masks.rows, masks.bars, strict=True))
+        return [problems[i] if i in problems else bars[i] for i in range(len(rows))]
+
+    def finish(self, *grammars: str) -> None:
+        names = [*map(digest, grammars)]
+        self.grammars.update([], names, [*zip(names, grammars, strict=True)])
+
+    def close(self) -> None:
+        self.grammars.close()
+
+    def processes(self) -> list[int]:
+        manager = self.grammars.manager.pid
+        return [int(pid) for pid in Path(f"/proc/{manager}/task/{manager}/children").read_text().split()]
+
+
+def order(grammar: str, client: bytes = b"") -> Grammar:
+    return Grammar(digest(grammar), grammar, client, number=len(grammar))
+
+
+def digest(grammar: str) -> bytes:
+    return hashlib.blake2b(grammar.encode(), digest_size=16).digest()
+
+
+@pytest.fixture(scope="module")
+def rank() -> Iterator[Rank]:
+    with contextlib.closing(Rank()) as rank:
+        yield rank
+
+
+REGEXES = st.recursive(
+    st.sampled_from(["a", "red", "é", "[a-z]", "[0-9]", "[^x]", r"\.", " ", "(blue|green)", "."]),
+    lambda inner: st.one_of(
+        st.builds("{}{}".format, inner, inner),
+        st.builds("({}|{})".format, inner, inner),
+        st.builds("({}){}".format, inner, st.sampled_from(["?", "{2}", "{1,3}", "{0,2}"])),
+    ),
+    max_leaves=6,
+)
+LEAVES: list[dict[str, Any]] = [
+    {"type": "integer", "minimum": -5, "maximum": 120}, {"type": "boolean"}, {"type": "string", "maxLength": 6},
+    {"enum": ["red", "green", 3, None]}, {"const": {"a": 1}}, {"type": "integer"}, {"type": ["number", "null"]},
+    {"type": "number", "exclusiveMinimum": 0}, {"type": "integer", "multipleOf": 3},
+]  # fmt: skip
+OBJECT = {"type": "object", "required": ["so"]}
+SCHEMAS = st.recursive(
+    st.sampled_from(LEAVES),
+    lambda inner: st.one_of(
+        st.builds(lambda one: {"type": "array", "items": one, "minItems": 1, "maxItems": 3}, inner),
+        st.builds(lambda one, other: {"anyOf": [one, other]}, inner, inner),
+        st.builds(lambda one, other: {**OBJECT, "properties": {"shape": one, "so": other}}, inner, inner),
+    ),
+    max_leaves=4,
+)
+
+
+@given(st.lists(REGEXES | SCHEMAS, min_size=ROWS, max_size=ROWS, unique_by=str), st.integers(0, 1000))
+@settings(max_examples=50, deadline=None, derandomize=True)
+def test_outputs_match_their_regular_expressions_and_schemas(forms, number):
+    """Eight in one batch, each with a grammar of its own. JSON takes at most twice the tokens of its compact form.
+    Without processes, for speed."""
+    grammars = [regex_grammar(one) if isinstance(one, str) else json_grammar(one) for one in forms]
+    asked = [SamplingParams(max_tokens=300, temperature=1.5, seed=number + i) for i in range(ROWS)]
+    outputs = [list[int]() for _ in asked]
+    logits = torch.Generator().manual_seed(number)
+    matchers = [Matchers(WORDS, grammar) for grammar in grammars]
+    for place in range(300):
+        live = [i for i, output in enumerate(outputs) if not {*output} & {*ENDS}]
+        if not live:
+            break
+        for i in live:
+            assert matchers[i].fill([(i, Row(b"", "", max(0, place - 1), outputs[i][-1:], STOPS))]) == [""]
+        scores = 4 * torch.randn(ROWS, VOCABULARY, generator=logits)
+        scores = Masks(live, bars_of(WORDS.masks, ROWS, live)).apply(scores)
+        chosen = sampler.sample(scores, [sampler.Row(sampler.Recipe.of(one), place) for one in asked]).tokens
+        for i in live:
+            outputs[i].append(int(chosen[i]))
+    for form, (*tokens, end) in zip(forms, outputs, strict=True):
+        text = TEXT.decode(tokens, skip_special_tokens=False)
+        if isinstance(form, str):
+            assert re.fullmatch(form, text)
+        else:
+            assert jsonschema_rs.is_valid(form, json.loads(text))
+            compact = re.sub(r"(?<=[,:]) ", "", text)
+            assert len(TEXT.encode(text).ids) <= 2 * len(TEXT.encode(compact).ids)
+        assert end in ENDS and not {*tokens} & {*ENDS}
+
+
+def bars_after(matchers: Matchers, output: Sequence[int], words: Vocabulary = WORDS) -> torch.Tensor:
+    assert matchers.fill([(0, Row(b"", "", 0, [*output], STOPS))]) == [""]
+    matchers.drop([""])
+    return bars_of(words.masks, words.rows, [0])[0]
+
+
+def follows(grammar: str, text: str) -> bool:
+    """Whether the text can be sampled, and then an end."""
+    matchers, tokens = Matchers(WORDS, grammar), [*TEXT.encode(text).ids, ENDS[0]]
+    return not any(bars_after(matchers, tokens[:i])[token] for i, token in enumerate(tokens))
+
+
+INTEGERS = [f"{2**63 - 1}", f"{1 - 2**63}", "-0", "9" * 18]
+LONG = [f"{2**63}", f"{-(2**63)}", "1" * 41]
+DOUBLES = [*INTEGERS, "6.02e23", "6.6e-34", "1E+5", "0." + "1" * 17]
+LONG_DOUBLES = [*LONG, "1e100", "1e-001", "0." + "1" * 18, "0." + "1" * 41]
+INTEGER = {"type": "integer"}
+TREE = {"properties": {"type": INTEGER, "$ref": {"items": {"$ref": "#"}}}, "required": ["type"]}
+
+
+@pytest.mark.parametrize(("schema", "before", "good", "bad", "after"), [
+    (INTEGER, "", INTEGERS, LONG, ""),
+    ({"type": "number"}, "", DOUBLES, LONG_DOUBLES, ""),
+    ({"type": ["integer", "null"]}, "", [*INTEGERS, "null"], LONG, ""),
+    ({"items": INTEGER}, "[1, ", INTEGERS, LONG, "]"),
+    ({"prefixItems": [{"anyOf": [INTEGER, {"type": "string"}]}], "items": False}, "[", INTEGERS, LONG, "]"),
+    ({"additionalProperties": {"$ref": "#/$defs/n"}, "$defs": {"n": INTEGER}}, '{"a":', INTEGERS, LONG, "}"),
+    ({"patternProperties": {"^n": INTEGER}}, '{"n\\"": ', INTEGERS, LONG, "}"),
+    (TREE, '{"type": 1, "$ref":[{"type": ', INTEGERS, LONG, "}]}"),
+    ({"type": "object"}, '{"a": [true, {"b\\\\": ', DOUBLES, LONG_DOUBLES, "}]}"),  # as for `json_object`
+    ({"type": "integer", "multipleOf": 7}, "", ["7", "1" * 19 + "4"], ["8", "9" * 21], ""),  # "1" * 19 has to go on
+    ({"type": "integer", "minimum": 0, "maximum": 10**40}, "", INTEGERS[:1], LONG, ""),
+    ({"type": "number", "minimum": 0, "maximum": 1}, "", ["0." + "1" * 17], ["0." + "1" * 18], ""),
+    ({"type": "number", "multipleOf": 0.01}, "", ["1.25", "9" * 18 + ".25"], [*LONG, "1.255"], ""),
+    ({"type": "string"}, '"', [*LONG, "e" + "1" * 41, "\\\\" + "1" * 41], ["\\" + "1" * 41], '"'),
+    ({"type": "string", "pattern": r"^\d*,$"}, '"', ["1" * 41 + ","], ["1,2"], '"'),
+    ({"const": {"id": "1" * 41}}, '{"id": "', ["1" * 41], ["1"], '"}'),
+])  # fmt: skip
+def test_numbers_of_json_fit_64_bits(schema, before, good, bad, after):
+    """And texts are as long as the schema allows."""
+    texts = [*good, *bad]
+    assert [one for one in texts if follows(json_grammar(schema), before + one + after)] == good
+
+
+DIGITS = ["80", "807", "808", "0" * 16]
+
+
+def test_tokens_of_several_digits(tmp_path):
+    """In the place of the last words of the vocabulary."""
+    tokenizer = json.loads(TOKENIZER.read_text())
+    model = tokenizer["model"]
+    words = sorted(model["vocab"], key=model["vocab"].get)
+    model["vocab"] = {word: i for i, word in enumerate([*words[: -len(DIGITS)], *DIGITS])}
+    model["merges"] = model["merges"][: -len(DIGITS)]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    words = Vocabulary(tmp_path / "tokenizer.json", os.memfd_create("masks"), 1)
+    matchers = Matchers(words, json_grammar({"type": "number"}))
+    for text, may_follow in [
+        ("12", DIGITS), ("1.5", DIGITS), ("9223372036854775", DIGITS[:2]), ("-9223372036854775", DIGITS[:2]),
+        ("92233720368547758", []), ("0." + "1" * 15, DIGITS[:1]), ("1e", DIGITS[:1]), ("1e-", DIGITS[:1]),
+    ]:  # fmt: skip
+        bars = bars_after(matchers, [model["vocab"][character] for character in text], words)
+        assert [token for token in DIGITS if not bars[model["vocab"][token]]] == may_follow, text
+
+
+def test_numbers_of_a_thought_may_have_any_length():
+    """And its quotes need not be paired."""
+    grammar = f"start: /(.|\\n)*/ <|im_start|> {json_value(INTEGER)}"
+    answers = [f'5" and {"1" * 41}<|im_start|>{number}' for number in (INTEGERS[0], LONG[0])]
+    assert [follows(grammar, answer) for answer in answers] == [True, False]
+
+
+def test_a_complete_grammar_ends_even_below_min_tokens(rank):
+    """Where it may go on it does. Tokens that are dropped at a restart, when more were in flight, come again."""
+    grammar = regex_grammar("r{1,3}")
+    assert rank.compile(grammar) == [""]
+    sampling = SamplingParams(max_tokens=9, seed=1, stop_token_ids=ENDS, grammar=digest(grammar))
+    state = SequenceState(NewSequence("r", [0], sampling, []), VISION, 16)
+    for stop in (1, 2, 3, 2, 3, 4):
+        masks, problems = rank.grammars.follow({0: state.row(stop)})
+        assert not problems
+        logits = torch.zeros(1, VOCABULARY).index_fill(1, torch.tensor(ENDS), BARRED)
+        state.tokens[stop] = int(masks.apply(logits).argmax())
+    assert TEXT.decode(state.tokens[1:4]) == "rrr" and state.tokens[4] in ENDS
+    assert state.row(5) is None
+    rank.finish(grammar)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_a_grammar_that_allows_all_changes_no_token(temperature, make_runner, rank):
+    """With every second request under it: alone and in company, ahead of the device, after a preemption."""
+    results, everything = [], "start: <[*]>*"
+    assert rank.compile(everything) == [""]
+    for grammar in (b"", digest(everything)):
+        media = tiny.MemoryMedia()
+        requests = tiny.mixed_requests(media, temperature=temperature, seed=3)
+        for i in range(0, len(requests), 2):
+            sampling = msgspec.structs.replace(requests[i].sampling, grammar=grammar)
+            requests[i] = msgspec.structs.replace(requests[i], sampling=sampling)
+        runner = make_runner(media)
+        runner.grammars = rank.grammars
+        steps = script.write_steps(requests, 20, 64, 16, NUM_BLOCKS, preempt_at=(9, 14))
+        results.append(script.run(runner, steps, ahead=1))
+    assert results[0] == results[1]
+
+
+HONEST = "start: /[a-z ]+/"
+
+
+def ambiguous(count: int) -> str:
+    """Masks take time by the cube of `count`, and more with each token."""
+    rules = "\n".join(f"n{i}: /[a-z ]/" for i in range(count))
+    return f's: {" | ".join(f"n{i} s" for i in range(count))} | ""\n{rules}'
+
+
+LISTS = [{"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 0}] * 600
+NEVER_COMPILED = {
+    "start: T\nT: ~/(?s:.*a.{30}.*)/ & /(?s:.*b.{30})/": f"{SLOW_COMPILE}|{LARGE}",
+    f"start: s\n{ambiguous(650)}": SLOW_COMPILE,
+    json_grammar({"$defs": {"n": {"anyOf": LISTS}}, "$ref": "#/$defs/n"}): SLOW_COMPILE,
+    "start: /((a{1000}){1000}){1000}/": LARGE,
+    f'start: {"(" * 20000}"a"{")" * 20000}': PROBLEM.format("1.37.: lark grammar too deeply nested [^|]*"),
+    "start: <|unknown|>": PROBLEM.format(".*unknown special token.*"),
+}
+NEVER_ENDING = f'start: "~~" s\n{ambiguous(650)}'
+
+
+def test_a_grammar_that_takes_too_much_fails_alone(rank):
+    """While it is compiled, or later at a token, and it is refused from then on. Another keeps its masks."""
+    outputs = [TEXT.encode(text).ids for text in ("", "red", "red blue")]
+    assert rank.compile(HONEST) == [""]
+    before = rank.processes()
+    assert rank.compile(NEVER_ENDING) == [""]
+    alone = [rank.follow({HONEST: output})[0] for output in outputs]
+    for problem, expected in zip(rank.compile(*NEVER_COMPILED), NEVER_COMPILED.values(), strict=True):
+        assert re.fullmatch(expected, problem)
+    tilde = TEXT.encode("~").ids
+    for output, bars, hostile in zip(outputs, alone, ([], tilde, 2 * tilde), strict=True):
+        other, unchanged = rank.follow({NEVER_ENDING: hostile, HONEST: output})
+        assert torch.equal(unchanged, bars)
+    assert other == SLOW_MASK
+    assert rank.follow({NEVER_ENDING: hostile}) == rank.compile(NEVER_ENDING) == [SLOW_MASK]
+    assert {*rank.processes()} <= {*before}
+    rank.finish(HONEST)
+
+
+def test_a_grammar_that_delays_each_step_a_little_fails_in_time():
+    """Not what it takes while the model computes. The next grammar of its client waits, those of others do not."""
+    grammar = f"start: s\n{ambiguous(60)}"
+    with contextlib.closing(Rank(rows=1)) as rank:
+        assert rank.compile(grammar) == [""]
+        for seconds, most in ((1.0, 4), (0.0, 30)):
+            for length in range(1, most):
+                row = Row(digest(grammar), grammar, 0, TEXT.encode("a" * length).ids, STOPS)
+                _, problems = rank.grammars.follow({0: row}, seconds)
+                if problems:
+                    break
+            assert bool(problems) == (seconds == 0)
+        assert problems == {0: SLOW_MASK}
+        rank.grammars.update([order("start: /a/"), order("start: /b/", b"other")], [])
+        assert rank.reports.get(timeout=60).digest == digest("start: /b/") and rank.reports.empty()
+
+
+def test_the_death_of_a_process_ends_one_grammar():
+    """A grammar's process holds no descriptor but its own. Without the manager the rank cannot go on."""
+    before = os.listdir("/proc/self/fd")
+    with contextlib.closing(Rank(rows=2)) as rank:
+        assert rank.compile("start: /a+/") == [""]
+        (lost,) = rank.processes()
+        assert rank.compile(HONEST) == [""]
+        assert len(os.listdir(f"/proc/{lost}/fd")) == 4
+        assert Path(f"/proc/{lost}/oom_score_adj").read_text() == "1000\n"
+        os.kill(lost, signal.SIGKILL)
+        problem, bars = rank.follow({"start: /a+/": [], HONEST: []})
+        assert problem == KILLED and not bars.all()
+        rank.finish("start: /a+/")
+        assert rank.compile("start: /a+/") == [""]  # it was not at fault
+        other = rank.processes()[-1]
+        rank.grammars.manager.kill()
+        with pytest.raises(RuntimeError, match="the grammar manager exited"):
+            rank.follow({HONEST: []})
+        while Path(f"/proc/{other}").exists():
+            time.sleep(0.01)
+        with pytest.raises(RuntimeError, match="the grammar manager exited"):
+            rank.grammars.update([], [])
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_clients_do_not_wait_for_the_grammars_of_others():
+    """Of one client at most as many are in use as there are rows."""
+    grammars = [f"start: /{letter}+/" for letter in "abc"]
+    with contextlib.closing(Rank(rows=1)) as rank:
+        assert rank.compile(grammars[0]) == [""]
+        rank.grammars.update([order(grammars[1]), order(grammars[2], b"other")], [])
+        assert rank.reports.get(timeout=60).digest == digest(grammars[2]) and rank.reports.empty()
+        rank.finish(grammars[0])
+        assert rank.reports.get(timeout=60).digest == digest(grammars[1])
+        rank.finish(*grammars[1:])
+        resource.prlimit(rank.grammars.manager.pid, resource.RLIMIT_NOFILE, (3, 3))
+        (problem,) = rank.compile(grammars[0])
+        assert problem == "The grammar of this request gets no process: Too many open files; retry later."
+        assert not rank.processes()
