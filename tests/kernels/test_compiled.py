@@ -25,7 +25,7 @@ SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120
 MATRIX_UNIT = {90: "wgmma", 100: "tcgen05"}  # of chunks; otherwise and for decodes `mma.sync`
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-BY_DEFAULT = [(80, 80, "fp16"), (89, 256, "fp32"), (90, 128, "bf16"), (100, 64, "fp16"), (120, 256, "bf16")]
+BY_DEFAULT = [(90, 128, "bf16"), (100, 80, "fp16"), (120, 256, "bf16")]
 TABLE = [
     pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.slow)
     for case in itertools.product(SHARED_MEMORY, (64, 80, 128, 256), WIDTHS)

@@ -78,7 +78,7 @@ def pinned_with(monkeypatch) -> Callable[[RecordingRuntime], PinnedMemory]:
     return make
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
 @given(st.lists(st.tuples(st.integers(1, 100 * MIB), st.integers(0, 24)), min_size=1, max_size=40))
 def test_no_copy_crosses_a_registration(pinned_with, requests: list[tuple[int, int]]) -> None:
     """Tensors of up to 100 MiB, of which so many later stay in transfer beside each."""
