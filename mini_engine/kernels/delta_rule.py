@@ -32,7 +32,7 @@ MAP_ROWS = tl.constexpr(2 * CHUNK + 4)
 @triton.jit(do_not_specialize=["count"])
 def _convolve(
     out, x, conv, kernel, slots, count, x_stride, CHANNELS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
-    BY_SLOT: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Some tokens and channels of one sequence of `count` tokens, after SiLU. The first tokens' program alone touches
     the state, which holds the SIZE - 1 inputs before them."""
@@ -40,7 +40,7 @@ def _convolve(
     channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = channel < CHANNELS
     history = conv + channel * (SIZE - 1)
-    if BY_SLOT:
+    if slots is not None:
         history += tl.load(slots + sequence) * (CHANNELS * (SIZE - 1))
     x += sequence * count * x_stride + channel
     token = first + tl.arange(0, TOKENS)[:, None]
@@ -229,7 +229,7 @@ def _convolved(x: Tensor, kernel: Tensor, conv: Tensor, slots: Tensor | None) ->
     tokens, length, sequences = (CONV_TOKENS, count, 1) if slots is None else (1, 1, count)
     _convolve[(triton.cdiv(length, tokens), triton.cdiv(channels, CONV_CHANNELS), sequences)](
         out, x, conv, kernel, slots, length, x.stride(0), CHANNELS=channels, SIZE=size, PADDED=padded(size),
-        BY_SLOT=slots is not None, TOKENS=tokens, COLUMNS=CONV_CHANNELS, num_warps=4,
+        TOKENS=tokens, COLUMNS=CONV_CHANNELS, num_warps=4,
     )  # fmt: skip
     return out
 

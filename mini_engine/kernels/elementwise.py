@@ -20,14 +20,11 @@ COLUMNS = 1024  # of one program, where rows are cut
 
 
 @triton.jit
-def _rms_norm(
-    out, x, residual, weight, eps, stride, SIZE: tl.constexpr, PADDED: tl.constexpr, ADD: tl.constexpr,
-    OFFSET: tl.constexpr,
-):  # fmt: skip
+def _rms_norm(out, x, residual, weight, eps, stride, SIZE: tl.constexpr, PADDED: tl.constexpr, OFFSET: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     inside = column < SIZE
     value = tl.load(x + row * stride + column, mask=inside, other=0.0)
-    if ADD:
+    if residual is not None:
         # Rounded before it is used further, as the sum of two tensors is.
         wide = value.to(tl.float32) + tl.load(residual + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)
         value = wide.to(value.dtype)
@@ -139,17 +136,25 @@ def _penalise(scores, counts, rows, factors, SIZE: tl.constexpr, COLUMNS: tl.con
     tl.store(scores + at * SIZE + column, new, mask=seen)
 
 
+@triton.jit(do_not_specialize=["words"])  # one for all vocabularies of tokenizers
+def _mask_tokens(scores, bars, rows, words, masked, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    at, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    bits = tl.load(bars + at * words + (column >> 5), mask=(column >> 5) < words, other=-1)
+    barred = (bits >> (column & 31)) & 1 == 1
+    tl.store(scores + tl.load(rows + at) * SIZE + column, masked, mask=barred & (column < SIZE))
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, offset: bool = False) -> Tensor:
     """With a `residual`, which like x then is contiguous, this is added to x first, in place."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    size, add = x.shape[-1], residual is not None
+    size = x.shape[-1]
     assert residual is None or (x.is_contiguous() and residual.is_contiguous())
-    if add or x.ndim != 2 or x.stride(1) != 1:
+    if x.ndim != 2 or x.stride(1) != 1:
         x = x.contiguous().view(-1, size)
     if x.numel():
         _rms_norm[(len(x),)](
-            out, x, residual if add else x, weight, eps, x.stride(0), SIZE=size, PADDED=padded(size), ADD=add,
-            OFFSET=offset, num_warps=_warps(size),
+            out, x, residual, weight, eps, x.stride(0), SIZE=size, PADDED=padded(size), OFFSET=offset,
+            num_warps=min(16, max(1, padded(size) // 256)),
         )  # fmt: skip
     return out
 
@@ -224,10 +229,14 @@ def penalise(scores: Tensor, counts: Tensor, rows: Tensor, factors: Tensor) -> N
         )
 
 
+def mask_tokens(scores: Tensor, rows: Tensor, bars: Tensor, masked: float) -> None:
+    size, (count, words) = scores.shape[1], bars.shape
+    assert scores.is_contiguous() and bars.is_contiguous()
+    if count:
+        grid = (count, triton.cdiv(size, COLUMNS))
+        _mask_tokens[grid](scores, bars, rows, words, masked, SIZE=size, COLUMNS=COLUMNS, num_warps=4)
+
+
 def padded(size: int, least: int = 1) -> int:
     """The power of two that holds `size`: the shapes of Triton's blocks are powers of two."""
     return max(least, triton.next_power_of_2(size))
-
-
-def _warps(size: int) -> int:
-    return min(16, max(1, padded(size) // 256))

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -90,9 +89,8 @@ def _attend(
     splits, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     N: tl.constexpr, LEAST: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries, key-value head and split of the keys. `tiles`: see `prefill`; without CHUNKS each tile is a
-    sequence's last token, and `tiles` holds the contexts. Several splits write float32 `parts`, `[rows, heads, splits,
-    DIM]`, and `sums`, without DIM: logarithms, -inf of a split without keys."""
+    """One tile of queries, key-value head and split of the keys; see `attend`. Several splits write float32 `parts`,
+    `[rows, heads, splits, DIM]`, and `sums`, without DIM: logarithms, -inf of a split without keys."""
     tile, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     if CHUNKS:
         tiles += tile * 4
@@ -159,8 +157,7 @@ def _join(out, parts, sums, splits, DIM: tl.constexpr, PADDED: tl.constexpr, N: 
     tl.store(out + row * DIM + d, (acc / total).to(out.dtype.element_ty), mask=d < DIM)
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """Blocks and launch of one kernel. `rows` of queries, `keys` at a time."""
 
     rows: int
@@ -168,18 +165,14 @@ class Shape:
     warps: int
 
 
-def decode_shape(group: int, dim: int, itemsize: int) -> Shape:
+def shape_of(chunks: bool, group: int, dim: int, itemsize: int, shared_memory: int) -> Shape:
     """For `group` query heads to a key-value head; 16 rows are the least that a product takes. Float32 has no matrix
-    unit without loss: small blocks keep it in registers."""
-    rows = padded(group, 16)
-    return Shape(rows, _keys(dim, 16 << 10), 4) if itemsize == 2 else Shape(rows, 16, 8)
-
-
-def prefill_shape(group: int, dim: int, itemsize: int, shared_memory: int) -> Shape:
-    """As `decode_shape`. `shared_memory`: bytes that one program can have on the device; keys and values of all stages
-    take half of them at most."""
+    unit without loss: small blocks keep it in registers. `shared_memory`: bytes that one program can have on the
+    device; keys and values of all stages of a chunk's loop take half of them at most."""
     if itemsize != 2:
-        return Shape(padded(group, 32), 16, 8)
+        return Shape(padded(group, 32 if chunks else 16), 16, 8)
+    if not chunks:
+        return Shape(padded(group, 16), _keys(dim, 16 << 10), 4)
     wide = dim <= 128 or shared_memory > 200 << 10  # a Hopper's matrix units read such a tile from shared memory
     return Shape(padded(group, 128 if wide else 64), _keys(dim, shared_memory // 2 // STAGES), 8)
 
@@ -190,9 +183,9 @@ def _keys(dim: int, size: int) -> int:
 
 
 def tile_tokens(q: Tensor, keys: Tensor) -> int:
-    """Tokens of one tile of queries; arguments as for `prefill`."""
+    """Tokens of one tile of a chunk's queries; arguments as for `attend`."""
     group = q.shape[1] // keys.shape[2]
-    return prefill_shape(group, q.shape[2], q.element_size(), _shared_memory(q.device)).rows // group
+    return shape_of(True, group, q.shape[2], q.element_size(), _shared_memory(q.device)).rows // group
 
 
 def choose_splits(programs: int, longest: int, per_processor: int, device: torch.device) -> int:
@@ -214,39 +207,22 @@ def _shared_memory(device: torch.device) -> int:
     return properties.shared_memory_per_block_optin if properties else 99 << 10
 
 
-def decode(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, contexts: Tensor, splits: int) -> None:
-    """Attention of one query a sequence over its keys, its own among them; written to `out`.
+def attend(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, splits: int) -> None:
+    """Causal attention of single tokens, or of chunks of several, over their sequences' keys, their own among them;
+    written to `out`.
 
     Args:
         out: contiguous `[n, heads, head_dim]`.
         q: as `out`, heads contiguous; tokens may lie further apart.
         keys, values: contiguous `[num_blocks, block_size, kv_heads, head_dim]`, of q's dtype.
-        tables: int32 `[n, width]`, the blocks of each sequence, in order; further rows are left alone.
-        contexts: int32 `[n]`, keys of each sequence, 1 or more; further ones are left alone.
+        tables: int32 `[sequences or more, width]`, the blocks of each, in order; those past its context are not read.
+        tiles: of single tokens int32 `[n or more]`, keys of each sequence, 1 or more. Of chunks int32 `[tiles, 4]`, of
+            each tile its first row in `q`, the position of that row's token, the number of its tokens (at most
+            `tile_tokens`), and its row of the block tables. Each row of `q` is in one tile.
         splits: 1 or more; see `choose_splits`.
     """
-    shape = decode_shape(q.shape[1] // keys.shape[2], q.shape[2], q.element_size())
-    _launch(shape, False, out, q, keys, values, tables, contexts, splits)
-
-
-def prefill(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor, splits: int) -> None:
-    """Causal attention of chunks of several tokens over their keys, those before the chunk and its own, which the cache
-    holds already; written to `out`. Arguments as for `decode`.
-
-    Args:
-        tiles: int32 `[tiles, 4]`, of each its first row in `q`, the position of that row's token, the number of its
-            tokens (at most `tile_tokens`), and its row of the block tables. Each row of `q` is in one tile.
-    """
-    group = q.shape[1] // keys.shape[2]
-    shape = prefill_shape(group, q.shape[2], q.element_size(), _shared_memory(q.device))
-    _launch(shape, True, out, q, keys, values, tables, tiles, splits)
-
-
-def _launch(
-    shape: Shape, chunks: bool, out: Tensor, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor, tiles: Tensor,
-    splits: int,
-) -> None:  # fmt: skip
-    (count, heads, dim), (block_size, kv_heads) = q.shape, keys.shape[1:3]
+    (count, heads, dim), (block_size, kv_heads), chunks = q.shape, keys.shape[1:3], tiles.ndim == 2
+    shape = shape_of(chunks, heads // kv_heads, dim, q.element_size(), _shared_memory(q.device))
     parts = torch.empty(count, heads, splits if splits > 1 else 0, dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
     _attend[(len(tiles) if chunks else count, kv_heads, splits)](

@@ -1,4 +1,4 @@
-"""Choosing tokens in Triton; `elementwise.py` says what holds for all kernels."""
+"""The draw of tokens in Triton; `elementwise.py` says what holds for all kernels."""
 
 from __future__ import annotations
 
@@ -7,18 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mini_engine.kernels.elementwise import COLUMNS, padded
+from mini_engine.kernels.elementwise import padded
 
 # Of a row's program: its loops are unrolled four times, so each thread loads 32 values at once.
 TILE, WARPS = 4096, 16
-
-
-@triton.jit(do_not_specialize=["words"])  # one for all vocabularies of tokenizers
-def _mask_tokens(scores, bars, rows, words, masked, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
-    at, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    bits = tl.load(bars + at * words + (column >> 5), mask=(column >> 5) < words, other=-1)
-    barred = (bits >> (column & 31)) & 1 == 1
-    tl.store(scores + tl.load(rows + at) * SIZE + column, masked, mask=barred & (column < SIZE))
 
 
 @triton.jit
@@ -129,12 +121,9 @@ def _draw(tokens, scores, parameters, SIZE: tl.constexpr, START: tl.constexpr, T
             rank = tl.where(limited, top_k, TILE // 2)
             mass, above, below, copies = _narrow(scores, lanes, rank, lowest, top, SIZE, START, TILE)
             reached = limited | (mass >= top_p * total)
-            first, high, before = (
-                tl.where(reached, copies, 0),
-                tl.where(reached, top, below),
-                tl.where(reached, zero, mass),
-            )
-            low, after = tl.where(reached, above, low), tl.where(reached, mass, after)
+            first, high = tl.where(reached, copies, 0), tl.where(reached, top, below)
+            before, after = tl.where(reached, zero, mass), tl.where(reached, mass, after)
+            low = tl.where(reached, above, low)
         end = tl.where(first > 0, START + TILE, SIZE)
         if limited:
             low, _, _ = _bisect(scores, first, end, low, zero + SIZE, top, zero, top_k, zero, top, True, TILE)
@@ -151,14 +140,6 @@ def _draw(tokens, scores, parameters, SIZE: tl.constexpr, START: tl.constexpr, T
         threshold = tl.load(parameters + 3) * (1 - 2.0**-36) * total
         token = _invert(scores, threshold, last, room, top, SIZE, TILE)
     tl.store(tokens + row, token)
-
-
-def mask_tokens(scores: Tensor, rows: Tensor, bars: Tensor, masked: float) -> None:
-    size, (count, words) = scores.shape[1], bars.shape
-    assert scores.is_contiguous() and bars.is_contiguous()
-    if count:
-        grid = (count, triton.cdiv(size, COLUMNS))
-        _mask_tokens[grid](scores, bars, rows, words, masked, SIZE=size, COLUMNS=COLUMNS, num_warps=4)
 
 
 def draw(logits: Tensor, temperature: Tensor, parameters: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 
@@ -78,8 +78,9 @@ class PinnedMemory:
         """Start to copy, on the current stream; both are contiguous and of one size. CUDA refuses a copy that crosses
         the border of a registered range as an invalid argument, so this makes several."""
         target, source = bytes_of(target), bytes_of(source)
-        ranges = [(start, start + nbytes) for start, nbytes in self._ranges.copy().items()]
-        for start, end in cut(source.data_ptr(), source.numel(), ranges):
+        ranges = self._ranges.copy().items()
+        borders = {border - source.data_ptr() for start, nbytes in ranges for border in (start, start + nbytes)}
+        for start, end in pairwise(sorted({0, len(source)} | {at for at in borders if 0 < at < len(source)})):
             target[start:end].copy_(source[start:end], non_blocking=True)
 
     def _unpin(self, address: int) -> None:
@@ -88,9 +89,3 @@ class PinnedMemory:
         with contextlib.suppress(TransportError), use_cuda(self._device) as runtime:  # CUDA may have ended at exit
             check(runtime.cudaHostUnregister(address))
         del self._ranges[address]
-
-
-def cut(address: int, nbytes: int, ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """`0 .. nbytes` in pieces (start, end), so that from `address` on none crosses the start or the end of a range."""
-    borders = {border - address for each in ranges for border in each}
-    return list(pairwise(sorted({0, nbytes} | {border for border in borders if 0 < border < nbytes})))

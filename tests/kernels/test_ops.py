@@ -207,13 +207,12 @@ def reference_token(scores: torch.Tensor, min_p: float, top_k: int, top_p: float
     return int(torch.searchsorted(sums, drawn * sums[-1], right=True))
 
 
-FILTERS = [*itertools.product([0.0, 0.02], [0, 1, 20, 2500], [0.0, 0.3, 0.99, 1.0]), (1.0, 0, 1.0)]
+FILTERS = [*itertools.product([0.0, 0.02], [0, 20, 2500], [0.0, 0.3, 0.99, 1.0]), (1.0, 0, 1.0)]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("size", [50, 9001])
 @pytest.mark.parametrize(
-    ("spread", "steps"), [(0.0, 1), (1.0, 1), (0.1, 1 << 20), (3.0, 4), (3.0, 1 << 20), (30.0, 1 << 20)]
+    ("spread", "steps", "size"), [(0.0, 1, 50), (1.0, 1, 9001), (3.0, 4, 9001), (0.1, 1 << 20, 9001)]
 )
 def test_draw(spread, steps, size, device):
     """Every combination of filters. With few `steps` many scores are equal; the largest lie in a few lanes of a tile;
@@ -231,10 +230,10 @@ def test_draw(spread, steps, size, device):
     for row, (token, scores) in enumerate(zip(tokens.tolist(), logits / temperature.unsqueeze(1), strict=True)):
         if row < len(FILTERS):
             min_p, top_k, top_p = FILTERS[row]
-            near = itertools.product((-1e-6, 0, 1e-6), repeat=2)
-            assert token in {
-                reference_token(scores, min_p, min(top_k, size), top_p * (1 + a * (top_p < 1)), drawn[row] * (1 + b))
-                for a, b in near
-            }, (row, FILTERS[row])
+            assert any(
+                token
+                == reference_token(scores, min_p, min(top_k, size), top_p * (1 + a * (top_p < 1)), drawn[row] * (1 + b))
+                for a, b in itertools.product((0, -1e-6, 1e-6), repeat=2)
+            ), (row, FILTERS[row])
         else:
             assert token == size - 1

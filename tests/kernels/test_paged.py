@@ -32,18 +32,15 @@ class World:
     values: torch.Tensor
     tables: torch.Tensor
 
-    @property
-    def contexts(self) -> torch.Tensor:
-        return torch.tensor([span.context for span in self.spans], dtype=torch.int32, device=self.q.device)
-
-    def expected(self) -> torch.Tensor:
+    def check(self, splits: int, bound: float | None = None) -> None:
+        tiles = torch.tensor([span.context for span in self.spans], dtype=torch.int32)
+        if any(span.length > 1 for span in self.spans):
+            tiles = torch.from_numpy(tile(self.spans, paged.tile_tokens(self.q, self.keys)))
+        out = torch.full_like(self.q, float("nan"), memory_format=torch.contiguous_format)
+        paged.attend(out, self.q, self.keys, self.values, self.tables, tiles.to(out.device), splits)
         finite = (x.cpu().nan_to_num(0) for x in (self.keys, self.values))
-        return reference_attention(self.q.cpu(), *finite, self.spans)
-
-    def check(self, out: torch.Tensor) -> None:
-        assert out.dtype == self.q.dtype
-        bound = BOUNDS[out.dtype]
-        torch.testing.assert_close(out.cpu().double(), self.expected(), atol=bound, rtol=bound)
+        expected, bound = reference_attention(self.q.cpu(), *finite, self.spans), bound or BOUNDS[out.dtype]
+        torch.testing.assert_close(out.cpu().double(), expected, atol=bound, rtol=bound)
 
 
 def make(
@@ -70,50 +67,29 @@ def make(
     return World(spans, q, keys, values, torch.from_numpy(tables.astype(np.int32)).to(device))
 
 
-def run_decode(world: World, splits: int) -> torch.Tensor:
-    out = torch.full(world.q.shape, float("nan"), dtype=world.q.dtype, device=world.q.device)
-    paged.decode(out, world.q, world.keys, world.values, world.tables, world.contexts, splits)
-    return out
-
-
-def run_prefill(world: World, splits: int) -> torch.Tensor:
-    out = torch.full(world.q.shape, float("nan"), dtype=world.q.dtype, device=world.q.device)
-    tiles = torch.from_numpy(tile(world.spans, paged.tile_tokens(world.q, world.keys))).to(world.q.device)
-    paged.prefill(out, world.q, world.keys, world.values, world.tables, tiles, splits)
-    return out
-
-
 @pytest.mark.parametrize(
     ("dim", "group", "kv_heads", "block_size", "dtype"),
     [(32, 2, 2, 16, torch.float32), (64, 4, 2, 64, torch.float16), (80, 1, 3, 16, torch.bfloat16),
      (80, 2, 1, 24, torch.float32), (96, 8, 1, 16, torch.bfloat16), (96, 1, 2, 64, torch.float32),
      (128, 7, 2, 16, torch.bfloat16), (128, 2, 1, 24, torch.float16), (256, 8, 1, 16, torch.bfloat16)],
 )  # fmt: skip
-class TestHeadsAndBlocks:
-    def test_decode(self, dim, group, kv_heads, block_size, dtype, device):
-        edges = (1, block_size - 1, block_size, block_size + 1, 64, 201)
-        world = make([(edge - 1, 1) for edge in edges], block_size, group, kv_heads, dim, dtype, device)
-        world.check(run_decode(world, 1))
-
-    def test_prefill(self, dim, group, kv_heads, block_size, dtype, device):
-        lengths = [(0, 21), (70, 40), (127, 2), (block_size, block_size + 1)]
-        world = make(lengths, block_size, group, kv_heads, dim, dtype, device)
-        world.check(run_prefill(world, 1))
+def test_heads_and_blocks(dim, group, kv_heads, block_size, dtype, device):
+    singles = [(context - 1, 1) for context in (1, block_size - 1, block_size, block_size + 1, 64, 201)]
+    for lengths in (singles, [(0, 21), (70, 40), (127, 2), (block_size, block_size + 1)]):
+        make(lengths, block_size, group, kv_heads, dim, dtype, device).check(1)
 
 
 @pytest.mark.parametrize("splits", [2, 6])
 def test_split_contexts_from_one_key_to_the_longest(splits, device, monkeypatch):
     monkeypatch.setattr(paged, "JOIN_SPLITS", 4)
     lengths = [(context - 1, 1) for context in (1, 63, 64, 65, 129, 300)]
-    world = make(lengths, 16, 3, 1, 64, torch.float32, device)
-    world.check(run_decode(world, splits))
+    make(lengths, 16, 3, 1, 64, torch.float32, device).check(splits)
 
 
 def test_split_chunks_after_prefixes_of_any_length(device):
     """The last split holds the keys that not all of a tile's tokens see; a short prefix leaves splits without keys."""
     lengths = [(0, 9), (54, 12), (60, 9), (136, 2)]
-    world = make(lengths, 16, 3, 2, 32, torch.float32, device)
-    world.check(run_prefill(world, 3))
+    make(lengths, 16, 3, 2, 32, torch.float32, device).check(3)
 
 
 @pytest.mark.parametrize(
@@ -131,5 +107,4 @@ def test_large_scores_do_not_overflow(device):
     """Scores of several hundred, of either sign: the sum of weights must not overflow or vanish."""
     world = make([(300, 1), (40, 1)], 16, 2, 1, 64, torch.float32, device)
     world.q.mul_(100)
-    out = run_decode(world, 4)
-    torch.testing.assert_close(out.cpu().double(), world.expected(), atol=2e-4, rtol=0)
+    world.check(4, bound=2e-4)

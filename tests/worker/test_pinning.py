@@ -18,21 +18,9 @@ from mini_engine.transport.arena import ReadableMemory, WritableMemory
 from mini_engine.transport.memory import create_sparse
 from mini_engine.transport.pages import PAGE_BYTES, Extent, PageAllocator
 from mini_engine.worker import pinning
-from mini_engine.worker.pinning import PinnedMemory, cut
+from mini_engine.worker.pinning import PinnedMemory
 
 MIB = 1 << 20
-
-
-@given(st.integers(1, 200), st.integers(1, 100), st.lists(st.tuples(st.integers(0, 300), st.integers(1, 50))))
-def test_no_piece_crosses_a_border(address: int, nbytes: int, found: list[tuple[int, int]]) -> None:
-    ranges = [(start, start + length) for start, length in found]
-    pieces = cut(address, nbytes, ranges)
-    assert [byte for start, end in pieces for byte in range(start, end)] == list(range(nbytes))
-    for start, end in pieces:
-        for border in (border for each in ranges for border in each):
-            assert not address + start < border < address + end
-    borders = {border for each in ranges for border in each if address < border < address + nbytes}
-    assert len(pieces) == len(borders) + 1
 
 
 class RecordingRuntime:
@@ -90,7 +78,7 @@ def pinned_with(monkeypatch) -> Callable[[RecordingRuntime], PinnedMemory]:
     return make
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
 @given(st.lists(st.tuples(st.integers(1, 100 * MIB), st.integers(0, 24)), min_size=1, max_size=40))
 def test_no_copy_crosses_a_registration(pinned_with, requests: list[tuple[int, int]]) -> None:
     """Tensors of up to 100 MiB, of which so many later stay in transfer beside each."""
@@ -108,7 +96,7 @@ def test_no_copy_crosses_a_registration(pinned_with, requests: list[tuple[int, i
         while len(held) > in_transfer + 1:
             allocator.free(held.pop(0))
         readable.register(allocator.mark * PAGE_BYTES)
-        for first, count in extents:
+        for first, count in [*extents, (0, (1 << 30) // PAGE_BYTES)]:  # and all, whose end is not registered
             source = readable.read([(first, count)], 0, count * PAGE_BYTES)
             target = torch.empty_like(source)
             with Copies() as copies:
@@ -116,7 +104,8 @@ def test_no_copy_crosses_a_registration(pinned_with, requests: list[tuple[int, i
             done = 0
             for start, to, size in copies.started:
                 assert (start, to) == (source.data_ptr() + done, target.data_ptr() + done)
-                assert any(begin <= start and start + size <= end for begin, end in runtime.ranges.items())
+                pinned_whole = any(begin <= start and start + size <= end for begin, end in runtime.ranges.items())
+                assert pinned_whole or start == max(runtime.ranges.values())
                 done += size
             assert done == source.nbytes
     begin = readable.read([(0, 1)], 0, 1).data_ptr()

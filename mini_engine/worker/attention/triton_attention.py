@@ -97,7 +97,7 @@ class Decode:
     def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
         """Into the first rows of `out`."""
         keys, values, here = self.cache.keys(layer), self.cache.values(layer), slice(self.rows)
-        paged.decode(out[here], q[here], keys, values, self.tables.tables, self.tables.contexts, self.splits)
+        paged.attend(out[here], q[here], keys, values, self.tables.tables, self.tables.contexts, self.splits)
 
 
 class _Prefill:
@@ -116,11 +116,11 @@ class _Prefill:
             programs = len(tiles) * keys.shape[2]
             self._splits = paged.choose_splits(programs, longest, paged.PREFILL_PROGRAMS, self._device)
             self._tiles = to_device(torch.from_numpy(tiles), self._device)
-        paged.prefill(out, q, keys, values, self._tables.tables, self._tiles, self._splits)
+        paged.attend(out, q, keys, values, self._tables.tables, self._tiles, self._splits)
 
 
 def tile(spans: Sequence[Span], tokens: int) -> np.ndarray:
-    """The chunks cut into tiles of at most `tokens`, int32 `[tiles, 4]` as `paged.prefill` takes them; those with
+    """The chunks cut into tiles of at most `tokens`, int32 `[tiles, 4]` as `paged.attend` takes them; those with
     the most keys first, since what starts last should end soon."""
     tiles, first = [], 0
     for number, span in enumerate(spans):
