@@ -141,6 +141,6 @@ def test_gated_delta_rule(target: int, tmp_path: Path):
 def test_draw_keeps_tiles_in_registers(target: int, tmp_path: Path):
     fixed = {"SIZE": 151936, "START": 151936, "TILE": sampling.TILE}
     compiled = compile_for(target, sampling._draw, types_of("fp32"), fixed, sampling.WARPS)
-    assert stack_bytes(compiled, tmp_path / "cubin") <= 24
+    assert stack_bytes(compiled, tmp_path / "cubin") <= 40
     loads = re.findall(r"ld\.global\S*", compiled.asm["ptx"])
     assert sum(".v4" in load for load in loads) >= len(loads) - 4, "all but the parameters"
