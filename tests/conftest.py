@@ -1,4 +1,4 @@
-"""What tests of several folders share: a short directory for sockets, a ZMQ context, and hypothesis' ways."""
+"""What tests of several folders share: a directory for sockets, a ZMQ context, hypothesis' ways, and what is quick."""
 
 from __future__ import annotations
 
@@ -22,6 +22,21 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("certain")
+
+# What `-m quick` runs: tests that start no server, no model and no decoder process.
+TESTS = Path(__file__).parent
+PROMPT = ("body_split", "chat", "detokenizer", "grammars", "pieces", "sampling", "stop_strings", "tool_calls")
+QUICK = ["test_structure.py", "config", "core", "transport", *(f"api/test_{name}.py" for name in PROMPT)]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests below QUICK but the slow ones, which pytest deselects afterwards by `-m`."""
+    quick = [TESTS / name for name in QUICK]
+    missing = [str(path) for path in quick if not path.exists()]
+    assert not missing, f"QUICK names {missing}"
+    for item in items:
+        if any(item.path.is_relative_to(path) for path in quick) and item.get_closest_marker("slow") is None:
+            item.add_marker("quick")
 
 
 def pytest_collection_finish() -> None:

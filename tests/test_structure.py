@@ -124,7 +124,7 @@ def test_every_path_and_flag_in_the_documents_exists():
     others = {"--gpus", "--memory", "--shm-size", "--stop-timeout", "--tmpfs", "--ulimit", "--no-cache-dir"}
     others |= {"--head", "--address", "--resources", "--node-id", "--reason", "--reason-message"}  # of `ray`
     flags = {*re.findall(r"--[a-z-]+", build_parser().format_help()), *others}
-    for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = document.read_text()
         for path in re.findall(r"`((?:mini_engine|benchmarks|training|tests|docs)/[\w./-]+)`", text):
             assert (ROOT / path).exists(), f"{document.name} names {path}"
