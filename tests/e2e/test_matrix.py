@@ -113,7 +113,12 @@ class ClientPool:
         before = self.server.metrics()
         work()
         self.server.assert_at_rest()
-        eventually(lambda: not self.server.has_clients() and self.server.files_and_mappings() == self.before)
+
+        def at_rest() -> None:
+            assert not self.server.has_clients()
+            assert self.server.files_and_mappings() == self.before
+
+        eventually(at_rest)
         grown = {name: value - before.get(name, 0) for name, value in self.server.metrics().items()}
         messages = {name: grown[f'ipc_messages_total{{transport="{name}"}}'] for name in (*TRANSPORTS, "shm_store")}
         carried = messages.pop("shm_store" if self.cell.cache == "shm" else self.cell.transport)
