@@ -12,7 +12,12 @@ from tests.e2e.running_server import ROOT
 
 pytest.importorskip("triton")
 
-FILES = ["kernels/test_ops.py", "kernels/test_paged.py", "worker/attention/test_decode_graphs.py", "model/test_delta_rule.py"]
+FILES = [
+    "kernels/test_ops.py",
+    "kernels/test_paged.py",
+    "worker/attention/test_decode_graphs.py",
+    "model/test_delta_rule.py",
+]
 
 # Triton 3.6, with a numpy that makes no scalar of an array of one element any more, cannot loop over a kernel's values.
 CANNOT_LOOP = "only 0-dimensional arrays can be converted to Python scalars"
