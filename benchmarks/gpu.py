@@ -6,8 +6,8 @@ operations a second of a product of 8192 x 8192 matrices. Then, for each of --mo
     prefill  a prompt of 8,192 tokens in one step: the share of `matrix`. Aim: 50 %.
     vision   a video of 16 frames of 640x360 through the tower, from uint8 patches: the share of `matrix`. Aim: 40 %.
 A part's least work follows from its weights: bytes of them and of the cache, two operations for each and a row. A batch
-that does not fit into the free memory is cut. With --check the command first finds out whether all
-that the engine needs works: see `gpu_check.py`.
+that does not fit into the free memory is cut. With --check the command finds out instead whether all that the engine
+needs of a device works: see `gpu_check.py`.
 
 What it should cost on an H200 (4.8 TB/s, 990 TFLOP/s by its data sheet): decode of Qwen2.5-VL-7B at batch 1 reads
 14 GB, 3 ms; prefill is 1.2e14 operations, 0.25 s at half the rate; the video is 1.3e13, 30 ms.
@@ -50,7 +50,7 @@ HEAD = ("model", "part", "batch", "context", "ms", "share", "aim")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     add, known = parser.add_argument, ", ".join(path.stem for path in sorted(CONFIGS.glob("*.json")))
-    add("--check", action="store_true", help="PASS or FAIL for each thing that the engine needs; no other flags.")
+    add("--check", action="store_true", help="PASS or FAIL for each thing that the engine needs, without other flags.")
     text = f"Of {known}, with random weights, or as serve.py takes it (default: the first that fits of {BY_SIZE})."
     add("--models", nargs="+", default=[], metavar="MODEL", help=text)
     add("--launch", default="--dtype bfloat16", metavar="FLAGS", help="Flags of serve.py (default: --dtype bfloat16).")
@@ -63,6 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Measure all parts and print the table."""
     if args.check:
+        parser = argparse.ArgumentParser()
+        add_arguments(parser)
+        for name, value in vars(parser.parse_args(["--check"])).items():
+            if getattr(args, name) != value:
+                raise ConfigError(f"--{name}: --check takes no other flags; leave it out")
         return gpu_check.run({**gpu_check.CHECKS, "shares": shares})
     if not torch.cuda.is_available():
         raise ConfigError("gpu: torch finds no CUDA device here")

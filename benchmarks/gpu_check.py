@@ -117,8 +117,8 @@ def compiler() -> str:
 
 
 def attributes() -> str:
-    """Host memory can be registered, and memory of the device shared."""
-    names = ("HostRegisterSupported", "IpcEventSupport")
+    """Host memory can be registered, and one address says where a copy begins, on the host or a device."""
+    names = ("HostRegisterSupported", "UnifiedAddressing")
     with use_cuda(DEVICE) as runtime:
         kinds = [getattr(runtime.cudaDeviceAttr, f"cudaDevAttr{name}") for name in names]
         values = [check(runtime.cudaDeviceGetAttribute(kind, DEVICE.index)) for kind in kinds]

@@ -1,6 +1,6 @@
 """Grammars that an answer has to match, in llguidance's variant of Lark: an engine's rank 0 makes matchers of them.
 
-Knows nothing of requests; how a grammar acts on the choice of tokens is in `worker/grammar.py`.
+Knows nothing of requests; how a grammar acts on the choice of tokens is in `worker/sampling/grammar.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A conversation's media references -> bytes and hashes -> processed items.
 
 Two steps, because an item that an engine keeps under its hash need not be decoded. Downloads run in the event loop,
-reading and hashing and processing have threads of their own, decoding has processes (`media/decoder_pool.py`): what is
-slow in one stage does not hold up another. Knows nothing of prompts, requests or engines.
+reading and hashing and processing have threads of their own, decoding has processes (`media/decode/decoder_pool.py`):
+what is slow in one stage does not hold up another. Knows nothing of prompts, requests or engines.
 """
 
 from __future__ import annotations

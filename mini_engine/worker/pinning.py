@@ -41,7 +41,7 @@ class PinnedMemory:
             return None
         self._ranges[address] = nbytes  # first: no copy that another thread starts meanwhile crosses its borders
         try:
-            # CUDA refuses read-only pages; `cudaHostRegisterReadOnly`, which would allow them, is rarely supported.
+            # CUDA refuses read-only pages; not every driver has `cudaHostRegisterReadOnly`, which would allow them.
             # Copies do not depend on the protection that the pages have afterwards.
             with use_cuda(self._device) as runtime, made_writable(address, nbytes):
                 supported = runtime.cudaDeviceAttr.cudaDevAttrHostRegisterSupported

@@ -163,7 +163,7 @@ def choose_device(config: EngineConfig, engine: int, rank: int) -> torch.device:
 
 
 def choose_backend(wanted: AttentionBackendName, device: torch.device) -> AttentionBackendName:
-    """What `--attention-backend` means on this device: `sdpa` of `attention.py` or `triton` of `triton_attention.py`.
+    """What `--attention-backend` means on this device: `sdpa` of `sdpa.py` or `triton` of `triton_attention.py`.
 
     Raises ConfigError: it cannot run here.
     """

@@ -43,7 +43,7 @@ class StepTables(Tables):
         super().__init__(*(to_device(torch.from_numpy(array), device) for array in (tables, contexts)))
 
     def advance(self, slots: Tensor, contexts: np.ndarray, entered: Sequence[tuple[int, int]]) -> None:
-        """Every chunk is one token longer; see `attention.StepAttention`. In place: a device does what is queued in
+        """Every chunk is one token longer; see `sdpa.StepAttention`. In place: a device does what is queued in
         order."""
         if entered:
             width = self.tables.shape[1]
@@ -131,7 +131,7 @@ def tile(spans: Sequence[Span], tokens: int) -> np.ndarray:
 
 
 class TritonAttention:
-    """See `attention.StepAttention`."""
+    """See `sdpa.StepAttention`."""
 
     def __init__(self, cache: KVCache, slots: Tensor, decode: Decode | None, prefill: _Prefill | None) -> None:
         self._cache, self.slots = cache, slots
