@@ -155,7 +155,7 @@ class Generation:
         self.media = media
         self.warnings = warnings
         self._error: ApiError | None = None
-        self._grammar_field = asked.grammar_field
+        self._grammar_field = asked.grammar_field if request.sampling.grammar else None
         self._waiting: collections.deque[Sample] = collections.deque()  # samples with outputs, each once
         self.arrived = asyncio.Event()  # set when there is something to take
         self._unfinished = len(ids)  # samples

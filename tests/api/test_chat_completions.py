@@ -24,6 +24,7 @@ from tests.api.serving import (
     Counted,
     GatedProcessor,
     Served,
+    check_error,
     choices_of,
     events_of,
     image,
@@ -101,6 +102,16 @@ async def test_stop_token_is_in_the_text_where_it_is_asked_for(served: Served) -
         answer = await choices_of(await asking)
         assert (answer.texts, answer.reasons) == ([expected], ["stop"])
         assert answer.usage.completion_tokens == len(served.encode("a red")) + 1
+
+
+async def test_errors_of_the_engine_name_the_field_of_a_grammar_where_there_is_one(served: Served) -> None:
+    served.says()
+    served.core.hold = True
+    for count, field in enumerate([None, "structured_outputs"], 1):
+        asking = served.asking("hello", **({field: {"choice": ["a"]}} if field else {}))
+        await served.core.end(await served.core.has_requests(count), "error", "it cannot be computed")
+        check_error(await asking, 400, "invalid_value", "it cannot be computed")
+        assert (await asking).json()["error"]["param"] == field
 
 
 @streamed_or_whole
