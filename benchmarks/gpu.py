@@ -7,7 +7,7 @@ operations a second of a product of 8192 x 8192 matrices. Then, for each of --mo
     vision   a video of 16 frames of 640x360 through the tower, from uint8 patches: the share of `matrix`. Aim: 40 %.
 A part's least work follows from its weights: bytes of them and of the cache, two operations for each and a row. A batch
 that does not fit into the free memory is cut. With --check the command finds out instead whether all that the engine
-needs of a device works: see `gpu_check.py`.
+needs of a device works: see `benchmarks/gpu_check.py`.
 
 What it should cost on an H200 (4.8 TB/s, 990 TFLOP/s by its data sheet): decode of Qwen2.5-VL-7B at batch 1 reads
 14 GB, 3 ms; prefill is 1.2e14 operations, 0.25 s at half the rate; the video is 1.3e13, 30 ms.
