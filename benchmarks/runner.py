@@ -29,7 +29,7 @@ from mini_engine.messages import (
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.worker import worker
-from mini_engine.worker.memory import CacheSize
+from mini_engine.worker.cache_sizes import CacheSize
 from mini_engine.worker.model_runner import Launched, ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 

@@ -32,7 +32,7 @@ REGISTRY = CollectorRegistry()
 # on its device.
 FALLBACK_REASONS = ("cuda_ipc", "store_full", "store_busy", "store_oversize", "processor_memory")
 
-# Why requests were refused with 429, see `api/admission.py`; and with 503, since the host is out of something.
+# Why requests were refused with 429, see `http/admission.py`; and with 503, since the host is out of something.
 REJECTION_REASONS = ("queued_requests", "inflight_bodies", "inflight_media", "host")
 
 # Why a media decoder process exited: it crashed, exceeded its time or its memory, was killed from outside, did not stop
@@ -121,7 +121,7 @@ request_generation_tokens = _histogram("request_generation_tokens", "Tokens gene
 request_time_per_output_token_seconds = _histogram(
     "request_time_per_output_token_seconds", "Mean time between tokens per successful request.", _TOKEN_BUCKETS
 )
-# The stages of `api/timings.py`.
+# The stages of `protocol/request_clock.py`.
 stage_seconds = {
     "fetch": _stage("media_fetch", "Fetching and hashing the media"),
     "admission": _stage("admission", "Queued for admission to media decoding"),

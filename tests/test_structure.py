@@ -29,7 +29,7 @@ TORCH_FREE_API = {
 }
 MAY_IMPORT = {
     "api": {"api", "media", "transport", MODEL_CONFIG},
-    "media": {"media", "mini_engine.transport.memory"},
+    "media": {"media", "mini_engine.transport.shared_memory"},
     "transport": {"transport"},
     "core": {"core", MODEL_CONFIG} | TORCH_FREE_TRANSPORT,
     "worker": {"worker", "model", "kernels", "transport"},

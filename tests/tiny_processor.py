@@ -6,8 +6,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from mini_engine.media.frame_sampling import VideoSampling
 from mini_engine.media.processor import MediaProcessor, MediaSettings
-from mini_engine.media.sampling import VideoSampling
 
 CHAT_TEMPLATE = """\
 {%- if tools %}<|im_start|>system

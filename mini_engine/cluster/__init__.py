@@ -51,7 +51,7 @@ def application(arguments: Arguments, command: tuple[str, ...] = SERVE) -> Appli
     """
     from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 
-    from mini_engine.cluster.engine import EngineReplica
+    from mini_engine.cluster.engine_replica import EngineReplica
     from mini_engine.cluster.front import Front
 
     flags = shlex.split(arguments.flags)

@@ -27,16 +27,16 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from mini_engine.api import playground
-from mini_engine.api.access import OPEN_PATHS, Access
-from mini_engine.api.admission import body_budget
-from mini_engine.api.body import receive_body
-from mini_engine.api.body_split import SplitBody
-from mini_engine.api.errors import ApiError, EngineError, error_response
-from mini_engine.cluster.engine import Lease
+from mini_engine.cluster.engine_replica import Lease
 from mini_engine.cluster.media_key import media_key
 from mini_engine.cluster.router import Attempt
 from mini_engine.config import EngineConfig
+from mini_engine.http.access import OPEN_PATHS, Access
+from mini_engine.http.admission import body_budget
+from mini_engine.http.body import receive_body
+from mini_engine.http.routes import playground
+from mini_engine.protocol.api_errors import ApiError, EngineError, error_response
+from mini_engine.protocol.body_split import SplitBody
 
 LEASE_SECONDS = 2.0  # for a host to grant a lease: an unresponsive one costs that once
 CONNECT_SECONDS = 2.0

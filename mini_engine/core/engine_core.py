@@ -16,16 +16,16 @@ import msgspec
 from mini_engine.config import EngineConfig
 from mini_engine.core.arrivals import Arrivals, AwaitingMedia
 from mini_engine.core.encoder_cache import EncoderCache
-from mini_engine.core.grammars import Grammars
+from mini_engine.core.grammar_compiles import Grammars
 from mini_engine.core.kv_blocks import BlockPool
-from mini_engine.core.limits import engine_limits, problem_with
 from mini_engine.core.links import Links, Outbox
 from mini_engine.core.media_store import MediaDirectory, MediaStore, media_directory
 from mini_engine.core.plan import Work
 from mini_engine.core.request import Request, Tensors, family
+from mini_engine.core.request_limits import engine_limits, problem_with
 from mini_engine.core.scheduler import Budgets, Counters, Scheduler
-from mini_engine.core.states import StatePool
-from mini_engine.core.steps import InFlight, Steps
+from mini_engine.core.state_snapshots import StatePool
+from mini_engine.core.step_builder import InFlight, Steps
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.launch.child import Child
 from mini_engine.log import about

@@ -16,7 +16,7 @@ from mini_engine.core.encoder_cache import EncoderCache, Entry
 from mini_engine.core.kv_blocks import BlockPool
 from mini_engine.core.plan import QUICK_ENCODER_TOKENS, QUICK_PREFILL_TOKENS, Plan, Work
 from mini_engine.core.request import Request
-from mini_engine.core.states import StatePool
+from mini_engine.core.state_snapshots import StatePool
 from mini_engine.messages import Chunk, EncodeItem, MediaItem, NewSequence, SamplingParams, StateStart
 
 

@@ -27,7 +27,7 @@ from mini_engine.transport.codec import Encoder, decode
 REFUSAL_SECONDS = 10  # within which the supervisor kills a process that refused its settings
 
 ROLE_MODULES: dict[Role, str] = {
-    "api": "mini_engine.api.server",
+    "api": "mini_engine.http.api_server",
     "core": "mini_engine.core.engine_core",
     "worker": "mini_engine.worker.worker",
 }

@@ -21,7 +21,6 @@ from typing import NoReturn
 
 from mini_engine.config import EngineConfig
 from mini_engine.failpoints import reach_failpoint
-from mini_engine.launch.generation import Generation
 from mini_engine.launch.host import (
     check_model,
     check_tls,
@@ -41,6 +40,7 @@ from mini_engine.launch.process_group import (
     Unkillable,
     catch_stop_signals,
 )
+from mini_engine.launch.server_generation import Generation
 from mini_engine.messages import Drain, Refused
 from mini_engine.transport import sockets
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mini_engine import metrics
-from mini_engine.media.sampling import VideoFacts, VideoSampling
+from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
 
 if TYPE_CHECKING:
     import torch

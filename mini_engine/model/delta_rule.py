@@ -4,7 +4,7 @@ A value head's state S, `[k_dim, v_dim]`, first decays, `S = exp(g) S`; then wha
 the value, `S += k (beta (v - S^T k))^T`; the output is `S^T q` (Yang et al. 2024, Gated Delta Networks, section 3).
 q, k and v are the convolution's output after SiLU; q and k are made unit vectors, and q is scaled by `k_dim ** -0.5`.
 All but the convolution is in float32. Knows nothing of models, nor where states are kept. On a CUDA device
-`kernels/delta_rule.py` computes it; torch's operators here are the reference.
+`kernels/triton_delta_rule.py` computes it; torch's operators here are the reference.
 """
 
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ def prefill(x: Tensor, gates: Tensor, weights: Weights, shape: StateShape, conv:
         `[n, v_heads, v_dim]` in x's dtype.
     """
     if ops.fused(x):
-        from mini_engine.kernels import delta_rule as kernels  # Triton takes a second to import
+        from mini_engine.kernels import triton_delta_rule as kernels
 
         return kernels.prefill(x, gates, weights, conv, delta, NORM_EPS)
     g, beta = _decay_and_strength(gates, weights)
@@ -90,7 +90,7 @@ def decode(
         `[n, v_heads, v_dim]` in x's dtype.
     """
     if ops.fused(x):
-        from mini_engine.kernels import delta_rule as kernels  # Triton takes a second to import
+        from mini_engine.kernels import triton_delta_rule as kernels
 
         return kernels.decode(x, gates, weights, conv, delta, slots, NORM_EPS)
     g, beta = _decay_and_strength(gates, weights)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from mini_engine.failpoints import reach_failpoint
-from mini_engine.transport import memory
+from mini_engine.transport import shared_memory as memory
 from mini_engine.transport.codec import TransportError
 from mini_engine.transport.pages import PAGE_BYTES, Extent, PageAllocator, pages_for
 

@@ -36,9 +36,9 @@ from mini_engine.messages import (
 from mini_engine.transport.arena import DTYPES, Arena, Pin, ReadableMemory, bytes_of, checksum, tensor_bytes
 from mini_engine.transport.codec import Encoder, TransportError, decode
 from mini_engine.transport.cuda_memory import CudaCopy, CudaMapped, MapSlots, StagingSlots
-from mini_engine.transport.frames import Frame, FrameReceiver, FrameSender
 from mini_engine.transport.pages import MARK_PAGES, PAGE_BYTES, Extent
 from mini_engine.transport.sockets import BoundPath
+from mini_engine.transport.stream_frames import Frame, FrameReceiver, FrameSender
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import torch
 from mini_engine.transport.arena import bytes_of
 from mini_engine.transport.codec import TransportError
 from mini_engine.transport.cuda_memory import check, on_stream, use_cuda
-from mini_engine.transport.memory import made_writable
+from mini_engine.transport.shared_memory import made_writable
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from mini_engine.model.parallel import Collectives
-from mini_engine.transport import memory
+from mini_engine.transport import shared_memory as memory
 from mini_engine.transport.codec import TransportError
-from mini_engine.transport.frames import connect_stream
+from mini_engine.transport.stream_frames import connect_stream
 
 SLOT_BYTES = 1 << 20  # larger tensors go in pieces; a piece stays in a core's cache between writing and reading
 _SETS = 2

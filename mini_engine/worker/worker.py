@@ -34,10 +34,10 @@ from mini_engine.model.weights import load_model
 from mini_engine.transport import sockets
 from mini_engine.transport.arena import ReadableMemory
 from mini_engine.transport.cuda_memory import CudaMapped
+from mini_engine.worker.attention.recurrent_states import RecurrentStates
 from mini_engine.worker.attention.sdpa import AttentionBackend, KVCache, SdpaBackend
-from mini_engine.worker.attention.states import RecurrentStates
+from mini_engine.worker.cache_sizes import HUNGRY_SAMPLING, CacheSize, MemoryUse, cache_size, profile, room_for
 from mini_engine.worker.media_inputs import MediaInputs
-from mini_engine.worker.memory import HUNGRY_SAMPLING, CacheSize, MemoryUse, cache_size, profile, room_for
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.pinning import PinnedMemory

@@ -13,8 +13,8 @@ import os
 
 from aiohttp import web
 
-from mini_engine.api.body_split import SplitBody
 from mini_engine.cluster.media_key import media_key
+from mini_engine.protocol.body_split import SplitBody
 
 media: set[str] = set()
 running = 0

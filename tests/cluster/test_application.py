@@ -7,11 +7,11 @@ import yaml
 
 pytest.importorskip("ray", reason="needs the extra [ray]")
 
-from mini_engine.api import playground  # noqa: E402
-from mini_engine.api.app import ROUTERS  # noqa: E402
 from mini_engine.cluster import build  # noqa: E402
 from mini_engine.cluster.front import ENDPOINTS, merge_expositions  # noqa: E402
 from mini_engine.config import ConfigError  # noqa: E402
+from mini_engine.http.app import ROUTERS  # noqa: E402
+from mini_engine.http.routes import playground  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's own
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from mini_engine.api.body_split import SplitBody
 from mini_engine.cluster import media_key as keys
+from mini_engine.protocol.body_split import SplitBody
 
 CLIP = "data:video/mp4;base64,AAAA"
 

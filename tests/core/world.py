@@ -6,8 +6,8 @@ import dataclasses
 
 from mini_engine.config import BUNDLED_MODEL, EngineConfig
 from mini_engine.core.engine_core import EngineCore
-from mini_engine.core.limits import engine_limits
 from mini_engine.core.media_store import MediaStore, RankCopies
+from mini_engine.core.request_limits import engine_limits
 from mini_engine.core.scheduler import Budgets
 from mini_engine.messages import (
     CachedMedia,

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from mini_engine.api.detokenizer import Vocabulary
 from mini_engine.demo import videos
-from mini_engine.media.sampling import VideoFacts, VideoSampling
+from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
+from mini_engine.prompt.detokenizer import Vocabulary
 from tests import tiny_processor
 from tests.e2e.running_server import RunningServer, message
 from tests.media.decode.decoding import decode_image, decode_video

@@ -15,7 +15,7 @@ import time
 import pytest
 
 from mini_engine.demo import questions, videos
-from mini_engine.transport.frames import TURN_BYTES
+from mini_engine.transport.stream_frames import TURN_BYTES
 from tests.e2e.asking import Asked, Asking, video_url
 from tests.e2e.processes import eventually, stopped
 from tests.e2e.running_server import CACHES, START_SECONDS, RunningServer

@@ -15,7 +15,8 @@ from mini_engine.kernels import ops
 from mini_engine.worker.sampling.grammar import bars_of
 
 pytest.importorskip("triton")
-from mini_engine.kernels import elementwise, sampling  # noqa: E402
+from mini_engine.kernels import elementwise  # noqa: E402
+from mini_engine.kernels import token_draw as sampling  # noqa: E402
 
 BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 dtypes = pytest.mark.parametrize("dtype", BOUNDS, ids=str)

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from mini_engine.launch.shortage import Shortage, shortage_in
-from mini_engine.media.errors import MediaError
+from mini_engine.media.media_errors import MediaError
 from mini_engine.media.sources.http_fetch import fetch_http
 from mini_engine.media.sources.policy import MediaPolicy
 from tests.shortages import no_descriptors

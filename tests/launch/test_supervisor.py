@@ -13,9 +13,9 @@ import pytest
 
 from mini_engine.config import EngineConfig
 from mini_engine.launch import process_group, supervisor
-from mini_engine.launch.generation import Generation
 from mini_engine.launch.listeners import bind_listeners
 from mini_engine.launch.process_group import TURNS, ChildProcess, ProcessGroup
+from mini_engine.launch.server_generation import Generation
 from mini_engine.launch.supervisor import API_RESTARTS_IN_A_ROW, GenerationOver, Stop, Supervisor
 from mini_engine.messages import MediaCachePlan
 from tests.e2e.processes import eventually

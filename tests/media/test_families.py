@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from mini_engine.api.chat import ChatRenderer
-from mini_engine.api.protocol import ChatMessage, ChatRequest
+from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
 from mini_engine.media.processor import MediaProcessor, ProcessedItem
-from mini_engine.media.sampling import VideoFacts, VideoSampling
 from mini_engine.media.sources.fetch import CLOCK
+from mini_engine.prompt.renderer import ChatRenderer
+from mini_engine.protocol.bodies import ChatMessage, ChatRequest
 from mini_engine.worker.normalisation import Normalisation
 from tests import tiny_processor
 from tests.media.decode.decoding import Video

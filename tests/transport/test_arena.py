@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mini_engine.transport import memory
+from mini_engine.transport import shared_memory as memory
 from mini_engine.transport.arena import Arena, ReadableMemory, RequestTooLarge, WritableMemory, bytes_of
 from mini_engine.transport.codec import TransportError
 from mini_engine.transport.pages import PAGE_BYTES

@@ -56,7 +56,7 @@ from mini_engine.transport.cuda_memory import CudaStaging
 from mini_engine.messages import StepResult
 from mini_engine.worker.model_runner import Launched
 from mini_engine.transport.arena import ReadableMemory
-from mini_engine.transport.memory import create_sparse
+from mini_engine.transport.shared_memory import create_sparse
 from mini_engine.worker.pinning import PinnedMemory
 from mini_engine.worker.serving import wait_for_device
 device = torch.device("cuda", 1)

@@ -17,7 +17,7 @@ from mini_engine.messages import DeviceSlots, MessageId, TensorMessage
 from mini_engine.transport.arena import DTYPES, Arena
 from mini_engine.transport.codec import TransportError
 from mini_engine.transport.cuda_memory import StagingSlots
-from mini_engine.transport.frames import pack_frame
+from mini_engine.transport.stream_frames import pack_frame
 from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcSender
 from tests.e2e.processes import eventually
 from tests.transport.conftest import API, ME, MIB, PATIENCE, Held, Rank, address_of, send, unlimited

@@ -17,11 +17,11 @@ import pytest
 import torch
 
 from mini_engine.messages import MessageId, TensorMessage
-from mini_engine.transport import memory
+from mini_engine.transport import shared_memory as memory
 from mini_engine.transport.arena import Arena, WritableMemory
 from mini_engine.transport.codec import Encoder
-from mini_engine.transport.frames import pack_frame
 from mini_engine.transport.pages import PAGE_BYTES
+from mini_engine.transport.stream_frames import pack_frame
 from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcReceiver, TensorIpcSender
 from tests.transport.conftest import ME, MIB, PATIENCE, Held, address_of, pump, send, unlimited
 

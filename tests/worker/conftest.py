@@ -7,8 +7,8 @@ import torch
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
+from mini_engine.worker.attention.recurrent_states import RecurrentStates
 from mini_engine.worker.attention.sdpa import KVCache, SdpaBackend
-from mini_engine.worker.attention.states import RecurrentStates
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 from tests.worker import tiny

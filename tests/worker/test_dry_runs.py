@@ -24,7 +24,8 @@ from mini_engine.messages import MediaCachePlan, NewSequence
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
-from mini_engine.worker import memory, worker
+from mini_engine.worker import cache_sizes as memory
+from mini_engine.worker import worker
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 from tests.kernels.devices import INTERPRETED

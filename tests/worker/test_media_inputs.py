@@ -14,8 +14,8 @@ import zmq
 
 from mini_engine.messages import MediaFailed, MediaReady, MessageId, Step, TensorHandle, TensorMessage
 from mini_engine.transport.codec import Encoder, TransportError, decode
-from mini_engine.transport.frames import pack_frame
 from mini_engine.transport.sockets import bind_router
+from mini_engine.transport.stream_frames import pack_frame
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 from mini_engine.worker.media_inputs import MediaInputs
 from tests.transport.conftest import API, ME, address_of, arena, connect, send

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mini_engine.transport.arena import ReadableMemory, WritableMemory
-from mini_engine.transport.memory import create_sparse
 from mini_engine.transport.pages import PAGE_BYTES, Extent, PageAllocator
+from mini_engine.transport.shared_memory import create_sparse
 from mini_engine.worker import pinning
 from mini_engine.worker.pinning import PinnedMemory
 

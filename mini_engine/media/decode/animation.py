@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from mini_engine.media.decode.frames import Allocate, FrameRows
+from mini_engine.media.decode.colour_frames import Allocate, FrameRows
 from mini_engine.media.decode.image import to_rgb
-from mini_engine.media.decode.limits import UNREADABLE, Guard
+from mini_engine.media.decode.item_limits import UNREADABLE, Guard
 from mini_engine.media.decode.video import NO_FRAME, Timeline
-from mini_engine.media.errors import MediaError
-from mini_engine.media.sampling import VideoFacts, VideoSampling
+from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
+from mini_engine.media.media_errors import MediaError
 
 _ANIMATION, _ALPHA = 0x02, 0x10  # flags of VP8X
 _SHORTEST, _USUAL = 11, 100  # milliseconds: browsers show a frame of less time for the usual one

@@ -35,10 +35,10 @@ from setproctitle import setproctitle
 from mini_engine.config.decode_limits import DecodeLimits
 from mini_engine.failpoints import DIRECTORY
 from mini_engine.launch.process_setup import die_with_parent, keep_freed_memory
-from mini_engine.media.decode.limits import Guard
+from mini_engine.media.decode.item_limits import Guard
 from mini_engine.media.decode.sandbox import enter_sandbox
-from mini_engine.media.errors import MediaError
-from mini_engine.media.sampling import VideoFacts, VideoSampling
+from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
+from mini_engine.media.media_errors import MediaError
 
 DATA_OFFSET = mmap.PAGESIZE  # of the encoded bytes in the input memory
 Size = Annotated[int, msgspec.Meta(ge=1)]

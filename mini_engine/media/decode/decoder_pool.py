@@ -33,10 +33,10 @@ from mini_engine.launch.shortage import shortage_in
 from mini_engine.media.decode import decoder
 from mini_engine.media.decode.decoder import Announced, Decoded, DecodeFailed, Job, Reply, Shape, Started
 from mini_engine.media.decode.fair_places import FairPlaces, Place
-from mini_engine.media.decode.limits import MAX_ASPECT_RATIO
-from mini_engine.media.errors import DecoderUnavailable, MediaError
-from mini_engine.media.sampling import VideoFacts
-from mini_engine.transport.memory import create_sparse
+from mini_engine.media.decode.item_limits import MAX_ASPECT_RATIO
+from mini_engine.media.frame_sampling import VideoFacts
+from mini_engine.media.media_errors import DecoderUnavailable, MediaError
+from mini_engine.transport.shared_memory import create_sparse
 
 logger = logging.getLogger(__name__)
 

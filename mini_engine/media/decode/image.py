@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from PIL import AvifImagePlugin, ExifTags, Image, UnidentifiedImageError
 
 from mini_engine.media.decode.colour import UNKNOWN, to_srgb
-from mini_engine.media.decode.frames import Allocate
-from mini_engine.media.decode.limits import UNREADABLE, Guard
+from mini_engine.media.decode.colour_frames import Allocate
+from mini_engine.media.decode.item_limits import UNREADABLE, Guard
 from mini_engine.media.decode.video import decode_video
-from mini_engine.media.errors import MediaError
-from mini_engine.media.sampling import VideoSampling
+from mini_engine.media.frame_sampling import VideoSampling
+from mini_engine.media.media_errors import MediaError
 
 _STRIP_ROWS = 512  # converted to RGB at once
 _T = Image.Transpose  # how an image that is stored with an orientation of EXIF 2.3 is set upright

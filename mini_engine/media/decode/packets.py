@@ -9,8 +9,8 @@ from itertools import accumulate, groupby, pairwise
 
 import av
 
-from mini_engine.media.decode.limits import Guard
-from mini_engine.media.errors import MediaError
+from mini_engine.media.decode.item_limits import Guard
+from mini_engine.media.media_errors import MediaError
 
 ENCRYPTED = "its video is encrypted; send it without encryption"
 # Where each packet becomes a frame at a time that the file says, and key frames are marked. AVI's times are counted,

@@ -23,12 +23,12 @@ from av.stream import Disposition
 from numpy.typing import NDArray
 
 from mini_engine.failpoints import reach_failpoint
+from mini_engine.media.decode.colour_frames import Allocate, FrameRows
 from mini_engine.media.decode.containers import declared_size
-from mini_engine.media.decode.frames import Allocate, FrameRows
-from mini_engine.media.decode.limits import TRUNCATED, UNREADABLE, WRONG_COLOURS, Guard
+from mini_engine.media.decode.item_limits import TRUNCATED, UNREADABLE, WRONG_COLOURS, Guard
 from mini_engine.media.decode.packets import ENCRYPTED, PacketTable
-from mini_engine.media.errors import MediaError
-from mini_engine.media.sampling import VideoFacts, VideoSampling
+from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
+from mini_engine.media.media_errors import MediaError
 
 # FFmpeg's demuxers that open what a file names: playlists, sessions, scripts, parts of a recording. NOFILE are those
 # that open devices or many files.

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import msgspec
 
 from mini_engine.config.decode_limits import DecodeLimits
-from mini_engine.media.decode.limits import Guard
-from mini_engine.media.errors import MediaError
-from mini_engine.media.sampling import VideoFacts, VideoSampling
-from mini_engine.media.sources.data_url import DataUrl
+from mini_engine.media.decode.item_limits import Guard
+from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
+from mini_engine.media.media_errors import MediaError
 from mini_engine.media.sources.http_fetch import parse_http
 from mini_engine.media.sources.local_files import fetch_file, file_size
 from mini_engine.media.sources.policy import BLOCK_BYTES, MediaPolicy
+from mini_engine.protocol.inline_data import DataUrl
 
 # Processors know frames by their indices: those of a video with so many frames per second, to keep the times exact.
 CLOCK = 1000.0

@@ -22,7 +22,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
 from mini_engine.launch.shortage import check_descriptors, raise_if_short
-from mini_engine.media.errors import MediaError
+from mini_engine.media.media_errors import MediaError
 from mini_engine.media.sources.policy import BLOCK_BYTES, MAX_URL_CHARACTERS, MediaPolicy, Received
 
 QUIET_SECONDS = 10.0

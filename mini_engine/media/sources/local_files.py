@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
 from mini_engine.launch.shortage import raise_if_short
-from mini_engine.media.errors import MediaError
+from mini_engine.media.media_errors import MediaError
 from mini_engine.media.sources.policy import MAX_URL_CHARACTERS, MediaPolicy
 
 _NO_SUCH_FILE = "no such regular file under the directory that --allowed-local-media-path names"

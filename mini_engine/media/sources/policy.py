@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mini_engine.media.errors import MediaError
+from mini_engine.media.media_errors import MediaError
 from mini_engine.media.sources.addresses import Address, AllowedHost, Network, is_global, parse_allowed_host
 
 Received = Callable[[int], None]

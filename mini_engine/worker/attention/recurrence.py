@@ -12,8 +12,8 @@ from torch import Tensor
 from mini_engine.kernels.ops import Heads
 from mini_engine.kernels.staging import to_device
 from mini_engine.model import delta_rule
+from mini_engine.worker.attention.recurrent_states import RecurrentStates
 from mini_engine.worker.attention.sdpa import StepAttention
-from mini_engine.worker.attention.states import RecurrentStates
 from mini_engine.worker.batch import Part
 
 

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from mini_engine.kernels import onednn, ops
 from mini_engine.model.vision_language import AttentionShape
-from mini_engine.worker.attention.states import RecurrentStates
+from mini_engine.worker.attention.recurrent_states import RecurrentStates
 
 PAD_BYTES = 128 << 10
 GROUP_BYTES = 2 << 20

@@ -13,7 +13,7 @@ The parameters of a row act in this order, which is vLLM's:
 9. one uniform number goes through the inverse of the distribution function, tokens in the order of their ids
 
 Steps 2 to 4 are those of `penalties.py`, step 5 is that of `grammar.py`. Steps 7 to 9 are one kernel where Triton's
-kernels run (`kernels/sampling.py`); torch's operators here are the reference. A row's token depends on its logits, its
+kernels run (`kernels/token_draw.py`); torch's operators here are the reference. A row's token depends on its logits, its
 parameters, its tokens so far and the number of its output token, and on nothing else in the batch: noise is a pure
 function of (seed, output index), so a seed gives the same tokens in any company, after a preemption, and on any number
 of ranks. Knows nothing of sequences or steps.
@@ -178,7 +178,7 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     temperature = to_device(torch.tensor([p.temperature for p in params]), logits.device)
     numbers = [noise(row.recipe.stream, row.output_index) for row in rows]
     if ops.fused(logits):
-        from mini_engine.kernels import sampling
+        from mini_engine.kernels import token_draw as sampling
 
         filters = [(p.min_p, p.top_k, p.top_p, number) for p, number in zip(params, numbers, strict=True)]
         parameters = to_device(torch.tensor(filters, dtype=torch.float64), logits.device)

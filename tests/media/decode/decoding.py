@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from mini_engine.config.decode_limits import DecodeLimits
 from mini_engine.media.decode import animation, image, video
-from mini_engine.media.decode.limits import Guard
-from mini_engine.media.sampling import VideoFacts, VideoSampling
+from mini_engine.media.decode.item_limits import Guard
+from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
 
 NO_LIMITS = DecodeLimits()
 

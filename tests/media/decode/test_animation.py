@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 
 from mini_engine.config.decode_limits import DecodeLimits, flag_of
-from mini_engine.media.errors import MediaError
-from mini_engine.media.sampling import VideoSampling
+from mini_engine.media.frame_sampling import VideoSampling
+from mini_engine.media.media_errors import MediaError
 from tests import clips
 from tests.media.decode.decoding import decode_image, decode_video
 

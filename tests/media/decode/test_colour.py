@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from mini_engine.config.decode_limits import DecodeLimits
-from mini_engine.media.decode.limits import WRONG_COLOURS
-from mini_engine.media.sampling import VideoSampling
+from mini_engine.media.decode.item_limits import WRONG_COLOURS
+from mini_engine.media.frame_sampling import VideoSampling
 from tests import clips
 from tests.media.decode.decoding import decode_video
 

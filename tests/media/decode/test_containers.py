@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mini_engine.media.decode.containers import declared_size
-from mini_engine.media.errors import MediaError
-from mini_engine.media.sampling import VideoSampling
+from mini_engine.media.frame_sampling import VideoSampling
+from mini_engine.media.media_errors import MediaError
 from tests import clips
 from tests.media.decode.decoding import decode_video
 

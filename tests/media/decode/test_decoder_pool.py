@@ -23,12 +23,12 @@ from mini_engine.config.decode_limits import DecodeLimits
 from mini_engine.media.decode import decoder
 from mini_engine.media.decode.decoder import Announced, Decoded, DecodeFailed, Job
 from mini_engine.media.decode.decoder_pool import KEPT_BYTES, DecoderPool, Decoding
-from mini_engine.media.errors import DecoderUnavailable, MediaError
-from mini_engine.media.sampling import VideoFacts, VideoSampling
+from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
+from mini_engine.media.media_errors import DecoderUnavailable, MediaError
 from mini_engine.metrics import REGISTRY
 from tests import clips
-from tests.api.patience import eventually
 from tests.e2e.processes import FailPoint, descendants, memory
+from tests.http.patience import eventually
 from tests.media import corpus
 from tests.media.decode import hostile_code
 from tests.media.decode.decoding import decode_image, decode_video

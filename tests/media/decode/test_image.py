@@ -8,7 +8,7 @@ import pytest
 from PIL import ExifTags, Image, ImageOps
 
 from mini_engine.config.decode_limits import DecodeLimits
-from mini_engine.media.errors import MediaError
+from mini_engine.media.media_errors import MediaError
 from tests import clips
 from tests.media.corpus import png_of_size
 from tests.media.decode.decoding import decode_frames, decode_image

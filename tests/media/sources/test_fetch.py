@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from mini_engine.config.decode_limits import DecodeLimits
-from mini_engine.media.errors import MediaError
-from mini_engine.media.sampling import VideoSampling
-from mini_engine.media.sources.data_url import DataUrl
+from mini_engine.media.frame_sampling import VideoSampling
+from mini_engine.media.media_errors import MediaError
 from mini_engine.media.sources.fetch import Frames, declared_size, fetch, fetch_frames, is_elsewhere, is_local_file
 from mini_engine.media.sources.policy import MediaPolicy
+from mini_engine.protocol.inline_data import DataUrl
 
 POLICY = MediaPolicy(None, 1000)
 BASE64 = "//4xMj8+"

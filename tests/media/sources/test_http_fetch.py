@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mini_engine.media.errors import MediaError
+from mini_engine.media.media_errors import MediaError
 from mini_engine.media.sources import http_fetch
 from mini_engine.media.sources.http_fetch import fetch_http
 from mini_engine.media.sources.policy import BLOCK_BYTES, MAX_URL_CHARACTERS, MediaPolicy, Received

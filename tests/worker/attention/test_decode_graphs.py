@@ -11,7 +11,7 @@ import torch
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.weights import load_model
 from mini_engine.worker.attention.sdpa import AttentionBackend, KVCache, SdpaBackend, Span
-from mini_engine.worker.memory import HUNGRY_SAMPLING
+from mini_engine.worker.cache_sizes import HUNGRY_SAMPLING
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 from tests.kernels.devices import INTERPRETED, device

@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from mini_engine import demo
-from mini_engine.api.grammars import json_grammar, json_value, regex_grammar
 from mini_engine.config import BUNDLED_MODEL
 from mini_engine.messages import Grammar, GrammarReady, NewSequence, SamplingParams
 from mini_engine.model.config import ModelConfig
+from mini_engine.protocol.structured_outputs import json_grammar, json_value, regex_grammar
 from mini_engine.worker.batch import SequenceState
 from mini_engine.worker.sampling import sampler
 from mini_engine.worker.sampling.grammar import Grammars, Masks, bars_of

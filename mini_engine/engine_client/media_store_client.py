@@ -1,0 +1,189 @@
+"""An API server's end of one engine's media cache: looks items up before they are decoded, writes them afterwards.
+
+The engine core owns the store (`core/media_store.py`, which shows the messages); this end copies items into the pages
+of its reservations. It runs in the event loop's thread; large items are copied in another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from mini_engine import metrics
+from mini_engine.messages import (
+    Abandoned,
+    AnyMessage,
+    CachedMedia,
+    Found,
+    Lookup,
+    MediaItem,
+    NewRequest,
+    Reserve,
+    Reserved,
+    Unreserve,
+    Written,
+)
+from mini_engine.protocol.api_errors import EngineError
+
+if TYPE_CHECKING:
+    from mini_engine.transport.arena import WritableMemory
+
+INLINE_COPY_BYTES = 256 << 10  # copies up to this size cost less than handing them to a thread, even to new pages
+SHM_STORE = "shm_store"  # beside the transports' names, in the metrics
+
+
+class _Write:
+    """The write of one item, for all requests of this API server that bring it meanwhile."""
+
+    def __init__(self, request_id: str, item: MediaItem):
+        self.first = request_id  # sent `Reserve`
+        self.item = item
+        self.waiting: set[str] = {request_id}
+        self.answer: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
+        self.readers: Collection[str] = ()  # requests that refer to the item when the write has ended
+        self.task: asyncio.Task[None]
+
+
+class MediaStoreClient:
+    """Towards one engine. `look_up` and `place` give a request references, which the engine claims with the request.
+    Both are called inside of `holding`, which releases them if the request is not sent.
+
+    Args:
+        engine: its number.
+        send: a message for the core; raises EngineError when the engine is down.
+        num_ranks: of the engine.
+        is_cached: whether the engine caches media at all.
+        memory: of its store; None: no store, or the ranks keep copies.
+        max_object_bytes: larger items are not stored.
+    """
+
+    def __init__(
+        self,
+        engine: int,
+        send: Callable[[AnyMessage], None],
+        num_ranks: int,
+        is_cached: bool,
+        memory: WritableMemory | None,
+        max_object_bytes: int,
+    ):
+        self._send = send
+        self._num_ranks = num_ranks
+        self._is_cached = is_cached
+        self._memory = memory
+        self._max_object_bytes = max_object_bytes
+        self._lookups: dict[str, asyncio.Future[Found]] = {}
+        self._writes: dict[bytes, _Write] = {}
+        self._queries = metrics.mm_cache_queries_total.labels(str(engine))
+        self._hits = metrics.mm_cache_hits_total.labels(str(engine))
+
+    @contextlib.contextmanager
+    def holding(self, request_id: str) -> Iterator[None]:
+        """If the block fails, releases those of the request's references that the engine has not claimed."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(EngineError):
+                self._send(Unreserve(request_id))
+            raise
+
+    async def look_up(self, request_id: str, hashes: Collection[bytes]) -> dict[bytes, CachedMedia]:
+        """The cached ones of `hashes`, by hash. Raises EngineError: the engine is down."""
+        if not hashes or not self._is_cached:
+            return {}
+        self._send(Lookup(request_id, list(hashes)))
+        answer = self._lookups[request_id] = asyncio.get_running_loop().create_future()
+        try:
+            found = (await answer).items
+        finally:
+            del self._lookups[request_id]
+        self._queries.inc(len(hashes))
+        self._hits.inc(len(found))
+        return {media.media_hash: media for media in found}
+
+    async def place(self, request: NewRequest) -> NewRequest:
+        """`request`, with None in place of the tensors that the store holds now. Raises EngineError: the engine is
+        gone."""
+        if self._memory is None:
+            return request
+        brought = {item.media_hash: item for item in request.media if item.patches is not None and item.cacheable}
+        stored = await asyncio.gather(*(self._store(request.request_id, item) for item in brought.values()))
+        by_name = dict(zip(brought, stored, strict=True))
+        media = [replace(item, patches=None) if by_name.get(item.media_hash) else item for item in request.media]
+        return replace(request, media=media)
+
+    def on_found(self, found: Found) -> None:
+        """The answer to a `Lookup`."""
+        if (answer := self._lookups.get(found.request_id)) is not None and not answer.done():
+            answer.set_result(found)
+
+    def on_reserved(self, reserved: Reserved) -> None:
+        """The answer to a `Reserve`."""
+        self._writes[reserved.media_hash].answer.set_result(reserved)
+
+    def close(self, error: EngineError) -> None:
+        """The engine is down: waiting calls raise `error`."""
+        answers: list[asyncio.Future[Any]] = [*self._lookups.values(), *(one.answer for one in self._writes.values())]
+        for answer in answers:
+            if not answer.done():
+                answer.set_exception(error)
+
+    async def _store(self, request_id: str, item: MediaItem) -> bool:
+        """Whether the request refers to the item in the store now."""
+        nbytes = item.patches.nbytes  # type: ignore[union-attr] # a tensor: see `messages.Tensor`
+        if nbytes > self._max_object_bytes:
+            metrics.ipc_fallbacks_total.labels("store_oversize").inc()
+            return False
+        outcome = "present"
+        while outcome == "present":  # for the request that sent `Reserve`; others that joined it send their own
+            write = self._writes.get(item.media_hash) or self._start_write(request_id, item)
+            write.waiting.add(request_id)
+            try:
+                await asyncio.shield(write.task)
+            finally:
+                write.waiting.discard(request_id)
+            if request_id in write.readers:
+                metrics.ipc_messages_total.labels(SHM_STORE).inc(self._num_ranks)
+                metrics.ipc_bytes_total.labels(SHM_STORE).inc(nbytes * self._num_ranks)
+                return True
+            outcome = write.answer.result().outcome
+        metrics.ipc_fallbacks_total.labels("store_busy" if outcome == "busy" else "store_full").inc()
+        return False
+
+    def _start_write(self, request_id: str, item: MediaItem) -> _Write:
+        self._send(Reserve(request_id, CachedMedia.of(item)))
+        write = self._writes[item.media_hash] = _Write(request_id, item)
+        write.task = asyncio.create_task(self._write(write))
+        write.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # retrieved, or it is logged
+        return write
+
+    async def _write(self, write: _Write) -> None:
+        """Write the item. Never cancelled: the reservation ends after the copy."""
+        try:
+            reserved = await write.answer
+            if reserved.outcome == "present":
+                write.readers = {write.first}
+            elif reserved.outcome == "reserved" and not (write.waiting and await self._copied(write.item, reserved)):
+                self._send(Abandoned(reserved.number))
+            elif reserved.outcome == "reserved":
+                write.readers = set(write.waiting)
+                self._send(Written(reserved.number, list(write.waiting)))
+        finally:  # later requests start a write of their own
+            del self._writes[write.item.media_hash]
+
+    async def _copied(self, item: MediaItem, reserved: Reserved) -> bool:
+        """Copy the item to its pages; False: no memory for them."""
+        assert self._memory is not None
+        metrics.mm_store_fragmented_total.inc(len(reserved.extents) > 1)
+        payload = item.patches.view(-1)  # type: ignore[union-attr]
+        try:
+            if payload.nbytes <= INLINE_COPY_BYTES:
+                self._memory.write(reserved.extents, payload)
+            else:
+                await asyncio.get_running_loop().run_in_executor(None, self._memory.write, reserved.extents, payload)
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,153 @@
+"""Sends requests to one engine: the tensors to its ranks, the request to its engine core.
+
+It knows neither caches nor answers. It runs in the event loop's thread; only large copies run in another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from mini_engine import metrics
+from mini_engine.log import about
+from mini_engine.messages import MessageId, NewRequest, TensorHandle
+from mini_engine.protocol.api_errors import EngineError, MediaNotSent
+from mini_engine.transport.arena import RequestTooLarge
+from mini_engine.transport.codec import Encoder, OOBTensorConsumer, TransportError
+from mini_engine.transport.tensor_ipc import Outgoing, TensorIpcSender
+
+logger = logging.getLogger(__name__)
+
+INLINE_COPY_BYTES = 1 << 20  # above it, tenths of a millisecond, tensors are copied in a thread
+
+
+class RequestSender:
+    """Sends requests to one engine, their tensors by `queue`.
+
+    `send_frame` takes an encoded message for the engine core, and raises EngineError when the engine is down.
+    """
+
+    def __init__(self, encoder: Encoder, queue: TensorIpcSender, send_frame: Callable[[bytes], None]):
+        self.queue = queue
+        self._encoder = encoder
+        self._send_frame = send_frame
+        self._closed: EngineError | None = None
+        self._shown = 0, 0  # this queue's part of the metrics
+
+    async def submit(self, request: NewRequest) -> None:
+        """Send `request` and its tensors: the patches of its items are a tensor, or None where the engine has them by
+        hash. Waits for memory for them; cancelling it leaves nothing behind. Raises EngineError: the engine is down;
+        memory for the tensors is short (MediaNotSent); or they are larger than the limit, a 400.
+        """
+        tensors: list[Any] = [item.patches for item in request.media if item.patches is not None]
+        try:
+            if not tensors:
+                self._send_frame(self._encoder.encode(request))
+            elif not await self._submit_by_slots(request, tensors):
+                await self._submit_by_host(request, tensors)
+        finally:
+            self._update_metrics()
+
+    def consumed(self, messages: Iterable[MessageId]) -> None:
+        """No rank will read these again."""
+        self.queue.consumed(messages)
+        self._update_metrics()
+
+    def close(self, error: EngineError) -> None:
+        """The engine is down: requests that are not sent yet end with `error`."""
+        self._closed = error
+        self.queue.close_streams()
+        self._update_metrics()
+
+    def _update_metrics(self) -> None:
+        before, self._shown = self._shown, (self.queue.buffered_bytes, self.queue.buffered_tensors)
+        metrics.ipc_buffered_bytes.inc(self._shown[0] - before[0])
+        metrics.ipc_buffered_tensors.inc(self._shown[1] - before[1])
+
+    async def _submit_by_slots(self, request: NewRequest, tensors: list[Any]) -> bool:
+        outgoing = None
+        if all(tensor.device.type == "cuda" for tensor in tensors):
+            outgoing = self.queue.reserve_slots(tensors)
+        if outgoing is None:
+            return False
+        try:
+            frame = await self._encode(request, outgoing, outgoing, inline=False)
+        except TransportError as error:
+            logger.warning("%s: CUDA transport failed, tensors copied to the host: %s", request.request_id, error)
+            return False
+        self._send_all(request, outgoing, frame, "torch_shm")
+        return True
+
+    async def _submit_by_host(self, request: NewRequest, tensors: list[Any]) -> None:
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        on_host = all(tensor.device.type == "cpu" for tensor in tensors)
+        metrics.ipc_fallbacks_total.labels("cuda_ipc").inc(not on_host)
+        try:
+            outgoing = await self.queue.reserve(tensors)
+            inline = on_host and nbytes <= INLINE_COPY_BYTES
+            frame = await self._encode(request, outgoing, partial(_place_on_host, outgoing), inline)
+        except RequestTooLarge:
+            raise EngineError(
+                f"The media of this request take {nbytes} bytes as tensors, more than --mm-ipc-memory-bytes; send "
+                "fewer, shorter or smaller media.",
+                400,
+                "media_too_large",
+                "messages",
+            ) from None
+        except TransportError as error:
+            logger.warning("%s: cannot send tensors: %s", request.request_id, error, extra=about(request.request_id))
+            raise self._closed or MediaNotSent() from error
+        self._send_all(request, outgoing, frame, self.queue.placement)
+
+    async def _encode(
+        self, request: NewRequest, outgoing: Outgoing, consumer: OOBTensorConsumer, inline: bool
+    ) -> bytes:
+        """`request` as a frame. The codec has `consumer` copy each tensor to `outgoing`, which is freed on failure."""
+        if inline:
+            try:
+                return self._encoder.encode(request, consumer)
+            except BaseException:
+                outgoing.discard()
+                raise
+        copying = asyncio.get_running_loop().run_in_executor(None, self._encoder.encode, request, consumer)
+        try:
+            return await asyncio.shield(copying)
+        except BaseException:
+            copying.add_done_callback(partial(self._discard, outgoing))  # until then the thread writes there
+            raise
+
+    def _discard(self, outgoing: Outgoing, copying: asyncio.Future[bytes]) -> None:
+        if not copying.cancelled():
+            copying.exception()  # retrieved, or asyncio would log it
+        outgoing.discard()
+        self._update_metrics()
+
+    def _send_all(self, request: NewRequest, outgoing: Outgoing, frame: bytes, transport: str) -> None:
+        """The frames of all tensors, then the request. Nothing here waits: ranks would hold tensors without a request
+        until this process ends."""
+        if self._closed is not None:
+            outgoing.discard()
+            raise self._closed
+        try:
+            sent = self.queue.send_tensors(outgoing)
+            self._send_frame(frame)
+        except EngineError:  # the engine counts as stopped: this process ends, unless the engine has
+            raise
+        except BaseException:
+            logger.critical("%s: tensors sent, request not sent; exiting", request.request_id, exc_info=True)
+            logging.shutdown()
+            os._exit(1)
+        nbytes = sum(message.nbytes for message in outgoing.messages)
+        metrics.ipc_messages_total.labels(transport).inc(sent)
+        metrics.ipc_bytes_total.labels(transport).inc(nbytes * sent // len(outgoing.messages))
+
+
+def _place_on_host(outgoing: Outgoing, tensor: Any) -> TensorHandle:
+    try:
+        return outgoing(tensor.cpu())
+    except RuntimeError as error:  # torch's, of the device
+        raise TransportError(f"cannot copy a tensor from {tensor.device}: {error}") from error

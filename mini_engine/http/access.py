@@ -1,0 +1,91 @@
+"""Which requests may be answered, by the header Host and by API key, and whose they are.
+
+Used by API servers and by the cluster's front.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import hashlib
+import hmac
+import ipaddress
+import re
+import socket
+
+from starlette.datastructures import Headers
+
+from mini_engine.config import EngineConfig
+from mini_engine.protocol.api_errors import ApiError
+
+CLIENT_BYTES = 8
+OPEN_PATHS = ("/health", "/live")  # no API key, no check of the host, no line in the log
+WRONG_KEY = "Incorrect or missing API key: send a valid one in the header 'Authorization: Bearer KEY'."
+HOST = re.compile(r"(?P<host>[\w-]+(\.[\w-]+)*\.?|\[[\da-f:.]+\])(:\d*)?", re.ASCII)
+PRIVATE_NAMES = ("*.localhost", "*.local", "*.internal")  # reserved: public DNS has none of them
+
+
+class Access:
+    """Checks requests as `config` says."""
+
+    def __init__(self, config: EngineConfig):
+        self._digests = [_digest(key.encode()) for key in config.api_key]
+        names = config.allowed_hosts
+        if not names and (config.api_key or config.uds or config.ssl_certfile):
+            names = ["*"]  # a page of another name has no key, no certificate and no unix socket
+        self._names = [name.lower() for name in (*names, *PRIVATE_NAMES, config.host, socket.gethostname())]
+
+    def check_host(self, headers: Headers) -> None:
+        """Raises ApiError, a 421, for a name that may be another's (DNS rebinding): a web page can have its own name
+        resolve to this server, and its browser then lets it read the answers.
+
+        Such a name is in public DNS. An IP address, a name without a dot and a private one are not.
+        """
+        if "*" in self._names:
+            return
+        given = headers.get("host", "localhost").lower()
+        parsed = HOST.fullmatch(given)
+        host = parsed["host"].rstrip(".") if parsed else ""
+        is_private = "." not in host or host.rpartition(".")[2].isdecimal()
+        if not parsed or not (is_private or any(fnmatch.fnmatchcase(host, name) for name in self._names)):
+            text = (
+                f"This server does not answer to the host name {given[:80]!r}. Start it with --allowed-hosts and this "
+                "name, or ask for its IP address."
+            )
+            raise ApiError(421, text, code="invalid_http")
+
+    def check_key(self, headers: Headers) -> None:
+        """Raises ApiError: 401."""
+        if not self.has_key(headers):
+            raise ApiError(401, WRONG_KEY, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+
+    def has_key(self, headers: Headers) -> bool:
+        """Whether there is a valid key, or none is required. Takes as long for a key that is nearly right as for any
+        other."""
+        given = _given_digest(headers)
+        return not self._digests or any([hmac.compare_digest(given, known) for known in self._digests])
+
+    def client_of(self, headers: Headers, address: tuple[str, int] | None) -> bytes:
+        """Names the client of a request that may be answered, by its API key, if there are keys, else by its peer's
+        address, which a Unix socket does not have."""
+        name = _given_digest(headers) if self._digests else _digest(_network(address[0] if address else "").encode())
+        return name[:CLIENT_BYTES]
+
+
+def _given_digest(headers: Headers) -> bytes:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return _digest(key.strip(" ").encode("latin-1") if scheme.lower() == "bearer" else b"")
+
+
+def _network(host: str) -> str:
+    """Of an IPv6 address the /64, any address of which a client may have; else `host`."""
+    with contextlib.suppress(ValueError):  # what a proxy says may be anything
+        address = ipaddress.ip_address(host.partition("%")[0])
+        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
+            return address.packed[:8].hex()
+    return host
+
+
+def _digest(key: bytes) -> bytes:
+    """Of the same length for each key, so that the comparison does not show the length of the right one."""
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,212 @@
+"""An API server's process: load, prove the transports, say ready, serve, stop. What it serves is in `app.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import socket
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvloop
+import zmq.asyncio
+
+from mini_engine import metrics
+from mini_engine.config import ConfigError, EngineConfig
+from mini_engine.config.decode_limits import DecodeLimits
+from mini_engine.engine_client import transport_probe as transports
+from mini_engine.engine_client.engines import EngineClient, send_now
+from mini_engine.engine_client.transport_probe import limit_memory, processor_device, staging_slots
+from mini_engine.failpoints import reach_failpoint
+from mini_engine.http.app import create_app
+from mini_engine.http.connections import HttpServer
+from mini_engine.http.context import AppContext, ModelFront
+from mini_engine.http.routes.operations import log_stats
+from mini_engine.media.decode.decoder_pool import DecoderPool
+from mini_engine.media.loader import MediaLoader, start_thread_pool
+from mini_engine.media.settings import MediaSettingsResolver
+from mini_engine.media.sources.policy import MediaPolicy
+from mini_engine.messages import ControlReply, ControlRequest, Drain, EngineLimits, Init, PeerGone, Serving, Start
+from mini_engine.model.config import ModelConfig
+from mini_engine.prompt.detokenizer import Vocabulary
+from mini_engine.prompt.renderer import ChatRenderer
+from mini_engine.prompt.sampling_params import SamplingDefaults
+from mini_engine.protocol.api_errors import ApiError, shutting_down
+from mini_engine.transport.arena import WritableMemory
+from mini_engine.transport.codec import decode
+from mini_engine.transport.tensor_ipc import TensorIpcSender
+
+if TYPE_CHECKING:
+    from mini_engine.launch.child import Child
+    from mini_engine.media.processor import MediaProcessor
+logger = logging.getLogger(__name__)
+
+WORK_THREADS = min(32, (os.cpu_count() or 1) + 4)  # as asyncio's own
+
+
+def run(child: Child) -> None:
+    """Main function of an API server's process. Does not return: it ends the process."""
+    init = child.init()
+    metrics.engine_restarts.set(init.restarts)
+    config = init.config
+    sizes = config.api_server_count, config.data_parallel_size, config.tensor_parallel_size
+    metrics.parallel_config_info.labels(*sizes).set(1)
+    try:
+        front = load(init, int(child.index))
+        gc.freeze()  # half a million objects of torch and transformers, which stay: no collector need walk them
+        gc.enable()
+        uvloop.run(_main(child, init, front))
+        status = 0
+    except ConfigError as error:
+        child.refuse(str(error))
+        status = 1
+    # All is closed. The interpreter would take seconds more to free what the kernel frees anyway, and libraries would
+    # print what they leak below an error's one line.
+    logging.shutdown()
+    os._exit(status)
+
+
+def load(init: Init, index: int) -> ModelFront:
+    """Load processor, tokenizer and chat template for API server `index`; a few seconds, most of them imports. Raises
+    ConfigError: a setting that the model cannot be served with."""
+    reach_failpoint("loading-api")
+    import torch
+
+    from mini_engine.media.processor import MediaProcessor
+
+    # The media threads are the parallelism; torch's own beside them would only take turns with them.
+    torch.set_num_threads(1)
+    config = init.config
+    device = processor_device(config, index)
+    if device is not None:
+        limit_memory(config, device)
+    try:
+        processor = MediaProcessor(init.model_dir, trust_remote_code=config.trust_remote_code, device=device)
+        video_io_kwargs, model_dir = config.media_io_kwargs.get("video", {}), Path(init.model_dir)
+        settings = MediaSettingsResolver(
+            processor, model_dir, config.mm_processor_kwargs, video_io_kwargs, config.max_video_frames_kept
+        )
+        template = Path(config.chat_template).read_text(encoding="utf-8") if config.chat_template else None
+        renderer = ChatRenderer(processor.hf_processor, template, config.tool_call_parser, config.reasoning_parser)
+        vocabulary = Vocabulary(processor.hf_processor.tokenizer)
+        vocab_size = ModelConfig.from_dir(init.model_dir).text.vocab_size
+    except (OSError, ValueError, ApiError) as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    defaults = SamplingDefaults.load(init.model_dir, config.generation_config)
+    return ModelFront(renderer, vocabulary, vocab_size, settings, media_loader(config, index, processor), defaults)
+
+
+def media_loader(config: EngineConfig, index: int, processor: MediaProcessor) -> MediaLoader:
+    """The media path of API server `index`, with no decoder process yet. Raises ConfigError."""
+    threads = max(1, len(os.sched_getaffinity(0)) // config.api_server_count)  # this server's part of the cores
+    root, most = config.allowed_local_media_path, config.max_media_bytes
+    try:
+        policy = MediaPolicy(
+            None if root is None else Path(root), most, config.allowed_media_domains, config.media_fetch_timeout
+        )
+    except ValueError as error:
+        raise ConfigError(f"--allowed-media-domains: {error}") from None
+    limits = DecodeLimits(**{field.name: getattr(config, field.name) for field in fields(DecodeLimits)})
+    decoders = DecoderPool(f"api {index}", threads, limits, most)
+    return MediaLoader(processor, policy, decoders, threads, allow_partial_video=config.allow_partial_video)
+
+
+async def _main(child: Child, init: Init, front: ModelFront) -> None:
+    asyncio.get_running_loop().set_default_executor(start_thread_pool(WORK_THREADS, "work"))
+    arena = transports.make_arena(init.config)
+    make_slots = staging_slots(init.config, int(child.index), len(init.cores))
+    engines_ranks = [[rank for rank in init.ranks if rank.engine == engine] for engine in range(len(init.cores))]
+    queues = [TensorIpcSender(child.encoder, ranks, arena) for ranks in engines_ranks]
+    choices = [
+        transports.choose(engine, init.config.mm_tensor_ipc, queue, make_slots) for engine, queue in enumerate(queues)
+    ]
+    # The same context, so the same I/O thread, seen through asyncio.
+    context = zmq.asyncio.Context(shadow=child.context)
+    engines = EngineClient(
+        context,
+        child.encoder,
+        init.cores,
+        queues,
+        media_capacity=init.media_cache.nbytes,
+        stores=[WritableMemory(fd) for fd in child.media_stores] or [None] * len(init.cores),
+        max_object_bytes=init.config.mm_shm_cache_max_object_size_mb << 20,
+    )
+    await front.media.decoders.start()
+    child.ready(transports=choices)
+    link = SupervisorLink(child, engines)
+    background = [asyncio.create_task(link.run()), asyncio.create_task(engines.run())]
+    if child.index == "0" and not init.config.disable_log_stats:
+        background.append(asyncio.create_task(log_stats(engines)))
+    serving = asyncio.create_task(_serve(child, init.config, front, engines, link))
+    try:
+        # The background tasks have no end of their own: one that is done has failed.
+        done, _ = await asyncio.wait([serving, *background], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in (serving, *background):
+            task.cancel()
+        await asyncio.gather(serving, *background, return_exceptions=True)
+        front.media.close()
+        engines.close()
+        arena.close_memory()
+        link.socket.close()
+
+
+async def _serve(
+    child: Child, config: EngineConfig, front: ModelFront, engines: EngineClient, link: SupervisorLink
+) -> None:
+    limits = await link.started
+    context = AppContext.of(front, config, engines, limits, child.incarnation)
+    app = create_app(context)
+    server = HttpServer(app, config, link.say_serving)
+
+    def stop() -> None:
+        engines.stop(shutting_down())
+        server.should_exit = True
+
+    async def drain() -> None:
+        await link.draining.wait()
+        await app.state.requests.drain()
+        server.should_exit = True
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, stop)  # see ChildProcess.terminate
+    assert child.listen_fd is not None, "an API server is started with a socket"
+    draining = asyncio.create_task(drain())
+    try:
+        await server.serve(sockets=[socket.socket(fileno=child.listen_fd)])
+    finally:
+        draining.cancel()
+
+
+class SupervisorLink:
+    """What the supervisor says while this process runs, and the answer to it."""
+
+    def __init__(self, child: Child, engines: EngineClient):
+        self.socket = zmq.asyncio.Socket.from_socket(child.supervisor)
+        self.started: asyncio.Future[EngineLimits] = asyncio.get_running_loop().create_future()
+        self.draining = asyncio.Event()
+        self._encoder = child.encoder
+        self._engines = engines
+
+    async def run(self) -> None:
+        """Take messages until cancelled."""
+        while True:
+            match decode(await self.socket.recv()).body:
+                case Start(limits=limits):
+                    self.started.set_result(limits)
+                case Drain():
+                    self._engines.drain()
+                    self.draining.set()
+                case PeerGone(sender=sender):
+                    self._engines.peer_gone(sender)
+                case ControlRequest(number=number):
+                    send_now(self.socket, self._encoder.encode(ControlReply(number)))
+
+    def say_serving(self) -> None:
+        """Report to the supervisor that connections are accepted."""
+        send_now(self.socket, self._encoder.encode(Serving()))

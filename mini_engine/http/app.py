@@ -1,0 +1,70 @@
+"""The HTTP application: its routes and its middleware. Knows nothing of sockets or processes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import time
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from mini_engine.http.body import ERRORS, REF, described
+from mini_engine.http.context import AppContext
+from mini_engine.http.middleware import ActiveRequests, RequestMiddleware
+from mini_engine.http.routes import chat_completions, completions, operations, playground
+from mini_engine.protocol.api_errors import ApiError, Code
+
+ROUTERS = (chat_completions.router, completions.router, operations.router, playground.router)
+
+
+class DescribedApp(FastAPI):
+    """An application whose document has the schemas of all types that its routes refer to."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The document, made once."""
+        document = super().openapi()
+        if "components" not in document:
+            kinds = sorted(described, key=lambda kind: kind.__name__)
+            _, schemas = msgspec.json.schema_components(kinds, ref_template=REF)
+            document["components"] = {"schemas": schemas}
+        return document
+
+
+def create_app(context: AppContext) -> FastAPI:
+    """The ASGI application over `context`. `app.state.requests` are its `ActiveRequests`."""
+    app = DescribedApp(
+        title="mini-engine",
+        version=importlib.metadata.version("mini-engine"),
+        redirect_slashes=False,  # to wherever the header `Host` says
+    )
+    app.state.context = context
+    app.state.created = int(time.time())
+    app.state.requests = ActiveRequests()
+    app.add_middleware(RequestMiddleware, context=context, requests=app.state.requests)
+    config = context.config
+    if config.allowed_origins:  # the outer one: a browser's preflight has no key, and pages must read refusals
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.allowed_origins,
+            allow_methods=config.allowed_methods,
+            allow_headers=config.allowed_headers,
+            allow_credentials=config.allow_credentials,
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    for router in ROUTERS:
+        if router is not playground.router or not config.disable_playground:
+            app.include_router(router, responses=ERRORS)
+    app.add_exception_handler(HTTPException, _http_error)
+    return app
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own errors, an unknown path or method, for the middleware."""
+    assert isinstance(error, HTTPException)
+    text = f"{error.detail}: {request.method} {request.url.path[:80]}; /openapi.json lists the paths and their methods."
+    code: Code = "unknown_url" if error.status_code == 404 else "method_not_allowed"
+    raise ApiError(error.status_code, text, code=code, headers=error.headers)

@@ -1,0 +1,202 @@
+"""HTTP -> JSON -> one of the typed and checked bodies of `protocol.py`, and what `/openapi.json` says of them. Knows
+nothing of what the fields mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+from msgspec import Struct
+from starlette.datastructures import Headers
+from starlette.requests import Request
+
+from mini_engine.config import EngineConfig
+from mini_engine.http.admission import Reservation
+from mini_engine.protocol.api_errors import ApiError, ErrorResponse, bad_request
+from mini_engine.protocol.body_split import MAX_STRUCTURE, STRUCTURE_LIMIT, SplitBody, structure
+from mini_engine.protocol.inline_data import DataUrl
+
+if TYPE_CHECKING:  # the cluster's front receives bodies, too, and needs no torch
+    from mini_engine.http.context import AppContext
+    from mini_engine.protocol.bodies import Body
+
+T = TypeVar("T")
+BodyT = TypeVar("BodyT", bound="Body")
+
+# Less than this is done before a thread would have started on it:
+INLINE_BYTES = 64 << 10  # of a body to decode
+INLINE_CHARACTERS = 16_384  # of text to tokenise
+
+JSON = "application/json"
+LARGE_BODY = "is larger than {} bytes, the limit of --max-request-bytes. Send smaller media, or URLs of them."
+LARGE_TEXT = (
+    "has more than {} bytes besides the base64 data of its images and videos, the limit of --max-text-bytes. Send "
+    "shorter texts and fewer messages, and media in `data:` URLs of parts only."
+)
+LEAST_RATE = 16 << 10  # bytes of a body per second, after its first --timeout-client: slow ones would hold their memory
+
+
+def decode_body(body: SplitBody, kind: type[BodyT], served_names: Sequence[str], max_text_bytes: int) -> BodyT:
+    """The request in `body`. Raises ApiError: 400 that names the field and what it may hold; 404 for a model that is
+    not served; 413."""
+    try:
+        request, unused = _split_and_decode(body, kind)
+        if unused:  # they are no media: here they count as text
+            body.uncut(unused)
+            if body.text_bytes > max_text_bytes:
+                raise _too_large(LARGE_TEXT.format(max_text_bytes))
+            request, _ = _split_and_decode(body, kind)
+    except msgspec.ValidationError as error:
+        raise _invalid_field(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad_request(f"The request body is not valid JSON: {error}.", code="invalid_json") from None
+    request.check()
+    if request.model is not None:
+        check_model(request.model, served_names)
+    return request
+
+
+def _split_and_decode(body: SplitBody, kind: type[BodyT]) -> tuple[BodyT, dict[str, DataUrl]]:
+    """The request, and the long `data:` URLs that no part of it has."""
+    text, urls = body.split()
+    if structure(text, kind.items_per_mark) > MAX_STRUCTURE:
+        raise _too_large(f"has {STRUCTURE_LIMIT}; send fewer messages, parts, tools or values.")
+    request = _decode(text, kind)
+    request.fill_in(urls)
+    return request, urls
+
+
+def _decode(body: bytes, kind: type[BodyT]) -> BodyT:
+    """The request in `body`, of which a field that is null is as good as absent, also an unknown one."""
+    try:
+        return _decoder(kind).decode(body)
+    except msgspec.ValidationError as error:
+        if "unknown field" not in str(error):
+            raise
+        return _decoder(kind).decode(_without_nulls(body, levels=2))
+
+
+def _without_nulls(body: bytes, levels: int) -> bytes:
+    """A JSON object without fields that are null; nor have the objects in it any, on so many levels."""
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    values = {name: bytes(value) for name, value in fields.items() if bytes(value) != b"null"}
+    inner = {name: _without_nulls(value, 1) for name, value in values.items() if levels > 1 and value[:1] == b"{"}
+    return msgspec.json.encode({name: msgspec.Raw(value) for name, value in (values | inner).items()})
+
+
+def check_model(name: str, served_names: Sequence[str]) -> None:
+    """Raises ApiError, a 404, for a model that is not served."""
+    if name not in served_names:
+        text = f"The model {name[:200]!r} does not exist; this server has {', '.join(served_names)}."
+        raise ApiError(404, text, param="model", code="model_not_found")
+
+
+@functools.cache
+def _decoder(kind: type[Body]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+def _invalid_field(problem: str) -> ApiError:
+    """The error for msgspec's `problem`, such as "Expected `int`, got `str` - at `$.messages[0].role`"."""
+    before, at, place = problem.rpartition(" - at `")  # a client's name of a field may have it, too
+    problem = before if at else problem
+    where = re.search(r"\$\.?([^`]*)`$", place)
+    path = where[1] if where else ""
+    if name := re.match(r"Object (?:contains unknown|missing required) field `(.*)`", problem, re.DOTALL):
+        param = f"{path}.{name[1][:60]}" if path else name[1][:60]
+        if "unknown" in problem:
+            more = "" if path else "; variables of the chat template go in 'chat_template_kwargs'"
+            return bad_request(f"Unknown parameter: '{param}'; leave it out{more}.", param, "unknown_parameter")
+        return bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+    problem = problem[:1].lower() + problem[1:300]
+    if not path:
+        return bad_request(f"Invalid request body: {problem}.", code="invalid_json")
+    return bad_request(f"Invalid '{path}': {problem}.", path, "invalid_value")
+
+
+async def read_body(request: Request, kind: type[BodyT], context: AppContext) -> BodyT:
+    """The request in the body of an HTTP request. Unlike `Request.body` it keeps the bytes nowhere. Raises ApiError:
+    413, 415, 408; 429 if there is no room for the body beside others; see `decode_body`; and ClientDisconnect."""
+    with context.bodies.reserve() as reservation:
+        body = await receive_body(request, context.config, reservation)
+    names, most = context.config.served_names, context.config.max_text_bytes
+    return await run_sized(lambda: decode_body(body, kind, names, most), len(body), INLINE_BYTES)
+
+
+async def receive_body(request: Request, config: EngineConfig, reservation: Reservation) -> SplitBody:
+    """The whole body, counted in `reservation`. uvicorn drops the rest of one that is refused. For errors see
+    `read_body`."""
+    most, seconds = config.max_request_bytes, config.timeout_client
+    check_headers(request.headers, most)
+    body = SplitBody()
+    begun = asyncio.get_running_loop().time()
+    try:
+        async with asyncio.timeout(seconds) as deadline:
+            async for block in request.stream():
+                if len(body) + len(block) > most:
+                    raise _too_large(LARGE_BODY.format(most))
+                reservation.receive(len(block))
+                body.feed(block)
+                if body.text_bytes > config.max_text_bytes:
+                    raise _too_large(LARGE_TEXT.format(config.max_text_bytes))
+                deadline.reschedule(begun + seconds + len(body) / LEAST_RATE)
+    except TimeoutError:
+        text = (
+            f"Timed out reading the request body: after the {seconds:g} s of --timeout-client it arrives at fewer than "
+            f"{LEAST_RATE} bytes per second; send it faster."
+        )
+        raise ApiError(408, text, code="request_timeout", headers={"connection": "close"}) from None
+    return body
+
+
+def check_headers(headers: Headers, most: int) -> None:
+    """A page of any origin may make a browser send text, a form, or a body without a type; JSON only where CORS allows.
+    Raises ApiError: 415, or 413 for more than `most` bytes."""
+    given = headers.get("content-type")
+    if given is None or given.partition(";")[0].strip().lower() != JSON:
+        what = "no Content-Type" if given is None else f"the Content-Type {given[:80]!r}, which is not supported"
+        text = f"The request has {what}; send JSON, with the header 'Content-Type: {JSON}'."
+        raise ApiError(415, text, code="invalid_http", headers={"accept": JSON})
+    for coding in headers.getlist("content-encoding"):
+        if coding.strip().lower() not in ("", "identity"):
+            text = f"The Content-Encoding {coding[:40]!r} is not supported; send the JSON uncompressed."
+            raise ApiError(415, text, code="invalid_http", headers={"accept-encoding": "identity"})
+    declared = headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > most:
+        raise _too_large(LARGE_BODY.format(most))
+
+
+def _too_large(problem: str) -> ApiError:
+    return ApiError(413, f"The request body {problem}", code="request_too_large")
+
+
+async def run_sized(work: Callable[[], T], size: int, inline: int) -> T:
+    """What `work` returns, run in a thread if the `size` of its input is more than `inline`."""
+    return work() if size <= inline else await asyncio.to_thread(work)
+
+
+# --- the OpenAPI document ---------------------------------------------------------------------------------------------
+
+REF = "#/components/schemas/{name}"
+described: set[type[Struct]] = {ErrorResponse}  # types that routes refer to
+
+
+def takes(kind: type[Body]) -> dict[str, Any]:
+    """The `openapi_extra` of a route that takes a `kind` as JSON."""
+    _decoder(kind)  # now, while modules are imported: msgspec crashes if several threads make a type's first decoder
+    described.add(kind)
+    return {"requestBody": {"required": True, "content": _content(kind)}}
+
+
+def _content(kind: type[Struct]) -> dict[str, Any]:
+    return {JSON: {"schema": {"$ref": REF.format(name=kind.__name__)}}}
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "default": {"description": "An error in OpenAI's form", "content": _content(ErrorResponse)}
+}

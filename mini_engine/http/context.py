@@ -1,0 +1,72 @@
+"""The objects that the routes of the HTTP application share. Each route gets them by `context_of`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from mini_engine import metrics
+from mini_engine.config import EngineConfig
+from mini_engine.engine_client.engines import EngineClient
+from mini_engine.http.admission import Budget, Places, body_budget
+from mini_engine.media.loader import MediaLoader
+from mini_engine.media.settings import MediaSettingsResolver
+from mini_engine.messages import EngineLimits
+from mini_engine.prompt.detokenizer import Vocabulary
+from mini_engine.prompt.renderer import ChatRenderer
+from mini_engine.prompt.sampling_params import SamplingDefaults, SamplingResolver
+
+
+@dataclass(frozen=True)
+class ModelFront:
+    """What an API server loads of the model, while the engines start."""
+
+    renderer: ChatRenderer
+    vocabulary: Vocabulary
+    vocab_size: int  # of the model's logits; its tokenizer may have fewer tokens
+    media_settings: MediaSettingsResolver
+    media: MediaLoader
+    defaults: SamplingDefaults
+
+
+@dataclass(frozen=True)
+class AppContext(ModelFront):
+    """The parts of an API server that the routes use."""
+
+    config: EngineConfig
+    engines: EngineClient
+    limits: EngineLimits
+    sampling: SamplingResolver
+    requests: Budget  # choices of unfinished ones for text
+    bodies: Budget  # bytes of all requests, while they are received
+    media_bytes: Budget
+    places: Places
+
+    @classmethod
+    def of(
+        cls, front: ModelFront, config: EngineConfig, engines: EngineClient, limits: EngineLimits, incarnation: int
+    ) -> AppContext:
+        """Of the process `incarnation`, whose engines have these `limits`."""
+        most, flag = int(config.max_inflight_media_gb * 2**30), "--max-inflight-media-gb"
+        media_bytes = Budget(most, flag, "inflight_media", metrics.inflight_media_bytes.set)
+        # Decoded frames are only counted, against later requests: what is admitted is decoded in any case, by a bounded
+        # number of decoders.
+        front.media.decoders.count_decoded = media_bytes.count
+        front.renderer.max_tokens = limits.max_model_len
+        return cls(
+            **vars(front),
+            config=config,
+            engines=engines,
+            limits=limits,
+            sampling=SamplingResolver(front.defaults, limits.max_model_len, front.vocab_size, config.seed, incarnation),
+            requests=Budget(config.max_num_queued_reqs, "--max-num-queued-reqs", "queued_requests"),
+            bodies=body_budget(config),
+            media_bytes=media_bytes,
+            places=Places(config.maximum_concurrent_videos),
+        )
+
+
+def context_of(request: Request) -> AppContext:
+    """The context of the application that serves `request`."""
+    return request.app.state.context

@@ -1,0 +1,201 @@
+"""ASGI middleware around all endpoints: which requests are accepted, how they end, and how errors become responses.
+
+Per request: id, clock, API key, drain, admission by count, disconnect, log line. Knows nothing of what endpoints do,
+and of connections only what `http_server.Connection` offers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mini_engine.http.access import OPEN_PATHS, Access
+from mini_engine.http.context import AppContext
+from mini_engine.http.routes import playground
+from mini_engine.log import about
+from mini_engine.protocol.api_errors import error_response, explain, shutting_down
+from mini_engine.protocol.request_clock import RequestClock
+
+logger = logging.getLogger(__name__)
+
+UNCOUNTED_PATHS = (*OPEN_PATHS, "/metrics")  # a drain does not wait for them
+GENERATION_PATHS = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}  # and the prefixes of their ids
+
+
+class ActiveRequests:
+    """The requests in progress, and whether further ones are refused."""
+
+    def __init__(self) -> None:
+        self.draining = False
+        self._active: dict[asyncio.Task[Any], Exchange] = {}  # by their tasks
+
+    def add(self, exchange: Exchange) -> None:
+        """`drain` waits until the running task, which serves this, has ended."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._active[task] = exchange
+        task.add_done_callback(self._active.pop)
+
+    async def drain(self) -> None:
+        """Refuse further requests, and those with incomplete bodies; return when the others have ended."""
+        self.draining = True
+        for exchange in self._active.values():
+            if exchange.receiving:
+                exchange.end(shutting_down())
+        if self._active:
+            await asyncio.wait(self._active)
+
+
+class RequestMiddleware:
+    """See the module. The application finds `request_id`, `clock`, `cleanup`, an ExitStack, and `end`, which
+    cancels it, in `scope["state"]`; to generate text also `client`, an opaque id, and `choices`, the reservation of the
+    first one. It is cancelled when its client leaves, too."""
+
+    def __init__(self, app: ASGIApp, context: AppContext, requests: ActiveRequests):
+        self._app = app
+        self._context = context
+        self._access = Access(context.config)
+        self._keyless = (*OPEN_PATHS, *(() if context.config.disable_playground else playground.PATHS))
+        self._requests = requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["root_path"] = self._context.config.root_path
+        exchange = Exchange(scope, receive, send)
+        begun = time.monotonic()
+        with scope["state"]["connection"].request_in_progress():
+            try:
+                await exchange.run(self._answer)
+            finally:
+                if self._context.config.enable_log_requests and exchange.path not in OPEN_PATHS:
+                    exchange.log(time.monotonic() - begun)
+
+    async def _answer(self, exchange: Exchange) -> None:
+        if exchange.path not in OPEN_PATHS:
+            self._access.check_host(exchange.headers)
+        if exchange.path not in self._keyless:
+            self._access.check_key(exchange.headers)
+        if self._requests.draining and exchange.path not in ("/live", "/metrics"):
+            raise shutting_down()
+        if exchange.path not in UNCOUNTED_PATHS:
+            self._requests.add(exchange)
+        if exchange.path in GENERATION_PATHS:  # before the body is received
+            self._context.engines.check()
+            choices = exchange.cleanup.enter_context(self._context.requests.reserve(1))
+            client = self._access.client_of(exchange.headers, exchange.scope["client"])
+            exchange.scope["state"] |= {"choices": choices, "client": client}
+        await self._app(exchange.scope, exchange.receive, exchange.send)
+
+
+class Exchange:
+    """One request and its response."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send):
+        self.scope = scope
+        self.headers = Headers(scope=scope)
+        self.path = _path_below_root(scope)
+        self.id = f"{GENERATION_PATHS.get(self.path, 'req')}-{uuid.uuid4().hex}"
+        self.clock = RequestClock()
+        self.cleanup = contextlib.ExitStack()  # at the end of the request, however it ends
+        self.receiving = False  # the body
+        self._receive = receive
+        self._send = send
+        self._status: int | None = None  # of the response, once it has started
+        self._complete = False  # the response
+        self._limit = asyncio.timeout(None)
+        self._cause: Exception | None = None  # why `end` was called
+        self._disconnect: asyncio.Task[None] | None = None
+        scope["state"] |= {"request_id": self.id, "clock": self.clock, "cleanup": self.cleanup, "end": self.end}
+
+    async def run(self, answer: Callable[[Exchange], Awaitable[None]]) -> None:
+        """Run `answer`; what it raises becomes the response."""
+        error: Exception | None = None
+        try:
+            with self.cleanup:
+                async with self._limit:
+                    await answer(self)
+        except asyncio.CancelledError:  # uvicorn's time for requests to end has passed
+            error = shutting_down()
+        except Exception as raised:  # noqa: BLE001 - explain() logs what it does not know
+            error = self._cause or raised
+        finally:
+            if self._disconnect is not None:
+                self._disconnect.cancel()
+        if error is not None:
+            await self._fail(error)
+
+    def end(self, cause: Exception) -> None:
+        """Cancel the application; when it has cleaned up, `cause` becomes the response."""
+        if self._cause is None:
+            self._cause = cause
+            self._limit.reschedule(asyncio.get_running_loop().time())
+
+    async def receive(self) -> Message:
+        """Receive a part of the body. From its end on, the client's leaving ends the request."""
+        if self._disconnect is not None:
+            await asyncio.wait([self._disconnect])
+            return {"type": "http.disconnect"}
+        self.receiving = True
+        message = await self._receive()
+        if not message.get("more_body", False):
+            self.receiving = False
+            self._disconnect = asyncio.create_task(self._watch())
+        return message
+
+    async def send(self, message: Message) -> None:
+        """Send a part of the response."""
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            MutableHeaders(scope=message)["x-request-id"] = self.id
+        elif not message.get("more_body", False):
+            self._complete = True
+            if self._disconnect is not None:
+                self._disconnect.cancel()
+        await self._send(message)
+
+    def log(self, seconds: float) -> None:
+        """A line on a request that has ended."""
+        end = "" if self._complete else ", cut off"
+        if self._status == 200 and self.clock.failed:
+            end = ", with an error in its stream"
+        # The path as it was sent: decoded, it could hold the end of a line.
+        path = self.scope["raw_path"].decode("ascii", "backslashreplace")
+        logger.info(
+            "%s %s %s: %d after %.3f s%s", self.id, self.scope["method"], path, self._status or 0, seconds, end,
+            extra=about(self.id),
+        )  # fmt: skip
+
+    async def _watch(self) -> None:
+        await self._disconnected()
+        self.end(ClientDisconnect())
+
+    async def _disconnected(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def _fail(self, error: Exception) -> None:
+        clock = self.clock if self.path in GENERATION_PATHS else None
+        if isinstance(error, ClientDisconnect):
+            if clock is not None:
+                clock.end("abort")
+            return
+        answer = explain(error, self.id, clock)
+        if self._status is None:
+            await error_response(answer)(self.scope, self.receive, self.send)
+        elif not self._complete:
+            self.scope["state"]["connection"].abort()
+            await self._disconnected()
+
+
+def _path_below_root(scope: Scope) -> str:
+    """The path below `--root-path`, whether a proxy has removed that or not."""
+    path, root = scope["path"], scope["root_path"]
+    return path[len(root) :] if root and path.startswith(root + "/") else path

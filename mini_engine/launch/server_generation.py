@@ -1,0 +1,149 @@
+"""The processes of one start of the engines: started, introduced to each other, and released together.
+
+Knows nothing of what follows when one of them dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mini_engine.config import EngineConfig
+from mini_engine.launch.process_group import ChildProcess, ProcessGroup, Received
+from mini_engine.messages import (
+    EngineLimits,
+    Hello,
+    Init,
+    MediaCachePlan,
+    RankAddress,
+    Ready,
+    Serving,
+    Start,
+    TransportChoice,
+)
+from mini_engine.transport.shared_memory import create_sparse, discard, map_sparse
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Generation:
+    """Generation `number`, from 1 on. `dataclasses.replace` makes the next one, which begins without processes."""
+
+    number: int
+    config: EngineConfig
+    model_dir: str
+    media_cache: MediaCachePlan
+    runtime_dir: Path
+    listeners: list[socket.socket]  # one for each API server's slot
+    processes: ProcessGroup  # of all generations
+
+    serving_since: float = field(default=math.inf, init=False)  # by `time.monotonic`
+    limits: list[EngineLimits] = field(default_factory=list, init=False)  # of its engines
+    transports: list[TransportChoice] = field(default_factory=list, init=False)  # of one of its API servers
+    early_deaths: int = field(default=0, init=False)  # of API servers in a row, before they served
+    _media_stores: list[int] = field(default_factory=list, init=False)  # descriptors, by engine
+
+    @property
+    def children(self) -> list[ChildProcess]:
+        """Its living processes."""
+        return [child for child in self.processes.children if child.generation == self.number]
+
+    @property
+    def announced(self) -> bool:
+        """Whether it has begun to serve."""
+        return self.serving_since < math.inf
+
+    @property
+    def directory(self) -> Path:
+        """Of its sockets: none of a dead generation is in it."""
+        return self.runtime_dir / str(self.number)
+
+    def start(self) -> None:
+        """Start all processes. Raises OSError: out of processes, descriptors or disk space."""
+        config = self.config
+        self.directory.mkdir()
+        if self.media_cache.kind == "shm":
+            for _ in range(config.data_parallel_size):
+                self._media_stores.append(create_sparse(self.media_cache.nbytes))
+        self.start_api_servers()  # first: they have the most to import
+        for engine in range(config.data_parallel_size):
+            self.processes.start("core", str(engine), self.number)
+            for rank in range(config.tensor_parallel_size):
+                own = self._media_stores[engine : engine + 1]
+                self.processes.start("worker", f"{engine}.{rank}", self.number, media_stores=own)
+
+    def start_api_servers(self) -> None:
+        """Start one for each slot that has none. Raises OSError, as `start` does."""
+        taken = {child.index for child in self.children if child.role == "api"}
+        for slot, listener in enumerate(self.listeners):
+            if str(slot) not in taken:
+                self.processes.start("api", str(slot), self.number, listener, self._media_stores)
+
+    def end(self) -> None:
+        """Kill all of them but the API servers that serve, which go on to answer 503."""
+        for child in self.children:
+            if child.role != "api" or not child.serving:
+                child.kill()
+
+    def release_memory(self) -> None:
+        """Remove its sockets and empty its media stores. Its engines are dead."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+        for fd in self._media_stores:  # which its API servers, as long as they answer 503, have mapped
+            discard(map_sparse(fd, self.media_cache.nbytes))
+            os.close(fd)
+        self._media_stores.clear()
+
+    def receive(self, received: Received) -> None:
+        """Take the next message of the handshake: Hello -> Init; Ready, once all engines are -> Start; Serving."""
+        child = received.child
+        match received.body:
+            case Hello():
+                self.processes.send(child, self._init())
+            case Ready(limits=limits, transports=transports):
+                child.ready = True
+                if limits is not None:
+                    self.limits.append(limits)
+                self.transports = self.transports or transports
+                self._release_api_servers()
+            case Serving():
+                self.early_deaths = 0
+                child.set_serving()
+                for old in self.processes.api_servers():  # which has answered 503 in this slot
+                    if old.generation < self.number and old.index == child.index:
+                        old.terminate()
+                if self.announced:
+                    logger.info("%s: replacement ready", child.title)
+
+    def _init(self) -> Init:
+        config, where = self.config, self.directory
+        engines, ranks = range(config.data_parallel_size), range(config.tensor_parallel_size)
+        return Init(
+            config=config,
+            model_dir=self.model_dir,
+            runtime_dir=str(where),
+            cores=[f"ipc://{where}/core-{engine}" for engine in engines],
+            core_workers=[f"ipc://{where}/core-{engine}-workers" for engine in engines],
+            ranks=[
+                RankAddress(engine, rank, f"{where}/tensors-{engine}.{rank}") for engine in engines for rank in ranks
+            ],
+            media_cache=self.media_cache,
+            restarts=self.number - 1,
+        )
+
+    def _release_api_servers(self) -> None:
+        """Let API servers accept connections once every engine can take requests."""
+        engines = [child for child in self.children if child.role != "api"]
+        if not all(child.ready for child in engines):
+            return
+        for child in engines:
+            child.set_serving()
+        for child in self.children:
+            if child.role == "api" and child.ready and not child.started:
+                child.started = True
+                self.processes.send(child, Start(min(self.limits, key=lambda limits: limits.max_model_len)))

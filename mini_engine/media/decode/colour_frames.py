@@ -1,0 +1,104 @@
+"""Decoded frames -> the rows of one sRGB array, upright and of one size. Knows nothing of files or sampling."""
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import av
+import numpy as np
+from av.sidedata.sidedata import Type
+from av.video.reformatter import VideoReformatter
+from numpy.typing import NDArray
+
+from mini_engine.media.decode.colour import BT2020, UNKNOWN, to_srgb
+from mini_engine.media.decode.item_limits import Guard
+
+Allocate = Callable[[tuple[int, int, int]], NDArray[np.uint8]]
+"""Makes the array of an item's frames, given their number, height and width: uint8 [T, H, W, 3]. The next call may
+reuse the memory."""
+
+# PyAV reads no side data of a frame with any of a kind that it does not know (EXIF, view ids): here they are one kind.
+Type._missing_ = classmethod(lambda cls, _: cls.VIDEO_HINT)  # type: ignore[assignment]
+_Turn = tuple[bool, bool, bool]  # whether to swap the axes, then to mirror left and right, then top and bottom
+
+
+class FrameRows:
+    """Keeps the frames at the given places, each as uint8 [H, W, 3], in one array that is made for the first.
+
+    Turn and size are those of the first, which is smaller where all together would exceed the limit; frames of another
+    size are scaled to it. Memory: the array, and one frame while it is converted. Raises MediaError for too many.
+    """
+
+    def __init__(self, places: Collection[int], guard: Guard, allocate: Allocate) -> None:
+        guard.check("max_video_frames_kept", len(places), "frames in its sampling", "fewer, or sample fewer")
+        self._places = frozenset(places)
+        self._guard = guard
+        self._allocate = allocate
+        self._reformatter = VideoReformatter()
+        self._rows: NDArray[np.uint8] | None = None
+        self._row_of: dict[int, int] = {}
+        self._size = (0, 0)
+        self._turn: _Turn = (False, False, False)
+
+    def offer(self, place: int, frame: av.VideoFrame) -> None:
+        """Keeps `frame` if its place is asked for and empty. Raises MediaError for a size above the limits."""
+        if place not in self._places or place in self._row_of:
+            return
+        self._guard.check_size("max_frame_pixels", frame.width, frame.height)
+        if self._rows is None:
+            self._size = self._guard.fitting_size(len(self._places), frame.width, frame.height)
+            self._read_side_data(frame)
+            height, width = self._size if self._turn[0] else self._size[::-1]
+            self._rows = self._allocate((len(self._places), height, width))
+        width, height = self._size
+        plane = self._to_rgb(frame, width, height).planes[0]
+        lines = np.frombuffer(memoryview(plane), np.uint8).reshape(-1, plane.line_size)
+        pixels = lines[:height, : width * 3].reshape(height, width, 3)  # FFmpeg pads the lines of its frames
+        swaps, left_right, top_bottom = self._turn
+        if swaps:
+            pixels = pixels.transpose(1, 0, 2)
+        row = self._rows[len(self._row_of)]
+        row[...] = pixels[:: -1 if top_bottom else 1, :: -1 if left_right else 1]
+        to_srgb(row, frame.color_primaries, frame.color_trc)
+        self._row_of[place] = len(self._row_of)
+
+    def holds(self, places: Collection[int]) -> bool:
+        """Whether the frames at all of `places` are kept."""
+        return self._row_of.keys() >= set(places)
+
+    def take(self, places: Sequence[int]) -> NDArray[np.uint8]:
+        """The frames at `places`, all kept, as the first rows of the array: [T, H, W, 3], contiguous."""
+        assert self._rows is not None
+        rows = [self._row_of[place] for place in places]
+        if rows != list(range(len(rows))):
+            self._rows[: len(rows)] = self._rows[rows]
+        return self._rows[: len(rows)]
+
+    def _read_side_data(self, frame: av.VideoFrame) -> None:
+        """Of the first frame alone: it then refers to itself, so that only the garbage collector frees its picture."""
+        side_data: Any = frame.side_data
+        self._turn = _turn_of(side_data)
+        # Dolby Vision without a base layer (profile 5): only its own metadata say what the samples mean.
+        self._guard.wrong_colours |= frame.colorspace == UNKNOWN and Type.DOVI_RPU_BUFFER in side_data
+
+    def _to_rgb(self, frame: av.VideoFrame, width: int, height: int) -> av.VideoFrame:
+        """As RGB, of this size, with the transfer and the primaries that it has."""
+        how = None if (width, height) == (frame.width, frame.height) else "BICUBIC"
+        convert = partial(self._reformatter.reformat, frame, width, height, "rgb24", interpolation=how, threads=1)
+        try:
+            return convert()
+        except av.error.OSError:  # swscale does not know the matrix
+            self._guard.wrong_colours = True
+            return convert(src_colorspace=BT2020)  # the matrix has the same number
+
+
+def _turn_of(side_data: Any) -> _Turn:
+    """The rotation of a frame by its display matrix, to the nearest quarter turn.
+
+    The matrix takes column x and row y to a*x + c*y and b*x + d*y (ISO/IEC 14496-12, section 6.2.2).
+    """
+    if Type.DISPLAYMATRIX not in side_data:
+        return (False, False, False)
+    a, b, _, c, d = np.frombuffer(memoryview(side_data[Type.DISPLAYMATRIX]), np.int32)[:5].tolist()
+    swaps = abs(b) + abs(c) > abs(a) + abs(d)
+    return (True, c < 0, b < 0) if swaps else (False, a < 0, d < 0)

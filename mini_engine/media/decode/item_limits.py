@@ -1,0 +1,62 @@
+"""Enforces the limits of decoding one image or video.
+
+Time and memory are bounded from outside, see `decoder_pool.py`. Knows nothing of decoders.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from mini_engine.config.decode_limits import DecodeLimits, flag_of
+from mini_engine.media.media_errors import MediaError
+
+UNREADABLE = "cannot be read, or is damaged; send a whole file in another format, such as PNG, or H.264 in mp4"
+TRUNCATED = "the file is truncated or damaged: {}; send the whole file"
+WRONG_COLOURS = "its colours may be wrong: they are coded as ICtCp, Dolby Vision profile 5, or in another rare form"
+MAX_ASPECT_RATIO = 200  # where the Qwen-VL processors refuse
+
+
+@dataclass
+class Guard:
+    """Enforces the limits of one decode, and records what is missing from its file. The methods raise MediaError."""
+
+    item: str  # its name in errors, such as "video 1"
+    limits: DecodeLimits
+    allow_partial: bool = False  # whether part of a video is good enough
+    should_stop: Callable[[], bool] = lambda: False
+    damage: str | None = None  # the first that was found
+    wrong_colours: bool = False  # whether frames are kept whose colours were only guessed
+
+    def tick(self) -> None:
+        """Called for each packet and frame."""
+        if self.should_stop():
+            raise MediaError(self.item, "its decoding was stopped")
+
+    def check(self, limit: str, value: float, unit: str, remedy: str) -> None:
+        """Called before what is measured by `value` is read, decoded or allocated."""
+        most = getattr(self.limits, limit)
+        if value > most:
+            problem = f"it has {value:.10g} {unit}, more than {most:.10g}, the limit of {flag_of(limit)}; send {remedy}"
+            raise MediaError(self.item, problem)
+
+    def check_size(self, limit: str, width: int, height: int) -> None:
+        """Called before an image or a frame of this size is decoded."""
+        self.check(limit, width * height, f"pixels ({width}x{height})", "a smaller one")
+        if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+            problem = f"of {width}x{height} one side is more than {MAX_ASPECT_RATIO} times the other; crop it"
+            raise MediaError(self.item, problem)
+
+    def fitting_size(self, frames: int, width: int, height: int) -> tuple[int, int]:
+        """The size at which so many frames may be kept: theirs, or else one with even sides."""
+        scale = math.sqrt(self.limits.max_video_pixels_kept / (frames * width * height))
+        if scale < 1:
+            width, height = (max(int(side * scale) // 2 * 2, 2) for side in (width, height))
+            self.check_size("max_frame_pixels", width, height)
+            self.check("max_video_pixels_kept", frames * width * height, "pixels at least", "fewer frames")
+        return width, height
+
+    def add_damage(self, what: str) -> None:
+        """`what` continues the sentence of TRUNCATED, which is the error unless part of the video is good enough."""
+        if not self.allow_partial:
+            raise MediaError(self.item, TRUNCATED.format(what))
+        self.damage = self.damage or what

@@ -1,0 +1,246 @@
+"""A request at its engine, and the text of each of its samples, incrementally.
+
+Only `Generation` decides whether a request is finished: `pieces.py` takes its pieces, and `Engine` calls the rest.
+Shared by chat and legacy completions. Belongs to the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from mini_engine.log import about
+from mini_engine.messages import EngineTimes, FinishReason, NewRequest, RequestOutput, SamplingParams
+from mini_engine.prompt.detokenizer import Detokenizer, ListedToken, Vocabulary
+from mini_engine.prompt.stop_strings import StopSearch, stop_strings
+from mini_engine.prompt.tool_calls import AnswerParser
+from mini_engine.protocol.api_errors import ApiError, EngineError, bad_request
+from mini_engine.protocol.bodies import GenerationRequest
+from mini_engine.protocol.request_clock import RequestClock
+
+logger = logging.getLogger(__name__)
+
+PIECE_OUTPUTS = 16  # most that one piece is made of: with 20 logprobs each, some milliseconds
+
+FinishedBy = Literal["stop", "length"]
+FinishAtEngine = Callable[[str, FinishReason], None]  # ends a sample, by its id
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What the next tokens add to one choice. `finish_reason` is set with the choice's last."""
+
+    index: int
+    num_tokens: int
+    thought: str
+    text: str  # after the thought
+    finish_reason: FinishedBy | None
+    logprobs: list[ListedToken] | None  # of each of the tokens; None: not asked for
+
+
+class Sample:
+    """One sample of a request, its choice `index`: the outputs that are not taken yet, and their text."""
+
+    def __init__(
+        self, index: int, request_id: str, asked: GenerationRequest, sampling: SamplingParams, vocabulary: Vocabulary,
+        thoughts: AnswerParser,
+    ):  # fmt: skip
+        """`thoughts` splits the thought from the text."""
+        include_stop = bool(asked.include_stop_str_in_output)
+        self.index = index
+        self.request_id = request_id
+        self.over = False  # there are no more pieces
+        self.completion_tokens = 0  # delivered, up to the one that completes a stop string
+        self.num_cached_tokens = 0
+        self.times: EngineTimes | None = None  # of the first sample, once its first token arrived
+        self._detokenizer = Detokenizer(vocabulary, asked.skip_special_tokens is not False)
+        self._thoughts = thoughts
+        self._stops = StopSearch(stop_strings(tuple(asked.stop_strings)), include_stop)
+        self._min_tokens = sampling.min_tokens  # no stop string counts that these complete, as in vLLM
+        self._with_logprobs = sampling.logprobs is not None
+        self._hidden_ends = () if include_stop else sampling.stop_token_ids  # without text where they end the sample
+        self._ended = False  # by the engine
+        self._outputs: list[RequestOutput] = []
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether outputs wait to be taken."""
+        return bool(self._outputs)
+
+    def add(self, output: RequestOutput) -> None:
+        """Keep `output` until the next `take`."""
+        self.num_cached_tokens = output.num_cached_tokens or self.num_cached_tokens
+        self.times = output.times or self.times
+        self._ended = output.finish_reason is not None
+        self._outputs.append(output)
+
+    def take(self) -> Piece:
+        """The piece that the next outputs make, at most `PIECE_OUTPUTS`. One with a finish reason, which may be that of
+        a stop string, is the last."""
+        outputs, self._outputs = self._outputs[:PIECE_OUTPUTS], self._outputs[PIECE_OUTPUTS:]
+        reason, before = outputs[-1].finish_reason, self.completion_tokens
+        said: list[tuple[str, str]] = []
+        listed: list[ListedToken] | None = [] if self._with_logprobs else None
+        token_ids = [token for output in outputs for token in output.token_ids]
+        logprobs = [each for output in outputs for each in output.logprobs]
+        hidden = reason == "stop" and bool(token_ids) and token_ids[-1] in self._hidden_ends
+        for position, token_id in enumerate(token_ids, 1):
+            if self._stops.found:
+                break
+            self.completion_tokens += 1
+            if listed is not None:
+                listed.append(self._detokenizer.list_token(logprobs[position - 1]))
+            if not (hidden and position == len(token_ids)):
+                said.append(self._split(self._detokenizer.push(token_id)))
+        if reason is not None and not self._stops.found:
+            said.append(self._split(self._detokenizer.finish(), last=True))
+        finished: FinishedBy | None = "length" if reason == "length" else "stop" if reason else None
+        if self._stops.found:
+            finished = "stop"
+        thought, text = "".join(thought for thought, _ in said), "".join(text for _, text in said)
+        return Piece(self.index, self.completion_tokens - before, thought, text, finished, listed)
+
+    def _split(self, decoded: str, last: bool = False) -> tuple[str, str]:
+        """What `decoded` adds to the thought, and to the text, where stop strings count."""
+        parts: dict[str, str] = dict(self._thoughts.push(decoded, last))
+        text = self._stops.push(parts.get("content", ""), exempt=self.completion_tokens <= self._min_tokens)
+        return parts.get("reasoning_content", ""), text + (self._stops.finish() if last else "")
+
+    def end(self) -> None:
+        """There are no more pieces; outputs that were not taken are dropped."""
+        self.over, self._outputs = True, []
+        if self.times is not None and not self._ended:  # its last token is the one that was taken now
+            self.times = msgspec.structs.replace(self.times, last_token=time.monotonic())
+
+
+class Generation:
+    """One request, and the pieces of its choices. As a context it aborts, when it is left, what has not ended.
+
+    Args:
+        asked: what the client asked for; `request` is what the engine gets of it, with its siblings.
+        first_index: of its choices.
+        media: what the response says of the images and videos, in the order of the prompt.
+        warnings: what the answer does not rest on, such as the missing part of a video.
+        make_thoughts: makes what splits the thought of each choice from its text.
+    """
+
+    def __init__(
+        self,
+        asked: GenerationRequest,
+        request: NewRequest,
+        vocabulary: Vocabulary,
+        clock: RequestClock,
+        *,
+        first_index: int = 0,
+        media: Sequence[dict[str, Any]] = (),
+        warnings: Sequence[str] = (),
+        make_thoughts: Callable[[], AnswerParser] = AnswerParser,
+    ):
+        ids = [request.request_id, *(sibling.request_id for sibling in request.siblings)]
+        # Not the request itself: its tensors would stay in memory until the last token.
+        self.request_id, self.num_prompt_tokens = request.request_id, len(request.prompt_token_ids)
+        self.clock = clock
+        self.samples = {
+            each: Sample(index, each, asked, request.sampling, vocabulary, make_thoughts())
+            for index, each in enumerate(ids, first_index)
+        }
+        self.finish_at_engine: FinishAtEngine | None = None  # of the engine that was sent the request
+        self.media = media
+        self.warnings = warnings
+        self._error: ApiError | None = None
+        self._grammar_field = asked.grammar_field if request.sampling.grammar else None
+        self._waiting: collections.deque[Sample] = collections.deque()  # samples with outputs, each once
+        self.arrived = asyncio.Event()  # set when there is something to take
+        self._unfinished = len(ids)  # samples
+
+    @property
+    def over(self) -> bool:
+        """Whether every sample has ended: there are no more pieces."""
+        return not self._unfinished
+
+    @property
+    def completion_tokens(self) -> int:
+        """Delivered so far."""
+        return sum(sample.completion_tokens for sample in self.samples.values())
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt in the prefix cache; the other samples find there what the first has computed."""
+        return self.samples[self.request_id].num_cached_tokens
+
+    # --- for the HTTP side -------------------------------------------------------------------------------------------
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there is something to take."""
+        return bool(self._waiting or self._error)
+
+    def take(self) -> Piece:
+        """The next piece; no sample is taken twice while another waits. Raises EngineError: the engine has failed at
+        the request, or is down; and ApiError, a 400: its grammar cannot be followed."""
+        if self._error is not None:
+            self._end("error" if self._error.status >= 500 else None)
+            raise self._error
+        sample = self._waiting.popleft()
+        piece = sample.take()
+        if sample.is_waiting:
+            self._waiting.append(sample)
+        self.clock.tokens(self.num_prompt_tokens, piece.num_tokens, piece.index)
+        if piece.finish_reason is not None:
+            self._finish(sample, "stop")  # without effect unless a stop string ended it
+            if self.over:
+                self._end(piece.finish_reason)
+        return piece
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.over:
+            self._end("abort")
+
+    # --- for the engine ----------------------------------------------------------------------------------------------
+
+    def receive(self, output: RequestOutput) -> None:
+        """The engine's `output` for a sample."""
+        sample = self.samples[output.request_id]
+        if sample.over:
+            return
+        if output.finish_reason in ("error", "abort"):
+            refusal = bad_request(output.error, self._grammar_field) if output.error else None
+            self.fail(refusal or EngineError("The engine has aborted this request.", 500, "internal_error"))
+            return
+        if not sample.is_waiting:
+            self._waiting.append(sample)
+        sample.add(output)
+        self.arrived.set()
+
+    def fail(self, error: ApiError) -> None:
+        """The engine sends no more outputs: fail the request with `error`."""
+        self._error = error
+        self.arrived.set()
+
+    def _end(self, reason: FinishReason | None) -> None:
+        for sample in self.samples.values():
+            self._finish(sample, "abort")
+        times = None if reason in ("abort", "error", None) else self.samples[self.request_id].times
+        self.clock.end(reason, times)
+        request_id, tokens = self.request_id, self.completion_tokens
+        logger.debug("%s finished: %s, %d tokens", request_id, reason, tokens, extra=about(request_id))
+
+    def _finish(self, sample: Sample, reason: FinishReason) -> None:
+        if sample.over:
+            return
+        if sample.is_waiting:
+            self._waiting.remove(sample)
+        sample.end()
+        self._unfinished -= 1
+        if self.finish_at_engine is not None:
+            self.finish_at_engine(sample.request_id, reason)  # without effect if the engine has ended it

@@ -1,0 +1,175 @@
+"""Sampling parameters: the request's own values over the model's defaults over the server's.
+
+The defaults come from the model's `generation_config.json`, as in vLLM: temperature, top_p, top_k, min_p,
+repetition_penalty and max_new_tokens count, `do_sample` does not. Knows nothing of HTTP or of how tokens are drawn.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from mini_engine.config import ConfigError
+from mini_engine.messages import MediaItem, NewRequest, SamplingParams, Sibling
+from mini_engine.protocol.api_errors import bad_request
+from mini_engine.protocol.bodies import CompletionRequest, GenerationRequest
+
+MOST_LISTED = 1_500_000  # log probabilities of a response, all choices together: 105 MB as JSON
+GREEDY_BELOW = 1e-5  # temperatures below it are greedy, as in vLLM: dividing logits by less would overflow
+GENERATION_CONFIG = "generation_config.json"
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True):
+    """What applies where a request says nothing. Fields are those of generation_config.json."""
+
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    top_p: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = 0  # -1 and 0 are off
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
+    max_new_tokens: Annotated[int, Meta(ge=1)] | None = None  # None: as many as fit into the model's length
+    eos_token_id: list[int] = []
+
+    @classmethod
+    def load(cls, model_dir: str, source: str) -> SamplingDefaults:
+        """`source` is `--generation-config`: `auto`, `vllm`, or a directory.
+
+        The end-of-sequence tokens are the model's own whatever `source` says. Raises ConfigError: the directory holds
+        no readable generation_config.json, or one with an invalid value.
+        """
+        own, config = _read(Path(model_dir) / GENERATION_CONFIG), _read(Path(model_dir) / "config.json")
+        chosen = own
+        if source == "vllm":
+            chosen = {}
+        elif source != "auto":
+            path = Path(source) / GENERATION_CONFIG
+            if not path.is_file():
+                raise ConfigError(
+                    f"--generation-config: {source} is not auto, vllm or a directory with {GENERATION_CONFIG}"
+                )
+            chosen = _read(path)
+        ends: list[Any] = []
+        for file in (own, chosen, config, config.get("text_config", {})):
+            end = file.get("eos_token_id")
+            ends += end if isinstance(end, list) else [] if end is None else [end]
+        try:
+            return msgspec.convert({**chosen, "eos_token_id": list(dict.fromkeys(ends))}, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{GENERATION_CONFIG}: {error}") from None
+
+
+class SamplingResolver:
+    """Makes what an engine gets of each request; draws the seeds of requests that give none."""
+
+    def __init__(self, defaults: SamplingDefaults, max_model_len: int, vocab_size: int, seed: int, incarnation: int):
+        self.defaults = defaults
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        # The incarnation makes API servers, and a server's replacement, draw different seeds.
+        self._random = random.Random(f"{seed}/{incarnation}")
+        # Others in the model's files are never sampled, and a worker has no logits for them to bar before `min_tokens`.
+        self._ends = [token for token in defaults.eos_token_id if 0 <= token < vocab_size]
+
+    def check(self, request: GenerationRequest) -> None:
+        """What can be refused before the prompt is known. Raises ApiError: 400; a token id that the model does not
+        have."""
+        self.check_tokens("stop_token_ids", request.stop_token_ids or ())
+        self.check_tokens("logit_bias", request.logit_bias or {})
+
+    def check_tokens(self, name: str, token_ids: Iterable[int]) -> None:
+        """Raises ApiError, a 400, unless the model has all tokens of the field `name`."""
+        greatest, last = max(token_ids, default=0), self.vocab_size - 1
+        if greatest > last:
+            problem = f"token id {greatest} out of range [0, {last}]"
+            raise bad_request(f"Invalid '{name}': {problem}.", name, "invalid_value")
+
+    def resolve(self, request: GenerationRequest, prompt_tokens: int) -> SamplingParams:
+        """The parameters of `request`, whose expanded prompt has `prompt_tokens` tokens. Raises ApiError: 400; the
+        prompt leaves no room for an answer."""
+        defaults = self.defaults
+        max_tokens = self.max_tokens(request, prompt_tokens)
+        temperature = _first(request.temperature, defaults.temperature)
+        top_p = _first(request.top_p, defaults.top_p)
+        greedy = temperature < GREEDY_BELOW or top_p == 0
+        # Where a grammar is complete nothing but an end can follow.
+        ends = [] if request.ignore_eos and not request.grammar else self._ends
+        return SamplingParams(
+            max_tokens=max_tokens,
+            seed=self._random.getrandbits(63) if request.seed is None else request.seed % 2**63,
+            temperature=0.0 if greedy else temperature,
+            top_p=1.0 if greedy else top_p,
+            top_k=0 if greedy else max(0, _first(request.top_k, defaults.top_k)),
+            min_p=0.0 if greedy else _first(request.min_p, defaults.min_p),
+            repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty),
+            presence_penalty=_first(request.presence_penalty, 0.0),
+            frequency_penalty=_first(request.frequency_penalty, 0.0),
+            logit_bias=request.logit_bias or {},
+            min_tokens=min(_first(request.min_tokens, 0), max_tokens),
+            logprobs=request.num_logprobs,
+            stop_token_ids=sorted({*ends, *(request.stop_token_ids or ())}),
+        )
+
+    def new_request(
+        self, asked: GenerationRequest, request_id: str, token_ids: list[int], media: Sequence[MediaItem] = (),
+        *, client: bytes = b"",
+    ) -> NewRequest:  # fmt: skip
+        """What an engine gets of `asked`, with its expanded prompt. Raises ApiError: 400; see `resolve`, or the prompt
+        has a token that only the tokenizer has, not the model."""
+        self.check_tokens(asked.prompt_field, token_ids)
+        sampling, grammar = self.resolve(asked, len(token_ids)), asked.grammar
+        if grammar:
+            shared_by = msgspec.msgpack.encode((client, asked.cache_salt, grammar))
+            sampling = msgspec.structs.replace(sampling, grammar=hashlib.blake2b(shared_by, digest_size=16).digest())
+        # Sample i has the seed plus i: the ranks mix a seed before they use it, so neighbours have nothing in common.
+        siblings = [
+            Sibling(f"{request_id}-{index}", (sampling.seed + index) % 2**63) for index in range(1, asked.num_choices)
+        ]
+        return NewRequest(
+            request_id,
+            token_ids,
+            sampling,
+            list(media),
+            client,
+            priority=asked.priority or 0,
+            cache_salt=asked.cache_salt or "",
+            siblings=siblings,
+            grammar=grammar,
+        )
+
+    def max_tokens(self, request: GenerationRequest, prompt_tokens: int) -> int:
+        """Most tokens of each choice. Raises ApiError: 400; the prompt leaves no room for one."""
+        room = self.max_model_len - prompt_tokens
+        if room < 1:
+            raise bad_request(
+                f"The prompt has {prompt_tokens} tokens, images and videos included; with at least one output token "
+                f"it exceeds --max-model-len, {self.max_model_len}. Send a shorter prompt.",
+                request.prompt_field,
+                "context_length_exceeded",
+            )
+        if request.num_logprobs is not None:
+            choices = request.num_choices * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
+            room = min(room, MOST_LISTED // (choices * (1 + request.num_logprobs)))
+        limit = request.token_limit or request.default_tokens or self.defaults.max_new_tokens or room
+        return min(room, max(limit, request.min_tokens or 0))
+
+
+def _first(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The object in a JSON file without its nulls; empty if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    return {name: value for name, value in values.items() if value is not None}

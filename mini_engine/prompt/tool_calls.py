@@ -1,0 +1,177 @@
+"""Tool calls and thoughts: tools and calls in a request, the grammar that forces calls, and the parser of an answer.
+
+The format is that of Hermes and Qwen: a thought in `<think>` tags, then text, and each call in `<tool_call>` tags, an
+object with `name` and `arguments`. Knows nothing of HTTP, tokens or templates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+import regex
+from msgspec import Meta, Struct
+
+from mini_engine.protocol.structured_outputs import ELSEWHERE, HERE, json_value
+
+NAME = "[a-zA-Z0-9_.-]{1,64}"
+TEMPLATE_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+THINK, THINK_END, CALL, CALL_END = TAGS = "<think>", "</think>", "<tool_call>", "</tool_call>"
+
+# --- in requests ------------------------------------------------------------------------------------------------------
+
+
+class Function(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A function that the model may call."""
+
+    name: Annotated[str, Meta(pattern=f"^{NAME}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema; None: it takes no arguments
+    strict: bool | None = None
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """Of the arguments: an object, empty where `parameters` name no property, unless they allow others."""
+        parameters = self.parameters or {}
+        closed = {} if any(map(parameters.get, ELSEWHERE | HERE)) else {"additionalProperties": False}
+        return closed | parameters | {"type": "object"}
+
+
+class Tool(Struct, frozen=True):
+    """One of a request's `tools`, or the `tool_choice` that names its function."""
+
+    type: Literal["function"]
+    function: Function
+
+
+Tools = Annotated[list[Tool], Meta(max_length=128)]  # OpenAI's limit
+
+
+class CalledFunction(Struct, frozen=True):
+    """The function of an earlier call. `arguments` is what the model wrote: the JSON text of an object, or not."""
+
+    name: str
+    arguments: str | dict[str, Any]  # an object becomes its text
+
+    def __post_init__(self) -> None:
+        if isinstance(self.arguments, dict):
+            msgspec.structs.force_setattr(self, "arguments", msgspec.json.encode(self.arguments).decode())
+
+
+class ToolCall(Struct, frozen=True, kw_only=True):
+    """A call in an assistant's message."""
+
+    id: str
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+    def parsed(self) -> dict[str, Any]:
+        """As Hugging Face templates know it: the arguments are an object. Raises msgspec.DecodeError, RecursionError:
+        they are not."""
+        arguments = msgspec.json.decode(str(self.function.arguments) or "{}", type=dict[str, Any])
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+    @property
+    def text(self) -> str:
+        """The call as a model writes it between the tags."""
+        name = msgspec.json.encode(self.function.name).decode()
+        return f'{{"name": {name}, "arguments": {self.function.arguments}}}'
+
+
+# --- in answers -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """What the answers of a model may hold besides text, as its chat template shows."""
+
+    calls: bool
+    thoughts: bool
+    vocabulary: Collection[str]  # the added tokens
+
+    @classmethod
+    def of(cls, template: str, vocabulary: Collection[str], tool_parser: str, reasoning_parser: str) -> AnswerFormat:
+        """The last two are `--tool-call-parser` and `--reasoning-parser`. Raises ValueError: a parser for tools, which
+        the template does not write."""
+        # Others write calls as XML: <tool_call><function=name>.
+        is_hermes = tool_parser == "hermes" or (CALL in template and "<function=" not in template)
+        if tool_parser == "hermes" and "tools" not in template:
+            raise ValueError("--tool-call-parser: the chat template has no tools; give one with --chat-template")
+        thoughts = reasoning_parser == "qwen3" or (reasoning_parser == "auto" and THINK in template)
+        return cls("tools" in template and is_hermes, thoughts, vocabulary)
+
+    def call_grammar(self, functions: Sequence[Function], parallel: bool) -> str:
+        """Lark of an answer that is a call of one of `functions`, or with `parallel` perhaps several."""
+        # Lark writes a tag that is a token without quotes.
+        begin, end = (tag if tag in self.vocabulary else f'"{tag}"' for tag in (CALL, CALL_END))
+        calls = [
+            rf'"\n{{\"name\": \"{one.name}\", \"arguments\": " {json_value(one.schema, TEMPLATE_SPACING)} "}}\n"'
+            for one in functions
+        ]
+        start = r'call ("\n" call)*' if parallel else "call"
+        return f"start: {start}\ncall: {begin} ({' | '.join(calls)}) {end}"
+
+
+def after_thought(grammar: str) -> str:
+    """The grammar for a prompt that has opened a thought: it acts once the thought has ended, with the tag's token."""
+    return f"start: /(.|\\n)*/ {THINK_END} /\\s*/ answer\nanswer: %lark {{\n{grammar}\n}}"
+
+
+Kind = Literal["start", "reasoning_content", "content", "call", "arguments"]
+
+_SPACE = r"\s{0,9}"  # not any number: it is held back, and searched again with each text
+_HEAD = _SPACE.join(["", CALL, r"\{", '"name"', ":", f'"({NAME})"', ",", '"arguments"', ":", r"(?=\{)"])
+# What ends the text of a kind, and the kind of what follows.
+_ENDS: dict[Kind, tuple[str, Kind]] = {
+    "start": (rf"\A{_SPACE}{THINK}", "reasoning_content"),  # here only: later the tag is content
+    "reasoning_content": (_SPACE + THINK_END, "content"),
+    "content": (_HEAD, "arguments"),
+    "arguments": (rf"{_SPACE}\}}?{_SPACE}{CALL_END}", "content"),  # with the brace that closes the call
+}
+
+
+class AnswerParser:
+    """Splits the text of one choice into fragments as it arrives: the same, put together, however the text is cut.
+
+    A choice has two: one splits off the thought, and one the calls of the text after it, once stop strings have acted.
+    Text is held back only while it may begin a tag, and a call until its arguments begin. What cannot be read as a call
+    is content. Arguments are delivered as the model writes them, which need not be valid JSON, as OpenAI's. Whitespace
+    beside a tag is dropped.
+    """
+
+    def __init__(self, *, calls: bool = False, thoughts: bool = False, in_thought: bool = False):
+        """`in_thought`: the prompt has opened one."""
+        self.num_calls = 0
+        self._calls = calls
+        self._kind: Kind = "reasoning_content" if in_thought else "start" if thoughts else "content"
+        self._held = ""  # of this kind, not delivered
+        self._after_tag = in_thought
+
+    def push(self, text: str, last: bool = False) -> list[tuple[Kind, str]]:
+        """Takes the next text, and returns what is certain now; with the `last`, all. Of a call it is the name."""
+        self._held += text
+        fragments: list[tuple[Kind, str]] = []
+        while True:
+            pattern, next_kind = _ENDS[self._kind]
+            search = self._kind != "content" or self._calls
+            end = regex.search(pattern, self._held, partial=not last) if search else None
+            if end is None and self._kind == "start":
+                self._kind = "content"
+            elif end is None and last and self._kind == "arguments":
+                self._held += CALL_END  # the answer is cut off, or ends at the tag as its stop string
+            elif end is None or end.partial:
+                return fragments + self._take(len(self._held) if end is None else end.start())
+            else:
+                fragments += self._take(end.start())
+                self._kind, self._held, self._after_tag = next_kind, self._held[len(end[0]) :], True
+                if next_kind == "arguments":
+                    fragments.append(("call", end[1]))
+                    self.num_calls += 1
+
+    def _take(self, end: int) -> list[tuple[Kind, str]]:
+        text, self._held = self._held[:end], self._held[end:]
+        text = text.lstrip() if self._after_tag else text
+        self._after_tag = self._after_tag and not text
+        return [(self._kind, text)] if text else []

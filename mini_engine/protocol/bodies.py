@@ -1,0 +1,436 @@
+"""The request bodies of all endpoints: which fields there are, and what they may hold.
+
+A field is supported, `Ignored`, or known and accepted only at a value that changes nothing (`only`); an unknown one is
+an error. None means the default of the model or the server. Knows nothing of defaults that depend on the model
+(`sampling.py`), of media settings (`media_settings.py`) or of the chat template (`chat.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, get_type_hints
+
+import msgspec
+from msgspec import Meta, Struct
+
+from mini_engine.prompt.tool_calls import CALL_END, Function, Tool, ToolCall, Tools
+from mini_engine.protocol.api_errors import bad_request
+from mini_engine.protocol.body_split import MAX_STRUCTURE, STRUCTURE_LIMIT, structure
+from mini_engine.protocol.inline_data import DataUrl
+from mini_engine.protocol.parts import Part
+from mini_engine.protocol.structured_outputs import choice_grammar, json_grammar, regex_grammar
+
+MAX_MESSAGES = 4096
+MAX_PARTS = 4096  # of a message
+PART_CHARACTERS = 16  # rendering a part takes as long as so many characters of its text
+MAX_VARIABLE = 4096  # arrays, objects, fields and items of a variable of the chat template
+MAX_STOP_STRINGS = 16  # OpenAI takes 4; more cost little here
+MAX_STOP_LENGTH = 1024  # characters
+MAX_CHOICES = 128  # OpenAI's limit on `n`
+MAX_LOGPROBS = 20  # OpenAI's limit on `top_logprobs`
+MAX_GRAMMAR = 100_000  # bytes as JSON of what a grammar is made of
+MAX_BIASED_TOKENS = 1024  # a bias is written to the device for each of them
+
+Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+Count32 = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Positive = Annotated[int, Meta(ge=1)]
+TokenId = Count32
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Ignored = Annotated[msgspec.Raw, Meta(description="Ignored: it does not change the answer.")]
+IGNORED = msgspec.field(default_factory=msgspec.Raw)
+MediaIOKwargs = dict[Literal["image", "video"], dict[str, Any] | None]
+
+
+def only(*neutral: Any) -> Meta:
+    """Annotates a known field that is not supported: null, or one of these values, which change nothing, is accepted.
+
+    Such a field is typed `Annotated[Any, only(...)]`.
+    """
+    accepted = " or ".join(msgspec.json.encode(value).decode() for value in neutral) or "null"
+    return Meta(description=f"Not supported: leave it out or send {accepted}.", extra={"neutral": (accepted, neutral)})
+
+
+class Body(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A request body."""
+
+    items_per_mark: ClassVar[int] = 1  # see `structure`
+
+    model: str | None = None
+
+    def fill_in(self, urls: dict[str, DataUrl]) -> None:
+        """Put the whole of long `data:` URLs into its parts, and take these out of `urls`."""
+        for message in getattr(self, "messages", None) or ():
+            for part in message.parts:
+                part.fill_in(urls)
+
+    def check(self) -> None:
+        """Raises ApiError, a 400, for an unsupported field, and for fields that exclude each other."""
+        for name, (accepted, neutral) in _unsupported(type(self)).items():
+            value = getattr(self, name)
+            # True == 1 in Python, but not in JSON.
+            same = (value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+            if value is not None and not any(same):
+                text = f"'{name}' is not supported by this server; leave it out or send {accepted}."
+                raise bad_request(text, name, "unsupported_parameter")
+
+
+@functools.cache
+def _unsupported(kind: type[Body]) -> dict[str, tuple[str, tuple[Any, ...]]]:
+    """By the name of each field that is annotated with `only`: the accepted values, as text and by themselves."""
+    hints = get_type_hints(kind, include_extras=True)
+    metas = {name: meta for name, hint in hints.items() for meta in getattr(hint, "__metadata__", ())}
+    return {name: meta.extra["neutral"] for name, meta in metas.items() if meta.extra}
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+class ChatMessage(Struct, frozen=True, kw_only=True):
+    """One message. Unknown fields are ignored: clients annotate messages, and send answers of other servers back."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[Part], Meta(max_length=MAX_PARTS)] | None = None
+    reasoning_content: str | None = None
+    reasoning: Any = None  # another name of `reasoning_content`, if it is a text
+    tool_call_id: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    audio: None = None
+    function_call: None = None
+
+    def __post_init__(self) -> None:
+        if self.role == "assistant":
+            return
+        if self.tool_calls or self.reasoning_content or (self.content is None and self.role != "tool"):
+            raise ValueError("it needs `content`; only the role assistant may have `tool_calls` or a thought instead")
+
+    @property
+    def thought(self) -> str | None:
+        """The text of an assistant's thought."""
+        is_text = self.role == "assistant" and isinstance(self.reasoning, str)
+        return self.reasoning_content or (self.reasoning if is_text else None)
+
+    @property
+    def parts(self) -> list[Part]:
+        """`content` as a list."""
+        return self.content if isinstance(self.content, list) else [Part(type="text", text=self.content or "")]
+
+    @property
+    def num_characters(self) -> int:
+        """Of text, thoughts and calls; a part counts as some."""
+        texts = [self.thought, *(part.text for part in self.parts)]
+        calls = msgspec.json.encode([self.tool_calls, self.tool_call_id])
+        return len(calls) + sum(PART_CHARACTERS + len(text or "") for text in texts)
+
+
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+def check_shown(messages: Sequence[ChatMessage], variables: Mapping[str, Any] | None) -> None:
+    """Raises ApiError, a 400: the arguments of earlier calls, or a variable, have too much structure to show them to a
+    template."""
+    calls = [call for message in messages for call in message.tool_calls or ()]
+    if sum(structure(str(call.function.arguments).encode()) for call in calls) > MAX_STRUCTURE:
+        text = f"The 'arguments' of all calls have {STRUCTURE_LIMIT}; send fewer."
+        raise bad_request(text, "messages", "invalid_value")
+    for name, value in (variables or {}).items():
+        if structure(msgspec.json.encode(value)) > MAX_VARIABLE:
+            param = f"chat_template_kwargs.{name[:60]}"
+            problem = f"more than {MAX_VARIABLE} arrays, objects, fields and items; send fewer"
+            raise bad_request(f"Invalid '{param}': {problem}.", param, "invalid_value")
+
+
+# --- generation ------------------------------------------------------------------------------------------------------
+
+
+class StreamOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """`include_usage` asks for one more chunk, with the usage; beside it `continuous_usage_stats` for usage in each."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Ignored = IGNORED
+
+
+class JsonSchema(Struct, frozen=True, forbid_unknown_fields=True):
+    """A JSON schema that an answer is valid under, `strict` or not."""
+
+    name: str
+    schema: dict[str, Any]
+    description: Ignored = IGNORED
+    strict: Ignored = IGNORED
+
+
+class ResponseFormat(Struct, frozen=True, forbid_unknown_fields=True):
+    """Any text, any JSON object, or JSON under a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def __post_init__(self) -> None:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("the type json_schema has `json_schema`, and no other")
+
+
+class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's: what the answer has to be, by exactly one of the fields."""
+
+    json: dict[str, Any] | None = None  # a JSON schema
+    regex: str | None = None  # of the whole answer, in the syntax of Rust's `regex`
+    choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    grammar: Annotated[str, Meta(min_length=1)] | None = None  # in llguidance's variant of Lark
+
+    def __post_init__(self) -> None:
+        if sum(getattr(self, name) is not None for name in self.__struct_fields__) != 1:
+            raise ValueError(f"Send exactly one of {', '.join(self.__struct_fields__)}")
+
+    @property
+    def text(self) -> str:
+        """The grammar in Lark."""
+        if self.json is not None:
+            return json_grammar(self.json)
+        if self.regex is not None:
+            return regex_grammar(self.regex)
+        return choice_grammar(self.choice) if self.choice else self.grammar or ""
+
+
+class GenerationRequest(Body, kw_only=True, frozen=True, dict=True):
+    """The fields of every request for text."""
+
+    prompt_field: ClassVar[str]  # the field that errors about the prompt name
+    default_tokens: ClassVar[int | None] = None  # of the answer, where neither the request nor the model sets a limit
+
+    max_tokens: Positive | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None  # 0 is greedy
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None  # -1 and 0 are off
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=MAX_BIASED_TOKENS)] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=128)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None  # vLLM's: do not stop at the model's end-of-sequence tokens
+    min_tokens: Count32 | None = None
+    priority: Int32 | None = None  # lower runs first
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    user: Ignored = IGNORED
+    echo: Annotated[Any, only(False)] = None
+    best_of: Annotated[Any, only(1)] = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """Most tokens of the answer; None: the request sets no limit."""
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many likeliest tokens to list beside each chosen one; None: no logprobs at all."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def grammar(self) -> str:
+        """What the answer has to match, in Lark; empty: it may be any text."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.text
+        if self.response_format is None or self.response_format.type == "text":
+            return ""
+        asked = self.response_format.json_schema
+        return json_grammar(asked.schema if asked else {"type": "object"})
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that errors about the grammar name."""
+        is_format = self.response_format is not None and self.response_format.type != "text"
+        return "response_format" if is_format else "structured_outputs"
+
+    @property
+    def must_call(self) -> list[Function]:
+        """The functions of which the answer has to call one; empty: it need not."""
+        return []
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def num_choices(self) -> int:
+        """`n`, or 1."""
+        return 1 if self.n is None else self.n
+
+    def check(self) -> None:
+        super().check()
+        if self.structured_outputs and self.response_format and self.response_format.type != "text":
+            text = "Send either 'structured_outputs' or a 'response_format' other than text, not both."
+            raise bad_request(text, "structured_outputs")
+        sources = msgspec.json.encode([self.structured_outputs, self.response_format, self.must_call])
+        if len(sources) > MAX_GRAMMAR:
+            text = f"The grammar of this request takes more than {MAX_GRAMMAR} bytes as JSON; send a shorter one."
+            raise bad_request(text, self.grammar_field)
+        if self.token_limit is not None and (self.min_tokens or 0) > self.token_limit:
+            text = f"Invalid 'min_tokens': must be at most {self.token_limit}, the maximum of output tokens."
+            raise bad_request(text, "min_tokens", "invalid_value")
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("'stream_options' is only allowed when 'stream' is true.", "stream_options")
+
+
+class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
+    """The body of a chat completion request."""
+
+    prompt_field = "messages"
+
+    messages: Messages
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    # vLLM's; `media_settings.py` parses them.
+    media_io_kwargs: MediaIOKwargs | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    return_timings: bool | None = None  # this server's: report the time that each stage of the request took
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None  # a variable of some chat templates
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    metadata: Ignored = IGNORED
+    store: Ignored = IGNORED
+    service_tier: Ignored = IGNORED
+    safety_identifier: Ignored = IGNORED
+    prompt_cache_key: Ignored = IGNORED
+    prompt_cache_options: Ignored = IGNORED
+    prompt_cache_retention: Ignored = IGNORED
+    prediction: Ignored = IGNORED
+    verbosity: Ignored = IGNORED
+    modalities: Annotated[Any, only(["text"])] = None
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_characters(self) -> int:
+        """Of the text in the prompt, about."""
+        variables = msgspec.json.encode([self.tools, self.chat_template_kwargs, self.reasoning_effort])
+        return sum(one.num_characters for one in self.messages) + len(variables)
+
+    @property
+    def calls_tools(self) -> bool:
+        """Whether the model may call functions."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def must_call(self) -> list[Function]:
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else ""
+        forced = named or self.tool_choice == "required"
+        return [tool.function for tool in self.tools or () if forced and named in ("", tool.function.name)]
+
+    @property
+    def grammar_field(self) -> str:
+        return "tools" if self.must_call else super().grammar_field
+
+    @property
+    def stop_strings(self) -> list[str]:
+        # A call that is not forced by a grammar is the only one if the answer ends with it.
+        ends = self.calls_tools and self.parallel_tool_calls is False and not self.must_call
+        return [*super().stop_strings, *[CALL_END] * ends]
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise bad_request("'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs")
+        check_shown(self.messages, self.chat_template_kwargs)
+
+
+TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
+
+
+class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
+    """The body of a legacy completion request."""
+
+    prompt_field = "prompt"
+    default_tokens = 16  # OpenAI's
+    items_per_mark = 8  # token ids cost little
+
+    prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)]
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    add_special_tokens: bool | None = None  # those that the model's tokenizer puts around a text
+
+    suffix: Annotated[Any, only("")] = None
+    return_timings: Annotated[Any, only(False)] = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One or several prompts, each a text or token ids."""
+        one: Any = self.prompt
+        return [one] if isinstance(one, str) or isinstance(one[0], int) else one
+
+    def check(self) -> None:
+        super().check()
+        if not isinstance(self.prompt, str) and len({type(item) for item in self.prompt}) > 1:
+            raise bad_request("Invalid 'prompt': texts, token ids and lists of them cannot be mixed.", "prompt")
+        if len(self.prompts) * self.num_choices > MAX_CHOICES:
+            each = f"{len(self.prompts)} prompts with {self.num_choices} choices each"
+            raise bad_request(f"{each} are more than {MAX_CHOICES} choices; send fewer.", "prompt")
+
+
+class TokenizeRequest(Body, kw_only=True, frozen=True):
+    """The body of a tokenize request: a text, or a conversation."""
+
+    prompt: str | None = None
+    messages: Messages | None = None
+    max_completion_tokens: Positive | None = None  # they leave less room for videos
+    media_io_kwargs: MediaIOKwargs | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    tools: Tools | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @property
+    def chat(self) -> ChatRequest:
+        """A chat request with these messages, and all that decides how many tokens they have."""
+        names = set(self.__struct_fields__).intersection(ChatRequest.__struct_fields__)
+        return ChatRequest(**{name: getattr(self, name) for name in names})
+
+    def check(self) -> None:
+        super().check()
+        check_shown(self.messages or (), self.chat_template_kwargs)
+        if (self.prompt is None) == (self.messages is None):
+            raise bad_request("Send either 'prompt' or 'messages'.", "prompt", "missing_required_parameter")
+        if self.messages is not None and self.add_special_tokens:
+            text = "'add_special_tokens' is only allowed with 'prompt': a chat template writes its own."
+            raise bad_request(text, "add_special_tokens")
+
+
+class DetokenizeRequest(Body, kw_only=True, frozen=True):
+    """The body of a detokenize request."""
+
+    items_per_mark = 8
+
+    tokens: list[TokenId]

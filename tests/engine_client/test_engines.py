@@ -1,0 +1,67 @@
+"""Which of several engines a request goes to."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+import zmq.asyncio
+
+from mini_engine.engine_client.engines import LOAD_MARGIN, EngineClient
+from mini_engine.transport.codec import Encoder
+from tests.http.peers import make_queue
+
+HASHES = [bytes([number]) * 16 for number in range(64)]
+ENDPOINTS = [f"inproc://core{number}" for number in range(3)]
+
+
+@pytest.fixture
+async def clients() -> AsyncIterator[list[EngineClient]]:
+    """Two of the same three engines, which nothing is sent to."""
+    context, made = zmq.asyncio.Context(), []
+    for number in range(2):
+        encoder, queues = Encoder(f"api {number}", 7), [make_queue() for _ in ENDPOINTS]
+        made.append(EngineClient(context, encoder, ENDPOINTS, queues, media_capacity=1 << 30, stores=[None] * 3))
+    yield made
+    for client in made:
+        client.close()
+    context.destroy(linger=0)
+
+
+def choices(client: EngineClient) -> list[int]:
+    """The engine for each of `HASHES`."""
+    chosen = []
+    for value in HASHES:
+        with client.choose(value) as engine:
+            chosen.append(engine.number)
+    return chosen
+
+
+async def test_engine_with_the_fewest_samples_is_chosen(clients: list[EngineClient]) -> None:
+    client, _ = clients
+    with contextlib.ExitStack() as load:
+        assert [load.enter_context(client.choose(samples=count)).number for count in (3, 2, 1, 1)] == [0, 1, 2, 2]
+        client.peer_gone("core 2")
+        assert not client.alive
+        assert load.enter_context(client.choose()).number == 1
+
+
+async def test_clients_prefer_the_same_engine_for_the_same_media_while_its_load_allows(
+    clients: list[EngineClient],
+) -> None:
+    client, another = clients
+    preferred = choices(client)
+    assert preferred == choices(another)
+    assert all(preferred.count(number) > len(HASHES) / 6 for number in range(3))
+    with contextlib.ExitStack() as load:
+        for _ in range(LOAD_MARGIN):
+            load.enter_context(client.choose(HASHES[0]))
+        assert choices(client) == preferred, "a load that is close to the least does not matter"
+        load.enter_context(client.choose(HASHES[0]))
+        passed = choices(client)
+        assert preferred[0] not in passed
+        assert all(now == then for now, then in zip(passed, preferred, strict=True) if then != preferred[0])
+        assert choices(another) == preferred
+    client.peer_gone(f"core {preferred[0]}")
+    assert choices(client) == passed, "as when it is busy"

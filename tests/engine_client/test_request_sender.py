@@ -1,0 +1,111 @@
+"""Requests and their tensors, over the real tensor queue to two ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from mini_engine.engine_client.request_sender import INLINE_COPY_BYTES, RequestSender
+from mini_engine.messages import MediaItem, NewRequest, SamplingParams
+from mini_engine.transport.arena import Arena
+from mini_engine.transport.codec import decode
+from mini_engine.transport.tensor_ipc import TensorIpcSender
+from tests.http.patience import PATIENCE, cancelled, eventually
+from tests.http.serving import Counted
+from tests.transport.conftest import ME, Rank, address_of
+
+
+def request(name: str, *sizes: int) -> NewRequest:
+    tensors = [torch.full((1, size), number, dtype=torch.uint8) for number, size in enumerate(sizes)]
+    media = [MediaItem("image", [0], 1, (1, 2, 2), None, each, b"%d" % number) for number, each in enumerate(tensors)]
+    return NewRequest(name, [5], SamplingParams(8, 1), media)
+
+
+@pytest.fixture
+def ranks(runtime: Path) -> Iterator[list[Rank]]:
+    made = [Rank(address_of(runtime, rank)) for rank in (0, 1)]
+    yield made
+    for rank in made:
+        rank.close()
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena(4 << 20, lambda: 1 << 40)
+    yield made
+    assert made.num_used == 0
+    made.close_memory()
+
+
+@pytest.fixture(params=["torch_shm", "direct_rpc"])
+def queue(ranks: list[Rank], arena: Arena, request: pytest.FixtureRequest) -> Iterator[TensorIpcSender]:
+    made = TensorIpcSender(ME, [rank.address for rank in ranks], arena)
+    made.probe(request.param, PATIENCE)
+    yield made
+    made.close_streams()
+
+
+async def test_tensors_and_then_their_request_leave_and_are_counted(queue: TensorIpcSender, ranks: list[Rank]) -> None:
+    transport = f"{{transport={queue.placement}}}"
+    counted = Counted(f"ipc_messages_total{transport}", f"ipc_bytes_total{transport}")
+    queue.watch_end(lambda why: None)
+    frames: list[bytes] = []
+    sender = RequestSender(ME, queue, frames.append)
+    asked = [request("small", 10, 20), request("large", INLINE_COPY_BYTES + 1), request("text")]
+    for one in asked:
+        await sender.submit(one)
+    sent = [decode(frame).body for frame in frames]
+    assert [one.request_id for one in sent] == ["small", "large", "text"]
+    handles = [item.patches for one in sent for item in one.media]
+    for rank in ranks:
+        for handle in handles:
+            received = await asyncio.to_thread(rank.next)
+            assert (received.message, received.shape) == (handle.message, handle.shape)
+    assert counted.since() == [6, 2 * (31 + INLINE_COPY_BYTES)]
+    sender.consumed([handle.message for handle in handles])
+    assert queue.buffered_bytes == 0
+
+
+async def test_cancelled_copy_frees_its_memory_when_the_thread_has_returned(
+    queue: TensorIpcSender, arena: Arena
+) -> None:
+    frames: list[bytes] = []
+    sender = RequestSender(ME, queue, frames.append)
+    submitting = asyncio.create_task(sender.submit(request("large", INLINE_COPY_BYTES + 1)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await cancelled(submitting)
+    await eventually(lambda: arena.num_used == 0)
+    assert frames == [] and queue.buffered_tensors == 0
+
+
+PROGRAM = """
+import asyncio
+import torch
+from mini_engine.engine_client.request_sender import RequestSender
+from mini_engine.messages import MediaItem, NewRequest, SamplingParams
+from mini_engine.transport.arena import Arena
+from mini_engine.transport.codec import Encoder
+from mini_engine.transport.tensor_ipc import TensorIpcSender
+
+def broken(frame):
+    raise ValueError("made to fail")
+
+me = Encoder("api 0", 41)
+sender = RequestSender(me, TensorIpcSender(me, [], Arena(1 << 20, lambda: 1 << 40)), broken)
+sender.queue.placement = "direct_rpc"
+item = MediaItem("image", [0], 1, (1, 2, 2), None, torch.zeros(1, 4, dtype=torch.uint8), b"h")
+asyncio.run(sender.submit(NewRequest("r7", [5], SamplingParams(8, 1), [item])))
+"""
+
+
+def test_error_between_tensors_and_request_ends_the_process() -> None:
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=PATIENCE)
+    assert ended.returncode == 1 and "r7: tensors sent, request not sent; exiting" in ended.stderr
+    assert "made to fail" in ended.stderr

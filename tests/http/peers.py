@@ -1,0 +1,184 @@
+"""The other ends of an API server, for its tests: an engine core that answers by script, and no ranks.
+
+The core is a real ZMQ peer that speaks `messages.py`; it echoes no model, only what a test tells it to say.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq.asyncio
+
+from mini_engine.messages import (
+    AnyMessage,
+    CachedMedia,
+    ControlReply,
+    ControlRequest,
+    EngineStats,
+    EngineTimes,
+    Finish,
+    Found,
+    Lookup,
+    MediaMiss,
+    NewRequest,
+    Outputs,
+    RequestOutput,
+    TokenLogprob,
+    Unreserve,
+)
+from mini_engine.transport import sockets
+from mini_engine.transport.arena import Arena
+from mini_engine.transport.codec import Encoder, decode
+from mini_engine.transport.tensor_ipc import TensorIpcSender
+from tests.http.patience import eventually
+
+
+def make_queue(nbytes: int = 16 << 20) -> TensorIpcSender:
+    """A real tensor queue, with an arena of so many bytes, to an engine without ranks."""
+    return TensorIpcSender(Encoder("api 0", 7), [], Arena(nbytes, lambda: 1 << 40))
+
+
+class ScriptedCore:
+    """An engine core of one API server that keeps the contract: one final output for each request; it reports consumed
+    tensors.
+
+    `script` gives the token lists that a request is answered with; then it ends with "length", unless `hold` is set:
+    then it runs until its `Finish`. Siblings are answered too, in turns; `script` sees each as a request of its own.
+
+    `kept` is its directory, for `Lookup`. Requests are accepted at once, unless `accepts` is off: then when the test
+    calls `accept`, if it does not `turn_down`. With `keeps`, it keeps the tensors of what it accepts.
+    """
+
+    def __init__(self, context: zmq.asyncio.Context, endpoint: str):
+        self.script: Callable[[NewRequest], list[list[int]]] = lambda request: []
+        self.hold = False
+        self.cached = 0  # tokens that each prompt finds in the prefix cache
+        self.stats = EngineStats(kv_blocks_total=8)
+        self.accepts = True
+        self.keeps = False
+        self.kept: dict[bytes, CachedMedia] = {}
+        self.look_ups: list[Lookup] = []
+        self.unreserved: list[str] = []
+        self.replies_to = {"look_up", "ping", "stats", "reset_caches"}
+        self.controls: dict[str, list[int]] = {action: [] for action in self.replies_to}  # numbers of requests
+        self.requests: list[NewRequest] = []
+        self.finishes: list[Finish] = []
+        self.running: dict[str, NewRequest] = {}
+        self.times: dict[str, EngineTimes] = {}  # as last sent, of requests; not of their siblings
+        self._encoder = Encoder("core 0", 2)
+        self._socket = sockets.bind_router(context, endpoint)
+        self._peer = b""
+
+    async def run(self) -> None:
+        while True:
+            self._peer, frame = await self._socket.recv_multipart()
+            match decode(frame).body:
+                case Lookup(request_id=request_id, hashes=hashes) as look_up:
+                    self.look_ups.append(look_up)
+                    if "look_up" in self.replies_to:
+                        await self.send(Found(request_id, [self.kept[one] for one in hashes if one in self.kept]))
+                case Unreserve(request_id=request_id):
+                    self.unreserved.append(request_id)
+                case NewRequest() as request:
+                    self.requests.append(request)
+                    self.running |= {sample.request_id: sample for sample in (request, *as_requests(request))}
+                    if self.accepts:
+                        await self.accept(request)
+                case Finish(request_id=request_id, reason=reason) as finish:
+                    self.finishes.append(finish)
+                    if request_id in self.running:
+                        await self.end(self.running[request_id], reason)
+                case ControlRequest(number=number, action=action):
+                    self.controls[action].append(number)
+                    if action in self.replies_to:
+                        await self.send(ControlReply(number, self.stats if action == "stats" else None))
+
+    async def turn_down(self, request: NewRequest) -> None:
+        """Its tensors cannot be used, or have not come in time."""
+        for sample in (request, *as_requests(request)):
+            self.running.pop(sample.request_id, None)
+        await self.send(MediaMiss(request.request_id))
+        await self._consumed(request)
+
+    async def accept(self, request: NewRequest) -> None:
+        """Take a request, and answer it by the script."""
+        samples = [request, *as_requests(request)]
+        self.times[request.request_id] = EngineTimes(*[time.monotonic()] * 2, 0, 0, 0)
+        if self.keeps:
+            self.kept |= {item.media_hash: CachedMedia.of(item) for item in request.media if item.patches is not None}
+        for turn in itertools.zip_longest(*map(self.script, samples)):
+            for sample, tokens in zip(samples, turn, strict=True):
+                if tokens is not None:
+                    await self.output(sample, tokens)
+        if not self.hold:
+            for sample in samples:
+                await self.end(sample, "length")
+
+    async def output(self, request: NewRequest, tokens: list[int]) -> None:
+        logprobs = []
+        if (likeliest := request.sampling.logprobs) is not None:
+            ranks = [TokenLogprob(65 + rank, -1.0 - rank) for rank in range(likeliest)]
+            logprobs = [[TokenLogprob(token, -0.25), *ranks] for token in tokens]
+        before = self.times.get(request.request_id)
+        times = None if before and before.first_token else self._times_of(request)
+        output = RequestOutput(request.request_id, tokens, None, None, logprobs, self.cached, times)
+        await self.send(Outputs(outputs=[output]))
+
+    async def end(
+        self, request: NewRequest, reason: Any, error: str | None = None, tokens: list[int] | None = None
+    ) -> None:
+        del self.running[request.request_id]
+        times = self._times_of(request) if reason in ("stop", "length") else None
+        output = RequestOutput(request.request_id, tokens or [], reason, error, times=times)
+        await self.send(Outputs(outputs=[output]))
+        if request in self.requests:
+            await self._consumed(request)
+
+    async def has_requests(self, count: int = 1) -> NewRequest:
+        """The last of so many requests in all, once they have come."""
+        await eventually(lambda: len(self.requests) == count)
+        return self.requests[-1]
+
+    async def has_aborted(self, *request_ids: str) -> None:
+        """Every sample of these requests was to be ended as aborted, and nothing else was."""
+        await eventually(lambda: len(self.finishes) >= len(request_ids))
+        assert sorted(one.request_id for one in self.finishes) == sorted(request_ids)
+        assert {one.reason for one in self.finishes} == {"abort"}
+
+    async def send(self, body: AnyMessage) -> None:
+        await self._socket.send_multipart([self._peer, self._encoder.encode(body)])
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _times_of(self, request: NewRequest) -> EngineTimes | None:
+        """All up to now; nothing takes it any time but to be queued and to generate."""
+        times = self.times.get(request.request_id)
+        if times is None:
+            return None
+        now = time.monotonic()
+        first = times.first_token or now
+        self.times[request.request_id] = EngineTimes(times.accepted, first, first, first, now)
+        return self.times[request.request_id]
+
+    async def _consumed(self, request: NewRequest) -> None:
+        messages = list({item.patches.message: None for item in request.media if item.patches is not None})
+        if messages:
+            await self.send(Outputs(consumed=messages))
+
+
+def as_requests(request: NewRequest) -> list[NewRequest]:
+    """The siblings of a request as requests of their own."""
+    return [
+        msgspec.structs.replace(
+            request,
+            request_id=sibling.request_id,
+            sampling=msgspec.structs.replace(request.sampling, seed=sibling.seed),
+            siblings=[],
+        )
+        for sibling in request.siblings
+    ]

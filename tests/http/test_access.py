@@ -1,0 +1,44 @@
+"""Which hosts clients may ask for, and whose requests are."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+from starlette.datastructures import Headers
+
+from mini_engine.config import EngineConfig
+from mini_engine.http.access import Access
+from mini_engine.protocol.api_errors import ApiError
+
+LOCAL = ["localhost:8000", "127.0.0.1", "[::1]:8000", "engine:8000", "Box.local.", socket.gethostname()]
+PUBLIC = ["evil.test", "evil.test:8000", "127.0.0.1.evil.test", "localhost.evil.test"]
+INVALID = ["", "[::1].evil.test", "evil.test\\.local", "evil.test/.local", "evil test.local", "a..local"]
+
+
+@pytest.mark.parametrize(("settings", "allowed", "refused"), [
+    ({"host": "my.test"}, [*LOCAL, "my.test"], PUBLIC),
+    ({"allowed_hosts": ["my.test", "*.Example"]}, [*LOCAL, "MY.test:80", "a.example"], [*PUBLIC, "example.test"]),
+    ({"allowed_hosts": ["*"]}, [*LOCAL, *PUBLIC], []),
+    ({"api_key": ["k"]}, [*LOCAL, *PUBLIC], []),
+    ({"api_key": ["k"], "allowed_hosts": ["my.test"]}, [*LOCAL, "my.test"], PUBLIC),
+])  # fmt: skip
+def test_hosts(settings: dict[str, Any], allowed: list[str], refused: list[str]) -> None:
+    access = Access(EngineConfig(**settings))
+    for host in allowed:
+        access.check_host(Headers({"host": host}))
+    for host in [*refused, *(INVALID if refused else ())]:
+        with pytest.raises(ApiError, match="--allowed-hosts"):
+            access.check_host(Headers({"host": host}))
+
+
+def test_a_client_is_an_api_key_or_else_an_address_of_ipv6_a_64() -> None:
+    keyed, keyless = Access(EngineConfig(api_key=["a", "b"])), Access(EngineConfig())
+    first, same, other = (
+        keyed.client_of(Headers({"authorization": key}), ("::1", 1)) for key in ("Bearer a", "bearer  a", "Bearer b")
+    )
+    assert first == same != other
+    addresses = ["2001:db8::1", "2001:db8::2:1", "2001:db8:0:1::1", "192.0.2.1", "::ffff:192.0.2.1", "unknown"]
+    clients = [keyless.client_of(Headers(), (address, 1)) for address in addresses]
+    assert len(set(clients)) == 5 and clients[0] == clients[1]

@@ -1,0 +1,249 @@
+"""POST /v1/chat/completions: what clients get for good requests, and what reaches the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gc
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import torch
+
+from mini_engine.http import responses
+from mini_engine.media.loader import MediaLoader
+from mini_engine.protocol.bodies import ChatRequest
+from tests.http import serving
+from tests.http.patience import eventually
+from tests.http.peers import as_requests
+from tests.http.serving import (
+    ANSWER,
+    CLIP,
+    Counted,
+    GatedProcessor,
+    Served,
+    check_error,
+    choices_of,
+    events_of,
+    image,
+    media_loader,
+    video,
+)
+
+CUT = CLIP[: len(CLIP) * 7 // 10]
+streamed_or_whole = pytest.mark.parametrize("stream", [False, True])
+
+
+def with_usage(stream: bool) -> dict[str, Any]:
+    return {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+@streamed_or_whole
+async def test_answer_and_its_usage(served: Served, stream: bool) -> None:
+    counted = Counted("prompt_tokens_total", "generation_tokens_total", "request_success_total{finished_reason=length}")
+    answer = await choices_of(await served.ask(**with_usage(stream)))
+    assert (answer.texts, answer.reasons) == (["".join(ANSWER)], ["length"])
+    (request,) = served.core.requests
+    prompt, generated = len(request.prompt_token_ids), sum(map(len, map(served.encode, ANSWER)))
+    used = answer.usage
+    assert (used.prompt_tokens, used.completion_tokens, used.total_tokens) == (prompt, generated, prompt + generated)
+    assert counted.since() == [prompt, generated, 1]
+    assert (request.media, request.siblings) == ([], [])
+
+
+@streamed_or_whole
+async def test_choices(served: Served, stream: bool) -> None:
+    texts = [["a red", " circle"], ["the blue", " square", " stands"], ["moving"]]
+    served.core.script = lambda request: [served.encode(text) for text in texts[request.sampling.seed]]
+    served.core.cached = 16
+    answer = await choices_of(await served.ask([image()], n=3, seed=0, stop="square", **with_usage(stream)), 3)
+    assert answer.texts == ["a red circle", "the blue ", "moving"]
+    assert answer.reasons == ["length", "stop", "length"]
+    (request,) = served.core.requests
+    assert [one.request_id for one in as_requests(request)] == [f"{request.request_id}-{index}" for index in (1, 2)]
+    assert len(request.media) == 1
+    assert answer.usage.prompt_tokens == len(request.prompt_token_ids)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 16
+    delivered = ["a red", " circle", "the blue", " square", "moving"]  # with the token that completes the stop string
+    assert answer.usage.completion_tokens == sum(map(len, map(served.encode, delivered)))
+
+
+@streamed_or_whole
+async def test_stop_string_ends_the_request(served: Served, stream: bool) -> None:
+    served.says("a red", " circ", "le moving", " left")
+    served.core.hold = True
+    answer = await choices_of(await served.ask(stop=["circle"], stream=stream))
+    assert (answer.texts, answer.reasons) == (["a red "], ["stop"])
+    await eventually(lambda: bool(served.core.finishes))
+    assert [finish.reason for finish in served.core.finishes] == ["stop"]
+
+
+END_TOKENS: list[tuple[str, dict[str, Any], str]] = [
+    ("x", {}, "a red"),
+    ("x", {"include_stop_str_in_output": True}, "a redx"),
+    ("<|im_end|>", {"skip_special_tokens": False}, "a red"),
+    ("<|im_end|>", {"skip_special_tokens": False, "include_stop_str_in_output": True}, "a red<|im_end|>"),
+    ("<|im_end|>", {"include_stop_str_in_output": True}, "a red"),
+]
+
+
+async def test_stop_token_is_in_the_text_where_it_is_asked_for(served: Served) -> None:
+    served.says("a red")
+    served.core.hold = True
+    for count, (text, fields, expected) in enumerate(END_TOKENS, 1):
+        (token,) = served.encode(text)
+        asking = asyncio.create_task(served.ask(extra_body={"stop_token_ids": [token], **fields}))
+        await served.core.end(await served.core.has_requests(count), "stop", tokens=[token])
+        answer = await choices_of(await asking)
+        assert (answer.texts, answer.reasons) == ([expected], ["stop"])
+        assert answer.usage.completion_tokens == len(served.encode("a red")) + 1
+
+
+async def test_errors_of_the_engine_name_the_field_of_a_grammar_where_there_is_one(served: Served) -> None:
+    served.says()
+    served.core.hold = True
+    for count, field in enumerate([None, "structured_outputs"], 1):
+        asking = served.asking("hello", **({field: {"choice": ["a"]}} if field else {}))
+        await served.core.end(await served.core.has_requests(count), "error", "it cannot be computed")
+        check_error(await asking, 400, "invalid_value", "it cannot be computed")
+        assert (await asking).json()["error"]["param"] == field
+
+
+@streamed_or_whole
+async def test_logprobs(served: Served, stream: bool) -> None:
+    served.says("a red", " circ", "le 🎈", " left", " x")
+    asked = {"logprobs": True, "top_logprobs": 2, "stop": ["left"], **with_usage(stream)}
+    answer = await choices_of(await served.ask(**asked))
+    listed = [one for part in answer.logprobs for one in part.content]
+    assert answer.texts == ["a red circle 🎈 "]
+    assert b"".join(bytes(one.bytes) for one in listed).startswith(answer.texts[0].encode())
+    assert "".join(one.token for one in listed).startswith("a red circle ")
+    assert len(listed) == answer.usage.completion_tokens
+    for one in listed:
+        assert (one.logprob, [other.logprob for other in one.top_logprobs]) == (-0.25, [-1.0, -2.0])
+    assert (await served.ask()).choices[0].logprobs is None
+    assert served.core.requests[1].sampling.logprobs is None
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_response_in_parts_is_the_same(served: Served, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    served.says("<think>hm", '</think>a "red" ', "🎈 ", '<tool_call>{"name": "f", "arguments": {}}</tool_call>')
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    chat = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 2, "tools": tools}
+    asked = {"n": 3, **(chat if "chat" in path else {"prompt": ["a", "b"], "logprobs": 2})}
+    written = []
+    for nbytes in (responses.PART_BYTES, 100):
+        monkeypatch.setattr(responses, "PART_BYTES", nbytes)
+        response = await served.http.post(path, json=asked)
+        assert response.headers["content-length"] == str(len(response.content))
+        written.append(re.sub(r'"(id|created)":("[\w-]+"|\d+)', "", response.text))
+    assert written[0] == written[1] and len(written[0]) > 1000
+
+
+async def test_conversation_and_tensors_are_freed_once_the_engine_has_them(served: Served) -> None:
+    """An answer may take long."""
+    await served.post([image(84)])
+    gc.collect()
+    gc.freeze()  # what is there by now is in no list of objects
+    served.core.hold = True
+    for count, stream in enumerate((False, True), 2):
+        await served.connect_chat(content=[image()], stream=stream)
+        await served.core.output(await served.core.has_requests(count), [65])
+        await eventually(lambda: not {ChatRequest, torch.Tensor} & set(map(type, gc.get_objects())))
+    gc.unfreeze()
+
+
+# --- media -----------------------------------------------------------------------------------------------------------
+
+
+FEWER: list[dict[str, Any]] = [
+    {"media_io_kwargs": {"video": {"num_frames": 4}}},
+    {"mm_processor_kwargs": {"num_frames": 4}},
+    {"mm_processor_kwargs": {"fps": 2, "do_sample_frames": True}},
+    {"media_io_kwargs": {"video": {"start": 0.4, "end": 0.8}}},
+    {"media_io_kwargs": {"video": {"fps": 3.0, "max_frames": None}, "image": {}}, "mm_processor_kwargs": {}},
+]
+
+
+SMALLER = {"mm_processor_kwargs": {"size": {"longest_edge": 8 * 28 * 28}}}
+SETTINGS: list[tuple[dict[str, Any], list[tuple[dict[str, Any], int]]]] = [
+    (video(), [({}, 24), *((fewer, 8) for fewer in FEWER)]),
+    (image(140), [({}, 25), (SMALLER, 4), (FEWER[0], 25)]),  # an image does not depend on what is said of videos
+]
+
+
+@pytest.mark.parametrize(("part", "cases"), SETTINGS)
+async def test_request_may_ask_for_fewer_frames_or_smaller_items(served: Served, part: Any, cases: Any) -> None:
+    served.core.keeps = True
+    for fields, tokens in [*cases, *cases]:
+        assert (await served.post([part], **fields)).json()["usage"]["media"][0]["tokens"] == tokens
+    items = [request.media[0] for request in served.core.requests]
+    assert all(item.patches is None for item in items[len(cases) :])
+    hashes = [item.media_hash for item in items[: len(cases)]]
+    assert hashes[0] != hashes[1] and (hashes[0] == hashes[2]) == (part == image(140))
+
+
+@pytest.mark.parametrize(("part", "kind"), [(image(), "image"), (video(), "video")])
+async def test_parts_by_other_names_are_the_same(served: Served, part: Any, kind: str) -> None:
+    url, texts = part[f"{kind}_url"]["url"], [{"type": f"{name}text", "text": "what?"} for name in ("", "input_")]
+    head, _, data = url.partition(",")
+    (path := served.allowed / f"a {kind}").write_bytes(base64.b64decode(data))
+    named = [
+        {"type": f"input_{kind}", f"{kind}_url": url},
+        {"type": "file", "file": {"file_data": url}},
+        {"type": "image_url", "image_url": f"{head.upper()},{data}"},
+    ]
+    named += [{"type": kind, kind: str(path), "uuid": "1"}, {"type": kind, "url": f"file://{path}", "x": {}}]
+    for content in ([part, texts[0]], *([other, texts[1]] for other in named)):
+        assert (await served.post(content)).status_code == 200
+    first, *others = [(one.prompt_token_ids, one.media[0].media_hash) for one in served.core.requests]
+    assert others == [first] * len(named)
+
+
+@streamed_or_whole
+async def test_usage_says_what_the_model_saw(served: Served, stream: bool) -> None:
+    served.core.keeps = True
+    for is_cached in (False, True):
+        answer = await served.ask([image(140), video()], extra_body=FEWER[0], **with_usage(stream))
+        usage = (await choices_of(answer)).usage
+        assert usage.media == [
+            {"type": "image", "width": 140, "height": 140, "tokens": 25},
+            {"type": "video", "width": 56, "height": 56, "tokens": 8, "frames": 4, "seconds_per_frame": 0.3},
+        ]
+        details = usage.prompt_tokens_details
+        assert (details.image_tokens, details.video_tokens) == (25, 8)
+        assert [item.patches is None for item in served.core.requests[-1].media] == [is_cached] * 2
+    assert not hasattr((await choices_of(await served.ask(**with_usage(stream)))).usage, "media")
+
+
+@pytest.fixture(scope="module")
+async def partial_media(processor: GatedProcessor, media: MediaLoader) -> AsyncIterator[MediaLoader]:
+    made = media_loader(processor, media.policy, allow_partial_video=True)
+    yield made
+    made.close()
+
+
+async def test_part_of_a_video_is_answered_with_a_warning_where_the_server_says_so(
+    processor: GatedProcessor, partial_media: MediaLoader
+) -> None:
+    async with serving.serve(processor, partial_media) as served:
+        served.core.keeps = True
+        content = [video(CUT), image(), video(CUT)]
+        first, second = (await served.post(content, n=2)).json()["warnings"]
+        assert first.startswith(f"video 1: {len(CUT)} of at least {len(CLIP)} bytes are there; ")
+        assert first.endswith(" frames were read") and second == first.replace("video 1", "video 2")
+        for options in ({}, {"stream_options": {"include_usage": True}}):
+            response = await served.post(content, stream=True, return_timings=True, **options)
+            *others, last = events_of(response)
+            assert last["warnings"] == [first, second] and "metrics" in last and ("usage" in last) == bool(options)
+            assert not any("warnings" in chunk or "metrics" in chunk for chunk in others)
+        assert "warnings" not in (await served.post([video()])).json()
+        cold, again = served.core.requests[:2]
+        assert [item.patches is None for item in again.media] == [False, True, False]  # a part is never a hit
+        assert [item.cacheable for item in cold.media] == [False, True, False]
+        assert len({request.media[0].media_hash for request in (cold, again)}) == 2

@@ -1,0 +1,132 @@
+"""POST /v1/completions, /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+
+from mini_engine.media import settings as media_settings
+from tests.http.patience import eventually
+from tests.http.serving import ANSWER, MAX_MODEL_LEN, Counted, Served, choices_of, image, video
+
+FRAME = image(57)["image_url"]["url"].partition(",")[2]
+FRAMES = {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{FRAME},{FRAME},{FRAME}"}}
+streamed_or_whole = pytest.mark.parametrize("stream", [False, True])
+
+
+async def test_text_goes_on(served: Served) -> None:
+    response = await served.http.post("/v1/completions", json={"prompt": "hello"})
+    (request,) = served.core.requests
+    assert request.prompt_token_ids == served.encode("hello") and request.sampling.max_tokens == 16
+    assert response.json()["id"] == request.request_id == response.headers["x-request-id"]
+
+
+PROMPTS = ["one more", "another text", "third"]
+
+
+@streamed_or_whole
+@pytest.mark.parametrize("as_tokens", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+async def test_every_choice_is_of_its_prompt(served: Served, count: int, as_tokens: bool, stream: bool) -> None:
+    """Choice i of prompt p has the index p * n + i."""
+    token_ids = [served.encode(text) for text in PROMPTS[:count]]
+    asked = token_ids if as_tokens else PROMPTS[:count]
+    served.core.cached = 3
+    served.core.script = lambda request: [
+        *([one] for one in request.prompt_token_ids),
+        served.encode(str(request.sampling.seed)),
+    ]
+    options: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
+    fields = {"n": 2, "seed": 0, "stream": stream, "max_tokens": 50, **options}
+    answer = await choices_of(await served.complete(asked[0] if count == 1 else asked, **fields), 2 * count)
+    assert answer.texts == [f"{text}{number}" for text in PROMPTS[:count] for number in (0, 1)]
+    assert [request.prompt_token_ids for request in served.core.requests] == token_ids
+    assert answer.usage.prompt_tokens == sum(map(len, token_ids))
+    assert answer.usage.prompt_tokens_details.cached_tokens == 3 * count
+
+
+@streamed_or_whole
+async def test_logprobs(served: Served, stream: bool) -> None:
+    answer = await choices_of(await served.complete(logprobs=2, stream=stream))
+    tokens = [token for part in answer.logprobs for token in part.tokens]
+    assert answer.texts == ["".join(tokens)] == ["".join(ANSWER)]
+    offsets = [offset for part in answer.logprobs for offset in part.text_offset]
+    assert offsets == [len("".join(tokens[:count])) for count in range(len(tokens))]
+    assert {value for part in answer.logprobs for value in part.token_logprobs} == {-0.25}
+    for token, likely in zip(tokens, [one for part in answer.logprobs for one in part.top_logprobs], strict=True):
+        assert likely.pop(token) == -0.25 and list(likely.values()) == [-1.0, -2.0]
+
+
+async def test_tokens_that_are_parts_of_a_character_are_listed_as_bytes(served: Served) -> None:
+    parts = served.encode("é")
+    assert len(parts) == 2
+    served.core.script = lambda request: [[*served.encode("x"), *parts, *served.encode("!")]]
+    logprobs = (await served.complete(logprobs=0)).choices[0].logprobs
+    assert logprobs.tokens == ["x", "bytes:\\xc3", "bytes:\\xa9", "!"]
+    assert logprobs.text_offset == [0, 1, 1, 2]
+
+
+@streamed_or_whole
+async def test_prompt_that_fails_ends_the_others(served: Served, stream: bool) -> None:
+    served.says()
+    served.core.hold = True
+    asking = asyncio.create_task(served.complete(["a", "b"], stream=stream))
+    first, second = (await served.core.has_requests(2)) and served.core.requests
+    await served.core.end(second, "error")
+    with pytest.raises(openai.InternalServerError, match="has aborted"):
+        await asking
+    await served.core.has_aborted(first.request_id)
+
+
+@streamed_or_whole
+async def test_client_that_leaves_ends_all_prompts(served: Served, stream: bool) -> None:
+    served.says()
+    served.core.hold = True
+    counted = Counted("request_success_total{finished_reason=abort}")
+    body = {"prompt": ["a", "b"], "n": 2, "stream": stream}
+    asking = asyncio.create_task(served.http.post("/v1/completions", json=body))
+    await eventually(lambda: len(served.core.running) == 4)
+    samples = list(served.core.running)
+    asking.cancel()
+    await served.core.has_aborted(*samples)
+    await eventually(lambda: counted.since() == [2])
+
+
+# --- tokens ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["hello", "a red circle", "café 🎈", "<|im_start|>user", "an <|image_pad|>", ""])
+async def test_text_to_tokens_and_back(served: Served, text: str) -> None:
+    body = (await served.http.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
+    assert body["tokens"] == served.encode(text)
+    assert (body["count"], body["max_model_len"]) == (len(body["tokens"]), MAX_MODEL_LEN)
+    assert list(map(served.context.renderer.tokenizer.token_to_id, body["token_strs"])) == body["tokens"]
+    back = await served.http.post("/detokenize", json={"model": "tiny", "tokens": body["tokens"]})
+    assert back.json() == {"prompt": text}
+
+
+@pytest.mark.parametrize(("content", "more"), [
+    ("what?", {}),
+    ([image(57), {"type": "text", "text": "what?"}, image(111)], {}),
+    ([image(111)], {"mm_processor_kwargs": {"max_pixels": 56 * 56}}),
+    ([video(), video() | {"nframes": 2, "max_pixels": 56 * 56}], {"max_completion_tokens": MAX_MODEL_LEN - 128}),
+    ([video()], {"mm_processor_kwargs": {"fps": 5, "do_sample_frames": True}}),
+    *[([video()], {"media_io_kwargs": {"video": asked}}) for asked in ({"fps": 5}, {"num_frames": 3}, {"end": 0.2})],
+    ([video()], {"max_completion_tokens": MAX_MODEL_LEN - 64}),  # which leaves less room for the video
+    ([FRAMES], {"media_io_kwargs": {"video": {"timestamps": [0, 0.5, 1.5]}}}),
+])  # fmt: skip
+async def test_tokens_of_a_conversation(
+    served: Served, content: Any, more: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that its answer counts."""
+    monkeypatch.setattr(media_settings, "LEAST_VIDEO", 8)
+    usage = (await served.post(content, **more)).json()["usage"]
+    counted = Counted("media_decodes_total")
+    body = (await served.post(content, "/tokenize", **more)).json()
+    (request,) = served.core.requests
+    assert (body["tokens"], body["count"]) == (request.prompt_token_ids, usage["prompt_tokens"])
+    assert body["prompt_tokens_details"] | {"cached_tokens": 0} == usage["prompt_tokens_details"]
+    assert body["token_strs"] is None and counted.since() == [0]

@@ -1,0 +1,146 @@
+"""Connections whose clients are slow, leave, or do not send HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+
+from mini_engine.config import EngineConfig
+from tests.http.patience import PATIENCE, eventually, settle, skip
+from tests.http.serving import CHAT_HEAD, MAX_REQUEST_BYTES, Serve, Served
+
+SHORT = {"timeout_client": 0.25, "timeout_keep_alive": 1}
+LIVE = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+async def until_closed(served: Served, data: bytes, drip: bytes = b"") -> bytes:
+    """The response to `data`, after which `drip` is sent again and again, until the server closes the connection."""
+    reader, writer = await served.connect(data)
+    response = b""
+
+    async def read() -> None:
+        nonlocal response
+        with contextlib.suppress(ConnectionResetError):
+            while block := await reader.read(1 << 16):
+                response += block
+
+    reading = asyncio.create_task(read())
+    async with asyncio.timeout(PATIENCE):
+        while not reading.done():
+            writer.write(drip)
+            await asyncio.wait([reading], timeout=0.05)
+    return response
+
+
+HALF = CHAT_HEAD + b"content-length: 900\r\n\r\n{"
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
+LARGE = b"a: a\r\n" * 4_000  # 24 KB
+CLOSED = [
+    ("nothing is sent", b"", b"", b""),
+    ("half of pipelined headers", LIVE + CHAT_HEAD, b"", b"200"),
+    ("half a request line", b"POST /v1/ch", b"", b""),
+    ("dripping headers", CHAT_HEAD, b"a", b""),
+    ("idle after a response", LIVE, b"", b"200"),
+    ("dripping headers after a response", LIVE, b"a", b"200"),
+    ("half a body", HALF, b"", b"408"),
+    ("dripping body", HALF, b"a", b"408"),
+    ("dripping body of another endpoint", HALF.replace(b"v1/chat/completions", b"detokenize"), b"a", b"408"),
+    ("dripping body after its response", CHAT_HEAD + b"content-length: %d\r\n\r\n" % (1 << 40), b"a", b"413"),
+    ("invalid body after its response", CHAT_HEAD.replace(b"chat", b"x") + CHUNKED, b"z", b"404"),
+    ("TLS", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"", b"400"),
+    ("incomplete headers too large", LIVE[:-2] + b"a: " + b"a" * 20_000, b"", b"400"),
+    ("headers too large in one packet", LIVE[:-2] + LARGE + b"\r\n", b"", b"400"),
+    ("large headers of a pipelined request", LIVE + LIVE[:-2] + LARGE + b"\r\n", b"", b"200 400"),
+    ("large line of a chunk", CHAT_HEAD + CHUNKED + b"1;" + b"a" * 24_000 + b"\r\n{\r\n", b"", b"400"),
+    ("tiny chunks", CHAT_HEAD + CHUNKED + b"1\r\n{\r\n" * 300, b"", b"400"),
+    ("large trailers", CHAT_HEAD + CHUNKED + b"0\r\n" + LARGE + b"\r\n", b"", b"400"),
+    ("two lengths", CHAT_HEAD + b"content-length: 5\r\ncontent-length: 6\r\n\r\n", b"", b"400"),
+    ("a length and chunks", CHAT_HEAD + b"content-length: 5\r\n" + CHUNKED + b"0\r\n\r\n", b"", b"400"),
+    ("another coding", CHAT_HEAD + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n", b"", b"400"),
+]
+
+
+async def test_slow_and_invalid_requests_are_closed(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    async with serve(**SHORT) as served:
+        responses = await asyncio.gather(*(until_closed(served, data, drip) for _, data, drip, _ in CLOSED))
+        for (case, _, _, status), response in zip(CLOSED, responses, strict=True):
+            assert b" ".join(re.findall(rb"HTTP/1.1 (\d+) ", response)) == status, case
+            if status == b"408":
+                assert json.loads(response.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout", case
+        assert (await served.ask()).choices
+    assert not caplog.records, "clients can fill the log"
+
+
+async def test_body_that_grows_steadily_outlasts_the_time_out(serve: Serve) -> None:
+    async def blocks() -> AsyncIterator[bytes]:
+        for _ in range(5):
+            yield bytes(1 << 20).replace(b"\0", b" ")
+            await asyncio.sleep(0.1)
+        yield b'{"prompt": "x"}'
+
+    async with serve(**SHORT, max_text_bytes=8 << 20) as served:
+        headers = {"content-type": "application/json"}
+        assert (await served.http.post("/tokenize", content=blocks(), headers=headers)).status_code == 200
+
+
+async def test_idle_connections_outlast_the_pools_of_clients(serve: Serve) -> None:
+    """Before a first request, after a response, and after a body that ended later than its response."""
+    limit, nbytes = EngineConfig().timeout_keep_alive, MAX_REQUEST_BYTES + 1
+    sent = (b"", LIVE, CHAT_HEAD + b"content-length: %d\r\n\r\n" % nbytes)
+    async with serve(timeout_keep_alive=limit, timeout_client=5) as served:
+        connections = [await served.connect(data) for data in sent]
+        for (reader, _), status in zip(connections[1:], (b" 200 ", b" 413 "), strict=True):
+            response = await reader.readuntil(b"\r\n\r\n")
+            assert status in response and b"\r\nkeep-alive: timeout=%d\r\n" % limit in response
+        connections[2][1].write(bytes(nbytes))
+        await connections[2][1].drain()
+        await settle()
+        skip(limit - 1)
+        for reader, writer in connections:
+            await settle()
+            writer.write(LIVE)
+            assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+        skip(limit)
+        assert [await reader.read() for reader, _ in connections] == [b""] * 3
+
+
+@pytest.mark.parametrize("requests", [[b""] * 9, [b"connection: close\r\n"]], ids=["pipelined", "last"])
+async def test_client_that_does_not_read_is_disconnected(serve: Serve, requests: list[bytes]) -> None:
+    async with serve(timeout_client=5) as served:
+        (listener,), connections = served.server.servers[0].sockets, served.server.server_state.connections
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect(("127.0.0.1", served.port))
+            for headers in requests:
+                client.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n" + headers + b"\r\n")
+            await eventually(lambda: any(one.transport.get_write_buffer_size() for one in connections))
+            await settle()
+            skip(6)
+            await eventually(lambda: not connections)
+
+
+async def test_long_answer_outlasts_every_time_out(serve: Serve) -> None:
+    async with serve(**SHORT) as served:
+        served.core.hold = True
+        reader, _ = await served.connect_chat()
+        request = await served.core.has_requests()
+        assert await until_closed(served, LIVE)  # an idle connection is closed first
+        await served.core.end(request, "length")
+        assert b" 200 " in await reader.readline()
+
+
+async def test_above_max_connections_requests_get_a_503(serve: Serve) -> None:
+    async with serve(max_connections=4) as served:
+        for _ in range(4):
+            await served.connect()
+        assert b" 503 " in await until_closed(served, LIVE)
+        for _ in range(2):
+            await served.connect()
+        assert await until_closed(served, b"") == b"", "half as many more are closed at once"

@@ -1,0 +1,171 @@
+"""A request ends at each stage of its path: its client leaves, the engine dies, or the server stops.
+
+Its client gets an error, its engine an abort only if the engine has the request, and all that the request held is
+released: each server checks that at its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from mini_engine.engine_client.engines import LOST_SECONDS, EngineClient, EngineLost
+from mini_engine.protocol.api_errors import shutting_down
+from mini_engine.transport.arena import Arena
+from mini_engine.transport.pages import PAGE_BYTES
+from mini_engine.transport.tensor_ipc import TensorIpcSender
+from tests.http.patience import PATIENCE, cancelled, eventually, settle, skip
+from tests.http.peers import make_queue
+from tests.http.serving import Counted, Serve, Served, SlowWeb, check_error, image
+from tests.transport.conftest import ME, Rank, address_of
+
+Asking = asyncio.Task[httpx.Response]
+
+
+@pytest.fixture
+async def served(serve: Serve) -> AsyncIterator[Served]:
+    """With room for the tensors of one request. The engine keeps one item, and holds what it is sent."""
+    async with serve(queue=make_queue(PAGE_BYTES)) as served:
+        served.core.keeps = True
+        await served.post([image(84)])
+        served.core.hold = True
+        yield served
+
+
+async def downloading(served: Served, web: SlowWeb) -> Asking:
+    asking = served.asking([web.part, image()])
+    await eventually(web.asked.is_set)
+    return asking
+
+
+async def queued_for_decoding(served: Served, _: SlowWeb) -> Asking:
+    places = served.context.places
+    served.gate.door.clear()
+    served.asking([image(56 + number) for number in range(places.limit)])
+    await eventually(lambda: not places.num_free)
+    asking = served.asking([image()])
+    await eventually(lambda: places.num_waiting == 1)
+    return asking
+
+
+async def looked_up(served: Served, _: SlowWeb) -> Asking:
+    served.core.replies_to.discard("look_up")
+    asking = served.asking([image(84)])
+    await eventually(lambda: len(served.core.look_ups) == 2)
+    return asking
+
+
+async def processed(served: Served, _: SlowWeb) -> Asking:
+    served.gate.door.clear()
+    asking = served.asking([image(84), image()])
+    await eventually(lambda: served.gate.inside == 1)
+    return asking
+
+
+async def waiting_for_room(served: Served, _: SlowWeb) -> Asking:
+    served.asking([image(56)])
+    await served.core.has_requests(2)
+    asking = served.asking([image(57)])
+    await eventually(lambda: len(served.context.engines.engines[0].requests) == 2)
+    return asking
+
+
+async def sent(served: Served, _: SlowWeb) -> Asking:
+    served.core.accepts = False
+    asking = served.asking([image()], n=2)
+    await served.core.has_requests(2)
+    return asking
+
+
+async def answered(served: Served, _: SlowWeb) -> Asking:
+    asking = served.asking([image()], n=3)
+    await eventually(lambda: len(served.core.running) == 3)
+    return asking
+
+
+async def streamed(served: Served, _: SlowWeb) -> Asking:
+    counted = Counted("generation_tokens_total")
+    asking = served.asking("hello", stream=True)
+    await eventually(lambda: counted.since() != [0])
+    return asking
+
+
+Stage = Callable[[Served, SlowWeb], Awaitable[Asking]]
+BEFORE_ENGINE: list[Stage] = [downloading, queued_for_decoding, looked_up, processed, waiting_for_room]
+AT_ENGINE: list[Stage] = [sent, answered, streamed]
+WITHOUT_REFERENCES = (downloading, queued_for_decoding, *AT_ENGINE)  # or the engine has claimed them
+every_stage = pytest.mark.parametrize("stage", BEFORE_ENGINE + AT_ENGINE, ids=lambda stage: stage.__name__)
+
+
+@every_stage
+async def test_client_leaves(served: Served, web: SlowWeb, stage: Stage) -> None:
+    core, counted = served.core, Counted("request_success_total{finished_reason=abort}")
+    asking = await stage(served, web)
+    await cancelled(asking)
+    await eventually(lambda: counted.since() == [1])
+    if stage in AT_ENGINE:
+        request = core.requests[-1]
+        await core.has_aborted(request.request_id, *(sibling.request_id for sibling in request.siblings))
+    else:
+        assert not core.finishes
+    if stage not in WITHOUT_REFERENCES:
+        await eventually(lambda: core.look_ups[-1].request_id in core.unreserved)
+
+
+ENDS: dict[str, Callable[[EngineClient], None]] = {
+    "engine_unavailable": lambda engines: engines.peer_gone("worker 0.1"),
+    "shutting_down": lambda engines: engines.stop(shutting_down()),
+}
+
+
+@pytest.mark.parametrize("code", ENDS)
+@every_stage
+async def test_engine_or_server_ends(served: Served, web: SlowWeb, stage: Stage, code: str) -> None:
+    counted = Counted("request_success_total{finished_reason=error}")
+    asking = await stage(served, web)
+    engines = served.context.engines
+    engines.peer_gone("api 1")  # another API server is no matter of this one's requests
+    assert not asking.done() and engines.alive
+    ENDS[code](engines)
+    async with asyncio.timeout(PATIENCE):
+        response = await asking
+    if stage is streamed:
+        assert f'"code":"{code}"' in response.text.splitlines()[-2] and "[DONE]" not in response.text
+    else:
+        status = 500 if code == "engine_unavailable" and stage in AT_ENGINE else 503
+        check_error(response, status, code)
+        assert response.headers.get("retry-after") == (None if status == 500 else "5")
+    assert counted.since() >= [1]
+    check_error(await served.post([image()]), 503, code)
+    check_error(await served.http.get("/health"), 503, "engine_unavailable")
+    assert not served.core.finishes
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+@pytest.mark.parametrize("excuse", [lambda engines: engines.peer_gone("worker 0.1"), EngineClient.drain])
+async def test_engine_that_cannot_be_reached_counts_as_dead(
+    serve: Serve, runtime: Path, replaced: bool, excuse: Callable[[EngineClient], None]
+) -> None:
+    """Unless its death is reported, or this server drains, this server is to be replaced."""
+    rank = Rank(address_of(runtime))
+    queue = TensorIpcSender(ME, [rank.address], Arena(1 << 20, lambda: 1 << 40))
+    queue.probe("torch_shm", PATIENCE)
+    async with serve(queue=queue) as served:
+        engines, served.core.hold = served.context.engines, True
+        asking = served.asking()
+        await served.core.has_requests()
+        await asyncio.to_thread(rank.close)
+        check_error(await asking, 500, "engine_unavailable")
+        assert not engines.alive
+        if not replaced:
+            excuse(engines)
+        skip(LOST_SECONDS)
+        await settle()
+        assert served.receiving.done() == replaced
+        if served.receiving.done():
+            with pytest.raises(EngineLost):
+                await served.receiving

@@ -1,0 +1,115 @@
+"""Media of requests: work that requests share, limits on work at once, media that the engine has or has lost."""
+
+from __future__ import annotations
+
+from mini_engine.messages import NewRequest
+from tests.http.patience import cancelled, eventually, settle
+from tests.http.serving import Counted, Served, check_error, image, metric
+
+CACHE = ("mm_cache_queries_total{engine=0}", "mm_cache_hits_total{engine=0}", "media_decodes_total")
+
+
+def has_tensors(request: NewRequest) -> list[bool]:
+    return [item.patches is not None for item in request.media]
+
+
+# --- work on items ---------------------------------------------------------------------------------------------------
+
+
+async def test_equal_items_are_processed_once(served: Served) -> None:
+    """A request that leaves does not cancel the others' work."""
+    counted = Counted("media_decodes_total")
+    served.gate.door.clear()
+    leaving, staying = [served.asking([image(), image()]) for _ in range(2)]
+    await eventually(lambda: served.gate.inside == 1)
+    await settle()
+    await cancelled(leaving)
+    served.gate.door.set()
+    assert (await staying).status_code == 200
+    assert counted.since() == [1]
+    await served.ask([image()])
+    assert counted.since() == [2], "the API server keeps nothing"
+
+
+async def test_items_are_shared_within_one_cache_salt(served: Served) -> None:
+    for salt in ("a", "b", "a", None):
+        await served.post([image()], cache_salt=salt)
+    first, other, same, without = (request.media[0].media_hash for request in served.core.requests)
+    assert first == same and len({first, other, without}) == 3
+
+
+async def test_work_ends_with_the_last_request_and_begins_again_for_the_next(served: Served) -> None:
+    counted = Counted("media_decodes_total")
+    served.gate.door.clear()
+    leaving = [served.asking([image()]) for _ in range(2)]
+    await eventually(lambda: served.gate.inside == 1)
+    await settle()
+    for task in leaving:
+        await cancelled(task)
+    coming = served.asking([image()])
+    await eventually(lambda: served.gate.inside == 2)
+    served.gate.door.set()
+    assert (await coming).status_code == 200 and counted.since() == [1]
+
+
+async def test_no_more_items_are_processed_than_there_are_threads(served: Served) -> None:
+    """Hashing has threads of its own: a request whose items are cached does not wait for the others' processing."""
+    served.core.keeps = True
+    await served.ask([image(140)])
+    served.gate.door.clear()
+    asking = served.asking([image(56 + number) for number in range(3)])
+    await eventually(lambda: served.gate.inside == 2)
+    await settle()
+    assert served.gate.inside == 2
+    assert metric("inflight_media_bytes") > 2 * 56 * 56 * 3, "decoded frames count until they are processed"
+    await served.ask([image(140)])
+    assert not asking.done()
+    served.gate.door.set()
+    assert (await asking).status_code == 200
+
+
+async def test_cancelled_request_does_not_start_what_was_queued(served: Served) -> None:
+    counted = Counted("media_decodes_total")
+    served.gate.door.clear()
+    asking = served.asking([image(56 + number) for number in range(4)])
+    await eventually(lambda: served.gate.inside == 2)
+    await cancelled(asking)
+    await eventually(lambda: served.context.requests.used == 0)
+    served.gate.door.set()
+    await served.ask([image(70)])
+    assert counted.since() == [1]
+
+
+# --- media that the engine has, or has lost --------------------------------------------------------------------------
+
+
+async def test_hits_count_towards_the_limit_of_a_prompt(served: Served) -> None:
+    served.core.keeps = True
+    sides = (84, 112, 140)  # 9, 16 and 25 tokens
+    for side in sides:
+        await served.ask([image(side)])
+    counted = Counted(*CACHE)
+    check_error(await served.post([image(side) for side in sides]), 400, "media_too_large")
+    assert counted.since() == [3, 3, 0]
+
+
+async def test_request_whose_tensors_are_lost_is_a_503(served: Served) -> None:
+    served.core.accepts = False
+    asking = served.asking([image(), image(112)])
+    await served.core.turn_down(await served.core.has_requests())
+    check_error(await asking, 503, "engine_unavailable", "could not be sent")
+    assert (await asking).headers["retry-after"] == "5"
+    assert served.core.finishes == [] == served.core.unreserved, "the engine has no state of it"
+
+
+async def test_abort_that_crosses_a_turn_down(served: Served) -> None:
+    served.core.accepts = False
+    asking = served.asking([image()], n=2)
+    request = await served.core.has_requests()
+    served.core.running.clear()  # turned down, but this server has not received that when its client leaves
+    await cancelled(asking)
+    await served.core.has_aborted(request.request_id, request.siblings[0].request_id)
+    assert not served.at_rest()
+    await served.core.turn_down(request)
+    await eventually(served.at_rest)
+    assert len(served.core.requests) == 1

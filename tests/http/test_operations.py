@@ -1,0 +1,161 @@
+"""Endpoints about the server itself, and a host that gives it no more descriptors, memory or threads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+
+import pytest
+
+from mini_engine.engine_client.engines import METRICS_SECONDS
+from mini_engine.http.routes.operations import RESET_SECONDS, STATS_SECONDS, log_stats
+from mini_engine.media.media_errors import DecoderUnavailable
+from mini_engine.messages import ControlReply, EngineStats
+from mini_engine.protocol.api_errors import explain, shutting_down
+from mini_engine.protocol.request_clock import RequestClock
+from tests.http.patience import cancelled, eventually, settle, skip
+from tests.http.serving import Counted, Serve, Served, check_error, png
+from tests.shortages import no_descriptors
+
+WITHIN = 0.3
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("POST", "/v1/responses", None),
+        ("GET", "/live/", None),  # no redirect to where the header `Host` says
+        ("GET", "/v1/chat/completions", "POST"),
+    ],
+)
+async def test_unknown_path_or_method(served: Served, method: str, path: str, allowed: str | None) -> None:
+    response = await served.http.request(method, path, headers={"host": "elsewhere"})
+    assert response.json()["error"]["type"] == "invalid_request_error"
+    if allowed is None:
+        check_error(response, 404, "unknown_url", f"Not Found: {method} {path}; /openapi.json lists")
+    else:
+        check_error(response, 405, "method_not_allowed", f"Method Not Allowed: {method} {path}; ")
+        assert set(response.headers["allow"].split(", ")) <= set(allowed.split(", "))
+
+
+# --- health ----------------------------------------------------------------------------------------------------------
+
+
+async def health(served: Served) -> tuple[int, str | None]:
+    """Status and error code."""
+    response = await served.http.get("/health")
+    return response.status_code, response.json()["error"]["code"] if response.content else None
+
+
+async def test_health_of_an_engine_that_hangs(serve: Serve) -> None:
+    async with serve(health_timeout=WITHIN) as served:
+        served.core.replies_to.discard("ping")
+        clock = asyncio.get_running_loop().time
+        begun = clock()
+        assert set(await asyncio.gather(*(health(served) for _ in range(3)))) == {(503, "timeout")}
+        assert clock() - begun >= WITHIN
+        head = await served.http.head("/health")
+        assert (head.status_code, head.content) == (503, b"")
+        assert served.core.controls["ping"] == [1], "health requests share a ping, while it is unanswered"
+        assert (await served.http.get("/live")).status_code == 200
+        served.core.replies_to.add("ping")
+        await served.core.send(ControlReply(1))
+        assert await health(served) == (200, None)
+        await served.core.send(ControlReply(1))  # of an old ping: no answer to the next
+        served.core.replies_to.discard("ping")
+        assert await health(served) == (503, "timeout")
+
+
+# --- metrics and caches ----------------------------------------------------------------------------------------------
+
+
+async def test_metrics_are_those_of_the_engines_at_this_moment(served: Served) -> None:
+    counted = Counted("prefix_cache_hits_total{engine=0}")
+    served.core.stats = EngineStats(prefix_cache_queries=10, prefix_cache_hits=4)
+    for reads in (1, 2):
+        scraped = await served.http.get("/metrics")
+        assert 'mini_engine:prefix_cache_hits_total{engine="0"}' in scraped.text
+        assert scraped.headers["content-type"].startswith("text/plain")
+        assert counted.since() == [4 * reads]
+
+
+async def test_metrics_can_be_read_while_an_engine_is_silent_or_gone(served: Served) -> None:
+    served.core.replies_to.discard("stats")
+    asking = asyncio.create_task(served.http.get("/metrics"))
+    await eventually(lambda: bool(served.core.controls["stats"]))
+    skip(METRICS_SECONDS)
+    assert "mini_engine:num_requests_running" in (await asking).text
+    served.context.engines.stop(shutting_down())
+    assert "mini_engine:num_requests_running" in (await served.http.get("/metrics")).text
+
+
+async def test_reset_of_the_caches(served: Served) -> None:
+    for headers in ({}, {"content-type": "text/plain"}):  # a page of any origin can send these
+        check_error(await served.http.post("/reset_caches", headers=headers), 415, "invalid_http")
+    served.http.headers["content-type"] = "application/json"
+    assert (await served.http.post("/reset_caches")).status_code == 200
+    assert len(served.core.controls["reset_caches"]) == 1
+    served.core.replies_to.discard("reset_caches")
+    asking = asyncio.create_task(served.http.post("/reset_caches"))
+    await eventually(lambda: len(served.core.controls["reset_caches"]) == 2)
+    skip(RESET_SECONDS)
+    check_error(await asking, 504, "timeout")
+    asking = asyncio.create_task(served.http.post("/reset_caches"))
+    await eventually(lambda: len(served.core.controls["reset_caches"]) == 3)
+    served.context.engines.peer_gone("core 0")
+    for response in (await asking, await served.http.post("/reset_caches")):
+        check_error(response, 503, "engine_unavailable")
+
+
+async def test_statistics_are_logged(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mini_engine.http.routes.operations")
+    stats = asyncio.create_task(log_stats(served.context.engines))
+    await settle()
+    await served.post()
+    skip(STATS_SECONDS)
+    await eventually(lambda: bool(caplog.messages))
+    await cancelled(stats)
+    assert re.match(r"prompts [1-9][\d.]* tokens/s, answers [1-9][\d.]* tokens/s, \d+ running, ", caplog.messages[0])
+
+
+# --- a host with too little ------------------------------------------------------------------------------------------
+
+
+async def test_without_descriptors_a_request_that_needs_one_is_a_503(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    (served.allowed / "a.png").write_bytes(png())
+    content = [{"type": "image_url", "image_url": {"url": f"file://{served.allowed}/a.png"}}]
+    assert (await served.post(content)).status_code == 200  # on the connection that stays open
+    counted = Counted("requests_rejected_total{reason=host}")
+    with no_descriptors():
+        for answer in (await served.post(content), await served.http.get("/version")):
+            check_error(answer, 503, "overloaded", "file descriptors")
+            assert int(answer.headers["retry-after"]) > 0 and "Errno" not in answer.text
+        assert (await served.post()).status_code == 200
+    assert counted.since() == [2]
+    assert (await served.post(content)).status_code == 200
+    assert sum("out of file descriptors" in record.getMessage() for record in caplog.records) <= 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (MemoryError(), 503),
+        (RuntimeError("can't start new thread"), 503),
+        (DecoderUnavailable("video 1", "no media decoder was free"), 503),
+        (AssertionError("secret"), 500),
+    ],
+)
+async def test_shortage_is_a_503_and_an_unknown_error_is_only_logged(
+    error: Exception, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    counted, clock = Counted("request_success_total{finished_reason=error}"), RequestClock()
+    answer = explain(error, "chatcmpl-1", clock)
+    assert answer.status == status and counted.since() == [1] and clock.failed
+    if status == 500:
+        assert answer.body.code == "internal_error" and "chatcmpl-1" in answer.body.message
+        assert "secret" not in answer.body.message
+        (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+        assert "chatcmpl-1" in record.message and record.exc_info is not None

@@ -1,0 +1,27 @@
+"""The files of the playground, and who may have them."""
+
+from __future__ import annotations
+
+import pytest
+
+from mini_engine.http.routes.playground import PATHS
+from tests.http.serving import Serve, Served, check_error
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_files_need_no_key_and_run_no_script_but_their_own(serve: Serve, path: str) -> None:
+    async with serve(api_key=["k"]) as served:
+        response = await served.http.get(path)
+        assert response.status_code == 200 and response.content
+        assert response.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'; ")
+
+
+async def test_other_files_are_not_served(served: Served) -> None:
+    check_error(await served.http.get("/playground/..%2fapi%2fapp.py"), 404, "unknown_url")
+
+
+async def test_without_the_playground_its_paths_are_like_any_other(serve: Serve) -> None:
+    async with serve(disable_playground=True) as served:
+        check_error(await served.http.get("/"), 404, "unknown_url")
+    async with serve(disable_playground=True, api_key=["k"]) as served:
+        check_error(await served.http.get("/"), 401, "invalid_api_key")

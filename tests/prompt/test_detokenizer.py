@@ -1,0 +1,190 @@
+"""Text and listed tokens of an answer, and stop strings."""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from mini_engine.media.processor import MediaProcessor
+from mini_engine.messages import FinishReason, RequestOutput, SamplingParams, TokenLogprob
+from mini_engine.prompt.answer import Piece, Sample
+from mini_engine.prompt.detokenizer import Detokenizer, Vocabulary
+from mini_engine.prompt.tool_calls import TAGS, AnswerParser
+from mini_engine.protocol.bodies import CompletionRequest
+from tests import tiny_processor
+
+# Pieces that make characters of several tokens, special tokens, and starts of stop strings.
+PIECES = ["a red", " circle", " moving", "STOP", "ST", "S", "世", "界", "🎈", "ä", "\n", " ", "<|im_end|>", "xyz"]
+STOPS = ["STOP", "TO", "界🎈", "circle moving", " ", "\n\n", "p", "ä"]
+pieces_of_text = st.lists(st.sampled_from(PIECES), max_size=12)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(processor: MediaProcessor) -> Any:
+    return processor.hf_processor.tokenizer
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tokenizer: Any) -> Vocabulary:
+    return Vocabulary(tokenizer)
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def read(
+    vocabulary: Vocabulary, ids: list[int], size: int = 1, reason: FinishReason = "length",
+    thoughts: AnswerParser | None = None, sampling: dict[str, Any] | None = None, **asked: Any,
+) -> Piece:  # fmt: skip
+    """The answer that these tokens are, `size` of them in each piece, up to the one that completes a stop string; each
+    token is listed."""
+    request, params = CompletionRequest(prompt="", **asked), SamplingParams(99, 1, logprobs=0, **sampling or {})
+    sample = Sample(0, "r", request, params, vocabulary, thoughts or AnswerParser())
+    pieces: list[Piece] = []
+    for start in range(0, max(len(ids), 1), size):
+        part, is_last = ids[start : start + size], start + size >= len(ids)
+        logprobs = [[TokenLogprob(token_id, -1.0)] for token_id in part]
+        sample.add(RequestOutput("r", part, reason if is_last else None, None, logprobs))
+        pieces.append(sample.take())
+        if pieces[-1].finish_reason is not None:
+            break
+    logprobs = [token for piece in pieces for token in piece.logprobs or ()]
+    thought, text = "".join(piece.thought for piece in pieces), "".join(piece.text for piece in pieces)
+    piece = Piece(0, sample.completion_tokens, thought, text, pieces[-1].finish_reason, logprobs)
+    assert piece.num_tokens == sum(piece.num_tokens for piece in pieces)
+    assert [each.likely[0][0] for each in piece.logprobs or ()] == [*map(vocabulary.bytes_of, ids[: piece.num_tokens])]
+    return piece
+
+
+def stopped(text: str, stops: list[str], include: bool = False, first_end: int = 0) -> tuple[str, str]:
+    """The text up to its stop string and this string, found character by character; `first_end` is where it may end."""
+    for end in range(first_end, len(text) + 1):
+        if found := [stop for stop in stops if text[:end].endswith(stop)]:
+            longest = max(found, key=len)
+            return text[: end if include else end - len(longest)], longest
+    return text, ""
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+@given(data=st.data(), skip=st.booleans())
+def test_any_token_ids_give_what_decoding_them_at_once_gives(
+    tokenizer: Any, vocabulary: Vocabulary, data: Any, skip: bool
+) -> None:
+    """Random tokens: bytes that form no character, cut-off characters, ids that the tokenizer does not have."""
+    ids = data.draw(st.lists(st.integers(0, len(tokenizer) + 3), max_size=20))
+    text = read(vocabulary, ids, skip_special_tokens=skip).text
+    assert text == tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_added_tokens_give_what_decoding_them_at_once_gives(tmp_path: Path, skip: bool) -> None:
+    """Also those whose characters stand for bytes, or are no bytes' at all."""
+    tokenizer = AutoTokenizer.from_pretrained(str(tiny_processor.build(tmp_path)))
+    tokenizer.add_tokens(["<plain>", "two words ", "世", "café", "Ġx"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<mine>"]})
+    ids = encode(tokenizer, "a<plain>世two words <mine> b世caféĠx<|im_end|>\n")
+    assert len({"<plain>", "two words ", "<mine>"} & {tokenizer.convert_ids_to_tokens(one) for one in ids}) == 3
+    text = read(Vocabulary(tokenizer), ids, skip_special_tokens=skip).text
+    assert text == tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=skip)
+    assert ("<mine>" in text) != skip
+
+
+# --- stop strings ----------------------------------------------------------------------------------------------------
+
+
+@given(
+    pieces=pieces_of_text,
+    stop=st.lists(st.sampled_from(STOPS), max_size=3),
+    include=st.booleans(),
+    least=st.integers(0, 8),
+)
+def test_stop_strings(
+    tokenizer: Any, vocabulary: Vocabulary, pieces: list[str], stop: list[str], include: bool, least: int
+) -> None:
+    """Those that the first `min_tokens` tokens complete do not count."""
+    ids = encode(tokenizer, "".join(pieces))
+    whole = "".join(pieces).replace("<|im_end|>", "")
+    detokenizer = Detokenizer(vocabulary)
+    exempt = sum(len(detokenizer.push(token)) for token in ids[:least])
+    piece = read(vocabulary, ids, sampling={"min_tokens": least}, stop=stop, include_stop_str_in_output=include)
+    text, found = stopped(whole, stop, include, exempt + 1 if least else 0)
+    assert (piece.text, piece.finish_reason) == (text, "stop" if found else "length")
+    if not found:
+        assert piece.num_tokens == len(ids)
+        return
+    # One token fewer would not have been enough.
+    used = piece.num_tokens
+    assert found in tokenizer.decode(ids[:used], skip_special_tokens=True)
+    assert used - 1 <= least or not any(
+        word in tokenizer.decode(ids[least : used - 1], skip_special_tokens=True) for word in stop
+    )
+
+
+@given(
+    pieces=st.lists(st.sampled_from([*PIECES, *TAGS, "<"]), max_size=12),
+    size=st.integers(1, 5),
+    stop=st.lists(st.sampled_from([*STOPS, "</tool_call>", "k>\n", "<"]), max_size=3),
+    in_thought=st.booleans(),
+)
+def test_stop_strings_act_after_the_thought(
+    tokenizer: Any, vocabulary: Vocabulary, pieces: list[str], size: int, stop: list[str], in_thought: bool
+) -> None:
+    text = "".join(pieces).replace("<|im_end|>", "")
+    said = dict(AnswerParser(thoughts=True, in_thought=in_thought).push(text, last=True))
+    parser = AnswerParser(thoughts=True, in_thought=in_thought)
+    piece = read(vocabulary, encode(tokenizer, "".join(pieces)), size, thoughts=parser, stop=stop)
+    expected, found = stopped(said.get("content", ""), stop)
+    assert (piece.thought, piece.text) == (said.get("reasoning_content", ""), expected)
+    assert piece.finish_reason == ("stop" if found else "length")
+
+
+def test_text_is_held_back_only_while_it_may_become_a_character(tokenizer: Any, vocabulary: Vocabulary) -> None:
+    first, *_ = encode(tokenizer, "Ж")
+    detokenizer = Detokenizer(vocabulary)
+    assert [detokenizer.push(first) for _ in range(3)] == ["", "�", "�"]
+    assert (detokenizer.finish(), detokenizer.finish()) == ("�", "")
+
+
+# --- logprobs --------------------------------------------------------------------------------------------------------
+
+
+@given(
+    data=st.data(),
+    size=st.integers(1, 5),
+    stop=st.lists(st.sampled_from(["a", "\n", "界", "�", "<"]), max_size=2),
+    include=st.booleans(),
+    skip=st.booleans(),
+    reason=st.sampled_from(["length", "stop"]),
+)
+def test_every_token_is_listed(
+    tokenizer: Any, vocabulary: Vocabulary, data: Any, size: int, stop: list[str], include: bool, skip: bool,
+    reason: FinishReason,
+) -> None:  # fmt: skip
+    """Special tokens, parts of characters, tokens without text, and the one that ends the answer."""
+    drawn = st.lists(st.sampled_from(encode(tokenizer, "a世<|im_end|>\n🎈<")) | st.integers(0, len(tokenizer) + 3))
+    ids = data.draw(drawn)
+    ends = ids[-1:] if reason == "stop" else []
+    sampling = {"stop_token_ids": ends}
+    piece = read(
+        vocabulary, ids, size, reason, sampling=sampling, stop=stop, include_stop_str_in_output=include,
+        skip_special_tokens=skip,
+    )  # fmt: skip
+    hidden = vocabulary.special if skip else ()
+    shown = [b"" if token_id in hidden else vocabulary.bytes_of(token_id) for token_id in ids]
+    if ends and not include:
+        shown[-1] = b""
+    text, found = stopped(b"".join(shown).decode(errors="replace"), stop, include)
+    assert (piece.text, found != "" or piece.num_tokens == len(ids)) == (text, True)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    before = itertools.accumulate((len(decoder.decode(data)) for data in shown), initial=0)
+    assert [each.offset for each in piece.logprobs or ()] == list(before)[: piece.num_tokens]

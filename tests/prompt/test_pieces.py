@@ -1,0 +1,50 @@
+"""Pieces of answers whose tokens arrive faster than they are used."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from mini_engine.prompt import pieces as module
+from mini_engine.prompt.pieces import pieces
+
+COUNT = 9
+
+
+class Waiting:
+    """A generation of which all pieces wait: their numbers."""
+
+    is_waiting, over = True, False
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def take(self) -> int:
+        self.taken += 1
+        self.over = self.taken == COUNT
+        return self.taken
+
+
+async def test_requests_with_many_pieces_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One piece of one request in each iteration of the event loop."""
+    monkeypatch.setattr(module, "TURN_SECONDS", -1)
+    iterations, taken = 0, list[tuple[int, int]]()
+
+    async def iterate() -> None:
+        nonlocal iterations
+        while True:
+            iterations += 1
+            await asyncio.sleep(0)
+
+    async def take(number: int) -> None:
+        generations: Any = [Waiting(), Waiting()]
+        async for _ in pieces(generations):
+            taken.append((iterations, number))
+
+    other = asyncio.create_task(iterate())
+    await asyncio.gather(*map(take, range(3)))
+    other.cancel()
+    assert len({iteration for iteration, _ in taken}) == len(taken)
+    assert [number for _, number in taken] == [0, 1, 2] * 2 * COUNT

@@ -1,0 +1,165 @@
+"""Answers split into text, thoughts and calls; the grammar that forces calls; and how both reach a client."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken, Tokenizer
+
+from mini_engine import demo
+from mini_engine.prompt.tool_calls import TAGS, AnswerFormat, AnswerParser, Function, after_thought
+from tests.http.serving import Counted, Served, check_error
+
+ARGUMENTS = '{"at": "a \\"}<\\\\", "n": [1, {}]}'
+CALL = f'<tool_call>\n{{"name": "look", "arguments": {ARGUMENTS}}}\n</tool_call>'
+LOOK = [("call", "look"), ("arguments", ARGUMENTS)]
+
+
+def parse(*pieces: str, calls: bool = True, thoughts: bool = True, in_thought: bool = False) -> list[tuple[str, str]]:
+    """Kinds and texts of the fragments, those of a text put together."""
+    first, second = AnswerParser(thoughts=thoughts, in_thought=in_thought), AnswerParser(calls=calls)
+    found: list[tuple[str, str]] = []
+    for piece in (*pieces, None):
+        said = dict(first.push(piece or "", last=piece is None))
+        content = said.pop("content", "")
+        for kind, text in [*said.items(), *second.push(content, last=piece is None)]:
+            before = found.pop()[1] if found and found[-1][0] == kind != "call" else ""
+            found.append((kind, before + text))
+    return found
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    (" a <think> </think> \n", [("content", " a <think> </think> \n")]),
+    (f"Well.\n\n{CALL}\n", [("content", "Well."), *LOOK]),
+    (f"\n<think>\nhm <tool_call>\n</think>\n\n{CALL}", [("reasoning_content", "hm <tool_call>"), *LOOK]),
+    ("x <tool_call>{}</tool_call> y", [("content", "x <tool_call>{}</tool_call> y")]),
+    ('x\n<tool_call>\n{"name": "lo', [("content", 'x\n<tool_call>\n{"name": "lo')]),
+    (CALL.partition(ARGUMENTS[14:])[0], [LOOK[0], ("arguments", ARGUMENTS[:14])]),
+    (CALL.replace("}}\n", "\n") + " z", [LOOK[0], ("arguments", ARGUMENTS[:-1]), ("content", "z")]),
+])  # fmt: skip
+def test_text_thoughts_and_calls(text: str, expected: list[Any]) -> None:
+    assert parse(text) == expected
+    assert parse(text, calls=False, thoughts=False) == [("content", text)]
+    assert parse("hm\n</think>\n" + text, in_thought=True)[0] == ("reasoning_content", "hm")
+
+
+PARTS = [*TAGS, CALL, "\n", " ", "<", "a", "{", "}", '"', '{"name": "look", ', '"arguments": ', '{"x": 1}', "\\", "}\n"]
+
+
+@given(parts=st.lists(st.sampled_from(PARTS), max_size=12), in_thought=st.booleans())
+def test_fragments_are_the_same_however_the_text_is_cut(parts: list[str], in_thought: bool) -> None:
+    text = "".join(parts)
+    expected = parse(text, in_thought=in_thought)
+    assert parse(*parts, in_thought=in_thought) == parse(*text, in_thought=in_thought) == expected
+
+
+def test_text_is_held_back_only_while_it_may_begin_a_call() -> None:
+    parser = AnswerParser(calls=True)
+    texts = 'a #<tool#s> b#<tool_call>#{"name": "look", "arguments": #{"n#": 1#}}#</tool_call>'.split("#")
+    pushed = [[part for _, part in parser.push(text)] for text in texts]
+    assert pushed == [["a"], [], [" <tools> b"], [], [], ["look", '{"n'], ['": 1'], ["}"], []]
+
+
+ARGUMENT = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+NUMBER = {"$ref": "#/definitions/zoom", "definitions": {"zoom": ARGUMENT}}  # as zod writes it
+FUNCTIONS = [Function(name="look"), Function(name="zoom.in", parameters=NUMBER)]
+BOTH = [("look", "{}"), ("zoom.in", '{"n": -3}')]
+TOKENIZER = Path(demo.__file__).parent / "weights" / "tokenizer.json"
+
+
+@pytest.mark.parametrize("tokens", [(), TAGS])
+def test_grammar_takes_the_calls_that_the_parser_reads(tmp_path: Path, tokens: tuple[str, ...]) -> None:
+    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in tokens])  # as in Qwen's: not special
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    vocabulary = LLTokenizer(str(tmp_path / "tokenizer.json"))
+
+    def accepts(text: str, parallel: bool = False, thought: str = "") -> bool:
+        grammar = AnswerFormat(calls=True, thoughts=True, vocabulary=tokens).call_grammar(FUNCTIONS, parallel)
+        matcher = LLMatcher(vocabulary, after_thought(grammar) if thought else grammar)
+        assert not matcher.is_error(), matcher.get_error()
+        ids = tokenizer.encode(thought + text).ids
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    one, two = (f'<tool_call>\n{{"name": "{name}", "arguments": {given}}}\n</tool_call>' for name, given in BOTH)
+    assert accepts(one) and accepts(two) and accepts(f"{one}\n{two}", parallel=True)
+    assert parse(f"{one}\n{two}") == [part for a, b in BOTH for part in (("call", a), ("arguments", b))]
+    changed = [one.replace("{}", '{"a": 1}'), two.replace("-3", '"3"'), two.replace("}}", ', "a": 1}}')]
+    assert not any(map(accepts, ["a", "", f"{one}\n{two}", *changed]))
+    if tokens:
+        assert accepts(two, thought="a <b>\n</think>\n\n") and not accepts("a", thought="a</think>")
+
+
+TOOLS: Any = [{"type": "function", "function": {"name": "look", "strict": True, "parameters": {"type": "object"}}}]
+SAID = f"Well.\n{CALL}\n{CALL}END"
+
+
+async def choices_of(served: Served, said: str = SAID, **fields: Any) -> list[tuple[Any, ...]]:
+    """Finish reason, thought, text and calls of the whole answer, and of the stream as the client puts it together."""
+    served.says(*said)  # in a piece for each character
+    messages = [{"role": "user", "content": "x"}]
+    asked: Any = {"model": "tiny", "messages": messages, "tools": TOOLS, "stop": "END", "logprobs": True}
+    answers = [await served.openai.chat.completions.create(**asked, **fields)]
+    async with served.openai.chat.completions.stream(**asked, **fields) as stream:
+        answers.append(await stream.get_final_completion())
+    choices = [choice for answer in answers for choice in answer.choices]
+    assert len({"".join(token.token for token in one.logprobs.content) for one in choices}) == 1, "also those of tags"
+    return [
+        (one.finish_reason, getattr(one.message, "reasoning_content", ""), one.message.content or "",
+         *((call.function.name, call.function.arguments) for call in one.message.tool_calls or ()))
+        for one in choices
+    ]  # fmt: skip
+
+
+async def test_calls_of_whole_and_streamed_answers(served: Served) -> None:
+    look = ("look", ARGUMENTS)
+    assert await choices_of(served) == [("tool_calls", "", "Well.", look, look)] * 2
+    assert await choices_of(served, parallel_tool_calls=False) == [("tool_calls", "", "Well.", look)] * 2
+    assert await choices_of(served, tool_choice="none") == [("stop", "", SAID[:-3])] * 2
+    assert await choices_of(served, CALL + "END", tool_choice=TOOLS[0]) == [("stop", "", "", look)] * 2
+    more: Any = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
+    said = f"hm END </tool_call>\n</think>\n{CALL}\n{CALL}END"  # stops act after the thought
+    thought = await choices_of(served, said, parallel_tool_calls=False, **more)
+    assert thought == [("tool_calls", "hm END </tool_call>", "", look)] * 2
+    assert await choices_of(served, said, tool_choice="required", **more) == [(*thought[0], look)] * 2
+    grammar = served.core.requests[-1].grammar
+    assert "</think>" in grammar and "call (" in grammar
+
+
+async def test_every_answer_can_be_sent_back(served: Served) -> None:
+    """Calls that are cut off, thoughts, empty texts, several calls."""
+    rng = random.Random(0)
+    for _ in range(20):
+        said = "".join(rng.choices(PARTS, k=rng.randrange(6)))
+        served.says(*rng.choice([said, CALL + said, f"<think>{said}</think>{CALL}{said}"]), "END")
+        answer = await served.post(
+            tools=TOOLS, stop="END", chat_template_kwargs={"enable_thinking": rng.random() < 0.3}
+        )
+        message = answer.json()["choices"][0]["message"]
+        results = [
+            {"role": "tool", "tool_call_id": call["id"], "content": "1"} for call in message.get("tool_calls", ())
+        ]
+        asked = {"role": "user", "content": "x"}
+        again = await served.post(messages=[asked, message, *results, asked], tools=TOOLS)
+        assert again.status_code == 200, again.text
+
+
+@pytest.mark.parametrize("fields", [
+    {"response_format": {"type": "json_object"}}, {"tools": TOOLS, "tool_choice": "required"},
+    {"structured_outputs": {"choice": ["a"]}},
+])  # fmt: skip
+async def test_grammar_that_an_engine_cannot_follow_is_a_400(served: Served, fields: dict[str, Any]) -> None:
+    """The fault is the client's: no alert counts it."""
+    served.core.hold, served.core.script = True, lambda _: []
+    counted = Counted(*(f"request_success_total{{finished_reason={reason}}}" for reason in ("error", "abort")))
+    asking = served.asking(stream=True, **fields)
+    await served.core.end(await served.core.has_requests(), "error", "Too complex.")
+    check_error(await asking, 400, "invalid_value", "Too complex.")
+    assert asking.result().json()["error"]["param"] == [*fields][0]
+    assert counted.since() == [0, 0]

@@ -1,0 +1,63 @@
+"""docs/api.md names every endpoint, field, error code and metric; the served OpenAPI document is whole."""
+
+import re
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from types import SimpleNamespace
+from typing import get_args
+
+import msgspec
+
+from mini_engine import metrics
+from mini_engine.config import EngineConfig
+from mini_engine.http import app
+from mini_engine.protocol import api_errors as errors
+from mini_engine.protocol.bodies import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from mini_engine.protocol.parts import SUPPORTED
+
+PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+HEADS = {"HEAD /health", "HEAD /live"}  # as their GETs
+
+
+def names_below(heading: str) -> set[str]:
+    """The first column of the tables of one section."""
+    section = re.split(r"^## ", PAGE.partition(f"## {heading}\n")[2], flags=re.MULTILINE)[0]
+    return set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
+
+
+def test_every_field_of_a_request_is_named() -> None:
+    shared = names_below("Fields of every request for text")
+    assert set(ChatRequest.__struct_fields__) == shared | names_below("Fields of a chat request")
+    assert set(CompletionRequest.__struct_fields__) == shared | names_below("Fields of a completion request")
+    assert set(TokenizeRequest.__struct_fields__) == names_below("Fields of a tokenize request")
+    assert set(DetokenizeRequest.__struct_fields__) == names_below("Fields of a detokenize request")
+
+
+def test_every_setting_of_a_part_is_named() -> None:
+    assert set(SUPPORTED) == names_below("Images and videos in a message") - {"file"}
+
+
+def test_every_error_code_is_named() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| [\d, ]+ \| .+ \|$", PAGE, re.MULTILINE)
+    assert sorted(rows) == sorted(get_args(errors.Code))
+
+
+def test_every_metric_is_named() -> None:
+    served = set(re.findall(r"^# TYPE mini_engine:(\w+) \w+$", metrics.exposition().decode(), re.MULTILINE))
+    assert {name for name in served if not name.endswith("_created")} == names_below("Metrics")
+
+
+def test_every_endpoint_is_named() -> None:
+    routes = [route for router in app.ROUTERS for route in router.routes]
+    ours = {f"{method} {route.path_format}" for route in routes for method in route.methods} - HEADS
+    assert ours == set(re.findall(r"^\| `((?:GET|POST) [^`]+)` \|", PAGE, re.MULTILINE))
+
+
+def test_the_openapi_document_is_whole() -> None:
+    document = app.create_app(SimpleNamespace(config=EngineConfig())).openapi()
+    references = set(re.findall(r'"\$ref":"#/([^"]+)"', msgspec.json.encode(document).decode()))
+    kinds = ("ChatRequest", "CompletionRequest", "TokenizeRequest", "ErrorResponse")
+    assert {f"components/schemas/{kind}" for kind in kinds} < references
+    for reference in references:
+        reduce(getitem, reference.split("/"), document)

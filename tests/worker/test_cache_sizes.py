@@ -1,0 +1,177 @@
+"""How many blocks the KV cache has, and which step is taken for the worst on a CUDA device."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig, flag_of
+from mini_engine.messages import MediaCachePlan
+from mini_engine.model.config import ModelConfig
+from mini_engine.model.delta_rule import StateShape
+from mini_engine.model.parallel import TensorParallel
+from mini_engine.model.vision_language import AttentionShape
+from mini_engine.worker import worker
+from mini_engine.worker.cache_sizes import (
+    HUNGRY_SAMPLING,
+    CacheSize,
+    MemoryUse,
+    cache_size,
+    profile,
+    room_for,
+    run_worst,
+    worst_grids,
+    worst_step,
+)
+from mini_engine.worker.model_runner import ModelRunner
+from mini_engine.worker.normalisation import Normalisation
+from tests.worker import tiny
+
+CPU = torch.device("cpu")
+SHAPE = AttentionShape(layers=3, kv_heads=2, head_dim=8)
+BLOCK_BYTES = 3 * 2 * 16 * 2 * 8 * 4
+VISION = dataclasses.replace(  # 784 pixels are a token
+    ModelConfig.from_dir(BUNDLED_MODEL).vision, patch_size=14, spatial_merge_size=2
+)
+NO_MEDIA = {"image": 0, "video": 0}
+OFF = MediaCachePlan("off", 0, "")
+
+
+def count(longest: int = 4096, dtype: torch.dtype = torch.float32, **settings: object) -> int:
+    return cache_size(EngineConfig(**settings), SHAPE, None, dtype, longest, CPU).num_blocks
+
+
+@pytest.mark.parametrize(
+    ("blocks", "given"),
+    [
+        (10, {"kv_cache_memory_bytes": 10 * BLOCK_BYTES + 5}),
+        (20, {"kv_cache_memory_bytes": 10 * BLOCK_BYTES + 5, "dtype": torch.bfloat16}),
+        (9, {"max_num_seqs": 3, "longest": 33}),  # no more than can be filled
+        ((1 << 30) // BLOCK_BYTES, {"max_num_seqs": 10**6}),  # a gibibyte where no flag says
+        (10**5, {"num_gpu_blocks_override": 10**5, "kv_cache_memory_bytes": 100, "max_num_seqs": 1}),
+        (f"leaves 100 .* one block needs {BLOCK_BYTES}", {"kv_cache_memory_bytes": 100}),
+        (r" of \d+\.\d GiB does not fit, .* lower it", {"num_gpu_blocks_override": 10**9}),
+        ("a KV cache .* lower it", {"kv_cache_memory_bytes": 2 << 40, "max_num_seqs": 10**9}),
+    ],
+)
+def test_count_blocks(blocks, given):
+    if isinstance(blocks, int):
+        assert count(**given) == blocks
+    else:
+        with pytest.raises(ConfigError, match=f"{flag_of(next(iter(given)))}.*{blocks}"):
+            count(**given)
+
+
+STATE_BYTES = 5 * 4 * (3 * 24 + 2 * 4 * 8)
+
+
+@pytest.mark.parametrize(
+    ("size", "given"),
+    [
+        ((10, 2 + 3), {"kv_cache_memory_bytes": 10 * BLOCK_BYTES + 3 * STATE_BYTES,
+                       "state_cache_memory_bytes": 3 * STATE_BYTES}),
+        ((2, 2 + 1), {"kv_cache_memory_bytes": 3 * BLOCK_BYTES}),  # a quarter for snapshots
+        ((7, 2 + 7), {"num_gpu_blocks_override": 7, "state_cache_memory_bytes": 1 << 20}),
+        ("leaves -1 bytes .* raise it", {"kv_cache_memory_bytes": STATE_BYTES - 1,
+                                         "state_cache_memory_bytes": STATE_BYTES}),
+    ],
+)  # fmt: skip
+def test_recurrent_states_take_their_part(size, given):
+    config, state = EngineConfig(max_num_seqs=2, **given), StateShape(5, 1, 2, 4, 8, 4)
+    if isinstance(size, str):
+        with pytest.raises(ConfigError, match=size):
+            cache_size(config, SHAPE, state, torch.float32, 4096, CPU)
+    else:
+        assert state.nbytes(torch.float32) == STATE_BYTES
+        assert cache_size(config, SHAPE, state, torch.float32, 4096, CPU) == size
+
+
+def test_what_is_left_of_a_device():
+    use = MemoryUse(total=1000 * BLOCK_BYTES, workers=1, outside=5 * BLOCK_BYTES, weights=60 * BLOCK_BYTES,
+                    step=20 * BLOCK_BYTES, media=5 * BLOCK_BYTES)  # fmt: skip
+
+    def count(share: float, use: MemoryUse = use) -> int:
+        config = EngineConfig(gpu_memory_utilization=share)
+        return cache_size(config, SHAPE, None, torch.float32, 4096, torch.device("cuda", 0), use).num_blocks
+
+    assert count(0.5) == 500 - 90
+    assert count(0.5, dataclasses.replace(use, workers=2)) == 250 - 90
+    with pytest.raises(ConfigError, match=r"--gpu-memory-utilization 0.05 \(weights 0.00 GiB, .*\) leaves -\d+ bytes"):
+        count(0.05)
+
+
+def test_a_lack_of_room_is_one_line_and_other_errors_are_not_taken_for_it():
+    with pytest.raises(RuntimeError, match="illegal memory access"), room_for("it", "lower it", CPU):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(ConfigError, match="cpu has no room for it; lower it"), room_for("it", "lower it", CPU):
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+        finally:  # what is left of a recording by `torch.cuda.graph`
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+
+HUB = {"preprocessor_config.json": {"min_pixels": 784 * 4, "max_pixels": 784 * 100}}
+SIZED = {
+    "preprocessor_config.json": {"size": {"shortest_edge": 3136, "longest_edge": 784 * 9}},
+    "video_preprocessor_config.json": {"size": {"longest_edge": 784 * 25}},
+}
+STEP = {"max_num_encoder_input_tokens": 90}
+SMALL = STEP | {"max_image_pixels": 784 * 9, "max_frame_pixels": 784 * 9}
+
+
+@pytest.mark.parametrize(
+    ("side", "number", "processors", "settings"),
+    [
+        (20, 10, HUB, {"max_num_encoder_input_tokens": 1000}),
+        (10, 3, SIZED, STEP),  # a video's frame
+        (4, 22, SIZED, STEP | {"mm_processor_kwargs": {"size": {"longest_edge": 784 * 4}}}),
+        (4, 22, HUB, SMALL | {"max_image_pixels": 1, "max_frame_pixels": 1}),  # enlarged
+        # One temporal grid is encoded whole, whatever a step may have; no prompt has more than the encoder cache.
+        (20, 1, HUB, {"max_num_encoder_input_tokens": 10}),
+        (8, 1, HUB, {"max_num_encoder_input_tokens": 10, "encoder_cache_tokens": 16}),
+        # A rank with a tower of its own may get one more than an equal share.
+        (10, 3 * 2, SIZED, STEP | {"mm_encoder_tp_mode": "data", "tensor_parallel_size": 3}),
+        (20, 2, HUB, {"max_num_encoder_input_tokens": 10, "mm_encoder_tp_mode": "data", "tensor_parallel_size": 2}),
+        (0, 0, HUB, {"limit_mm_per_prompt": NO_MEDIA}),
+    ],
+)
+def test_the_largest_frame_is_what_the_processor_and_the_limits_let_through(
+    side, number, processors, settings, tmp_path
+):
+    for name, values in processors.items():
+        (tmp_path / name).write_text(json.dumps(values))
+    assert worst_grids(EngineConfig(**settings), VISION, tmp_path) == [(1, side, side)] * number
+
+
+def test_the_worst_step_runs_in_a_cache_of_one_block(make_runner, model):
+    config = EngineConfig(max_num_batched_tokens=100, max_num_seqs=4)
+    step = worst_step(config, 4, 60)
+    assert [chunk.num_tokens for chunk in step.chunks] == [60, 38, 1, 1]
+    assert all(new.sampling == HUNGRY_SAMPLING for new in step.started)
+    runner = make_runner(tiny.MemoryMedia(), num_blocks=1)
+    run_worst(runner, model.config.vision, [(1, 8, 10), (1, 8, 10)], step)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_worst_step_fits_beside_the_cache():
+    """With all blocks allocated it runs again, and no more than the share of the device is taken."""
+    cuda, config = torch.device("cuda", 0), EngineConfig(gpu_memory_utilization=0.3, max_num_seqs=512)
+    torch.cuda.set_device(cuda)
+    model = worker.load(BUNDLED_MODEL, config, TensorParallel(), cuda)
+    normalise = Normalisation.from_dir(BUNDLED_MODEL)
+
+    def runner_with(size: CacheSize) -> ModelRunner:
+        attention = worker.make_attention(config, model, "triton", size)
+        return ModelRunner(model, attention, tiny.MemoryMedia(), normalise, TensorParallel())
+
+    use = profile(config, BUNDLED_MODEL, OFF, model.config, cuda, runner_with)
+    assert use is not None
+    runner = runner_with(worker.choose_cache_size(config, model, use))
+    vision = model.config.vision
+    run_worst(runner, vision, worst_grids(config, vision, BUNDLED_MODEL), worst_step(config, 512, 65536))
+    free, total = torch.cuda.mem_get_info(cuda)
+    assert total - free <= 0.3 * use.total
