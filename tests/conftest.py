@@ -25,8 +25,7 @@ hypothesis.settings.load_profile("certain")
 
 # What `-m quick` runs: tests that start no server, no model and no decoder process.
 TESTS = Path(__file__).parent
-PROMPT = ("body_split", "chat", "detokenizer", "grammars", "pieces", "sampling", "stop_strings", "tool_calls")
-QUICK = ["test_structure.py", "config", "core", "transport", *(f"api/test_{name}.py" for name in PROMPT)]
+QUICK = ["test_structure.py", "config", "core", "prompt", "protocol", "transport"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

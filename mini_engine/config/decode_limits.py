@@ -1,4 +1,6 @@
-"""Limits on decoding one image or video. The flags take their defaults here; `media/decode/item_limits.py` enforces them."""
+"""Limits on decoding one image or video. The flags take their defaults here; `media/decode/item_limits.py` enforces
+them.
+"""
 
 from dataclasses import dataclass
 

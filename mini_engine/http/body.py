@@ -1,5 +1,5 @@
-"""HTTP -> JSON -> one of the typed and checked bodies of `protocol.py`, and what `/openapi.json` says of them. Knows
-nothing of what the fields mean.
+"""HTTP -> JSON -> one of the typed and checked bodies of `protocol/bodies.py`, and what `/openapi.json` says of them.
+Knows nothing of what the fields mean.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A field is supported, `Ignored`, or known and accepted only at a value that changes nothing (`only`); an unknown one is
 an error. None means the default of the model or the server. Knows nothing of defaults that depend on the model
-(`sampling.py`), of media settings (`media_settings.py`) or of the chat template (`chat.py`).
+(`prompt/sampling_params.py`), of media settings (`media/settings.py`) or of the chat template (`prompt/renderer.py`).
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    # vLLM's; `media_settings.py` parses them.
+    # vLLM's; `media/settings.py` parses them.
     media_io_kwargs: MediaIOKwargs | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
     return_timings: bool | None = None  # this server's: report the time that each stage of the request took

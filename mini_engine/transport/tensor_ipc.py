@@ -1,6 +1,6 @@
 """The tensor queue: tensors from an API server to the ranks of an engine, both ends in this file.
 
-    TensorIpcSender ==one ordered stream of frames per rank (`frames.py`)==> TensorIpcReceiver
+    TensorIpcSender ==one ordered stream of frames per rank (`stream_frames.py`)==> TensorIpcReceiver
 
 A frame carries one tensor: its head is a `TensorMessage`, and the placement says where the bytes are.
 

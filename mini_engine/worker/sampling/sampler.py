@@ -13,8 +13,8 @@ The parameters of a row act in this order, which is vLLM's:
 9. one uniform number goes through the inverse of the distribution function, tokens in the order of their ids
 
 Steps 2 to 4 are those of `penalties.py`, step 5 is that of `grammar.py`. Steps 7 to 9 are one kernel where Triton's
-kernels run (`kernels/token_draw.py`); torch's operators here are the reference. A row's token depends on its logits, its
-parameters, its tokens so far and the number of its output token, and on nothing else in the batch: noise is a pure
+kernels run (`kernels/token_draw.py`); torch's operators here are the reference. A row's token depends on its logits,
+its parameters, its tokens so far and the number of its output token, and on nothing else in the batch: noise is a pure
 function of (seed, output index), so a seed gives the same tokens in any company, after a preemption, and on any number
 of ranks. Knows nothing of sequences or steps.
 """
