@@ -24,19 +24,20 @@ MAX_FUNCTION_LINES = 60
 # Which parts of the package each part may import. `host` and the core may read a model's config.json.
 MODEL_CONFIG = "mini_engine.model.config"
 TORCH_FREE_TRANSPORT = {"mini_engine.transport.sockets", "mini_engine.transport.codec", "mini_engine.transport.pages"}
-TORCH_FREE_API = {
-    f"mini_engine.api.{name}" for name in ("access", "admission", "body", "body_split", "errors", "playground")
-}
+FRONT = {f"mini_engine.http.{name}" for name in ("access", "admission", "body", "error_responses", "routes.playground")}
 MAY_IMPORT = {
-    "api": {"api", "media", "transport", MODEL_CONFIG},
-    "media": {"media", "mini_engine.transport.shared_memory"},
+    "http": {"http", "protocol", "prompt", "media", "engine_client", "transport", MODEL_CONFIG},
+    "prompt": {"prompt", "protocol", "mini_engine.media.processor", "mini_engine.media.hashing"},
+    "media": {"media", "protocol", "mini_engine.transport.shared_memory"},
+    "engine_client": {"engine_client", "protocol", "transport"},
+    "protocol": {"protocol"},
     "transport": {"transport"},
     "core": {"core", MODEL_CONFIG} | TORCH_FREE_TRANSPORT,
     "worker": {"worker", "model", "kernels", "transport"},
     "model": {"model", "kernels"},
     "kernels": {"kernels"},
     "demo": {"demo"},
-    "cluster": {"cluster", "mini_engine.launch.cli"} | TORCH_FREE_API,
+    "cluster": {"cluster", "protocol", "mini_engine.launch.cli"} | FRONT,
 }
 FOR_ALL = {"messages", "config", "log", "metrics", "failpoints", "free_memory"}  # as folders: what is in them is theirs
 FOR_ALL_BY_NAME = {"mini_engine.config.decode_limits"} | {

@@ -1,8 +1,8 @@
 """Tensors as bytes in shared memory: `WritableMemory` copies payloads into extents of pages, `ReadableMemory` views
 them in another process, and an `Arena` is an API server's memory for tensors on their way to ranks.
 
-The memory is a sparse, sealed memfd (`shared_memory.py`). A payload lies in its extents one after another. A `PageAllocator`
-(`pages.py`) records which pages are taken.
+The memory is a sparse, sealed memfd (`shared_memory.py`). A payload lies in its extents one after another. A
+`PageAllocator` (`pages.py`) records which pages are taken.
 """
 
 from __future__ import annotations

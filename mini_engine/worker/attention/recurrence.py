@@ -1,4 +1,4 @@
-"""The recurrent layers of one step, over the states that `recurrent_states.py` keeps; and what the model calls in a step."""
+"""The recurrent layers of one step, over the states of `recurrent_states.py`; and what the model calls in a step."""
 
 from __future__ import annotations
 
