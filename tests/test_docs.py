@@ -16,7 +16,7 @@ from mini_engine.protocol import api_errors as errors
 from mini_engine.protocol.bodies import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from mini_engine.protocol.parts import SUPPORTED
 
-PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
 HEADS = {"HEAD /health", "HEAD /live"}  # as their GETs
 
 
