@@ -1,0 +1,90 @@
+"""What docs/request-path.md and docs/glossary.md say of files, their lines and their functions is so.
+
+`python -m tests.test_documents` writes the numbers of lines into docs/request-path.md.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "request-path.md"
+PATH = re.compile(r"`(mini_engine/[\w/]+\.py)`")
+LINES = re.compile(r"\| ([\d,]+) \|")  # a cell
+SPINE = re.compile(r"fourteen files of ([\d,]+) lines")
+MOST_TEXT_CALLS, MOST_VIDEO_CALLS = 31, 90
+GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
+TERMS = re.findall(r"^\| `?(.+?)`? \| .+ \| `(.+)` \| .+ \|$", GLOSSARY, re.MULTILINE)
+# Names that the code has once its renames are merged.
+TO_COME = {"high-water mark", "child request", "parent request", "cache index", "state index"}
+
+
+def rows(heading: str) -> list[str]:
+    """Of the table below a heading of the page."""
+    section = PAGE.read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    return [line for line in section.splitlines() if PATH.search(line)]
+
+
+def num_lines(text: str) -> int:
+    """Of all files that a text names."""
+    return sum(len((ROOT / path).read_text().splitlines()) for path in PATH.findall(text))
+
+
+def assert_close(stated: str, lines: int) -> None:
+    assert abs(int(stated.replace(",", "")) - lines) <= max(10, lines // 20), f"{stated} lines are {lines}"
+
+
+@pytest.mark.parametrize("row", rows("In an afternoon") + rows("In two days"), ids=lambda row: row.split("`")[1])
+def test_files_have_as_many_lines_as_the_page_says(row: str) -> None:
+    assert_close(LINES.search(row)[1], num_lines(row))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/request-path.md"])
+def test_the_spine_has_as_many_lines_as_the_pages_say(page: str) -> None:
+    spine = rows("In an afternoon")
+    assert len(spine) == 14 and num_lines("".join(spine)) < 3500
+    assert_close(SPINE.search((ROOT / page).read_text())[1], num_lines("".join(spine)))
+
+
+def functions_in(path: str) -> set[str]:
+    """Qualified names of the functions and methods of a file."""
+    names = set()
+    for node in ast.parse((ROOT / path).read_text()).body:
+        owner, members = (f"{node.name}.", node.body) if isinstance(node, ast.ClassDef) else ("", [node])
+        names |= {owner + part.name for part in members if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    return names
+
+
+def test_calls_exist_and_are_as_few_as_the_page_says() -> None:
+    calls: dict[str, list[str]] = {"text": [], "video": []}
+    for row in rows("Calls"):
+        _, path, *columns = row.strip("|").split("|")
+        for kind, names in zip(calls, columns, strict=True):
+            calls[kind] += (named := re.findall(r"`([\w.]+)`", names))
+            assert {*named} <= functions_in(path.strip(" `")), row
+    text, video = len(calls["text"]), len(calls["text"] + calls["video"])
+    assert f"a text request takes {text} calls, a request with a new video {video}." in PAGE.read_text()
+    assert text <= MOST_TEXT_CALLS and video <= MOST_VIDEO_CALLS
+
+
+def test_the_glossary_is_short() -> None:
+    num_rows = sum(line.startswith("| ") for line in GLOSSARY.splitlines()) - 1  # without the head
+    assert len(dict(TERMS)) == len(TERMS) == num_rows <= 60
+
+
+@pytest.mark.parametrize(("term", "path"), [pytest.param(*row, id=row[0]) for row in TERMS if row[0] not in TO_COME])
+def test_terms_occur_in_their_files(term: str, path: str) -> None:
+    """In any of `the term`, `the_term`, `TheTerm`, across the end of a line."""
+    words = r"[\s_#-]*".join(re.escape(word) for word in re.split(r"[ -]", term))
+    assert re.search(words, (ROOT / path).read_text(), re.IGNORECASE), f"{path} has no {term!r}"
+
+
+if __name__ == "__main__":
+    text, spine = PAGE.read_text(), num_lines("".join(rows("In an afternoon")))
+    for row in rows("In an afternoon") + rows("In two days"):
+        text = text.replace(row, LINES.sub(f"| {round(num_lines(row), -1):,} |", row))
+    PAGE.write_text(SPINE.sub(f"fourteen files of {round(spine, -1):,} lines", text))
