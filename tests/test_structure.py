@@ -25,7 +25,8 @@ MAX_FUNCTION_LINES = 60
 MODEL_CONFIG = "mini_engine.model.config"
 TORCH_FREE_TRANSPORT = {"mini_engine.transport.sockets", "mini_engine.transport.codec", "mini_engine.transport.pages"}
 TORCH_FREE_API = {
-    f"mini_engine.api.{name}" for name in ("access", "admission", "body", "body_split", "errors", "playground")
+    f"mini_engine.api.{name}"
+    for name in ("access", "admission", "body", "body_split", "error_responses", "errors", "playground", "structure")
 }
 MAY_IMPORT = {
     "api": {"api", "media", "transport", MODEL_CONFIG},
