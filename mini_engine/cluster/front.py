@@ -34,8 +34,9 @@ from mini_engine.config import EngineConfig
 from mini_engine.http.access import OPEN_PATHS, Access
 from mini_engine.http.admission import body_budget
 from mini_engine.http.body import receive_body
+from mini_engine.http.error_responses import error_response
 from mini_engine.http.routes import playground
-from mini_engine.protocol.api_errors import ApiError, EngineError, error_response
+from mini_engine.protocol.api_errors import ApiError, EngineError
 from mini_engine.protocol.body_split import SplitBody
 
 LEASE_SECONDS = 2.0  # for a host to grant a lease: an unresponsive one costs that once

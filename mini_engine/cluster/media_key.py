@@ -14,7 +14,8 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import msgspec
 
-from mini_engine.protocol.body_split import MAX_STRUCTURE, SplitBody, structure
+from mini_engine.protocol.body_split import SplitBody
+from mini_engine.protocol.structure import MAX_STRUCTURE, structure
 
 # Fields of parts, and where each has its URL.
 LOCATIONS = {"video_url": "url", "image_url": "url", "file": "file_data", "video": "url", "image": "url", "url": "url"}

@@ -1,4 +1,4 @@
-"""Which requests may be answered, by the header Host and by API key, and whose they are.
+"""Which requests may be answered, by the header Host and by API key, and the client of each.
 
 Used by API servers and by the cluster's front.
 """
@@ -29,7 +29,8 @@ class Access:
     """Checks requests as `config` says."""
 
     def __init__(self, config: EngineConfig):
-        self._digests = [_digest(key.encode()) for key in config.api_key]
+        # Digests have one length, so that the comparison does not show the length of the right key.
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in config.api_key]
         names = config.allowed_hosts
         if not names and (config.api_key or config.uds or config.ssl_certfile):
             names = ["*"]  # a page of another name has no key, no certificate and no unix socket
@@ -43,13 +44,13 @@ class Access:
         """
         if "*" in self._names:
             return
-        given = headers.get("host", "localhost").lower()
-        parsed = HOST.fullmatch(given)
+        name = headers.get("host", "localhost").lower()
+        parsed = HOST.fullmatch(name)
         host = parsed["host"].rstrip(".") if parsed else ""
         is_private = "." not in host or host.rpartition(".")[2].isdecimal()
-        if not parsed or not (is_private or any(fnmatch.fnmatchcase(host, name) for name in self._names)):
+        if not parsed or not (is_private or any(fnmatch.fnmatchcase(host, pattern) for pattern in self._names)):
             text = (
-                f"This server does not answer to the host name {given[:80]!r}. Start it with --allowed-hosts and this "
+                f"This server does not answer to the host name {name[:80]!r}. Start it with --allowed-hosts and this "
                 "name, or ask for its IP address."
             )
             raise ApiError(421, text, code="invalid_http")
@@ -62,30 +63,22 @@ class Access:
     def has_key(self, headers: Headers) -> bool:
         """Whether there is a valid key, or none is required. Takes as long for a key that is nearly right as for any
         other."""
-        given = _given_digest(headers)
-        return not self._digests or any([hmac.compare_digest(given, known) for known in self._digests])
+        digest = _key_digest(headers)
+        return not self._digests or any([hmac.compare_digest(digest, valid) for valid in self._digests])
 
     def client_of(self, headers: Headers, address: tuple[str, int] | None) -> bytes:
         """Names the client of a request that may be answered, by its API key, if there are keys, else by its peer's
-        address, which a Unix socket does not have."""
-        name = _given_digest(headers) if self._digests else _digest(_network(address[0] if address else "").encode())
-        return name[:CLIENT_BYTES]
+        address, which a Unix socket does not have: of IPv6 by its /64, any address of which a client may have."""
+        if self._digests:
+            return _key_digest(headers)[:CLIENT_BYTES]
+        host = address[0] if address else ""
+        with contextlib.suppress(ValueError):  # a proxy may send anything
+            ip = ipaddress.ip_address(host.partition("%")[0])
+            if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is None:
+                host = ip.packed[:8].hex()
+        return hashlib.sha256(host.encode()).digest()[:CLIENT_BYTES]
 
 
-def _given_digest(headers: Headers) -> bytes:
+def _key_digest(headers: Headers) -> bytes:
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    return _digest(key.strip(" ").encode("latin-1") if scheme.lower() == "bearer" else b"")
-
-
-def _network(host: str) -> str:
-    """Of an IPv6 address the /64, any address of which a client may have; else `host`."""
-    with contextlib.suppress(ValueError):  # what a proxy says may be anything
-        address = ipaddress.ip_address(host.partition("%")[0])
-        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
-            return address.packed[:8].hex()
-    return host
-
-
-def _digest(key: bytes) -> bytes:
-    """Of the same length for each key, so that the comparison does not show the length of the right one."""
-    return hashlib.sha256(key).digest()
+    return hashlib.sha256(key.strip(" ").encode("latin-1") if scheme.lower() == "bearer" else b"").digest()

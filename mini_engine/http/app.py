@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
-from mini_engine.http.body import ERRORS, REF, described
+from mini_engine.http.body import ERRORS, REF, schema_types
 from mini_engine.http.context import AppContext
 from mini_engine.http.middleware import ActiveRequests, RequestMiddleware
 from mini_engine.http.routes import chat_completions, completions, operations, playground
@@ -28,7 +28,7 @@ class DescribedApp(FastAPI):
         """The document, made once."""
         document = super().openapi()
         if "components" not in document:
-            kinds = sorted(described, key=lambda kind: kind.__name__)
+            kinds = sorted(schema_types, key=lambda kind: kind.__name__)
             _, schemas = msgspec.json.schema_components(kinds, ref_template=REF)
             document["components"] = {"schemas": schemas}
         return document

@@ -1,13 +1,12 @@
-"""HTTP -> JSON -> one of the typed and checked bodies of `protocol/bodies.py`, and what `/openapi.json` says of them.
-Knows nothing of what the fields mean.
-"""
+"""HTTP -> JSON -> one of the typed and checked bodies of `protocol/bodies.py`, and their part of `/openapi.json`. Knows
+nothing of the meaning of the fields."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -18,8 +17,8 @@ from starlette.requests import Request
 from mini_engine.config import EngineConfig
 from mini_engine.http.admission import Reservation
 from mini_engine.protocol.api_errors import ApiError, ErrorResponse, bad_request
-from mini_engine.protocol.body_split import MAX_STRUCTURE, STRUCTURE_LIMIT, SplitBody, structure
-from mini_engine.protocol.inline_data import DataUrl
+from mini_engine.protocol.body_split import SplitBody
+from mini_engine.protocol.structure import MAX_STRUCTURE, STRUCTURE_LIMIT, structure
 
 if TYPE_CHECKING:  # the cluster's front receives bodies, too, and needs no torch
     from mini_engine.http.context import AppContext
@@ -28,7 +27,7 @@ if TYPE_CHECKING:  # the cluster's front receives bodies, too, and needs no torc
 T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound="Body")
 
-# Less than this is done before a thread would have started on it:
+# Less work than this takes less time than the start of a thread:
 INLINE_BYTES = 64 << 10  # of a body to decode
 INLINE_CHARACTERS = 16_384  # of text to tokenise
 
@@ -42,15 +41,21 @@ LEAST_RATE = 16 << 10  # bytes of a body per second, after its first --timeout-c
 
 
 def decode_body(body: SplitBody, kind: type[BodyT], served_names: Sequence[str], max_text_bytes: int) -> BodyT:
-    """The request in `body`. Raises ApiError: 400 that names the field and what it may hold; 404 for a model that is
-    not served; 413."""
+    """The request in `body`. Raises ApiError: 400 with the field and its valid values; 404 for a model that is not
+    served; 413."""
     try:
-        request, unused = _split_and_decode(body, kind)
-        if unused:  # they are no media: here they count as text
-            body.uncut(unused)
+        while True:
+            text, urls = body.split()
+            if structure(text, kind.items_per_unit) > MAX_STRUCTURE:
+                raise _too_large(f"has {STRUCTURE_LIMIT}; send fewer messages, parts, tools or values.")
+            request = _decode(text, kind)
+            for part in (part for message in getattr(request, "messages", None) or () for part in message.parts):
+                part.fill_in(urls)
+            if not urls:
+                break
+            body.uncut(urls)  # they are of no part, so no media: they count as text
             if body.text_bytes > max_text_bytes:
                 raise _too_large(LARGE_TEXT.format(max_text_bytes))
-            request, _ = _split_and_decode(body, kind)
     except msgspec.ValidationError as error:
         raise _invalid_field(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -61,29 +66,19 @@ def decode_body(body: SplitBody, kind: type[BodyT], served_names: Sequence[str],
     return request
 
 
-def _split_and_decode(body: SplitBody, kind: type[BodyT]) -> tuple[BodyT, dict[str, DataUrl]]:
-    """The request, and the long `data:` URLs that no part of it has."""
-    text, urls = body.split()
-    if structure(text, kind.items_per_mark) > MAX_STRUCTURE:
-        raise _too_large(f"has {STRUCTURE_LIMIT}; send fewer messages, parts, tools or values.")
-    request = _decode(text, kind)
-    request.fill_in(urls)
-    return request, urls
-
-
-def _decode(body: bytes, kind: type[BodyT]) -> BodyT:
-    """The request in `body`, of which a field that is null is as good as absent, also an unknown one."""
+def _decode(text: bytes, kind: type[BodyT]) -> BodyT:
+    """The request in `text`. A field that is null counts as absent, also an unknown one."""
     try:
-        return _decoder(kind).decode(body)
+        return msgspec.json.decode(text, type=kind)
     except msgspec.ValidationError as error:
         if "unknown field" not in str(error):
             raise
-        return _decoder(kind).decode(_without_nulls(body, levels=2))
+        return msgspec.json.decode(_without_nulls(text, levels=2), type=kind)
 
 
-def _without_nulls(body: bytes, levels: int) -> bytes:
-    """A JSON object without fields that are null; nor have the objects in it any, on so many levels."""
-    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+def _without_nulls(text: bytes, levels: int) -> bytes:
+    """A JSON object without fields that are null; with two levels the objects in it have none either."""
+    fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     values = {name: bytes(value) for name, value in fields.items() if bytes(value) != b"null"}
     inner = {name: _without_nulls(value, 1) for name, value in values.items() if levels > 1 and value[:1] == b"{"}
     return msgspec.json.encode({name: msgspec.Raw(value) for name, value in (values | inner).items()})
@@ -96,17 +91,11 @@ def check_model(name: str, served_names: Sequence[str]) -> None:
         raise ApiError(404, text, param="model", code="model_not_found")
 
 
-@functools.cache
-def _decoder(kind: type[Body]) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(kind)
-
-
 def _invalid_field(problem: str) -> ApiError:
     """The error for msgspec's `problem`, such as "Expected `int`, got `str` - at `$.messages[0].role`"."""
-    before, at, place = problem.rpartition(" - at `")  # a client's name of a field may have it, too
-    problem = before if at else problem
-    where = re.search(r"\$\.?([^`]*)`$", place)
-    path = where[1] if where else ""
+    # The last " - at ": a client's name of a field may contain it, too.
+    at = re.fullmatch(r"(.*) - at `(?:key` in `)*\$\.?([^`]*)`", problem, re.DOTALL)
+    problem, path = at.groups() if at else (problem, "")
     if name := re.match(r"Object (?:contains unknown|missing required) field `(.*)`", problem, re.DOTALL):
         param = f"{path}.{name[1][:60]}" if path else name[1][:60]
         if "unknown" in problem:
@@ -124,51 +113,49 @@ async def read_body(request: Request, kind: type[BodyT], context: AppContext) ->
     413, 415, 408; 429 if there is no room for the body beside others; see `decode_body`; and ClientDisconnect."""
     with context.bodies.reserve() as reservation:
         body = await receive_body(request, context.config, reservation)
-    names, most = context.config.served_names, context.config.max_text_bytes
-    return await run_sized(lambda: decode_body(body, kind, names, most), len(body), INLINE_BYTES)
+    decode = partial(decode_body, body, kind, context.config.served_names, context.config.max_text_bytes)
+    return await run_sized(decode, len(body), INLINE_BYTES)
 
 
 async def receive_body(request: Request, config: EngineConfig, reservation: Reservation) -> SplitBody:
-    """The whole body, counted in `reservation`. uvicorn drops the rest of one that is refused. For errors see
-    `read_body`."""
-    most, seconds = config.max_request_bytes, config.timeout_client
-    check_headers(request.headers, most)
+    """The whole body, counted in `reservation`. uvicorn drops the rest of a refused one. Raises as `read_body`."""
+    max_bytes, seconds = config.max_request_bytes, config.timeout_client
+    check_headers(request.headers, max_bytes)
     body = SplitBody()
     begun = asyncio.get_running_loop().time()
     try:
         async with asyncio.timeout(seconds) as deadline:
             async for block in request.stream():
-                if len(body) + len(block) > most:
-                    raise _too_large(LARGE_BODY.format(most))
+                if len(body) + len(block) > max_bytes:
+                    raise _too_large(LARGE_BODY.format(max_bytes))
                 reservation.receive(len(block))
                 body.feed(block)
                 if body.text_bytes > config.max_text_bytes:
                     raise _too_large(LARGE_TEXT.format(config.max_text_bytes))
                 deadline.reschedule(begun + seconds + len(body) / LEAST_RATE)
     except TimeoutError:
-        text = (
-            f"Timed out reading the request body: after the {seconds:g} s of --timeout-client it arrives at fewer than "
-            f"{LEAST_RATE} bytes per second; send it faster."
-        )
+        problem = f"after the {seconds:g} s of --timeout-client it arrives at fewer than {LEAST_RATE} bytes per second"
+        text = f"Timed out reading the request body: {problem}; send it faster."
         raise ApiError(408, text, code="request_timeout", headers={"connection": "close"}) from None
     return body
 
 
-def check_headers(headers: Headers, most: int) -> None:
+def check_headers(headers: Headers, max_bytes: int) -> None:
     """A page of any origin may make a browser send text, a form, or a body without a type; JSON only where CORS allows.
-    Raises ApiError: 415, or 413 for more than `most` bytes."""
-    given = headers.get("content-type")
-    if given is None or given.partition(";")[0].strip().lower() != JSON:
-        what = "no Content-Type" if given is None else f"the Content-Type {given[:80]!r}, which is not supported"
-        text = f"The request has {what}; send JSON, with the header 'Content-Type: {JSON}'."
+    Raises ApiError: 415, or 413 for more than `max_bytes`."""
+    media_type = headers.get("content-type")
+    if media_type is None or media_type.partition(";")[0].strip().lower() != JSON:
+        unsupported = f"the Content-Type {(media_type or '')[:80]!r}, which is not supported"
+        problem = "no Content-Type" if media_type is None else unsupported
+        text = f"The request has {problem}; send JSON, with the header 'Content-Type: {JSON}'."
         raise ApiError(415, text, code="invalid_http", headers={"accept": JSON})
     for coding in headers.getlist("content-encoding"):
         if coding.strip().lower() not in ("", "identity"):
             text = f"The Content-Encoding {coding[:40]!r} is not supported; send the JSON uncompressed."
             raise ApiError(415, text, code="invalid_http", headers={"accept-encoding": "identity"})
     declared = headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > most:
-        raise _too_large(LARGE_BODY.format(most))
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise _too_large(LARGE_BODY.format(max_bytes))
 
 
 def _too_large(problem: str) -> ApiError:
@@ -176,20 +163,20 @@ def _too_large(problem: str) -> ApiError:
 
 
 async def run_sized(work: Callable[[], T], size: int, inline: int) -> T:
-    """What `work` returns, run in a thread if the `size` of its input is more than `inline`."""
+    """The result of `work`, which runs in a thread if the `size` of its input is more than `inline`."""
     return work() if size <= inline else await asyncio.to_thread(work)
 
 
 # --- the OpenAPI document ---------------------------------------------------------------------------------------------
 
 REF = "#/components/schemas/{name}"
-described: set[type[Struct]] = {ErrorResponse}  # types that routes refer to
+schema_types: set[type[Struct]] = {ErrorResponse}  # types that routes refer to
 
 
 def takes(kind: type[Body]) -> dict[str, Any]:
     """The `openapi_extra` of a route that takes a `kind` as JSON."""
-    _decoder(kind)  # now, while modules are imported: msgspec crashes if several threads make a type's first decoder
-    described.add(kind)
+    msgspec.json.Decoder(kind)  # while modules are imported: msgspec crashes if several threads make a type's first one
+    schema_types.add(kind)
     return {"requestBody": {"required": True, "content": _content(kind)}}
 
 

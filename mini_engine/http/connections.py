@@ -1,6 +1,6 @@
 """uvicorn on the supervisor's inherited socket, and the time-outs of its connections.
 
-Parsing, keep-alive, TLS and responses are uvicorn's. Knows nothing of requests but when one is in progress.
+Parsing, keep-alive, TLS and responses are uvicorn's. Knows of requests only whether one is in progress.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MAX_CHUNKS, CHUNK_BYTES = 256, 256
 
 
 class Parser(h11.Connection):
-    """h11, with three rules that it lacks: its limit holds for what arrives complete, too; the length of a request is
-    given once, by one of two headers (RFC 9112, section 6.1); and chunks are not tiny."""
+    """h11 with three more rules: its limit also holds for headers that arrive complete; one of two headers gives the
+    length of a request (RFC 9112, section 6.1); and chunks are not tiny."""
 
     _chunks = float(MAX_CHUNKS)  # that may come now
 
@@ -46,20 +46,19 @@ class Parser(h11.Connection):
                 raise h11.RemoteProtocolError("too many chunks: send larger ones")
         if isinstance(event, h11.Request):
             self._chunks = MAX_CHUNKS
-        if isinstance(event, h11.Request) and {b"content-length", b"transfer-encoding"} <= dict(event.headers).keys():
-            raise h11.RemoteProtocolError("Content-Length and Transfer-Encoding: send one of them")
+            if {b"content-length", b"transfer-encoding"} <= dict(event.headers).keys():
+                raise h11.RemoteProtocolError("Content-Length and Transfer-Encoding: send one of them")
         return event
 
 
 class Http(H11Protocol):
-    """uvicorn's protocol, but the server exits without the close_notify of idle TLS clients."""
+    """uvicorn's protocol, but at exit the server does not wait for the close_notify of idle TLS clients."""
 
     def __init__(self, **arguments: Any):
         super().__init__(**arguments)
         self.conn = Parser(h11.SERVER, HEADER_BYTES)
 
     def shutdown(self) -> None:
-        """Close the connection, or have its request do so at its end."""
         super().shutdown()
         if self.transport.is_closing() and not self.transport.get_write_buffer_size():
             self.transport.abort()
@@ -83,11 +82,10 @@ class Connection(asyncio.BufferedProtocol):
         self._limit = limit
         self._timer: asyncio.TimerHandle | None = None
         self._requests = 0  # in progress
-        self._write_paused = False
 
     @contextlib.contextmanager
     def request_in_progress(self) -> Iterator[None]:
-        """The time-outs of the block's request are its own."""
+        """While the block runs, the time-outs of the request replace those of the connection."""
         self._requests += 1
         self._update_timer()
         try:
@@ -101,14 +99,12 @@ class Connection(asyncio.BufferedProtocol):
         self._protocol.transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See `asyncio.BufferedProtocol`, as all below."""
         self._protocol.connection_made(transport)
         self._update_timer()
         if len(self._protocol.connections) > self._limit:
             self.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
-        """Where the next bytes are read to."""
         return self._read_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -131,34 +127,31 @@ class Connection(asyncio.BufferedProtocol):
         self._update_timer()
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than the server writes."""
         self._protocol.pause_writing()
-        self._write_paused = True
         self._update_timer()
 
     def resume_writing(self) -> None:
-        """The client has read most of it."""
         self._protocol.resume_writing()
-        self._write_paused = False
         self._update_timer()
 
     def _is_idle(self) -> bool:
-        http = self._protocol.conn
-        return http.their_state is h11.IDLE and not http.trailing_data[0] and not self._write_paused
+        http, flow = self._protocol.conn, self._protocol.flow
+        return http.their_state is h11.IDLE and not http.trailing_data[0] and not flow.write_paused
 
     def _update_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         is_open = self._protocol in self._protocol.connections  # perhaps being closed, with bytes that are not read
-        if is_open and (self._write_paused or not self._requests):
+        if is_open and (self._protocol.flow.write_paused or not self._requests):
             seconds = self._settings.timeout_keep_alive if self._is_idle() else self._settings.timeout_client
             self._timer = self._protocol.loop.call_later(seconds, self.abort)
 
 
 class HttpServer(uvicorn.Server):
     """uvicorn with this server's settings. `on_started` is called when the sockets accept connections. Signals are left
-    to the process: `should_exit` ends the server.
-    """
+    to the process: `should_exit` ends the server."""
+
+    capture_signals = contextlib.nullcontext  # type: ignore[assignment]
 
     def __init__(self, app: ASGIApp, config: EngineConfig, on_started: Callable[[], None]):
         max_connections = config.max_connections or resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
@@ -185,15 +178,9 @@ class HttpServer(uvicorn.Server):
         self._on_started = on_started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections on `sockets`."""
         reach_failpoint("listening")
         for listener in sockets or ():
             # Without it, connections that are still closing keep the port from the next server.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         await super().startup(sockets)
         self._on_started()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave the signals to the process."""
-        yield

@@ -1,7 +1,7 @@
 """ASGI middleware around all endpoints: which requests are accepted, how they end, and how errors become responses.
 
-Per request: id, clock, API key, drain, admission by count, disconnect, log line. Knows nothing of what endpoints do,
-and of connections only what `http_server.Connection` offers.
+Per request: id, clock, API key, drain, admission by count, disconnect, log line. Knows nothing of the endpoints, and of
+connections only the public methods of `http_server.Connection`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -20,9 +20,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mini_engine.http.access import OPEN_PATHS, Access
 from mini_engine.http.context import AppContext
+from mini_engine.http.error_responses import error_response, report_error
 from mini_engine.http.routes import playground
 from mini_engine.log import about
-from mini_engine.protocol.api_errors import error_response, explain, shutting_down
+from mini_engine.protocol.api_errors import shutting_down
 from mini_engine.protocol.request_clock import RequestClock
 
 logger = logging.getLogger(__name__)
@@ -56,9 +57,9 @@ class ActiveRequests:
 
 
 class RequestMiddleware:
-    """See the module. The application finds `request_id`, `clock`, `cleanup`, an ExitStack, and `end`, which
-    cancels it, in `scope["state"]`; to generate text also `client`, an opaque id, and `choices`, the reservation of the
-    first one. It is cancelled when its client leaves, too."""
+    """See the module. In `scope["state"]` the application finds `request_id`, `clock`, `cleanup`, an ExitStack, and
+    `end`, which cancels it; for text also `client`, an opaque id, and `choices`, the reservation of the first one. It
+    is also cancelled when its client disconnects."""
 
     def __init__(self, app: ASGIApp, context: AppContext, requests: ActiveRequests):
         self._app = app
@@ -70,15 +71,17 @@ class RequestMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["root_path"] = self._context.config.root_path
         exchange = Exchange(scope, receive, send)
-        begun = time.monotonic()
         with scope["state"]["connection"].request_in_progress():
             try:
-                await exchange.run(self._answer)
+                async with exchange.running():
+                    self._admit(exchange)
+                    await self._app(scope, exchange.receive, exchange.send)
             finally:
                 if self._context.config.enable_log_requests and exchange.path not in OPEN_PATHS:
-                    exchange.log(time.monotonic() - begun)
+                    exchange.log()
 
-    async def _answer(self, exchange: Exchange) -> None:
+    def _admit(self, exchange: Exchange) -> None:
+        """Raises ApiError for a request that is not accepted."""
         if exchange.path not in OPEN_PATHS:
             self._access.check_host(exchange.headers)
         if exchange.path not in self._keyless:
@@ -92,7 +95,6 @@ class RequestMiddleware:
             choices = exchange.cleanup.enter_context(self._context.requests.reserve(1))
             client = self._access.client_of(exchange.headers, exchange.scope["client"])
             exchange.scope["state"] |= {"choices": choices, "client": client}
-        await self._app(exchange.scope, exchange.receive, exchange.send)
 
 
 class Exchange:
@@ -101,30 +103,33 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send):
         self.scope = scope
         self.headers = Headers(scope=scope)
-        self.path = _path_below_root(scope)
+        path, root = scope["path"], scope["root_path"]  # a proxy may have removed the root, or not
+        self.path = path[len(root) :] if root and path.startswith(root + "/") else path
         self.id = f"{GENERATION_PATHS.get(self.path, 'req')}-{uuid.uuid4().hex}"
         self.clock = RequestClock()
         self.cleanup = contextlib.ExitStack()  # at the end of the request, however it ends
         self.receiving = False  # the body
+        self._begun = time.monotonic()
         self._receive = receive
         self._send = send
         self._status: int | None = None  # of the response, once it has started
         self._complete = False  # the response
-        self._limit = asyncio.timeout(None)
+        self._limit = asyncio.timeout(None)  # ends the application when `end` is called
         self._cause: Exception | None = None  # why `end` was called
         self._disconnect: asyncio.Task[None] | None = None
         scope["state"] |= {"request_id": self.id, "clock": self.clock, "cleanup": self.cleanup, "end": self.end}
 
-    async def run(self, answer: Callable[[Exchange], Awaitable[None]]) -> None:
-        """Run `answer`; what it raises becomes the response."""
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """What the block raises becomes the response."""
         error: Exception | None = None
         try:
             with self.cleanup:
                 async with self._limit:
-                    await answer(self)
+                    yield
         except asyncio.CancelledError:  # uvicorn's time for requests to end has passed
             error = shutting_down()
-        except Exception as raised:  # noqa: BLE001 - explain() logs what it does not know
+        except Exception as raised:  # noqa: BLE001 - report_error() logs what it does not know
             error = self._cause or raised
         finally:
             if self._disconnect is not None:
@@ -139,7 +144,7 @@ class Exchange:
             self._limit.reschedule(asyncio.get_running_loop().time())
 
     async def receive(self) -> Message:
-        """Receive a part of the body. From its end on, the client's leaving ends the request."""
+        """Receive a part of the body. After its end a disconnect of the client ends the request."""
         if self._disconnect is not None:
             await asyncio.wait([self._disconnect])
             return {"type": "http.disconnect"}
@@ -151,7 +156,6 @@ class Exchange:
         return message
 
     async def send(self, message: Message) -> None:
-        """Send a part of the response."""
         if message["type"] == "http.response.start":
             self._status = message["status"]
             MutableHeaders(scope=message)["x-request-id"] = self.id
@@ -161,17 +165,14 @@ class Exchange:
                 self._disconnect.cancel()
         await self._send(message)
 
-    def log(self, seconds: float) -> None:
-        """A line on a request that has ended."""
+    def log(self) -> None:
         end = "" if self._complete else ", cut off"
         if self._status == 200 and self.clock.failed:
             end = ", with an error in its stream"
         # The path as it was sent: decoded, it could hold the end of a line.
-        path = self.scope["raw_path"].decode("ascii", "backslashreplace")
-        logger.info(
-            "%s %s %s: %d after %.3f s%s", self.id, self.scope["method"], path, self._status or 0, seconds, end,
-            extra=about(self.id),
-        )  # fmt: skip
+        target = f"{self.scope['method']} {self.scope['raw_path'].decode('ascii', 'backslashreplace')}"
+        status, seconds = self._status or 0, time.monotonic() - self._begun
+        logger.info("%s %s: %d after %.3f s%s", self.id, target, status, seconds, end, extra=about(self.id))
 
     async def _watch(self) -> None:
         await self._disconnected()
@@ -187,15 +188,9 @@ class Exchange:
             if clock is not None:
                 clock.end("abort")
             return
-        answer = explain(error, self.id, clock)
+        api_error = report_error(error, self.id, clock)
         if self._status is None:
-            await error_response(answer)(self.scope, self.receive, self.send)
+            await error_response(api_error)(self.scope, self.receive, self.send)
         elif not self._complete:
             self.scope["state"]["connection"].abort()
             await self._disconnected()
-
-
-def _path_below_root(scope: Scope) -> str:
-    """The path below `--root-path`, whether a proxy has removed that or not."""
-    path, root = scope["path"], scope["root_path"]
-    return path[len(root) :] if root and path.startswith(root + "/") else path

@@ -18,7 +18,7 @@ MARK = "\ufdd0"
 
 
 def encode_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
-    """The token ids of a text. As a batch of one: `Tokenizer.encode` holds the GIL, for seconds if the text is long."""
+    """The token ids of a text, as a batch of one: `Tokenizer.encode` holds the GIL, for seconds if the text is long."""
     ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     return ids
 
@@ -28,7 +28,7 @@ class ClientText:
 
     Args:
         tokenizer: stays unchanged; threads may share it.
-        tags: texts that `mark` leaves as they are, where it is asked to.
+        tags: see `mark`.
     """
 
     def __init__(self, tokenizer: Tokenizer, tags: Collection[str]) -> None:
@@ -39,8 +39,9 @@ class ClientText:
         self._plain = Tokenizer(tokenizer.model)  # shares the vocabulary, has no added tokens
         self._plain.normalizer, self._plain.pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
 
-    def mark(self, value: Any, *, keep_tags: bool = False) -> Any:
-        """`value`, a JSON value that a client wrote, with marks in its strings and its keys."""
+    def mark(self, value: Any, keep_tags: bool = False) -> Any:
+        """`value`, a JSON value that a client wrote, with marks in its strings and its keys. `keep_tags`: of a string,
+        the tags stay as they are."""
         if isinstance(value, str):
             value = value.replace(MARK, MARK * 2)
             for beginning in self._beginnings:
@@ -49,9 +50,9 @@ class ClientText:
                 value = value.replace(tag[0] + MARK + tag[1:], tag)
             return value
         if isinstance(value, list):
-            return [self.mark(item, keep_tags=keep_tags) for item in value]
+            return [self.mark(item) for item in value]
         if isinstance(value, dict):
-            return {self.mark(name): self.mark(item, keep_tags=keep_tags) for name, item in value.items()}
+            return {self.mark(name): self.mark(item) for name, item in value.items()}
         return value
 
     def encode(self, prompt: str) -> list[int]:

@@ -1,8 +1,8 @@
-"""Tokens of an answer -> its text and what is listed of them, incrementally.
+"""Tokens of an answer -> its text and its listed tokens, incrementally.
 
-A token costs what its own bytes cost, however many came before: `tokenizers.decoders.DecodeStream` decodes all tokens
-that have made no text yet again at each. Knows nothing of requests or streams. Runs in the event loop's thread only: a
-Rust tokenizer that several threads use at once may raise "Already borrowed".
+The cost of a token does not depend on those before it: `tokenizers.decoders.DecodeStream` decodes all tokens without
+text so far again with each one. Knows nothing of requests or streams. Runs in the event loop's thread only: a Rust
+tokenizer that several threads use at once may raise "Already borrowed".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LEAST_LOGPROB = -9999.0  # OpenAI's value for a token that is all but impossible
 
 @dataclass(frozen=True, slots=True)
 class ListedToken:
-    """A token of the answer, and what was likely at its place."""
+    """A token of the answer, and the likeliest at its place."""
 
     offset: int  # characters of the answer before it
     likely: list[tuple[bytes, float]]  # the token itself, then the likeliest: bytes, perhaps of a part of a character
@@ -44,7 +44,7 @@ class Vocabulary:
     def bytes_of(self, token_id: int) -> bytes:
         """The token's bytes, which may be a part of a character; none for an id that the tokenizer does not have.
 
-        Those of several tokens in a row are what the tokenizer's own decoder makes its text of.
+        The bytes of several tokens in a row are those that the tokenizer's own decoder makes text of.
         """
         written = self._tokenizer.id_to_token(token_id)
         if written is None:
@@ -56,7 +56,7 @@ class Vocabulary:
 
 
 class Detokenizer:
-    """Detokenises one answer. The texts add up to what the tokenizer makes of all tokens at once."""
+    """Detokenises one answer. The texts add up to the tokenizer's text of all tokens at once."""
 
     def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool = True) -> None:
         self._vocabulary = vocabulary
@@ -68,7 +68,7 @@ class Detokenizer:
         """The next token, before its `push`, whatever it adds to the text; `logprobs` has the token itself, then the
         likeliest."""
         bytes_of = self._vocabulary.bytes_of
-        likely = [(bytes_of(each.token_id), max(each.logprob, LEAST_LOGPROB)) for each in logprobs]
+        likely = [(bytes_of(token.token_id), max(token.logprob, LEAST_LOGPROB)) for token in logprobs]
         return ListedToken(self._length, likely)
 
     def push(self, token_id: int) -> str:

@@ -1,6 +1,6 @@
 """The pieces of a request's choices, in a loop that leaves the event loop to others.
 
-One request may have thousands of tokens to detokenise, search and encode at once. Knows nothing of what they become.
+One request may have thousands of tokens to detokenise, search and encode at once. Knows nothing of responses.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import AsyncGenerator, Sequence
 
 from mini_engine.prompt.answer import Generation, Piece
 
-TURN_SECONDS = 0.002  # that the pieces of a request may be taken and used before others have the event loop
+TURN_SECONDS = 0.002  # that one request may take and use its pieces before it yields to the event loop
 
 
 async def pieces(generations: Sequence[Generation]) -> AsyncGenerator[Piece, None]:
-    """The pieces of all choices; tokens that arrive faster than they are taken are one. A caller that is slow, or has
-    many to take, does not hold the event loop. Raises as `Generation.take`."""
+    """The pieces of all choices; tokens that arrive faster than pieces are taken make one piece. A caller that is slow,
+    or takes many, does not block the event loop. Raises as `Generation.take`."""
     arrived = asyncio.Event()
     for generation in generations:
         generation.arrived = arrived
@@ -39,5 +39,5 @@ async def pieces(generations: Sequence[Generation]) -> AsyncGenerator[Piece, Non
 
 @functools.lru_cache(maxsize=1)
 def _turns(_: asyncio.AbstractEventLoop) -> asyncio.Lock:
-    """Of those that have used up a turn, one goes on in each iteration of the loop, first come, first served."""
+    """Of the requests that have used up a turn, one continues in each iteration of the loop, in order of arrival."""
     return asyncio.Lock()

@@ -67,29 +67,42 @@ class ChatRenderer:
             int(hf_processor.image_token_id): "image",
             int(hf_processor.video_token_id): "video",
         }
-        vocabulary = hf_processor.tokenizer.get_added_vocab()
+        self.placeholders = frozenset(self._modality_of)  # token ids
         self._client_text = ClientText(self.tokenizer, TAGS)
-        self._format = AnswerFormat.of(template, vocabulary, tool_parser, reasoning)
+        added_tokens = hf_processor.tokenizer.get_added_vocab()
+        self._format = AnswerFormat.of(template, added_tokens, tool_parser, reasoning)
         # In characters, which are never more than the bytes that a token stands for.
         self._longest_token = max(map(len, hf_processor.tokenizer.get_vocab()))
         self.max_tokens: int | None = None  # the engine's limit, once it is known
         self._knows_developer = "developer" in template
-        # A template that cannot work is found at start.
+        # So that a template that cannot work is an error at start.
         self.render(ChatRequest(messages=[ChatMessage(role="user", content="Hello")]))
 
-    def render(self, asked: ChatRequest) -> list[int]:
+    def render(self, chat: ChatRequest) -> list[int]:
         """Returns the prompt's token ids, the start of the answer included, with one placeholder id for each item.
 
         Raises ApiError, a 400, for tools that the template does not write, for variables that are fields of the
         request, and when it refuses the conversation or leaves out an item.
         """
-        text = self._apply_template(asked)
+        import jinja2
+
+        try:
+            arguments = self._template_arguments(chat)
+            messages = [self._template_message(message) for message in chat.messages]
+            text = self._hf.apply_chat_template(messages, chat_template=self._template, tokenize=False, **arguments)
+        except RecursionError:
+            raise bad_request("the tools or template variables are nested too deeply", "messages") from None
+        except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise too, as for roles in no order
+            is_late = any(message.role in ("system", "developer") for message in chat.messages[1:])
+            remedy = "send one system message, as the first" if is_late else "change the roles or order of the messages"
+            reason = str(error).replace(MARK, "")[:200]
+            raise bad_request(f"the chat template rejects these messages: {reason}; {remedy}", "messages") from error
         self._check_length(text, self._client_text.encode)
         token_ids = self._client_text.encode(text)
-        wanted = [part.modality for message in asked.messages for part in message.parts if part.modality]
+        sent = [part.modality for message in chat.messages for part in message.parts if part.modality]
         placed = [self._modality_of[token] for token in token_ids if token in self._modality_of]
-        if placed != wanted:
-            counts = f"{len(placed)} placeholders for {len(wanted)} media items"
+        if placed != sent:
+            counts = f"{len(placed)} placeholders for {len(sent)} media items"
             raise bad_request(f"the chat template wrote {counts}, or in other order", "messages")
         return token_ids
 
@@ -99,8 +112,8 @@ class ChatRenderer:
         return self._format.thoughts and end.rstrip().endswith(THINK)
 
     def constrain(self, chat: ChatRequest, in_thought: bool) -> ChatRequest:
-        """The request with the grammar that its answer follows: a call that it asks for, after the thought. Raises
-        ApiError, a 400: it asks for no function of its own, or for another grammar too."""
+        """The request with the grammar that its answer follows, after the thought; that of a forced call too. Raises
+        ApiError, a 400: the call is of a function that is not in `tools`, or there is another grammar."""
         grammar = chat.grammar
         if chat.tool_choice not in (None, "none", "auto") and (grammar or not chat.must_call):
             problem = "together with structured output" if grammar else "of a function that is not in 'tools'"
@@ -114,19 +127,14 @@ class ChatRenderer:
         return msgspec.structs.replace(chat, structured_outputs=StructuredOutputs(grammar=grammar))
 
     def thought_parser(self, in_thought: bool) -> Callable[[], AnswerParser]:
-        """What makes the parser for the thought of each choice."""
+        """Makes the parser for the thought of one choice."""
         return partial(AnswerParser, thoughts=self._format.thoughts, in_thought=in_thought)
-
-    @property
-    def placeholders(self) -> frozenset[int]:
-        """The token ids that stand for media."""
-        return frozenset(self._modality_of)
 
     def encode(self, text: str, add_special_tokens: bool, allow_placeholders: bool = False) -> list[int]:
         """The token ids of a text that is no conversation.
 
-        Raises ApiError, a 400, for one that is too long however it is tokenised, or that holds the model's placeholder
-        tokens unless they are allowed.
+        Raises ApiError, a 400, for one that is too long, or that contains the model's placeholder tokens unless they
+        are allowed.
         """
         encode = partial(encode_text, self.tokenizer, add_special_tokens=add_special_tokens)
         self._check_length(text, encode, "prompt")
@@ -137,8 +145,8 @@ class ChatRenderer:
         return token_ids
 
     def _check_length(self, text: str, encode: Callable[[str], Sized], param: str = "messages") -> None:
-        """Refuse a text that is too long. A tokenizer takes hundreds of bytes for each token: a long text is measured
-        in pieces first."""
+        """Refuse a text that is too long. A tokenizer needs hundreds of bytes of memory for each token, so a long text
+        is first encoded in pieces."""
         least, counted = len(text) // self._longest_token, 0
         for number, begin in enumerate(range(0, len(text), PIECE) if len(text) > 4 * PIECE else (), 1):
             if self.max_tokens is None or least > self.max_tokens:
@@ -154,8 +162,8 @@ class ChatRenderer:
             )
 
     def expand(self, token_ids: Sequence[int], sources: Sequence[Source]) -> tuple[list[int], list[MediaItem]]:
-        """The prompt with each placeholder as long as its item, with the text that belongs to it, and the items with
-        their places. `sources` are in order."""
+        """The prompt with each placeholder as long as its item, with the item's text, and the items with their offsets.
+        `sources` are in order."""
         expanded: list[int] = []
         placed: list[MediaItem] = []
         remaining = iter(sources)
@@ -165,83 +173,55 @@ class ChatRenderer:
                 expanded.append(token)
                 continue
             media_hash, item = next(remaining)
-            assert item.modality == modality
             # By itself: in a model's own template a special token stands on either side, which no token reaches across.
-            text = item.placeholder
+            text, offsets = item.placeholder, []
             written = [token] if text is None else self.tokenizer.encode(text, add_special_tokens=False).ids
-            runs = written.count(token)
-            offsets: list[int] = []
-            for each in written:
-                if each == token:
+            run = [token] * (item.num_tokens // written.count(token))
+            for written_token in written:
+                if written_token == token:
                     offsets.append(len(expanded))
-                    expanded.extend([token] * (item.num_tokens // runs))
-                else:
-                    expanded.append(each)
-            patches = None if isinstance(item, CachedMedia) else item.patches
-            cacheable = isinstance(item, CachedMedia) or item.missing is None
-            placed.append(
-                MediaItem(
-                    item.modality, offsets, item.num_tokens, item.grid_thw, item.second_per_grid, patches, media_hash,
-                    placeholder=item.placeholder, cacheable=cacheable,
-                )
-            )  # fmt: skip
+                expanded += run if written_token == token else [written_token]
+            patches, cacheable = (None, True) if isinstance(item, CachedMedia) else (item.patches, item.missing is None)
+            layout = (modality, offsets, item.num_tokens, item.grid_thw, item.second_per_grid)
+            placed.append(MediaItem(*layout, patches, media_hash, placeholder=text, cacheable=cacheable))
         return expanded, placed
 
-    def _for_template(self, message: ChatMessage) -> dict[str, Any]:
+    def _template_message(self, message: ChatMessage) -> dict[str, Any]:
         """The message as Hugging Face templates know it: media as bare {"type": "image"}, arguments as objects.
 
         In an assistant's text the tags of thoughts and calls stay tokens, since templates look for them there.
         """
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
-        mark_text = partial(self._client_text.mark, keep_tags=role == "assistant")
-        calls, as_text = message.tool_calls or [], ""
-        more: dict[str, Any] = {"tool_call_id": message.tool_call_id, "reasoning_content": message.thought}
-        try:
-            more = self._client_text.mark({**more, "tool_calls": [call.parsed() for call in calls]})
-        except (msgspec.DecodeError, RecursionError):
-            # Arguments that are no object, or cut off. A template may fail at them; as text they are what was said.
-            texts = [call.text for call in calls]
-            as_text = "\n".join(f"{CALL}\n{text}\n{CALL_END}" for text in self._client_text.mark(texts))
-            more = self._client_text.mark(more)
+        mark, keep_tags = self._client_text.mark, role == "assistant"
         content: Any = [
-            {"type": part.modality} if part.text is None else {"type": "text", "text": mark_text(part.text)}
+            {"type": part.modality} if part.text is None else {"type": "text", "text": mark(part.text, keep_tags)}
             for part in message.parts
         ]
-        content += [{"type": "text", "text": "\n" * bool(message.content) + as_text}] * bool(as_text)
+        fields = mark({"tool_call_id": message.tool_call_id, "reasoning_content": message.thought})
+        try:
+            fields["tool_calls"] = mark([call.parsed() for call in message.tool_calls or ()])
+        except (msgspec.DecodeError, RecursionError):
+            # Arguments that are no object, or cut off. A template may fail at them, so they become the model's text.
+            calls = "\n".join(f"{CALL}\n{mark(call.text)}\n{CALL_END}" for call in message.tool_calls or ())
+            content.append({"type": "text", "text": "\n" * bool(message.content) + calls})
         if not isinstance(message.content, list):
             content = "".join(part["text"] for part in content)
-        return {"role": role, "content": content, **{name: value for name, value in more.items() if value}}
+        return {"role": role, "content": content, **{name: value for name, value in fields.items() if value}}
 
-    def _arguments(self, asked: ChatRequest) -> dict[str, Any]:
-        """What the template gets beside the messages. A variable that it does not have changes nothing."""
-        tools = asked.tools if asked.calls_tools else None
+    def _template_arguments(self, chat: ChatRequest) -> dict[str, Any]:
+        """The template's variables besides the messages. One that it does not read is left out."""
+        tools = chat.tools if chat.calls_tools else None
         if tools and not self._format.calls:
             text = "the chat template has no tools in Hermes' format; leave them out, or use another --chat-template"
             raise bad_request(text, "tools")
-        more = {"reasoning_effort": asked.reasoning_effort} | (asked.chat_template_kwargs or {})
-        goes_on = bool(asked.continue_final_message)
-        opens = not goes_on if asked.add_generation_prompt is None else asked.add_generation_prompt
+        variables = {"reasoning_effort": chat.reasoning_effort} | (chat.chat_template_kwargs or {})
+        goes_on = bool(chat.continue_final_message)
+        opens = not goes_on if chat.add_generation_prompt is None else chat.add_generation_prompt
         own = {"add_generation_prompt": opens, "continue_final_message": goes_on, "tools": msgspec.to_builtins(tools)}
-        if fields := more.keys() & {"messages", *own}:
+        if fields := variables.keys() & {"messages", *own}:
             raise bad_request(f"set {min(fields)!r} as a field of the request", "chat_template_kwargs")
-        used = {name: value for name, value in more.items() if name in self._names and value is not None}
+        used = {name: value for name, value in variables.items() if name in self._names and value is not None}
         return self._client_text.mark(own | used)
-
-    def _apply_template(self, asked: ChatRequest) -> str:
-        """The prompt as text, with the marks of `ClientText`."""
-        import jinja2
-
-        try:
-            arguments = self._arguments(asked)
-            messages = [self._for_template(message) for message in asked.messages]
-            return self._hf.apply_chat_template(messages, chat_template=self._template, tokenize=False, **arguments)
-        except RecursionError:
-            raise bad_request("the tools or template variables are nested too deeply", "messages") from None
-        except (jinja2.TemplateError, TypeError, ValueError) as error:  # templates raise too, as for roles in no order
-            is_late = any(message.role in ("system", "developer") for message in asked.messages[1:])
-            remedy = "send one system message, as the first" if is_late else "change the roles or order of the messages"
-            reason = str(error).replace(MARK, "")[:200]
-            raise bad_request(f"the chat template rejects these messages: {reason}; {remedy}", "messages") from error
 
 
 def collect_media(messages: Sequence[ChatMessage], limits: Mapping[str, int]) -> list[MediaRef]:
@@ -258,13 +238,10 @@ def collect_media(messages: Sequence[ChatMessage], limits: Mapping[str, int]) ->
     if len(refs) > MAX_MEDIA:
         text = f"the conversation has {len(refs)} images and videos, more than {MAX_MEDIA}; send fewer"
         raise bad_request(text, "messages")
-    for limited, limit in limits.items():
-        if counts[limited] > limit:
-            raise bad_request(
-                f"the conversation has {counts[limited]} {limited} items, more than the {limit} that "
-                f"--limit-mm-per-prompt allows; send fewer",
-                "messages",
-            )
+    for kind, limit in limits.items():
+        if counts[kind] > limit:
+            allowed = f"more than the {limit} that --limit-mm-per-prompt allows; send fewer"
+            raise bad_request(f"the conversation has {counts[kind]} {kind} items, {allowed}", "messages")
     return refs
 
 
@@ -276,16 +253,16 @@ def prompt_sources(
 ) -> list[Source]:
     """The items with these hashes, in order; each is in `processed`, or else in `found`.
 
-    An item of which a part could not be read gets a hash like no other: a hit is not decoded, so it could not report
-    what is missing.
+    An item of which a part could not be read gets a unique hash: a hit is not decoded, so it could not report the
+    missing part.
     """
     private = {digest: os.urandom(HASH_BYTES) for digest, item in processed.items() if item.missing}
     return [(private.get(digest, digest), processed.get(digest) or found[digest]) for digest in hashes]
 
 
 def media_usage(item: MediaItem, processor: MediaProcessor) -> dict[str, Any]:
-    """What the response says of an item: its size in pixels after sampling and resizing, and its tokens. Of a video
-    also its frames, of which the last is repeated to fill the last temporal patch, and the seconds between them."""
+    """The item in the response: its size in pixels after sampling and resizing, and its tokens; of a video also its
+    frames, of which the last is repeated to fill the last temporal patch, and the seconds between them."""
     steps, height, width = item.grid_thw
     size = {"width": width * processor.patch_size, "height": height * processor.patch_size}
     used = {"type": item.modality, **size, "tokens": item.num_tokens}
@@ -296,14 +273,12 @@ def media_usage(item: MediaItem, processor: MediaProcessor) -> dict[str, Any]:
 
 
 def check_budget(media: Sequence[MediaItem], limits: EngineLimits) -> None:
-    """Refuse what no encoder cache could hold. An item that comes twice counts once. Raises ApiError: 400 that says how
-    much would be needed, and which flag raises the limit."""
-    needed = sum({item.media_hash: item.num_tokens for item in media}.values())
-    if needed > limits.max_prompt_media_tokens:
-        raise bad_request(
-            f"The images and videos of this prompt have {needed} tokens together; this server takes at most "
-            f"{limits.max_prompt_media_tokens} in one prompt. Send fewer or smaller ones, or start the server with "
-            f"--encoder-cache-tokens {needed}.",
-            "messages",
-            "media_too_large",
+    """Raises ApiError, a 400, for media that do not fit into the encoder cache, with the flag that raises the limit. An
+    item that occurs twice counts once."""
+    needed, limit = sum({item.media_hash: item.num_tokens for item in media}.values()), limits.max_prompt_media_tokens
+    if needed > limit:
+        text = (
+            f"The images and videos of this prompt have {needed} tokens together; this server takes at most {limit} in "
+            f"one prompt. Send fewer or smaller ones, or start the server with --encoder-cache-tokens {needed}."
         )
+        raise bad_request(text, "messages", "media_too_large")

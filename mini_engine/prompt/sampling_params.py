@@ -1,7 +1,7 @@
-"""Sampling parameters: the request's own values over the model's defaults over the server's.
+"""Sampling parameters: the request's own values, else the model's defaults, else the server's.
 
 The defaults come from the model's `generation_config.json`, as in vLLM: temperature, top_p, top_k, min_p,
-repetition_penalty and max_new_tokens count, `do_sample` does not. Knows nothing of HTTP or of how tokens are drawn.
+repetition_penalty and max_new_tokens apply, `do_sample` does not. Knows nothing of HTTP or of the sampler.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from mini_engine.messages import MediaItem, NewRequest, SamplingParams, Sibling
 from mini_engine.protocol.api_errors import bad_request
 from mini_engine.protocol.bodies import CompletionRequest, GenerationRequest
 
-MOST_LISTED = 1_500_000  # log probabilities of a response, all choices together: 105 MB as JSON
+MOST_LISTED = 1_500_000  # logprobs of a response, all choices together: 105 MB as JSON
 GREEDY_BELOW = 1e-5  # temperatures below it are greedy, as in vLLM: dividing logits by less would overflow
 GENERATION_CONFIG = "generation_config.json"
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """What applies where a request says nothing. Fields are those of generation_config.json."""
+    """The values of parameters that a request leaves out. Fields are those of generation_config.json."""
 
     temperature: Annotated[float, Meta(ge=0)] = 1.0
     top_p: Annotated[float, Meta(ge=0, le=1)] = 1.0
@@ -45,15 +45,12 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
         no readable generation_config.json, or one with an invalid value.
         """
         own, config = _read(Path(model_dir) / GENERATION_CONFIG), _read(Path(model_dir) / "config.json")
-        chosen = own
-        if source == "vllm":
-            chosen = {}
-        elif source != "auto":
+        chosen = {} if source == "vllm" else own
+        if source not in ("auto", "vllm"):
             path = Path(source) / GENERATION_CONFIG
             if not path.is_file():
-                raise ConfigError(
-                    f"--generation-config: {source} is not auto, vllm or a directory with {GENERATION_CONFIG}"
-                )
+                problem = f"{source} is not auto, vllm or a directory with {GENERATION_CONFIG}"
+                raise ConfigError(f"--generation-config: {problem}")
             chosen = _read(path)
         ends: list[Any] = []
         for file in (own, chosen, config, config.get("text_config", {})):
@@ -66,7 +63,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
 
 
 class SamplingResolver:
-    """Makes what an engine gets of each request; draws the seeds of requests that give none."""
+    """Makes the engine's request of each client's; draws the seeds of requests without one."""
 
     def __init__(self, defaults: SamplingDefaults, max_model_len: int, vocab_size: int, seed: int, incarnation: int):
         self.defaults = defaults
@@ -78,8 +75,7 @@ class SamplingResolver:
         self._ends = [token for token in defaults.eos_token_id if 0 <= token < vocab_size]
 
     def check(self, request: GenerationRequest) -> None:
-        """What can be refused before the prompt is known. Raises ApiError: 400; a token id that the model does not
-        have."""
+        """What can be refused before the prompt is known. Raises ApiError, a 400: the model lacks a token id."""
         self.check_tokens("stop_token_ids", request.stop_token_ids or ())
         self.check_tokens("logit_bias", request.logit_bias or {})
 
@@ -87,12 +83,10 @@ class SamplingResolver:
         """Raises ApiError, a 400, unless the model has all tokens of the field `name`."""
         greatest, last = max(token_ids, default=0), self.vocab_size - 1
         if greatest > last:
-            problem = f"token id {greatest} out of range [0, {last}]"
-            raise bad_request(f"Invalid '{name}': {problem}.", name, "invalid_value")
+            raise bad_request(f"Invalid '{name}': token id {greatest} out of range [0, {last}].", name)
 
     def resolve(self, request: GenerationRequest, prompt_tokens: int) -> SamplingParams:
-        """The parameters of `request`, whose expanded prompt has `prompt_tokens` tokens. Raises ApiError: 400; the
-        prompt leaves no room for an answer."""
+        """The parameters of `request`, whose expanded prompt has `prompt_tokens` tokens. Raises as `max_tokens`."""
         defaults = self.defaults
         max_tokens = self.max_tokens(request, prompt_tokens)
         temperature = _first(request.temperature, defaults.temperature)
@@ -117,42 +111,45 @@ class SamplingResolver:
         )
 
     def new_request(
-        self, asked: GenerationRequest, request_id: str, token_ids: list[int], media: Sequence[MediaItem] = (),
-        *, client: bytes = b"",
-    ) -> NewRequest:  # fmt: skip
-        """What an engine gets of `asked`, with its expanded prompt. Raises ApiError: 400; see `resolve`, or the prompt
-        has a token that only the tokenizer has, not the model."""
-        self.check_tokens(asked.prompt_field, token_ids)
-        sampling, grammar = self.resolve(asked, len(token_ids)), asked.grammar
+        self,
+        request: GenerationRequest,
+        request_id: str,
+        token_ids: list[int],
+        media: Sequence[MediaItem] = (),
+        *,
+        client: bytes = b"",
+    ) -> NewRequest:
+        """The engine's form of `request`, with its expanded prompt. Raises ApiError: 400 as `resolve`, or if the prompt
+        has a token that the tokenizer has, but not the model."""
+        self.check_tokens(request.prompt_field, token_ids)
+        sampling, grammar = self.resolve(request, len(token_ids)), request.grammar
         if grammar:
-            shared_by = msgspec.msgpack.encode((client, asked.cache_salt, grammar))
+            shared_by = msgspec.msgpack.encode((client, request.cache_salt, grammar))
             sampling = msgspec.structs.replace(sampling, grammar=hashlib.blake2b(shared_by, digest_size=16).digest())
         # Sample i has the seed plus i: the ranks mix a seed before they use it, so neighbours have nothing in common.
-        siblings = [
-            Sibling(f"{request_id}-{index}", (sampling.seed + index) % 2**63) for index in range(1, asked.num_choices)
-        ]
+        seeds = [(sampling.seed + index) % 2**63 for index in range(1, request.num_choices)]
+        siblings = [Sibling(f"{request_id}-{index}", seed) for index, seed in enumerate(seeds, 1)]
         return NewRequest(
             request_id,
             token_ids,
             sampling,
             list(media),
             client,
-            priority=asked.priority or 0,
-            cache_salt=asked.cache_salt or "",
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt or "",
             siblings=siblings,
             grammar=grammar,
         )
 
     def max_tokens(self, request: GenerationRequest, prompt_tokens: int) -> int:
-        """Most tokens of each choice. Raises ApiError: 400; the prompt leaves no room for one."""
+        """The maximum of tokens of each choice. Raises ApiError, a 400: the prompt leaves no room for one."""
         room = self.max_model_len - prompt_tokens
         if room < 1:
-            raise bad_request(
+            text = (
                 f"The prompt has {prompt_tokens} tokens, images and videos included; with at least one output token "
-                f"it exceeds --max-model-len, {self.max_model_len}. Send a shorter prompt.",
-                request.prompt_field,
-                "context_length_exceeded",
+                f"it exceeds --max-model-len, {self.max_model_len}. Send a shorter prompt."
             )
+            raise bad_request(text, request.prompt_field, "context_length_exceeded")
         if request.num_logprobs is not None:
             choices = request.num_choices * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
             room = min(room, MOST_LISTED // (choices * (1 + request.num_logprobs)))

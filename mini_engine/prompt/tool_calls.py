@@ -68,8 +68,8 @@ class ToolCall(Struct, frozen=True, kw_only=True):
     function: CalledFunction
 
     def parsed(self) -> dict[str, Any]:
-        """As Hugging Face templates know it: the arguments are an object. Raises msgspec.DecodeError, RecursionError:
-        they are not."""
+        """As Hugging Face templates know it: with the arguments as an object. Raises msgspec.DecodeError or
+        RecursionError if they are none."""
         arguments = msgspec.json.decode(str(self.function.arguments) or "{}", type=dict[str, Any])
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
@@ -85,7 +85,7 @@ class ToolCall(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """What the answers of a model may hold besides text, as its chat template shows."""
+    """Whether answers of a model may contain calls and thoughts, as its chat template shows."""
 
     calls: bool
     thoughts: bool
@@ -107,8 +107,8 @@ class AnswerFormat:
         # Lark writes a tag that is a token without quotes.
         begin, end = (tag if tag in self.vocabulary else f'"{tag}"' for tag in (CALL, CALL_END))
         calls = [
-            rf'"\n{{\"name\": \"{one.name}\", \"arguments\": " {json_value(one.schema, TEMPLATE_SPACING)} "}}\n"'
-            for one in functions
+            rf'"\n{{\"name\": \"{call.name}\", \"arguments\": " {json_value(call.schema, TEMPLATE_SPACING)} "}}\n"'
+            for call in functions
         ]
         start = r'call ("\n" call)*' if parallel else "call"
         return f"start: {start}\ncall: {begin} ({' | '.join(calls)}) {end}"
@@ -136,9 +136,9 @@ class AnswerParser:
     """Splits the text of one choice into fragments as it arrives: the same, put together, however the text is cut.
 
     A choice has two: one splits off the thought, and one the calls of the text after it, once stop strings have acted.
-    Text is held back only while it may begin a tag, and a call until its arguments begin. What cannot be read as a call
-    is content. Arguments are delivered as the model writes them, which need not be valid JSON, as OpenAI's. Whitespace
-    beside a tag is dropped.
+    Text is held back only while it may begin a tag, and a call until its arguments begin. Malformed calls are content.
+    Arguments are delivered as the model writes them, perhaps as invalid JSON, like OpenAI's. Whitespace beside a tag is
+    dropped.
     """
 
     def __init__(self, *, calls: bool = False, thoughts: bool = False, in_thought: bool = False):
@@ -150,7 +150,8 @@ class AnswerParser:
         self._after_tag = in_thought
 
     def push(self, text: str, last: bool = False) -> list[tuple[Kind, str]]:
-        """Takes the next text, and returns what is certain now; with the `last`, all. Of a call it is the name."""
+        """Takes the next text, and returns the fragments that are certain now; with the `last`, all. That of a call is
+        its name."""
         self._held += text
         fragments: list[tuple[Kind, str]] = []
         while True:

@@ -1,37 +1,17 @@
-"""Errors of requests in OpenAI's form: what a client reads, and the line in the log.
+"""The errors that end requests, in OpenAI's form. Knows nothing of HTTP but status codes and headers.
 
-No text made here contains a path, an address or a segment name, except the names by which clients ask for the model:
-without `--served-model-name`, that is MODEL as the command line has it.
+No message contains a path, an address or a segment name, except the names by which clients ask for the model: without
+`--served-model-name`, that is MODEL as the command line has it.
 """
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
-from starlette.responses import Response
 
-from mini_engine import metrics
-from mini_engine.launch.shortage import Shortage, shortage_in
-from mini_engine.log import about
-from mini_engine.media.media_errors import DecoderUnavailable, MediaError
-from mini_engine.protocol.request_clock import RequestClock
-
-logger = logging.getLogger(__name__)
-
-RETRY_AFTER = {
-    429: "1",  # seconds; many requests take no longer
-    503: "5",  # about what a replacement needs to start
-}
-QUIET_SECONDS = 60.0  # without a shortage, after which the next one is logged again
-REMEDIES = {
-    "file descriptors": "raise its limit: ulimit -n, LimitNOFILE=, --ulimit nofile=",
-    "threads": "raise the limit on processes: ulimit -u, TasksMax=, --pids-limit",
-    "memory": "see Memory in docs/operations.md",
-}
+RETRY_AFTER = {429: "1", 503: "5"}  # seconds: many requests take no longer; about what a replacement needs to start
 
 Code = Literal[
     "context_length_exceeded", "engine_unavailable", "internal_error", "invalid_api_key", "invalid_http",
@@ -57,7 +37,7 @@ class ErrorResponse(msgspec.Struct, frozen=True):
 
 
 class ApiError(Exception):
-    """A request that ends with this status and error. `message` is for the client: it says what to change."""
+    """A request ends with this status and error. `message` tells the client what to change."""
 
     def __init__(
         self,
@@ -90,7 +70,7 @@ class EngineError(ApiError):
 
 
 class MediaNotSent(EngineError):
-    """A request's media have not reached its engine. The next time they may: there is memory, or they are in time."""
+    """A request's media have not reached its engine. A retry may succeed: with more memory, or in time."""
 
     def __init__(self) -> None:
         super().__init__("The media of this request could not be sent to the engine; send the request again.")
@@ -101,61 +81,7 @@ def bad_request(message: str, param: str | None = None, code: Code = "invalid_va
     return ApiError(400, message, param=param, code=code)
 
 
-def too_much_work(reason: str, problem: str) -> ApiError:
-    """A 429, which is counted by its `reason`."""
-    metrics.requests_rejected_total.labels(reason).inc()
-    return ApiError(429, f"{problem}. Send this request again later.", code="overloaded")
-
-
 def shutting_down() -> EngineError:
     """A 503: this server shuts down, and there may be another."""
-    return EngineError(
-        "The server is shutting down and takes no new requests; send this one again later.", code="shutting_down"
-    )
-
-
-def explain(error: Exception, request_id: str, clock: RequestClock | None) -> ApiError:
-    """The response to `error`, which is logged; with the `clock` of a request for text it is counted."""
-    match error:
-        case ApiError():
-            answer = error
-        case MediaError():
-            answer = bad_request(str(error), "messages", "invalid_media")
-        case DecoderUnavailable():
-            answer = ApiError(503, str(error), code="overloaded")
-        case _ if shortage := shortage_in(error):
-            _log_shortage(shortage)
-            metrics.requests_rejected_total.labels("host").inc()
-            answer = ApiError(503, str(shortage), code="overloaded")
-        case _:
-            logger.error("%s failed", request_id, exc_info=error, extra=about(request_id))
-            text = f"Internal error; the server's log has the details under {request_id}."
-            answer = ApiError(500, text, code="internal_error")
-    reason = "".join(one if one.isprintable() else " " for one in answer.body.message)  # it may quote the request
-    logger.info("%s: %d %s: %s", request_id, answer.status, answer.body.code, reason, extra=about(request_id))
-    if clock is not None:
-        clock.failed = True
-        if answer.status >= 500:
-            clock.end("error")
-    return answer
-
-
-_short_at: dict[str, float] = {}  # when a shortage was last seen, by what there was too little of
-
-
-def _log_shortage(shortage: Shortage) -> None:
-    """One line when a shortage begins: a host that is short of something should write no more than it has to."""
-    what, now = shortage.what, time.monotonic()
-    before, _short_at[what] = _short_at.get(what), now
-    if before is None or now - before > QUIET_SECONDS:
-        logger.error("out of %s: requests are refused; %s", what, REMEDIES[what])
-
-
-def error_response(error: ApiError) -> Response:
-    """`error` as a response."""
-    return Response(error.encode(), error.status, error.headers, "application/json")
-
-
-def error_event(error: ApiError) -> bytes:
-    """The last event of a stream that fails after it has begun."""
-    return b"data: " + error.encode() + b"\n\n"
+    text = "The server is shutting down and takes no new requests; send this one again later."
+    return EngineError(text, code="shutting_down")

@@ -1,7 +1,7 @@
-"""The request bodies of all endpoints: which fields there are, and what they may hold.
+"""The request bodies of all endpoints: their fields, and the valid values.
 
 A field is supported, `Ignored`, or known and accepted only at a value that changes nothing (`only`); an unknown one is
-an error. None means the default of the model or the server. Knows nothing of defaults that depend on the model
+an error. None means the default of the model or the server. Knows nothing of HTTP, of defaults that depend on the model
 (`prompt/sampling_params.py`), of media settings (`media/settings.py`) or of the chat template (`prompt/renderer.py`).
 """
 
@@ -16,9 +16,8 @@ from msgspec import Meta, Struct
 
 from mini_engine.prompt.tool_calls import CALL_END, Function, Tool, ToolCall, Tools
 from mini_engine.protocol.api_errors import bad_request
-from mini_engine.protocol.body_split import MAX_STRUCTURE, STRUCTURE_LIMIT, structure
-from mini_engine.protocol.inline_data import DataUrl
 from mini_engine.protocol.parts import Part
+from mini_engine.protocol.structure import MAX_STRUCTURE, STRUCTURE_LIMIT, structure
 from mini_engine.protocol.structured_outputs import choice_grammar, json_grammar, regex_grammar
 
 MAX_MESSAGES = 4096
@@ -29,7 +28,7 @@ MAX_STOP_STRINGS = 16  # OpenAI takes 4; more cost little here
 MAX_STOP_LENGTH = 1024  # characters
 MAX_CHOICES = 128  # OpenAI's limit on `n`
 MAX_LOGPROBS = 20  # OpenAI's limit on `top_logprobs`
-MAX_GRAMMAR = 100_000  # bytes as JSON of what a grammar is made of
+MAX_GRAMMAR = 100_000  # bytes as JSON of the schema, expression, choices or functions of a grammar
 MAX_BIASED_TOKENS = 1024  # a bias is written to the device for each of them
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
@@ -43,42 +42,34 @@ IGNORED = msgspec.field(default_factory=msgspec.Raw)
 MediaIOKwargs = dict[Literal["image", "video"], dict[str, Any] | None]
 
 
-def only(*neutral: Any) -> Meta:
-    """Annotates a known field that is not supported: null, or one of these values, which change nothing, is accepted.
-
-    Such a field is typed `Annotated[Any, only(...)]`.
-    """
-    accepted = " or ".join(msgspec.json.encode(value).decode() for value in neutral) or "null"
-    return Meta(description=f"Not supported: leave it out or send {accepted}.", extra={"neutral": (accepted, neutral)})
+def only(neutral: Any) -> Meta:
+    """Annotates a known field of type Any that is not supported: null and this value, which change nothing, are
+    accepted."""
+    accepted = msgspec.json.encode(neutral).decode()
+    return Meta(description=f"Not supported: leave it out or send {accepted}.", extra={"neutral": neutral})
 
 
 class Body(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """A request body."""
 
-    items_per_mark: ClassVar[int] = 1  # see `structure`
+    items_per_unit: ClassVar[int] = 1  # see `structure`
 
     model: str | None = None
 
-    def fill_in(self, urls: dict[str, DataUrl]) -> None:
-        """Put the whole of long `data:` URLs into its parts, and take these out of `urls`."""
-        for message in getattr(self, "messages", None) or ():
-            for part in message.parts:
-                part.fill_in(urls)
-
     def check(self) -> None:
         """Raises ApiError, a 400, for an unsupported field, and for fields that exclude each other."""
-        for name, (accepted, neutral) in _unsupported(type(self)).items():
+        for name, neutral in _unsupported(type(self)).items():
             value = getattr(self, name)
             # True == 1 in Python, but not in JSON.
-            same = (value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
-            if value is not None and not any(same):
+            if value is not None and (value != neutral or isinstance(value, bool) != isinstance(neutral, bool)):
+                accepted = msgspec.json.encode(neutral).decode()
                 text = f"'{name}' is not supported by this server; leave it out or send {accepted}."
                 raise bad_request(text, name, "unsupported_parameter")
 
 
 @functools.cache
-def _unsupported(kind: type[Body]) -> dict[str, tuple[str, tuple[Any, ...]]]:
-    """By the name of each field that is annotated with `only`: the accepted values, as text and by themselves."""
+def _unsupported(kind: type[Body]) -> dict[str, Any]:
+    """The accepted value of each field that is annotated with `only`."""
     hints = get_type_hints(kind, include_extras=True)
     metas = {name: meta for name, hint in hints.items() for meta in getattr(hint, "__metadata__", ())}
     return {name: meta.extra["neutral"] for name, meta in metas.items() if meta.extra}
@@ -113,12 +104,11 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> list[Part]:
-        """`content` as a list."""
         return self.content if isinstance(self.content, list) else [Part(type="text", text=self.content or "")]
 
     @property
     def num_characters(self) -> int:
-        """Of text, thoughts and calls; a part counts as some."""
+        """Of text, thoughts and calls; each part counts as `PART_CHARACTERS` more."""
         texts = [self.thought, *(part.text for part in self.parts)]
         calls = msgspec.json.encode([self.tool_calls, self.tool_call_id])
         return len(calls) + sum(PART_CHARACTERS + len(text or "") for text in texts)
@@ -127,9 +117,8 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
-def check_shown(messages: Sequence[ChatMessage], variables: Mapping[str, Any] | None) -> None:
-    """Raises ApiError, a 400: the arguments of earlier calls, or a variable, have too much structure to show them to a
-    template."""
+def _check_structure(messages: Sequence[ChatMessage], variables: Mapping[str, Any] | None) -> None:
+    """Raises ApiError, a 400: the arguments of earlier calls, or a template's variable, have too much structure."""
     calls = [call for message in messages for call in message.tool_calls or ()]
     if sum(structure(str(call.function.arguments).encode()) for call in calls) > MAX_STRUCTURE:
         text = f"The 'arguments' of all calls have {STRUCTURE_LIMIT}; send fewer."
@@ -173,7 +162,7 @@ class ResponseFormat(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's: what the answer has to be, by exactly one of the fields."""
+    """vLLM's: the form of the answer, by exactly one of the fields."""
 
     json: dict[str, Any] | None = None  # a JSON schema
     regex: str | None = None  # of the whole answer, in the syntax of Rust's `regex`
@@ -183,15 +172,6 @@ class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         if sum(getattr(self, name) is not None for name in self.__struct_fields__) != 1:
             raise ValueError(f"Send exactly one of {', '.join(self.__struct_fields__)}")
-
-    @property
-    def text(self) -> str:
-        """The grammar in Lark."""
-        if self.json is not None:
-            return json_grammar(self.json)
-        if self.regex is not None:
-            return regex_grammar(self.regex)
-        return choice_grammar(self.choice) if self.choice else self.grammar or ""
 
 
 class GenerationRequest(Body, kw_only=True, frozen=True, dict=True):
@@ -231,23 +211,27 @@ class GenerationRequest(Body, kw_only=True, frozen=True, dict=True):
 
     @property
     def token_limit(self) -> int | None:
-        """Most tokens of the answer; None: the request sets no limit."""
+        """The maximum of tokens of the answer; None: the request sets none."""
         return self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many likeliest tokens to list beside each chosen one; None: no logprobs at all."""
+        """The number of likeliest tokens to list beside each chosen one; None: no logprobs."""
         raise NotImplementedError
 
     @functools.cached_property
     def grammar(self) -> str:
-        """What the answer has to match, in Lark; empty: it may be any text."""
-        if self.structured_outputs is not None:
-            return self.structured_outputs.text
+        """The grammar of the answer, in Lark; empty: it may be any text."""
+        if outputs := self.structured_outputs:
+            if outputs.regex is not None:
+                return regex_grammar(outputs.regex)
+            if outputs.choice is not None:
+                return choice_grammar(outputs.choice)
+            return json_grammar(outputs.json) if outputs.json is not None else outputs.grammar or ""
         if self.response_format is None or self.response_format.type == "text":
             return ""
-        asked = self.response_format.json_schema
-        return json_grammar(asked.schema if asked else {"type": "object"})
+        json_schema = self.response_format.json_schema
+        return json_grammar(json_schema.schema if json_schema else {"type": "object"})
 
     @property
     def grammar_field(self) -> str:
@@ -257,18 +241,16 @@ class GenerationRequest(Body, kw_only=True, frozen=True, dict=True):
 
     @property
     def must_call(self) -> list[Function]:
-        """The functions of which the answer has to call one; empty: it need not."""
+        """The functions of which the answer must call one; empty: no call is forced."""
         return []
 
     @property
     def stop_strings(self) -> list[str]:
-        """`stop` as a list."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
     def num_choices(self) -> int:
-        """`n`, or 1."""
-        return 1 if self.n is None else self.n
+        return self.n or 1
 
     def check(self) -> None:
         super().check()
@@ -324,13 +306,12 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
 
     @property
     def num_characters(self) -> int:
-        """Of the text in the prompt, about."""
+        """Of the text in the prompt, approximately."""
         variables = msgspec.json.encode([self.tools, self.chat_template_kwargs, self.reasoning_effort])
-        return sum(one.num_characters for one in self.messages) + len(variables)
+        return sum(message.num_characters for message in self.messages) + len(variables)
 
     @property
     def calls_tools(self) -> bool:
-        """Whether the model may call functions."""
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
@@ -346,8 +327,8 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     @property
     def stop_strings(self) -> list[str]:
         # A call that is not forced by a grammar is the only one if the answer ends with it.
-        ends = self.calls_tools and self.parallel_tool_calls is False and not self.must_call
-        return [*super().stop_strings, *[CALL_END] * ends]
+        one_call = self.calls_tools and self.parallel_tool_calls is False and not self.must_call
+        return [*super().stop_strings, *[CALL_END] * one_call]
 
     @property
     def num_logprobs(self) -> int | None:
@@ -357,7 +338,7 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise bad_request("'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs")
-        check_shown(self.messages, self.chat_template_kwargs)
+        _check_structure(self.messages, self.chat_template_kwargs)
 
 
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
@@ -368,7 +349,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
 
     prompt_field = "prompt"
     default_tokens = 16  # OpenAI's
-    items_per_mark = 8  # token ids cost little
+    items_per_unit = 8  # token ids cost little
 
     prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)]
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -383,17 +364,16 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One or several prompts, each a text or token ids."""
-        one: Any = self.prompt
-        return [one] if isinstance(one, str) or isinstance(one[0], int) else one
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
 
     def check(self) -> None:
         super().check()
         if not isinstance(self.prompt, str) and len({type(item) for item in self.prompt}) > 1:
             raise bad_request("Invalid 'prompt': texts, token ids and lists of them cannot be mixed.", "prompt")
         if len(self.prompts) * self.num_choices > MAX_CHOICES:
-            each = f"{len(self.prompts)} prompts with {self.num_choices} choices each"
-            raise bad_request(f"{each} are more than {MAX_CHOICES} choices; send fewer.", "prompt")
+            counts = f"{len(self.prompts)} prompts with {self.num_choices} choices each"
+            raise bad_request(f"{counts} are more than {MAX_CHOICES} choices; send fewer.", "prompt")
 
 
 class TokenizeRequest(Body, kw_only=True, frozen=True):
@@ -420,7 +400,7 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
 
     def check(self) -> None:
         super().check()
-        check_shown(self.messages or (), self.chat_template_kwargs)
+        _check_structure(self.messages or (), self.chat_template_kwargs)
         if (self.prompt is None) == (self.messages is None):
             raise bad_request("Send either 'prompt' or 'messages'.", "prompt", "missing_required_parameter")
         if self.messages is not None and self.add_special_tokens:
@@ -431,6 +411,6 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
 class DetokenizeRequest(Body, kw_only=True, frozen=True):
     """The body of a detokenize request."""
 
-    items_per_mark = 8
+    items_per_unit = 8
 
     tokens: list[TokenId]

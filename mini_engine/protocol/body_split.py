@@ -1,6 +1,6 @@
 """Splits a JSON body, while its blocks arrive, into text, which is bounded, and the data of long `data:` URLs of media.
 
-Only the text is decoded as JSON: there the data of each URL have a name that no client can know. Knows nothing of
+Only the text is decoded as JSON: in it a name that no client can know replaces the data of each URL. Knows nothing of
 requests.
 """
 
@@ -18,14 +18,6 @@ from mini_engine.protocol.inline_data import DataUrl
 HEAD = re.compile(rb'"(?:url|image_url|video_url|image|video|file_data)"\s{0,64}:\s{0,64}"(data:[^",]{0,999},)')
 MOST_HEAD = 1200  # bytes that match it
 LEAST_CUT = 1024  # bytes of data that are no text
-MAX_STRUCTURE = 1 << 17  # arrays, objects, commas and colons of a body: its decoding takes 60 ms at most
-SLOW_NUMBER = 64  # so many of these take as long as a number with an exponent
-LONG_NUMBER = 20  # digits; numbers of fewer take no longer than short ones
-_DIGITS = bytes.maketrans(b"123456789", b"000000000")
-STRUCTURE_LIMIT = (
-    f"more than {MAX_STRUCTURE} arrays, objects, fields and items, of which a number counts as {SLOW_NUMBER} with an "
-    f"exponent, and for each {LONG_NUMBER} digits"
-)
 
 
 class SplitBody:
@@ -37,18 +29,17 @@ class SplitBody:
         self._cuts: list[tuple[int, int, int]] = []  # where URLs begin, their data, and their end
         self._cut_bytes = 0
         self._head: tuple[int, int] | None = None  # where a URL begins, and its data, if it has not ended
-        self._position = 0  # what is before it has been searched
+        self._position = 0  # the search continues here
 
     def __len__(self) -> int:
         return len(self.whole)
 
     @property
     def text_bytes(self) -> int:
-        """Of what has arrived, without the data that may be cut."""
+        """Of the bytes that have arrived, without the data that may be cut."""
         return (self._head[1] if self._head else len(self.whole)) - self._cut_bytes
 
     def feed(self, block: bytes) -> None:
-        """Takes the next block of the body."""
         body = self.whole
         body += block
         while True:
@@ -87,14 +78,3 @@ class SplitBody:
         begins = {url.begin for url in urls.values()}
         self._cuts = [cut for cut in self._cuts if cut[1] not in begins]
         self._cut_bytes = sum(end - begin for _, begin, end in self._cuts)
-
-
-def structure(text: bytes, items: int = 1) -> int:
-    """How long a JSON text takes to decode: its strings, or the arrays, objects, fields and items outside of them. Of
-    items `items` count as one."""
-    bare = text.replace(b"\\\\", b"").replace(b'\\"', b"")
-    strings = bare.count(b'"') // 2
-    outside = b"".join(bare.split(b'"')[::2]) if strings <= MAX_STRUCTURE else b""
-    exponents = outside.count(b"e") + outside.count(b"E") - outside.count(b"true") - outside.count(b"false")
-    slow = exponents + outside.translate(_DIGITS).count(b"0" * LONG_NUMBER)
-    return max(strings, sum(map(outside.count, b"[{:")) + outside.count(b",") // items + SLOW_NUMBER * slow)

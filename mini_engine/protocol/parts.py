@@ -62,7 +62,6 @@ class PartSettings(Struct, frozen=True, kw_only=True):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Those that are set."""
         values = {name: getattr(self, name) for name in SUPPORTED}
         return {name: value for name, value in values.items() if value is not None}
 

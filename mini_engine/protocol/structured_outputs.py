@@ -21,8 +21,8 @@ ASCII |= {r"\D": "[^0-9]", r"\W": "[^0-9A-Za-z_]", r"\S": r"[^\t-\r\x20]"}
 # Where schemas stand in a schema: as the value or in a list, and under names; a name may be a keyword elsewhere.
 SUBSCHEMAS = {"items", "prefixItems", "additionalItems", "additionalProperties", "allOf", "anyOf", "oneOf"}
 NAMED_SUBSCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
-# What says which properties an object has: by itself, and by other schemas or whole values. Beside each other these
-# are about the same object.
+# Keywords that describe the properties of an object: by itself, and by other schemas or whole values. Beside each other
+# they describe the same object.
 HERE = {"properties", "required", "minProperties"}
 ELSEWHERE = {"allOf", "anyOf", "oneOf", "$ref", "const", "enum"}
 BESIDE = HERE | ELSEWHERE | {"additionalProperties", "patternProperties"}
@@ -48,20 +48,20 @@ def json_grammar(schema: dict[str, Any]) -> str:
 
 def regex_grammar(regex: str) -> str:
     """A text that this regular expression, in the syntax of Rust's `regex` with ASCII classes, matches as a whole."""
-    regex = re.sub(r"(?s)\\.|--|-(?=\\[dwsDWS])", lambda found: ASCII.get(found[0], found[0]), regex)
+    regex = re.sub(r"(?s)\\.|--|-(?=\\[dwsDWS])", lambda match: ASCII.get(match[0], match[0]), regex)
     return json.loads(LLMatcher.grammar_from_regex(regex))["grammars"][0]["lark_grammar"]
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """One of these texts."""
     return "start: " + " | ".join(map(json.dumps, choices))
 
 
 def _prepared(schema: Any, close: bool) -> Any:
-    """A schema, or a list of them, without what means nothing, and to `close` with its objects closed.
+    """A schema, or a list of them, without keywords that have no effect; with `close` its objects take no other
+    properties.
 
-    Raises ValueError where several schemas are about one object, since no one names all of its properties; others for
-    what is no schema.
+    Raises ValueError where several schemas describe one object, since none of them names all of its properties; other
+    exceptions for what is no schema.
     """
     if isinstance(schema, list):
         return [_prepared(inner, close) for inner in schema]

@@ -1,4 +1,4 @@
-"""Which hosts clients may ask for, and whose requests are."""
+"""The hosts that clients may ask for, and the client of a request."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from mini_engine.protocol.api_errors import ApiError
 LOCAL = ["localhost:8000", "127.0.0.1", "[::1]:8000", "engine:8000", "Box.local.", socket.gethostname()]
 PUBLIC = ["evil.test", "evil.test:8000", "127.0.0.1.evil.test", "localhost.evil.test"]
 INVALID = ["", "[::1].evil.test", "evil.test\\.local", "evil.test/.local", "evil test.local", "a..local"]
-
-
-@pytest.mark.parametrize(("settings", "allowed", "refused"), [
+HOSTS = [
     ({"host": "my.test"}, [*LOCAL, "my.test"], PUBLIC),
     ({"allowed_hosts": ["my.test", "*.Example"]}, [*LOCAL, "MY.test:80", "a.example"], [*PUBLIC, "example.test"]),
     ({"allowed_hosts": ["*"]}, [*LOCAL, *PUBLIC], []),
     ({"api_key": ["k"]}, [*LOCAL, *PUBLIC], []),
     ({"api_key": ["k"], "allowed_hosts": ["my.test"]}, [*LOCAL, "my.test"], PUBLIC),
-])  # fmt: skip
-def test_hosts(settings: dict[str, Any], allowed: list[str], refused: list[str]) -> None:
+]
+
+
+@pytest.mark.parametrize(("settings", "allowed", "refused"), HOSTS)
+def test_host_must_be_local_or_allowed(settings: dict[str, Any], allowed: list[str], refused: list[str]) -> None:
     access = Access(EngineConfig(**settings))
     for host in allowed:
         access.check_host(Headers({"host": host}))
@@ -33,7 +34,7 @@ def test_hosts(settings: dict[str, Any], allowed: list[str], refused: list[str])
             access.check_host(Headers({"host": host}))
 
 
-def test_a_client_is_an_api_key_or_else_an_address_of_ipv6_a_64() -> None:
+def test_client_is_known_by_its_key_or_address_of_ipv6_by_its_64() -> None:
     keyed, keyless = Access(EngineConfig(api_key=["a", "b"])), Access(EngineConfig())
     first, same, other = (
         keyed.client_of(Headers({"authorization": key}), ("::1", 1)) for key in ("Bearer a", "bearer  a", "Bearer b")

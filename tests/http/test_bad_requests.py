@@ -52,8 +52,7 @@ def message(**fields: Any) -> dict[str, Any]:
 
 VALUE, UNKNOWN, MISSING = "invalid_value", "unknown_parameter", "missing_required_parameter"
 UNSUPPORTED, TOO_LONG = "unsupported_parameter", "context_length_exceeded"
-
-
+PART = "messages[0].content[0]"  # a parameter
 JSON_OBJECT = {"response_format": {"type": "json_object"}}
 
 
@@ -62,72 +61,73 @@ def tool(**properties: Any) -> dict[str, Any]:
 
 
 FORCED = {"tools": [tool()], "tool_choice": "required"}
-BAD_CHAT: list[tuple[dict[str, Any], str, str, str]] = [
-    ({"model": "other"}, "model_not_found", "model", "does not exist; this server has tiny, alias."),
-    ({"frobnicate": 1}, UNKNOWN, "frobnicate", "Unknown parameter: 'frobnicate'"),
-    ({"stream_options": {"x - at $y": 1}}, UNKNOWN, "stream_options.x - at $y", "Unknown parameter"),
-    ({"chat_template_kwargs": {"part": [[]] * 2100}}, VALUE, "chat_template_kwargs.part", "more than 4096 arrays"),
-    ({"temperature": 101}, VALUE, "temperature", "<= 100.0"),
-    ({"n": 129}, VALUE, "n", "<= 128"),
-    ({"min_tokens": 6, "max_tokens": 5}, VALUE, "min_tokens", "at most 5"),
-    ({"top_logprobs": 2}, VALUE, "top_logprobs", "only allowed when 'logprobs' is true"),
-    ({"logit_bias": {"5": 101}}, VALUE, "logit_bias[...]", "<= 100"),
-    ({"seed": 2**63}, VALUE, "seed", "9223372036854775807"),
-    ({"stop": ["a", ""]}, VALUE, "stop[1]", "length >= 1"),
-    ({"stop_token_ids": [10**6]}, VALUE, "stop_token_ids", "token id 1000000 out of range"),
-    ({"stream": False, "stream_options": {"include_usage": True}}, VALUE, "stream_options", "only allowed"),
-    ({"stream": True, "stream_options": {"x": 1}}, UNKNOWN, "stream_options.x", "Unknown parameter"),
-    ({"structured_outputs": {"regex": "a" * 100_001}}, VALUE, "structured_outputs", "more than 100000 bytes"),
-    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, VALUE, "structured_outputs", "exactly one of json, "),
-    ({"tools": [], "tool_choice": tool()}, VALUE, "tool_choice", "function that is not in 'tools'"),
-    ({**FORCED, **JSON_OBJECT}, VALUE, "tool_choice", "with structured output"),
-    ({"chat_template_kwargs": {"tools": 1}}, VALUE, "chat_template_kwargs", "set 'tools' as a field of the request"),
-    ({"continue_final_message": True, "add_generation_prompt": True}, VALUE, "messages", "not compatible"),
-    ({"echo": 0}, UNSUPPORTED, "echo", "send false"),
-    ({"media_io_kwargs": {"audio": {}}}, VALUE, "media_io_kwargs", "'audio'"),
-    ({"messages": None}, VALUE, "messages", "got `null`"),
-    ({"messages": []}, VALUE, "messages", "length >= 1"),
-    (message(role="user"), VALUE, "messages[0]", "needs `content`"),
-    (message(role="assistant", function_call={}), VALUE, "messages[0].function_call", "expected `null`"),
-    (user(text("word " * 700)), TOO_LONG, "messages", f"{MAX_MODEL_LEN}"),
-    (user({"type": "input_audio"}), VALUE, "messages[0].content[0].type", "'input_audio'"),
-    (user({"text": "x"}), MISSING, "messages[0].content[0].type", "Missing required parameter"),
-    (user({**text("x"), "image": "y"}), VALUE, "messages[0].content[0]", "has `text`, and no other of these"),
-    (user({"type": "image", "video": "y"}), VALUE, "messages[0].content[0]", "has `image_url` or `image` or `url`, "),
-    (user(image() | {"fps": 0}), VALUE, "messages[0].content[0].fps", "> 0.0"),
-    (user(image() | {"fps": 1, "nframes": 2}), VALUE, "messages[0].content[0]", "either `fps` or `nframes`"),
-    (user(image() | {"resized_width": 8}), VALUE, "messages[0].content[0]", "`resized_width` of a part is not supp"),
-    (user(video() | {"num_frames": 8}), VALUE, "messages[0].content[0]", "`num_frames` of a part is not supported; "),
-    (user({"type": "image_url", "image_url": {}}), MISSING, "messages[0].content[0].image_url.url", "Missing"),
-    ({"media_io_kwargs": {"video": {"timestamps": [0, 1, 1]}}}, VALUE, "media_io_kwargs", "later than the one before"),
-    ({"media_io_kwargs": {"video": {"timestamps": [*range(10_001)]}}}, VALUE, "media_io_kwargs", "length <= 10000"),
-]  # fmt: skip
-BAD_OTHERS: list[tuple[str, dict[str, Any], str, str, str]] = [
-    (COMPLETIONS, {}, MISSING, "prompt", "Missing required parameter: 'prompt'"),
-    (COMPLETIONS, {"prompt": []}, VALUE, "prompt", "length >= 1"),
-    (COMPLETIONS, {"prompt": ["a", ""]}, VALUE, "prompt", "empty"),
-    (COMPLETIONS, {"prompt": ["a", 1]}, VALUE, "prompt", "cannot be mixed"),
-    (COMPLETIONS, {"prompt": ["a"] * 65, "n": 2}, VALUE, "prompt", "65 prompts with 2 choices each are more than 128"),
-    (COMPLETIONS, {"prompt": [10**6]}, VALUE, "prompt", "token id 1000000"),
-    (COMPLETIONS, {"prompt": "a <|image_pad|>"}, VALUE, "prompt", "<|image_pad|>"),
-    (COMPLETIONS, {"prompt": "a", "return_timings": True}, UNSUPPORTED, "return_timings", "not supported"),
-    ("/tokenize", {"prompt": "x", "messages": MESSAGES}, MISSING, "prompt", "either 'prompt' or 'messages'"),
-    ("/tokenize", {"prompt": "some words " * 3000}, TOO_LONG, "prompt", "Send a shorter prompt."),
-    ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, VALUE, "add_special_tokens", "only allowed with"),
-    ("/detokenize", {"tokens": [10**6]}, VALUE, "tokens", "token id 1000000"),
-    ("/detokenize", {"tokens": [-1]}, VALUE, "tokens[0]", ">= 0"),
-]  # fmt: skip
 
 
 async def test_errors_name_the_field_and_what_it_may_hold(served: Served) -> None:
     """Those of a stream too, before anything is streamed."""
+    bad_chat: list[tuple[dict[str, Any], str, str, str]] = [
+        ({"model": "other"}, "model_not_found", "model", "does not exist; this server has tiny, alias."),
+        ({"frobnicate": 1}, UNKNOWN, "frobnicate", "Unknown parameter: 'frobnicate'"),
+        ({"stream_options": {"x - at $y": 1}}, UNKNOWN, "stream_options.x - at $y", "Unknown parameter"),
+        ({"a$b": 1}, UNKNOWN, "a$b", "Unknown parameter: 'a$b'; leave it out; variables of the chat template"),
+        ({"chat_template_kwargs": {"part": [[]] * 2100}}, VALUE, "chat_template_kwargs.part", "more than 4096 arrays"),
+        ({"temperature": 101}, VALUE, "temperature", "<= 100.0"),
+        ({"n": 129}, VALUE, "n", "<= 128"),
+        ({"min_tokens": 6, "max_tokens": 5}, VALUE, "min_tokens", "at most 5"),
+        ({"top_logprobs": 2}, VALUE, "top_logprobs", "only allowed when 'logprobs' is true"),
+        ({"logit_bias": {"5": 101}}, VALUE, "logit_bias[...]", "<= 100"),
+        ({"seed": 2**63}, VALUE, "seed", "9223372036854775807"),
+        ({"stop": ["a", ""]}, VALUE, "stop[1]", "length >= 1"),
+        ({"stop_token_ids": [10**6]}, VALUE, "stop_token_ids", "token id 1000000 out of range"),
+        ({"stream": False, "stream_options": {"include_usage": True}}, VALUE, "stream_options", "only allowed"),
+        ({"stream": True, "stream_options": {"x": 1}}, UNKNOWN, "stream_options.x", "Unknown parameter"),
+        ({"structured_outputs": {"regex": "a" * 100_001}}, VALUE, "structured_outputs", "more than 100000 bytes"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, VALUE, "structured_outputs", "exactly one of json, "),
+        ({"tools": [], "tool_choice": tool()}, VALUE, "tool_choice", "function that is not in 'tools'"),
+        ({**FORCED, **JSON_OBJECT}, VALUE, "tool_choice", "with structured output"),
+        ({"chat_template_kwargs": {"tools": 1}}, VALUE, "chat_template_kwargs", "set 'tools' as a field"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, VALUE, "messages", "not compatible"),
+        ({"echo": 0}, UNSUPPORTED, "echo", "send false"),
+        ({"media_io_kwargs": {"audio": {}}}, VALUE, "media_io_kwargs", "'audio'"),
+        ({"messages": None}, VALUE, "messages", "got `null`"),
+        ({"messages": []}, VALUE, "messages", "length >= 1"),
+        (message(role="user"), VALUE, "messages[0]", "needs `content`"),
+        (message(role="assistant", function_call={}), VALUE, "messages[0].function_call", "expected `null`"),
+        (user(text("word " * 700)), TOO_LONG, "messages", f"{MAX_MODEL_LEN}"),
+        (user({"type": "input_audio"}), VALUE, PART + ".type", "'input_audio'"),
+        (user({"text": "x"}), MISSING, PART + ".type", "Missing required parameter"),
+        (user({**text("x"), "image": "y"}), VALUE, PART, "has `text`, and no other of these"),
+        (user({"type": "image", "video": "y"}), VALUE, PART, "has `image_url` or `image` or `url`, "),
+        (user(image() | {"fps": 0}), VALUE, PART + ".fps", "> 0.0"),
+        (user(image() | {"fps": 1, "nframes": 2}), VALUE, PART, "either `fps` or `nframes`"),
+        (user(image() | {"resized_width": 8}), VALUE, PART, "`resized_width` of a part is not supp"),
+        (user(video() | {"num_frames": 8}), VALUE, PART, "`num_frames` of a part is not supported; "),
+        (user({"type": "image_url", "image_url": {}}), MISSING, PART + ".image_url.url", "Missing"),
+        ({"media_io_kwargs": {"video": {"timestamps": [0, 1, 1]}}}, VALUE, "media_io_kwargs", "later than the one"),
+        ({"media_io_kwargs": {"video": {"timestamps": [*range(10_001)]}}}, VALUE, "media_io_kwargs", "length <= 10000"),
+    ]
+    bad_others: list[tuple[str, dict[str, Any], str, str, str]] = [
+        (COMPLETIONS, {}, MISSING, "prompt", "Missing required parameter: 'prompt'"),
+        (COMPLETIONS, {"prompt": []}, VALUE, "prompt", "length >= 1"),
+        (COMPLETIONS, {"prompt": ["a", ""]}, VALUE, "prompt", "empty"),
+        (COMPLETIONS, {"prompt": ["a", 1]}, VALUE, "prompt", "cannot be mixed"),
+        (COMPLETIONS, {"prompt": ["a"] * 65, "n": 2}, VALUE, "prompt", "65 prompts with 2 choices each are more"),
+        (COMPLETIONS, {"prompt": [10**6]}, VALUE, "prompt", "token id 1000000"),
+        (COMPLETIONS, {"prompt": "a <|image_pad|>"}, VALUE, "prompt", "<|image_pad|>"),
+        (COMPLETIONS, {"prompt": "a", "return_timings": True}, UNSUPPORTED, "return_timings", "not supported"),
+        ("/tokenize", {"prompt": "x", "messages": MESSAGES}, MISSING, "prompt", "either 'prompt' or 'messages'"),
+        ("/tokenize", {"prompt": "some words " * 3000}, TOO_LONG, "prompt", "Send a shorter prompt."),
+        ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, VALUE, "add_special_tokens", "only allowed"),
+        ("/detokenize", {"tokens": [10**6]}, VALUE, "tokens", "token id 1000000"),
+        ("/detokenize", {"tokens": [-1]}, VALUE, "tokens[0]", ">= 0"),
+    ]
     served.context.renderer.max_tokens = MAX_MODEL_LEN
     (placeholder,) = served.encode("<|image_pad|>")
     media = (COMPLETIONS, {"prompt": [placeholder]}, VALUE, "prompt", "placeholder for media")
-    chat = [(CHAT, chat_body() | fields, *expected) for fields, *expected in BAD_CHAT]
-    for path, body, code, param, says in [*chat, *BAD_OTHERS, media]:
-        for asked in [body, {"stream": True, **body}] if path in (CHAT, COMPLETIONS) else [body]:
-            response = await served.http.post(path, json=asked)
+    chat = [(CHAT, chat_body() | fields, *expected) for fields, *expected in bad_chat]
+    for path, body, code, param, says in [*chat, *bad_others, media]:
+        for sent in [body, {"stream": True, **body}] if path in (CHAT, COMPLETIONS) else [body]:
+            response = await served.http.post(path, json=sent)
             check_error(response, 404 if code == "model_not_found" else 400, code, says)
             error = response.json()["error"]
             assert (error["type"], error["param"]) == ("invalid_request_error", param)
@@ -147,8 +147,9 @@ async def test_null_ignored_and_neutral_values_change_nothing(served: Served) ->
     for fields in (nothing, neutral, {"messages": [annotated]}):
         assert (await served.post(**fields)).status_code == 200
     await served.complete(echo=False, suffix=None, best_of=1, user="me", logprobs=None)
-    first, *others = [one.sampling for one in served.core.requests]
-    assert all(msgspec.structs.replace(one, seed=first.seed, max_tokens=first.max_tokens) == first for one in others)
+    first, *others = [request.sampling for request in served.core.requests]
+    same = {"seed": first.seed, "max_tokens": first.max_tokens}
+    assert all(msgspec.structs.replace(sampling, **same) == first for sampling in others)
 
 
 # --- media -----------------------------------------------------------------------------------------------------------
@@ -162,28 +163,26 @@ def data_part(data: bytes) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": f"data:;base64,{base64.b64encode(data).decode()}"}}
 
 
-BAD_MEDIA: list[tuple[list[Any], dict[str, Any], str, str, str]] = [
-    ([image()] * 6, {}, VALUE, "messages", "6 image items, more than the 5"),
-    ([data_part(b"AAAA")], {}, "invalid_media", "messages", "image 1"),
-    ([video()], {"media_io_kwargs": UNEVEN}, "invalid_media", "messages", "video 1: timestamps are for a video"),
-    ([image(), data_part(b"x" * (MAX_MEDIA_BYTES + 1))], {}, "invalid_media", "messages", "--max-media-bytes"),
-    ([file_part("/etc/hostname")], {}, "invalid_media", "messages", "no such regular file"),
-    ([{"type": "image", "image": "/etc/hostname"}], {}, "invalid_media", "messages", "image 1: no such regular file"),
-    ([{"type": "video", "video": "a.mp4"}], {}, "invalid_media", "messages", "video 1: the URL must start with"),
-    ([video(), video(CUT)], {}, "invalid_media", "messages", "video 2: the file is truncated or damaged"),
-    ([image(140), image(141)], {}, "media_too_large", "messages", "--encoder-cache-tokens 50"),
-    ([video()], {"media_io_kwargs": {"video": {"x": 3}}}, VALUE, "media_io_kwargs", "unknown field `x`"),
-    ([], {"media_io_kwargs": {"image": {"x": 1}}}, VALUE, "media_io_kwargs", "images have no settings"),
-    ([], {"mm_processor_kwargs": {"x": 0}}, VALUE, "mm_processor_kwargs", "unknown field `x`"),
-]
-
-
 async def test_errors_name_the_item_and_the_limit(serve: Serve) -> None:
+    bad_media: list[tuple[list[Any], dict[str, Any], str, str, str]] = [
+        ([image()] * 6, {}, VALUE, "messages", "6 image items, more than the 5"),
+        ([data_part(b"AAAA")], {}, "invalid_media", "messages", "image 1"),
+        ([video()], {"media_io_kwargs": UNEVEN}, "invalid_media", "messages", "video 1: timestamps are for a video"),
+        ([image(), data_part(b"x" * (MAX_MEDIA_BYTES + 1))], {}, "invalid_media", "messages", "--max-media-bytes"),
+        ([file_part("/etc/hostname")], {}, "invalid_media", "messages", "no such regular file"),
+        ([{"type": "image", "image": "/etc/hostname"}], {}, "invalid_media", "messages", "image 1: no such regular"),
+        ([{"type": "video", "video": "a.mp4"}], {}, "invalid_media", "messages", "video 1: the URL must start with"),
+        ([video(), video(CUT)], {}, "invalid_media", "messages", "video 2: the file is truncated or damaged"),
+        ([image(140), image(141)], {}, "media_too_large", "messages", "--encoder-cache-tokens 50"),
+        ([video()], {"media_io_kwargs": {"video": {"x": 3}}}, VALUE, "media_io_kwargs", "unknown field `x`"),
+        ([], {"media_io_kwargs": {"image": {"x": 1}}}, VALUE, "media_io_kwargs", "images have no settings"),
+        ([], {"mm_processor_kwargs": {"x": 0}}, VALUE, "mm_processor_kwargs", "unknown field `x`"),
+    ]
     async with serve(limit_mm_per_prompt={"image": 5}) as served:
         (served.allowed / "large").write_bytes(b"x" * MAX_MEDIA_BYTES)
         large = [file_part(f"{served.allowed}/large")] * 5
         together = (large, {}, "media_too_large", "messages", "--max-inflight-media-gb")
-        for content, fields, code, param, says in [*BAD_MEDIA, together]:
+        for content, fields, code, param, says in [*bad_media, together]:
             response = await served.post([*content, text("what?")], stream=True, **fields)
             check_error(response, 400, code, says)
             error = response.json()["error"]
@@ -234,12 +233,10 @@ async def test_content_type_may_have_parameters(served: Served) -> None:
     assert (await served.http.post("/tokenize", content=b'{"prompt": "x"}', headers=headers)).status_code == 200
 
 
-NOT_JSON = [b"", b"{", b"[]", b'"x"', b'{"user": NaN}', b'{"user": ' + b"[" * 100_000]
-NOT_UNICODE = [b'{"model": "\xff"}', b'{"model": "\\ud800"}']
-
-
-async def test_what_is_not_json(served: Served) -> None:
-    for body in NOT_JSON + NOT_UNICODE:
+async def test_body_that_is_no_json_object_is_a_400(served: Served) -> None:
+    not_json = [b"", b"{", b"[]", b'"x"', b'{"user": NaN}', b'{"user": ' + b"[" * 100_000]
+    not_unicode = [b'{"model": "\xff"}', b'{"model": "\\ud800"}']
+    for body in not_json + not_unicode:
         response = await served.http.post(CHAT, content=body, headers={"content-type": "application/json"})
         check_error(response, 400, "invalid_json")
 
@@ -266,26 +263,26 @@ def filled(begin: str, item: str, end: str, size: int = 4 << 20) -> bytes:
 
 USER, DEEP = '{"messages": [{"role": "user", "content": "x"}], ', "more than 131072 arrays, objects, fields and items"
 CALL_BEGIN = '{"messages": [{"role": "assistant", "tool_calls": [{"id": "", "function": {"name": "f", "arguments": "'
-LARGE: list[tuple[str, bytes, int, str]] = [
-    (CHAT, filled(USER + '"chat_template_kwargs": {"part": [', "[]", "]}}"), 413, DEEP),
-    (CHAT, filled(USER + '"metadata": [', "9e300", "]}", 20_000), 413, DEEP),
-    (CHAT, filled(USER + '"metadata": [', "1" * 4300, "]}", 99_000), 413, DEEP),
-    (CHAT, filled(CALL_BEGIN + "[", "1E308", ']"}}]}]}', 20_000), 400, "The 'arguments' of all calls have " + DEEP),
-    (CHAT, filled('{"messages": [{"role": "user", "content": [', '{"type":"text","text":""}', "]}]}", 200_000), 400,
-     "length <= 4096"),
-    (CHAT, filled(CALL_BEGIN + "[", "[]", ']"}}]}]}'), 400, "The 'arguments' of all calls have " + DEEP),
-    (CHAT, filled(USER + '"tool_choice": "required", "tools": [', json.dumps(tool(const="a" * 40_000)), "]}"), 400,
-     "more than 100000 bytes"),
-    (COMPLETIONS, filled('{"prompt": "x", "echo": [', '"a"', "]}"), 413, DEEP),
-    (COMPLETIONS, filled('{"prompt": [', "1", "]}"), 413, DEEP),
-    (COMPLETIONS, filled('{"prompt": [', "1", "]}", 2 << 20), 400, "exceeds --max-model-len"),
-    ("/tokenize", filled(CALL_BEGIN + "[", "[]", ']"}}]}]}'), 400, DEEP),
-    ("/detokenize", filled('{"tokens": [', "1", "]}", 2 << 20), 400, f"more than --max-model-len, {MAX_MODEL_LEN}"),
-]  # fmt: skip
 
 
 async def test_structure_is_bounded(served: Served) -> None:
-    for path, body, status, says in LARGE:
+    large: list[tuple[str, bytes, int, str]] = [
+        (CHAT, filled(USER + '"chat_template_kwargs": {"part": [', "[]", "]}}"), 413, DEEP),
+        (CHAT, filled(USER + '"metadata": [', "9e300", "]}", 20_000), 413, DEEP),
+        (CHAT, filled(USER + '"metadata": [', "1" * 4300, "]}", 99_000), 413, DEEP),
+        (CHAT, filled(CALL_BEGIN + "[", "1E308", ']"}}]}]}', 20_000), 400, "The 'arguments' of all calls have " + DEEP),
+        (CHAT, filled('{"messages": [{"role": "user", "content": [', '{"type":"text","text":""}', "]}]}", 200_000), 400,
+         "length <= 4096"),
+        (CHAT, filled(CALL_BEGIN + "[", "[]", ']"}}]}]}'), 400, "The 'arguments' of all calls have " + DEEP),
+        (CHAT, filled(USER + '"tool_choice": "required", "tools": [', json.dumps(tool(const="a" * 40_000)), "]}"), 400,
+         "more than 100000 bytes"),
+        (COMPLETIONS, filled('{"prompt": "x", "echo": [', '"a"', "]}"), 413, DEEP),
+        (COMPLETIONS, filled('{"prompt": [', "1", "]}"), 413, DEEP),
+        (COMPLETIONS, filled('{"prompt": [', "1", "]}", 2 << 20), 400, "exceeds --max-model-len"),
+        ("/tokenize", filled(CALL_BEGIN + "[", "[]", ']"}}]}]}'), 400, DEEP),
+        ("/detokenize", filled('{"tokens": [', "1", "]}", 2 << 20), 400, f"more than --max-model-len, {MAX_MODEL_LEN}"),
+    ]  # fmt: skip
+    for path, body, status, says in large:
         response = await served.http.post(path, content=body, headers={"content-type": "application/json"})
         assert response.status_code == status and says in response.json()["error"]["message"], response.text
     # Characters of texts are no structure.

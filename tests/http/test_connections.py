@@ -41,35 +41,35 @@ async def until_closed(served: Served, data: bytes, drip: bytes = b"") -> bytes:
 HALF = CHAT_HEAD + b"content-length: 900\r\n\r\n{"
 CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
 LARGE = b"a: a\r\n" * 4_000  # 24 KB
-CLOSED = [
-    ("nothing is sent", b"", b"", b""),
-    ("half of pipelined headers", LIVE + CHAT_HEAD, b"", b"200"),
-    ("half a request line", b"POST /v1/ch", b"", b""),
-    ("dripping headers", CHAT_HEAD, b"a", b""),
-    ("idle after a response", LIVE, b"", b"200"),
-    ("dripping headers after a response", LIVE, b"a", b"200"),
-    ("half a body", HALF, b"", b"408"),
-    ("dripping body", HALF, b"a", b"408"),
-    ("dripping body of another endpoint", HALF.replace(b"v1/chat/completions", b"detokenize"), b"a", b"408"),
-    ("dripping body after its response", CHAT_HEAD + b"content-length: %d\r\n\r\n" % (1 << 40), b"a", b"413"),
-    ("invalid body after its response", CHAT_HEAD.replace(b"chat", b"x") + CHUNKED, b"z", b"404"),
-    ("TLS", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"", b"400"),
-    ("incomplete headers too large", LIVE[:-2] + b"a: " + b"a" * 20_000, b"", b"400"),
-    ("headers too large in one packet", LIVE[:-2] + LARGE + b"\r\n", b"", b"400"),
-    ("large headers of a pipelined request", LIVE + LIVE[:-2] + LARGE + b"\r\n", b"", b"200 400"),
-    ("large line of a chunk", CHAT_HEAD + CHUNKED + b"1;" + b"a" * 24_000 + b"\r\n{\r\n", b"", b"400"),
-    ("tiny chunks", CHAT_HEAD + CHUNKED + b"1\r\n{\r\n" * 300, b"", b"400"),
-    ("large trailers", CHAT_HEAD + CHUNKED + b"0\r\n" + LARGE + b"\r\n", b"", b"400"),
-    ("two lengths", CHAT_HEAD + b"content-length: 5\r\ncontent-length: 6\r\n\r\n", b"", b"400"),
-    ("a length and chunks", CHAT_HEAD + b"content-length: 5\r\n" + CHUNKED + b"0\r\n\r\n", b"", b"400"),
-    ("another coding", CHAT_HEAD + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n", b"", b"400"),
-]
 
 
 async def test_slow_and_invalid_requests_are_closed(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    closed = [
+        ("nothing is sent", b"", b"", b""),
+        ("half of pipelined headers", LIVE + CHAT_HEAD, b"", b"200"),
+        ("half a request line", b"POST /v1/ch", b"", b""),
+        ("dripping headers", CHAT_HEAD, b"a", b""),
+        ("idle after a response", LIVE, b"", b"200"),
+        ("dripping headers after a response", LIVE, b"a", b"200"),
+        ("half a body", HALF, b"", b"408"),
+        ("dripping body", HALF, b"a", b"408"),
+        ("dripping body of another endpoint", HALF.replace(b"v1/chat/completions", b"detokenize"), b"a", b"408"),
+        ("dripping body after its response", CHAT_HEAD + b"content-length: %d\r\n\r\n" % (1 << 40), b"a", b"413"),
+        ("invalid body after its response", CHAT_HEAD.replace(b"chat", b"x") + CHUNKED, b"z", b"404"),
+        ("TLS", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"", b"400"),
+        ("incomplete headers too large", LIVE[:-2] + b"a: " + b"a" * 20_000, b"", b"400"),
+        ("headers too large in one packet", LIVE[:-2] + LARGE + b"\r\n", b"", b"400"),
+        ("large headers of a pipelined request", LIVE + LIVE[:-2] + LARGE + b"\r\n", b"", b"200 400"),
+        ("large line of a chunk", CHAT_HEAD + CHUNKED + b"1;" + b"a" * 24_000 + b"\r\n{\r\n", b"", b"400"),
+        ("tiny chunks", CHAT_HEAD + CHUNKED + b"1\r\n{\r\n" * 300, b"", b"400"),
+        ("large trailers", CHAT_HEAD + CHUNKED + b"0\r\n" + LARGE + b"\r\n", b"", b"400"),
+        ("two lengths", CHAT_HEAD + b"content-length: 5\r\ncontent-length: 6\r\n\r\n", b"", b"400"),
+        ("a length and chunks", CHAT_HEAD + b"content-length: 5\r\n" + CHUNKED + b"0\r\n\r\n", b"", b"400"),
+        ("another coding", CHAT_HEAD + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n", b"", b"400"),
+    ]
     async with serve(**SHORT) as served:
-        responses = await asyncio.gather(*(until_closed(served, data, drip) for _, data, drip, _ in CLOSED))
-        for (case, _, _, status), response in zip(CLOSED, responses, strict=True):
+        responses = await asyncio.gather(*(until_closed(served, data, drip) for _, data, drip, _ in closed))
+        for (case, _, _, status), response in zip(closed, responses, strict=True):
             assert b" ".join(re.findall(rb"HTTP/1.1 (\d+) ", response)) == status, case
             if status == b"408":
                 assert json.loads(response.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout", case
@@ -120,7 +120,7 @@ async def test_client_that_does_not_read_is_disconnected(serve: Serve, requests:
             client.connect(("127.0.0.1", served.port))
             for headers in requests:
                 client.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n" + headers + b"\r\n")
-            await eventually(lambda: any(one.transport.get_write_buffer_size() for one in connections))
+            await eventually(lambda: any(http.transport.get_write_buffer_size() for http in connections))
             await settle()
             skip(6)
             await eventually(lambda: not connections)

@@ -22,7 +22,7 @@ KEYS = ["first-key", "sch\u00fcssel"]
 # --- API keys, request ids -------------------------------------------------------------------------------------------
 
 
-async def test_api_keys(serve: Serve) -> None:
+async def test_without_a_valid_key_all_but_health_checks_is_a_401(serve: Serve) -> None:
     async with serve(api_key=KEYS) as served:
         for key in KEYS:
             for scheme in (b"Bearer ", b"bearer   "):
@@ -123,12 +123,12 @@ async def test_without_allowed_origins_no_page_may_read_answers(served: Served) 
     assert (await preflight(served)).status_code == 405
 
 
-async def test_page_of_an_allowed_origin(serve: Serve) -> None:
+async def test_page_of_an_allowed_origin_may_read_answers(serve: Serve) -> None:
     async with serve(allowed_origins=[PAGE], allow_credentials=True, api_key=["k"]) as served:
-        asked = await preflight(served)  # without a key, as browsers send it
-        assert asked.status_code == 200
-        assert asked.headers["access-control-allow-origin"] == PAGE
-        assert asked.headers["access-control-allow-credentials"] == "true"
+        allowed = await preflight(served)  # without a key, as browsers send it
+        assert allowed.status_code == 200
+        assert allowed.headers["access-control-allow-origin"] == PAGE
+        assert allowed.headers["access-control-allow-credentials"] == "true"
         refused = await served.http.get("/v1/models", headers={"Origin": PAGE})
         assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, PAGE)
         headers = {"Origin": PAGE, "Authorization": "Bearer k"}
@@ -138,14 +138,14 @@ async def test_page_of_an_allowed_origin(serve: Serve) -> None:
         assert (await preflight(served, Origin="https://other.test")).status_code == 400
 
 
-async def test_allowed_methods_and_headers(serve: Serve) -> None:
+async def test_preflight_of_other_methods_is_refused(serve: Serve) -> None:
     async with serve(allowed_origins=["*"], allowed_methods=["GET"], allowed_headers=["x-mine"]) as served:
         assert (await preflight(served)).status_code == 400
         mine = {"Access-Control-Request-Method": "GET", "Access-Control-Request-Headers": "x-mine"}
         assert (await preflight(served, **mine)).status_code == 200
 
 
-async def test_below_a_path_of_a_proxy(serve: Serve) -> None:
+async def test_paths_are_served_below_the_root_path(serve: Serve) -> None:
     async with serve(root_path="/engine", api_key=["k"]) as served:
         key = {"Authorization": "Bearer k"}
         for prefix in ("", "/engine"):  # whether the proxy removes it or not
@@ -167,7 +167,7 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
-async def test_line_for_each_request(serve: Serve, log: pytest.LogCaptureFixture) -> None:
+async def test_log_has_a_line_for_each_request(serve: Serve, log: pytest.LogCaptureFixture) -> None:
     async with serve(enable_log_requests=True, root_path="/engine", api_key=["secret"]) as served:
         served.http.headers["authorization"] = "Bearer secret"
         answer = await served.post("a private matter")
@@ -190,7 +190,7 @@ async def test_line_for_each_request(serve: Serve, log: pytest.LogCaptureFixture
         assert not any(word in " ".join([*lines, last]) for word in ("private", "secret", "127.0.0.1"))
 
 
-async def test_stream_that_fails_is_no_success(serve: Serve, log: pytest.LogCaptureFixture) -> None:
+async def test_stream_that_fails_is_logged_as_one(serve: Serve, log: pytest.LogCaptureFixture) -> None:
     async with serve(enable_log_requests=True) as served:
         served.core.hold = True
         asking = served.asking(stream=True)
@@ -201,7 +201,7 @@ async def test_stream_that_fails_is_no_success(serve: Serve, log: pytest.LogCapt
     assert record.getMessage().endswith(" s, with an error in its stream")
 
 
-async def test_line_for_each_hop_of_a_request(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+async def test_debug_log_has_a_line_for_each_hop_of_a_request(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "mini_engine.api")
     await served.post([image(), {"type": "text", "text": "a private matter"}])
     assert (await served.post(max_tokens=0)).status_code == 400

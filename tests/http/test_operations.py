@@ -9,10 +9,11 @@ import re
 import pytest
 
 from mini_engine.engine_client.engines import METRICS_SECONDS
+from mini_engine.http.error_responses import report_error
 from mini_engine.http.routes.operations import RESET_SECONDS, STATS_SECONDS, log_stats
 from mini_engine.media.media_errors import DecoderUnavailable
 from mini_engine.messages import ControlReply, EngineStats
-from mini_engine.protocol.api_errors import explain, shutting_down
+from mini_engine.protocol.api_errors import shutting_down
 from mini_engine.protocol.request_clock import RequestClock
 from tests.http.patience import cancelled, eventually, settle, skip
 from tests.http.serving import Counted, Serve, Served, check_error, png
@@ -152,7 +153,7 @@ async def test_shortage_is_a_503_and_an_unknown_error_is_only_logged(
     error: Exception, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     counted, clock = Counted("request_success_total{finished_reason=error}"), RequestClock()
-    answer = explain(error, "chatcmpl-1", clock)
+    answer = report_error(error, "chatcmpl-1", clock)
     assert answer.status == status and counted.since() == [1] and clock.failed
     if status == 500:
         assert answer.body.code == "internal_error" and "chatcmpl-1" in answer.body.message

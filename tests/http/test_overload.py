@@ -133,7 +133,7 @@ async def test_web_server_that_hangs_delays_no_other_request(served: Served, web
     for side in (56, 84):
         assert (await served.post([image(side)])).status_code == 200
     web.go.set()
-    assert {(await one).status_code for one in hanging} == {200}
+    assert {(await task).status_code for task in hanging} == {200}
 
 
 async def test_large_request_is_not_overtaken_in_the_queue_for_decoding(served: Served) -> None:
@@ -147,11 +147,11 @@ async def test_large_request_is_not_overtaken_in_the_queue_for_decoding(served: 
     assert (await served.post()).status_code == 200  # needs no place
     await cancelled(asking.pop())
     served.gate.door.set()
-    assert {(await one).status_code for one in asking} == {200}
+    assert {(await task).status_code for task in asking} == {200}
     assert [len(request.media) for request in served.core.requests] == [0, 3, 5, 1]
 
 
-async def test_tensors_that_have_no_memory(serve: Serve) -> None:
+async def test_tensors_that_do_not_fit_into_memory_are_refused(serve: Serve) -> None:
     async with serve(queue=make_queue(PAGE_BYTES)) as served:
         response = await served.post([image(84), image(112)])
         check_error(response, 400, "media_too_large", "--mm-ipc-memory-bytes")

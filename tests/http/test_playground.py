@@ -1,4 +1,4 @@
-"""The files of the playground, and who may have them."""
+"""The files of the playground, and access to them."""
 
 from __future__ import annotations
 

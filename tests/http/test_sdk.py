@@ -13,14 +13,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.model import Model
 from pydantic import BaseModel
 
-from tests.http.serving import (
-    Served,
-    SlowWeb,
-    events_of,
-    image,
-    png,
-    video,
-)
+from tests.http.serving import Served, SlowWeb, events_of, image, png, video
 
 OURS = {"image_tokens", "metrics", "video_tokens", "warnings"}  # `image_tokens`: of older releases of the SDK
 
@@ -35,7 +28,7 @@ def check(kind: type[BaseModel], data: Any, ours: Collection[str] = ()) -> None:
 
 def parts_of(value: Any) -> list[BaseModel]:
     if isinstance(value, list):
-        return [part for one in value for part in parts_of(one)]
+        return [part for item in value for part in parts_of(item)]
     if not isinstance(value, BaseModel):
         return []
     return [value, *(part for name in type(value).model_fields for part in parts_of(getattr(value, name)))]
@@ -110,7 +103,7 @@ async def test_bodies_of_benchmark_clients(served: Served, body: dict[str, Any])
     assert chunks[0]["choices"] and chunks[-1]["usage"]["completion_tokens"] > 0
 
 
-async def test_models(served: Served) -> None:
+async def test_models_are_listed_and_retrieved_by_name(served: Served) -> None:
     for model in (await served.http.get("/v1/models")).json()["data"]:
         check(Model, model, {"max_model_len"})
         assert (await served.http.get(f"/v1/models/{model['id']}")).json() == model
@@ -128,11 +121,11 @@ async def test_every_parameter_of_sampling_reaches_the_engine(served: Served) ->
                     "stop_token_ids": [70], "priority": 4, "cache_salt": "mine"},
     )  # fmt: skip
     (request,) = served.core.requests
-    asked = request.sampling
-    assert (asked.temperature, asked.top_p, asked.top_k, asked.min_p, asked.seed) == (0.5, 0.25, 8, 0.125, 3)
-    assert (asked.presence_penalty, asked.frequency_penalty, asked.repetition_penalty) == (1, -1, 1.5)
-    assert (asked.logit_bias, asked.max_tokens, asked.min_tokens, asked.logprobs) == ({7: 5}, 9, 2, 4)
-    assert (asked.stop_token_ids, request.priority, request.cache_salt) == ([70], 4, "mine")
+    params = request.sampling
+    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed) == (0.5, 0.25, 8, 0.125, 3)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (1, -1, 1.5)
+    assert (params.logit_bias, params.max_tokens, params.min_tokens, params.logprobs) == ({7: 5}, 9, 2, 4)
+    assert (params.stop_token_ids, request.priority, request.cache_salt) == ([70], 4, "mine")
 
 
 async def test_conversation_goes_on_with_the_answer_as_it_came(served: Served) -> None:

@@ -23,7 +23,6 @@ from tests import tiny_processor
 # Pieces that make characters of several tokens, special tokens, and starts of stop strings.
 PIECES = ["a red", " circle", " moving", "STOP", "ST", "S", "世", "界", "🎈", "ä", "\n", " ", "<|im_end|>", "xyz"]
 STOPS = ["STOP", "TO", "界🎈", "circle moving", " ", "\n\n", "p", "ä"]
-pieces_of_text = st.lists(st.sampled_from(PIECES), max_size=12)
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +40,17 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def read(
-    vocabulary: Vocabulary, ids: list[int], size: int = 1, reason: FinishReason = "length",
-    thoughts: AnswerParser | None = None, sampling: dict[str, Any] | None = None, **asked: Any,
-) -> Piece:  # fmt: skip
-    """The answer that these tokens are, `size` of them in each piece, up to the one that completes a stop string; each
-    token is listed."""
-    request, params = CompletionRequest(prompt="", **asked), SamplingParams(99, 1, logprobs=0, **sampling or {})
+    vocabulary: Vocabulary,
+    ids: list[int],
+    size: int = 1,
+    reason: FinishReason = "length",
+    thoughts: AnswerParser | None = None,
+    sampling: dict[str, Any] | None = None,
+    **fields: Any,
+) -> Piece:
+    """The answer of these tokens, `size` of them in each piece, up to the one that completes a stop string; each token
+    is listed."""
+    request, params = CompletionRequest(prompt="", **fields), SamplingParams(99, 1, logprobs=0, **sampling or {})
     sample = Sample(0, "r", request, params, vocabulary, thoughts or AnswerParser())
     pieces: list[Piece] = []
     for start in range(0, max(len(ids), 1), size):
@@ -60,15 +64,15 @@ def read(
     thought, text = "".join(piece.thought for piece in pieces), "".join(piece.text for piece in pieces)
     piece = Piece(0, sample.completion_tokens, thought, text, pieces[-1].finish_reason, logprobs)
     assert piece.num_tokens == sum(piece.num_tokens for piece in pieces)
-    assert [each.likely[0][0] for each in piece.logprobs or ()] == [*map(vocabulary.bytes_of, ids[: piece.num_tokens])]
+    assert [token.likely[0][0] for token in logprobs] == [*map(vocabulary.bytes_of, ids[: piece.num_tokens])]
     return piece
 
 
 def stopped(text: str, stops: list[str], include: bool = False, first_end: int = 0) -> tuple[str, str]:
     """The text up to its stop string and this string, found character by character; `first_end` is where it may end."""
     for end in range(first_end, len(text) + 1):
-        if found := [stop for stop in stops if text[:end].endswith(stop)]:
-            longest = max(found, key=len)
+        if matches := [stop for stop in stops if text[:end].endswith(stop)]:
+            longest = max(matches, key=len)
             return text[: end if include else end - len(longest)], longest
     return text, ""
 
@@ -77,7 +81,7 @@ def stopped(text: str, stops: list[str], include: bool = False, first_end: int =
 
 
 @given(data=st.data(), skip=st.booleans())
-def test_any_token_ids_give_what_decoding_them_at_once_gives(
+def test_any_token_ids_give_the_text_of_decoding_them_at_once(
     tokenizer: Any, vocabulary: Vocabulary, data: Any, skip: bool
 ) -> None:
     """Random tokens: bytes that form no character, cut-off characters, ids that the tokenizer does not have."""
@@ -87,47 +91,19 @@ def test_any_token_ids_give_what_decoding_them_at_once_gives(
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_added_tokens_give_what_decoding_them_at_once_gives(tmp_path: Path, skip: bool) -> None:
+def test_added_tokens_give_the_text_of_decoding_them_at_once(tmp_path: Path, skip: bool) -> None:
     """Also those whose characters stand for bytes, or are no bytes' at all."""
     tokenizer = AutoTokenizer.from_pretrained(str(tiny_processor.build(tmp_path)))
     tokenizer.add_tokens(["<plain>", "two words ", "世", "café", "Ġx"])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<mine>"]})
     ids = encode(tokenizer, "a<plain>世two words <mine> b世caféĠx<|im_end|>\n")
-    assert len({"<plain>", "two words ", "<mine>"} & {tokenizer.convert_ids_to_tokens(one) for one in ids}) == 3
+    assert len({"<plain>", "two words ", "<mine>"} & {*tokenizer.convert_ids_to_tokens(ids)}) == 3
     text = read(Vocabulary(tokenizer), ids, skip_special_tokens=skip).text
     assert text == tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=skip)
     assert ("<mine>" in text) != skip
 
 
 # --- stop strings ----------------------------------------------------------------------------------------------------
-
-
-@given(
-    pieces=pieces_of_text,
-    stop=st.lists(st.sampled_from(STOPS), max_size=3),
-    include=st.booleans(),
-    least=st.integers(0, 8),
-)
-def test_stop_strings(
-    tokenizer: Any, vocabulary: Vocabulary, pieces: list[str], stop: list[str], include: bool, least: int
-) -> None:
-    """Those that the first `min_tokens` tokens complete do not count."""
-    ids = encode(tokenizer, "".join(pieces))
-    whole = "".join(pieces).replace("<|im_end|>", "")
-    detokenizer = Detokenizer(vocabulary)
-    exempt = sum(len(detokenizer.push(token)) for token in ids[:least])
-    piece = read(vocabulary, ids, sampling={"min_tokens": least}, stop=stop, include_stop_str_in_output=include)
-    text, found = stopped(whole, stop, include, exempt + 1 if least else 0)
-    assert (piece.text, piece.finish_reason) == (text, "stop" if found else "length")
-    if not found:
-        assert piece.num_tokens == len(ids)
-        return
-    # One token fewer would not have been enough.
-    used = piece.num_tokens
-    assert found in tokenizer.decode(ids[:used], skip_special_tokens=True)
-    assert used - 1 <= least or not any(
-        word in tokenizer.decode(ids[least : used - 1], skip_special_tokens=True) for word in stop
-    )
 
 
 @given(
@@ -143,9 +119,9 @@ def test_stop_strings_act_after_the_thought(
     said = dict(AnswerParser(thoughts=True, in_thought=in_thought).push(text, last=True))
     parser = AnswerParser(thoughts=True, in_thought=in_thought)
     piece = read(vocabulary, encode(tokenizer, "".join(pieces)), size, thoughts=parser, stop=stop)
-    expected, found = stopped(said.get("content", ""), stop)
+    expected, matched = stopped(said.get("content", ""), stop)
     assert (piece.thought, piece.text) == (said.get("reasoning_content", ""), expected)
-    assert piece.finish_reason == ("stop" if found else "length")
+    assert piece.finish_reason == ("stop" if matched else "length")
 
 
 def test_text_is_held_back_only_while_it_may_become_a_character(tokenizer: Any, vocabulary: Vocabulary) -> None:
@@ -157,34 +133,40 @@ def test_text_is_held_back_only_while_it_may_become_a_character(tokenizer: Any, 
 
 # --- logprobs --------------------------------------------------------------------------------------------------------
 
+STOP_FIELDS = {
+    "stop": st.lists(st.sampled_from(["a", "\n", "界", "�", "<", "世\n", "a世"]), max_size=3),
+    "include_stop_str_in_output": st.booleans(),
+    "skip_special_tokens": st.booleans(),
+}
+
 
 @given(
     data=st.data(),
+    fields=st.fixed_dictionaries(STOP_FIELDS),
     size=st.integers(1, 5),
-    stop=st.lists(st.sampled_from(["a", "\n", "界", "�", "<"]), max_size=2),
-    include=st.booleans(),
-    skip=st.booleans(),
     reason=st.sampled_from(["length", "stop"]),
+    min_tokens=st.integers(0, 8),
 )
-def test_every_token_is_listed(
-    tokenizer: Any, vocabulary: Vocabulary, data: Any, size: int, stop: list[str], include: bool, skip: bool,
-    reason: FinishReason,
-) -> None:  # fmt: skip
-    """Special tokens, parts of characters, tokens without text, and the one that ends the answer."""
+def test_every_token_up_to_the_stop_string_is_listed(
+    tokenizer: Any, vocabulary: Vocabulary, data: Any, fields: Any, size: int, reason: FinishReason, min_tokens: int
+) -> None:
+    """Special tokens, parts of characters, tokens without text, and the one that ends the answer. A stop string that
+    the first `min_tokens` tokens complete does not count."""
     drawn = st.lists(st.sampled_from(encode(tokenizer, "a世<|im_end|>\n🎈<")) | st.integers(0, len(tokenizer) + 3))
     ids = data.draw(drawn)
     ends = ids[-1:] if reason == "stop" else []
-    sampling = {"stop_token_ids": ends}
-    piece = read(
-        vocabulary, ids, size, reason, sampling=sampling, stop=stop, include_stop_str_in_output=include,
-        skip_special_tokens=skip,
-    )  # fmt: skip
-    hidden = vocabulary.special if skip else ()
+    piece = read(vocabulary, ids, size, reason, None, {"stop_token_ids": ends, "min_tokens": min_tokens}, **fields)
+    stop, include = fields["stop"], fields["include_stop_str_in_output"]
+    hidden = vocabulary.special if fields["skip_special_tokens"] else ()
     shown = [b"" if token_id in hidden else vocabulary.bytes_of(token_id) for token_id in ids]
     if ends and not include:
         shown[-1] = b""
-    text, found = stopped(b"".join(shown).decode(errors="replace"), stop, include)
-    assert (piece.text, found != "" or piece.num_tokens == len(ids)) == (text, True)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    before = itertools.accumulate((len(decoder.decode(data)) for data in shown), initial=0)
-    assert [each.offset for each in piece.logprobs or ()] == list(before)[: piece.num_tokens]
+    offsets = list(itertools.accumulate((len(decoder.decode(data)) for data in shown), initial=0))
+    whole = b"".join(shown).decode(errors="replace")
+    text, match = stopped(whole, stop, include, (offsets[min_tokens] if min_tokens < len(ids) else len(whole)) + 1)
+    assert (piece.text, match != "" or piece.num_tokens == len(ids)) == (text, True)
+    assert [token.offset for token in piece.logprobs or ()] == offsets[: piece.num_tokens]
+    if match:
+        stop_end = len(text) if include else len(text) + len(match)
+        assert offsets[piece.num_tokens - 1] < stop_end, "one token fewer would have been enough"

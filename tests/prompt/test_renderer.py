@@ -133,9 +133,7 @@ MALFORMED += ['{"a": "</tool_call>', '{"a": "</think>']
 
 @pytest.mark.parametrize("arguments", MALFORMED)
 @pytest.mark.parametrize("template", [*FAMILIES, None])
-def test_calls_whose_arguments_are_no_object_are_what_the_model_said(
-    tagged: Any, template: Any, arguments: str
-) -> None:
+def test_calls_whose_arguments_are_no_object_are_written_as_text(tagged: Any, template: Any, arguments: str) -> None:
     functions = [{"name": "look", "arguments": given} for given in ('{"b": 1}', arguments)]
     calls = [{"id": "1", "type": None, "function": function} for function in functions]
     for content in ("Well.", None, [{"type": "text", "text": "Well."}]):
@@ -153,7 +151,7 @@ def test_size_of_a_request_counts_all_that_a_template_may_write() -> None:
     messages = [answer, {"role": "tool", "tool_call_id": "x", "content": [{"type": "text", "text": "x"}]}]
     body = {"messages": messages, "tools": [tool], "chat_template_kwargs": {"x": "x"}, "reasoning_effort": "x"}
     long, short = (json.loads(json.dumps(body).replace('"x"', f'"{text}"')) for text in ("x" * 60, "x"))
-    sizes = [msgspec.convert(one, ChatRequest).num_characters for one in (long, short)]
+    sizes = [msgspec.convert(sent, ChatRequest).num_characters for sent in (long, short)]
     assert sizes[0] - sizes[1] == 59 * json.dumps(body).count('"x"')
 
 
@@ -178,14 +176,14 @@ def test_tools_calls_and_results_reach_the_template(hf: Any) -> None:
     assert '{"type": "function", "function": {"name": "look", "description": "Look."}}\n<|im_end|>' in text
     assert '<tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call>' in text
     assert "<|im_start|>tool\n<|vision_start|><|image_pad|><|vision_end|>" in text
-    rest = "{% for one in messages %}{{ one.reasoning_content }}{{ one.tool_call_id }}{% endfor %}"
+    rest = "{% for m in messages %}{{ m.reasoning_content }}{{ m.tool_call_id }}{% endfor %}"
     assert rendered(hf, messages[:2] + [messages[2] | {"content": "a"}], rest) == "hm1"
     assert "Look." not in rendered(hf, messages, tools=tools, tool_choice="none")
     with pytest.raises(ApiError, match="the chat template has no tools"):
         rendered(hf, user("a"), "{{ messages[0].content }}", tools=tools)
 
 
-def test_tools_that_are_nested_too_deeply(hf: Any) -> None:
+def test_tools_that_are_nested_too_deeply_are_a_400(hf: Any) -> None:
     deep = functools.reduce(lambda inner, _: [inner], range(5000), [])
     tool = Tool("function", Function(name="look", parameters={"default": deep}))
     with pytest.raises(ApiError, match="nested too deeply"):
@@ -212,6 +210,6 @@ STRICT = "{% if messages|length > 1 %}{{ raise_exception('one message only') }}{
         ("{% for %}", user("a"), "chat template"),
     ],
 )
-def test_templates_that_fail(hf: Any, template: str, messages: list[dict[str, Any]], says: str) -> None:
+def test_template_that_fails_is_a_400(hf: Any, template: str, messages: list[dict[str, Any]], says: str) -> None:
     with pytest.raises(ApiError, match=says):
         rendered(hf, messages, template)

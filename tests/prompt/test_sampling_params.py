@@ -62,22 +62,19 @@ def test_the_request_goes_over_the_defaults() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 1e-6, "top_p": 0.5, "top_k": 3}, {"temperature": 1, "top_p": 0}])
-def test_greedy(fields: dict[str, Any]) -> None:
+def test_temperature_or_top_p_near_zero_is_greedy(fields: dict[str, Any]) -> None:
     params = resolver(SamplingDefaults(min_p=0.05)).resolve(chat(**fields), 10)
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.0, 1.0, 0, 0.0)
 
 
-def test_ends() -> None:
+def test_stop_tokens_are_those_of_the_request_and_the_ends_that_the_model_can_sample() -> None:
+    """A rank has no logits to bar others by before `min_tokens`: they ended the engine."""
     assert resolver().resolve(chat(stop_token_ids=[9, 7]), 1).stop_token_ids == [7, 9]
-
-
-def test_ends_that_the_model_cannot_sample_are_no_stop_tokens() -> None:
-    """A rank has no logits to bar them by before `min_tokens`: it ended the engine."""
     ends = resolver(SamplingDefaults(eos_token_id=[-1, 7, 49, 50, 10**9]))
     assert ends.resolve(chat(min_tokens=5), 1).stop_token_ids == [7, 49]
 
 
-def test_a_prompt_with_a_token_that_only_the_tokenizer_has() -> None:
+def test_prompt_with_a_token_that_only_the_tokenizer_has_is_a_400() -> None:
     assert resolver().new_request(chat(), "r", [0, 49], []).prompt_token_ids == [0, 49]
     with pytest.raises(ApiError, match="Invalid 'messages': token id 50 out of range") as caught:
         resolver().new_request(chat(), "r", [0, 50], [])
@@ -128,9 +125,9 @@ def test_log_probabilities_of_all_choices_together_are_bounded() -> None:
 
 
 def test_seeds_are_drawn_by_server_seed_and_incarnation() -> None:
-    def seeds(**who: int) -> list[int]:
-        one = resolver(**who)
-        return [one.resolve(chat(), 1).seed for _ in range(3)]
+    def seeds(**settings: int) -> list[int]:
+        sampling = resolver(**settings)
+        return [sampling.resolve(chat(), 1).seed for _ in range(3)]
 
     assert seeds() == seeds()
     assert len({*seeds(), *seeds(incarnation=2), *seeds(seed=1)}) == 9

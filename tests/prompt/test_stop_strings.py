@@ -21,9 +21,9 @@ HOSTILE = [
 def expected(text: str, exempt: list[bool], stops: list[str], include: bool) -> tuple[str, bool]:
     """What may be sent of a text whose characters are `exempt`, or not, and whether it is stopped, found naively."""
     for end in range(1, len(text) + 1):
-        found = [len(stop) for stop in stops if text[:end].endswith(stop) and not exempt[end - 1]]
-        if found:
-            return text[: end if include else end - max(found)], True
+        lengths = [len(stop) for stop in stops if text[:end].endswith(stop) and not exempt[end - 1]]
+        if lengths:
+            return text[: end if include else end - max(lengths)], True
     starts = [stop[:count] for stop in stops for count in range(len(stop))]
     return text[: len(text) - max((len(start) for start in starts if text.endswith(start)), default=0)], False
 

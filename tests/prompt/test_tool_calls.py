@@ -24,14 +24,14 @@ LOOK = [("call", "look"), ("arguments", ARGUMENTS)]
 def parse(*pieces: str, calls: bool = True, thoughts: bool = True, in_thought: bool = False) -> list[tuple[str, str]]:
     """Kinds and texts of the fragments, those of a text put together."""
     first, second = AnswerParser(thoughts=thoughts, in_thought=in_thought), AnswerParser(calls=calls)
-    found: list[tuple[str, str]] = []
+    fragments: list[tuple[str, str]] = []
     for piece in (*pieces, None):
         said = dict(first.push(piece or "", last=piece is None))
         content = said.pop("content", "")
         for kind, text in [*said.items(), *second.push(content, last=piece is None)]:
-            before = found.pop()[1] if found and found[-1][0] == kind != "call" else ""
-            found.append((kind, before + text))
-    return found
+            before = fragments.pop()[1] if fragments and fragments[-1][0] == kind != "call" else ""
+            fragments.append((kind, before + text))
+    return fragments
 
 
 @pytest.mark.parametrize(("text", "expected"), [
@@ -87,13 +87,13 @@ def test_grammar_takes_the_calls_that_the_parser_reads(tmp_path: Path, tokens: t
         ids = tokenizer.encode(thought + text).ids
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
-    one, two = (f'<tool_call>\n{{"name": "{name}", "arguments": {given}}}\n</tool_call>' for name, given in BOTH)
-    assert accepts(one) and accepts(two) and accepts(f"{one}\n{two}", parallel=True)
-    assert parse(f"{one}\n{two}") == [part for a, b in BOTH for part in (("call", a), ("arguments", b))]
-    changed = [one.replace("{}", '{"a": 1}'), two.replace("-3", '"3"'), two.replace("}}", ', "a": 1}}')]
-    assert not any(map(accepts, ["a", "", f"{one}\n{two}", *changed]))
+    first, second = (f'<tool_call>\n{{"name": "{name}", "arguments": {given}}}\n</tool_call>' for name, given in BOTH)
+    assert accepts(first) and accepts(second) and accepts(f"{first}\n{second}", parallel=True)
+    assert parse(f"{first}\n{second}") == [part for a, b in BOTH for part in (("call", a), ("arguments", b))]
+    changed = [first.replace("{}", '{"a": 1}'), second.replace("-3", '"3"'), second.replace("}}", ', "a": 1}}')]
+    assert not any(map(accepts, ["a", "", f"{first}\n{second}", *changed]))
     if tokens:
-        assert accepts(two, thought="a <b>\n</think>\n\n") and not accepts("a", thought="a</think>")
+        assert accepts(second, thought="a <b>\n</think>\n\n") and not accepts("a", thought="a</think>")
 
 
 TOOLS: Any = [{"type": "function", "function": {"name": "look", "strict": True, "parameters": {"type": "object"}}}]
@@ -104,17 +104,18 @@ async def choices_of(served: Served, said: str = SAID, **fields: Any) -> list[tu
     """Finish reason, thought, text and calls of the whole answer, and of the stream as the client puts it together."""
     served.says(*said)  # in a piece for each character
     messages = [{"role": "user", "content": "x"}]
-    asked: Any = {"model": "tiny", "messages": messages, "tools": TOOLS, "stop": "END", "logprobs": True}
-    answers = [await served.openai.chat.completions.create(**asked, **fields)]
-    async with served.openai.chat.completions.stream(**asked, **fields) as stream:
+    body: Any = {"model": "tiny", "messages": messages, "tools": TOOLS, "stop": "END", "logprobs": True}
+    answers = [await served.openai.chat.completions.create(**body, **fields)]
+    async with served.openai.chat.completions.stream(**body, **fields) as stream:
         answers.append(await stream.get_final_completion())
     choices = [choice for answer in answers for choice in answer.choices]
-    assert len({"".join(token.token for token in one.logprobs.content) for one in choices}) == 1, "also those of tags"
+    listed = {"".join(token.token for token in choice.logprobs.content) for choice in choices}
+    assert len(listed) == 1, "also the tokens of tags"
     return [
-        (one.finish_reason, getattr(one.message, "reasoning_content", ""), one.message.content or "",
-         *((call.function.name, call.function.arguments) for call in one.message.tool_calls or ()))
-        for one in choices
-    ]  # fmt: skip
+        (choice.finish_reason, getattr(message, "reasoning_content", ""), message.content or "")
+        + tuple((call.function.name, call.function.arguments) for call in message.tool_calls or ())
+        for choice, message in ((choice, choice.message) for choice in choices)
+    ]
 
 
 async def test_calls_of_whole_and_streamed_answers(served: Served) -> None:
@@ -145,8 +146,8 @@ async def test_every_answer_can_be_sent_back(served: Served) -> None:
         results = [
             {"role": "tool", "tool_call_id": call["id"], "content": "1"} for call in message.get("tool_calls", ())
         ]
-        asked = {"role": "user", "content": "x"}
-        again = await served.post(messages=[asked, message, *results, asked], tools=TOOLS)
+        user = {"role": "user", "content": "x"}
+        again = await served.post(messages=[user, message, *results, user], tools=TOOLS)
         assert again.status_code == 200, again.text
 
 

@@ -41,18 +41,18 @@ def decode(body: bytes, block: int = 1 << 20) -> ChatRequest:
         {"type": "file", "file": {"file_data": URL}},
     ],
 )
-def test_media_get_their_data_back(part: dict[str, Any], indent: int | None, block: int) -> None:
+def test_parts_get_their_data_back(part: dict[str, Any], indent: int | None, block: int) -> None:
     noted = {"type": "text", "text": "<0> <1>", "note": {"url": URL}}
     body = json.dumps({"messages": [{"role": "user", "content": [part, part, noted]}]}, indent=indent)
     for escaped in (body, body.replace("/", "\\/"), body.replace("+", "\\u002B")):  # as PHP and .NET write it
         first, second, text = decode(escaped.encode(), block).messages[0].parts
         data = base64.b64decode(LONG)
-        assert [fetch(one.location, MediaPolicy(None, 2 * len(data))) for one in (first, second)] == [data, data]
+        assert [fetch(part.location, MediaPolicy(None, 2 * len(data))) for part in (first, second)] == [data, data]
         assert text.text == "<0> <1>"
     assert split(body.encode(), block).text_bytes < 1000
 
 
-def test_elsewhere_the_data_are_text() -> None:
+def test_data_urls_outside_of_parts_are_text() -> None:
     """Of two equal keys the last counts, as in all JSON."""
     call = {"id": "1", "function": {"name": "f", "arguments": {"image": URL}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {}, "url": URL}}}
@@ -73,6 +73,6 @@ def test_elsewhere_the_data_are_text() -> None:
     json.dumps({"url": URL.upper()}), json.dumps({"url": "data:" + LONG + ",A"}), '"data:' * 1000,
     f'{{"url": "{URL}\\"}}',
 ])  # fmt: skip
-def test_all_else_is_text(body: str) -> None:
+def test_all_but_data_urls_of_media_is_text(body: str) -> None:
     for block in (1, 1000, 1 << 20):
         assert split(body.encode(), block).text_bytes == len(body)

@@ -15,8 +15,9 @@ TOKENIZER = LLTokenizer(str(Path(demo.__file__).parent / "weights" / "tokenizer.
 
 
 def accepted(grammar: str, *texts: str) -> list[str]:
+    tokenize = TOKENIZER.tokenize_str
     matchers = [(text, LLMatcher(TOKENIZER, grammar, log_level=0)) for text in texts]
-    return [text for text, one in matchers if one.consume_tokens(TOKENIZER.tokenize_str(text)) and one.is_accepting()]
+    return [text for text, matcher in matchers if matcher.consume_tokens(tokenize(text)) and matcher.is_accepting()]
 
 
 A: dict[str, Any] = {"properties": {"a": {"type": "integer"}}}
@@ -55,7 +56,7 @@ def test_json_under_a_schema(schema: dict[str, Any], good: list[str], bad: list[
 @pytest.mark.parametrize("schema", [
     {"properties": [1]}, {"properties": {"a": 1}}, {"required": 3, **A}, {"allOf": 7}, {"$defs": None, "type": 1},
 ])  # fmt: skip
-def test_what_is_no_schema(schema: dict[str, Any]) -> None:
+def test_invalid_schema_is_an_error_of_the_matcher(schema: dict[str, Any]) -> None:
     assert LLMatcher(TOKENIZER, json_grammar(schema), log_level=0).get_error()
 
 

@@ -1,0 +1,60 @@
+"""Exceptions -> the error response, or the last event of a stream, and one line in the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from starlette.responses import Response
+
+from mini_engine import metrics
+from mini_engine.launch.shortage import shortage_in
+from mini_engine.log import about
+from mini_engine.media.media_errors import DecoderUnavailable, MediaError
+from mini_engine.protocol.api_errors import ApiError, bad_request
+from mini_engine.protocol.request_clock import RequestClock
+
+logger = logging.getLogger(__name__)
+
+QUIET_SECONDS = 60.0  # without a shortage, after which the next one is logged again
+REMEDIES = {
+    "file descriptors": "raise its limit: ulimit -n, LimitNOFILE=, --ulimit nofile=",
+    "threads": "raise the limit on processes: ulimit -u, TasksMax=, --pids-limit",
+    "memory": "see Memory in docs/operations.md",
+}
+_last_shortage: dict[str, float] = {}  # time by resource
+
+
+def report_error(error: Exception, request_id: str, clock: RequestClock | None) -> ApiError:
+    """Logs `error`, counts it with the `clock` of a request for text, and returns the error that the client gets."""
+    match error:
+        case ApiError():
+            answer = error
+        case MediaError():
+            answer = bad_request(str(error), "messages", "invalid_media")
+        case DecoderUnavailable():
+            answer = ApiError(503, str(error), code="overloaded")
+        case _ if shortage := shortage_in(error):
+            resource, now = shortage.what, time.monotonic()
+            # One line when a shortage begins: a host that is short of something should write no more than it has to.
+            if now - _last_shortage.get(resource, -QUIET_SECONDS) > QUIET_SECONDS:
+                logger.error("out of %s: requests are refused; %s", resource, REMEDIES[resource])
+            _last_shortage[resource] = now
+            metrics.requests_rejected_total.labels("host").inc()
+            answer = ApiError(503, str(shortage), code="overloaded")
+        case _:
+            logger.error("%s failed", request_id, exc_info=error, extra=about(request_id))
+            text = f"Internal error; the server's log has the details under {request_id}."
+            answer = ApiError(500, text, code="internal_error")
+    message = "".join(char if char.isprintable() else " " for char in answer.body.message)  # it may quote the request
+    logger.info("%s: %d %s: %s", request_id, answer.status, answer.body.code, message, extra=about(request_id))
+    if clock is not None:
+        clock.failed = True
+        if answer.status >= 500:
+            clock.end("error")
+    return answer
+
+
+def error_response(error: ApiError) -> Response:
+    """`error` as a response."""
+    return Response(error.encode(), error.status, error.headers, "application/json")
