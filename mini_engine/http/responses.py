@@ -28,8 +28,9 @@ from mini_engine.http.error_responses import report_error
 from mini_engine.prompt.answer import Generation, Piece
 from mini_engine.prompt.detokenizer import ListedToken
 from mini_engine.prompt.pieces import pieces
-from mini_engine.prompt.tool_calls import AnswerParser, Tool
+from mini_engine.prompt.tool_calls import AnswerParser
 from mini_engine.protocol.bodies import ChatRequest, GenerationRequest, StreamOptions
+from mini_engine.protocol.tools import Tool
 
 DONE = b"data: [DONE]\n\n"
 PART_BYTES = 1 << 18  # of a response, written at a time

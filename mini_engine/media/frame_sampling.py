@@ -8,9 +8,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-Count = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
-Rate = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+from mini_engine.protocol.parts import Count, Rate, Seconds
 
 _SLACK = 0.0015  # seconds that a frame may start after a tick and count at it: Matroska rounds times to 1 ms
 

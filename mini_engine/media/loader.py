@@ -36,8 +36,8 @@ from mini_engine.media.sources.fetch import (
 from mini_engine.media.sources.http_fetch import fetch_http, tls_context
 from mini_engine.media.sources.policy import MediaPolicy, Received
 from mini_engine.messages import Modality
-from mini_engine.prompt.renderer import MediaRef
 from mini_engine.protocol.inline_data import DataUrl
+from mini_engine.protocol.parts import MediaRef
 from mini_engine.protocol.request_clock import RequestClock
 
 if TYPE_CHECKING:

@@ -18,13 +18,13 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from mini_engine.config.decode_limits import MOST_FRAMES_KEPT, DecodeLimits
-from mini_engine.media.frame_sampling import Count, Seconds, VideoSampling
+from mini_engine.media.frame_sampling import VideoSampling
 from mini_engine.media.processor import EDGES, FORWARDED, TIME_TOKENS, Kind, Kwargs, MediaProcessor, MediaSettings
 from mini_engine.media.sources.fetch import DEFAULT_FPS, Frames, has_frames
 from mini_engine.messages import CachedMedia, EngineLimits, Modality
-from mini_engine.prompt.renderer import MediaRef
 from mini_engine.protocol.api_errors import bad_request
 from mini_engine.protocol.bodies import ChatRequest
+from mini_engine.protocol.parts import Count, MediaRef, Seconds
 
 OptionsT = TypeVar("OptionsT", bound=msgspec.Struct)
 LONGEST_VIDEO, LEAST_VIDEO = 128_000, 64  # tokens

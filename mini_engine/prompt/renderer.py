@@ -11,7 +11,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +19,11 @@ import msgspec
 from mini_engine.media.hashing import HASH_BYTES
 from mini_engine.messages import CachedMedia, EngineLimits, MediaItem, Modality
 from mini_engine.prompt.client_text import MARK, ClientText, encode_text
-from mini_engine.prompt.tool_calls import CALL, CALL_END, TAGS, THINK, AnswerFormat, AnswerParser, after_thought
+from mini_engine.prompt.tool_calls import AnswerFormat, AnswerParser, after_thought
 from mini_engine.protocol.api_errors import bad_request
 from mini_engine.protocol.bodies import ChatMessage, ChatRequest, StructuredOutputs
+from mini_engine.protocol.parts import MediaRef
+from mini_engine.protocol.tools import CALL, CALL_END, TAGS, THINK
 
 if TYPE_CHECKING:
     from mini_engine.media.processor import MediaProcessor, ProcessedItem
@@ -31,16 +32,6 @@ MAX_MEDIA = 1024  # images and videos of a prompt
 PIECE = 1 << 16  # characters that are tokenised at once to see how many tokens a long text has
 
 Source = tuple[bytes, "ProcessedItem | CachedMedia"]  # an item under its hash
-
-
-@dataclass(frozen=True)
-class MediaRef:
-    """One image or video of a conversation, in the order of the prompt."""
-
-    modality: Modality
-    url: str
-    name: str  # what errors call it: "video 1" is the first video of the conversation
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of its part, see `PartSettings`
 
 
 class ChatRenderer:

@@ -14,11 +14,11 @@ from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 import msgspec
 from msgspec import Meta, Struct
 
-from mini_engine.prompt.tool_calls import CALL_END, Function, Tool, ToolCall, Tools
 from mini_engine.protocol.api_errors import bad_request
 from mini_engine.protocol.parts import Part
 from mini_engine.protocol.structure import MAX_STRUCTURE, STRUCTURE_LIMIT, structure
 from mini_engine.protocol.structured_outputs import choice_grammar, json_grammar, regex_grammar
+from mini_engine.protocol.tools import CALL_END, Function, Tool, ToolCall, Tools
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of a message

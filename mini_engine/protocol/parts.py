@@ -4,15 +4,20 @@ qwen_vl_utils. Unknown fields are ignored, unless they would set how an item is 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 import msgspec
 from msgspec import Meta, Struct
 
-from mini_engine.media.frame_sampling import Count, Rate, Seconds
 from mini_engine.messages import Modality
 from mini_engine.protocol.inline_data import DataUrl
+
+Count = Annotated[int, Meta(ge=1, le=10**9)]
+Rate = Annotated[float, Meta(gt=0, le=1e9)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 # By the kind of a part: the fields of which it has one.
 _SOURCES = {
@@ -133,3 +138,13 @@ class Part(PartSettings, frozen=True, kw_only=True):
         """The URL of the image or video; of text empty."""
         location: str = self.file.file_data if self.file else getattr(self._source, "url", self._source)
         return f"file://{quote(location)}" if location.startswith("/") else location
+
+
+@dataclass(frozen=True)
+class MediaRef:
+    """One image or video of a conversation, in the order of the prompt."""
+
+    modality: Modality
+    url: str
+    name: str  # what errors call it: "video 1" is the first video of the conversation
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of its part, see `PartSettings`

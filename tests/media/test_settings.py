@@ -14,10 +14,10 @@ from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
 from mini_engine.media.hashing import media_hash
 from mini_engine.media.processor import TIME_TOKENS, MediaProcessor, MediaSettings
 from mini_engine.media.settings import MediaSettingsResolver, RequestKwargs, ServerKwargs, hash_key, updated
-from mini_engine.prompt.renderer import MediaRef, collect_media
+from mini_engine.prompt.renderer import collect_media
 from mini_engine.protocol.api_errors import ApiError
 from mini_engine.protocol.bodies import ChatMessage, ChatRequest
-from mini_engine.protocol.parts import Part
+from mini_engine.protocol.parts import MediaRef, Part
 from tests import tiny_processor
 from tests.http.serving import chat_body
 from tests.media.test_families import assert_same, decoded, full_call

@@ -16,8 +16,9 @@ from mini_engine.media.processor import MediaProcessor
 from mini_engine.messages import FinishReason, RequestOutput, SamplingParams, TokenLogprob
 from mini_engine.prompt.answer import Piece, Sample
 from mini_engine.prompt.detokenizer import Detokenizer, Vocabulary
-from mini_engine.prompt.tool_calls import TAGS, AnswerParser
+from mini_engine.prompt.tool_calls import AnswerParser
 from mini_engine.protocol.bodies import CompletionRequest
+from mini_engine.protocol.tools import TAGS
 from tests import tiny_processor
 
 # Pieces that make characters of several tokens, special tokens, and starts of stop strings.

@@ -15,9 +15,9 @@ from tokenizers import AddedToken
 
 from mini_engine.media.processor import MediaProcessor
 from mini_engine.prompt.renderer import ChatRenderer
-from mini_engine.prompt.tool_calls import TAGS, Function, Tool
 from mini_engine.protocol.api_errors import ApiError
 from mini_engine.protocol.bodies import ChatMessage, ChatRequest
+from mini_engine.protocol.tools import TAGS, Function, Tool
 from tests import tiny_processor
 from tests.http import templates
 from tests.http.serving import image, video

@@ -13,7 +13,8 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
 from mini_engine import demo
-from mini_engine.prompt.tool_calls import TAGS, AnswerFormat, AnswerParser, Function, after_thought
+from mini_engine.prompt.tool_calls import AnswerFormat, AnswerParser, after_thought
+from mini_engine.protocol.tools import TAGS, Function
 from tests.http.serving import Counted, Served, check_error
 
 ARGUMENTS = '{"at": "a \\"}<\\\\", "n": [1, {}]}'
