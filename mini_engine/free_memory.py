@@ -1,5 +1,5 @@
-"""How much memory this process may still take: what the machine has free, within what its control groups allow. And
-what is set aside of CUDA devices for API servers, which they and the workers must agree on.
+"""How much memory this process may still take: the machine's free memory, within the limits of its control groups. And
+the memory of CUDA devices that is set aside for API servers, which they and the workers must agree on.
 
 Anonymous shared memory is bounded by nothing else: an allocation beyond the machine's memory does not fail, it ends in
 the kernel's OOM killer. So the parts that take much ask here first. Nothing is reserved by asking.
@@ -51,9 +51,9 @@ def _cgroups(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
         group = root / ("" if ".." in path else path.strip("/"))  # "..": outside of this process's namespace
         for directory in (group, *group.parents):
             with contextlib.suppress(OSError, ValueError):  # not there, not ours to read, or its limit is "max"
-                most, used = (int((directory / name).read_text()) for name in (limit, usage))
+                maximum, used = (int((directory / name).read_text()) for name in (limit, usage))
                 statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-                yield most, used - int(statistics.get(cache, 0))
+                yield maximum, used - int(statistics.get(cache, 0))
             if directory == root:
                 break
 
@@ -63,7 +63,7 @@ class ProcessorMemory(NamedTuple):
     is the sum of both over all API servers."""
 
     slots: int  # patches in transfer, of all engines together
-    work: int  # what torch may hold: frames, what the processor makes of them, patches that wait for a slot
+    work: int  # torch's: frames, intermediate tensors of the processor, patches that wait for a slot
 
 
 def processor_memory(config: EngineConfig) -> ProcessorMemory:

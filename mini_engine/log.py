@@ -29,7 +29,6 @@ class JsonFormatter(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """See `logging.Formatter.format`."""
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -59,11 +58,9 @@ class LineQueue(QueueHandler):
         threading.Thread(target=self._write_lines, args=(fd,), daemon=True).start()
 
     def prepare(self, record: logging.LogRecord) -> bytes:
-        """See `QueueHandler.prepare`."""
         return self.format(record).encode(errors="replace") + b"\n"
 
     def enqueue(self, record: Any) -> None:
-        """See `QueueHandler.enqueue`."""
         try:
             self.lines.put_nowait(record)
         except queue.Full:

@@ -20,11 +20,15 @@ from prometheus_client import (
     generate_latest,
     multiprocess,
 )
+from prometheus_client import values as value_classes
 
+from mini_engine.launch.metrics_files import DIRECTORY_VARIABLE, NUMBER_VARIABLE
 from mini_engine.messages import EngineStats, FinishReason, TransportName
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 REGISTRY = CollectorRegistry()
+if NUMBER_VARIABLE in os.environ:  # else prometheus_client would number the files by process id
+    value_classes.ValueClass = value_classes.MultiProcessValue(lambda: os.environ[NUMBER_VARIABLE])
 
 # Why tensors did not take the chosen transport. Of a request: its CUDA tensors were copied through the host, for lack
 # of a staging slot, or since they lie on several devices. Of an item, which bypasses the store: no room there, another
@@ -48,31 +52,29 @@ _STAGE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0
 _SIZES = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
 
-def _counter(name: str, help: str, label: str | None = None, values: Iterable[str] = ()) -> Counter:
-    """The `values` of its label are created at 0."""
+def _counter(name: str, help: str, label: str | None = None, label_values: Iterable[str] = ()) -> Counter:
+    """The `label_values` are created at 0."""
     counter = Counter(f"mini_engine:{name}", help, [label] if label else [], registry=REGISTRY)
-    for value in values:
+    for value in label_values:
         counter.labels(value)
     return counter
 
 
-def _gauge(
-    name: str, help: str, mode: Literal["livesum", "livemax", "livemostrecent"], labels: Iterable[str] = ()
-) -> Gauge:
+def _gauge(name: str, help: str, mode: Literal["livesum", "livemax", "livemostrecent"], *labels: str) -> Gauge:
     return Gauge(f"mini_engine:{name}", help, labels, multiprocess_mode=mode, registry=REGISTRY)
 
 
 def _engine_gauge(name: str, help: str, *labels: str) -> Gauge:
     """A metric of each engine: the value of the API server that heard from it last counts."""
-    return _gauge(name, help, "livemostrecent", ["engine", *labels])
+    return _gauge(name, help, "livemostrecent", "engine", *labels)
 
 
 def _histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
     return Histogram(f"mini_engine:{name}", help, buckets=buckets, registry=REGISTRY)
 
 
-def _stage(name: str, what: str) -> Histogram:
-    return _histogram(f"request_{name}_time_seconds", f"{what}, per successful request.", _STAGE_BUCKETS)
+def _stage(name: str, help: str) -> Histogram:
+    return _histogram(f"request_{name}_time_seconds", f"{help}, per successful request.", _STAGE_BUCKETS)
 
 
 # --- set by API servers -----------------------------------------------------------------------------------------------
@@ -85,9 +87,8 @@ ipc_fallbacks_total = _counter(
 ipc_buffered_bytes = _gauge("ipc_buffered_bytes", "Bytes of media tensors reserved or in transfer.", "livesum")
 ipc_buffered_tensors = _gauge("ipc_buffered_tensors", "Media tensors in transfer.", "livesum")
 mm_tensor_ipc_info = _gauge(
-    "mm_tensor_ipc_info", "1 for the transport in use to an engine, and the reason.", "livemax",
-    ["engine", "transport", "reason"],
-)  # fmt: skip
+    "mm_tensor_ipc_info", "1 for the transport to an engine, and why.", "livemax", "engine", "transport", "reason"
+)
 mm_cache_queries_total = _counter("mm_cache_queries_total", "Media items looked up in the cache.", "engine")
 mm_cache_hits_total = _counter("mm_cache_hits_total", "Media items found in the cache, and not decoded.", "engine")
 mm_store_fragmented_total = _counter("mm_store_fragmented_total", "Media items stored in several extents.")
@@ -99,20 +100,16 @@ inflight_media_bytes = _gauge(
     "inflight_media_bytes", "Bytes of encoded media reserved for requests, and of decoded frames.", "livesum"
 )
 requests_rejected_total = _counter(
-    "requests_rejected_total", "Requests refused with 429, or with 503 for lack of host resources.", "reason",
-    REJECTION_REASONS,
-)  # fmt: skip
-request_success_total = _counter(
-    "request_success_total", "Finished requests; `error`: with a 5xx or an error event.", "finished_reason",
-    get_args(FinishReason),
-)  # fmt: skip
+    "requests_rejected_total", "Requests refused: 429, or 503 for lack of host resources.", "reason", REJECTION_REASONS
+)
+_SUCCESS = "Finished requests; `error`: with a 5xx or an error event."
+request_success_total = _counter("request_success_total", _SUCCESS, "finished_reason", get_args(FinishReason))
 prompt_tokens_total = _counter("prompt_tokens_total", "Prompt tokens of requests with a first token.")
 generation_tokens_total = _counter("generation_tokens_total", "Tokens generated.")
 time_to_first_token_seconds = _histogram("time_to_first_token_seconds", "Time to first token.", _TTFT_BUCKETS)
 inter_token_latency_seconds = _histogram(
-    "inter_token_latency_seconds", "Time between tokens of a choice; tokens that arrive together share it.",
-    _TOKEN_BUCKETS,
-)  # fmt: skip
+    "inter_token_latency_seconds", "Time between tokens of a choice; tokens sent together share it.", _TOKEN_BUCKETS
+)
 e2e_request_latency_seconds = _histogram(
     "e2e_request_latency_seconds", "Time from a request's arrival to its last token.", _E2E_BUCKETS
 )
@@ -137,10 +134,9 @@ stage_seconds = {
 # --- of an engine -----------------------------------------------------------------------------------------------------
 
 engine_restarts = _gauge("engine_restarts", "Restarts of the engines (--restart-engine).", "livemax")
-parallel_config_info = _gauge(
-    "parallel_config_info", "1 for the numbers of processes: API servers, engines, ranks of each engine.", "livemax",
-    ["api_server_count", "data_parallel_size", "tensor_parallel_size"],
-)  # fmt: skip
+_PROCESSES = "1 for the numbers of processes: API servers, engines, ranks of each engine."
+_COUNTS = ("api_server_count", "data_parallel_size", "tensor_parallel_size")
+parallel_config_info = _gauge("parallel_config_info", _PROCESSES, "livemax", *_COUNTS)
 kv_cache_usage_perc = _engine_gauge("kv_cache_usage_perc", "Fraction of the KV blocks that requests hold.")
 mm_store_bytes = _engine_gauge(
     "mm_store_bytes", "Bytes of the media cache: all items (used), items with references (pinned), free.", "state"
@@ -203,9 +199,9 @@ class EngineMetrics:
 
 def _registry() -> CollectorRegistry:
     """What collects the metrics of all API servers."""
-    if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+    if DIRECTORY_VARIABLE not in os.environ:
         return REGISTRY
-    os.listdir(os.environ["PROMETHEUS_MULTIPROC_DIR"])  # raises OSError, where the collector would find no files
+    os.listdir(os.environ[DIRECTORY_VARIABLE])  # raises OSError, where the collector would find no files
     registry = CollectorRegistry()
     multiprocess.MultiProcessCollector(registry)
     return registry
@@ -213,11 +209,11 @@ def _registry() -> CollectorRegistry:
 
 def samples() -> dict[str, list[float]]:
     """The values of each metric over all API servers by its name without prefix: one for each of its labels' values."""
-    found: dict[str, list[float]] = {}
+    values: dict[str, list[float]] = {}
     for family in _registry().collect():
         for sample in family.samples:
-            found.setdefault(sample.name.removeprefix("mini_engine:"), []).append(sample.value)
-    return found
+            values.setdefault(sample.name.removeprefix("mini_engine:"), []).append(sample.value)
+    return values
 
 
 def exposition() -> bytes:

@@ -14,10 +14,10 @@ MIB = 1 << 20
 
 @pytest.fixture
 def proc(tmp_path: Path) -> Path:
-    made = tmp_path / "proc"
-    (made / "self").mkdir(parents=True)
-    (made / "meminfo").write_text("MemFree: 100 kB\nMemAvailable:    4096 kB\n")
-    return made
+    root = tmp_path / "proc"
+    (root / "self").mkdir(parents=True)
+    (root / "meminfo").write_text("MemFree: 100 kB\nMemAvailable:    4096 kB\n")
+    return root
 
 
 def belongs(proc: Path, *lines: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mini_engine import metrics
-from mini_engine.launch.metrics_files import FILE_BYTES, forget_gauges, make_files
+from mini_engine.launch.metrics_files import DIRECTORY_VARIABLE, FILE_BYTES, NUMBER_VARIABLE, forget_gauges, make_files
 from tests.shortages import no_descriptors
 
 COUNT = """
@@ -27,8 +27,8 @@ metrics.stage_seconds["queue"].observe(1)
 def run(code: str, directory: Path, number: int = 0) -> str:
     """What `code` prints in a process that counts in the files of `number`."""
     make_files(directory, number)
-    code = f"from mini_engine.launch.metrics_files import count_into; count_into({str(directory)!r}, {number})\n{code}"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    environ = {**os.environ, DIRECTORY_VARIABLE: str(directory), NUMBER_VARIABLE: str(number)}
+    return subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True).stdout
 
 
 def test_the_metrics_of_all_processes_are_summed(tmp_path: Path) -> None:
@@ -60,42 +60,31 @@ def test_an_import_makes_no_files(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-MANY = """
-from mini_engine import metrics
-for engine in range(64):
-    metrics.EngineMetrics(engine, 1000)
-    metrics.mm_tensor_ipc_info.labels(str(engine), "torch_shm", "x" * 500).set(1)
-"""
-
-
 def test_the_files_keep_their_allocated_size_with_64_engines(tmp_path: Path) -> None:
-    run(MANY, tmp_path)
+    engine = "metrics.EngineMetrics(engine, 1000)"
+    transport = 'metrics.mm_tensor_ipc_info.labels(str(engine), "torch_shm", "x" * 500).set(1)'
+    run(f"from mini_engine import metrics\nfor engine in range(64):\n    {engine}; {transport}", tmp_path)
     assert {path.name.rpartition("_")[0]: path.stat().st_size for path in tmp_path.iterdir()} == FILE_BYTES
     assert all(512 * path.stat().st_blocks >= path.stat().st_size for path in tmp_path.iterdir())
     used = {path.name.rpartition("_")[0] for path in tmp_path.iterdir() if path.read_bytes()[:4] != bytes(4)}
     assert used == FILE_BYTES.keys()
 
 
-TWO = """
-from mini_engine import metrics
-metrics.prompt_tokens_total.inc()
-metrics.EngineMetrics(0, 1000)
-print(metrics.samples()["prompt_tokens_total"], metrics.samples()["mm_store_bytes"])
-"""
-
-
 def test_a_process_counts_on_in_the_files_of_the_one_before_it(tmp_path: Path) -> None:
-    assert run(TWO, tmp_path, 3) == "[1.0] [1000.0]\n"
+    """Whatever it imports first."""
+    count = "from mini_engine import metrics; metrics.prompt_tokens_total.inc(); metrics.EngineMetrics(0, 1000); "
+    count += "print(metrics.samples()['prompt_tokens_total'], metrics.samples()['mm_store_bytes'])"
+    assert run("import prometheus_client.multiprocess; " + count, tmp_path, 3) == "[1.0] [1000.0]\n"
     forget_gauges(tmp_path, 3)
-    nothing = "from mini_engine import metrics\nprint(metrics.samples().get('mm_store_bytes'))"
-    assert run(nothing, tmp_path, 4) == "None\n"
-    assert run(TWO, tmp_path, 3).startswith("[2.0] ")
+    show = "from mini_engine import metrics; print(metrics.samples().get('mm_store_bytes'))"
+    assert run(show, tmp_path, 4) == "None\n"
+    assert run(count, tmp_path, 3).startswith("[2.0] ")
 
 
 def test_metrics_that_cannot_be_read_are_not_an_empty_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scraper would take it for a server whose counters were reset."""
     run(COUNT.format(running=5), tmp_path)
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
     with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
         metrics.exposition()
     assert b"num_requests_running" in metrics.exposition()

@@ -32,14 +32,14 @@ die_with_parent(int(sys.argv[1]))
 os.execv(sys.argv[2], sys.argv[2:])
 """
 HEALTH_SECONDS = 10.0
-FRONT_CHECK_SECONDS = 3.0  # between two looks whether the front of a lease is alive
+FRONT_CHECK_SECONDS = 3.0  # between two checks that the front of a lease is alive
 STOP_SECONDS = 10.0  # for an engine without requests to exit
 LINES_SHOWN = 20  # of the log of an engine that does not start
 
 
 @dataclasses.dataclass(frozen=True)
 class Lease:
-    """Leave to send one request to an engine."""
+    """The right to send one request to an engine."""
 
     host: str  # Ray's id of the node
     url: str
@@ -48,20 +48,22 @@ class Lease:
 
 @serve.deployment(health_check_period_s=2, health_check_timeout_s=HEALTH_SECONDS + 5)
 class EngineReplica:
-    """See the module."""
-
     def __init__(self, command: list[str]):
         """Returns when the engine serves; raises RuntimeError, with the end of its log, when it does not start."""
         key = secrets.token_urlsafe()
         self._stopping = False
         address = ray.util.get_node_ip_address()
         launcher = [sys.executable, "-c", LAUNCHER, str(os.getpid())]
-        environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # Ray sets it to 1
+        environ = {**os.environ, "MINI_ENGINE_API_KEY": key}
+        environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to 1
         self._process = subprocess.Popen(
             [*launcher, *command, "--host", address, "--port", "0"],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-            env=environ | {"MINI_ENGINE_API_KEY": key},
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=environ,
+        )
         log = self._process.stdout
         assert log is not None
         last: collections.deque[str] = collections.deque(maxlen=LINES_SHOWN)
@@ -85,7 +87,7 @@ class EngineReplica:
             os._exit(1)
 
     async def lease(self, attempt: Attempt) -> AsyncIterator[Lease]:
-        """The lease, which lasts until the front cancels this call or has died."""
+        """A lease until the front cancels this call or has died."""
         yield self._lease
         while True:  # Ray does not cancel the calls of a dead caller
             await asyncio.sleep(FRONT_CHECK_SECONDS)

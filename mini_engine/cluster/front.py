@@ -46,10 +46,8 @@ QUEUE_SECONDS = 60.0  # for a host to have room
 ANSWER_SECONDS = 10.0  # for each host where all are asked
 HEALTH_SECONDS = 1.0  # for which `/health` answers the same: it needs no key
 KEYLESS = {*OPEN_PATHS, *playground.PATHS}  # the page asks for the key
-ENDPOINTS = KEYLESS | {
-    "/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/reset_caches", "/metrics",
-    "/version", "/docs", "/openapi.json",
-}  # fmt: skip
+ENDPOINTS = KEYLESS | {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize"}
+ENDPOINTS |= {"/reset_caches", "/metrics", "/version", "/docs", "/openapi.json"}
 FOR_ALL_HOSTS = {"/metrics": "GET", "/reset_caches": "POST"}
 MODEL = re.compile("/v1/models/([!-~]+)")  # the name may be a path
 # RFC 9110, section 7.6.1; and what this connection has in place of the client's.
@@ -58,18 +56,17 @@ OWN_HEADERS = HOP_BY_HOP | {"host", "content-length", "expect", "authorization"}
 
 
 class Forwarded(StreamingResponse):
-    """An engine's response as it comes. `held` ends with it: cut off early, as when the client leaves, that closes the
-    connection, and the engine aborts the request."""
+    """An engine's response as it comes. `stack` is closed at its end: cut off early, as when the client leaves, that
+    closes the connection, and the engine aborts the request."""
 
-    def __init__(self, response: aiohttp.ClientResponse, held: contextlib.AsyncExitStack, key: str):
+    def __init__(self, response: aiohttp.ClientResponse, stack: contextlib.AsyncExitStack, key: str):
         left_out = HOP_BY_HOP | {"date"}  # Serve adds its own
         headers = {name: value for name, value in response.headers.items() if name.lower() not in left_out}
         super().__init__(response.content.iter_any(), response.status, headers | {"x-media-key": key})
-        self._held = held
+        self._stack = stack
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See `Response`."""
-        async with self._held:
+        async with self._stack:
             await super().__call__(scope, receive, send)
 
 
@@ -82,8 +79,6 @@ def _check_path(path: str) -> None:
 
 @serve.deployment(health_check_period_s=2, health_check_timeout_s=5)
 class Front:
-    """See the module."""
-
     def __init__(self, engines: DeploymentHandle, config: EngineConfig):
         """`config`: of the engines, but with the API key of clients."""
         self._engines = engines
@@ -125,30 +120,29 @@ class Front:
             return await self._forward(request, body.whole, await asyncio.to_thread(media_key, body, path))
 
     async def _forward(self, request: Request, body: bytearray, key: str) -> Response:
-        async with contextlib.AsyncExitStack() as held:
+        async with contextlib.AsyncExitStack() as stack:
             try:
-                response = await self._send(request, body, key, held)
+                response = await self._send(request, body, key, stack)
             except aiohttp.ClientError:
-                raise EngineError(
-                    "The engine that served this request has stopped; send it again later.", 502
-                ) from None
+                text = "The engine that served this request has stopped; send it again later."
+                raise EngineError(text, 502) from None
             if response is None:
                 raise EngineError("No host has room; send this request again later.", code="overloaded")
-            return Forwarded(response, held.pop_all(), key)
+            return Forwarded(response, stack.pop_all(), key)
 
     async def _send(
-        self, request: Request, body: bytearray, key: str, held: contextlib.AsyncExitStack
+        self, request: Request, body: bytearray, key: str, stack: contextlib.AsyncExitStack
     ) -> aiohttp.ClientResponse | None:
-        """The response to a request, once it has begun; `held` holds it and its lease. None: no host had room."""
+        """The response to a request, once it has begun; `stack` has it and its lease. None: no host had room."""
         deadline = time.monotonic() + QUEUE_SECONDS
         while (now := time.monotonic()) < deadline:
             attempt = Attempt(self._own, [host for host, until in self._failed.items() if until > now])
             try:
-                lease = await held.enter_async_context(self._lease(key, attempt))
+                lease = await stack.enter_async_context(self._lease(key, attempt))
                 attempt.tried = lease.host
-                return await held.enter_async_context(self._ask(lease, request, body))
+                return await stack.enter_async_context(self._ask(lease, request, body))
             except (TimeoutError, RayError, aiohttp.ClientConnectorError):  # no lease, or no connection
-                await held.aclose()
+                await stack.aclose()
                 if attempt.tried is not None:
                     self._failed[attempt.tried] = time.monotonic() + AVOID_SECONDS
         return None
@@ -177,13 +171,11 @@ class Front:
 
     async def _find_hosts(self) -> None:
         """Take a lease of each host, so that all are known."""
-        asked: list[str] = []
-        more = True
+        hosts: list[str] = []
         with contextlib.suppress(TimeoutError, RayError):  # no host has room: those that are known remain
-            while more:
-                async with self._lease("", Attempt(self._own, asked)) as lease:
-                    more = lease.host not in asked
-                    asked.append(lease.host)
+            while len(hosts) == len({*hosts}):  # until one comes again: there is no other
+                async with self._lease("", Attempt(self._own, hosts)) as lease:
+                    hosts.append(lease.host)
 
     async def _ask_known(self, request: Request) -> dict[str, tuple[int, bytes]]:
         """Status and body of the answer of each host that is known."""

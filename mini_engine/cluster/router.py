@@ -14,7 +14,7 @@ from mini_engine.cluster.routing import ranked
 class Attempt:
     """The argument of a lease. The front and its router share the object."""
 
-    front: ActorHandle  # which asks
+    front: ActorHandle  # which takes the lease
     avoided: list[str]  # hosts that have failed
     tried: str | None = None  # the host that the router has chosen; None: no host has room
 
@@ -32,9 +32,9 @@ class HostAffineRouter(RequestRouter):
         ranks: dict[str, list[RunningReplica]] = {}
         for replica in candidate_replicas:
             ranks.setdefault(replica.node_id, []).append(replica)
-        known = self.replica_queue_len_cache.get
-        loads = {host: sum(known(one.replica_id) or 0 for one in rank) for host, rank in ranks.items()}
+        load = self.replica_queue_len_cache.get
+        loads = {host: sum(load(replica.replica_id) or 0 for replica in rank) for host, rank in ranks.items()}
+        limits = {host: sum(replica.max_ongoing_requests for replica in rank) for host, rank in ranks.items()}
         order = ranked(pending_request.metadata.session_id, loads, attempt.avoided)
-        with_room = (host for host in order if loads[host] < sum(one.max_ongoing_requests for one in ranks[host]))
-        attempt.tried = next(with_room, None)
+        attempt.tried = next((host for host in order if loads[host] < limits[host]), None)
         return [ranks[host] for host in order]

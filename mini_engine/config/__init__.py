@@ -4,8 +4,6 @@ The command line, the environment variables, `--config`, `--help` and docs/confi
 values reach the processes inside `Init`. These files know nothing of models, sockets or torch.
 """
 
-from mini_engine.config.engine_config import (
-    BUNDLED_MODEL, BUNDLED_NAME, IPC_GPU_GIB, SLOTS_PART, STAGING_SLOTS, AttentionBackendName, EngineConfig, TensorIpc,
-    fields, groups,
-)  # fmt: skip
+from mini_engine.config.engine_config import BUNDLED_MODEL, BUNDLED_NAME, IPC_GPU_GIB, SLOTS_PART, STAGING_SLOTS
+from mini_engine.config.engine_config import AttentionBackendName, EngineConfig, TensorIpc, fields, groups
 from mini_engine.config.options import ENV_PREFIX, ConfigError, Setting, flag_of

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from decimal import Decimal
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -14,10 +17,8 @@ from mini_engine.config.decode_limits import flag_of
 
 ENV_PREFIX = "MINI_ENGINE_"
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-TYPE_NAMES = {
-    bool: "true or false", int: "an integer", float: "a number", str: "a string", list: "a list of strings",
-    dict: "a JSON object",
-}  # fmt: skip
+TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+TYPE_NAMES |= {list: "a list of strings", dict: "a JSON object"}
 
 
 class ConfigError(ValueError):
@@ -28,12 +29,12 @@ class ConfigError(ValueError):
 class Setting:
     """An option of the server: a field of the configuration with what the command line and the docs say about it."""
 
-    name: str = ""
-    type: Any = None  # `int` for `int | None`
-    default: Any
+    name: str
+    type: Any  # `int` for `int | None`
     help: str
     group: str
-    unset: str | None = None  # what the default stands for, where its value does not say it
+    default: Any
+    unset: str | None = None  # the meaning of the default, where its value does not say it
     short: str | None = None
     minimum: float | None = None
     maximum: float | None = None
@@ -72,7 +73,7 @@ class Setting:
 
     @property
     def values(self) -> str:
-        """What it takes, in words, such as `an integer from 0 to 65535`."""
+        """The values it takes, in words, such as `an integer from 0 to 65535`."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         low, high = number_text(self.minimum), number_text(self.maximum)
@@ -81,17 +82,14 @@ class Setting:
 
     @property
     def default_text(self) -> str:
-        """The default in words; where it is nothing, what that stands for."""
+        """The default in words; where it is None or empty, the meaning of that."""
         if self.unset is not None:
             return self.unset
         return {True: "on", False: "off"}[self.default] if self.type is bool else number_text(self.default)
 
     def read(self, value: Any, origin: str) -> Any:
-        """The value as the field has it, from a text of a flag or variable, or from a value of a YAML file.
-
-        Raises:
-            ConfigError: it is not of the field's type, or out of its limits. `origin` says what gave it.
-        """
+        """The value as the field has it, from a text of a flag or variable, or from a value of a YAML file. Raises
+        ConfigError, with its `origin`: it is not of the field's type, or out of its limits."""
         parsers: dict[Any, Callable[[str], Any]] = {int: parse_count, dict: json.loads, list: parse_list}
         parse = self.parse_text or parsers.get(self.base, str)
         number = self.base in (int, float)
@@ -104,10 +102,10 @@ class Setting:
 
 
 def options_of(group: str) -> Callable[..., Any]:
-    """What makes the dataclass fields of a group's options: `(default, help, ...)`, the rest as fields of `Setting`."""
+    """What makes the dataclass fields of a group's options: `(default, ...)`, the rest as fields of `Setting`."""
 
-    def option(default: Any, help: str, **more: Any) -> Any:
-        metadata = {"setting": Setting(group=group, default=default, help=help, **more)}
+    def option(default: Any, **more: Any) -> Any:
+        metadata = {"group": group, "default": default, **more}
         if isinstance(default, (list, dict)):
             return dataclasses.field(default_factory=default.copy, metadata=metadata)
         return dataclasses.field(default=default, metadata=metadata)
@@ -115,19 +113,23 @@ def options_of(group: str) -> Callable[..., Any]:
     return option
 
 
-def setting_of(field: dataclasses.Field[Any], kind: Any) -> Setting:
-    """The setting of a dataclass field that one of `options_of` has made; `kind` is its type."""
-    args = get_args(kind)
-    plain = args[0] if type(None) in args else kind
-    return dataclasses.replace(field.metadata["setting"], name=field.name, type=plain)
+def settings_of(options: type) -> list[Setting]:
+    """The settings of a dataclass whose fields `options_of` has made. The help of each is the text below it."""
+    types = get_type_hints(options)
+    definition: Any = ast.parse(inspect.getsource(options)).body[0]
+    pairs = itertools.pairwise(definition.body)
+    helps = {ast.unparse(field.target): text.value.value for field, text in pairs if isinstance(field, ast.AnnAssign)}
+    settings = []
+    for field in dataclasses.fields(options):
+        args = get_args(types[field.name])
+        kind = args[0] if type(None) in args else types[field.name]
+        settings.append(Setting(name=field.name, type=kind, help=" ".join(helps[field.name].split()), **field.metadata))
+    return settings
 
 
 def parse_count(text: str) -> int:
     """`16384`, `16k` (16,000), `16K` (16,384), `1.5G`: small letters are powers of 1000, capitals of 1024, as in vLLM.
-
-    Raises:
-        ValueError: not an integer, or not a number with one of these letters.
-    """
+    Raises ValueError: not an integer, or not a number with one of these letters."""
     try:
         return int(Decimal(text[:-1]) * UNITS[text[-1]]) if text[-1:].isalpha() else int(text)
     except (ArithmeticError, KeyError) as error:

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import msgspec.yaml
 import yaml
 
+from mini_engine import failpoints
 from mini_engine.config import ENV_PREFIX, ConfigError, EngineConfig, fields, flag_of, groups
 
 CONFIG_ENV = ENV_PREFIX + "CONFIG"
 IPC_SWITCH_ENV = ENV_PREFIX + "MULTIMODAL_TENSOR_IPC"
 IPC_SWITCH = {"1": "torch_shm", "0": "direct_rpc"}
-FAILPOINTS_ENV = ENV_PREFIX + "FAILPOINTS"  # of tests
 
 # Flags of vLLM's server without an option here, and what to do instead.
 VLLM_FLAGS = {
@@ -41,7 +41,7 @@ VLLM_FLAGS = {
 
 
 class Given(NamedTuple):
-    """A value for a field, and what gave it, such as `--port` or `serve.yaml`."""
+    """A value for a field, and its origin, such as `--port` or `serve.yaml`."""
 
     value: Any
     origin: str
@@ -57,11 +57,7 @@ def unknown(flag: str) -> str:
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
-    """What `MINI_ENGINE_<FIELD>` variables give, by field.
-
-    Raises:
-        ConfigError: a value cannot be used.
-    """
+    """The values of `MINI_ENGINE_<FIELD>` variables, by field. Raises ConfigError: a value cannot be used."""
     given = {
         setting.name: Given(setting.read(environ[setting.variable], setting.variable), setting.variable)
         for setting in fields()
@@ -75,11 +71,9 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """A warning for each variable that looks like a setting and is none.
-
-    Not an error: Kubernetes sets some for every service, and a service may have this program's name.
-    """
-    known = {setting.variable for setting in fields()} | {CONFIG_ENV, IPC_SWITCH_ENV, FAILPOINTS_ENV}
+    """A warning for each variable that looks like a setting and is none. Not an error: Kubernetes sets some for every
+    service, and a service may have this program's name."""
+    known = {setting.variable for setting in fields()} | {CONFIG_ENV, IPC_SWITCH_ENV, failpoints.VARIABLE}
     return [
         f"{name}: {unknown(flag_of(name.removeprefix(ENV_PREFIX).lower()))}"
         for name in sorted(environ)
@@ -88,11 +82,8 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def from_file(path: str) -> dict[str, Given]:
-    """What a YAML file gives, by field: flags without their dashes in front, or fields' names, each with its value.
-
-    Raises:
-        ConfigError: the file cannot be read, or a setting in it is unknown or has a value that cannot be used.
-    """
+    """The values of a YAML file, by field. Its keys are flags without their dashes in front, or fields' names. Raises
+    ConfigError: the file cannot be read, or a setting in it is unknown or has a value that cannot be used."""
     try:
         values = msgspec.yaml.decode(Path(path).read_bytes(), type=dict[str, Any] | None) or {}
     except (OSError, ValueError) as error:

@@ -18,7 +18,6 @@ import zmq
 from mini_engine import log
 from mini_engine.config import ConfigError
 from mini_engine.failpoints import reach_failpoint
-from mini_engine.launch.metrics_files import count_into
 from mini_engine.launch.process_setup import die_with_parent, keep_freed_memory
 from mini_engine.messages import EngineLimits, Hello, Init, Ready, Refused, Role, TransportChoice
 from mini_engine.transport import sockets
@@ -45,8 +44,11 @@ class ChildSpec(msgspec.Struct, frozen=True):
     log_format: str
     listen_fd: int | None = None  # API server: inherited, bound, not yet listening
     media_stores: list[int] = []  # descriptors of the media stores: an API server's by engine, a worker's own
-    metrics_dir: str = ""  # API server: where its metrics files are
-    metrics_number: int | None = None  # API server: which of them are its own; no other living process has them
+
+    @property
+    def name(self) -> str:
+        """Such as `worker 0.1`."""
+        return f"{self.role} {self.index}"
 
 
 class Child:
@@ -56,17 +58,15 @@ class Child:
     """
 
     def __init__(self, spec: ChildSpec):
-        self.role = spec.role
         self.index = spec.index
         self.incarnation = spec.incarnation
         self.listen_fd = spec.listen_fd
         self.media_stores = spec.media_stores
-        self.name = f"{spec.role} {spec.index}"
-        self.encoder = Encoder(self.name, spec.incarnation)
+        self.name = spec.name
+        self.encoder = Encoder(spec.name, spec.incarnation)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.supervisor = sockets.connect_dealer(
-            self.context, spec.supervisor, sockets.identity(self.name, spec.incarnation)
-        )
+        me = sockets.identity(spec.name, spec.incarnation)
+        self.supervisor = sockets.connect_dealer(self.context, spec.supervisor, me)
         self.supervisor.send(self.encoder.encode(Hello()))
 
     def init(self) -> Init:
@@ -94,17 +94,15 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     from setproctitle import setproctitle
 
-    setproctitle(f"mini-engine: {spec.role} {spec.index}")
+    setproctitle(f"mini-engine: {spec.name}")
     if spec.role == "api":
         keep_freed_memory()  # before the first thread, which writes the log
     reach_failpoint("starting-child")
-    log.setup(f"{spec.role} {spec.index}", spec.log_level, spec.log_format)
+    log.setup(spec.name, spec.log_level, spec.log_format)
     # Collections would take a quarter of the imports' time. API servers and workers enable them once all is loaded; the
     # core never does: it makes no reference cycles, and with 100,000 cached items each would stop it for 100 ms.
     gc.disable()
     child = Child(spec)
-    if spec.metrics_number is not None:
-        count_into(spec.metrics_dir, spec.metrics_number)
     try:
         importlib.import_module(ROLE_MODULES[spec.role]).run(child)
     except ConfigError as error:

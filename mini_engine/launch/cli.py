@@ -20,17 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mini_engine import log
-from mini_engine.config import ConfigError, EngineConfig, Setting, fields, groups
-from mini_engine.config.sources import (
-    CONFIG_ENV,
-    IPC_SWITCH_ENV,
-    Given,
-    from_environment,
-    from_file,
-    to_yaml,
-    unknown,
-    unknown_variables,
-)
+from mini_engine.config import ConfigError, EngineConfig, Setting, fields, groups, sources
+from mini_engine.config.sources import CONFIG_ENV, IPC_SWITCH_ENV, Given
 
 INTERRUPTED = 128 + signal.SIGINT  # the exit status of a shell's command that Ctrl-C has ended
 EXAMPLES = f"""examples:
@@ -48,10 +39,10 @@ A flag overrides a variable, a variable overrides the file of --config ({CONFIG_
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a command line and its surroundings ask for."""
+    """The result of a command line and its environment."""
 
     config: EngineConfig
-    origins: dict[str, str]  # what gave each field that does not have its default, such as `--port`
+    origins: dict[str, str]  # of each field that does not have its default, such as `--port`
     print_config: bool
 
 
@@ -63,24 +54,21 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Engi
 def settle(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     """The settings for these arguments and variables, and for the file that either of them names.
 
-    Raises:
-        ConfigError: naming what gave the value, the value and the remedy.
-        SystemExit: for `--help` and `--version`.
+    Raises ConfigError: with the origin of a value, the value and the remedy; SystemExit: for `--help` and `--version`.
     """
-    namespace, rest = build_parser().parse_known_args(list(_respelt(argv)))
+    namespace, rest = build_parser().parse_known_args(list(_normalise(argv)))
     if rest:
         flag = rest[0].partition("=")[0]
-        raise ConfigError(f"{flag}: {unknown(flag)}")
+        raise ConfigError(f"{flag}: {sources.unknown(flag)}")
     args = vars(namespace)
     path = args.get("config", environ.get(CONFIG_ENV))
-    given = {
-        **(from_file(path) if path else {}),
-        **from_environment(environ),
-        **{one.name: Given(_from_flags(one, args[one.name]), one.flag) for one in fields() if one.name in args},
-    }
-    config = EngineConfig(**{name: one.value for name, one in given.items()})
+    given = (sources.from_file(path) if path else {}) | sources.from_environment(environ)
+    for setting in fields():
+        if setting.name in args:
+            given[setting.name] = Given(_from_flags(setting, args[setting.name]), setting.flag)
+    config = EngineConfig(**{name: value for name, (value, _) in given.items()})
     config.validate()
-    return Settings(config, {name: one.origin for name, one in given.items()}, "print_config" in args)
+    return Settings(config, {name: origin for name, (_, origin) in given.items()}, "print_config" in args)
 
 
 def _from_flags(setting: Setting, value: Any) -> Any:
@@ -88,17 +76,17 @@ def _from_flags(setting: Setting, value: Any) -> Any:
     if setting.base not in (list, dict):
         return setting.read(value, setting.flag)
     parts = (setting.read(text, setting.flag) for text in value)
-    return functools.reduce(_merged, parts) if setting.base is dict else [item for part in parts for item in part]
+    return functools.reduce(_merge, parts) if setting.base is dict else [item for part in parts for item in part]
 
 
-def _merged(first: Any, then: Any) -> Any:
+def _merge(first: Any, second: Any) -> Any:
     """Two objects in one, all the way down; where they differ, the second counts."""
-    if not (isinstance(first, dict) and isinstance(then, dict)):
-        return then
-    return {**first, **{key: _merged(first.get(key), value) for key, value in then.items()}}
+    if not (isinstance(first, dict) and isinstance(second, dict)):
+        return second
+    return {**first, **{key: _merge(first.get(key), value) for key, value in second.items()}}
 
 
-def _respelt(argv: Sequence[str]) -> Iterator[str]:
+def _normalise(argv: Sequence[str]) -> Iterator[str]:
     """Flags as users of other engines type them: `--max_model_len` is `--max-model-len`, and a part of an object,
     `--media-io-kwargs.video.fps 2`, is `--media-io-kwargs={"video": {"fps": 2}}`."""
     args = iter(argv)
@@ -133,7 +121,6 @@ class Help(argparse.Action):
     """`--help` shows everything, `--help WORD` the flags with that word in their names, help or group."""
 
     def __call__(self, parser: Any, _namespace: Any, values: Any, _flag: str | None = None) -> None:
-        """See `argparse.Action`."""
         build_parser(values or "").print_help()
         parser.exit()
 
@@ -158,17 +145,14 @@ def build_parser(word: str = "") -> argparse.ArgumentParser:
     for group, settings in groups().items():
         part = parser.add_argument_group(group)
         for setting in settings:
-            if _dashed(word) in _dashed(" ".join((group, setting.help, *setting.flags))):
+            text = " ".join((group, setting.help, *setting.flags))
+            if word.replace("_", "-").lower() in text.replace("_", "-").lower():
                 _add_setting(part, setting)
     return parser
 
 
-def _dashed(text: str) -> str:
-    return text.replace("_", "-").lower()
-
-
 def _add_command(group: Any) -> None:
-    """What is no setting of a server."""
+    """The flags that are no setting of a server."""
     text = "Show this, or the flags with a word in their names, help or group: --help cache."
     group.add_argument("-h", "--help", action=Help, nargs="?", metavar="WORD", help=text)
     version = f"mini-engine {importlib.metadata.version('mini-engine')}"
@@ -182,22 +166,22 @@ def _add_setting(group: Any, setting: Setting) -> None:
     text = f"{setting.help} (default: {setting.default_text})".replace("%", "%%")
     flags = [flag for flag in setting.flags if flag not in setting.twins]
     choices = "{" + ",".join(setting.choices) + "}" if setting.choices else None
-    how: dict[str, Any] = {"metavar": setting.metavar or choices, "action": "store"}
+    options: dict[str, Any] = {"metavar": setting.metavar or choices, "action": "store"}
     if setting.positional:
         group.add_argument(dest=setting.name, nargs="?", metavar=setting.metavar, help=text)
         text = f"The same as {setting.metavar}."
     if setting.type is bool:
-        flags, how = flags[:1], {"action": argparse.BooleanOptionalAction}
+        flags, options = flags[:1], {"action": argparse.BooleanOptionalAction}
     elif setting.base is list:
-        how |= {"action": "extend", "nargs": "+"}
+        options |= {"action": "extend", "nargs": "+"}
     elif setting.base is dict:
-        how["action"] = "append"
+        options["action"] = "append"
     elif setting.bare is not None:
-        how |= {"nargs": "?", "const": setting.bare}
-    group.add_argument(*flags, dest=setting.name, help=text, **how)
+        options |= {"nargs": "?", "const": setting.bare}
+    group.add_argument(*flags, dest=setting.name, help=text, **options)
     for twin, value in setting.twins.items():
-        same = setting.flags[1] if value is False else f"{setting.flag} {value}"
-        group.add_argument(twin, dest=setting.name, action="store_const", const=value, help=f"The same as {same}.")
+        text = "The same as " + (setting.flags[1] if value is False else f"{setting.flag} {value}") + "."
+        group.add_argument(twin, dest=setting.name, action="store_const", const=value, help=text)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -205,16 +189,16 @@ def _add_setting(group: Any, setting: Setting) -> None:
 
 def serve() -> int:
     """Run a server until it ends; returns its exit status: 0, 1 when something failed, 2 for unusable settings."""
-    # Nothing runs yet, so there is nothing to wait for: a KeyboardInterrupt would, for the files of a download that are
-    # on their way. A process 1, as in a container, would not get a SIGTERM at all.
+    # Nothing runs yet, so there is nothing to wait for: a KeyboardInterrupt would wait for the files of a download.
+    # Process 1, as in a container, would not get a SIGTERM at all.
     for number, status in ((signal.SIGTERM, 0), (signal.SIGINT, INTERRUPTED)):
         signal.signal(number, lambda *_, status=status: os._exit(status))
-    for warning in unknown_variables(os.environ):
+    for warning in sources.unknown_variables(os.environ):
         print(f"serve.py: {warning}", file=sys.stderr)
     try:
         settings = settle(sys.argv[1:], os.environ)
         if settings.print_config:
-            print(to_yaml(settings.config, settings.origins), end="")
+            print(sources.to_yaml(settings.config, settings.origins), end="")
             return 0
         from mini_engine.launch.supervisor import run_server
 

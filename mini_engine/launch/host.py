@@ -24,50 +24,41 @@ MAX_UNIX_PATH = 107  # sun_path without its terminating zero
 
 def resolve_model(config: EngineConfig) -> str:
     """The local directory of `config.model`; a hub name is downloaded once, here, or taken from the hub's cache.
-
-    Raises:
-        ConfigError: no such directory and no such model on the hub, or with HF_HUB_OFFLINE in its cache.
-    """
+    Raises ConfigError: no such directory and no such model on the hub, or with HF_HUB_OFFLINE in its cache."""
     if Path(config.model).is_dir():
         return str(Path(config.model).resolve())
     weights = [] if config.load_format == "dummy" else ["*.safetensors"]
     logger.info("%s is not a directory: loading it from the hub or the hub's cache", config.model)
     import huggingface_hub as hub
 
+    files = ["*.json", "*.jinja", "*.txt", "*.model", "*.py", *weights]
     try:
-        return hub.snapshot_download(
-            config.model,
-            revision=config.revision,
-            allow_patterns=["*.json", "*.jinja", "*.txt", "*.model", "*.py", *weights],
-        )
+        return hub.snapshot_download(config.model, revision=config.revision, allow_patterns=files)
     except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
-        why = " ".join(str(error).split())
-        raise ConfigError(f"{config.model!r} is neither a directory nor an available hub model: {why}") from None
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{config.model!r} is neither a directory nor an available hub model: {reason}") from None
 
 
 def check_model(model_dir: str, config: EngineConfig) -> ModelConfig:
-    """The model's own configuration. The workers find what is wrong with the weights.
-
-    Raises:
-        ConfigError: a file is missing, the architecture is not supported, the heads cannot be divided among
-            the workers, or the context is shorter than `--max-model-len`.
-    """
+    """The model's own configuration. The workers find what is wrong with the weights. Raises ConfigError: a file is
+    missing, the architecture is not supported, the heads cannot be divided among the workers, or the context is shorter
+    than `--max-model-len`."""
     try:
         model = ModelConfig.from_dir(model_dir)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the model in {model_dir} cannot be served: {error}") from None
     if not (Path(model_dir) / "tokenizer.json").is_file():
         raise ConfigError(f"{model_dir} has no tokenizer.json; write it with `save_pretrained` of the tokenizer")
-    ranks, longest = config.tensor_parallel_size, model.text.max_position_embeddings
-    heads, kv_heads, vision_heads = model.text.num_heads, model.text.num_kv_heads, model.vision.num_heads
-    recurrent_heads = model.text.linear.k_heads if model.text.linear else 0
+    text, vision_heads, longest = model.text, model.vision.num_heads, model.text.max_position_embeddings
+    heads, kv_heads, recurrent_heads = text.num_heads, text.num_kv_heads, text.linear.k_heads if text.linear else 0
+    ranks = config.tensor_parallel_size
+    tower_ranks, whole_tower = ranks if config.mm_encoder_tp_mode == "weights" else 1, "--mm-encoder-tp-mode data"
     for uneven, remedy in (
         (heads % ranks, f"a divisor of {heads}, the number of attention heads"),
         (kv_heads % ranks and ranks % kv_heads, f"a divisor or multiple of {kv_heads}, the number of key-value heads"),
-        (config.mm_encoder_tp_mode == "weights" and vision_heads % ranks,
-         f"a divisor of {vision_heads}, the number of vision heads, or --mm-encoder-tp-mode data"),
+        (vision_heads % tower_ranks, f"a divisor of {vision_heads}, the number of vision heads, or {whole_tower}"),
         (recurrent_heads % ranks, f"a divisor of {recurrent_heads}, the number of key heads of recurrent layers"),
-    ):  # fmt: skip
+    ):
         if uneven:
             raise ConfigError(f"--tensor-parallel-size: heads cannot be divided by {ranks}; choose {remedy}")
     if (config.max_model_len or 0) > longest:
@@ -79,11 +70,11 @@ def without_effect(config: EngineConfig, cache: MediaCachePlan, limits: EngineLi
     """A text for each setting that is not the default and changes nothing on this device, with this model, or beside
     others."""
     on_cpu, alone = limits.device == "cpu", config.tensor_parallel_size == 1
-    sizes = any(isinstance(one, dict) and one.keys() - {"count"} for one in config.limit_mm_per_prompt.values())
+    kv_bytes = config.kv_cache_memory_bytes is not None
+    sizes = any(isinstance(limit, dict) and limit.keys() - {"count"} for limit in config.limit_mm_per_prompt.values())
     cases = [
         ("gpu_memory_utilization", on_cpu, "the workers run on the CPU"),
-        ("gpu_memory_utilization", not on_cpu and config.kv_cache_memory_bytes is not None,
-         "--kv-cache-memory-bytes overrides it"),
+        ("gpu_memory_utilization", kv_bytes and not on_cpu, "--kv-cache-memory-bytes overrides it"),
         ("kv_cache_memory_bytes", config.num_gpu_blocks_override is not None, "--num-gpu-blocks-override overrides it"),
         ("state_cache_memory_bytes", not limits.num_states, "the model has no recurrent states"),
         ("state_snapshot_interval", not limits.num_states, "the model has no recurrent states"),
@@ -94,52 +85,43 @@ def without_effect(config: EngineConfig, cache: MediaCachePlan, limits: EngineLi
         ("mm_shm_cache_max_object_size_mb", cache.kind != "shm", "no cache in shared memory"),
         ("limit_mm_per_prompt", sizes, "only `count` is used"),
         ("revision", Path(config.model).is_dir(), "MODEL is a directory"),
-    ]  # fmt: skip
-    defaults = EngineConfig()
-    return [
-        f"{flag_of(name)} ({reason})"
-        for name, idle, reason in cases
-        if idle and getattr(config, name) != getattr(defaults, name)
     ]
+    defaults = EngineConfig()
+    given = {name for name, _, _ in cases if getattr(config, name) != getattr(defaults, name)}
+    return [f"{flag_of(name)} ({reason})" for name, idle, reason in cases if idle and name in given]
 
 
 def check_tls(config: EngineConfig) -> None:
-    """Read the files of `--ssl-keyfile` and `--ssl-certfile`, as each API server will.
-
-    Raises:
-        ConfigError: they are no key and its certificate.
-    """
+    """Read the files of `--ssl-keyfile` and `--ssl-certfile`, as each API server will. Raises ConfigError: they are no
+    key and its certificate."""
     if config.ssl_certfile is None:
         return
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
     except OSError as error:
-        raise ConfigError(
-            f"--ssl-keyfile, --ssl-certfile: {error.strerror or error}; give a key and its certificate as PEM files"
-        ) from None
+        reason = error.strerror or error
+        remedy = "give a key and its certificate as PEM files"
+        raise ConfigError(f"--ssl-keyfile, --ssl-certfile: {reason}; {remedy}") from None
 
 
 def plan_media_cache(config: EngineConfig) -> MediaCachePlan:
-    """What becomes of processed media: `--mm-processor-cache-type` and `--mm-processor-cache-gb` on this host.
-
-    Raises:
-        ConfigError: more memory is asked for than is free.
-    """
+    """What becomes of processed media: `--mm-processor-cache-type` and `--mm-processor-cache-gb` on this host. Raises
+    ConfigError: the size of the flag exceeds the free memory."""
     if config.mm_processor_cache_gb == 0:
         return MediaCachePlan("off", 0, "--mm-processor-cache-gb 0")
     on_device = config.mm_processor_device == "cuda"
     shared = config.mm_processor_cache_type != "lru" and not on_device
     holders = config.data_parallel_size * (1 if shared else config.tensor_parallel_size)
-    asked_by = 1 if shared else holders  # how often the size of the flag is taken
+    copies = 1 if shared else holders  # each of the size of the flag
     free = available_memory()
-    total = int((config.mm_processor_cache_gb or 0) * (1 << 30)) * asked_by
+    total = int((config.mm_processor_cache_gb or 0) * (1 << 30)) * copies
     if total > free:
-        each = "" if shared else f" for each of {holders} worker(s)"
+        size = f"{config.mm_processor_cache_gb:g} GiB" + ("" if shared else f" for each of {holders} worker(s)")
         raise ConfigError(
-            f"--mm-processor-cache-gb: {config.mm_processor_cache_gb:g} GiB{each} exceed the {free / (1 << 30):.1f} "
-            "GiB of free memory; lower it, or omit it to take a quarter of them"
+            f"--mm-processor-cache-gb: {size} exceed the {free / (1 << 30):.1f} GiB of free memory; "
+            "lower it, or omit it to take a quarter of them"
         )
-    total = total or min(DEFAULT_MEDIA_CACHE_BYTES * asked_by, free // 4)
+    total = total or min(DEFAULT_MEDIA_CACHE_BYTES * copies, free // 4)
     reason = "the default" if config.mm_processor_cache_type == "auto" else "--mm-processor-cache-type"
     if on_device:
         reason = "--mm-processor-device cuda"
@@ -148,16 +130,12 @@ def plan_media_cache(config: EngineConfig) -> MediaCachePlan:
 
 @contextlib.contextmanager
 def runtime_directory() -> Iterator[Path]:
-    """A fresh 0700 directory for this process, removed however the process ends.
-
-    It lies in TMPDIR, if the paths of sockets are short enough there.
+    """A fresh 0700 directory, in TMPDIR if the paths of sockets are short enough there, removed however this process
+    ends. Raises ConfigError: there is no room for one, or no shell.
 
     A supervisor that is killed cannot clean up, and its children die with it; so a shell waits for the end of a pipe
     whose only writer is the supervisor, and then removes the directory. It ignores the signals of a service manager
     that stops all processes at once.
-
-    Raises:
-        ConfigError: there is no room for one, or no shell.
     """
     base = Path(os.environ.get("TMPDIR", "/tmp"))
     if len(str(base)) + 50 > MAX_UNIX_PATH:
@@ -167,8 +145,7 @@ def runtime_directory() -> Iterator[Path]:
         path = tempfile.mkdtemp(prefix="mini-engine-", dir=base)
         janitor = subprocess.Popen(["/bin/sh", "-c", script, path], stdin=subprocess.PIPE, start_new_session=True)
     except OSError as error:
-        raise ConfigError(
-            f"cannot create a directory in {base} ({error.strerror}): set TMPDIR to a writable one with free space"
-        ) from None
+        remedy = "set TMPDIR to a writable one with free space"
+        raise ConfigError(f"cannot create a directory in {base} ({error.strerror}): {remedy}") from None
     with janitor:
         yield Path(path)

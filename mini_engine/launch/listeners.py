@@ -11,38 +11,30 @@ from mini_engine.config import ConfigError, EngineConfig
 
 
 def bind_listeners(config: EngineConfig) -> list[socket.socket]:
-    """One bound SO_REUSEPORT socket per API-server slot, not yet listening; the supervisor keeps them open.
+    """One bound SO_REUSEPORT socket per API-server slot, not yet listening; the supervisor keeps them open. Raises
+    ConfigError: the address cannot be bound.
 
-    Raises:
-        ConfigError: the address cannot be had. Since SO_REUSEPORT would let two servers of one user share a port
-            unnoticed, a plain socket tries the port first.
+    Since SO_REUSEPORT would let two servers of one user share a port unnoticed, a plain socket tries the port first.
     """
     if config.uds is not None:
         return _bind_unix(config, config.uds)
     try:
-        family, kind, _, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        stream, passive = socket.SOCK_STREAM, socket.AI_PASSIVE
+        family, kind, _, _, address = socket.getaddrinfo(config.host, config.port, type=stream, flags=passive)[0]
         with socket.socket(family, kind) as plain:
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             plain.bind(address)
-        with _bind_one(family, address) as first:  # port 0 is some port from here on
+        with _bind(family, address) as first:  # port 0 is some port from here on
             # All by number: a socket that shuts down, to leave those that share the port, would lose one chosen for it.
-            return [_bind_one(family, first.getsockname()) for _ in range(config.api_server_count)]
+            return [_bind(family, first.getsockname()) for _ in range(config.api_server_count)]
     except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {config.host} port {config.port}: {error.strerror}; choose another --host or --port"
-        ) from None
+        place = f"{config.host} port {config.port}"
+        raise ConfigError(f"cannot listen on {place}: {error.strerror}; choose another --host or --port") from None
 
 
 def _bind_unix(config: EngineConfig, path: str) -> list[socket.socket]:
-    """One bound unix socket for all API-server slots; the supervisor keeps it open.
-
-    A name that a killed server has left behind is taken over.
-
-    Raises:
-        ConfigError: the path cannot be had.
-    """
+    """One bound unix socket for all API-server slots; the supervisor keeps it open. The name that a killed server has
+    left behind is used again. Raises ConfigError: the path cannot be bound."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         if Path(path).is_socket():
@@ -57,7 +49,7 @@ def _bind_unix(config: EngineConfig, path: str) -> list[socket.socket]:
     return [listener] * config.api_server_count
 
 
-def _bind_one(family: int, address: Any) -> socket.socket:
+def _bind(family: int, address: Any) -> socket.socket:
     """Bound without SO_REUSEADDR, where that can be: the kernel lets sockets that have it share a port as long as none
     listens, and so would take another start's plain one. An API server sets it when it listens."""
     listener = socket.socket(family, socket.SOCK_STREAM)

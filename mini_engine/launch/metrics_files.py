@@ -19,15 +19,14 @@ FILE_BYTES = {
     "gauge_livemax": 64 << 10,
     "gauge_livemostrecent": 128 << 10,
 }
+# In the environment of an API server: where the files are, which prometheus_client reads, too; and its number.
+DIRECTORY_VARIABLE, NUMBER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR", "MINI_ENGINE_METRICS_NUMBER"
 NOTHING_USED = bytes(8)  # at the start of a file: how much of it is used, and padding
 
 
 def make_files(directory: Path, number: int) -> None:
-    """Make those of an API server's files that do not exist; each appears at once whole, as zeros.
-
-    Raises:
-        OSError: there is no room for them.
-    """
+    """Make those of an API server's files that do not exist; each appears at once whole, as zeros. Raises OSError: no
+    room for them."""
     for kind, nbytes in FILE_BYTES.items():
         path = directory / f"{kind}_{number}.db"
         if path.exists():
@@ -38,8 +37,8 @@ def make_files(directory: Path, number: int) -> None:
                 os.posix_fallocate(file.fileno(), 0, nbytes)
         except OSError as error:
             partial.unlink(missing_ok=True)
-            what = f"no room in TMPDIR for the metrics of an API server ({error.strerror})"
-            raise OSError(error.errno, f"{what}; set TMPDIR to a directory with free space") from None
+            reason = f"no room in TMPDIR for the metrics of an API server ({error.strerror})"
+            raise OSError(error.errno, f"{reason}; set TMPDIR to a directory with free space") from None
         partial.rename(path)
 
 
@@ -48,11 +47,3 @@ def forget_gauges(directory: Path, number: int) -> None:
     for path in directory.glob(f"gauge_live*_{number}.db"):
         with path.open("r+b") as file:
             file.write(NOTHING_USED)
-
-
-def count_into(directory: str, number: int) -> None:
-    """Have this process count in the files of `number`. Call it before `mini_engine.metrics` is imported."""
-    from prometheus_client import values
-
-    os.environ["PROMETHEUS_MULTIPROC_DIR"] = directory
-    values.ValueClass = values.MultiProcessValue(lambda: number)

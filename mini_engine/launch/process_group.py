@@ -11,12 +11,12 @@ as when the machine was suspended, no process is killed for it. `--health-timeou
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 import logging
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,7 +29,7 @@ import zmq
 
 from mini_engine.config import EngineConfig
 from mini_engine.launch.child import ChildSpec
-from mini_engine.launch.metrics_files import forget_gauges, make_files
+from mini_engine.launch.metrics_files import DIRECTORY_VARIABLE, NUMBER_VARIABLE, forget_gauges, make_files
 from mini_engine.messages import AnyMessage, ControlReply, ControlRequest, PeerGone, Role
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
@@ -44,57 +44,62 @@ class Unkillable(Exception):
     """A process was killed and lives on, since a device or a disk blocks it in the kernel. The text names it."""
 
 
-class ChildProcess:
-    """One started child. It logs to the supervisor's stderr. `pidfd` becomes readable at its death."""
+class ChildState(enum.IntEnum):
+    """How far a child has come; it never goes back."""
 
-    def __init__(self, spec: ChildSpec, popen: subprocess.Popen[bytes], generation: int):
-        self.role: Role = spec.role
-        self.index = spec.index
-        self.name = f"{spec.role} {spec.index}"
-        self.incarnation = spec.incarnation
-        self.metrics_number = spec.metrics_number
-        self.popen = popen
-        self.pid = popen.pid
-        self.pidfd = os.pidfd_open(popen.pid)
-        self.generation = generation  # which start of the engines it belongs to
-        self.ready = False  # built and connected
-        self.started = False  # API server: it was sent `Start`
-        self.serving = False  # takes requests
-        self.dismissed = False  # it was asked to exit, or killed, because it is not needed any more
-        self.killed = False
-        self.kill_reason: str | None = None
-        self.turns = 0  # since its last step of start or end, or its last answer
+    LOADING = enum.auto()
+    READY = enum.auto()  # built and connected
+    STARTED = enum.auto()  # API server: it was sent `Start`
+    SERVING = enum.auto()  # takes requests, and is pinged
+    STOPPING = enum.auto()  # API server: it was asked to exit
+    KILLED = enum.auto()
+
+
+@dataclass(eq=False)
+class ChildProcess:
+    """A started child. It logs to the supervisor's stderr."""
+
+    spec: ChildSpec
+    popen: subprocess.Popen[bytes]
+    pidfd: int  # becomes readable at its death
+    generation: int  # which start of the engines it belongs to
+    metrics_number: int | None  # API server: see `metrics_files.py`
+    state: ChildState = ChildState.LOADING
+    has_served: bool = False
+    kill_reason: str | None = None  # None, of a killed one: it was not needed any more
+    turns: int = 0  # since it was started, has begun to serve, has answered a ping or was killed, whichever came last
 
     @property
     def title(self) -> str:
         """For the log: `worker 0.1 (pid 4711)`."""
-        return f"{self.name} (pid {self.pid})"
+        return f"{self.spec.name} (pid {self.popen.pid})"
 
     @property
-    def state(self) -> str:
+    def proc_state(self) -> str:
         """The letter by which `ps` shows what it does; see proc(5)."""
         try:
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][0]
+            return Path(f"/proc/{self.popen.pid}/stat").read_text().rpartition(") ")[2][0]
         except OSError:
             return "?"
 
-    def set_serving(self) -> None:
-        """It takes requests, and is pinged from now on."""
-        if not self.serving:
-            self.serving, self.turns = True, 0
+    def advance(self, state: ChildState) -> None:
+        """Enter `state`, unless the child has come as far or further."""
+        if self.state < state:
+            self.state = state
+            if state is ChildState.SERVING:
+                self.has_served, self.turns = True, 0
 
     def terminate(self) -> None:
         """Ask an API server to exit at once, answering its clients. One that does not serve yet dies by the signal."""
-        self.dismissed = True
+        self.advance(ChildState.STOPPING)
         self.popen.send_signal(signal.SIGUSR1)  # not SIGTERM, which others may send to all processes of the group
 
-    def kill(self, why: str | None = None) -> None:
+    def kill(self, reason: str | None = None) -> None:
         """End it at once: it dies within moments, unless it is in the kernel and cannot be interrupted there.
 
-        `why` is for the log; without it, the process is not needed any more, and its death is not logged."""
-        self.dismissed |= why is None
-        if not self.killed:
-            self.killed, self.kill_reason, self.turns = True, why, 0
+        Without a `reason`, which is for the log, the process is not needed any more, and its death is not logged."""
+        if self.state is not ChildState.KILLED:
+            self.state, self.kill_reason, self.turns = ChildState.KILLED, reason, 0
         self.popen.kill()
 
 
@@ -144,14 +149,13 @@ class ProcessGroup:
         self, config: EngineConfig, runtime_dir: Path, stop_signals: int, module: str = "mini_engine.launch.child"
     ):
         self.children: list[ChildProcess] = []
+        self._config = config
         self._module = module
         self._metrics_dir = runtime_dir / "metrics"
         self._tmpdir = runtime_dir / "tmp"
-        self._log = (config.log_level, config.log_format)
         self._stop_signals = stop_signals
-        self._startup = config.startup_timeout
         self._silence = max(config.collective_timeout, config.health_timeout)
-        self._interval = min(self._silence, self._startup, DEATH_SECONDS) / TURNS
+        self._interval = min(self._silence, config.startup_timeout, DEATH_SECONDS) / TURNS
         self._next_turn = time.monotonic() + self._interval
         self._incarnations = itertools.count(1)
         self._encoder = Encoder("supervisor", 0)
@@ -162,41 +166,37 @@ class ProcessGroup:
         self._tmpdir.mkdir()
 
     def start(
-        self, role: Role, index: str, generation: int, listener: socket.socket | None = None,
-        media_stores: Sequence[int] = (),
-    ) -> ChildProcess:  # fmt: skip
+        self, role: Role, index: str, generation: int, listen_fd: int | None = None, media_stores: Sequence[int] = ()
+    ) -> ChildProcess:
         """Start a child that belongs to the engines of this `generation` and inherits these descriptors. Call it from
-        the main thread only.
-
-        Raises:
-            OSError: out of processes or descriptors, or no room for the metrics files of an API server.
-        """
-        number = None
+        the main thread only. Raises OSError: out of processes or descriptors, or no room for the metrics files of an
+        API server."""
+        environ, number = {**os.environ, "TMPDIR": str(self._tmpdir)}, None  # what libraries leave there is removed
         if role == "api":
             taken = {child.metrics_number for child in self.api_servers()}
             number = next(number for number in itertools.count() if number not in taken)
             make_files(self._metrics_dir, number)
+            environ |= {DIRECTORY_VARIABLE: str(self._metrics_dir), NUMBER_VARIABLE: str(number)}
         spec = ChildSpec(
-            role,
-            index,
-            next(self._incarnations),
-            os.getpid(),
-            self._endpoint,
-            *self._log,
-            None if listener is None else listener.fileno(),
-            list(media_stores),
-            str(self._metrics_dir),
-            number,
+            role=role,
+            index=index,
+            incarnation=next(self._incarnations),
+            parent_pid=os.getpid(),
+            supervisor=self._endpoint,
+            log_level=self._config.log_level,
+            log_format=self._config.log_format,
+            listen_fd=listen_fd,
+            media_stores=[*media_stores],
         )
         popen = subprocess.Popen(
             [sys.executable, "-m", self._module, msgspec.json.encode(spec).decode()],
             stdin=subprocess.DEVNULL,
             stdout=2,  # what libraries print is part of the log
-            env={**os.environ, "TMPDIR": str(self._tmpdir)},  # what libraries leave there goes in the end
-            pass_fds=[*spec.media_stores, *([] if spec.listen_fd is None else [spec.listen_fd])],
+            env=environ,
+            pass_fds=[*media_stores, *([] if listen_fd is None else [listen_fd])],
         )
         try:
-            child = ChildProcess(spec, popen, generation)
+            child = ChildProcess(spec, popen, os.pidfd_open(popen.pid), generation, number)
         except OSError:  # no descriptor to watch it by
             popen.kill()
             popen.wait()
@@ -206,23 +206,23 @@ class ProcessGroup:
 
     def api_servers(self) -> list[ChildProcess]:
         """Those of all generations."""
-        return [child for child in self.children if child.role == "api"]
+        return [child for child in self.children if child.spec.role == "api"]
 
     def engines(self) -> list[ChildProcess]:
         """Cores and workers."""
-        return [child for child in self.children if child.role != "api"]
+        return [child for child in self.children if child.spec.role != "api"]
 
     def engine_of(self, child: ChildProcess) -> list[ChildProcess]:
-        """The processes of its engine, if it belongs to one, that live."""
-        if child.role == "api":
+        """The living processes of its engine; none if it is an API server."""
+        if child.spec.role == "api":
             return []
-        engine = child.index.partition(".")[0]  # "0", of "0" and "0.1"
-        others = [other for other in self.engines() if other.generation == child.generation]
-        return [other for other in others if other.index.partition(".")[0] == engine]
+        engine, _, _ = child.spec.index.partition(".")  # "0", of "0" and "0.1"
+        peers = [peer for peer in self.engines() if peer.generation == child.generation]
+        return [peer for peer in peers if peer.spec.index.partition(".")[0] == engine]
 
     def send(self, child: ChildProcess, body: AnyMessage) -> None:
         """Queue a message; it is dropped if the child is dying or hangs, which its death or a time-out shows."""
-        peer = sockets.identity(child.name, child.incarnation)
+        peer = sockets.identity(child.spec.name, child.spec.incarnation)
         with contextlib.suppress(zmq.ZMQError):
             self._router.send_multipart([peer, self._encoder.encode(body)], zmq.NOBLOCK)
 
@@ -230,10 +230,7 @@ class ProcessGroup:
         """The next events, after so long at most: signals, messages, and deaths, which are logged here.
 
         Of deaths that are found at once, those by a signal come first: a process that exits by itself has often lost
-        another.
-
-        Raises:
-            Unkillable: a child was killed long ago.
+        another. Raises Unkillable: a child was killed long ago.
         """
         if (left := self._next_turn - time.monotonic()) <= 0:
             self._take_turn()
@@ -249,8 +246,7 @@ class ProcessGroup:
             events.append(Interrupted(list(os.read(self._stop_signals, 64))))
         events += self._receive()
         dead = [(child, child.popen.wait()) for child in self.children if child.pidfd in ready]
-        for child, status in sorted(dead, key=lambda one: one[1] >= 0):
-            events.append(self._bury(child, status))
+        events += [self._remove(*death) for death in sorted(dead, key=lambda death: death[1] >= 0)]
         if os.getpid() == 1:
             self._reap_orphans()
         return events
@@ -259,7 +255,7 @@ class ProcessGroup:
         """Those of a child that is dead are process 1's."""
         with contextlib.suppress(ChildProcessError):
             while dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                if any(child.pid == dead.si_pid for child in self.children):  # the next events
+                if any(child.popen.pid == dead.si_pid for child in self.children):  # the next events
                     return
                 os.waitpid(dead.si_pid, 0)
 
@@ -276,28 +272,28 @@ class ProcessGroup:
                 return received
             envelope = decode(frame)
             for child in self.children:
-                if child.incarnation != envelope.incarnation:
+                if child.spec.incarnation != envelope.incarnation:
                     continue
                 if isinstance(envelope.body, ControlReply):
                     child.turns = 0
                 else:
                     received.append(Received(child, envelope.body))
 
-    def _bury(self, child: ChildProcess, status: int) -> Gone:
+    def _remove(self, child: ChildProcess, status: int) -> Gone:
         self.children.remove(child)
         os.close(child.pidfd)
         how = f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
         text = f"{child.title} " + (f"died: {how}" if child.kill_reason is None else f"was killed: {child.kill_reason}")
-        if others := self.engine_of(child):  # it may have exited because one of them hung
-            text += f" (others in proc(5): {_states(others)})"
-        if not child.dismissed:
+        if peers := self.engine_of(child):  # it may have exited because one of them hung
+            text += f" (others in proc(5): {_proc_states(peers)})"
+        if child.state < ChildState.STOPPING or child.kill_reason is not None:
             logger.error("%s", text)
         if child.metrics_number is not None:
             with contextlib.suppress(OSError):  # out of descriptors: its last values stay until its replacement serves
                 forget_gauges(self._metrics_dir, child.metrics_number)
         for other in self.children:
             if other.generation == child.generation:
-                self.send(other, PeerGone(child.name, child.incarnation))
+                self.send(other, PeerGone(child.spec.name, child.spec.incarnation))
         return Gone(child, text)
 
     def _take_turn(self) -> None:
@@ -307,28 +303,30 @@ class ProcessGroup:
         for child in self.children:
             child.turns += 1
             seconds = (child.turns - 1) * self._interval  # since its first ping, if it serves
-            if child.killed:
-                if seconds >= DEATH_SECONDS:
-                    raise Unkillable(f"{child.title} has not exited after SIGKILL (state in proc(5): {child.state})")
-            elif not child.serving:
-                if seconds >= self._startup and (not child.ready or child.started):
-                    late.append(child)
-            elif child.role != "worker":
-                if seconds >= self._silence:
-                    why = f"it was unresponsive for {self._silence:g} s (--collective-timeout)"
-                    _kill_hung(child, why, self.engine_of(child) or [child])
-                else:
-                    self.send(child, ControlRequest(child.turns))
+            match child.state:
+                case ChildState.KILLED:
+                    if seconds >= DEATH_SECONDS:
+                        state = child.proc_state
+                        raise Unkillable(f"{child.title} has not exited after SIGKILL (state in proc(5): {state})")
+                case ChildState.LOADING | ChildState.STARTED:
+                    if seconds >= self._config.startup_timeout:
+                        late.append(child)
+                case ChildState.SERVING | ChildState.STOPPING if child.spec.role != "worker":
+                    if seconds >= self._silence:
+                        reason = f"it was unresponsive for {self._silence:g} s (--collective-timeout)"
+                        _kill_hung(child, reason, self.engine_of(child) or [child])
+                    else:
+                        self.send(child, ControlRequest(child.turns))
         # Most of those that are not ready only wait for another of them, asleep: the one that is not asleep hangs.
-        for child in [child for child in late if child.state != "S"] or late:
-            _kill_hung(child, f"it was not ready after {self._startup:g} s (--startup-timeout)", late)
+        for child in [child for child in late if child.proc_state != "S"] or late:
+            _kill_hung(child, f"it was not ready after {self._config.startup_timeout:g} s (--startup-timeout)", late)
 
 
-def _kill_hung(child: ChildProcess, why: str, group: Sequence[ChildProcess]) -> None:
-    logger.error("%s is killed: %s (state in proc(5): %s)", child.title, why, _states(group))
-    child.kill(why)
+def _kill_hung(child: ChildProcess, reason: str, group: Sequence[ChildProcess]) -> None:
+    logger.error("%s is killed: %s (state in proc(5): %s)", child.title, reason, _proc_states(group))
+    child.kill(reason)
 
 
-def _states(group: Sequence[ChildProcess]) -> str:
+def _proc_states(group: Sequence[ChildProcess]) -> str:
     """What each does: `worker 0.1 T`, by the letters of proc(5). T is stopped, D waits for a device."""
-    return ", ".join(f"{child.name} {child.state}" for child in group)
+    return ", ".join(f"{child.spec.name} {child.proc_state}" for child in group)

@@ -25,8 +25,8 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
-def keep_freed_memory(most_bytes: int = 256 << 20) -> None:
-    """Let malloc keep up to `most_bytes` of freed memory, in the whole process. Call it before any thread starts.
+def keep_freed_memory(max_bytes: int = 256 << 20) -> None:
+    """Let malloc keep up to `max_bytes` of freed memory, in the whole process. Call it before any thread starts.
 
     One item allocates and frees tens of megabytes, some buffers several times. glibc returns such sizes to the kernel
     at once, and the next item pays for them again page by page: about 10,000 page faults and a third of the time for
@@ -36,5 +36,5 @@ def keep_freed_memory(most_bytes: int = 256 << 20) -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
     mallopt(M_MMAP_THRESHOLD, 32 << 20)  # glibc's maximum: smaller blocks come from the kept memory
-    mallopt(M_TRIM_THRESHOLD, most_bytes)
+    mallopt(M_TRIM_THRESHOLD, max_bytes)
     mallopt(M_ARENA_MAX, 1)  # threads' own arenas consist of heaps of 64 MiB, which malloc maps and unmaps

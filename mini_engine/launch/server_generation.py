@@ -5,6 +5,7 @@ Knows nothing of what follows when one of them dies.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mini_engine.config import EngineConfig
-from mini_engine.launch.process_group import ChildProcess, ProcessGroup, Received
+from mini_engine.launch.process_group import ChildProcess, ChildState, ProcessGroup, Received
 from mini_engine.messages import (
     EngineLimits,
     Hello,
@@ -80,15 +81,15 @@ class Generation:
 
     def start_api_servers(self) -> None:
         """Start one for each slot that has none. Raises OSError, as `start` does."""
-        taken = {child.index for child in self.children if child.role == "api"}
+        taken = {child.spec.index for child in self.children if child.spec.role == "api"}
         for slot, listener in enumerate(self.listeners):
             if str(slot) not in taken:
-                self.processes.start("api", str(slot), self.number, listener, self._media_stores)
+                self.processes.start("api", str(slot), self.number, listener.fileno(), self._media_stores)
 
     def end(self) -> None:
         """Kill all of them but the API servers that serve, which go on to answer 503."""
         for child in self.children:
-            if child.role != "api" or not child.serving:
+            if child.spec.role != "api" or child.state is not ChildState.SERVING:
                 child.kill()
 
     def release_memory(self) -> None:
@@ -106,44 +107,44 @@ class Generation:
             case Hello():
                 self.processes.send(child, self._init())
             case Ready(limits=limits, transports=transports):
-                child.ready = True
+                child.advance(ChildState.READY)
                 if limits is not None:
                     self.limits.append(limits)
                 self.transports = self.transports or transports
                 self._release_api_servers()
             case Serving():
                 self.early_deaths = 0
-                child.set_serving()
+                child.advance(ChildState.SERVING)
                 for old in self.processes.api_servers():  # which has answered 503 in this slot
-                    if old.generation < self.number and old.index == child.index:
+                    if old.generation < self.number and old.spec.index == child.spec.index:
                         old.terminate()
                 if self.announced:
                     logger.info("%s: replacement ready", child.title)
 
     def _init(self) -> Init:
-        config, where = self.config, self.directory
+        config, path = self.config, self.directory
         engines, ranks = range(config.data_parallel_size), range(config.tensor_parallel_size)
+        places = itertools.product(engines, ranks)
         return Init(
             config=config,
             model_dir=self.model_dir,
-            runtime_dir=str(where),
-            cores=[f"ipc://{where}/core-{engine}" for engine in engines],
-            core_workers=[f"ipc://{where}/core-{engine}-workers" for engine in engines],
-            ranks=[
-                RankAddress(engine, rank, f"{where}/tensors-{engine}.{rank}") for engine in engines for rank in ranks
-            ],
+            runtime_dir=str(path),
+            cores=[f"ipc://{path}/core-{engine}" for engine in engines],
+            core_workers=[f"ipc://{path}/core-{engine}-workers" for engine in engines],
+            ranks=[RankAddress(engine, rank, f"{path}/tensors-{engine}.{rank}") for engine, rank in places],
             media_cache=self.media_cache,
             restarts=self.number - 1,
         )
 
     def _release_api_servers(self) -> None:
         """Let API servers accept connections once every engine can take requests."""
-        engines = [child for child in self.children if child.role != "api"]
-        if not all(child.ready for child in engines):
+        children = self.children
+        engines = [child for child in children if child.spec.role != "api"]
+        if any(child.state not in (ChildState.READY, ChildState.SERVING) for child in engines):
             return
         for child in engines:
-            child.set_serving()
-        for child in self.children:
-            if child.role == "api" and child.ready and not child.started:
-                child.started = True
+            child.advance(ChildState.SERVING)
+        for child in children:
+            if child.state is ChildState.READY:  # an API server
+                child.advance(ChildState.STARTED)
                 self.processes.send(child, Start(min(self.limits, key=lambda limits: limits.max_model_len)))

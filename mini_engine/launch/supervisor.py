@@ -21,17 +21,11 @@ from typing import NoReturn
 
 from mini_engine.config import EngineConfig
 from mini_engine.failpoints import reach_failpoint
-from mini_engine.launch.host import (
-    check_model,
-    check_tls,
-    plan_media_cache,
-    resolve_model,
-    runtime_directory,
-    without_effect,
-)
+from mini_engine.launch import host
 from mini_engine.launch.listeners import bind_listeners, leave_port, url_of
 from mini_engine.launch.process_group import (
     ChildProcess,
+    ChildState,
     Event,
     Gone,
     Interrupted,
@@ -55,28 +49,25 @@ HEALTHY_SECONDS = 600.0  # engines that have served for so long reset the count 
 
 
 def run_server(config: EngineConfig) -> int:
-    """Serve until a signal or a death ends it; returns the exit status. Call it once, from the main thread.
-
-    Raises:
-        ConfigError: a setting that cannot work here. No process was started.
-    """
+    """Serve until a signal or a death ends it; returns the exit status. Call it once, from the main thread. Raises
+    ConfigError: a setting that cannot work here; no process was started."""
     while os.open(os.devnull, os.O_RDWR) < 3:  # in place of stdin, stdout and stderr, where they are closed
         pass
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     reach_failpoint("resolving-model")
-    model_dir = resolve_model(config)
-    architecture = check_model(model_dir, config).architecture
-    media_cache = plan_media_cache(config)
-    check_tls(config)
+    model_dir = host.resolve_model(config)
+    architecture = host.check_model(model_dir, config).architecture
+    media_cache = host.plan_media_cache(config)
+    host.check_tls(config)
     stop_signals = catch_stop_signals()
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         reach_failpoint("binding-sockets")
         listeners = bind_listeners(config)
         if config.uds is not None:
-            held.callback(sockets.BoundPath(config.uds).unlink)
-        runtime_dir = held.enter_context(runtime_directory())
+            stack.callback(sockets.BoundPath(config.uds).unlink)
+        runtime_dir = stack.enter_context(host.runtime_directory())
         reach_failpoint("creating-processes")
         processes = ProcessGroup(config, runtime_dir, stop_signals)
         if config.uds is None and config.host in ("0.0.0.0", "::") and not config.api_key:
@@ -112,8 +103,8 @@ class Supervisor:
         try:
             try:
                 self._serve()
-            except Stop as asked:
-                stop = asked
+            except Stop as raised:
+                stop = raised
             for listener in self.listeners:  # so that the end of an API server ends its part of the port, too
                 listener.close()
             self._stop_processes(stop)
@@ -139,51 +130,49 @@ class Supervisor:
             self.generation.start()
         except OSError as error:
             raise GenerationOver(f"a process cannot be started: {error}") from None
-        while not all(child.serving for child in self.generation.children):
+        while any(child.state is not ChildState.SERVING for child in self.generation.children):
             self.poll()
         self.generation.serving_since = time.monotonic()
         self._announce(time.monotonic() - begun)
 
     def _announce(self, seconds: float) -> None:
         config, limits, cache = self.config, self.generation.limits[0], self.generation.media_cache
+        media = "media that do not fit the cache" if cache.kind == "shm" else "media"
         for choice in self.generation.transports:
-            what = "media that do not fit the cache" if cache.kind == "shm" else "media"
-            logger.info("%s reach engine %d by %s: %s", what, choice.engine, choice.transport, choice.reason)
-        if useless := without_effect(config, cache, limits):
+            logger.info("%s reach engine %d by %s: %s", media, choice.engine, choice.transport, choice.reason)
+        if useless := host.without_effect(config, cache, limits):
             logger.info("no effect here: %s", "; ".join(useless))
         logger.info("media cache: %s (%s)", cache.kind, cache.reason)
-        page = "" if config.disable_playground else "(playground: /) "
-        logger.info(
-            "serving %s at %s/v1 %safter %.1f s: %d API server(s), %d engine(s) x %d worker(s), "
-            "%d KV blocks of %d tokens, up to %d tokens a request",
-            config.served_names[0], url_of(config, self.listeners[0]), page, seconds,
-            config.api_server_count, config.data_parallel_size, config.tensor_parallel_size,
-            limits.num_blocks, limits.block_size, limits.max_model_len,
-        )  # fmt: skip
+        url = f"{url_of(config, self.listeners[0])}/v1" + ("" if config.disable_playground else " (playground: /)")
+        engines = f"{config.data_parallel_size} engine(s) x {config.tensor_parallel_size} worker(s)"
+        processes = f"{config.api_server_count} API server(s), {engines}"
+        blocks = f"{limits.num_blocks} KV blocks of {limits.block_size} tokens"
+        capacity = f"{blocks}, up to {limits.max_model_len} tokens a request"
+        model = config.served_names[0]
+        logger.info("serving %s at %s after %.1f s: %s, %s", model, url, seconds, processes, capacity)
 
     # --- events ------------------------------------------------------------------------------------------------------
 
     def poll(self, seconds: float = math.inf) -> None:
         """Wait for the next events, for so long at most, and handle each; those after one that raises change nothing.
 
-        Raises:
-            GenerationOver: an engine is dead.
-            Stop: the server is to stop.
-            Unkillable: see `ProcessGroup.wait`.
+        Raises GenerationOver: an engine is dead; Stop: the server is to stop; Unkillable: see `ProcessGroup.wait`.
         """
         for event in self.processes.wait(seconds):
             self._handle(event)
-        self._replace_api_servers()
+        if self.generation.announced:
+            try:
+                self.generation.start_api_servers()  # in the place of dead ones
+            except OSError as error:
+                logger.error("an API server cannot be started now, retrying: %s", error)  # after the next events
 
     def _handle(self, event: Event) -> None:
         match event:
             case Interrupted(numbers=[first, *more]):
-                drain_seconds = self.config.shutdown_timeout if first == signal.SIGTERM else 0.0
-                logger.info(
-                    "stopping on %s: %g s for running requests; a second signal stops at once",
-                    signal.Signals(first).name, drain_seconds,
-                )  # fmt: skip
-                raise Stop(0, "stopped", drain_seconds=drain_seconds, at_once=bool(more))
+                seconds = self.config.shutdown_timeout if first == signal.SIGTERM else 0.0
+                text = "stopping on %s: %g s for running requests; a second signal stops at once"
+                logger.info(text, signal.Signals(first).name, seconds)
+                raise Stop(0, "stopped", drain_seconds=seconds, at_once=bool(more))
             case Received(child=child, body=Refused(reason=reason)):
                 if child.generation == self.generation.number and not self.generation.announced:
                     raise GenerationOver(reason)
@@ -192,63 +181,54 @@ class Supervisor:
                 self.generation.receive(event)
             case Gone(child=child, text=text) if child.generation == self.generation.number:
                 self._on_death(child, text)
-            case Gone(child=child) if child.role == "api":  # it answered 503
-                self._leave_port(int(child.index))
+            case Gone(child=child) if child.spec.role == "api":  # it answered 503
+                self._leave_port(int(child.spec.index))
 
     def _on_death(self, child: ChildProcess, text: str) -> None:
-        if child.role != "api" or not self.generation.announced:
+        if child.spec.role != "api" or not self.generation.announced:
             raise GenerationOver(text)
-        if not child.serving:
+        if not child.has_served:
             self.generation.early_deaths += 1
         if self.generation.early_deaths >= API_RESTARTS_IN_A_ROW:
             raise Stop(1, f"ended with status 1: {text}, and so did the {API_RESTARTS_IN_A_ROW - 1} before it")
-        if any(other.serving for other in self.generation.children if other.role == "api"):
-            self._leave_port(int(child.index))  # else connections are queued for its replacement
+        others = [other for other in self.generation.children if other.spec.role == "api"]
+        if any(other.state is ChildState.SERVING for other in others):
+            self._leave_port(int(child.spec.index))  # else connections are queued for its replacement
 
     # --- what follows from a death -----------------------------------------------------------------------------------
 
     def _leave_port(self, slot: int) -> None:
         """Have no more connections queued at the slot's socket, unless an API server of any generation accepts them."""
-        accepting = [child for child in self.processes.api_servers() if child.started and not child.dismissed]
-        if not any(int(child.index) == slot for child in accepting):
+        accepting = (ChildState.STARTED, ChildState.SERVING)
+        servers = [child for child in self.processes.api_servers() if int(child.spec.index) == slot]
+        if not any(child.state in accepting for child in servers):
             leave_port(self.listeners[slot])
 
-    def _replace_api_servers(self) -> None:
-        """Start one for each slot whose API server is dead; where the host gives no process, after the next events."""
-        if self.generation.announced:
-            try:
-                self.generation.start_api_servers()
-            except OSError as error:
-                logger.error("an API server cannot be started now, retrying: %s", error)
-
-    def end_generation(self, why: str) -> None:
-        """End its engines, so that every client has its answer; returns when the next generation is to start.
-
-        Raises:
-            Stop: there is to be none.
-        """
-        over, most = self.generation, self.config.restart_engine
-        if over.number == 1 and not over.announced:  # most often the settings are at fault
-            raise Stop(1, f"start failed: {why}")
-        over.end()
-        self.generation = dataclasses.replace(over, number=over.number + 1)  # other deaths of `over` change nothing
+    def end_generation(self, reason: str) -> None:
+        """End its engines, so that every client has its answer; returns when the next generation is to start. Raises
+        Stop: there is to be none."""
+        ended, limit = self.generation, self.config.restart_engine
+        if ended.number == 1 and not ended.announced:  # most often the settings are at fault
+            raise Stop(1, f"start failed: {reason}")
+        ended.end()
+        self.generation = dataclasses.replace(ended, number=ended.number + 1)  # other deaths of `ended` change nothing
         for slot in range(len(self.listeners)):  # those whose API server is dead or does not serve yet
             self._leave_port(slot)
         reach_failpoint("restarting-engines")
-        if time.monotonic() - over.serving_since >= HEALTHY_SECONDS:
+        if time.monotonic() - ended.serving_since >= HEALTHY_SECONDS:
             self.restarts = 0
-        pause, last = ENGINE_DEATH_GRACE_SECONDS, self.restarts >= most
+        pause, last = ENGINE_DEATH_GRACE_SECONDS, self.restarts >= limit
         if not last:
             pause = min(FIRST_PAUSE_SECONDS * 2**self.restarts, LONGEST_PAUSE_SECONDS)
             self.restarts += 1
-            logger.error("restart %d of %d in %g s, since %s", self.restarts, most, pause, why)
+            logger.error("restart %d of %d in %g s, since %s", self.restarts, limit, pause, reason)
         deadline = time.monotonic() + pause
         while (left := deadline - time.monotonic()) > 0 or self.processes.engines():
             self.poll(left if left > 0 else math.inf)
-        over.release_memory()
+        ended.release_memory()
         if last:
-            remedy = "" if most else "; --restart-engine would restart its engines"
-            raise Stop(1, f"ended with status 1: {why}{remedy}")
+            remedy = "" if limit else "; --restart-engine would restart its engines"
+            raise Stop(1, f"ended with status 1: {reason}{remedy}")
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -257,8 +237,8 @@ class Supervisor:
         it. Another signal leaves no time for that. Returns when no child is left."""
         if stop.drain_seconds:
             for child in self.processes.api_servers():
-                child.dismissed = True
-                if child.serving:
+                if child.state is ChildState.SERVING:
+                    child.advance(ChildState.STOPPING)
                     self.processes.send(child, Drain())
                 else:  # it has no requests
                     child.kill()
@@ -267,7 +247,7 @@ class Supervisor:
             child.terminate()
         self._wait_for_api_servers(stop, API_STOP_SECONDS)
         for child in self.processes.children:
-            if child.role == "api" and not stop.at_once:
+            if child.spec.role == "api" and not stop.at_once:
                 logger.warning("%s is killed: it has not exited within %g s", child.title, API_STOP_SECONDS)
             child.kill()
         while self.processes.children:

@@ -23,10 +23,8 @@ health_checks = 0
 
 @web.middleware
 async def authenticate(request: web.Request, handler) -> web.StreamResponse:
-    if (
-        request.path != "/health"
-        and request.headers.get("authorization") != f"Bearer {os.environ['MINI_ENGINE_API_KEY']}"
-    ):
+    key = f"Bearer {os.environ['MINI_ENGINE_API_KEY']}"
+    if request.path != "/health" and request.headers.get("authorization") != key:
         return web.Response(status=401)
     return await handler(request)
 
@@ -55,9 +53,8 @@ async def chat(request: web.Request) -> web.StreamResponse:
 
 async def metrics(_: web.Request) -> web.Response:
     names = {"decodes": len(media), "num_requests_running": running, "pid": os.getpid(), "health": health_checks}
-    return web.Response(
-        text="".join(f"# TYPE fake:{name} gauge\nfake:{name} {value}\n" for name, value in names.items())
-    )
+    lines = [f"# TYPE fake:{name} gauge\nfake:{name} {value}\n" for name, value in names.items()]
+    return web.Response(text="".join(lines))
 
 
 async def health(_: web.Request) -> web.Response:
@@ -76,10 +73,8 @@ async def main() -> None:
     parser.add_argument("--port", type=int)
     arguments, _ = parser.parse_known_args()
     app = web.Application(middlewares=[authenticate])
-    app.add_routes([
-        web.post("/v1/chat/completions", chat), web.get("/metrics", metrics), web.get("/health", health),
-        web.post("/reset_caches", echo), web.get("/v1/models/{name:.*}", echo),
-    ])  # fmt: skip
+    app.add_routes([web.post("/v1/chat/completions", chat), web.get("/metrics", metrics), web.get("/health", health)])
+    app.add_routes([web.post("/reset_caches", echo), web.get("/v1/models/{name:.*}", echo)])
     runner = web.AppRunner(app, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, arguments.host, arguments.port)

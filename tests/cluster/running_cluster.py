@@ -95,14 +95,14 @@ class RunningCluster:
         """By host."""
         status, text = self.ask("/metrics")
         assert status == 200, text
-        found = re.findall(rf'^{re.escape(name)}\{{host="(\w+)".*\}} (\S+)$', text.decode(), re.MULTILINE)
-        return {host: float(value) for host, value in found}
+        samples = re.findall(rf'^{re.escape(name)}\{{host="(\w+)".*\}} (\S+)$', text.decode(), re.MULTILINE)
+        return {host: float(value) for host, value in samples}
 
 
 def processes(name: str) -> list[int]:
     """Process ids of those on all nodes whose command line contains `name`."""
-    found = []
+    pids = []
     for pid in descendants(os.getpid()):
         with contextlib.suppress(OSError):  # has just exited
-            found += [pid] * (name in Path(f"/proc/{pid}/cmdline").read_text())
-    return found
+            pids += [pid] * (name in Path(f"/proc/{pid}/cmdline").read_text())
+    return pids

@@ -120,7 +120,7 @@ def draw(results: dict[str, Result]) -> None:
 
 
 if __name__ == "__main__":
-    found = {name: simulate(name) for name in policies(random.Random())}
-    draw(found)
+    results = {name: simulate(name) for name in policies(random.Random())}
+    draw(results)
     moves = {"a host leaves": moved(HOSTS, HOSTS - 1), "a host joins": moved(HOSTS, HOSTS + 1)}
-    print(json.dumps({name: dataclasses.asdict(result) for name, result in found.items()} | moves, indent=2))
+    print(json.dumps({name: dataclasses.asdict(result) for name, result in results.items()} | moves, indent=2))

@@ -97,32 +97,26 @@ def send(cluster: RunningCluster, method: str, path: str, *headers: str) -> tupl
         return response.status, response.read()
 
 
-WITH_KEY, JSON = f"Authorization: Bearer {KEY}", "Content-Type: application/json"
-CLIMBS = (
-    "/playground/../v1/models",
-    "/playground/%2e%2e/v1/models",
-    "/playground/..%2fmetrics",
-    "//metrics",
-    "/health;a",
-)
-REFUSED = [
-    *(("GET", path, headers, status) for path in CLIMBS for headers, status in (([], 401), ([WITH_KEY], 404))),
-    ("POST", "/playground/../reset_caches", [JSON], 401),
-    ("GET", "/metrics", ["Host: x/playground/index.html?"], 421),
-    ("GET", "/metrics", ["Host: evil.test", WITH_KEY], 421),
-    *(("GET", f"/v1/models/{name}", [WITH_KEY], 404) for name in ("", "../../metrics", "a/%2e%2E/b", "a%2F..%2Fb")),
-    ("POST", "/reset_caches", [WITH_KEY, "Content-Type: text/plain"], 415),
-    ("POST", CHAT, [WITH_KEY, JSON, f"Content-Length: {MAX_BODY_BYTES + 1}"], 413),
-]
-
-
 def test_only_exact_paths_with_the_key_are_forwarded_and_as_they_came(cluster: RunningCluster) -> None:
-    for method, path, headers, status in REFUSED:
+    key, json_body = f"Authorization: Bearer {KEY}", "Content-Type: application/json"
+    climbs = (
+        "/playground/../v1/models /playground/%2e%2e/v1/models /playground/..%2fmetrics //metrics /health;a".split()
+    )
+    refused = [
+        *(("GET", path, headers, status) for path in climbs for headers, status in (([], 401), ([key], 404))),
+        ("POST", "/playground/../reset_caches", [json_body], 401),
+        ("GET", "/metrics", ["Host: x/playground/index.html?"], 421),
+        ("GET", "/metrics", ["Host: evil.test", key], 421),
+        *(("GET", f"/v1/models/{name}", [key], 404) for name in ("", "../../metrics", "a/%2e%2E/b", "a%2F..%2Fb")),
+        ("POST", "/reset_caches", [key, "Content-Type: text/plain"], 415),
+        ("POST", CHAT, [key, json_body, f"Content-Length: {MAX_BODY_BYTES + 1}"], 413),
+    ]
+    for method, path, headers, status in refused:
         answered, text = send(cluster, method, path, *headers)
         assert answered == status and json.loads(text)["error"]["code"], (method, path, headers, answered, text)
     for target in ("/v1/models/a%2Fb%252e", "/v1/models//a/b?x=%2e&y=a+b"):
-        assert send(cluster, "GET", target, WITH_KEY, "Host: engine.example") == (200, target.encode())
-    assert send(cluster, "POST", "/reset_caches", WITH_KEY, JSON) == (200, b"/reset_caches")
+        assert send(cluster, "GET", target, key, "Host: engine.example") == (200, target.encode())
+    assert send(cluster, "POST", "/reset_caches", key, json_body) == (200, b"/reset_caches")
 
 
 def test_health_checks_without_a_key_do_not_reach_every_host(cluster: RunningCluster) -> None:
@@ -175,35 +169,21 @@ def test_an_unresponsive_replica_is_avoided(cluster: RunningCluster) -> None:
     assert all(status == 200 for _, status in answered)
 
 
-def engine(pid: int) -> list[int]:
-    """Processes that end together: the engine alone."""
-    return [pid]
-
-
-def replica(pid: int) -> list[int]:
-    """The engine's replica."""
-    return [parent(pid)]
-
-
-def front(_: int) -> list[int]:
-    """The replica of one front."""
-    return processes("Front")[:1]
-
-
-def node(pid: int) -> list[int]:
-    """Ray's processes on the engine's node, and all that they have started."""
-    raylet = parent(parent(pid))
-    return [raylet, *descendants(raylet)]
-
-
-@pytest.mark.parametrize("place", [engine, replica, front, node])  # the node comes last: it does not come back
-def test_only_requests_in_flight_at_a_killed_place_fail(cluster: RunningCluster, place) -> None:
+@pytest.mark.parametrize("place", ["engine", "replica", "front", "node"])  # the node comes last: it does not come back
+def test_only_requests_in_flight_at_a_killed_place_fail(cluster: RunningCluster, place: str) -> None:
     victim = answer(cluster, 2)
+    replica = parent(victim)
+    raylet = parent(replica)
+    killed = {
+        "engine": [victim],
+        "replica": [replica],
+        "front": processes("Front")[:1],
+        "node": [raylet, *descendants(raylet)],  # Ray's processes there, and all that they have started
+    }[place]
     with requests_in_parallel(cluster) as answered:
-        killed = place(victim)
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
-        eventually(lambda: not any(map(alive, killed + [victim] * (place != front))))
+        eventually(lambda: not any(map(alive, killed + [victim] * (place != "front"))))
         dead = time.monotonic()
         eventually(lambda: sum(began > dead for began, _ in answered) > 100, SECONDS)
     failed = [began for began, status in answered if status != 200]
@@ -211,6 +191,6 @@ def test_only_requests_in_flight_at_a_killed_place_fail(cluster: RunningCluster,
 
     def check() -> None:
         pids = cluster.metric("fake:pid").values()
-        assert len(pids) == HOSTS - (place == node) and (place == front or victim not in pids)
+        assert len(pids) == HOSTS - (place == "node") and (place == "front" or victim not in pids)
 
     eventually(check, SECONDS)

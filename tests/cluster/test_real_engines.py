@@ -38,18 +38,17 @@ def client(cluster: RunningCluster) -> Iterator[OpenAI]:
         yield made
 
 
-def ask(client: OpenAI, one: Asked) -> str:
-    reply = client.chat.completions.create(
-        model="mini-engine-demo", messages=[message(one.text, one.urls)], temperature=0
-    )
+def ask(client: OpenAI, asked: Asked) -> str:
+    messages = [message(asked.text, asked.urls)]
+    reply = client.chat.completions.create(model="mini-engine-demo", messages=messages, temperature=0)
     return reply.choices[0].message.content
 
 
 def test_each_video_is_decoded_by_one_engine_and_answered_right(cluster: RunningCluster, client: OpenAI) -> None:
-    asked = [ask_small(seed) for seed in range(VIDEOS)]
+    questions = [ask_small(seed) for seed in range(VIDEOS)] * 4
     with ThreadPoolExecutor(4) as pool:  # as many do not exceed the bound on a host's load
-        answers = list(pool.map(lambda one: ask(client, one), asked * 4))
-    right = sum(answer == one.answer for answer, one in zip(answers, asked * 4, strict=True))
+        answers = list(pool.map(lambda asked: ask(client, asked), questions))
+    right = sum(answer == asked.answer for answer, asked in zip(answers, questions, strict=True))
     assert right >= 0.9 * len(answers)
     decodes = cluster.metric("mini_engine:media_decodes_total")
     assert len(decodes) == HOSTS and sum(decodes.values()) == VIDEOS and all(decodes.values())
@@ -57,11 +56,9 @@ def test_each_video_is_decoded_by_one_engine_and_answered_right(cluster: Running
 
 def test_every_endpoint_answers_through_the_front(cluster: RunningCluster, client: OpenAI) -> None:
     assert client.models.list().data[0].id == "mini-engine-demo"
-    plain = client.completions.create(model="mini-engine-demo", prompt="tell me", max_tokens=8, temperature=0)
-    chunks = list(
-        client.completions.create(model="mini-engine-demo", prompt="tell me", max_tokens=8, temperature=0, stream=True)
-    )
-    assert plain.choices[0].text == "".join(chunk.choices[0].text for chunk in chunks)
+    fields = {"model": "mini-engine-demo", "prompt": "tell me", "max_tokens": 8, "temperature": 0}
+    text = client.completions.create(**fields).choices[0].text
+    assert text == "".join(chunk.choices[0].text for chunk in client.completions.create(**fields, stream=True))
     status, body = cluster.ask("/tokenize", {"model": "mini-engine-demo", "prompt": "tell me"})
     assert status == 200 and b"tokens" in body
     assert cluster.ask("/health")[0] == 200
@@ -88,10 +85,9 @@ def test_requests_are_answered_while_a_killed_engine_is_replaced(cluster: Runnin
     replica = parent(victim)
     os.kill(victim, signal.SIGKILL)
 
-    def is_gone() -> None:
-        assert not alive(replica)
-
-    eventually(is_gone)  # the replica ends when no process of the engine is left; until then a request may get a 502
+    eventually(
+        lambda: not alive(replica)
+    )  # the replica ends when no process of the engine is left; until then a request may get a 502
     assert all(ask(client, ask_small(seed)) for seed in range(VIDEOS))
 
     def check() -> None:

@@ -54,6 +54,6 @@ def test_a_rolling_update_finishes_running_requests_and_refuses_none() -> None:
             with requests_in_parallel(cluster) as answered:
                 cluster.update(flags="--max-num-seqs 32")
             assert all(status == 200 for _, status in answered)
-            assert all(one.getresponse().status == 200 for one in running)
+            assert all(connection.getresponse().status == 200 for connection in running)
         after = {int(pid) for pid in cluster.metric("fake:pid").values()}
     assert len(before) == len(after) == 2 and not before & after

@@ -1,4 +1,4 @@
-"""A child process of tests: it does what the index in its spec says, and shakes no hands."""
+"""A child process of tests: it exits, sleeps or spins, by the index in its spec, without a handshake."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mini_engine.launch.process_setup import die_with_parent
 def main() -> None:
     spec = msgspec.json.decode(sys.argv[1], type=ChildSpec)
     die_with_parent(spec.parent_pid)
-    what = spec.index.rpartition(".")[2]  # behind the engine's number, if there is one
-    if what == "fails":
+    behaviour = spec.index.rpartition(".")[2]  # behind the engine's number, if there is one
+    if behaviour == "fails":
         sys.exit(1)
-    if what == "sleeps":
+    if behaviour == "sleeps":
         time.sleep(600)
-    while what == "spins":
+    while behaviour == "spins":
         pass
 
 

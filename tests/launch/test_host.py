@@ -18,24 +18,6 @@ from mini_engine.messages import EngineLimits, MediaCachePlan
 
 # --- the model's files ------------------------------------------------------------------------------------------------
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-
-
-@pytest.fixture
-def offline(tmp_path, monkeypatch) -> Path:
-    """An empty cache of the hub, and no network."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    return tmp_path
-
-
-def put_in_cache(cache: Path, name: str, revision: str = "main") -> Path:
-    """The bundled model as the hub's cache holds a download."""
-    folder = cache / f"models--{name.replace('/', '--')}"
-    (folder / "refs").mkdir(parents=True)
-    (folder / "refs" / revision).write_text(COMMIT)
-    return Path(shutil.copytree(BUNDLED_MODEL, folder / "snapshots" / COMMIT))
-
 
 @pytest.fixture
 def model(tmp_path) -> Path:
@@ -50,8 +32,18 @@ def edit_config(model: Path, vision_heads: int = 4, **text: int) -> None:
     (model / "config.json").write_text(json.dumps(raw))
 
 
-def test_a_hub_name_is_found_in_the_cache_without_network(offline):
-    snapshot = put_in_cache(offline, "some/model", "v2")
+def put_in_cache(cache: Path, name: str, revision: str = "main") -> Path:
+    """The bundled model as the hub's cache holds a download."""
+    folder, commit = cache / f"models--{name.replace('/', '--')}", "0123456789abcdef0123456789abcdef01234567"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / revision).write_text(commit)
+    return Path(shutil.copytree(BUNDLED_MODEL, folder / "snapshots" / commit))
+
+
+def test_a_hub_name_is_found_in_the_cache_without_network(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    snapshot = put_in_cache(tmp_path, "some/model", "v2")
     assert resolve_model(EngineConfig(model="some/model", revision="v2")) == str(snapshot)
     for name in ("some/model", "/no/such/place", "./nowhere"):  # the first in another revision
         with pytest.raises(ConfigError, match=f"'{name}' is neither a directory nor an available hub model: "):
@@ -59,16 +51,14 @@ def test_a_hub_name_is_found_in_the_cache_without_network(offline):
 
 
 def test_files_that_are_missing_or_damaged_are_named(model):
-    for change, said in (
-        (lambda: (model / "tokenizer.json").unlink(), f"{model} has no tokenizer.json; write it with"),
-        (lambda: (model / "config.json").write_text('{"a": 1} x'), f"the model in {model} cannot be .*Extra data"),
-        (
-            lambda: (model / "config.json").unlink(),
-            f"the model in {model} cannot be served: .*No such file .*config.json",
-        ),
+    config, unusable = model / "config.json", f"the model in {model} cannot be served: "
+    for change, error in (
+        ((model / "tokenizer.json").unlink, f"{model} has no tokenizer.json; write it with"),
+        (lambda: config.write_text('{"a": 1} x'), f"{unusable}.*Extra data"),
+        (config.unlink, f"{unusable}.*No such file .*config.json"),
     ):
         change()
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=error):
             check_model(str(model), EngineConfig())
 
 
@@ -112,35 +102,30 @@ def test_size_of_the_media_cache(kind, count):
     assert host.plan_media_cache(dataclasses.replace(config, mm_processor_cache_gb=0)).kind == "off"
 
 
-SHM, OFF = MediaCachePlan("shm", 1 << 30, ""), MediaCachePlan("off", 0, "")
-WORKERS = ["--mm-encoder-tp-mode", "data", "--distributed-backend", "gloo"]
-SIZES = ["--kv-cache-memory-bytes", "1G", "--gpu-memory-utilization", "0.5", "--num-gpu-blocks-override", "9"]
-
-
-@pytest.mark.parametrize(
-    ("argv", "cache", "device", "expected"),
-    [
-        ([], OFF, "cuda", ""),
-        (["--gpu-memory-utilization", "0.8", "--enforce-eager"], SHM, "cpu",
-         "--gpu-memory-utilization (the workers run on the CPU); --enforce-eager (CUDA graphs need CUDA)"),
-        (["--limit-mm-per-prompt", '{"image": {"count": 4, "width": 512}}'], SHM, "cpu",
-         "--limit-mm-per-prompt (only `count` is used)"),
-        (WORKERS, SHM, "cpu",
-         "--mm-encoder-tp-mode (an engine has one worker); --distributed-backend (an engine has one worker)"),
-        # On CUDA the backend lets the workers of several engines share a device.
-        ([*WORKERS, "-dp", "2"], SHM, "cuda", "--mm-encoder-tp-mode (an engine has one worker)"),
-        (SIZES, SHM, "cuda", "--gpu-memory-utilization (--kv-cache-memory-bytes overrides it); "
-         "--kv-cache-memory-bytes (--num-gpu-blocks-override overrides it)"),
-        (["--mm-processor-cache-type", "shm", "--mm-shm-cache-max-object-size-mb", "3"], OFF, "cpu",
-         "--mm-processor-cache-type (the cache is off); --mm-shm-cache-max-object-size-mb (no cache in shared memory)"),
-        (["--state-snapshot-interval", "512"], SHM, "cpu",
-         "--state-snapshot-interval (the model has no recurrent states)"),
-        ([BUNDLED_MODEL, "--revision", "main"], SHM, "cpu", "--revision (MODEL is a directory)"),
-    ],
-)  # fmt: skip
-def test_settings_without_effect_are_named(argv, cache, device, expected):
-    limits = EngineLimits(4096, 8, 16, 45, device)
-    assert "; ".join(without_effect(parse(argv, {}), cache, limits)) == expected
+def test_settings_without_effect_are_named():
+    shm, off = MediaCachePlan("shm", 1 << 30, ""), MediaCachePlan("off", 0, "")
+    for flags, cache, device, reason in [
+        ("", off, "cuda", None),
+        ("--gpu-memory-utilization 0.8", shm, "cpu", "the workers run on the CPU"),
+        ("--enforce-eager", shm, "cpu", "CUDA graphs need CUDA"),
+        ('--limit-mm-per-prompt {"image":{"width":9}}', shm, "cpu", "only `count` is used"),
+        ("--mm-encoder-tp-mode data", shm, "cpu", "an engine has one worker"),
+        ("--distributed-backend gloo", shm, "cpu", "an engine has one worker"),
+        ("--distributed-backend gloo -dp 2", shm, "cuda", None),  # workers of several engines share a device
+        ("--gpu-memory-utilization 0.5 --kv-cache-memory-bytes 1", shm, "cuda", "--kv-cache-memory-bytes overrides it"),
+        (
+            "--kv-cache-memory-bytes 1 --num-gpu-blocks-override 1",
+            shm,
+            "cuda",
+            "--num-gpu-blocks-override overrides it",
+        ),
+        ("--mm-processor-cache-type shm", off, "cpu", "the cache is off"),
+        ("--mm-shm-cache-max-object-size-mb 3", off, "cpu", "no cache in shared memory"),
+        ("--state-snapshot-interval 512", shm, "cpu", "the model has no recurrent states"),
+        ("--revision main", shm, "cpu", "MODEL is a directory"),
+    ]:
+        named = without_effect(parse(flags.split(), {}), cache, EngineLimits(4096, 8, 16, 45, device))
+        assert named == ([] if reason is None else [f"{flags.split()[0]} ({reason})"]), flags
 
 
 # --- the runtime directory --------------------------------------------------------------------------------------------

@@ -12,24 +12,21 @@ from mini_engine.media.sources.policy import MediaPolicy
 from tests.shortages import no_descriptors
 
 
-@pytest.mark.parametrize(
-    ("error", "what"),
-    [
+def test_errors_of_the_host_are_told_from_others() -> None:
+    torch_text = "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory"
+    for error, resource in (
         (OSError(errno.EMFILE, "x"), "file descriptors"),
         (OSError(errno.ENOMEM, "x"), "memory"),
         (OSError(errno.EAGAIN, "x"), "threads"),
         (MemoryError(), "memory"),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory"), "memory"),
+        (RuntimeError(torch_text), "memory"),
         (RuntimeError("can't start new thread"), "threads"),
         (FileNotFoundError(errno.ENOENT, "x"), None),
         (socket.gaierror(socket.EAI_NONAME, "x"), None),
         (MediaError("video 1", "x"), None),
-    ],
-    ids=str,
-)
-def test_shortage_in(error: Exception, what: str | None) -> None:
-    found = shortage_in(error)
-    assert (found and found.what) == what
+    ):
+        shortage = shortage_in(error)
+        assert (shortage and shortage.what) == resource, repr(error)
 
 
 async def test_a_download_without_descriptors_is_a_shortage() -> None:

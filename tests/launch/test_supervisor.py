@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import select
 import signal
 import socket
@@ -14,7 +13,7 @@ import pytest
 from mini_engine.config import EngineConfig
 from mini_engine.launch import process_group, supervisor
 from mini_engine.launch.listeners import bind_listeners
-from mini_engine.launch.process_group import TURNS, ChildProcess, ProcessGroup
+from mini_engine.launch.process_group import TURNS, ChildProcess, ChildState, ProcessGroup
 from mini_engine.launch.server_generation import Generation
 from mini_engine.launch.supervisor import API_RESTARTS_IN_A_ROW, GenerationOver, Stop, Supervisor
 from mini_engine.messages import MediaCachePlan
@@ -22,8 +21,8 @@ from tests.e2e.processes import eventually
 
 
 @pytest.fixture
-def one(processes, runtime) -> Iterator[Supervisor]:
-    """In its second generation, so that one start that fails is followed by another."""
+def server(processes, runtime) -> Iterator[Supervisor]:
+    """In its second generation, so that a start that fails is followed by another."""
     config = EngineConfig(restart_engine=5)
     listeners = bind_listeners(EngineConfig(host="127.0.0.1", port=0))
     generation = Generation(2, config, "", MediaCachePlan("off", 0, ""), runtime, listeners, processes)
@@ -48,9 +47,8 @@ def test_of_deaths_found_together_the_killed_process_comes_first(processes: Proc
     follower, killed = processes.start("worker", "fails", 1), processes.start("worker", "sleeps", 1)
     killed.kill()
     wait_for_deaths([follower, killed])
-    assert [gone.text.partition(" (others")[0] for gone in processes.wait(60)] == [
-        f"{killed.title} died: killed by SIGKILL", f"{follower.title} died: exit status 1",
-    ]  # fmt: skip
+    texts = [gone.text.partition(" (others")[0] for gone in processes.wait(60)]
+    assert texts == [f"{killed.title} died: killed by SIGKILL", f"{follower.title} died: exit status 1"]
 
 
 def test_a_successor_counts_in_the_files_of_a_dead_api_server_whose_gauges_are_forgotten(processes, runtime):
@@ -72,7 +70,7 @@ def test_a_successor_counts_in_the_files_of_a_dead_api_server_whose_gauges_are_f
 def wait_for_a_kill(group: ProcessGroup) -> int:
     """Returns how many turns, or parts of one, it took."""
     children, turns = [*group.children], 0
-    while not any(child.killed for child in children):
+    while not any(child.state is ChildState.KILLED for child in children):
         group.wait()
         turns += 1
     return turns
@@ -82,7 +80,7 @@ def test_an_unresponsive_process_is_killed_at_its_timeout(make_processes):
     """It is pinged first one turn after it was seen alive, so that the time it had is the time-out."""
     group, begun = make_processes(EngineConfig(collective_timeout=2, health_timeout=1)), time.monotonic()
     child = group.start("core", "0.sleeps", 1)
-    child.set_serving()
+    child.advance(ChildState.SERVING)
     assert wait_for_a_kill(group) <= TURNS + 3 and time.monotonic() - begun > 2
     assert child.kill_reason == "it was unresponsive for 2 s (--collective-timeout)"
 
@@ -92,15 +90,15 @@ def test_of_processes_that_are_not_ready_those_that_sleep_are_not_killed(states,
     group = make_processes(EngineConfig(startup_timeout=1.5))
     children = [group.start("worker", "spins" if state == "R" else "sleeps", 1) for state in states]
     waiting = group.start("api", "sleeps", 1)  # for the others
-    waiting.ready = True
+    waiting.advance(ChildState.READY)
     for child, state in zip(children, states, strict=True):
         if state == "T":
-            os.kill(child.pid, signal.SIGSTOP)
-        eventually(lambda child=child, state=state: child.state == state)
+            child.popen.send_signal(signal.SIGSTOP)
+        eventually(lambda child=child, state=state: child.proc_state == state)
     wait_for_a_kill(group)
-    assert "".join(state for child, state in zip(children, states, strict=True) if child.killed) == killed
-    assert not waiting.killed
-    named = [f"{child.name} {state}" for child, state in zip(children, states, strict=True)]
+    assert "".join(state for child, state in zip(children, states, strict=True) if child.kill_reason) == killed
+    assert waiting.state is ChildState.READY
+    named = [f"{child.spec.name} {state}" for child, state in zip(children, states, strict=True)]
     assert f"(state in proc(5): {', '.join(named)})" in caplog.text
 
 
@@ -112,50 +110,56 @@ def short_death(monkeypatch) -> None:
     monkeypatch.setattr(process_group, "DEATH_SECONDS", 0.5)
 
 
-def test_an_engine_process_that_does_not_die_ends_the_server(short_death, one, processes, monkeypatch, caplog):
+def test_an_engine_process_that_does_not_die_ends_the_server(short_death, server, processes, monkeypatch, caplog):
     """As one that waits in the kernel for a device: SIGKILL does not end it."""
     undying = processes.start("worker", "sleeps", 2)
-    monkeypatch.setattr(undying, "kill", lambda: setattr(undying, "killed", True))
-    assert one.run() == 1
+    monkeypatch.setattr(undying, "kill", lambda: undying.advance(ChildState.KILLED))
+    assert server.run() == 1
     assert f"ended with status 1: {undying.title} has not exited after SIGKILL" in messages(caplog)[-1]
 
 
 @pytest.mark.parametrize("first", ["api", "core"])
-def test_connections_queued_at_an_api_server_that_dies_with_its_engine_are_reset_at_once(first, one, processes, caplog):
+def test_connections_queued_at_an_api_server_that_dies_with_its_engine_are_reset_at_once(
+    first, server, processes, caplog
+):
     """And both deaths are in the log, in whichever order they are found."""
-    listener = one.listeners[0]
+    listener = server.listeners[0]
     listener.listen()
     with socket.create_connection(listener.getsockname()) as client:
         children = [processes.start(role, "0", 2) for role in sorted(("api", "core"), key=lambda role: role != first)]
         for child in children:
-            child.serving = child.started = True
+            child.advance(ChildState.SERVING)
         wait_for_deaths(children)
         with pytest.raises(GenerationOver):
-            one.poll()
-        one.end_generation("its engine has died")
+            server.poll()
+        server.end_generation("its engine has died")
         client.settimeout(60)
         with pytest.raises(ConnectionResetError):
             client.recv(1)
     assert all(any(line.startswith(f"{role} 0 (pid ") for line in messages(caplog)) for role in ("api", "core"))
 
 
-def test_an_api_server_that_dies_before_it_serves_again_and_again_ends_the_server(one, caplog):
-    one.generation.start_api_servers()
+def test_an_api_server_that_dies_before_it_serves_again_and_again_ends_the_server(server, processes, caplog):
+    """One that has served does not count, even if it was killed while it hung."""
+    hung = processes.start("api", "0", 2)
+    hung.advance(ChildState.SERVING)
+    hung.kill("it hung")
     with pytest.raises(Stop) as stop:
         while True:
-            one.poll()
-    assert stop.value.status == 1 and caplog.text.count("died: exit status 0") == API_RESTARTS_IN_A_ROW
+            server.poll()
+    assert stop.value.status == 1 and "was killed: it hung" in caplog.text
+    assert caplog.text.count("died: exit status 0") == API_RESTARTS_IN_A_ROW
     assert f"so did the {API_RESTARTS_IN_A_ROW - 1} before it" in stop.value.last_line
 
 
-def test_restarts_have_a_limit_and_pauses_that_double(one, monkeypatch, caplog):
+def test_restarts_have_a_limit_and_pauses_that_double(server, monkeypatch, caplog):
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECONDS", 0.01)
-    one.generation.serving_since -= supervisor.HEALTHY_SECONDS
-    one.restarts = 3
+    server.generation.serving_since -= supervisor.HEALTHY_SECONDS
+    server.restarts = 3
     for _ in range(5):
-        one.end_generation("it died")
+        server.end_generation("it died")
     with pytest.raises(Stop, match="ended with status 1: it died"):
-        one.end_generation("it died")
+        server.end_generation("it died")
     seconds = [0.01, 0.02, 0.04, 0.08, 0.16]
     assert messages(caplog) == [
         f"restart {number} of 5 in {pause} s, since it died" for number, pause in enumerate(seconds, 1)
