@@ -21,7 +21,7 @@ FILES = sorted(path for part in (PACKAGE, *(ROOT / name for name in BESIDE)) for
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60
 
-# Which parts of the package each part may import. `host` and the core may read a model's config.json.
+# Which parts of the package each part may import. `host` and the core may read a model's config.json, `media` its spec.
 MODEL_CONFIG = "mini_engine.model.config"
 TORCH_FREE_TRANSPORT = {"mini_engine.transport.sockets", "mini_engine.transport.codec", "mini_engine.transport.pages"}
 TORCH_FREE_API = {
@@ -29,7 +29,7 @@ TORCH_FREE_API = {
 }
 MAY_IMPORT = {
     "api": {"api", "media", "transport", MODEL_CONFIG},
-    "media": {"media", "mini_engine.transport.shared_memory"},
+    "media": {"media", "mini_engine.transport.shared_memory", "mini_engine.model.registry"},
     "transport": {"transport"},
     "core": {"core", MODEL_CONFIG} | TORCH_FREE_TRANSPORT,
     "worker": {"worker", "model", "kernels", "transport"},
