@@ -21,14 +21,14 @@ FILES = sorted(path for part in (PACKAGE, *(ROOT / name for name in BESIDE)) for
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60
 
-# Which parts of the package each part may import. `host` and the core may read a model's config.json.
+# Which parts of the package each part may import. `host` and the core may read a model's config.json, `media` its spec.
 MODEL_CONFIG = "mini_engine.model.config"
 TORCH_FREE_TRANSPORT = {"mini_engine.transport.sockets", "mini_engine.transport.codec", "mini_engine.transport.pages"}
 FRONT = {f"mini_engine.http.{name}" for name in ("access", "admission", "body", "error_responses", "routes.playground")}
 MAY_IMPORT = {
     "http": {"http", "protocol", "prompt", "media", "engine_client", "transport", MODEL_CONFIG},
     "prompt": {"prompt", "protocol", "mini_engine.media.processor", "mini_engine.media.hashing"},
-    "media": {"media", "protocol", "mini_engine.transport.shared_memory"},
+    "media": {"media", "protocol", "mini_engine.transport.shared_memory", "mini_engine.model.registry"},
     "engine_client": {"engine_client", "protocol", "transport"},
     "protocol": {"protocol"},
     "transport": {"transport"},

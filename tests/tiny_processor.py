@@ -26,6 +26,7 @@ CHAT_TEMPLATE = """\
 """
 PROCESSORS = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor"}
 PROCESSORS |= {"qwen3_vl": "Qwen3VLProcessor", "qwen3_5": "Qwen3VLProcessor"}
+NAMES = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_5": "Qwen3_5"}
 
 
 def build(directory: Path, family: str = "qwen2_5_vl") -> Path:
@@ -49,7 +50,7 @@ def build(directory: Path, family: str = "qwen2_5_vl") -> Path:
     }
     tokens = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     files = {
-        "config": {"model_type": family},
+        "config": {"model_type": family, "architectures": [f"{NAMES[family]}ForConditionalGeneration"]},
         "tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast", **tokens},
         "processor_config": {"processor_class": PROCESSORS[family]},
         "preprocessor_config": {**common, "image_processor_type": "Qwen2VLImageProcessor", "size": image},

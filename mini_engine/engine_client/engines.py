@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import zmq
 import zmq.asyncio
@@ -34,8 +34,7 @@ from mini_engine.messages import (
     RequestOutput,
     Reserved,
 )
-from mini_engine.prompt.answer import Generation
-from mini_engine.protocol.api_errors import EngineError, MediaNotSent
+from mini_engine.protocol.api_errors import ApiError, EngineError, MediaNotSent
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
 from mini_engine.transport.tensor_ipc import TensorIpcSender
@@ -58,12 +57,19 @@ class EngineLost(Exception):
     """A running engine cannot be reached from this process: another process may reach it."""
 
 
-class Engine:
-    """One engine core and its ranks, seen from this API server.
+class OutputReceiver(Protocol):
+    """What takes the outputs of one request and its siblings; there are no more after `fail`."""
 
-    `requests` holds the generation of each sample's id, from before its tensors are reserved until the core's final
-    output for the sample, which comes even for one that was aborted, or its `MediaMiss`.
-    """
+    finish_at_engine: Callable[[str, FinishReason], None] | None  # set once the engine has the request
+
+    def receive(self, output: RequestOutput) -> None: ...
+    def fail(self, error: ApiError) -> None: ...
+
+
+class Engine:
+    """One engine core and its ranks, seen from this API server. `requests` holds the receiver of each sample's id, from
+    before its tensors are reserved until the core's final output for the sample, which comes even for one that was
+    aborted, or its `MediaMiss`."""
 
     def __init__(
         self,
@@ -78,8 +84,8 @@ class Engine:
         """See `EngineClient`."""
         self.number = number
         self.queue = queue
-        self.requests: dict[str, Generation] = {}
-        self.preparing = 0  # samples of requests that chose this engine and are not in `requests` yet
+        self.requests: dict[str, OutputReceiver] = {}
+        self.preparing: dict[str, int] = {}  # samples of requests that chose this engine and are not in `requests` yet
         self.stopped: EngineError | None = None  # what requests end with once it serves no more
         self.may_be_lost = False  # the supervisor has reported its death, or this process is draining
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # raises EngineLost
@@ -96,34 +102,39 @@ class Engine:
     @property
     def load(self) -> int:
         """Samples that the engine has to finish, or will be sent."""
-        return len(self.requests) + self.preparing
+        return len(self.requests) + sum(self.preparing.values())
 
     def check(self) -> None:
         """Raises EngineError when it is down."""
         if self.stopped is not None:
-            raise self.stopped.with_traceback(None)  # which would grow with each who meets it
+            raise self.stopped.with_traceback(None)  # which would grow with each request that it ends
 
-    async def submit(self, generation: Generation, request: NewRequest) -> None:
-        """Send the engine the `request` of `generation`. Its patches are tensors, or None where `media` has found the
-        item.
+    async def submit(self, receiver: OutputReceiver, request: NewRequest) -> None:
+        """Send the engine `request`, inside of `EngineClient.choose`. Its patches are tensors, or None where `media`
+        has found the item. Cancelling it leaves nothing behind. Raises EngineError: the engine is down, or the tensors
+        cannot be sent.
 
         What finds room in the store is written there; for the rest this waits for room for its tensors, which leave
-        before the request does, straight to the ranks. Cancelling it leaves nothing behind, inside of `media.holding`.
-        Raises EngineError: the engine is down, or the tensors cannot be sent.
+        before the request does, straight to the ranks.
         """
-        self.requests |= dict.fromkeys(generation.samples, generation)
+        self.preparing.pop(request.request_id, None)
+        ids = [request.request_id, *(sibling.request_id for sibling in request.siblings)]
+        self.requests |= dict.fromkeys(ids, receiver)
         try:
-            request = await self.media.place(request)
-            await self._sender.submit(request)
+            if request.media:
+                request = await self.media.place(request)
+            await self._sender.send_request(request)
         except BaseException:
-            self._forget(generation)
+            self._forget(receiver)
             raise
-        generation.finish_at_engine = self.finish
-        at_engine = request.request_id, self.number, len(request.media)
-        logger.debug("%s sent to engine %d, with %d media items", *at_engine, extra=about(request.request_id))
+        receiver.finish_at_engine = self.finish
+        request_id, items = request.request_id, len(request.media)
+        logger.debug(
+            "%s sent to engine %d, with %d media items", request_id, self.number, items, extra=about(request_id)
+        )
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
-        """Have the core end a request. Its entry stays until the core's final output for it."""
+        """Have the core end a sample. Its entry stays until the core's final output for it."""
         if request_id in self.requests:
             with contextlib.suppress(EngineError):
                 self._send(Finish(request_id, reason))
@@ -140,29 +151,26 @@ class Engine:
         return reply
 
     async def answers_ping(self, within: float) -> bool:
-        """Whether the core and all its ranks answer a ping within so many seconds. While one is not answered, all
-        callers wait for it."""
+        """Whether the core and all its ranks answer a ping, at most one at a time, within so many seconds."""
         if self._ping is None or self._ping.done():
             self._ping = self.control("ping")
         reply = self._ping
         await asyncio.wait([reply], timeout=within)
         return reply.done() and reply.result() is not None
 
-    def stop(self, why: EngineError, begun: EngineError) -> None:
-        """Refuse new requests with `why`, and end those that the engine has with `begun`: the engine is down, or this
-        server is going."""
+    def stop(self, refusal: EngineError, failure: EngineError) -> None:
+        """Refuse new requests with `refusal`, and end those that the engine has with `failure`."""
         if self.stopped is not None:
             return
-        self.stopped = why
+        self.stopped = refusal
         self._metrics.forget()
-        self.media.close(why)
-        requests, self.requests = self.requests, {}
-        for generation in requests.values():
-            generation.fail(begun)
+        self.media.close(refusal)
+        for receiver in self.requests.values():
+            receiver.fail(failure)
         for reply in self._replies.values():
             reply.set_result(None)
-        self._replies.clear()
-        self._sender.close(why)
+        self.requests, self._replies = {}, {}
+        self._sender.close(refusal)
 
     def die(self) -> None:
         """The engine is dead."""
@@ -174,7 +182,7 @@ class Engine:
         self._socket.close()
 
     async def receive(self) -> None:
-        """Take what the core sends, until cancelled; and see whether a rank can no longer be reached."""
+        """Handle what the core sends, until cancelled; and watch whether the ranks can be reached."""
         self.queue.watch_end(self._lose)
         while True:
             body = decode(await self._socket.recv()).body
@@ -185,13 +193,16 @@ class Engine:
         match body:
             case Outputs():
                 for output in body.outputs:
-                    self._on_output(output)
+                    if (receiver := self.requests.get(output.request_id)) is not None:
+                        if output.finish_reason is not None:
+                            del self.requests[output.request_id]
+                        receiver.receive(output)
                 if body.consumed:
                     self._sender.consumed(body.consumed)
             case MediaMiss(request_id=request_id):
-                generation = self.requests[request_id]
-                self._forget(generation)
-                generation.fail(MediaNotSent())
+                receiver = self.requests[request_id]
+                self._forget(receiver)
+                receiver.fail(MediaNotSent())
             case Found():
                 self.media.on_found(body)
             case Reserved():
@@ -202,18 +213,9 @@ class Engine:
                 if (reply := self._replies.pop(number, None)) is not None:
                     reply.set_result(body)
 
-    def _on_output(self, output: RequestOutput) -> None:
-        if output.finish_reason is None:
-            generation = self.requests.get(output.request_id)
-        else:
-            generation = self.requests.pop(output.request_id, None)
-        if generation is not None:
-            generation.receive(output)
-
-    def _forget(self, generation: Generation) -> None:
-        """The core has no state of it: there will be no final output."""
-        for request_id in generation.samples:
-            self.requests.pop(request_id, None)
+    def _forget(self, receiver: OutputReceiver) -> None:
+        """The core has no state of its request: there will be no final output."""
+        self.requests = {each: other for each, other in self.requests.items() if other is not receiver}
 
     def _send(self, body: AnyMessage) -> None:
         self._send_frame(self._encoder.encode(body))
@@ -239,13 +241,11 @@ class Engine:
 
 
 class EngineClient:
-    """All engines of this API server.
+    """All engines of this API server. `endpoints` of the cores, `queues` and the memory of their `stores` have the same
+    order.
 
-    Args:
-        endpoints: of the engine cores; `queues` and `stores` are in the same order.
-        media_capacity: most bytes of cached media that an engine can read; 0: no engine is asked for media.
-        stores: the memory of each engine's media store, if it has one.
-        max_object_bytes: larger items are not stored.
+    `media_capacity`: most bytes of cached media that an engine can read; 0: no engine is asked for media. Items of more
+    than `max_object_bytes` are not stored.
     """
 
     def __init__(
@@ -261,18 +261,10 @@ class EngineClient:
     ):
         name = sockets.identity(encoder.sender, encoder.incarnation)
         self.preparing: set[Callable[[EngineError], None]] = set()  # each ends a request that no engine has yet
-        self.engines = [
-            Engine(
-                number,
-                sockets.connect_dealer(context, endpoint, name),
-                encoder,
-                queue,
-                media_capacity,
-                store,
-                max_object_bytes,
-            )  # fmt: skip
-            for number, (endpoint, queue, store) in enumerate(zip(endpoints, queues, stores, strict=True))
-        ]
+        self.engines = []
+        for number, (endpoint, queue, store) in enumerate(zip(endpoints, queues, stores, strict=True)):
+            socket = sockets.connect_dealer(context, endpoint, name)
+            self.engines.append(Engine(number, socket, encoder, queue, media_capacity, store, max_object_bytes))
 
     def check(self) -> None:
         """Raises EngineError when no engine runs."""
@@ -289,29 +281,29 @@ class EngineClient:
         await asyncio.gather(*(engine.lost for engine in self.engines), *(engine.receive() for engine in self.engines))
 
     @contextlib.contextmanager
-    def choose(self, media_hash: bytes | None = None, samples: int = 1) -> Iterator[Engine]:
+    def choose(self, request_id: str, samples: int, media_hash: bytes | None = None) -> Iterator[Engine]:
         """The engine for a request with `samples` samples whose first item of media has this hash.
 
         Without media the one with the fewest unfinished samples. With them, of those with up to `LOAD_MARGIN` more, the
         one that rendezvous hashing prefers (Thaler and Ravishankar 1998): so all API servers send the same media to the
-        same engine, which caches them, without a word between them.
+        same engine, which caches them, without a message between the servers.
 
-        While the block runs the request counts as the engine's; it is to be submitted at once afterwards. Raises
-        EngineError: no engine runs.
+        The request counts as the engine's from now on; it is submitted inside of the block. If the block fails or is
+        cancelled, the engine releases the media that the request refers to. Raises EngineError: no engine runs.
         """
         self.check()
-        running = self._running
-        least = min(engine.load for engine in running)
-        if media_hash is None:
-            engine = next(engine for engine in running if engine.load == least)
-        else:
-            close = [engine for engine in running if engine.load <= least + LOAD_MARGIN]
-            engine = max(close, key=lambda one: hashlib.blake2b(media_hash + bytes([one.number])).digest())
-        engine.preparing += samples
+        engine = min(self._running, key=lambda running: running.load)
+        if media_hash is not None:
+            close = [running for running in self._running if running.load <= engine.load + LOAD_MARGIN]
+            engine = max(close, key=lambda running: hashlib.blake2b(media_hash + bytes([running.number])).digest())
+        engine.preparing[request_id] = samples
         try:
             yield engine
+        except BaseException:
+            engine.media.release_aborted(request_id)
+            raise
         finally:
-            engine.preparing -= samples
+            engine.preparing.pop(request_id, None)
 
     async def refresh_metrics(self) -> None:
         """Bring the engines' metrics up to date; those of an engine that does not answer in time stay as they are."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -49,16 +49,12 @@ class _Write:
 
 
 class MediaStoreClient:
-    """Towards one engine. `look_up` and `place` give a request references, which the engine claims with the request.
-    Both are called inside of `holding`, which releases them if the request is not sent.
+    """Towards one engine. `look_up` and `place` give a request references, which the engine claims with the request;
+    `release_aborted` releases those of one that is not sent.
 
-    Args:
-        engine: its number.
-        send: a message for the core; raises EngineError when the engine is down.
-        num_ranks: of the engine.
-        is_cached: whether the engine caches media at all.
-        memory: of its store; None: no store, or the ranks keep copies.
-        max_object_bytes: larger items are not stored.
+    `send` sends the core a message; it raises EngineError when the engine is down. `is_cached`: whether the engine
+    caches media at all. `memory` is None without a store, as where the ranks keep copies. Items of more than
+    `max_object_bytes` are not stored.
     """
 
     def __init__(
@@ -80,40 +76,35 @@ class MediaStoreClient:
         self._queries = metrics.mm_cache_queries_total.labels(str(engine))
         self._hits = metrics.mm_cache_hits_total.labels(str(engine))
 
-    @contextlib.contextmanager
-    def holding(self, request_id: str) -> Iterator[None]:
-        """If the block fails, releases those of the request's references that the engine has not claimed."""
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(EngineError):
-                self._send(Unreserve(request_id))
-            raise
-
-    async def look_up(self, request_id: str, hashes: Collection[bytes]) -> dict[bytes, CachedMedia]:
-        """The cached ones of `hashes`, by hash. Raises EngineError: the engine is down."""
-        if not hashes or not self._is_cached:
+    async def look_up(self, request_id: str, items: Collection[Sequence[bytes]]) -> dict[bytes, CachedMedia]:
+        """What is cached, by hash. Each of `items` may have several. Raises EngineError: the engine is down."""
+        if not items or not self._is_cached:
             return {}
-        self._send(Lookup(request_id, list(hashes)))
+        self._send(Lookup(request_id, list(dict.fromkeys(media_hash for item in items for media_hash in item))))
         answer = self._lookups[request_id] = asyncio.get_running_loop().create_future()
         try:
-            found = (await answer).items
+            cached = {media.media_hash: media for media in (await answer).items}
         finally:
             del self._lookups[request_id]
-        self._queries.inc(len(hashes))
-        self._hits.inc(len(found))
-        return {media.media_hash: media for media in found}
+        distinct = {tuple(item) for item in items}
+        self._queries.inc(len(distinct))
+        self._hits.inc(sum(any(media_hash in cached for media_hash in item) for item in distinct))
+        return cached
 
     async def place(self, request: NewRequest) -> NewRequest:
-        """`request`, with None in place of the tensors that the store holds now. Raises EngineError: the engine is
-        gone."""
+        """`request` with None in place of the tensors that the store holds now. Raises EngineError."""
         if self._memory is None:
             return request
-        brought = {item.media_hash: item for item in request.media if item.patches is not None and item.cacheable}
-        stored = await asyncio.gather(*(self._store(request.request_id, item) for item in brought.values()))
-        by_name = dict(zip(brought, stored, strict=True))
-        media = [replace(item, patches=None) if by_name.get(item.media_hash) else item for item in request.media]
+        new = {item.media_hash: item for item in request.media if item.patches is not None and item.cacheable}
+        stored = await asyncio.gather(*(self._store(request.request_id, item) for item in new.values()))
+        is_stored = dict(zip(new, stored, strict=True))
+        media = [replace(item, patches=None) if is_stored.get(item.media_hash) else item for item in request.media]
         return replace(request, media=media)
+
+    def release_aborted(self, request_id: str) -> None:
+        """The request will not be sent: the items that it refers to may be evicted, and their pages freed."""
+        with contextlib.suppress(EngineError):
+            self._send(Unreserve(request_id))
 
     def on_found(self, found: Found) -> None:
         """The answer to a `Lookup`."""
@@ -126,8 +117,8 @@ class MediaStoreClient:
 
     def close(self, error: EngineError) -> None:
         """The engine is down: waiting calls raise `error`."""
-        answers: list[asyncio.Future[Any]] = [*self._lookups.values(), *(one.answer for one in self._writes.values())]
-        for answer in answers:
+        answers: list[asyncio.Future[Any]] = [*self._lookups.values()]
+        for answer in answers + [write.answer for write in self._writes.values()]:
             if not answer.done():
                 answer.set_exception(error)
 
@@ -139,7 +130,12 @@ class MediaStoreClient:
             return False
         outcome = "present"
         while outcome == "present":  # for the request that sent `Reserve`; others that joined it send their own
-            write = self._writes.get(item.media_hash) or self._start_write(request_id, item)
+            write = self._writes.get(item.media_hash)
+            if write is None:
+                self._send(Reserve(request_id, CachedMedia.of(item)))
+                write = self._writes[item.media_hash] = _Write(request_id, item)
+                write.task = asyncio.create_task(self._write(write))
+                write.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # or it is logged
             write.waiting.add(request_id)
             try:
                 await asyncio.shield(write.task)
@@ -152,13 +148,6 @@ class MediaStoreClient:
             outcome = write.answer.result().outcome
         metrics.ipc_fallbacks_total.labels("store_busy" if outcome == "busy" else "store_full").inc()
         return False
-
-    def _start_write(self, request_id: str, item: MediaItem) -> _Write:
-        self._send(Reserve(request_id, CachedMedia.of(item)))
-        write = self._writes[item.media_hash] = _Write(request_id, item)
-        write.task = asyncio.create_task(self._write(write))
-        write.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # retrieved, or it is logged
-        return write
 
     async def _write(self, write: _Write) -> None:
         """Write the item. Never cancelled: the reservation ends after the copy."""

@@ -1,6 +1,7 @@
 """Sends requests to one engine: the tensors to its ranks, the request to its engine core.
 
-It knows neither caches nor answers. It runs in the event loop's thread; only large copies run in another.
+Frees the pages of a request that is aborted before it is sent; those of others when the ranks have read them. It knows
+neither caches nor answers. It runs in the event loop's thread; only large copies run in another.
 """
 
 from __future__ import annotations
@@ -26,10 +27,8 @@ INLINE_COPY_BYTES = 1 << 20  # above it, tenths of a millisecond, tensors are co
 
 
 class RequestSender:
-    """Sends requests to one engine, their tensors by `queue`.
-
-    `send_frame` takes an encoded message for the engine core, and raises EngineError when the engine is down.
-    """
+    """Sends requests to one engine, their tensors by `queue`. `send_frame` takes an encoded message for the engine
+    core, and raises EngineError when the engine is down."""
 
     def __init__(self, encoder: Encoder, queue: TensorIpcSender, send_frame: Callable[[bytes], None]):
         self.queue = queue
@@ -38,7 +37,7 @@ class RequestSender:
         self._closed: EngineError | None = None
         self._shown = 0, 0  # this queue's part of the metrics
 
-    async def submit(self, request: NewRequest) -> None:
+    async def send_request(self, request: NewRequest) -> None:
         """Send `request` and its tensors: the patches of its items are a tensor, or None where the engine has them by
         hash. Waits for memory for them; cancelling it leaves nothing behind. Raises EngineError: the engine is down;
         memory for the tensors is short (MediaNotSent); or they are larger than the limit, a 400.
@@ -47,8 +46,8 @@ class RequestSender:
         try:
             if not tensors:
                 self._send_frame(self._encoder.encode(request))
-            elif not await self._submit_by_slots(request, tensors):
-                await self._submit_by_host(request, tensors)
+            elif not await self._send_from_device(request, tensors):
+                await self._send_from_host(request, tensors)
         finally:
             self._update_metrics()
 
@@ -68,11 +67,9 @@ class RequestSender:
         metrics.ipc_buffered_bytes.inc(self._shown[0] - before[0])
         metrics.ipc_buffered_tensors.inc(self._shown[1] - before[1])
 
-    async def _submit_by_slots(self, request: NewRequest, tensors: list[Any]) -> bool:
-        outgoing = None
-        if all(tensor.device.type == "cuda" for tensor in tensors):
-            outgoing = self.queue.reserve_slots(tensors)
-        if outgoing is None:
+    async def _send_from_device(self, request: NewRequest, tensors: list[Any]) -> bool:
+        on_device = all(tensor.device.type == "cuda" for tensor in tensors)
+        if not on_device or (outgoing := self.queue.reserve_slots(tensors)) is None:
             return False
         try:
             frame = await self._encode(request, outgoing, outgoing, inline=False)
@@ -82,7 +79,7 @@ class RequestSender:
         self._send_all(request, outgoing, frame, "torch_shm")
         return True
 
-    async def _submit_by_host(self, request: NewRequest, tensors: list[Any]) -> None:
+    async def _send_from_host(self, request: NewRequest, tensors: list[Any]) -> None:
         nbytes = sum(tensor.nbytes for tensor in tensors)
         on_host = all(tensor.device.type == "cpu" for tensor in tensors)
         metrics.ipc_fallbacks_total.labels("cuda_ipc").inc(not on_host)
@@ -91,13 +88,9 @@ class RequestSender:
             inline = on_host and nbytes <= INLINE_COPY_BYTES
             frame = await self._encode(request, outgoing, partial(_place_on_host, outgoing), inline)
         except RequestTooLarge:
-            raise EngineError(
-                f"The media of this request take {nbytes} bytes as tensors, more than --mm-ipc-memory-bytes; send "
-                "fewer, shorter or smaller media.",
-                400,
-                "media_too_large",
-                "messages",
-            ) from None
+            problem = f"The media of this request take {nbytes} bytes as tensors, more than --mm-ipc-memory-bytes"
+            remedy = "send fewer, shorter or smaller media."
+            raise EngineError(f"{problem}; {remedy}", 400, "media_too_large", "messages") from None
         except TransportError as error:
             logger.warning("%s: cannot send tensors: %s", request.request_id, error, extra=about(request.request_id))
             raise self._closed or MediaNotSent() from error
@@ -117,10 +110,11 @@ class RequestSender:
         try:
             return await asyncio.shield(copying)
         except BaseException:
-            copying.add_done_callback(partial(self._discard, outgoing))  # until then the thread writes there
+            copying.add_done_callback(partial(self._free_aborted, outgoing))  # until then the thread writes there
             raise
 
-    def _discard(self, outgoing: Outgoing, copying: asyncio.Future[bytes]) -> None:
+    def _free_aborted(self, outgoing: Outgoing, copying: asyncio.Future[bytes]) -> None:
+        """Free the pages of a request that ends while a thread copies to them: the copy has ended."""
         if not copying.cancelled():
             copying.exception()  # retrieved, or asyncio would log it
         outgoing.discard()

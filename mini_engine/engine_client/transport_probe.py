@@ -20,6 +20,7 @@ from mini_engine.transport.pages import MARK_PAGES, PAGE_BYTES
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 
 ORDER: tuple[TransportName, ...] = ("torch_shm", "direct_rpc")
+SLOT_ROOM = 64 << 10  # what a slot takes beside its message, and more
 PROBE_SECONDS = 60.0  # the ranks answer as soon as they run, while their model still loads
 
 
@@ -53,22 +54,19 @@ def choose(
         except TransportError as error:
             failures[name if make is None else f"{name} with slots for CUDA tensors"] = error
     else:
-        why = "; ".join(f"{name}: {error}" for name, error in failures.items())
+        errors = "; ".join(f"{name}: {error}" for name, error in failures.items())
         remedy = "" if mode == "auto" else " Use --mm-tensor-ipc auto."
-        text = f"--mm-tensor-ipc {mode}: no transport reaches every worker of engine {engine}: {why}.{remedy}"
-        raise ConfigError(text)
+        problem = f"no transport reaches every worker of engine {engine}"
+        raise ConfigError(f"--mm-tensor-ipc {mode}: {problem}: {errors}.{remedy}")
     reason = "asked for by --mm-tensor-ipc" if mode != "auto" else "the first whose probe passed"
-    reason += "".join(f"; {failed} failed its probe: {why}" for failed, why in failures.items())
-    # Without the errors' texts: they may hold addresses, and metrics are read by others than logs.
+    reason += "".join(f"; {failed} failed its probe: {error}" for failed, error in failures.items())
+    # Without the errors' texts, which may hold addresses: more people read metrics than logs.
     label = "asked_for" if mode != "auto" else "torch_shm_failed" if "torch_shm" in failures else "probe_passed"
     metrics.mm_tensor_ipc_info.labels(str(engine), queue.placement, label).set(1)
     return TransportChoice(engine, queue.placement, reason)
 
 
 # --- the device of the processor --------------------------------------------------------------------------------------
-
-
-SLOT_ROOM = 64 << 10  # what a slot takes beside its message, and more
 
 
 def processor_device(config: EngineConfig, index: int) -> str | None:
@@ -84,10 +82,8 @@ def processor_device(config: EngineConfig, index: int) -> str | None:
 
 
 def limit_memory(config: EngineConfig, device: str) -> None:
-    """Hold what torch takes of the device in this process to its share of `--mm-ipc-gpu-memory-gb`.
-
-    Beyond that torch raises OutOfMemoryError, whatever the device has free: the KV cache was sized with this limit.
-    """
+    """Limit what torch takes of the device in this process to its share of `--mm-ipc-gpu-memory-gb`. Beyond that torch
+    raises OutOfMemoryError, whatever the device has free: the KV cache was sized with this limit."""
     import torch
 
     total = torch.cuda.get_device_properties(device).total_memory
@@ -95,13 +91,9 @@ def limit_memory(config: EngineConfig, device: str) -> None:
 
 
 def staging_slots(config: EngineConfig, index: int, engines: int) -> Callable[[], StagingSlots] | None:
-    """What makes the staging slots for patches on the device towards one engine; None where there are no such patches.
-
-    They are this server's share of a quarter of `--mm-ipc-gpu-memory-gb` for the engine. Raises ConfigError: there is
-    no device.
-    """
-    device = processor_device(config, index)
-    if device is None:
+    """What makes the staging slots for patches on the device towards one engine, this server's share of a quarter of
+    `--mm-ipc-gpu-memory-gb`; None where there are no such patches. Raises ConfigError: there is no device."""
+    if (device := processor_device(config, index)) is None:
         return None
     import torch
 

@@ -51,8 +51,8 @@ WORK_THREADS = min(32, (os.cpu_count() or 1) + 4)  # as asyncio's own
 def run(child: Child) -> None:
     """Main function of an API server's process. Does not return: it ends the process."""
     init = child.init()
-    metrics.engine_restarts.set(init.restarts)
     config = init.config
+    metrics.engine_restarts.set(init.restarts)
     sizes = config.api_server_count, config.data_parallel_size, config.tensor_parallel_size
     metrics.parallel_config_info.labels(*sizes).set(1)
     try:
@@ -103,37 +103,31 @@ def load(init: Init, index: int) -> ModelFront:
 def media_loader(config: EngineConfig, index: int, processor: MediaProcessor) -> MediaLoader:
     """The media path of API server `index`, with no decoder process yet. Raises ConfigError."""
     threads = max(1, len(os.sched_getaffinity(0)) // config.api_server_count)  # this server's part of the cores
-    root, most = config.allowed_local_media_path, config.max_media_bytes
+    root, max_bytes = config.allowed_local_media_path, config.max_media_bytes
     try:
-        policy = MediaPolicy(
-            None if root is None else Path(root), most, config.allowed_media_domains, config.media_fetch_timeout
-        )
+        path = None if root is None else Path(root)
+        policy = MediaPolicy(path, max_bytes, config.allowed_media_domains, config.media_fetch_timeout)
     except ValueError as error:
         raise ConfigError(f"--allowed-media-domains: {error}") from None
     limits = DecodeLimits(**{field.name: getattr(config, field.name) for field in fields(DecodeLimits)})
-    decoders = DecoderPool(f"api {index}", threads, limits, most)
-    return MediaLoader(processor, policy, decoders, threads, allow_partial_video=config.allow_partial_video)
+    decoders = DecoderPool(f"api {index}", threads, limits, max_bytes)
+    return MediaLoader(processor, policy, decoders, threads, config.allow_partial_video)
 
 
 async def _main(child: Child, init: Init, front: ModelFront) -> None:
     asyncio.get_running_loop().set_default_executor(start_thread_pool(WORK_THREADS, "work"))
     arena = transports.make_arena(init.config)
     make_slots = staging_slots(init.config, int(child.index), len(init.cores))
-    engines_ranks = [[rank for rank in init.ranks if rank.engine == engine] for engine in range(len(init.cores))]
-    queues = [TensorIpcSender(child.encoder, ranks, arena) for ranks in engines_ranks]
-    choices = [
-        transports.choose(engine, init.config.mm_tensor_ipc, queue, make_slots) for engine, queue in enumerate(queues)
-    ]
+    queues, choices = [], []
+    for engine in range(len(init.cores)):
+        queues.append(TensorIpcSender(child.encoder, [rank for rank in init.ranks if rank.engine == engine], arena))
+        choices.append(transports.choose(engine, init.config.mm_tensor_ipc, queues[-1], make_slots))
     # The same context, so the same I/O thread, seen through asyncio.
     context = zmq.asyncio.Context(shadow=child.context)
+    stores: list[WritableMemory | None] = [*map(WritableMemory, child.media_stores)] or [None] * len(init.cores)
+    capacity, max_bytes = init.media_cache.nbytes, init.config.mm_shm_cache_max_object_size_mb << 20
     engines = EngineClient(
-        context,
-        child.encoder,
-        init.cores,
-        queues,
-        media_capacity=init.media_cache.nbytes,
-        stores=[WritableMemory(fd) for fd in child.media_stores] or [None] * len(init.cores),
-        max_object_bytes=init.config.mm_shm_cache_max_object_size_mb << 20,
+        context, child.encoder, init.cores, queues, media_capacity=capacity, stores=stores, max_object_bytes=max_bytes
     )
     await front.media.decoders.start()
     child.ready(transports=choices)
@@ -141,7 +135,7 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
     background = [asyncio.create_task(link.run()), asyncio.create_task(engines.run())]
     if child.index == "0" and not init.config.disable_log_stats:
         background.append(asyncio.create_task(log_stats(engines)))
-    serving = asyncio.create_task(_serve(child, init.config, front, engines, link))
+    serving = asyncio.create_task(_serve(child, init.config, front, link))
     try:
         # The background tasks have no end of their own: one that is done has failed.
         done, _ = await asyncio.wait([serving, *background], return_when=asyncio.FIRST_COMPLETED)
@@ -157,16 +151,18 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
         link.socket.close()
 
 
-async def _serve(
-    child: Child, config: EngineConfig, front: ModelFront, engines: EngineClient, link: SupervisorLink
-) -> None:
+async def _serve(child: Child, config: EngineConfig, front: ModelFront, link: SupervisorLink) -> None:
     limits = await link.started
-    context = AppContext.of(front, config, engines, limits, child.incarnation)
+    context = AppContext.of(front, config, link.engines, limits, child.incarnation)
+    front.renderer.max_tokens = limits.max_model_len
+    # Decoded frames are only counted, against later requests: what is admitted is decoded in any case, by a bounded
+    # number of decoders.
+    front.media.decoders.count_decoded = context.media_bytes.count
     app = create_app(context)
-    server = HttpServer(app, config, link.say_serving)
+    server = HttpServer(app, config, link.report_serving)
 
     def stop() -> None:
-        engines.stop(shutting_down())
+        link.engines.stop(shutting_down())
         server.should_exit = True
 
     async def drain() -> None:
@@ -184,29 +180,29 @@ async def _serve(
 
 
 class SupervisorLink:
-    """What the supervisor says while this process runs, and the answer to it."""
+    """The supervisor's messages while this process runs, and the replies."""
 
     def __init__(self, child: Child, engines: EngineClient):
         self.socket = zmq.asyncio.Socket.from_socket(child.supervisor)
         self.started: asyncio.Future[EngineLimits] = asyncio.get_running_loop().create_future()
         self.draining = asyncio.Event()
         self._encoder = child.encoder
-        self._engines = engines
+        self.engines = engines
 
     async def run(self) -> None:
-        """Take messages until cancelled."""
+        """Handle messages until cancelled."""
         while True:
             match decode(await self.socket.recv()).body:
                 case Start(limits=limits):
                     self.started.set_result(limits)
                 case Drain():
-                    self._engines.drain()
+                    self.engines.drain()
                     self.draining.set()
                 case PeerGone(sender=sender):
-                    self._engines.peer_gone(sender)
+                    self.engines.peer_gone(sender)
                 case ControlRequest(number=number):
                     send_now(self.socket, self._encoder.encode(ControlReply(number)))
 
-    def say_serving(self) -> None:
+    def report_serving(self) -> None:
         """Report to the supervisor that connections are accepted."""
         send_now(self.socket, self._encoder.encode(Serving()))

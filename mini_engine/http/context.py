@@ -48,12 +48,7 @@ class AppContext(ModelFront):
         cls, front: ModelFront, config: EngineConfig, engines: EngineClient, limits: EngineLimits, incarnation: int
     ) -> AppContext:
         """Of the process `incarnation`, whose engines have these `limits`."""
-        most, flag = int(config.max_inflight_media_gb * 2**30), "--max-inflight-media-gb"
-        media_bytes = Budget(most, flag, "inflight_media", metrics.inflight_media_bytes.set)
-        # Decoded frames are only counted, against later requests: what is admitted is decoded in any case, by a bounded
-        # number of decoders.
-        front.media.decoders.count_decoded = media_bytes.count
-        front.renderer.max_tokens = limits.max_model_len
+        media, flag = int(config.max_inflight_media_gb * 2**30), "--max-inflight-media-gb"
         return cls(
             **vars(front),
             config=config,
@@ -62,7 +57,7 @@ class AppContext(ModelFront):
             sampling=SamplingResolver(front.defaults, limits.max_model_len, front.vocab_size, config.seed, incarnation),
             requests=Budget(config.max_num_queued_reqs, "--max-num-queued-reqs", "queued_requests"),
             bodies=body_budget(config),
-            media_bytes=media_bytes,
+            media_bytes=Budget(media, flag, "inflight_media", metrics.inflight_media_bytes.set),
             places=Places(config.maximum_concurrent_videos),
         )
 

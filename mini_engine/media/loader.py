@@ -12,9 +12,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mini_engine import metrics
@@ -24,15 +25,7 @@ from mini_engine.media.decode.decoder_pool import DecoderPool, Decoding
 from mini_engine.media.hashing import media_hash
 from mini_engine.media.media_errors import ItemError, MediaError
 from mini_engine.media.settings import hash_key
-from mini_engine.media.sources.fetch import (
-    Frames,
-    declared_size,
-    fetch,
-    fetch_frames,
-    has_frames,
-    is_elsewhere,
-    is_local_file,
-)
+from mini_engine.media.sources import fetch as sources
 from mini_engine.media.sources.http_fetch import fetch_http, tls_context
 from mini_engine.media.sources.policy import MediaPolicy, Received
 from mini_engine.messages import Modality
@@ -46,11 +39,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Batch = list[tuple[MediaRef, "MediaSettings"]]
+Batch = list[tuple[MediaRef, "Sequence[MediaSettings]"]]
 
 INLINE_CHARACTERS = 64 << 10  # `data:` URLs of this length together cost less than handing them to a thread
 ITEM_CHARACTERS = 1 << 10  # what an item costs beside its URL
 MAX_DOWNLOADS = 32  # connections of one API server at once
+START_SECONDS = 60.0  # for the threads of a pool
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,11 +56,15 @@ class FetchedItem:
     data: bytes
     settings: MediaSettings
     media_hash: bytes
-    frames: Frames | None = None  # `data` are the images of a video, one after another
+    frames: sources.Frames | None = None  # `data` are the images of a video, one after another
+
+
+Candidates = list[FetchedItem]
+"""One item with each of the settings that it may be used with, and the same bytes."""
 
 
 @dataclass(frozen=True, eq=False)
-class _Worked:
+class _Processed:
     """A processed item, and the seconds that its stages took."""
 
     item: ProcessedItem
@@ -76,31 +74,26 @@ class _Worked:
 
 @dataclass(eq=False)
 class _Flight:
-    """One hash at work, for all requests that ask for it meanwhile. It is cancelled when the last of them has left."""
+    """The decoding and processing of one hash, for all requests that ask for it meanwhile. It is cancelled when the
+    last of them has left."""
 
-    work: asyncio.Future[_Worked]
+    work: asyncio.Future[_Processed]
     waiters: int = 0
 
 
 class MediaLoader:
     """Loads media: up to `threads` items are read and hashed at once, as many processed, and up to MAX_DOWNLOADS
-    downloaded; `decoders` bounds how many are decoded.
+    downloaded; `decoders`, which is closed with the loader, bounds how many are decoded.
     """
 
     def __init__(
-        self,
-        processor: MediaProcessor,
-        policy: MediaPolicy,
-        decoders: DecoderPool,
-        threads: int,
-        *,
-        allow_partial_video: bool = False,
+        self, processor: MediaProcessor, policy: MediaPolicy, decoders: DecoderPool, threads: int, allow_partial: bool
     ):
-        """`decoders` is closed with the loader."""
+        """`allow_partial` is --allow-partial-video."""
         self.processor = processor
         self.policy = policy
         self.decoders = decoders
-        self._allow_partial_video = allow_partial_video
+        self._allow_partial = allow_partial
         self._processing = start_thread_pool(threads, "media")
         self._reading = start_thread_pool(threads, "read")
         self._downloads = asyncio.Semaphore(MAX_DOWNLOADS)
@@ -113,42 +106,43 @@ class MediaLoader:
         be fetched."""
 
         def known_bytes() -> int:
-            return sum(declared_size(ref.url, self.policy, ref.name) or 0 for ref in refs)
+            return sum(sources.declared_size(ref.url, self.policy, ref.name) or 0 for ref in refs)
 
-        if any(is_local_file(ref.url) for ref in refs):  # the file system may block
+        if any(sources.is_local_file(ref.url) for ref in refs):  # the file system may block
             return await asyncio.get_running_loop().run_in_executor(self._reading, known_bytes)
         return known_bytes()
 
     async def fetch(
-        self, refs: Iterable[MediaRef], settings: Iterable[MediaSettings], received: Received
-    ) -> list[FetchedItem]:
-        """The items in the order of `refs`, with their hashes; `settings` has those of each. Cancelling it, or the
+        self, refs: Iterable[MediaRef], settings: Iterable[Sequence[MediaSettings]], received: Received
+    ) -> list[Candidates]:
+        """The items in the order of `refs`, with the hashes by all of the `settings` of each. Cancelling it, or the
         failure of one item, ends the work on the others.
 
         `received` is called with the size of each block of a download before the block is stored; what it raises ends
         all downloads. Raises MediaError: an item cannot be fetched.
         """
-        batches = _batches(zip(refs, settings, strict=True))
-        is_small = len(batches) == 1 and sum(_cost(ref) for ref, _ in batches[0]) <= INLINE_CHARACTERS
-        fetched = await _all(self._fetch(batch, received, is_small) for batch in batches)
+        # Items that follow each other and cost up to INLINE_CHARACTERS together: a task for each costs more than many.
+        batches: list[Batch] = []
+        room, whole = -1, 0
+        for ref, of_item in zip(refs, settings, strict=True):
+            is_slow = isinstance(ref.url, DataUrl) or sources.is_elsewhere(ref.url) or sources.is_local_file(ref.url)
+            cost = INLINE_CHARACTERS + 1 if is_slow else len(ref.url) + ITEM_CHARACTERS
+            room, whole = room - cost, whole + cost
+            if room < 0:
+                batches.append([])
+                room = INLINE_CHARACTERS - cost
+            batches[-1].append((ref, of_item))
+        fetched = await _all(self._fetch(batch, received, whole <= INLINE_CHARACTERS) for batch in batches)
         return [item for batch in fetched for item in batch]
 
-    async def rehash(self, item: FetchedItem, settings: MediaSettings) -> FetchedItem:
-        """The item with settings that differ in `video_tokens`, and what follows from it."""
-        if item.modality == "image":  # whose hash does not depend on the tokens of a video
-            return replace(item, settings=settings)
-
-        def work() -> bytes:
-            return media_hash(item.data, hash_key(settings, item.modality, item.frames))
-
-        digest = await asyncio.get_running_loop().run_in_executor(self._reading, work)
-        return replace(item, settings=settings, media_hash=digest)
-
     async def process(
-        self, items: Iterable[FetchedItem], clock: RequestClock, owner: str = ""
+        self, items: Iterable[FetchedItem], clock: RequestClock, owner: str, probe: bool = False
     ) -> dict[bytes, ProcessedItem]:
-        """The processed items by hash. A hash that is already at work for another request is shared with it. `owner` is
-        the request; decoders are shared fairly between requests.
+        """The processed items by hash. Requests that need the same hash at the same time share the work. `owner` is the
+        request; decoders are shared fairly between requests.
+
+        With `probe` the patches have no data, no pixel is decoded where a file's headers and packets tell how many
+        tokens it has, and the work is not shared.
 
         On `clock` the wait counts as `media_decode`, a wait for a free decoder too, and as `process`, in the proportion
         of the times that the items took.
@@ -162,19 +156,13 @@ class MediaLoader:
             return {}
         began = time.monotonic()
         clock.enter("media_decode")
-        worked = await _all(self._process(item, owner) for item in distinct.values())
+        work = partial(self._decode_and_process, probe=True) if probe else self._share_work
+        processed = await _all(work(item, owner) for item in distinct.values())
         clock.enter("other")
-        decoding, processing = sum(one.decoding for one in worked), sum(one.processing for one in worked)
-        share = processing / (decoding + processing)
+        processing = sum(result.processing for result in processed)
+        share = processing / (processing + sum(result.decoding for result in processed))
         clock.move(share * (time.monotonic() - began), "media_decode", "process")
-        return {media_hash: one.item for media_hash, one in zip(distinct, worked, strict=True)}
-
-    async def measure(self, items: Iterable[FetchedItem], owner: str = "") -> dict[bytes, ProcessedItem]:
-        """As `process`, but the patches have no data, and no pixel is decoded where a file's headers and packets tell
-        how many tokens it has. The work is shared with no other request."""
-        distinct = {item.media_hash: item for item in items}
-        worked = await _all(self._work(item, owner, probe=True) for item in distinct.values())
-        return {media_hash: one.item for media_hash, one in zip(distinct, worked, strict=True)}
+        return {digest: result.item for digest, result in zip(distinct, processed, strict=True)}
 
     def close(self) -> None:
         """Take no more work, and end the decoders."""
@@ -182,10 +170,11 @@ class MediaLoader:
             pool.shutdown(wait=False, cancel_futures=True)
         self.decoders.close()
 
-    async def _process(self, item: FetchedItem, owner: str) -> _Worked:
+    async def _share_work(self, item: FetchedItem, owner: str) -> _Processed:
         flight = self._flights.get(item.media_hash)
         if flight is None:
-            flight = self._flights[item.media_hash] = _Flight(asyncio.ensure_future(self._work(item, owner)))
+            flight = _Flight(asyncio.ensure_future(self._decode_and_process(item, owner)))
+            self._flights[item.media_hash] = flight
         flight.waiters += 1
         try:
             return await asyncio.shield(flight.work)
@@ -198,34 +187,39 @@ class MediaLoader:
                 flight.work.cancel()
                 del self._flights[item.media_hash]
 
-    async def _fetch(self, batch: Batch, received: Received, inline: bool) -> list[FetchedItem]:
+    async def _fetch(self, batch: Batch, received: Received, inline: bool) -> list[Candidates]:
         download: bytes | None = None
         first, _ = batch[0]
-        if is_elsewhere(first.url):
+        if sources.is_elsewhere(first.url):
             async with self._downloads:
                 download = await fetch_http(first.url, self.policy, first.name, received)
 
-        def fetched() -> list[FetchedItem]:
-            return [self._fetch_one(ref, settings, download) for ref, settings in batch]
+        def fetched() -> list[Candidates]:
+            return [self._read(ref, settings, download) for ref, settings in batch]
 
         return fetched() if inline else await asyncio.get_running_loop().run_in_executor(self._reading, fetched)
 
-    def _fetch_one(self, ref: MediaRef, settings: MediaSettings, download: bytes | None) -> FetchedItem:
-        frames, times = None, settings.timestamps
-        if ref.modality == "video" and has_frames(ref.url):
-            data, frames = fetch_frames(ref.url, self.policy, self.decoders.limits, settings.sampling, ref.name, times)
+    def _read(self, ref: MediaRef, settings: Sequence[MediaSettings], download: bytes | None) -> Candidates:
+        """Read, or take what was downloaded, and hash it."""
+        frames, times, sampling = None, settings[0].timestamps, settings[0].sampling
+        if ref.modality == "video" and sources.has_frames(ref.url):
+            data, frames = sources.fetch_frames(ref.url, self.policy, self.decoders.limits, sampling, ref.name, times)
         elif ref.modality == "video" and times:
             raise MediaError(ref.name, "timestamps are for a video that is sent as frames; remove them")
         else:
-            data = fetch(ref.url, self.policy, ref.name) if download is None else download
-        digest = media_hash(data, hash_key(settings, ref.modality, frames))
-        return FetchedItem(ref.modality, ref.name, data, settings, digest, frames)
+            data = sources.fetch(ref.url, self.policy, ref.name) if download is None else download
+        keys = [hash_key(candidate, ref.modality, frames) for candidate in settings]
+        hashes = {key: media_hash(data, key) for key in dict.fromkeys(keys)}  # of an image they are the same
+        return [
+            FetchedItem(ref.modality, ref.name, data, candidate, hashes[key], frames)
+            for candidate, key in zip(settings, keys, strict=True)
+        ]
 
-    async def _work(self, item: FetchedItem, owner: str, probe: bool = False) -> _Worked:
+    async def _decode_and_process(self, item: FetchedItem, owner: str, probe: bool = False) -> _Processed:
         began = time.monotonic()
         sampling = item.settings.sampling if item.modality == "video" and item.frames is None else None
         frames = item.frames.sizes if item.frames else []
-        job = Job(item.name, len(item.data), sampling, self._allow_partial_video, frames, probe)
+        job = Job(item.name, len(item.data), sampling, self._allow_partial, frames, probe)
         decoding = await self.decoders.decode(job, item.data, owner)
         decoded = time.monotonic()
         settings = item.settings.measuring() if probe else item.settings
@@ -235,7 +229,7 @@ class MediaLoader:
         processed = await asyncio.wrap_future(processing)
         if not probe:
             metrics.media_decodes_total.inc()
-        return _Worked(processed, decoded - began, time.monotonic() - decoded)
+        return _Processed(processed, decoded - began, time.monotonic() - decoded)
 
     def _process_frames(self, item: FetchedItem, decoding: Decoding, settings: MediaSettings) -> ProcessedItem:
         import torch
@@ -252,41 +246,14 @@ class MediaLoader:
             os._exit(1)
 
 
-def _batches(items: Iterable[tuple[MediaRef, MediaSettings]]) -> list[Batch]:
-    """Items that follow each other and cost up to INLINE_CHARACTERS together: a task for each costs more than many."""
-    batches: list[Batch] = []
-    room = -1
-    for ref, settings in items:
-        room -= _cost(ref)
-        if room < 0:
-            batches.append([])
-            room = INLINE_CHARACTERS - _cost(ref)
-        batches[-1].append((ref, settings))
-    return batches
-
-
-def _cost(ref: MediaRef) -> int:
-    alone = isinstance(ref.url, DataUrl) or is_elsewhere(ref.url) or is_local_file(ref.url)
-    return INLINE_CHARACTERS + 1 if alone else len(ref.url) + ITEM_CHARACTERS
-
-
-def missing_parts(items: Iterable[FetchedItem], processed: Mapping[bytes, ProcessedItem]) -> list[str]:
-    """A sentence for each item of which a part could not be read."""
-    parts = [(item.name, processed[item.media_hash].missing) for item in items if item.media_hash in processed]
-    return [f"{name}: {missing}" for name, missing in parts if missing]
-
-
 async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """The results in order. The first failure, or a cancellation, cancels the rest."""
-    tasks = [asyncio.ensure_future(one) for one in work]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     try:
         return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
-
-
-START_SECONDS = 60.0
 
 
 def start_thread_pool(threads: int, name: str) -> ThreadPoolExecutor:

@@ -6,6 +6,7 @@ nothing of prompts, but how many tokens an item takes there. transformers and to
 """
 
 import contextlib
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from mini_engine import metrics
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
+from mini_engine.model.registry import find_spec
 
 if TYPE_CHECKING:
     import torch
@@ -79,14 +81,14 @@ class MediaProcessor:
         with _explained(f"the processor and tokenizer in {model_dir} cannot be loaded"):
             hf = self.hf_processor = AutoProcessor.from_pretrained(str(model_dir), trust_remote_code=trust_remote_code)
             self._image, self._video, _ = hf.image_processor, hf.video_processor, hf.tokenizer
+            config = json.loads((Path(model_dir) / "config.json").read_text(encoding="utf-8"))
+            self.defaults = find_spec(config["architectures"]).media
         for name in ("image_mean", "image_std", "rescale_factor", "patch_size", "temporal_patch_size", "merge_size"):
             if getattr(self._image, name) != getattr(self._video, name):
                 raise ValueError(f"the model's image and video processors differ in {name}, which is not supported")
         self.step = self._video.temporal_patch_size  # frames that become one step in time
         self.patch_size = self._video.patch_size  # pixels
         self.token_pixels = (self.patch_size * self._video.merge_size) ** 2  # of each frame, for a token
-        self.times_frames = "Qwen3" in type(self._video).__name__
-        """Whether the bounds on a video's pixels are for all frames together, and the prompt has each step's time."""
         video = _call(self._video, device) | {"do_sample_frames": False, "return_metadata": True}
         self.calls: Mapping[Kind, Kwargs] = {"image": _call(self._image, device), "video": video}
 
@@ -138,14 +140,14 @@ class MediaProcessor:
         """
         least, most = (settings.calls["video"]["size"][edge] for edge in EDGES)
         bounds, steps, total = settings.bounds, math.ceil(frames / self.step), settings.bounds.get("total_pixels")
-        if self.times_frames:
+        if self.defaults.bounds_whole_video:
             least = bounds.get("min_pixels", 0) * frames or least
             most = max(total * self.step if total else most, int(1.05 * least)) if bounds else most
             most = min(most, bounds.get("max_pixels", most) * frames)
         elif total:
             most = min(most, max(total // steps, int(1.05 * least)))
         if settings.video_tokens is not None:
-            if self.times_frames:
+            if self.defaults.bounds_whole_video:
                 share = (settings.video_tokens - TIME_TOKENS * steps) * self.token_pixels * self.step
             else:
                 share = max(settings.video_tokens * self.token_pixels // steps, int(1.05 * least))

@@ -5,7 +5,6 @@ Knows nothing of media themselves, nor how they are fetched.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import math
@@ -28,13 +27,13 @@ from mini_engine.protocol.parts import Count, MediaRef, Seconds
 
 OptionsT = TypeVar("OptionsT", bound=msgspec.Struct)
 LONGEST_VIDEO, LEAST_VIDEO = 128_000, 64  # tokens
-INLINE_ITEMS = 8
+INLINE_ITEMS = 8  # `resolve` takes tenths of a millisecond for an item: many do not hold the event loop
 LEAST_STEP_TOKENS = 32  # of Qwen3-VL, as it has for its longest videos
 SAMPLED = "do_sample_frames false is for a video that is sent as frames; of a file it needs num_frames -1"
 
 
 def hash_key(settings: MediaSettings, modality: Modality, frames: Frames | None = None) -> bytes:
-    """All that a media hash covers of an item but its bytes and the model, of which a server has one. The salt too."""
+    """What a media hash covers of an item beside its bytes. The salt too; not the model, of which a server has one."""
     of_videos = [repr(settings.sampling), settings.video_tokens] if modality == "video" else []
     # JSON separates the parts: no two different lists have the same text.
     parts = [modality, of_videos, settings.processor_kwargs, settings.bounds, repr(frames), settings.cache_salt]
@@ -89,98 +88,91 @@ class MediaSettingsResolver:
         model_dir: Path,
         processor_kwargs: Kwargs | None = None,
         video_io_kwargs: Kwargs | None = None,
-        most_frames: int = DecodeLimits.max_video_frames_kept,
+        max_frames: int = DecodeLimits.max_video_frames_kept,
     ):
         """The last three are --mm-processor-kwargs, the `video` part of --media-io-kwargs, and --max-video-frames-kept.
         Runs the processor once. Raises ValueError."""
-        asked, rest = _split(processor_kwargs or {}, video_io_kwargs or {})
-        given = parse_options("--mm-processor-kwargs", rest, ServerKwargs)
-        if given.do_sample_frames is False and asked.get("num_frames") != -1:
+        options, rest = _split(processor_kwargs or {}, video_io_kwargs or {})
+        sizes = parse_options("--mm-processor-kwargs", rest, ServerKwargs)
+        if sizes.do_sample_frames is False and options.get("num_frames") != -1:
             raise ValueError(f"--mm-processor-kwargs: {SAMPLED}")
-        if given.max_video_tokens is not None:  # transformers reads no argument of this name
-            processor.hf_processor.video_processor.max_video_tokens = given.max_video_tokens
         video = processor.hf_processor.video_processor
+        if sizes.max_video_tokens is not None:  # transformers reads no argument of this name
+            video.max_video_tokens = sizes.max_video_tokens
         self._by_rate = {"min_frames": video.min_frames, "max_frames": video.max_frames}
-        self._by_rate["frame_factor"] = 1 if processor.times_frames else processor.step
+        self._by_rate["frame_factor"] = processor.defaults.frame_factor
         # As the model's files say, or as its authors sample: qwen_vl_utils before Qwen3-VL, and then transformers.
         count, rate = video.num_frames, {"fps": video.fps or DEFAULT_FPS} | self._by_rate
         own = parse_options("the model's", rate if count is None else {"num_frames": count}, VideoSampling)
         flags = "--media-io-kwargs or --mm-processor-kwargs"
-        sampling = at_most(updated(own, asked, self._by_rate, flags), most_frames, most_frames)
-        calls = _tuned("--mm-processor-kwargs", _own_calls(processor, model_dir), given)
-        self.server = MediaSettings(sampling, msgspec.to_builtins(given), calls)
+        sampling = at_most(updated(own, options, self._by_rate, flags), max_frames, max_frames)
+        calls = _resized("--mm-processor-kwargs", _own_calls(processor, model_dir), sizes, ("image", "video"))
+        self.server = MediaSettings(sampling, msgspec.to_builtins(sizes), calls)
         processor.check(self.server)
-        self._processor, self._most_frames = processor, most_frames
-
-    async def resolved(self, chat: ChatRequest, refs: Sequence[MediaRef], video_tokens: int) -> list[MediaSettings]:
-        """`resolve`, which takes tenths of a millisecond for an item; many do not hold the event loop."""
-        if len(refs) <= INLINE_ITEMS:
-            return self.resolve(chat, refs, video_tokens)
-        return await asyncio.to_thread(self.resolve, chat, refs, video_tokens)
+        self._processor, self._max_frames = processor, max_frames
 
     def resolve(self, chat: ChatRequest, refs: Sequence[MediaRef], video_tokens: int) -> list[MediaSettings]:
         """The settings of each of the items `refs` of `chat`, of which a video has at most `video_tokens` tokens. Those
         of a part override those of the request. Raises ApiError: 400 for settings that are unknown or exceed a limit.
         """
-        most_pixels = video_tokens * self._processor.token_pixels
+        max_pixels = video_tokens * self._processor.token_pixels
         param = "mm_processor_kwargs" if chat.mm_processor_kwargs else "media_io_kwargs"
+        shared = replace(self.server, cache_salt=chat.cache_salt)
         try:
-            shared = self._of_request(chat, refs, most_pixels)
+            if chat.mm_processor_kwargs or chat.media_io_kwargs:
+                shared = self._of_request(chat, refs, max_pixels)
             param = "messages"
-            settings = [self._of_part(shared, ref, most_pixels) if ref.settings else shared for ref in refs]
+            settings = [self._of_part(shared, ref, max_pixels) if ref.settings else shared for ref in refs]
         except ValueError as error:
             raise bad_request(f"Invalid '{param}': {error}.", param, "invalid_value") from error
         return [self.fitted(own, video_tokens) for own in settings]
 
-    def _of_request(self, chat: ChatRequest, refs: Sequence[MediaRef], most_pixels: int) -> MediaSettings:
+    def _of_request(self, chat: ChatRequest, refs: Sequence[MediaRef], max_pixels: int) -> MediaSettings:
         """The settings that its items share."""
-        io_kwargs, kwargs = chat.media_io_kwargs or {}, chat.mm_processor_kwargs or {}
+        io_kwargs = chat.media_io_kwargs or {}
         if io_kwargs.get("image"):
             raise ValueError("images have no settings here")
-        asked, rest = _split(kwargs, io_kwargs.get("video") or {})
-        times = parse_options("video sampling", {"timestamps": asked.pop("timestamps", None)}, _FrameTimes)
-        rates = asked.get("fps")
+        options, rest = _split(chat.mm_processor_kwargs or {}, io_kwargs.get("video") or {})
+        times = parse_options("video sampling", {"timestamps": options.pop("timestamps", None)}, _FrameTimes)
+        rates = options.get("fps")
         if isinstance(rates, list) and rates and rates.count(rates[0]) == len(rates):
-            asked["fps"] = rates[0]  # qwen_vl_utils returns that of each video
-        given = parse_options("mm_processor_kwargs", rest, RequestKwargs)
-        if given.do_sample_frames is False:
-            for ref in refs:
-                if ref.modality == "video" and not has_frames(ref.url) and asked.get("num_frames") != -1:
-                    raise ValueError(f"{ref.name}: {SAMPLED}")
-            given.do_sample_frames = None
+            options["fps"] = rates[0]  # qwen_vl_utils returns that of each video
+        sizes = parse_options("mm_processor_kwargs", rest, RequestKwargs)
+        if sizes.do_sample_frames is False and options.get("num_frames") != -1:
+            if files := [ref.name for ref in refs if ref.modality == "video" and not has_frames(ref.url)]:
+                raise ValueError(f"{files[0]}: {SAMPLED}")
+        sizes.do_sample_frames = None
         return MediaSettings(
-            updated(self.server.sampling, asked, self._by_rate),
-            {**self.server.processor_kwargs, **msgspec.to_builtins(given)},
-            _tuned("mm_processor_kwargs", self.server.calls, given, most_pixels, {ref.modality for ref in refs}),
+            updated(self.server.sampling, options, self._by_rate),
+            {**self.server.processor_kwargs, **msgspec.to_builtins(sizes)},
+            _resized("mm_processor_kwargs", self.server.calls, sizes, {ref.modality for ref in refs}, max_pixels),
             timestamps=times.timestamps,
             cache_salt=chat.cache_salt,
         )
 
-    def _of_part(self, shared: MediaSettings, ref: MediaRef, most_pixels: int) -> MediaSettings:
+    def _of_part(self, shared: MediaSettings, ref: MediaRef, max_pixels: int) -> MediaSettings:
         """`shared` with the settings of the item's part, which mean what they mean to qwen_vl_utils."""
         is_video, sampling = ref.modality == "video", shared.sampling
         names = ("min_pixels", "max_pixels", "total_pixels") if is_video else ("min_pixels", "max_pixels")
         bounds = {name: ref.settings[name] for name in names if name in ref.settings}
         if is_video:
-            asked = _asked_by_part(ref.settings, sampling, self._processor.step)
-            sampling = updated(sampling, asked, self._by_rate, ref.name)
-        given = RequestKwargs(min_pixels=bounds.get("min_pixels"), max_pixels=bounds.get("max_pixels"))
-        calls: Mapping[Kind, Kwargs] = _tuned(ref.name, shared.calls, given, most_pixels, [ref.modality])
-        if is_video and self._processor.times_frames:
-            calls = shared.calls  # which bound all frames together; `bounds` are of each
+            options = _sampling_of_part(ref.settings, sampling, self._processor.step)
+            sampling = updated(sampling, options, self._by_rate, ref.name)
+        sizes = RequestKwargs(min_pixels=bounds.get("min_pixels"), max_pixels=bounds.get("max_pixels"))
+        calls: Mapping[Kind, Kwargs] = _resized(ref.name, shared.calls, sizes, [ref.modality], max_pixels)
+        if is_video and self._processor.defaults.bounds_whole_video:
+            calls = shared.calls  # `bounds` are of each frame
         return replace(shared, sampling=sampling, calls=calls, bounds=bounds)
 
     def fitted(self, settings: MediaSettings, video_tokens: int) -> MediaSettings:
         """`settings` by which a video has at most so many tokens: smaller frames, and fewer where they are smallest."""
-        if self._processor.times_frames:
+        if self._processor.defaults.bounds_whole_video:
             least = LEAST_STEP_TOKENS + TIME_TOKENS
         else:
             shortest = settings.calls["video"]["size"]["shortest_edge"]
             least = math.ceil(1.25 * shortest / self._processor.token_pixels)  # sides are rounded up to whole patches
-        frames = self._processor.step * max(1, video_tokens // least)
-        return replace(
-            settings, sampling=at_most(settings.sampling, frames, self._most_frames), video_tokens=video_tokens
-        )
+        sampling = at_most(settings.sampling, self._processor.step * max(1, video_tokens // least), self._max_frames)
+        return replace(settings, sampling=sampling, video_tokens=video_tokens)
 
 
 def video_tokens(limits: EngineLimits, text_tokens: int, answer_tokens: int, num_items: int) -> int:
@@ -201,31 +193,31 @@ def prompt_tokens(item: CachedMedia) -> int:
     return item.num_tokens + (TIME_TOKENS * item.grid_thw[0] if item.placeholder is not None else 0)
 
 
-def _asked_by_part(part: Mapping[str, Any], sampling: VideoSampling, step: int) -> dict[str, Any]:
+def _sampling_of_part(part: Mapping[str, Any], sampling: VideoSampling, step: int) -> dict[str, Any]:
     """The fields of `VideoSampling` that a video's part sets. Numbers of frames are multiples of `step`; `nframes` is
     rounded to the nearest."""
-    asked = {name: part[name] for name in ("fps", "min_frames", "max_frames") if name in part}
+    options = {name: part[name] for name in ("fps", "min_frames", "max_frames") if name in part}
     if "nframes" in part:
-        asked["min_frames"] = asked["max_frames"] = round(part["nframes"] / step) * step
-    if asked:
-        asked = {"fps": sampling.fps or DEFAULT_FPS, "frame_factor": step} | asked
+        options["min_frames"] = options["max_frames"] = round(part["nframes"] / step) * step
+    if options:
+        options = {"fps": sampling.fps or DEFAULT_FPS, "frame_factor": step} | options
     edges = {"start": "video_start", "end": "video_end"}
-    return asked | {ours: part[name] for ours, name in edges.items() if name in part}
+    return options | {ours: part[name] for ours, name in edges.items() if name in part}
 
 
 def updated(
-    sampling: VideoSampling, asked: Mapping[str, Any], by_rate: Mapping[str, Any], owner: str = "video sampling"
+    sampling: VideoSampling, options: Mapping[str, Any], by_rate: Mapping[str, Any], owner: str = "video sampling"
 ) -> VideoSampling:
-    """`sampling` with the fields `asked` for, by their `owner`; with `by_rate` where it has a number of frames, and
-    `asked` a rate. Raises ValueError as `parse_options`."""
-    own, asked = msgspec.structs.asdict(sampling), {name: value for name, value in asked.items() if value is not None}
-    if "num_frames" in asked:
+    """`sampling` with the fields `options` that its `owner` sets; with `by_rate` where it has a number of frames, and
+    `options` a rate. Raises ValueError as `parse_options`."""
+    own, options = msgspec.structs.asdict(sampling), {k: value for k, value in options.items() if value is not None}
+    if "num_frames" in options:
         own |= {"fps": None, "max_frames": None, "min_frames": None}
-    elif "fps" in asked and sampling.num_frames is not None:
+    elif "fps" in options and sampling.num_frames is not None:
         own |= {"num_frames": None, **by_rate}
-    if own["min_frames"] and isinstance(most := asked.get("max_frames"), int):
-        own["min_frames"] = min(own["min_frames"], most)
-    return parse_options(owner, own | asked, VideoSampling)
+    if own["min_frames"] and isinstance(max_frames := options.get("max_frames"), int):
+        own["min_frames"] = min(own["min_frames"], max_frames)
+    return parse_options(owner, own | options, VideoSampling)
 
 
 def at_most(sampling: VideoSampling, frames: int, unset: int) -> VideoSampling:
@@ -233,61 +225,57 @@ def at_most(sampling: VideoSampling, frames: int, unset: int) -> VideoSampling:
     if sampling.num_frames is not None:
         count = unset if sampling.num_frames == -1 else sampling.num_frames
         return msgspec.structs.replace(sampling, num_frames=min(count, frames))
-    most, least = min(sampling.max_frames or unset, frames), min(sampling.min_frames or 1, frames)
-    return msgspec.structs.replace(sampling, max_frames=most, min_frames=least)
+    greatest, least = min(sampling.max_frames or unset, frames), min(sampling.min_frames or 1, frames)
+    return msgspec.structs.replace(sampling, max_frames=greatest, min_frames=least)
 
 
 def _own_calls(processor: MediaProcessor, model_dir: Path) -> Mapping[Kind, Kwargs]:
-    """As the model's files say. The oldest only speak of images: their videos have the sizes of qwen_vl_utils."""
-    whole, video = model_dir / "processor_config.json", model_dir / "video_preprocessor_config.json"
-    if video.exists() or (whole.exists() and "video_processor" in json.loads(whole.read_text())):
+    """As the model's files say, or its family's defaults where they only speak of images."""
+    tokens, whole = processor.defaults.frame_tokens, model_dir / "processor_config.json"
+    in_whole = whole.exists() and "video_processor" in json.loads(whole.read_text())
+    if tokens is None or in_whole or (model_dir / "video_preprocessor_config.json").exists():
         return processor.calls
-    size = {edge: tokens * processor.token_pixels for edge, tokens in zip(EDGES, (128, 768), strict=True)}
+    size = {edge: count * processor.token_pixels for edge, count in zip(EDGES, tokens, strict=True)}
     return {**processor.calls, "video": {**processor.calls["video"], "size": size}}
 
 
 def _split(processor_kwargs: Kwargs, io_kwargs: Kwargs) -> tuple[dict[str, Any], dict[str, Any]]:
     """What both say of sampling, where `io_kwargs` wins, and the rest of `processor_kwargs`."""
     rest = dict(processor_kwargs)
-    asked = {name: rest.pop(name) for name in VideoSampling.__struct_fields__ if name in rest}
+    options = {name: rest.pop(name) for name in VideoSampling.__struct_fields__ if name in rest}
     io_kwargs = {name: value for name, value in io_kwargs.items() if value is not None}
-    if io_kwargs.get("num_frames") == -1 and (asked | io_kwargs).get("fps") is not None:
+    if io_kwargs.get("num_frames") == -1 and (options | io_kwargs).get("fps") is not None:
         del io_kwargs["num_frames"]  # to vLLM: load all frames, of which the processor takes some
     # Of two that exclude each other, too.
     excluded = ["fps", "min_frames", "max_frames"] if "num_frames" in io_kwargs else []
     excluded += ["num_frames"] if "fps" in io_kwargs else []
-    return {name: value for name, value in asked.items() if name not in excluded} | io_kwargs, rest
+    return {name: value for name, value in options.items() if name not in excluded} | io_kwargs, rest
 
 
-def _tuned(
-    owner: str,
-    calls: Mapping[Kind, Kwargs],
-    given: RequestKwargs,
-    most_pixels: float = math.inf,
-    kinds: Iterable[Kind] = ("image", "video"),
+def _resized(
+    owner: str, calls: Mapping[Kind, Kwargs], sizes: RequestKwargs, kinds: Iterable[Kind], max_pixels: float = math.inf
 ) -> dict[Kind, Kwargs]:
-    """`calls`, of which those of `kinds` with the settings `given`; these make no item larger than `most_pixels`.
-    Raises ValueError."""
-    asked: dict[str, int] = msgspec.to_builtins(given.size or _Size(given.min_pixels, given.max_pixels))
-    tuned = dict(calls)
+    """`calls`, of which those of `kinds` with `sizes`; these make no item larger than `max_pixels`. Raises
+    ValueError."""
+    edges: dict[str, int] = msgspec.to_builtins(sizes.size or _Size(sizes.min_pixels, sizes.max_pixels))
+    forwarded = {name: value for name, value in msgspec.to_builtins(sizes).items() if name in FORWARDED}
+    resized = dict(calls)
     for kind in kinds:
-        call = calls[kind]
-        own, size = call["size"], {**call["size"], **asked}
-        least, most = size["shortest_edge"], size["longest_edge"]
-        if least > max(own["shortest_edge"], most_pixels):
-            raise ValueError(f"{owner}: {least} pixels at least are more than the {most_pixels} within --max-model-len")
-        if least > most and "shortest_edge" in asked:
-            raise ValueError(f"{owner}: the least number of pixels, {least}, is more than the greatest, {most}")
-        size = {"shortest_edge": min(least, most), "longest_edge": min(most, max(own["longest_edge"], most_pixels))}
-        options = msgspec.to_builtins(given)
-        others = {name: options[name] for name in FORWARDED if name in options and name in call}
-        tuned[kind] = {**call, **others, "size": size}
-    return tuned
+        call, own = calls[kind], calls[kind]["size"]
+        least, greatest = ((own | edges)[edge] for edge in EDGES)
+        if least > max(own["shortest_edge"], max_pixels):
+            raise ValueError(f"{owner}: {least} pixels at least are more than the {max_pixels} within --max-model-len")
+        if least > greatest and "shortest_edge" in edges:
+            raise ValueError(f"{owner}: the least number of pixels, {least}, is more than the greatest, {greatest}")
+        size = zip(EDGES, (min(least, greatest), min(greatest, max(own["longest_edge"], max_pixels))), strict=True)
+        known = {name: value for name, value in forwarded.items() if name in call}
+        resized[kind] = {**call, **known, "size": dict(size)}
+    return resized
 
 
 def parse_options(owner: str, given: Mapping[str, Any], kind: type[OptionsT]) -> OptionsT:
-    """The options `given` to `owner`, as JSON values; null is as good as none. Raises ValueError, whose text is safe
-    for a client."""
+    """The options `given` to `owner`, as JSON values; null counts as absent. Raises ValueError, whose text is safe for
+    a client."""
     try:
         return msgspec.convert({name: value for name, value in given.items() if value is not None}, kind)
     except msgspec.ValidationError as error:

@@ -24,10 +24,26 @@ def canonical_name(name: str) -> str:
 
 
 @dataclass(frozen=True)
+class MediaDefaults:
+    """What a family's Hugging Face processor does with videos where neither files nor flags say otherwise.
+
+    bounds_whole_video: whether `size` bounds the pixels of all frames of a video together. Otherwise of each frame.
+    frame_factor: a number of frames that follows from a rate is a multiple of it.
+    frame_tokens: least and most tokens of a frame where a checkpoint's files only speak of images, as in qwen_vl_utils;
+        None: those of transformers.
+    """
+
+    bounds_whole_video: bool
+    frame_factor: int
+    frame_tokens: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """One supported architecture.
 
     tower: module and class of its vision tower.
+    media: what its processor does by default.
     vision_activation: of the tower's MLPs, by its name in config.json.
     read_vision: those fields of a `VisionConfig` that config.json has under other names, or no other family has.
     text_tells_time: whether the prompt has the time, as text, before each temporal grid of a video, which has a run of
@@ -40,6 +56,7 @@ class ModelSpec:
 
     architecture: str
     tower: str
+    media: MediaDefaults
     vision_activation: str
     read_vision: Callable[[dict[str, Any]], dict[str, Any]]
     text_tells_time: bool
@@ -94,10 +111,14 @@ def _qwen3_5_vision(raw: dict[str, Any]) -> dict[str, Any]:
     return {"position_side": math.isqrt(raw["num_position_embeddings"])}
 
 
+_QWEN2_MEDIA = MediaDefaults(bounds_whole_video=False, frame_factor=2, frame_tokens=(128, 768))
+_QWEN3_MEDIA = MediaDefaults(bounds_whole_video=True, frame_factor=1, frame_tokens=None)
+
 _FAMILIES = (
     ModelSpec(
         "Qwen2VLForConditionalGeneration",
         tower="qwen2_vl:Qwen2VisionTower",
+        media=_QWEN2_MEDIA,
         vision_activation="quick_gelu",
         read_vision=_qwen2_vision,
         text_tells_time=False,
@@ -109,6 +130,7 @@ _FAMILIES = (
     ModelSpec(
         "Qwen2_5_VLForConditionalGeneration",
         tower="qwen2_5_vl:Qwen2_5VisionTower",
+        media=_QWEN2_MEDIA,
         vision_activation="silu",
         read_vision=_qwen2_5_vision,
         text_tells_time=False,
@@ -120,6 +142,7 @@ _FAMILIES = (
     ModelSpec(
         "Qwen3VLForConditionalGeneration",
         tower="qwen3_vl:Qwen3VisionTower",
+        media=_QWEN3_MEDIA,
         vision_activation="gelu_pytorch_tanh",
         read_vision=_qwen3_vision,
         text_tells_time=True,
@@ -131,6 +154,7 @@ _FAMILIES = (
     ModelSpec(
         "Qwen3_5ForConditionalGeneration",
         tower="qwen3_vl:Qwen3VisionTower",
+        media=_QWEN3_MEDIA,
         vision_activation="gelu_pytorch_tanh",
         read_vision=_qwen3_5_vision,
         text_tells_time=True,

@@ -1,4 +1,4 @@
-"""A request at its engine, and the text of each of its samples, incrementally.
+"""The answer to a request: what its engine sends becomes text, sample by sample and piece by piece.
 
 Only `Generation` decides whether a request is finished: `pieces.py` takes its pieces, and `Engine` calls the rest.
 Shared by chat and legacy completions. Belongs to the event loop's thread.
@@ -35,7 +35,7 @@ FinishAtEngine = Callable[[str, FinishReason], None]  # ends a sample, by its id
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What the next tokens add to one choice. `finish_reason` is set with the choice's last."""
+    """What the next tokens add to one choice. The last one has a `finish_reason`."""
 
     index: int
     num_tokens: int
@@ -46,47 +46,47 @@ class Piece:
 
 
 class Sample:
-    """One sample of a request, its choice `index`: the outputs that are not taken yet, and their text."""
+    """One sample of a request, its choice `index`, and the text of its outputs."""
 
     def __init__(
-        self, index: int, request_id: str, asked: GenerationRequest, sampling: SamplingParams, vocabulary: Vocabulary,
+        self,
+        index: int,
+        request_id: str,
+        body: GenerationRequest,
+        sampling: SamplingParams,
+        vocabulary: Vocabulary,
         thoughts: AnswerParser,
-    ):  # fmt: skip
+    ):
         """`thoughts` splits the thought from the text."""
-        include_stop = bool(asked.include_stop_str_in_output)
+        include_stop = bool(body.include_stop_str_in_output)
         self.index = index
         self.request_id = request_id
         self.over = False  # there are no more pieces
         self.completion_tokens = 0  # delivered, up to the one that completes a stop string
         self.num_cached_tokens = 0
         self.times: EngineTimes | None = None  # of the first sample, once its first token arrived
-        self._detokenizer = Detokenizer(vocabulary, asked.skip_special_tokens is not False)
+        self._detokenizer = Detokenizer(vocabulary, body.skip_special_tokens is not False)
         self._thoughts = thoughts
-        self._stops = StopSearch(stop_strings(tuple(asked.stop_strings)), include_stop)
+        self._stops = StopSearch(stop_strings(tuple(body.stop_strings)), include_stop)
         self._min_tokens = sampling.min_tokens  # no stop string counts that these complete, as in vLLM
         self._with_logprobs = sampling.logprobs is not None
         self._hidden_ends = () if include_stop else sampling.stop_token_ids  # without text where they end the sample
         self._ended = False  # by the engine
-        self._outputs: list[RequestOutput] = []
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether outputs wait to be taken."""
-        return bool(self._outputs)
+        self.outputs: list[RequestOutput] = []  # not taken yet
 
     def add(self, output: RequestOutput) -> None:
         """Keep `output` until the next `take`."""
         self.num_cached_tokens = output.num_cached_tokens or self.num_cached_tokens
         self.times = output.times or self.times
         self._ended = output.finish_reason is not None
-        self._outputs.append(output)
+        self.outputs.append(output)
 
     def take(self) -> Piece:
         """The piece that the next outputs make, at most `PIECE_OUTPUTS`. One with a finish reason, which may be that of
         a stop string, is the last."""
-        outputs, self._outputs = self._outputs[:PIECE_OUTPUTS], self._outputs[PIECE_OUTPUTS:]
+        outputs, self.outputs = self.outputs[:PIECE_OUTPUTS], self.outputs[PIECE_OUTPUTS:]
         reason, before = outputs[-1].finish_reason, self.completion_tokens
-        said: list[tuple[str, str]] = []
+        parts: list[tuple[str, str]] = []
         listed: list[ListedToken] | None = [] if self._with_logprobs else None
         token_ids = [token for output in outputs for token in output.token_ids]
         logprobs = [each for output in outputs for each in output.logprobs]
@@ -98,13 +98,13 @@ class Sample:
             if listed is not None:
                 listed.append(self._detokenizer.list_token(logprobs[position - 1]))
             if not (hidden and position == len(token_ids)):
-                said.append(self._split(self._detokenizer.push(token_id)))
+                parts.append(self._split(self._detokenizer.push(token_id)))
         if reason is not None and not self._stops.found:
-            said.append(self._split(self._detokenizer.finish(), last=True))
-        finished: FinishedBy | None = "length" if reason == "length" else "stop" if reason else None
-        if self._stops.found:
-            finished = "stop"
-        thought, text = "".join(thought for thought, _ in said), "".join(text for _, text in said)
+            parts.append(self._split(self._detokenizer.finish(), last=True))
+        finished: FinishedBy | None = None
+        if self._stops.found or reason is not None:
+            finished = "length" if reason == "length" and not self._stops.found else "stop"
+        thought, text = ("".join(texts) for texts in zip(("", ""), *parts, strict=True))
         return Piece(self.index, self.completion_tokens - before, thought, text, finished, listed)
 
     def _split(self, decoded: str, last: bool = False) -> tuple[str, str]:
@@ -115,7 +115,7 @@ class Sample:
 
     def end(self) -> None:
         """There are no more pieces; outputs that were not taken are dropped."""
-        self.over, self._outputs = True, []
+        self.over, self.outputs = True, []
         if self.times is not None and not self._ended:  # its last token is the one that was taken now
             self.times = msgspec.structs.replace(self.times, last_token=time.monotonic())
 
@@ -123,17 +123,14 @@ class Sample:
 class Generation:
     """One request, and the pieces of its choices. As a context it aborts, when it is left, what has not ended.
 
-    Args:
-        asked: what the client asked for; `request` is what the engine gets of it, with its siblings.
-        first_index: of its choices.
-        media: what the response says of the images and videos, in the order of the prompt.
-        warnings: what the answer does not rest on, such as the missing part of a video.
-        make_thoughts: makes what splits the thought of each choice from its text.
+    `request` is what the engine gets of `body`, with its siblings; its first choice has the index `first_index`.
+    `media`: what the response says of the images and videos, in order. `warnings`: what the answer does not rest on,
+    such as the missing part of a video. `make_thoughts` makes the parser of each choice's thought.
     """
 
     def __init__(
         self,
-        asked: GenerationRequest,
+        body: GenerationRequest,
         request: NewRequest,
         vocabulary: Vocabulary,
         clock: RequestClock,
@@ -148,14 +145,14 @@ class Generation:
         self.request_id, self.num_prompt_tokens = request.request_id, len(request.prompt_token_ids)
         self.clock = clock
         self.samples = {
-            each: Sample(index, each, asked, request.sampling, vocabulary, make_thoughts())
-            for index, each in enumerate(ids, first_index)
+            sample_id: Sample(index, sample_id, body, request.sampling, vocabulary, make_thoughts())
+            for index, sample_id in enumerate(ids, first_index)
         }
         self.finish_at_engine: FinishAtEngine | None = None  # of the engine that was sent the request
         self.media = media
         self.warnings = warnings
         self._error: ApiError | None = None
-        self._grammar_field = asked.grammar_field if request.sampling.grammar else None
+        self._grammar_field = body.grammar_field if request.sampling.grammar else None
         self._waiting: collections.deque[Sample] = collections.deque()  # samples with outputs, each once
         self.arrived = asyncio.Event()  # set when there is something to take
         self._unfinished = len(ids)  # samples
@@ -190,7 +187,7 @@ class Generation:
             raise self._error
         sample = self._waiting.popleft()
         piece = sample.take()
-        if sample.is_waiting:
+        if sample.outputs:
             self._waiting.append(sample)
         self.clock.tokens(self.num_prompt_tokens, piece.num_tokens, piece.index)
         if piece.finish_reason is not None:
@@ -217,7 +214,7 @@ class Generation:
             refusal = bad_request(output.error, self._grammar_field) if output.error else None
             self.fail(refusal or EngineError("The engine has aborted this request.", 500, "internal_error"))
             return
-        if not sample.is_waiting:
+        if not sample.outputs:
             self._waiting.append(sample)
         sample.add(output)
         self.arrived.set()
@@ -238,7 +235,7 @@ class Generation:
     def _finish(self, sample: Sample, reason: FinishReason) -> None:
         if sample.over:
             return
-        if sample.is_waiting:
+        if sample.outputs:
             self._waiting.remove(sample)
         sample.end()
         self._unfinished -= 1

@@ -19,10 +19,8 @@ Stage = Literal["admission", "fetch", "media_decode", "process", "transport", "o
 
 
 class RequestClock:
-    """One request's times and its end, counted once however it ends. Made when the request arrives.
-
-    Belongs to the request's own task: it is at one stage at a time.
-    """
+    """One request's times and its end, counted once however it ends. Made when the request arrives. Belongs to the
+    request's own task: it is at one stage at a time."""
 
     def __init__(self) -> None:
         self.failed = False  # an error was sent to the client, perhaps in a stream whose status was 200
@@ -41,7 +39,7 @@ class RequestClock:
         self._stage, self._entered = stage, now
 
     def move(self, seconds: float, source: Stage, target: Stage) -> None:
-        """So much of what was counted as `source` was `target`."""
+        """Count so much of `source` as `target`."""
         self._spent[source] -= seconds
         self._spent[target] += seconds
 
@@ -74,26 +72,22 @@ class RequestClock:
         metrics.request_success_total.labels(reason).inc()
         if times is None:
             return
-        now = time.monotonic()
-        self._add_engine(times, now)
-        metrics.e2e_request_latency_seconds.observe(now - self._arrived)
-        metrics.request_prompt_tokens.observe(self._prompt)
-        metrics.request_generation_tokens.observe(self._generated)
-        if self._gaps:
-            metrics.request_time_per_output_token_seconds.observe(self._gap_seconds / self._gaps)
-        for stage, histogram in metrics.stage_seconds.items():
-            histogram.observe(self._spent[stage])
-
-    def timings(self) -> dict[str, float]:
-        """The seconds of each stage, to the microsecond. For a request that has ended with an answer."""
-        return {stage: round(seconds, 6) for stage, seconds in self._spent.items()}
-
-    def _add_engine(self, times: EngineTimes, now: float) -> None:
-        """Divide the time since transport was left; it has lasted until the engine had accepted the request."""
-        spent = self._spent
+        # Transport has lasted until the engine had accepted the request; since then the time is the engine's.
+        now, spent = time.monotonic(), self._spent
         spent["transport"] += times.accepted - self._entered
         spent["queue"] = times.scheduled - times.accepted
         spent["encode"] = times.encoded - times.scheduled
         spent["prefill"] = times.first_token - times.encoded
         spent["generation"] = times.last_token - times.first_token
         spent["other"] += now - times.last_token
+        metrics.e2e_request_latency_seconds.observe(now - self._arrived)
+        metrics.request_prompt_tokens.observe(self._prompt)
+        metrics.request_generation_tokens.observe(self._generated)
+        if self._gaps:
+            metrics.request_time_per_output_token_seconds.observe(self._gap_seconds / self._gaps)
+        for stage, histogram in metrics.stage_seconds.items():
+            histogram.observe(spent[stage])
+
+    def timings(self) -> dict[str, float]:
+        """The seconds of each stage, to the microsecond, of a request that has ended with an answer."""
+        return {stage: round(seconds, 6) for stage, seconds in self._spent.items()}

@@ -32,8 +32,8 @@ async def clients() -> AsyncIterator[list[EngineClient]]:
 def choices(client: EngineClient) -> list[int]:
     """The engine for each of `HASHES`."""
     chosen = []
-    for value in HASHES:
-        with client.choose(value) as engine:
+    for media_hash in HASHES:
+        with client.choose("r", 1, media_hash) as engine:
             chosen.append(engine.number)
     return chosen
 
@@ -41,10 +41,11 @@ def choices(client: EngineClient) -> list[int]:
 async def test_engine_with_the_fewest_samples_is_chosen(clients: list[EngineClient]) -> None:
     client, _ = clients
     with contextlib.ExitStack() as load:
-        assert [load.enter_context(client.choose(samples=count)).number for count in (3, 2, 1, 1)] == [0, 1, 2, 2]
+        requests = [client.choose(f"r{index}", samples) for index, samples in enumerate((3, 2, 1, 1))]
+        assert [load.enter_context(request).number for request in requests] == [0, 1, 2, 2]
         client.peer_gone("core 2")
         assert not client.alive
-        assert load.enter_context(client.choose()).number == 1
+        assert load.enter_context(client.choose("last", 1)).number == 1
 
 
 async def test_clients_prefer_the_same_engine_for_the_same_media_while_its_load_allows(
@@ -55,10 +56,10 @@ async def test_clients_prefer_the_same_engine_for_the_same_media_while_its_load_
     assert preferred == choices(another)
     assert all(preferred.count(number) > len(HASHES) / 6 for number in range(3))
     with contextlib.ExitStack() as load:
-        for _ in range(LOAD_MARGIN):
-            load.enter_context(client.choose(HASHES[0]))
+        for number in range(LOAD_MARGIN):
+            load.enter_context(client.choose(f"r{number}", 1, HASHES[0]))
         assert choices(client) == preferred, "a load that is close to the least does not matter"
-        load.enter_context(client.choose(HASHES[0]))
+        load.enter_context(client.choose("one too many", 1, HASHES[0]))
         passed = choices(client)
         assert preferred[0] not in passed
         assert all(now == then for now, then in zip(passed, preferred, strict=True) if then != preferred[0])

@@ -57,12 +57,11 @@ async def test_tensors_and_then_their_request_leave_and_are_counted(queue: Tenso
     queue.watch_end(lambda why: None)
     frames: list[bytes] = []
     sender = RequestSender(ME, queue, frames.append)
-    asked = [request("small", 10, 20), request("large", INLINE_COPY_BYTES + 1), request("text")]
-    for one in asked:
-        await sender.submit(one)
+    for new in (request("small", 10, 20), request("large", INLINE_COPY_BYTES + 1), request("text")):
+        await sender.send_request(new)
     sent = [decode(frame).body for frame in frames]
-    assert [one.request_id for one in sent] == ["small", "large", "text"]
-    handles = [item.patches for one in sent for item in one.media]
+    assert [new.request_id for new in sent] == ["small", "large", "text"]
+    handles = [item.patches for new in sent for item in new.media]
     for rank in ranks:
         for handle in handles:
             received = await asyncio.to_thread(rank.next)
@@ -77,9 +76,9 @@ async def test_cancelled_copy_frees_its_memory_when_the_thread_has_returned(
 ) -> None:
     frames: list[bytes] = []
     sender = RequestSender(ME, queue, frames.append)
-    submitting = asyncio.create_task(sender.submit(request("large", INLINE_COPY_BYTES + 1)))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    submitting = asyncio.create_task(sender.send_request(request("large", INLINE_COPY_BYTES + 1)))
+    for _ in range(2):
+        await asyncio.sleep(0)
     await cancelled(submitting)
     await eventually(lambda: arena.num_used == 0)
     assert frames == [] and queue.buffered_tensors == 0
@@ -101,7 +100,7 @@ me = Encoder("api 0", 41)
 sender = RequestSender(me, TensorIpcSender(me, [], Arena(1 << 20, lambda: 1 << 40)), broken)
 sender.queue.placement = "direct_rpc"
 item = MediaItem("image", [0], 1, (1, 2, 2), None, torch.zeros(1, 4, dtype=torch.uint8), b"h")
-asyncio.run(sender.submit(NewRequest("r7", [5], SamplingParams(8, 1), [item])))
+asyncio.run(sender.send_request(NewRequest("r7", [5], SamplingParams(8, 1), [item])))
 """
 
 

@@ -276,10 +276,10 @@ class Counted:
         return [self.read(name) - before for name, before in self.before.items()]
 
 
-def media_loader(processor: MediaProcessor, policy: MediaPolicy, allow_partial_video: bool = False) -> MediaLoader:
+def media_loader(processor: MediaProcessor, policy: MediaPolicy, allow_partial: bool = False) -> MediaLoader:
     """A loader with two threads, and up to two decoder processes, which start with its first item."""
     decoders = DecoderPool("test", 2, DecodeLimits(), policy.max_media_bytes)
-    return MediaLoader(processor, policy, decoders, 2, allow_partial_video=allow_partial_video)
+    return MediaLoader(processor, policy, decoders, 2, allow_partial)
 
 
 @contextlib.asynccontextmanager
@@ -345,7 +345,10 @@ def make_context(
         media=media,
         defaults=SamplingDefaults(eos_token_id=[3]),
     )
-    return AppContext.of(front, config, engines, LIMITS, incarnation=7)
+    context = AppContext.of(front, config, engines, LIMITS, incarnation=7)
+    context.renderer.max_tokens = MAX_MODEL_LEN
+    media.decoders.count_decoded = context.media_bytes.count
+    return context
 
 
 @contextlib.asynccontextmanager

@@ -223,7 +223,7 @@ async def test_usage_says_what_the_model_saw(served: Served, stream: bool) -> No
 
 @pytest.fixture(scope="module")
 async def partial_media(processor: GatedProcessor, media: MediaLoader) -> AsyncIterator[MediaLoader]:
-    made = media_loader(processor, media.policy, allow_partial_video=True)
+    made = media_loader(processor, media.policy, allow_partial=True)
     yield made
     made.close()
 

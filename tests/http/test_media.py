@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
+from mini_engine.media import settings as media_settings
 from mini_engine.messages import NewRequest
 from tests.http.patience import cancelled, eventually, settle
-from tests.http.serving import Counted, Served, check_error, image, metric
+from tests.http.serving import MAX_MODEL_LEN, Counted, Served, check_error, image, metric, video
 
 CACHE = ("mm_cache_queries_total{engine=0}", "mm_cache_hits_total{engine=0}", "media_decodes_total")
 
@@ -91,6 +94,23 @@ async def test_hits_count_towards_the_limit_of_a_prompt(served: Served) -> None:
     counted = Counted(*CACHE)
     check_error(await served.post([image(side) for side in sides]), 400, "media_too_large")
     assert counted.since() == [3, 3, 0]
+
+
+@pytest.mark.parametrize(("room", "tokens", "decodes"), [(44, 12, 0), (30, 8, 1)])
+async def test_longer_conversation_keeps_a_cached_video_if_it_fits(
+    served: Served, monkeypatch: pytest.MonkeyPatch, room: int, tokens: int, decodes: int
+) -> None:
+    """One `Lookup` names the video as it is without text, and a smaller one."""
+    monkeypatch.setattr(media_settings, "LEAST_VIDEO", 8)
+    served.core.keeps = True
+    clip = video() | {"nframes": 6}
+    await served.post([clip, image()])
+    counted = Counted(*CACHE)
+    text = {"type": "text", "text": "\n" * (MAX_MODEL_LEN // 2 - 2 * room)}
+    await served.post([clip, image(), text], max_completion_tokens=MAX_MODEL_LEN)
+    assert [request.media[0].num_tokens for request in served.core.requests] == [12, tokens]
+    assert [len(look_up.hashes) for look_up in served.core.look_ups] == [2, 3]
+    assert counted.since() == [2, 2, decodes]
 
 
 async def test_request_whose_tensors_are_lost_is_a_503(served: Served) -> None:

@@ -59,9 +59,9 @@ def video_hash(data: bytes = b"abc", sampling: Any = 8, kwargs: Any = KWARGS) ->
 def test_bytes_and_every_setting_change_the_hash() -> None:
     samplings = [9, VideoSampling(fps=8), *(VideoSampling(num_frames=8, **{name: 1.0}) for name in ("start", "end"))]
     others = [{}, {"size": {"longest_edge": 10}}, KWARGS | {"max_pixels": 11}]
-    hashes = [video_hash(), video_hash(b"abd"), *(video_hash(sampling=one) for one in samplings)]
-    hashes += [video_hash(kwargs=one) for one in others]
-    assert len(set(hashes)) == len(hashes) and {len(one) for one in hashes} == {16}
+    hashes = [video_hash(), video_hash(b"abd"), *(video_hash(sampling=sampling) for sampling in samplings)]
+    hashes += [video_hash(kwargs=kwargs) for kwargs in others]
+    assert len(set(hashes)) == len(hashes) and {len(digest) for digest in hashes} == {16}
     assert video_hash(kwargs=dict(reversed(KWARGS.items()))) == video_hash()
 
 
@@ -72,24 +72,21 @@ def test_settings_as_models_cards_write_them(processor: MediaProcessor) -> None:
     server = resolver(processor)
     by_rate = VideoSampling(fps=2, min_frames=4, max_frames=768, frame_factor=2)  # the authors' own numbers
     model_dir = Path(processor.hf_processor.tokenizer.name_or_path)
-    flags: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"fps": 2, "do_sample_frames": True}, {"num_frames": -1}),
-        ({"fps": 2}, {"fps": None}),
-        ({}, {"fps": 2, "num_frames": -1}),
-    ]
-    of_servers = [MediaSettingsResolver(processor, model_dir, *given).server for given in flags]
+    every: dict[str, Any] = {"num_frames": -1}
+    flags = [({"fps": 2, "do_sample_frames": True}, every), ({"fps": 2}, {"fps": None}), ({}, {"fps": 2} | every)]
+    of_servers = [MediaSettingsResolver(processor, model_dir, *kwargs).server for kwargs in flags]
     for settings in (of_request(server, fps=2, do_sample_frames=True), *of_servers):
         assert settings.sampling == by_rate and not settings.processor_kwargs
     # What `process_vision_info` returns goes with a video that is sent as frames.
     returned = of_request(server, FRAMES, fps=[1.5], do_sample_frames=False)
     assert returned.sampling.fps == 1.5 and not returned.processor_kwargs
-    every = of_request(server, do_sample_frames=False, num_frames=-1)
-    assert every.sampling.num_frames == 768  # all, but for --max-video-frames-kept
+    all_frames = of_request(server, do_sample_frames=False, **every).sampling
+    assert all_frames.num_frames == 768  # but for --max-video-frames-kept
     for kwargs, io_kwargs in (({"fps": 3, "max_frames": 8}, {"num_frames": 5}), ({"num_frames": 3}, {"fps": 5})):
         chat = msgspec.convert(chat_body(mm_processor_kwargs=kwargs, media_io_kwargs={"video": io_kwargs}), ChatRequest)
         (settings,) = server.resolve(chat, refs_of(FILE), 10**6)
         assert 5 in (settings.sampling.num_frames, settings.sampling.fps)
-    assert MediaSettingsResolver(processor, model_dir, most_frames=8).server.sampling.num_frames == 8
+    assert MediaSettingsResolver(processor, model_dir, max_frames=8).server.sampling.num_frames == 8
 
 
 # By option: what is asked, how many of 24 frames in six seconds are used, and with which of the processor's arguments.
@@ -136,17 +133,14 @@ def test_pixel_bounds_of_server_and_request(family: str, tmp_path: Path) -> None
     """The model's own processor makes the same grids, called with the resulting sizes."""
     processor = MediaProcessor(tiny_processor.build(tmp_path, family))
     unbounded = resolver(processor)
-    for kwargs in (
-        {"size": {"shortest_edge": 1000, "longest_edge": 6000}},
-        {"max_pixels": 1000},  # less than the model's minimum, which is lowered
-        {"min_pixels": 10000},
-        {"max_pixels": 50000},
-    ):
-        asked = kwargs.get("size") or {EDGES[name]: value for name, value in kwargs.items()}
+    both: dict[str, Any] = {"size": {"shortest_edge": 1000, "longest_edge": 6000}}
+    # 1000 pixels are fewer than the model's minimum, which is lowered.
+    for kwargs in (both, {"max_pixels": 1000}, {"min_pixels": 10000}, {"max_pixels": 50000}):
+        edges = kwargs.get("size") or {EDGES[name]: pixels for name, pixels in kwargs.items()}
         server = resolver(processor, **kwargs).server
         for clip in (decoded(4, 48, 64), decoded(4, 224, 224)):
             for kind, item in (("image", clip.frames[0]), ("video", clip)):
-                sizes = dict(getattr(processor.hf_processor, f"{kind}_processor").size) | asked
+                sizes = dict(getattr(processor.hf_processor, f"{kind}_processor").size) | edges
                 sizes = {edge: sizes[edge] for edge in EDGES.values()}
                 expected = full_call(processor, item, size=sizes | {"shortest_edge": min(sizes.values())})
                 part = IMAGE if kind == "image" else FILE
@@ -236,23 +230,15 @@ def test_settings_of_a_part_mean_what_they_mean_to_qwen_vl_utils(family: str, tm
 def test_settings_of_a_part_are_of_its_item_alone(processor: MediaProcessor) -> None:
     small, of_videos = {"max_pixels": 56 * 56}, {"nframes": 2, "total_pixels": 10**6, "video_end": 3}
     within = {"type": "video", "video": {"url": FILE["video"], **small, **of_videos}}
-    parts = [
-        FILE,
-        FILE | small | of_videos,
-        within,
-        FRAMES | {"fps": 4},
-        IMAGE,
-        IMAGE | small,
-        IMAGE | of_videos,
-    ]
+    parts = [FILE, FILE | small | of_videos, within, FRAMES | {"fps": 4}, IMAGE, IMAGE | small, IMAGE | of_videos]
     chat, server = ChatRequest(messages=[ChatMessage(role="user", content="x")]), resolver(processor)
     plain, own, same, frames, *images = server.resolve(chat, refs_of(*parts), 10**6)
     assert (plain.sampling, plain.processor_kwargs) == (server.server.sampling, {})
     assert (own.sampling.min_frames, own.sampling.max_frames, own.sampling.end) == (2, 2, 3)
     assert hash_key(own, "video") == hash_key(same, "video")
     assert own.bounds == small | {"total_pixels": 10**6} and frames.sampling.fps == 4
-    assert [one.calls["image"]["size"]["longest_edge"] for one in images] == [37632, 3136, 37632]
-    first, second, third = (hash_key(one, "image") for one in images)
+    assert [settings.calls["image"]["size"]["longest_edge"] for settings in images] == [37632, 3136, 37632]
+    first, second, third = (hash_key(settings, "image") for settings in images)
     assert first == third != second
 
 
@@ -317,13 +303,7 @@ def test_bad_server_settings_fail_at_start(processor: MediaProcessor, kwargs: di
 
 
 TOO_MANY = "1000000000 pixels at least are more than the 784000000 within --max-model-len"
-
-
-BAD_REQUEST = [
-    ({"min_pixels": 10**9}, TOO_MANY),
-    ({"resample": 2}, "unknown"),
-    ({"fps": [1, 2]}, "got `array`"),
-]
+BAD_REQUEST = [({"min_pixels": 10**9}, TOO_MANY), ({"resample": 2}, "unknown"), ({"fps": [1, 2]}, "got `array`")]
 
 
 @pytest.mark.parametrize(("kwargs", "says"), [*BAD, *BAD_REQUEST])
@@ -333,16 +313,9 @@ def test_bad_settings_of_a_request_are_a_400(processor: MediaProcessor, kwargs: 
     assert caught.value.status == 400
 
 
-@pytest.mark.parametrize(
-    ("part", "says"),
-    [
-        ({"min_pixels": 10**9}, TOO_MANY),
-        ({"min_frames": 5, "max_frames": 4}, "min_frames is 5, more than the 4 of max_frames"),
-    ],
-)
-def test_bad_settings_of_a_part_are_a_400_that_names_the_item(
-    processor: MediaProcessor, part: dict[str, Any], says: str
-) -> None:
-    with pytest.raises(ApiError, match="^Invalid 'messages': video 1: .*" + says) as caught:
-        of_request(resolver(processor), FILE | part)
-    assert (caught.value.status, caught.value.body.param) == (400, "messages")
+def test_bad_settings_of_a_part_are_a_400_that_names_the_item(processor: MediaProcessor) -> None:
+    frames = {"min_frames": 5, "max_frames": 4}, "min_frames is 5, more than the 4 of max_frames"
+    for part, says in (({"min_pixels": 10**9}, TOO_MANY), frames):
+        with pytest.raises(ApiError, match="^Invalid 'messages': video 1: .*" + says) as caught:
+            of_request(resolver(processor), FILE | part)
+        assert (caught.value.status, caught.value.body.param) == (400, "messages")

@@ -1,33 +1,50 @@
 """POST /v1/chat/completions, and the path of a request through this process: `start`.
 
-Each step of the path is a line there and a file of its own. Knows nothing of sockets or processes.
+Each step of the path is a function here, which calls a file of its own. Knows nothing of sockets or processes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.datastructures import State
 from starlette.responses import Response
 
+from mini_engine.engine_client.engines import Engine
 from mini_engine.http.body import INLINE_CHARACTERS, read_body, run_sized, takes
 from mini_engine.http.context import AppContext, context_of
 from mini_engine.http.responses import ChatResponder
 from mini_engine.log import about
-from mini_engine.media.loader import FetchedItem, missing_parts
-from mini_engine.media.settings import prompt_tokens, video_tokens
-from mini_engine.messages import CachedMedia
+from mini_engine.media.loader import Candidates
+from mini_engine.media.settings import INLINE_ITEMS, prompt_tokens, video_tokens
 from mini_engine.prompt.answer import Generation
-from mini_engine.prompt.renderer import check_budget, collect_media, media_usage, prompt_sources
+from mini_engine.prompt.renderer import Source, check_budget, collect_media, media_usage, prompt_sources
 from mini_engine.protocol.bodies import ChatRequest
 
 logger = logging.getLogger(__name__)
 
 router = APIRouter()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A rendered conversation."""
+
+    chat: ChatRequest  # with the grammar of its answer
+    token_ids: list[int]  # with one placeholder for each item
+    in_thought: bool  # the answer begins inside a thought
+
+
+@dataclass(frozen=True)
+class PromptMedia:
+    """The items of a prompt, in order: facts about what the engine has, patches of the others."""
+
+    sources: list[Source]
+    warnings: list[str]  # a sentence for each item of which a part could not be read
 
 
 @router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
@@ -46,88 +63,91 @@ async def chat_completions(request: Request) -> Response:
 async def start(context: AppContext, chat: ChatRequest, state: State) -> Generation:
     """Rows 2 to 8 of docs/request-path.md. When this returns the engine has the request.
 
-    The prompt is rendered before any media are loaded: a conversation that cannot be rendered costs no decoding. Raises
-    ApiError, MediaError, DecoderUnavailable, Shortage: see `errors.explain`.
+    What the request holds until then, `held` releases; also if it fails or is cancelled. Raises ApiError, MediaError,
+    DecoderUnavailable, Shortage: see `errors.explain`.
     """
-    request_id, clock = state.request_id, state.clock
     async with contextlib.AsyncExitStack() as held:
         context.engines.preparing.add(state.end)
         held.callback(context.engines.preparing.discard, state.end)
-        token_ids = await render(context, chat)
-        in_thought = context.renderer.opens_thought(token_ids)
-        constrain = partial(context.renderer.constrain, chat, in_thought)
-        chat = await run_sized(constrain, chat.num_characters, INLINE_CHARACTERS)
-        context.sampling.check(chat)
-        fetched = await prepare(context, chat, state, held)
-        hashes = dict.fromkeys(item.media_hash for item in fetched)
-        with context.engines.choose(next(iter(hashes), None), chat.num_choices) as engine:  # row 5
-            held.enter_context(engine.media.holding(request_id))
-            found = await engine.media.look_up(request_id, hashes)
-            fetched = await fit(context, chat, token_ids, fetched, found)
-            if smaller := dict.fromkeys(item.media_hash for item in fetched if item.media_hash not in hashes):
-                found |= await engine.media.look_up(request_id, smaller)
-            # Row 6: decode and process what is not cached.
-            lacking = [item for item in fetched if item.media_hash not in found]
-            processed = await context.media.process(lacking, clock, request_id)
-            # Row 7: the placeholders at their length, and the sampling parameters.
-            sources = prompt_sources([item.media_hash for item in fetched], processed, found)
-            prompt, media = context.renderer.expand(token_ids, sources)
-            check_budget(media, context.limits)
-            request = context.sampling.new_request(chat, request_id, prompt, media, client=state.client)
-            used = [media_usage(item, context.media.processor) for item in media]
-            missing = missing_parts(fetched, processed)
-            parser = context.renderer.thought_parser(in_thought)
-            generation = Generation(
-                chat, request, context.vocabulary, clock, media=used, warnings=missing, make_thoughts=parser
-            )
-        # Row 8: the tensors, then the request.
-        clock.enter("transport")
-        await engine.submit(generation, request)
-        clock.enter("other")
-    return generation
+        prompt = await render(context, chat)  # before any media: what cannot be rendered costs no decoding
+        items = await load_media(context, prompt, state, held)
+        first_hash = items[0][0].media_hash if items else None
+        engine = held.enter_context(context.engines.choose(state.request_id, chat.num_choices, first_hash))
+        media = await look_up(context, engine, items, state) if items else PromptMedia([], [])
+        return await send(context, engine, prompt, media, state)
 
 
-async def render(context: AppContext, chat: ChatRequest) -> list[int]:
-    """The prompt's token ids, with one placeholder for each item."""
-    return await run_sized(partial(context.renderer.render, chat), chat.num_characters, INLINE_CHARACTERS)
+async def render(context: AppContext, chat: ChatRequest) -> Prompt:
+    """Row 2: the chat template, and the grammar that the answer follows. Raises ApiError: 400."""
+    renderer = context.renderer
+
+    def work() -> Prompt:
+        token_ids = renderer.render(chat)
+        in_thought = renderer.opens_thought(token_ids)
+        return Prompt(renderer.constrain(chat, in_thought), token_ids, in_thought)
+
+    prompt = await run_sized(work, chat.num_characters, INLINE_CHARACTERS)
+    context.sampling.check(prompt.chat)
+    return prompt
 
 
-async def prepare(
-    context: AppContext, chat: ChatRequest, state: State, held: contextlib.AsyncExitStack
-) -> list[FetchedItem]:
-    """Rows 2 to 4 of docs/request-path.md for the media of a prompt, which have room and places until `held` is
-    closed; with settings as if there was no text. Raises as `start`."""
-    request_id, clock = state.request_id, state.clock
+async def load_media(
+    context: AppContext, prompt: Prompt, state: State, held: contextlib.AsyncExitStack
+) -> list[Candidates]:
+    """Rows 2 to 4 for the media of a prompt, which have room and places until `held` is closed.
+
+    An item has settings as if there was no text; and where these leave too little room for the text, smaller ones. So a
+    conversation that gets longer goes on with the videos that its engine has. Raises as `start`.
+    """
+    chat, limits, clock = prompt.chat, context.limits, state.clock
     refs = collect_media(chat.messages, context.config.item_limits)
-    settings = await context.media_settings.resolved(chat, refs, video_tokens(context.limits, 0, 1, 1))
+    if not (refs or chat.mm_processor_kwargs or chat.media_io_kwargs):
+        return []
+    # Clients that mean no limit send the model's length, or more.
+    answer_tokens = min(chat.token_limit or 1, limits.max_model_len // 2)
+    beside_text = video_tokens(limits, len(prompt.token_ids), answer_tokens, len(refs))
+    budgets = dict.fromkeys((video_tokens(limits, 0, 1, 1), beside_text))
+    resolve = partial(context.media_settings.resolve, chat, refs)
+    settings = await run_sized(lambda: [*map(resolve, budgets)], len(refs), INLINE_ITEMS)
     # Row 3: room for the media's bytes, the bytes, and their hashes.
     reservation = held.enter_context(context.media_bytes.reserve(await context.media.known_bytes(refs)))
     clock.enter("fetch")
-    fetched = await context.media.fetch(refs, settings, reservation.receive)
+    items = await context.media.fetch(refs, zip(*settings, strict=True), reservation.receive)
     clock.enter("admission")  # row 4: not before, since a web server that hangs would block the queue
     await held.enter_async_context(context.places.hold(len(refs)))
-    logger.debug(
-        "%s admitted: %d media items of %d bytes", request_id, len(refs), reservation.amount, extra=about(request_id)
-    )
+    request_id, size = state.request_id, reservation.amount
+    logger.debug("%s admitted: %d media items of %d bytes", request_id, len(refs), size, extra=about(request_id))
     clock.enter("other")
-    return fetched
+    return items
 
 
-async def fit(
-    context: AppContext, chat: ChatRequest, token_ids: list[int], fetched: list[FetchedItem],
-    found: Mapping[bytes, CachedMedia],
-) -> list[FetchedItem]:  # fmt: skip
-    """The items with settings by which they fit beside the text. Those of a video that was `found` stay if it fits: so
-    a conversation that gets longer goes on with the same. Raises ApiError: 400 as `resolve`."""
-    # Clients that mean no limit send the model's length, or more.
-    answer_tokens = min(chat.token_limit or 1, context.limits.max_model_len // 2)
-    budget = video_tokens(context.limits, len(token_ids), answer_tokens, len(fetched))
+async def look_up(context: AppContext, engine: Engine, items: list[Candidates], state: State) -> PromptMedia:
+    """Rows 5 and 6: ask the engine which items it has, then decode and process the others. Raises as `start`."""
+    hashes = [tuple(candidate.media_hash for candidate in item) for item in items]
+    cached = await engine.media.look_up(state.request_id, hashes)
+    chosen = []
+    for first, last in ((item[0], item[-1]) for item in items):
+        facts, budget = cached.get(first.media_hash), last.settings.video_tokens or 0
+        chosen.append(first if facts is not None and prompt_tokens(facts) <= budget else last)
+    absent = [item for item in chosen if item.media_hash not in cached]
+    processed = await context.media.process(absent, state.clock, state.request_id)
+    missing = [(item.name, processed[item.media_hash].missing) for item in absent]
+    sources = prompt_sources([item.media_hash for item in chosen], processed, cached)
+    return PromptMedia(sources, [f"{name}: {text}" for name, text in missing if text])
 
-    def fits(item: FetchedItem) -> bool:
-        return item.media_hash in found and prompt_tokens(found[item.media_hash]) <= budget
 
-    if all(item.settings.video_tokens == budget or fits(item) for item in fetched):
-        return fetched
-    settings = await context.media_settings.resolved(chat, collect_media(chat.messages, {}), budget)
-    items = zip(fetched, settings, strict=True)
-    return [item if fits(item) else await context.media.rehash(item, own) for item, own in items]
+async def send(context: AppContext, engine: Engine, prompt: Prompt, media: PromptMedia, state: State) -> Generation:
+    """Rows 7 and 8: placeholders at their length, sampling parameters; then tensors and request. Raises as `start`."""
+    chat, clock = prompt.chat, state.clock
+    token_ids, items = context.renderer.expand(prompt.token_ids, media.sources)
+    check_budget(items, context.limits)
+    request = context.sampling.new_request(chat, state.request_id, token_ids, items, client=state.client)
+    usage = [media_usage(item, context.media.processor) for item in items]
+    parser = context.renderer.thought_parser(prompt.in_thought)
+    generation = Generation(
+        chat, request, context.vocabulary, clock, media=usage, warnings=media.warnings, make_thoughts=parser
+    )
+    clock.enter("transport")
+    await engine.submit(generation, request)
+    clock.enter("other")
+    return generation

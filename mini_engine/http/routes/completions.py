@@ -1,7 +1,7 @@
 """POST /v1/completions, /tokenize and /detokenize: text without a chat template, and token ids.
 
 The path of a completion is that of a chat request without its media; each of several prompts is a request of its own to
-an engine. The others, in vLLM's form, ask no engine: the media of a conversation are measured, and thrown away.
+an engine. The others, in vLLM's form, ask no engine: the media of a conversation are measured, and dropped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from starlette.responses import Response
 from mini_engine.http.body import INLINE_CHARACTERS, JSON, read_body, run_sized, takes
 from mini_engine.http.context import AppContext, context_of
 from mini_engine.http.responses import CompletionResponder
-from mini_engine.http.routes.chat_completions import fit, prepare, render
+from mini_engine.http.routes.chat_completions import load_media, render
 from mini_engine.messages import MediaItem, NewRequest
 from mini_engine.prompt.answer import Generation
 from mini_engine.prompt.renderer import check_budget, prompt_sources
@@ -35,40 +35,39 @@ async def completions(request: Request) -> Response:
     Choice i of prompt p has the index p * n + i. No prompt is sent to an engine unless all are valid.
     """
     context, request_id = context_of(request), request.state.request_id
-    asked = await read_body(request, CompletionRequest, context)
-    request.state.choices.receive(len(asked.prompts) * asked.num_choices - 1)
-    responder = CompletionResponder(asked, request_id, context.config.served_names[0])
-    context.sampling.check(asked)
+    body = await read_body(request, CompletionRequest, context)
+    request.state.choices.receive(len(body.prompts) * body.num_choices - 1)
+    responder = CompletionResponder(body, request_id, context.config.served_names[0])
+    context.sampling.check(body)
     generations: dict[Generation, NewRequest] = {}
-    for number, prompt in enumerate(asked.prompts):
+    for number, prompt in enumerate(body.prompts):
         await asyncio.sleep(0)  # each may take some milliseconds
-        token_ids = await _encode(context, asked, prompt) if isinstance(prompt, str) else _check(context, asked, prompt)
+        token_ids = await _encode(context, body, prompt) if isinstance(prompt, str) else _check(context, body, prompt)
         own_id, client = f"{request_id}-prompt{number}" if number else request_id, request.state.client
-        new = context.sampling.new_request(asked, own_id, token_ids, client=client)
-        clock, first_index = RequestClock() if number else request.state.clock, number * asked.num_choices
-        generations[Generation(asked, new, context.vocabulary, clock, first_index=first_index)] = new
+        new = context.sampling.new_request(body, own_id, token_ids, client=client)
+        clock, first_index = RequestClock() if number else request.state.clock, number * body.num_choices
+        generations[Generation(body, new, context.vocabulary, clock, first_index=first_index)] = new
     for generation, new in generations.items():
         generation.clock.enter("transport")
-        with context.engines.choose(samples=len(generation.samples)) as engine:
+        with context.engines.choose(new.request_id, body.num_choices) as engine:
             await engine.submit(generation, new)
         request.state.cleanup.enter_context(generation)
         generation.clock.enter("other")
     return await responder.respond(list(generations))
 
 
-async def _encode(context: AppContext, asked: CompletionRequest, prompt: str) -> list[int]:
-    encode = partial(context.renderer.encode, prompt, asked.add_special_tokens is not False)
+async def _encode(context: AppContext, body: CompletionRequest, prompt: str) -> list[int]:
+    encode = partial(context.renderer.encode, prompt, body.add_special_tokens is not False)
     token_ids = await run_sized(encode, len(prompt), INLINE_CHARACTERS)
     if not token_ids:
         raise bad_request("The prompt is empty: it needs at least one token.", "prompt")
     return token_ids
 
 
-def _check(context: AppContext, asked: CompletionRequest, token_ids: list[int]) -> list[int]:
-    context.sampling.max_tokens(asked, len(token_ids))
+def _check(context: AppContext, body: CompletionRequest, token_ids: list[int]) -> list[int]:
+    context.sampling.max_tokens(body, len(token_ids))
     context.sampling.check_tokens("prompt", token_ids)
-    media = context.renderer.placeholders.intersection(token_ids)
-    if media:
+    if media := context.renderer.placeholders.intersection(token_ids):
         text = f"Invalid 'prompt': token {min(media)} is a placeholder for media, which a completion cannot have."
         raise bad_request(text, "prompt")
     return token_ids
@@ -81,43 +80,40 @@ def _check(context: AppContext, asked: CompletionRequest, token_ids: list[int]) 
 async def tokenize(request: Request) -> Response:
     """The token ids of a text, or those of a conversation as a chat completion has them, with all of its media."""
     context = context_of(request)
-    asked = await read_body(request, TokenizeRequest, context)
+    body = await read_body(request, TokenizeRequest, context)
     media: list[MediaItem] = []
-    if asked.prompt is None:
+    if body.prompt is None:
         async with contextlib.AsyncExitStack() as held:
-            token_ids = await render(context, asked.chat)
-            fetched = await prepare(context, asked.chat, request.state, held)
-            fetched = await fit(context, asked.chat, token_ids, fetched, {})
-            measured = await context.media.measure(fetched, request.state.request_id)
-            sources = prompt_sources([item.media_hash for item in fetched], measured, {})
-            tokens, media = context.renderer.expand(token_ids, sources)
+            prompt = await render(context, body.chat)
+            items = [item[-1] for item in await load_media(context, prompt, request.state, held)]
+            measured = await context.media.process(items, request.state.clock, request.state.request_id, probe=True)
+            sources = prompt_sources([item.media_hash for item in items], measured, {})
+            tokens, media = context.renderer.expand(prompt.token_ids, sources)
             check_budget(media, context.limits)
     else:
-        special = asked.add_special_tokens is not False
-        encode = partial(context.renderer.encode, asked.prompt, special, allow_placeholders=True)
-        tokens = await run_sized(encode, len(asked.prompt), INLINE_CHARACTERS)
+        special = body.add_special_tokens is not False
+        encode = partial(context.renderer.encode, body.prompt, special, allow_placeholders=True)
+        tokens = await run_sized(encode, len(body.prompt), INLINE_CHARACTERS)
     kinds = ("image", "video")
-    counts = {f"{kind}_tokens": sum(one.num_tokens for one in media if one.modality == kind) for kind in kinds}
-    body = {"count": len(tokens), "max_model_len": context.limits.max_model_len, "prompt_tokens_details": counts}
+    counts = {f"{kind}_tokens": sum(item.num_tokens for item in media if item.modality == kind) for kind in kinds}
+    answer = {"count": len(tokens), "max_model_len": context.limits.max_model_len, "prompt_tokens_details": counts}
 
-    def encode_body() -> bytes:
-        names = [*map(context.renderer.tokenizer.id_to_token, tokens)] if asked.return_token_strs else None
-        return msgspec.json.encode(body | {"tokens": tokens, "token_strs": names})
+    def encode_answer() -> bytes:
+        names = [*map(context.renderer.tokenizer.id_to_token, tokens)] if body.return_token_strs else None
+        return msgspec.json.encode(answer | {"tokens": tokens, "token_strs": names})
 
-    return Response(await run_sized(encode_body, len(tokens), INLINE_CHARACTERS), media_type=JSON)
+    return Response(await run_sized(encode_answer, len(tokens), INLINE_CHARACTERS), media_type=JSON)
 
 
 @router.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     context = context_of(request)
-    asked = await read_body(request, DetokenizeRequest, context)
-    if (count := len(asked.tokens)) > context.limits.max_model_len:
-        limit = f"more than --max-model-len, {context.limits.max_model_len}"
-        raise bad_request(
-            f"Invalid 'tokens': it has {count} token ids, {limit}; send fewer.", "tokens", "invalid_value"
-        )
-    context.sampling.check_tokens("tokens", asked.tokens)
-    decode = partial(context.renderer.tokenizer.decode_batch, [asked.tokens], skip_special_tokens=False)
-    (text,) = await run_sized(decode, len(asked.tokens), INLINE_CHARACTERS)
+    body = await read_body(request, DetokenizeRequest, context)
+    if (count := len(body.tokens)) > (limit := context.limits.max_model_len):
+        text = f"Invalid 'tokens': it has {count} token ids, more than --max-model-len, {limit}; send fewer."
+        raise bad_request(text, "tokens")
+    context.sampling.check_tokens("tokens", body.tokens)
+    decode = partial(context.renderer.tokenizer.decode_batch, [body.tokens], skip_special_tokens=False)
+    (text,) = await run_sized(decode, len(body.tokens), INLINE_CHARACTERS)
     return Response(msgspec.json.encode({"prompt": text}), media_type=JSON)
