@@ -1,0 +1,1 @@
+"""The bundled model's weights, and the renderer of its videos."""
