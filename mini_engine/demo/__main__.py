@@ -2,8 +2,6 @@
 `python -m mini_engine.demo --out clip.mp4`.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 from pathlib import Path

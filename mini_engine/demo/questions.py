@@ -7,7 +7,7 @@
               "Describe the image."             a red circle
     list      "Describe the items in order."    first: a red circle moving left; second: a blue square
 
-`list` is what two or three items in one prompt are asked. A picture is told from a clip by its motion, None.
+`list` asks about two or three items in one prompt. The motion of a picture is None.
 """
 
 from collections.abc import Sequence
@@ -20,55 +20,22 @@ KINDS = ("colour", "shape", "motion", "describe", "list")
 ORDINALS = ("first", "second", "third")
 HELP = "Send me a video or an image of a moving shape, and ask what you see."
 
-PHRASINGS: dict[str, tuple[str, ...]] = {
-    "colour": (
-        "What colour is the shape?",
-        "What color is it?",
-        "Which colour does the object have?",
-        "Name the colour.",
-        "What is the colour of the moving thing?",
-        "Which color do you see?",
-    ),
-    "shape": (
-        "Which shape is it?",
-        "What shape do you see?",
-        "Name the shape.",
-        "What kind of shape is shown?",
-        "What is the shape of the object?",
-        "Is it a circle, a square, a triangle or a cross?",
-    ),
-    "motion": (
-        "Which way does it move?",
-        "In which direction does the shape move?",
-        "Where does the shape go?",
-        "Name the direction of the motion.",
-        "Does it move left, right, up, down, or is it still?",
-        "How does the object move?",
-    ),
-    "describe video": (
-        "Describe the video.",
-        "What happens in the video?",
-        "What do you see?",
-        "What is in this video?",
-        "What does the clip show?",
-        "Describe what you see.",
-    ),
-    "describe image": (
-        "Describe the image.",
-        "What is in this image?",
-        "What do you see?",
-        "What does the picture show?",
-        "Describe what you see.",
-    ),
-    "list": (
-        "Describe the items in order.",
-        "Describe each of them in order.",
-        "What do you see in each, in order?",
-        "What do they show, one after the other?",
-        "Describe the first, then the second.",
-        "What is in each of them?",
-    ),
+# Of each kind, divided by bars.
+_TEXTS = {
+    "colour": "What colour is the shape? | What color is it? | Which colour does the object have? | Name the colour. "
+    "| What is the colour of the moving thing? | Which color do you see?",
+    "shape": "Which shape is it? | What shape do you see? | Name the shape. | What kind of shape is shown? | What is "
+    "the shape of the object? | Is it a circle, a square, a triangle or a cross?",
+    "motion": "Which way does it move? | In which direction does the shape move? | Where does the shape go? | Name "
+    "the direction of the motion. | Does it move left, right, up, down, or is it still? | How does the object move?",
+    "describe video": "Describe the video. | What happens in the video? | What do you see? | What is in this video? "
+    "| What does the clip show? | Describe what you see.",
+    "describe image": "Describe the image. | What is in this image? | What do you see? | What does the picture show? "
+    "| Describe what you see.",
+    "list": "Describe the items in order. | Describe each of them in order. | What do you see in each, in order? | "
+    "What do they show, one after the other? | Describe the first, then the second. | What is in each of them?",
 }
+PHRASINGS = {kind: tuple(texts.split(" | ")) for kind, texts in _TEXTS.items()}
 
 
 class Thing(Protocol):
@@ -96,16 +63,14 @@ class Question:
 def phrase(thing: Thing) -> str:
     """One item in words: "an orange cross moving up", "a red circle standing still", of a picture "a red circle"."""
     article = "an" if thing.colour[0] in "aeiou" else "a"
-    what = f"{article} {thing.colour} {thing.shape}"
-    if thing.motion is None:
-        return what
-    return f"{what} standing still" if thing.motion == "still" else f"{what} moving {thing.motion}"
+    motion = {None: "", "still": " standing still"}.get(thing.motion, f" moving {thing.motion}")
+    return f"{article} {thing.colour} {thing.shape}{motion}"
 
 
 def answer(kind: str, things: Sequence[Thing]) -> str:
     """The exact answer to a question of `kind` about `things`, the items of the prompt in order."""
     if kind == "list":
-        return "; ".join(f"{which}: {phrase(thing)}" for which, thing in zip(ORDINALS, things, strict=False))
+        return "; ".join(f"{ordinal}: {phrase(thing)}" for ordinal, thing in zip(ORDINALS, things, strict=False))
     (thing,) = things
     if kind == "describe":
         return phrase(thing)

@@ -17,26 +17,17 @@ import av
 import numpy as np
 from PIL import Image
 
-COLOURS: dict[str, tuple[int, int, int]] = {
-    "red": (225, 30, 35),
-    "green": (35, 190, 55),
-    "blue": (30, 60, 225),
-    "yellow": (245, 225, 25),
-    "orange": (250, 135, 10),
-    "purple": (150, 35, 200),
-    "cyan": (20, 215, 225),
-    "white": (250, 250, 250),
+_PALETTE = {  # RGB, and the hues in degrees between which every shade of the colour lies
+    "red": ((225, 30, 35), (-16, 8)),
+    "green": ((35, 190, 55), (90, 152)),
+    "blue": ((30, 60, 225), (204, 248)),
+    "yellow": ((245, 225, 25), (47, 66)),
+    "orange": ((250, 135, 10), (14, 40)),
+    "purple": ((150, 35, 200), (265, 315)),
+    "cyan": ((20, 215, 225), (170, 194)),
+    "white": ((250, 250, 250), (0, 360)),
 }
-HUES = {  # degrees; every shade of a colour lies between them
-    "red": (-16, 8),
-    "green": (90, 152),
-    "blue": (204, 248),
-    "yellow": (47, 66),
-    "orange": (14, 40),
-    "purple": (265, 315),
-    "cyan": (170, 194),
-    "white": (0, 360),
-}
+COLOURS = {name: rgb for name, (rgb, _) in _PALETTE.items()}
 SHAPES = ("circle", "square", "triangle", "cross")
 MOTIONS = ("left", "right", "up", "down", "still")
 FRAME_RATES = (8, 10, 12, 15, 20, 24, 25, 30)  # frames per second
@@ -81,16 +72,6 @@ class Clip:
     fps: int
     frames: np.ndarray
 
-    @property
-    def width(self) -> int:
-        """Frame width in pixels."""
-        return int(self.frames.shape[2])
-
-    @property
-    def height(self) -> int:
-        """Frame height in pixels."""
-        return int(self.frames.shape[1])
-
     def reversed(self) -> "Clip":
         """The same clip played backwards: left and right swap, and up and down."""
         back = {"left": "right", "right": "left", "up": "down", "down": "up", "still": "still"}
@@ -108,18 +89,12 @@ class Picture:
     colour: str
     shape: str
     pixels: np.ndarray
-
-    @property
-    def motion(self) -> None:
-        """Always None: the mark by which the questions tell a picture from a clip."""
-        return None
+    motion: None = None  # by which the questions tell a picture from a clip
 
 
 def make_scene(seed: int, wide: bool = False, **fixed: object) -> Scene:
-    """The scene of `seed`. Any field of `Scene` can be fixed by keyword; the other draws stay what they were.
-
-    `wide` draws shades, backgrounds and proportions from ranges that other renderers' videos lie in too.
-    """
+    """The scene of `seed`. Any field of `Scene` can be fixed by keyword; the other draws stay what they were. `wide`
+    draws shades, backgrounds and proportions from ranges that include those of other renderers' videos."""
     rng = np.random.default_rng(seed)
     colour = str(rng.choice(list(COLOURS)))
     shape = str(rng.choice(SHAPES))
@@ -157,7 +132,7 @@ def _widely(colour: str, rng: np.random.Generator) -> dict[str, object]:
     """Fields of a wide scene, the shape's colour away from those of the background."""
     value = rng.uniform(0.8 if colour == "white" else 0.45, 1)
     saturation = rng.uniform(0, 0.08) if colour == "white" else rng.uniform(max(0.36, 1.3 - value), 1)
-    rgb = np.array(colorsys.hsv_to_rgb(rng.uniform(*HUES[colour]) % 360 / 360, saturation, value)) * 255
+    rgb = np.array(colorsys.hsv_to_rgb(rng.uniform(*_PALETTE[colour][1]) % 360 / 360, saturation, value)) * 255
     ends = np.zeros((2, 3))
     while min(np.linalg.norm(rgb - place) for place in (*ends, ends.mean(0))) < 60 or not ends.any():
         ends = rng.uniform(0, 255, (2, 3)) * rng.uniform(0.1, 0.8, (2, 1))
@@ -211,13 +186,13 @@ def draw(scene: Scene, indices: Sequence[int]) -> np.ndarray:
     backdrop = first + np.minimum(ramp, 1)[..., None].astype(np.float32) * (last - first)
     grain = rng.normal(0, scene.noise, (height + 32, width + 32, 1)).astype(np.float32) if scene.noise else None
     frames = np.empty((len(indices), height, width, 3), np.uint8)
-    for slot, index in enumerate(indices):
+    for number, index in enumerate(indices):
         frame = backdrop.copy()
         _stamp(frame, scene, index / max(1, scene.num_frames - 1))
         if grain is not None:
             y, x = np.random.default_rng([scene.seed, 2, index]).integers(0, 33, 2)
             frame += grain[y : y + height, x : x + width]
-        frames[slot] = np.clip(frame + 0.5, 0, 255)
+        frames[number] = np.clip(frame + 0.5, 0, 255)
     return frames
 
 
@@ -258,11 +233,9 @@ def _distance(shape: str, x: np.ndarray, y: np.ndarray, radius: float, stout: fl
 
 
 def encode(clip: Clip, container: str = "mp4", codec: str = "h264", quality: int | None = None) -> bytes:
-    """The clip as the bytes of a video file.
-
-    `container` is a key of CONTAINERS, `codec` a key of CODECS (WebM takes only "vp9"); `quality` is the codec's own
-    scale, where smaller is better (h264 18-32, mpeg4 2-10, vp9 20-40). Width and height must be even.
-    """
+    """The clip as the bytes of a video file. `container` is a key of CONTAINERS, `codec` a key of CODECS (WebM takes
+    only "vp9"); `quality` is the codec's own scale, where smaller is better (h264 18-32, mpeg4 2-10, vp9 20-40). Width
+    and height must be even."""
     options = {
         "h264": {"preset": "veryfast", "crf": str(quality or 23)},
         "mpeg4": {},
@@ -271,7 +244,7 @@ def encode(clip: Clip, container: str = "mp4", codec: str = "h264", quality: int
     sink = io.BytesIO()
     with av.open(sink, "w", format=CONTAINERS[container]) as output:
         stream: Any = output.add_stream(CODECS[codec], rate=Fraction(clip.fps), options=options)
-        stream.width, stream.height, stream.pix_fmt = clip.width, clip.height, "yuv420p"
+        stream.height, stream.width, stream.pix_fmt = *clip.frames.shape[1:3], "yuv420p"
         stream.codec_context.thread_count = 1
         if codec == "mpeg4":
             stream.codec_context.qmin = stream.codec_context.qmax = quality or 4

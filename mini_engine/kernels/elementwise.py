@@ -65,7 +65,7 @@ def _head_weight(q_weight, k_weight, d, inside, is_query, OFFSET: tl.constexpr):
 
 @triton.jit
 def _rotate_heads(
-    out, keys, values, qkv, q_weight, k_weight, cos, sin, slots, eps, stride, HEADS: tl.constexpr,
+    out, keys, values, qkv, q_weight, k_weight, cos, sin, cache_indices, eps, stride, HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
     OFFSET: tl.constexpr,
 ):  # fmt: skip
@@ -88,7 +88,7 @@ def _rotate_heads(
     result = tl.where(is_value, x, x * c + y * s).to(out.dtype.element_ty)
     tl.store(out + (row * HEADS + head) * DIM + d, result, mask=inside & (head < HEADS))
     if KV_HEADS > 0:
-        place = (tl.load(slots + row) * KV_HEADS + head - HEADS) * DIM + d
+        place = (tl.load(cache_indices + row) * KV_HEADS + head - HEADS) * DIM + d
         tl.store(keys + place, result, mask=inside & (head >= HEADS) & ~is_value)
         tl.store(values + place - KV_HEADS * DIM, result, mask=inside & is_value)
 
@@ -175,14 +175,14 @@ def mul_gate(x: Tensor, gate: Tensor, silu: bool, weight: Tensor | None = None, 
 
 def rotate_heads(
     qkv: Tensor, kv_heads: int, cos: Tensor, sin: Tensor, norms: tuple[Tensor, Tensor, float, bool] | None = None,
-    keys: Tensor | None = None, values: Tensor | None = None, slots: Tensor | None = None,
+    keys: Tensor | None = None, values: Tensor | None = None, cache_indices: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As `ops.rotate_heads` of an `ops.Heads`, but rounded once. Returns the queries alone, a new contiguous tensor,
-    and puts keys and values, if there are any, where `slots` says.
+    and puts keys and values, if there are any, where `cache_indices` says.
 
     Args:
         keys, values: contiguous `[..., kv_heads, head_dim]`, of qkv's dtype.
-        slots: int64 `[n]`, indices into the flattened leading axes.
+        cache_indices: int64 `[n]`, indices into the flattened leading axes.
     """
     (count, total, dim), queries = qkv.shape, qkv.shape[1] - 2 * kv_heads
     assert qkv.stride(1) == dim and cos.is_contiguous() and sin.is_contiguous()
@@ -192,7 +192,7 @@ def rotate_heads(
     rows = max(1, (COLUMNS if kv_heads else 4 * COLUMNS) // padded(dim))
     if out.numel():
         _rotate_heads[(count, triton.cdiv(total, rows))](
-            out, keys, values, qkv, q_weight, k_weight, cos, sin, slots, eps, qkv.stride(0), HEADS=queries,
+            out, keys, values, qkv, q_weight, k_weight, cos, sin, cache_indices, eps, qkv.stride(0), HEADS=queries,
             KV_HEADS=kv_heads, DIM=dim, PADDED=padded(dim), HALF=cos.shape[-1] // 2, ROWS=rows, OFFSET=int(offset),
             num_warps=4 if kv_heads else 8,
         )  # fmt: skip

@@ -80,9 +80,9 @@ class Keys:
             keys, values = self._keys[head, :stop], self._values[head, :, :stop].contiguous()
             for first in range(0, len(padded), count):
                 rows = slice(first, first + count)
-                some = grouped[rows, head]
-                mask = _causal_mask()[first : first + len(some), :, : stop - start]
-                out[rows, head] = _attend(some.reshape(-1, dim), keys, values, mask).view(some.shape)
+                part = grouped[rows, head]
+                mask = _causal_mask()[first : first + len(part), :, : stop - start]
+                out[rows, head] = _attend(part.reshape(-1, dim), keys, values, mask).view(part.shape)
         return out[:length].flatten(1, 2)
 
 

@@ -90,14 +90,12 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + head_dim / 2]) by its angle (RoPE, Su et al. 2021), in float32.
+    """Turn each pair (x[i], x[i + head_dim / 2]) by its angle (RoPE, Su et al. 2021), in float32. A new contiguous
+    tensor of x's dtype.
 
     Args:
         x: `[n, heads, head_dim]`, the heads of a token contiguous.
         cos, sin: float32 `[n, 1, head_dim]`, the sines' first half negated.
-
-    Returns:
-        A new contiguous tensor of x's dtype.
     """
     if fused(x):
         return _kernels().rotate_heads(x, 0, cos, sin)
@@ -116,7 +114,7 @@ class HeadNorms(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Queries, keys and values of n tokens as a layer projects them, and what is due before they attend: `norms`, if
+    """Queries, keys and values of n tokens as a layer projects them, and what follows before they attend: `norms`, if
     any, of queries and keys, and the rotation of the first `rotary_dim` columns of each.
 
     qkv: `[n, heads + 2 * kv_heads, head_dim]`, the heads of a token contiguous: queries, then keys, then values.
@@ -137,9 +135,8 @@ def rotate_heads(heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     qk, v = qkv.split((qkv.shape[1] - kv_heads, kv_heads), dim=1)
     sizes, width = (qk.shape[1] - kv_heads, kv_heads), cos.shape[-1]
     if norms is not None:
-        q, k = qk.split(sizes, dim=1)
-        eps, offset = norms.eps, norms.offset
-        qk = torch.cat((rms_norm(q, norms.q_weight, eps, offset), rms_norm(k, norms.k_weight, eps, offset)), dim=1)
+        weights, parts = norms[:2], qk.split(sizes, dim=1)
+        qk = torch.cat([rms_norm(x, w, norms.eps, norms.offset) for x, w in zip(parts, weights, strict=True)], dim=1)
     if width == qk.shape[-1]:
         qk = rotate(qk, cos, sin)
     else:

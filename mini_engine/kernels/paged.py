@@ -191,8 +191,8 @@ def tile_tokens(q: Tensor, keys: Tensor) -> int:
 def choose_splits(programs: int, longest: int, per_processor: int, device: torch.device) -> int:
     """Splits of contexts up to `longest` that make of `programs` about `per_processor` for each processor."""
     processors = _processors(device)
-    most = max(MOST_SPLITS, processors // programs)
-    return max(1, min(per_processor * processors // programs, most, -(-longest // LEAST_SPLIT)))
+    limit = min(max(MOST_SPLITS, processors // programs), -(-longest // LEAST_SPLIT))
+    return max(1, min(per_processor * processors // programs, limit))
 
 
 @functools.cache

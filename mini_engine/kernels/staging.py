@@ -9,10 +9,8 @@ from torch import Tensor
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """`host` on the device, in the order of the current stream; waits for nothing. `host` may be changed at once.
-
-    What is there already, and all on the CPU, is `host` itself.
-    """
+    """`host` on the device, in the order of the current stream; waits for nothing. `host` may be changed at once. What
+    is there already, and all on the CPU, is `host` itself."""
     # From pageable memory torch would wait until the device has done all that is queued. Pinned memory comes from a
     # cache that reuses it only after the copy has been made.
     return host if device.type == "cpu" or host.is_cuda else host.pin_memory().to(device, non_blocking=True)
@@ -29,9 +27,8 @@ class HostCopy:
             self._done = torch.cuda.Event(blocking=True)
             self._done.record()
 
-    def values(self) -> list[Any]:
+    def values(self) -> Any:
         """Waits for them; nested as the tensor is."""
         if self._done is not None:
             self._done.synchronize()
-        values: list[Any] = self._host.tolist()
-        return values
+        return self._host.tolist()

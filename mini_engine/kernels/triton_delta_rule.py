@@ -31,8 +31,8 @@ MAP_ROWS = tl.constexpr(2 * CHUNK + 4)
 
 @triton.jit(do_not_specialize=["count"])
 def _convolve(
-    out, x, conv, kernel, slots, count, x_stride, CHANNELS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    out, x, conv, kernel, state_indices, count, x_stride, CHANNELS: tl.constexpr, SIZE: tl.constexpr,
+    PADDED: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Some tokens and channels of one sequence of `count` tokens, after SiLU. The first tokens' program alone touches
     the state, which holds the SIZE - 1 inputs before them."""
@@ -40,8 +40,8 @@ def _convolve(
     channel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = channel < CHANNELS
     history = conv + channel * (SIZE - 1)
-    if slots is not None:
-        history += tl.load(slots + sequence) * (CHANNELS * (SIZE - 1))
+    if state_indices is not None:
+        history += tl.load(state_indices + sequence) * (CHANNELS * (SIZE - 1))
     x += sequence * count * x_stride + channel
     token = first + tl.arange(0, TOKENS)[:, None]
     total = tl.zeros([TOKENS, COLUMNS], tl.float32)
@@ -76,13 +76,13 @@ def _decay_and_strength(gates, A_log, dt_bias, known, HEADS: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["gates"])
 def _decode(
-    out, mixed, gates, A_log, dt_bias, delta, slots, gates_stride, EPS: tl.constexpr, KEYS: tl.constexpr,
+    out, mixed, gates, A_log, dt_bias, delta, state_indices, gates_stride, EPS: tl.constexpr, KEYS: tl.constexpr,
     HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Some columns of the state of one sequence and value head."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d, column = tl.arange(0, PADDED), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    place = delta + (tl.load(slots + row) * HEADS + head) * (K * V) + d[:, None] * V + column[None, :]
+    place = delta + (tl.load(state_indices + row) * HEADS + head) * (K * V) + d[:, None] * V + column[None, :]
     inside = (d < K)[:, None] & (column < V)[None, :]
     gates += row * gates_stride + head
     decay, strength = _decay_and_strength(gates, A_log + head, dt_bias + head, True, HEADS)
@@ -194,14 +194,14 @@ def _exact(a, b):
 
 
 def decode(
-    x: Tensor, gates: Tensor, weights: Weights, conv: Tensor, delta: Tensor, slots: Tensor, eps: float
+    x: Tensor, gates: Tensor, weights: Weights, conv: Tensor, delta: Tensor, state_indices: Tensor, eps: float
 ) -> Tensor:
-    """As `model.delta_rule.decode`. Rows may share a slot if their results do not matter, as padding's do not."""
-    mixed = _convolved(x, weights[0], conv, slots)
+    """As `model.delta_rule.decode`. Rows may share a state if their results do not matter, as padding's do not."""
+    mixed = _convolved(x, weights[0], conv, state_indices)
     out, sizes = _output(x, gates, delta)
     columns = padded(min(DECODE_COLUMNS, sizes["V"]))
     _decode[(len(x), sizes["HEADS"], triton.cdiv(sizes["V"], columns))](
-        out, mixed, gates, *weights[1:], delta, slots, gates.stride(0), EPS=eps, **sizes, COLUMNS=columns, num_warps=4
+        out, mixed, gates, *weights[1:], delta, state_indices, gates.stride(0), EPS=eps, **sizes, COLUMNS=columns
     )
     return out
 
@@ -216,21 +216,20 @@ def prefill(x: Tensor, gates: Tensor, weights: Weights, conv: Tensor, delta: Ten
         maps, mixed, gates, *weights[1:], len(x), gates.stride(0), EPS=eps, **sizes, N=CHUNK, num_warps=2
     )
     _scan[(heads, triton.cdiv(sizes["V"], columns))](
-        out, mixed, maps, delta, len(x), **sizes, COLUMNS=columns, N=CHUNK, num_warps=4, num_stages=3
+        out, mixed, maps, delta, len(x), **sizes, COLUMNS=columns, N=CHUNK, num_stages=3
     )
     return out
 
 
-def _convolved(x: Tensor, kernel: Tensor, conv: Tensor, slots: Tensor | None) -> Tensor:
-    """`[n, channels]` after SiLU: tokens of one sequence or, with slots, one token of each of several."""
+def _convolved(x: Tensor, kernel: Tensor, conv: Tensor, state_indices: Tensor | None) -> Tensor:
+    """`[n, channels]` after SiLU: tokens of one sequence or, with state indices, one token of each of several."""
     (count, channels), size = x.shape, kernel.shape[1]
     assert x.stride(1) == 1 and kernel.is_contiguous() and conv.is_contiguous() and size <= CONV_TOKENS
     out = torch.empty(count, channels, dtype=x.dtype, device=x.device)
-    tokens, length, sequences = (CONV_TOKENS, count, 1) if slots is None else (1, 1, count)
+    tokens, length, sequences = (CONV_TOKENS, count, 1) if state_indices is None else (1, 1, count)
     _convolve[(triton.cdiv(length, tokens), triton.cdiv(channels, CONV_CHANNELS), sequences)](
-        out, x, conv, kernel, slots, length, x.stride(0), CHANNELS=channels, SIZE=size, PADDED=padded(size),
-        TOKENS=tokens, COLUMNS=CONV_CHANNELS, num_warps=4,
-    )  # fmt: skip
+        out, x, conv, kernel, state_indices, length, x.stride(0), channels, size, padded(size), tokens, CONV_CHANNELS
+    )
     return out
 
 

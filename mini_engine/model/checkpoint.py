@@ -1,9 +1,7 @@
-"""The safetensors files of a model directory: which tensors lie where.
+"""The safetensors files of a model directory: which file holds which tensor.
 
 Knows nothing of models: a given mapping converts names.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -33,25 +31,23 @@ class Stored:
 
 
 def find_tensors(directory: Path, rename: Callable[[str], str]) -> dict[str, Stored]:
-    """Every tensor of the checkpoint by its name after `rename`. Reads headers only.
-
-    With an index, its files and what it says to be in each; else `model.safetensors`; else all safetensors there are.
-    Raises CheckpointError: no safetensors, a file that is missing or cannot be read, one tensor in two files.
-    """
+    """Every tensor of the checkpoint by its name after `rename`, from headers alone: with an index, of its files and as
+    it places them; else of `model.safetensors`; else of all safetensors. Raises CheckpointError: no safetensors, a file
+    that is missing or cannot be read, one tensor in two files."""
     index = _read_index(directory / INDEX_FILE)
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for file in _files(directory, index):
         for stored in _header(file):
             if index.get(stored.name, file.name) != file.name:
                 continue
             name = rename(stored.name)
-            if name in found:
+            if name in tensors:
                 raise CheckpointError(
-                    f"{directory}: {name} is in {found[name].file.name} and again in {file.name}; "
+                    f"{directory}: {name} is in {tensors[name].file.name} and again in {file.name}; "
                     "remove the files that do not belong to this checkpoint"
                 )
-            found[name] = stored
-    return found
+            tensors[name] = stored
+    return tensors
 
 
 def shorten(names: Sequence[str]) -> str:
@@ -74,8 +70,7 @@ def _read_index(path: Path) -> dict[str, str]:
 def _files(directory: Path, index: dict[str, str]) -> Iterable[Path]:
     if index:
         files = [directory / name for name in sorted(set(index.values()))]
-        missing = [file.name for file in files if not file.exists()]
-        if missing:
+        if missing := [file.name for file in files if not file.exists()]:
             raise CheckpointError(
                 f"{directory}: {len(missing)} of the {len(files)} files that {INDEX_FILE} names are missing: "
                 f"{shorten(missing)}; download them"
@@ -94,10 +89,7 @@ def _files(directory: Path, index: dict[str, str]) -> Iterable[Path]:
 def _header(file: Path) -> list[Stored]:
     try:
         with safe_open(file, framework="pt") as handle:
-            return [
-                Stored(file, name, tuple(stored.get_shape()), stored.get_dtype())
-                for name in handle.keys()
-                for stored in (handle.get_slice(name),)
-            ]
+            slices = {name: handle.get_slice(name) for name in handle.keys()}
+            return [Stored(file, name, tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()]
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} is truncated or not a safetensors file ({error}); download it again") from None

@@ -130,8 +130,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "ModelConfig":
-        """Build from the parsed json. Raises ValueError for an unsupported architecture or setting, and for a field
-        that is missing."""
+        """Build from the parsed json. Raises ValueError: an unsupported architecture or setting, a missing field."""
         spec = find_spec(raw.get("architectures"))
         text = raw.get("text_config") or raw
         try:
@@ -213,9 +212,9 @@ def _vision_config(raw: dict[str, Any], spec: ModelSpec) -> VisionConfig:
     )
 
 
-def _require_activation(raw: dict[str, Any], part: str, wanted: str) -> None:
-    if (found := raw.get("hidden_act")) not in (None, wanted):
-        raise ValueError(f"{part} activation {found!r} is not supported; supported: {wanted}")
+def _require_activation(raw: dict[str, Any], part: str, supported: str) -> None:
+    if (activation := raw.get("hidden_act")) not in (None, supported):
+        raise ValueError(f"{part} activation {activation!r} is not supported; supported: {supported}")
 
 
 def _dtype(raw: dict[str, Any], text: dict[str, Any]) -> str:

@@ -54,7 +54,7 @@ class Weights(NamedTuple):
 
 
 def prefill(x: Tensor, gates: Tensor, weights: Weights, shape: StateShape, conv: Tensor, delta: Tensor) -> Tensor:
-    """Several consecutive tokens of one sequence.
+    """Several consecutive tokens of one sequence: `[n, v_heads, v_dim]` in x's dtype.
 
     Args:
         x: `[n, channels]`, n >= 1, the convolution's input; may be a view.
@@ -62,9 +62,6 @@ def prefill(x: Tensor, gates: Tensor, weights: Weights, shape: StateShape, conv:
             is `-exp(A_log) * softplus(a + dt_bias)`, both in float32.
         conv, delta: one layer's state before these tokens, overwritten in place with the state after them; may be
             views. Zeros are an empty history.
-
-    Returns:
-        `[n, v_heads, v_dim]` in x's dtype.
     """
     if ops.fused(x):
         from mini_engine.kernels import triton_delta_rule as kernels
@@ -76,32 +73,29 @@ def prefill(x: Tensor, gates: Tensor, weights: Weights, shape: StateShape, conv:
 
 
 def decode(
-    x: Tensor, gates: Tensor, weights: Weights, shape: StateShape, conv: Tensor, delta: Tensor, slots: Tensor
+    x: Tensor, gates: Tensor, weights: Weights, shape: StateShape, conv: Tensor, delta: Tensor, state_indices: Tensor
 ) -> Tensor:
-    """One token of each of n sequences. Reads nothing back to the host, so a CUDA graph can hold it.
+    """One token of each of n sequences: `[n, v_heads, v_dim]` in x's dtype. Reads nothing back to the host, so a CUDA
+    graph can hold it.
 
     Args:
         x, gates, weights: as for `prefill`, a row for each sequence.
-        conv: one layer's, `[slots, channels, kernel_size - 1]`, updated in place.
-        delta: one layer's, `[slots, v_heads, k_dim, v_dim]`, updated in place.
-        slots: int64 `[n]` on the device, which rows of conv and delta are a sequence's.
-
-    Returns:
-        `[n, v_heads, v_dim]` in x's dtype.
+        conv, delta: one layer's states of all sequences, `[states, ...]`, updated in place.
+        state_indices: int64 `[n]` on the device, which rows of conv and delta are a sequence's.
     """
     if ops.fused(x):
         from mini_engine.kernels import triton_delta_rule as kernels
 
-        return kernels.decode(x, gates, weights, conv, delta, slots, NORM_EPS)
+        return kernels.decode(x, gates, weights, conv, delta, state_indices, NORM_EPS)
     g, beta = _decay_and_strength(gates, weights)
-    inputs = torch.cat((conv.index_select(0, slots), x.unsqueeze(-1)), dim=-1)
-    conv.index_copy_(0, slots, inputs[..., 1:])
+    inputs = torch.cat((conv.index_select(0, state_indices), x.unsqueeze(-1)), dim=-1)
+    conv.index_copy_(0, state_indices, inputs[..., 1:])
     q, k, v = _heads(_convolve(inputs, weights.kernel).squeeze(-1), shape)
-    state = delta.index_select(0, slots).mul_(g.exp()[..., None, None])
+    state = delta.index_select(0, state_indices).mul_(g.exp()[..., None, None])
     # One pass over the states reads for both; what the query sees of this token's own change is added.
     read_k, read_q = (torch.stack((k, q), dim=2) @ state).unbind(2)
     change = (v - read_k) * beta.unsqueeze(-1)
-    delta.index_copy_(0, slots, state.addcmul_(k.unsqueeze(-1), change.unsqueeze(-2)))
+    delta.index_copy_(0, state_indices, state.addcmul_(k.unsqueeze(-1), change.unsqueeze(-2)))
     return (read_q + (q * k).sum(-1, keepdim=True) * change).to(x.dtype)
 
 
@@ -122,9 +116,9 @@ def _prefill(
     future = torch.ones(len(x), len(x), dtype=torch.bool, device=x.device).triu(1)
     between = (total - total.mT).masked_fill_(future, float("-inf")).exp_()  # from the column's token to the row's
     system = (k * beta) @ k.mT * between
-    wanted = torch.cat((v * beta, k * (beta * total.exp())), dim=-1)
+    targets = torch.cat((v * beta, k * (beta * total.exp())), dim=-1)
     # Only what lies below the diagonal is read.
-    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    solved = torch.linalg.solve_triangular(system, targets, upper=False, unitriangular=True)
     change, seen = solved.split((shape.v_dim, shape.k_dim), dim=-1)  # the changes are `change - seen S`
     end = total[:, -1:]
     to_end = (k * (end - total).exp()).mT

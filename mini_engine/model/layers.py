@@ -6,6 +6,7 @@ Checkpoint names are in the newer hub layout (`model.language_model.*`, `model.v
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -38,10 +39,6 @@ class Rows:
     @property
     def count(self) -> int:
         return self.part.stop - self.part.start
-
-    @property
-    def room(self) -> int:
-        return max(self.count, self.padded)
 
 
 class Layer(nn.Module):
@@ -106,11 +103,13 @@ class ColumnParallel(Layer):
     def __init__(self, inputs: int, rows: Sequence[Rows], bias: bool, at: Placement) -> None:
         super().__init__()
         self.rows = tuple(rows)
-        outputs = sum(r.room for r in self.rows)
+        outputs = sum(max(r.count, r.padded) for r in self.rows)
         self.weight = at.empty(outputs, inputs)
         self.bias = at.empty(outputs) if bias else None
         if outputs > sum(r.count for r in self.rows):
-            _clear(self)
+            self.weight.zero_()  # the padding stays zero
+            if self.bias is not None:
+                self.bias.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., inputs]` -> `[..., this rank's outputs]`."""
@@ -124,7 +123,7 @@ class ColumnParallel(Layer):
             yield Piece(f"{r.source}.weight", shape, (r.part,), self.weight[here])
             if self.bias is not None:
                 yield Piece(f"{r.source}.bias", (r.total,), (r.part,), self.bias[here])
-            start += r.room
+            start += max(r.count, r.padded)
 
 
 class RowParallel(Layer):
@@ -145,7 +144,7 @@ class RowParallel(Layer):
         self.weight = at.empty(outputs, max(self.held, padded))
         self.bias = at.empty(outputs) if bias else None
         if padded > self.held:
-            _clear(self)
+            self.weight.zero_()  # the padding stays zero
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., this rank's part]` -> `[..., outputs]`, the same on every rank."""
@@ -158,16 +157,9 @@ class RowParallel(Layer):
     def pieces(self) -> Iterator[Piece]:
         outputs = self.weight.shape[0]
         rows = slice(0, outputs)
-        own = self.weight[:, : self.held]
-        yield Piece(f"{self.source}.weight", (outputs, self.inputs), (rows, self.part), own)
+        yield Piece(f"{self.source}.weight", (outputs, self.inputs), (rows, self.part), self.weight[:, : self.held])
         if self.bias is not None:
             yield Piece(f"{self.source}.bias", (outputs,), (rows,), self.bias)
-
-
-def _clear(layer: nn.Module) -> None:
-    """Fill with zeros: the padding stays zero."""
-    for parameter in layer.parameters():
-        parameter.zero_()
 
 
 class GatedMLP(nn.Module):
@@ -234,22 +226,19 @@ class VocabParallelEmbedding(Layer):
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         return self.tp.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(-1), 0))
 
-    def project(self, x: Tensor) -> Tensor:
-        """`[n, size]` -> scores `[n, vocab_size]`, the same on every rank."""
-        local = ops.linear(x, self.weight)
-        if self.tp.size == 1:
+    def project(self, x: Tensor) -> Tensor | None:
+        """`[n, size]` -> scores `[n, vocab_size]` on rank 0; None on the others."""
+        local, size = ops.linear(x, self.weight), self.tp.size
+        if size == 1:
             return local
         # Shares differ by a row where the vocabulary does not divide, and the collective wants equal shapes.
-        widest = -(-self.vocab_size // self.tp.size)
-        gathered = self.tp.all_gather(F.pad(local, (0, widest - local.shape[-1])))
-        parts = [gathered[rank, :, : self._share(rank)] for rank in range(self.tp.size)]
-        return torch.cat(parts, dim=-1)
-
-    def _share(self, rank: int) -> int:
-        size = self.tp.size
-        return self.vocab_size * (rank + 1) // size - self.vocab_size * rank // size
+        widest = -(-self.vocab_size // size)
+        gathered = self.tp.gather(F.pad(local, (0, widest - local.shape[-1])))
+        if gathered is None:
+            return None
+        ends = pairwise(self.vocab_size * rank // size for rank in range(size + 1))
+        return torch.cat([part[:, : end - start] for part, (start, end) in zip(gathered, ends, strict=True)], dim=-1)
 
     def pieces(self) -> Iterator[Piece]:
-        shape = (self.vocab_size, self.weight.shape[1])
-        twin = self.twin and f"{self.twin}.weight"
+        shape, twin = (self.vocab_size, self.weight.shape[1]), self.twin and f"{self.twin}.weight"
         yield Piece(f"{self.source}.weight", shape, (self.part,), self.weight, twin)

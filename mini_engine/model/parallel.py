@@ -1,7 +1,6 @@
 """Tensor parallelism as an argument: the collectives of the ranks, and which rank holds which part.
 
-`TensorParallel()` is one rank alone, for which every collective does nothing. Starting and ending the process group is
-the caller's business.
+`TensorParallel()` is one rank alone, for which every collective does nothing. The caller owns the process group.
 """
 
 from dataclasses import dataclass, field, replace
@@ -30,6 +29,10 @@ class Collectives:
         """Fill `gathered`, `[size, ...]`, with each rank's `tensor`, `[...]`."""
         _all_gather(gathered.flatten(0, 1), tensor)
 
+    def gather(self, gathered: Tensor | None, tensor: Tensor) -> None:
+        """As `all_gather`, on rank 0 alone: the others pass None."""
+        dist.gather(tensor, None if gathered is None else list(gathered))
+
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite `tensor` with rank 0's."""
         dist.broadcast(tensor, 0)
@@ -55,6 +58,14 @@ class TensorParallel:
             return tensor.unsqueeze(0)
         gathered = tensor.new_empty(self.size, *tensor.shape)
         self.collectives.all_gather(gathered, tensor.contiguous())
+        return gathered
+
+    def gather(self, tensor: Tensor) -> Tensor | None:
+        """`all_gather` to rank 0; None on the others."""
+        if self.size == 1:
+            return tensor.unsqueeze(0)
+        gathered = tensor.new_empty(self.size, *tensor.shape) if self.rank == 0 else None
+        self.collectives.gather(gathered, tensor.contiguous())
         return gathered
 
     def broadcast(self, tensor: Tensor) -> Tensor:

@@ -4,8 +4,6 @@ Imports no torch: a process that holds no tensors may ask whether a checkpoint i
 that the shared files know of it; its vision tower has a file of its own.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections.abc import Callable, Sequence
@@ -81,8 +79,8 @@ def find_spec(architectures: Sequence[str] | None) -> ModelSpec:
     for name in architectures or ():
         if name in SPECS:
             return SPECS[name]
-    found = ", ".join(architectures) if architectures else "none given"
-    raise ValueError(f"unsupported architecture: {found}; supported: {', '.join(SPECS)}")
+    names = ", ".join(architectures) if architectures else "none given"
+    raise ValueError(f"unsupported architecture: {names}; supported: {', '.join(SPECS)}")
 
 
 def _qwen2_vision(raw: dict[str, Any]) -> dict[str, Any]:

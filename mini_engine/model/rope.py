@@ -38,23 +38,19 @@ def mrope_positions(num_tokens: int, runs: Sequence[PlacedRun], vision: VisionCo
 
     Text counts up on all three axes. A run starts where the text before it ended: its time axis advances by one per
     temporal grid, or by `tokens_per_second` x seconds per grid, each product cut to an integer; its height and width
-    axes count merged patches. Text goes on at the run's start plus its longer side. The next position is one past the
+    axes count merged patches. Text continues at the run's start plus its longer side. The next position is one past the
     prompt's last token, as in transformers' `generate`: a token stands where it stands whether it was decoded or is
     part of a longer prompt. (`rope_deltas`, one past the largest position, would put it behind a long video's last
-    frame.)
-
-    Args:
-        runs: in the prompt's order.
+    frame.) `runs` are in the prompt's order.
     """
     parts: list[Tensor] = []
     done = position = 0
     for run in runs:
         parts.append(_text(position, run.start - done))
         position += run.start - done
-        here = _positions_in(run, vision)
-        parts.append(here + position)
+        parts.append(_positions_in(run, vision) + position)
         position += max(run.grid[1:]) // vision.spatial_merge_size
-        done = run.start + here.shape[1]
+        done = run.start + parts[-1].shape[1]
     positions = torch.cat((*parts, _text(position, num_tokens - done)), dim=1)
     return PromptPositions(positions, int(positions[:, -1].max()) + 1)
 

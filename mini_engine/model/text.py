@@ -26,13 +26,11 @@ class Attend(Protocol):
     def __call__(self, layer: int, heads: ops.Heads) -> Tensor:
         """This rank's heads, neither normalised nor rotated, see `ops.rotate_heads` -> `[n, heads_local, head_dim]`.
         They are a view of a buffer that may be changed: copy what is to be kept."""
-        ...
 
     def recur(self, layer: int, x: Tensor, gates: Tensor, weights: Weights) -> Tensor:
         """The gated delta rule over all rows of the batch, each sequence's after its own state, which is replaced:
         views x `[n, channels]` and gates `[n, 2 * v_heads_local]` -> `[n, v_heads_local, v_dim]`, all of one dtype. See
         `delta_rule.prefill`."""
-        ...
 
 
 class MediaRows(NamedTuple):
@@ -172,10 +170,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(norm, config.hidden_size, config.rms_norm_eps, at, config.norm_offset)
 
     def forward(self, hidden: Tensor, positions: Tensor, attend: Attend, media: Sequence[MediaRows] = ()) -> Tensor:
-        """`[n, hidden_size]` and int64 `[3, n]` -> `[n, hidden_size]`, after the final norm, the same on every rank.
-
-        `hidden` holds the first columns of `media` already.
-        """
+        """See `VisionLanguageModel.forward`; `hidden` holds the first columns of `media` already."""
         turn, size = self.rope.tables(positions), hidden.shape[1]
         residual: Tensor | None = None
         for i, layer in enumerate(self.layers, 1):

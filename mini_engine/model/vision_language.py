@@ -65,12 +65,8 @@ class VisionLanguageModel(nn.Module):
         return self.visual.own_patches(patches, grids) if isinstance(self.visual, SpreadTower) else patches
 
     def encode_vision(self, patches: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
-        """Encode any number of images (time 1) and videos in one call.
-
-        Args:
-            patches: `[sum of t * h * w, channels * temporal * patch * patch]`, normalised, in the parameters' dtype;
-                the rank's `own_patches`, items one after the other.
-            grids: (t, h, w) per item, in patches.
+        """Encode any number of images (time 1) and videos in one call. Arguments as of `VisionTower.forward`, but the
+        patches are this rank's `own_patches`.
 
         Returns:
             Per item `[t * h * w / merge unit, config.vision.row_size]`: views of one tensor. See `MediaRows`.
@@ -79,19 +75,16 @@ class VisionLanguageModel(nn.Module):
         return list(self.visual(patches, grids).split([t * h * w // unit for t, h, w in grids]))
 
     def forward(self, hidden: Tensor, positions: Tensor, attend: Attend, media: Sequence[MediaRows] = ()) -> Tensor:
-        """Run the decoder over a flat batch.
+        """Run the decoder over a flat batch: `[n, hidden_size]`, after the final norm.
 
         Args:
             hidden: `[n, hidden_size]`, from `embed`.
             positions: int64 `[3, n]`, time, height and width; see `rope.mrope_positions`.
             attend: called once per layer, as attention or as `recur`, in order.
             media: as `embed` got them.
-
-        Returns:
-            `[n, hidden_size]`, after the final norm.
         """
         return self.decoder(hidden, positions, attend, media)
 
-    def logits(self, rows: Tensor) -> Tensor:
-        """`[rows, hidden_size]` -> `[rows, vocab_size]` in the parameters' dtype, whole on every rank."""
+    def logits(self, rows: Tensor) -> Tensor | None:
+        """`[rows, hidden_size]` -> `[rows, vocab_size]` in the parameters' dtype, on rank 0; None on the others."""
         return self.head.project(rows)

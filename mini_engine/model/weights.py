@@ -64,26 +64,23 @@ def load_model(
 
 
 def load_weights(model: nn.Module, path: str | Path, canonical_name: Callable[[str], str]) -> None:
-    """Fill all parameters from a directory.
-
-    `canonical_name` turns a checkpoint's name of a weight into the one by which the layers ask for it. All names and
-    shapes are checked before anything is read. Raises CheckpointError naming what is missing, unexpected or wrong, and
-    if a matrix that serves twice is stored twice with different values.
-    """
-    found = find_tensors(Path(path), canonical_name)
+    """Fill all parameters from a directory. `canonical_name` turns a checkpoint's name of a weight into that of the
+    layers. All names and shapes are checked before anything is read. Raises CheckpointError naming what is missing,
+    unexpected or wrong, and if a matrix that serves twice is stored twice with different values."""
+    tensors = find_tensors(Path(path), canonical_name)
     pieces = list(pieces_of(model))
-    _check(pieces, found, path)
+    _check(pieces, tensors, path)
     by_file: dict[Path, list[Piece]] = {}
     for piece in pieces:
-        by_file.setdefault(found[piece.source].file, []).append(piece)
+        by_file.setdefault(tensors[piece.source].file, []).append(piece)
     for file, group in by_file.items():
         with safe_open(file, framework="pt") as opened:
             for piece in group:
-                stored = opened.get_slice(found[piece.source].name)
+                stored = opened.get_slice(tensors[piece.source].name)
                 for index, target in _in_runs(piece):
                     target.copy_(stored[index])  # a view of the mapped file
     for piece in pieces:
-        if piece.twin in found and not _is_same(piece, found[piece.twin]):
+        if piece.twin in tensors and not _is_same(piece, tensors[piece.twin]):
             raise CheckpointError(
                 f"{piece.twin} in {path} differs from {piece.source}, which its config.json ties it to; set "
                 f"tie_word_embeddings to false there to use both, or remove {piece.twin} from the files"
@@ -91,38 +88,28 @@ def load_weights(model: nn.Module, path: str | Path, canonical_name: Callable[[s
 
 
 def fill_randomly(model: nn.Module) -> None:
-    """Fill all parameters with small random values, norms with values near one.
-
-    A value depends on its tensor's name and its place in the whole tensor alone, so that any number of ranks hold the
-    parts of one and the same model; nothing that another rank holds is computed. The numbers are made on the device.
-    """
+    """Fill all parameters with small random values, norms with values near one. A value depends on its tensor's name
+    and its place in the whole tensor alone, so that any number of ranks hold the parts of the same model; nothing that
+    another rank holds is computed. The numbers are made on the device."""
     for piece in pieces_of(model):
         is_norm = len(piece.shape) == 1 and piece.source.endswith(".weight")
         for index, target in _in_runs(piece):
             target.copy_(_noise(piece, index)).mul_(DUMMY_SPREAD / 2**15).add_(float(is_norm))
 
 
-def _check(pieces: list[Piece], found: dict[str, Stored], path: str | Path) -> None:
-    wanted = {piece.source: piece.shape for piece in pieces}
-    wanted |= {piece.twin: piece.shape for piece in pieces if piece.twin in found}
+def _check(pieces: list[Piece], tensors: dict[str, Stored], path: str | Path) -> None:
+    shapes = {piece.source: piece.shape for piece in pieces}
+    shapes |= {piece.twin: piece.shape for piece in pieces if piece.twin in tensors}
+    used = {name: tensors[name] for name in shapes if name in tensors}
     # Frequencies are computed, and the layers of `mtp` serve speculative decoding.
-    ignored = {name for name in found if name.endswith(".inv_freq") or name.startswith("mtp.")}
-    unexpected = [name for name in found if name not in wanted and name not in ignored]
-    missing = [name for name in wanted if name not in found]
-    there = {name: found[name] for name in wanted if name in found}
-    misshaped = [f"{name} is {s.shape}, not {wanted[name]}" for name, s in there.items() if s.shape != wanted[name]]
-    quantised = [f"{name} is {s.dtype}" for name, s in there.items() if s.dtype not in FLOATS]
-    problems = [
-        f"{what}: {shorten(names)}"
-        for what, names in (
-            ("missing", missing),
-            ("unexpected", unexpected),
-            ("wrong shape", misshaped),
-            ("not floating point", quantised),
-        )
-        if names
-    ]
-    if problems:
+    ignored = {name for name in tensors if name.endswith(".inv_freq") or name.startswith("mtp.")}
+    names = {
+        "missing": [name for name in shapes if name not in tensors],
+        "unexpected": [name for name in tensors if name not in shapes and name not in ignored],
+        "wrong shape": [f"{n} is {t.shape}, not {shapes[n]}" for n, t in used.items() if t.shape != shapes[n]],
+        "not floating point": [f"{n} is {t.dtype}" for n, t in used.items() if t.dtype not in FLOATS],
+    }
+    if problems := [f"{kind}: {shorten(of_kind)}" for kind, of_kind in names.items() if of_kind]:
         raise CheckpointError(
             f"the weights in {path} do not fit its config.json; {'; '.join(problems)}; "
             "take all files from one unquantised checkpoint"
@@ -130,9 +117,8 @@ def _check(pieces: list[Piece], found: dict[str, Stored], path: str | Path) -> N
 
 
 def _check_room(model: nn.Module, path: str | Path) -> None:
-    """Raises CheckpointError if the parameters of this rank are more than there is memory for them: on a CPU nothing
-    else would say so before the kernel kills a process. Those of other ranks may be in use already, so they do not
-    count."""
+    """Raises CheckpointError if there is no memory for the parameters of this rank: on a CPU nothing else would say so
+    before the kernel kills a process. Those of other ranks may be in use already, so they do not count."""
     needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     if needed > (free := available_memory()):
         raise CheckpointError(
@@ -158,10 +144,8 @@ def _in_runs(piece: Piece) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
 
 
 def _noise(piece: Piece, index: tuple[slice, ...]) -> Tensor:
-    """Integers, uniform from -2**15 to 2**15, of this part of the piece's tensor.
-
-    The high half of a product of two odd random numbers, one of the row and one of the column, modulo 2**32.
-    """
+    """Integers, uniform from -2**15 to 2**15, of this part of the piece's tensor: the high half of a product of two odd
+    random numbers, one of the row and one of the column, modulo 2**32."""
     generator = torch.Generator().manual_seed(zlib.crc32(piece.source.encode()))
 
     def odd(count: int) -> Tensor:

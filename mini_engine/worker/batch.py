@@ -4,10 +4,8 @@ The engine core never sends a sampled token back, so a sequence's tokens live he
 nothing of the model.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,12 +14,12 @@ import torch
 from torch import Tensor
 
 from mini_engine.kernels.staging import to_device
-from mini_engine.messages import Chunk, MediaItem, NewSequence
+from mini_engine.messages import Chunk, NewSequence
 from mini_engine.model.config import VisionConfig
 from mini_engine.model.rope import PlacedRun, mrope_positions
-from mini_engine.worker.attention.sdpa import AttentionBackend, Span, StepAttention, attention_order
+from mini_engine.worker.attention.sdpa import AttentionBackend, Span, StepAttention
 from mini_engine.worker.sampling.matchers import Row
-from mini_engine.worker.sampling.sampler import Recipe
+from mini_engine.worker.sampling.sampler import RowSampling
 
 
 class SequenceState:
@@ -29,13 +27,13 @@ class SequenceState:
 
     tokens: int64, room for the prompt and all of its output; known up to the one sampled last.
     blocks: int64, the block table: the first `num_blocks` count.
-    state: the slot of its recurrent state, if any.
+    state_index: of its recurrent state, if any.
     problem: why its grammar can be followed no further, as a text for the client; on rank 0.
     """
 
     def __init__(self, new: NewSequence, vision: VisionConfig, block_size: int) -> None:
         self.request_id = new.request_id
-        self.recipe = Recipe.of(new.sampling)
+        self.sampling = RowSampling.of(new.sampling)
         self.problem = ""
         self._followed = 0  # tokens of the output that the grammar's process knows
         self.media = new.media
@@ -44,23 +42,27 @@ class SequenceState:
         self.tokens = np.empty(longest, dtype=np.int64)
         self.tokens[: self.prompt_length] = new.prompt_token_ids
         self.blocks = np.empty(-(-longest // block_size), dtype=np.int64)
-        self.num_blocks = self.state = 0
-        runs = [run for item in new.media for run in _runs_of(item)]
-        placed = mrope_positions(self.prompt_length, runs, vision)
-        self._positions = placed.positions.numpy()
+        self.num_blocks = self.state_index = 0
+        runs: list[PlacedRun] = []
+        for item in new.media:  # of several runs each has one temporal grid
+            t, h, w = item.grid_thw
+            grid = (t // len(item.offsets), h, w)
+            runs += [PlacedRun(offset, grid, item.second_per_grid) for offset in item.offsets]
+        positions, next_position = mrope_positions(self.prompt_length, runs, vision)
+        self._positions = positions.numpy()
         # What a token past the prompt adds to its index to get its position, the same on all three axes.
-        self._shift = placed.next_position - self.prompt_length
+        self._shift = next_position - self.prompt_length
 
-    def take_blocks(self, chunk: Chunk) -> None:
-        """Put the chunk's blocks into the table: append them, or replace all if it restarts."""
+    def add_blocks(self, chunk: Chunk) -> None:
+        """Append the chunk's blocks to the table, or replace all by them if it restarts."""
         first = 0 if chunk.restart else self.num_blocks
         self.num_blocks = first + len(chunk.block_ids)
         self.blocks[first : self.num_blocks] = chunk.block_ids
 
-    def row(self, stop: int) -> Row | None:
-        """What its grammar's process needs to know for the mask of the token `stop`, once. None: it follows none, has
+    def grammar_row(self, stop: int) -> Row | None:
+        """What its grammar's process needs to know for the mask of the token `stop`, once. None: it has no grammar, has
         ended or cannot be followed, so its next token does not matter or has no mask."""
-        params, output = self.recipe.params, stop - self.prompt_length
+        params, output = self.sampling.params, stop - self.prompt_length
         if not params.grammar or self.problem:
             return None
         kept = min(self._followed, output)  # the last tokens may have been dropped and sampled again
@@ -70,24 +72,18 @@ class SequenceState:
         self._followed = output
         return Row(params.grammar, self.request_id, kept, tokens, params.stop_token_ids)
 
-    def position(self, index: int) -> int:
-        """Position of a token past the prompt."""
-        return index + self._shift
+    def position(self, index: int) -> list[int]:
+        """Of a token, on the three axes."""
+        return self._positions[:, index].tolist() if index < self.prompt_length else [index + self._shift] * 3
 
     def positions(self, start: int, stop: int) -> np.ndarray:
         """int64 `[3, stop - start]` of the tokens `start .. stop`, in the prompt or past it."""
-        prompt = self._positions[:, start : min(stop, self.prompt_length)]
-        if stop <= self.prompt_length:
-            return prompt
         later = np.arange(max(start, self.prompt_length), stop) + self._shift
-        return np.concatenate((prompt, np.broadcast_to(later, (3, len(later)))), axis=1)
+        return np.concatenate((self._positions[:, start:stop], np.broadcast_to(later, (3, len(later)))), axis=1)
 
     def embeddings_within(self, start: int, stop: int, encoded: Mapping[bytes, Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """(first token, rows) for each piece of a media item among the tokens `start .. stop`.
-
-        `encoded`: embeddings `[num_tokens, row_size]` of whole items by media hash. Raises KeyError: an item is not
-        there that one of these tokens needs.
-        """
+        """(first token, rows) for each piece of a media item among the tokens `start .. stop`. `encoded`: embeddings
+        `[num_tokens, row_size]` of whole items by media hash. Raises KeyError: an item of these tokens is missing."""
         for item in self.media:
             for run, offset in enumerate(item.offsets):
                 first, last = max(start, offset), min(stop, offset + item.run_length)
@@ -96,13 +92,7 @@ class SequenceState:
                     yield first, encoded[item.media_hash][first - before : last - before]
 
 
-def _runs_of(item: MediaItem) -> list[PlacedRun]:
-    t, h, w = item.grid_thw
-    grid = (t // len(item.offsets), h, w)  # of several runs each has one temporal grid
-    return [PlacedRun(offset, grid, item.second_per_grid) for offset in item.offsets]
-
-
-class Part(NamedTuple):
+class ChunkRows(NamedTuple):
     """A chunk and its sequence. Its rows in the batch are `first .. first + chunk.num_tokens`; `stop` is the index of
     the token after the chunk, in the sequence."""
 
@@ -116,20 +106,20 @@ class Part(NamedTuple):
 class FlatBatch:
     """All tokens of a step, chunks one after the other in the order that attention wants.
 
-    Tensors are int64 on the CPU: `token_ids` `[n]`, `positions` `[3, n]`, `slots` `[n]` (block * block_size + place),
-    `last_rows` `[s]`, the last row of each chunk that samples. `sampled` are the sequences of these, and `stops`, int64
-    `[s]`, the indices in them of the tokens to be sampled. `parts` are all chunks, those of the first step in a
-    `DecodeBatch`; `in_prompt` those that begin in a prompt: others have no media. `greedy`: no row needs more than its
-    largest logit; `adjusts`: some row's logits are adjusted; `constrained`: some row has a grammar.
+    Tensors are int64 on the CPU: `token_ids` `[n]`, `positions` `[3, n]`, `cache_indices` `[n]` (block * block_size +
+    place), `last_rows` `[s]`, the last row of each chunk that samples. `sampled` are the sequences of these, and
+    `stops`, int64 `[s]`, the indices in them of the tokens to be sampled. `parts` are all chunks, those of the first
+    step in a `DecodeBatch`; `in_prompt` those that begin in a prompt: others have no media. `greedy`: no row needs more
+    than its largest logit; `adjusts`: some row's logits are adjusted; `constrained`: some row has a grammar.
     """
 
-    parts: list[Part]
-    in_prompt: list[Part]
+    parts: list[ChunkRows]
+    in_prompt: list[ChunkRows]
     sampled: list[SequenceState]
     stops: np.ndarray
     token_ids: Tensor
     positions: Tensor
-    slots: Tensor
+    cache_indices: Tensor
     last_rows: Tensor
     greedy: bool
     adjusts: bool
@@ -140,60 +130,67 @@ class FlatBatch:
         """Whether every row is a token past a prompt, and samples the next one."""
         return not self.in_prompt and len(self.sampled) == len(self.token_ids)
 
+    @property
+    def spans(self) -> list[Span]:
+        """The chunks as attention sees them, in the order of the rows."""
+        return [Span(part.chunk.start, part.chunk.num_tokens, part.sequence.blocks) for part in self.parts]
 
-def build_batch(work: Sequence[tuple[Chunk, SequenceState]], block_size: int) -> tuple[FlatBatch, list[Span]]:
-    """Lay out chunks whose blocks are already in their sequences' tables; the spans are in the order of the rows."""
-    spans = [Span(chunk.start, chunk.num_tokens, sequence.blocks) for chunk, sequence in work]
-    keys = [attention_order(span) for span in spans]
-    order = sorted(range(len(work)), key=keys.__getitem__)
-    total = sum(span.length for span in spans)
-    # One array: token ids, three axes of positions, slots.
-    rows = np.empty((5, total), dtype=np.int64)
-    parts: list[Part] = []
-    # Decode steps, as integers: arrays for each would cost more than all the rest.
-    singles: list[tuple[int, int, int, int, int]] = []
-    places: list[int] = []
+
+def lay_out(work: Iterable[tuple[Chunk, SequenceState]]) -> list[ChunkRows]:
+    """The geometry of a step: its chunks in the order of `AttentionBackend.step`, and the rows of each."""
+    parts: list[ChunkRows] = []
     first = 0
-    for i in order:
-        chunk, sequence = work[i]
-        index, stop = chunk.start, spans[i].context
-        parts.append(Part(chunk, sequence, first, stop))
-        if chunk.num_tokens == 1 and index >= sequence.prompt_length:
-            position = sequence.position(index)
-            slot = sequence.blocks.item(index // block_size) * block_size + index % block_size
-            singles.append((sequence.tokens.item(index), position, position, position, slot))
-            places.append(first)
-        else:
-            indices, part = np.arange(index, stop), rows[:, first : first + chunk.num_tokens]
-            part[0] = sequence.tokens[index:stop]
-            part[1:4] = sequence.positions(index, stop)
-            part[4] = sequence.blocks[indices // block_size] * block_size + indices % block_size
+    for chunk, sequence in sorted(work, key=lambda item: (item[0].num_tokens > 1, -item[0].start - item[0].num_tokens)):
+        parts.append(ChunkRows(chunk, sequence, first, chunk.start + chunk.num_tokens))
         first += chunk.num_tokens
+    return parts
+
+
+def token_rows(parts: Sequence[ChunkRows], block_size: int) -> np.ndarray:
+    """int64 `[5, n]`, of each token of the parts: its id, its position on three axes, its cache index."""
+    rows = np.empty((5, sum(part.chunk.num_tokens for part in parts)), dtype=np.int64)
+    singles: list[tuple[int, ...]] = []
+    for chunk, sequence, first, stop in parts:
+        start = chunk.start
+        if chunk.num_tokens == 1:  # as integers: arrays for each would cost more than all the rest
+            cache_index = sequence.blocks.item(start // block_size) * block_size + start % block_size
+            singles.append((sequence.tokens.item(start), *sequence.position(start), cache_index))
+        else:
+            indices, own = np.arange(start, stop), rows[:, first : first + chunk.num_tokens]
+            own[0] = sequence.tokens[start:stop]
+            own[1:4] = sequence.positions(start, stop)
+            own[4] = sequence.blocks[indices // block_size] * block_size + indices % block_size
     if singles:
-        rows[:, places] = np.array(singles, dtype=np.int64).T
+        rows[:, : len(singles)] = np.array(singles, dtype=np.int64).T
+    return rows
+
+
+def build_batch(work: Iterable[tuple[Chunk, SequenceState]], block_size: int) -> FlatBatch:
+    """The batch of chunks whose blocks are already in their sequences' tables."""
+    parts = lay_out(work)
+    rows = torch.from_numpy(token_rows(parts, block_size))
     sampled = [part for part in parts if part.chunk.samples]
-    token_ids, positions, slots = torch.from_numpy(rows).split((1, 3, 1))
-    batch = FlatBatch(
+    choices = [part.sequence.sampling for part in sampled]
+    return FlatBatch(
         parts=parts,
         in_prompt=[part for part in parts if part.chunk.start < part.sequence.prompt_length],
         sampled=[part.sequence for part in sampled],
         stops=np.array([part.stop for part in sampled], dtype=np.int64),
-        token_ids=token_ids[0],
-        positions=positions,
-        slots=slots[0],
+        token_ids=rows[0],
+        positions=rows[1:4],
+        cache_indices=rows[4],
         last_rows=torch.tensor([part.first + part.chunk.num_tokens - 1 for part in sampled], dtype=torch.int64),
-        greedy=all(part.sequence.recipe.plain for part in sampled),
-        constrained=any(part.sequence.recipe.params.grammar for part in sampled),
-        adjusts=any(part.sequence.recipe.adjusts for part in sampled),
+        greedy=all(sampling.plain for sampling in choices),
+        constrained=any(sampling.params.grammar for sampling in choices),
+        adjusts=any(sampling.adjusts for sampling in choices),
     )
-    return batch, [spans[i] for i in order]
 
 
 class DecodeBatch:
     """The batch of a decode step, reused for the next step: most steps are the one before, one token later.
 
-    Laying out 32 sequences from nothing costs an eighth of what a small model then takes; carrying on costs a fraction
-    of that. `build_batch` and a new `StepAttention` give the same, always, and are what a step that is not of this kind
+    Laying out 32 sequences from nothing costs an eighth of what a small model then takes; advancing costs a fraction of
+    that. `build_batch` and a new `StepAttention` always give the same, and are what a step that is not of this kind
     gets. Owns `batch` and `attend`, and changes them in place. The next step's input never leaves the device: `feed`
     may be followed by `advance` before the host knows the tokens.
 
@@ -207,18 +204,16 @@ class DecodeBatch:
         self, chunks: Sequence[Chunk], batch: FlatBatch, attend: StepAttention, backend: AttentionBackend
     ) -> None:
         assert batch.decodes
-        self._backend = backend
+        self.attend, self._backend = attend, backend
         self._device = backend.cache.storage.device
         # One array, which one addition takes a token on; in numpy, where that costs a third of what it does in torch.
-        self._rows = np.vstack((batch.positions.numpy(), batch.slots.numpy(), batch.stops))
-        positions, slots, stops = self._rows[:3], self._rows[3], self._rows[4]
+        self._rows = rows = np.vstack((batch.positions.numpy(), batch.cache_indices.numpy(), batch.stops))
+        token_ids, advancing = to_device(batch.token_ids, self._device), torch.from_numpy(rows)
         self.batch = dataclasses.replace(
-            batch, token_ids=to_device(batch.token_ids, self._device), positions=torch.from_numpy(positions),
-            slots=torch.from_numpy(slots), stops=stops,
-        )  # fmt: skip
-        self.attend = attend
+            batch, token_ids=token_ids, positions=advancing[:3], cache_indices=advancing[3], stops=rows[4]
+        )
         self._expected = [(chunk.request_id, chunk.start) for chunk in chunks]
-        self._steps = 0  # that this batch has gone on since
+        self._steps = 0  # that this batch has advanced
 
     def feed(self, tokens: Tensor) -> None:
         """int64 `[n]` on the device, what was sampled: the next step's input."""
@@ -227,9 +222,12 @@ class DecodeBatch:
     def advance(self, chunks: Sequence[Chunk]) -> bool:
         """Advance to a step with these chunks, which have their blocks in the tables already.
 
-        False: the step does not follow upon the last. Build a new one then and drop this one.
+        False: the chunks are not the last step's, in the same order and each one token later. Build a new batch then,
+        and drop this one.
         """
-        if not self._follows(chunks):
+        self._steps += 1
+        expected = [(request_id, start + self._steps, 1, False, True) for request_id, start in self._expected]
+        if [(c.request_id, c.start, c.num_tokens, c.restart, c.samples) for c in chunks] != expected:
             return False
         size, stops, sequences = self._backend.cache.block_size, self.batch.stops, self.batch.sampled
         # `stops` are now this step's tokens. Each is next to the one before, or the first in a block.
@@ -238,20 +236,8 @@ class DecodeBatch:
         self._rows += 1
         for row, block in entered:
             self._rows[3, row] = block * size
-        slots = to_device(self.batch.slots, self._device)
-        if not self.attend.advance(slots, stops, entered):
-            spans = [Span(stop - 1, 1, one.blocks) for one, stop in zip(sequences, stops.tolist(), strict=True)]
-            self.attend = self._backend.step(slots, spans)
-        return True
-
-    def _follows(self, chunks: Sequence[Chunk]) -> bool:
-        """Whether the chunks are the last step's, in the same order and each one token later."""
-        if len(chunks) != len(self._expected):
-            return False
-        self._steps += 1
-        for chunk, (name, first) in zip(chunks, self._expected, strict=True):
-            if chunk.start != first + self._steps or chunk.num_tokens != 1 or chunk.request_id != name:
-                return False
-            if chunk.restart or not chunk.samples:
-                return False
+        cache_indices = to_device(self.batch.cache_indices, self._device)
+        if not self.attend.advance(cache_indices, stops, entered):
+            spans = [Span(stop - 1, 1, owner.blocks) for owner, stop in zip(sequences, stops.tolist(), strict=True)]
+            self.attend = self._backend.step(cache_indices, spans)
         return True

@@ -4,15 +4,13 @@ On CUDA a step of the worst kind is run before there is a cache, and measured: s
 that it needs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 
@@ -38,15 +36,14 @@ OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED")
 # Every way of choosing a token that needs memory of the vocabulary's size. Without Triton's kernels, each of top_k,
 # top_p and min_p takes more, top_k the more the larger it is.
 HUNGRY_SAMPLING = SamplingParams(
-    max_tokens=1, seed=0, top_k=1 << 17, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1,
-    logprobs=20,
-)  # fmt: skip
+    max_tokens=1, seed=0, top_k=131072, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1, logprobs=20
+)
 
 
 @contextlib.contextmanager
-def room_for(what: str, remedy: str, device: torch.device) -> Iterator[None]:
-    """Context for allocations on the device. Raises ConfigError: there is none left; the text names `what`, and then
-    `remedy`: one line instead of a traceback."""
+def room_for(purpose: str, remedy: str, device: torch.device) -> Iterator[None]:
+    """Context for allocations on the device. Raises ConfigError: there is none left; the text names the `purpose` and
+    the `remedy`: one line instead of a traceback."""
     try:
         yield
     except RuntimeError as error:
@@ -55,7 +52,7 @@ def room_for(what: str, remedy: str, device: torch.device) -> Iterator[None]:
         while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
             causes.append(cause)
         if any(sign in str(cause) for cause in causes for sign in OUT_OF_MEMORY):
-            raise ConfigError(f"{device} has no room for {what}; {remedy}") from None
+            raise ConfigError(f"{device} has no room for {purpose}; {remedy}") from None
         raise
 
 
@@ -76,14 +73,14 @@ class MemoryUse:
 
     def __str__(self) -> str:
         parts = ((self.weights, "weights"), (self.step, "a step"), (self.media, "media"), (self.outside, "others"))
-        return ", ".join(f"{what} {nbytes / 2**30:.2f} GiB" for nbytes, what in parts)
+        return ", ".join(f"{name} {nbytes / 2**30:.2f} GiB" for nbytes, name in parts)
 
 
 class CacheSize(NamedTuple):
     """What one rank keeps of its sequences."""
 
     num_blocks: int
-    num_states: int  # slots of recurrent states: one for each sequence, the others for snapshots
+    num_states: int  # recurrent states: one for each sequence, the others for snapshots
 
 
 def cache_size(
@@ -99,13 +96,13 @@ def cache_size(
     `--max-num-seqs` sequences of `longest` tokens fill. Snapshots of recurrent states take their part of that memory;
     the states of as many sequences lie beside it.
 
-    `use` is what all else takes of a CUDA device; needed there unless one of the flags gives the size. Raises
-    ConfigError: not a single block fits, or the device has less memory than a flag asks for.
+    `use`: on a CUDA device, unless `has_fixed_cache`. Raises ConfigError: not a single block fits, or the device has
+    less memory than a flag requires.
     """
     block_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize * config.block_size
     state_bytes = state.nbytes(dtype) if state is not None else 0
     at_once = config.step_sequences(device.type, state is not None)
-    sequences = (at_once + 1) * state_bytes  # a slot to spare
+    sequences = (at_once + 1) * state_bytes  # one to spare
     num_blocks, origin = config.num_gpu_blocks_override, "--num-gpu-blocks-override"
     if num_blocks is not None:
         memory = num_blocks * block_bytes
@@ -124,24 +121,29 @@ def cache_size(
             )
         num_blocks = min(left // block_bytes, at_once * -(-longest // config.block_size))
     snapshots = min(snapshots, num_blocks)  # each is of the end of a block
-    if config.num_gpu_blocks_override is not None or config.kv_cache_memory_bytes is not None:
+    if has_fixed_cache(config):
         needed = num_blocks * block_bytes + snapshots * state_bytes + sequences
         _check_free(config, needed, origin.split()[0], device)
     return CacheSize(num_blocks, at_once + snapshots if state_bytes else 0)
+
+
+def has_fixed_cache(config: EngineConfig) -> bool:
+    """Whether a flag gives the size of the KV cache."""
+    return config.num_gpu_blocks_override is not None or config.kv_cache_memory_bytes is not None
 
 
 def _check_free(config: EngineConfig, nbytes: int, flag: str, device: torch.device) -> None:
     """Raises ConfigError when a cache of that size cannot be had; on the CPU nothing else would, until it is full."""
     if device.type == "cpu":
         workers = config.tensor_parallel_size * config.data_parallel_size
-        free, whose = available_memory(), f" for each of {workers} workers" if workers > 1 else ""
+        free, scope = available_memory(), f" for each of {workers} workers" if workers > 1 else ""
         short = nbytes * workers > free
     else:
-        free, whose = torch.cuda.mem_get_info(device)[0], f" on {device}"
+        free, scope = torch.cuda.mem_get_info(device)[0], f" on {device}"
         short = nbytes > free
     if short:
         raise ConfigError(
-            f"{flag}: a KV cache of {nbytes / 2**30:.1f} GiB{whose} does not fit, "
+            f"{flag}: a KV cache of {nbytes / 2**30:.1f} GiB{scope} does not fit, "
             f"{free / 2**30:.1f} GiB of memory are free; lower it"
         )
 
@@ -157,18 +159,14 @@ def _memory(config: EngineConfig, use: MemoryUse | None, states: int) -> tuple[i
 
 
 def profile(
-    config: EngineConfig, model_dir: str, media_cache: MediaCachePlan, model: ModelConfig,
-    device: torch.device, runner_with: Callable[[CacheSize], ModelRunner],
-) -> MemoryUse | None:  # fmt: skip
-    """The memory of its CUDA device that this rank cannot use for the KV cache; None if flags or the CPU set its size.
+    config: EngineConfig, model_dir: str, media_cache: MediaCachePlan, model: ModelConfig, runner: ModelRunner
+) -> MemoryUse:
+    """The memory of its CUDA device that this rank cannot use for the KV cache.
 
-    `runner_with` makes a runner of the loaded model, with a cache of that size. A collective: it runs a step.
-    Raises ConfigError: there is no room for the step.
+    `runner`: of the loaded model, with a cache of one block. A collective: it runs a step. Raises ConfigError: there is
+    no room for the step.
     """
-    flags = (config.kv_cache_memory_bytes, config.num_gpu_blocks_override)
-    if device.type == "cpu" or flags != (None, None):
-        return None
-    runner = runner_with(CacheSize(1, 1))
+    device = runner.device
     grids = worst_grids(config, model.vision, model_dir)
     sequences = config.step_sequences("cuda", model.text.linear is not None)
     step = worst_step(config, sequences, config.sequence_tokens(model.text.max_position_embeddings))
@@ -199,7 +197,7 @@ def profile(
 
 
 def run_worst(runner: ModelRunner, vision: VisionConfig, grids: Sequence[Grid], step: Step) -> None:
-    """Encode raw patches of these grids, then run the step and forget its sequences."""
+    """Encode raw patches of these grids, then run the step and finish its sequences."""
     if grids:
         runner.encode_patches([torch.zeros(t * h * w, vision.patch_dim, dtype=torch.uint8) for t, h, w in grids], grids)
     runner.execute(step)
@@ -212,7 +210,7 @@ def media_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, ca
         return 0
     embeddings = config.encoder_cache_tokens * model.vision.row_size * dtype.itemsize
     kept = cache.nbytes if cache.kind == "lru" else 0
-    # Of what lies in an API server's slots a rank has a copy, too, as long as it lies there.
+    # A rank has a copy of what an API server's slots hold.
     slots = processor_memory(config).slots // config.data_parallel_size
     return embeddings + kept + config.api_server_count * slots
 
@@ -220,15 +218,12 @@ def media_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, ca
 def worst_grids(config: EngineConfig, vision: VisionConfig, model_dir: str | Path) -> list[Grid]:
     """The temporal grids of the largest call of the vision tower: as many of the largest as a step may encode, at least
     one; where ranks share a call, for each as many as its share may hold; none where `--limit-mm-per-prompt` allows no
-    media.
-
-    The largest is what the model's processor and the limits on pixels let through, as `--mm-processor-kwargs` has it.
-    """
+    media. The largest is what the model's processor, with `--mm-processor-kwargs`, and the limits on pixels allow."""
     modalities = _modalities(config)
     if not modalities:
         return []
     merge = vision.spatial_merge_size
-    pixels = max(_most_pixels(config, model_dir, modality) for modality in modalities)
+    pixels = max(_largest_pixels(config, model_dir, modality) for modality in modalities)
     largest = max(1, min(pixels // (merge * vision.patch_size) ** 2, config.encoder_cache_tokens))
     rows = math.isqrt(largest)
     grid = (1, rows * merge, largest // rows * merge)
@@ -238,17 +233,12 @@ def worst_grids(config: EngineConfig, vision: VisionConfig, model_dir: str | Pat
 
 def worst_step(config: EngineConfig, sequences: int, longest: int) -> Step:
     """As many tokens as a step may have, of at most `sequences` sequences: the end of a prompt of `longest` tokens, and
-    new ones beside it.
-
-    All lie in block 0, with unused contents, so that a cache of one block is enough.
-    """
+    new ones beside it. All are in block 0, so that a cache of one block is enough."""
     left, started, chunks = config.step_tokens("cuda"), [], []
     for number in range(sequences):
-        after = min(sequences - number - 1, left - 1)  # a token for each of the others
-        count = min(longest, left - after)
-        start = 0 if number else longest - count
+        count = min(longest, left - min(sequences - number - 1, left - 1))  # a token for each of the others
+        start, name = 0 if number else longest - count, f"worst {number}"
         blocks = [0] * -(-(start + count) // config.block_size)
-        name = f"worst {number}"
         started.append(NewSequence(name, [0] * (start + count), HUNGRY_SAMPLING, []))
         chunks.append(Chunk(name, start, count, blocks, True))
         left -= count
@@ -258,8 +248,7 @@ def worst_step(config: EngineConfig, sequences: int, longest: int) -> Step:
 
 
 def _modalities(config: EngineConfig) -> list[Modality]:
-    every: tuple[Modality, ...] = ("image", "video")
-    return [each for each in every if config.item_limits.get(each) != 0]
+    return [modality for modality in get_args(Modality) if config.item_limits.get(modality) != 0]
 
 
 def _shares(config: EngineConfig) -> int:
@@ -267,13 +256,12 @@ def _shares(config: EngineConfig) -> int:
     return config.tensor_parallel_size if config.mm_encoder_tp_mode == "data" else 1
 
 
-def _most_pixels(config: EngineConfig, model_dir: str | Path, modality: Modality) -> int:
+def _largest_pixels(config: EngineConfig, model_dir: str | Path, modality: Modality) -> int:
     """Most pixels of an image, or of a video's frame, as it reaches the vision tower."""
     accepted = config.max_image_pixels if modality == "image" else config.max_frame_pixels
     settings = settings_of(model_dir, modality)
     size = {**(settings.get("size") or {}), **config.mm_processor_kwargs.get("size", {})}
     bounds = {**settings, **config.mm_processor_kwargs}
-    least = size.get("shortest_edge") or bounds.get("min_pixels") or 0
-    most = size.get("longest_edge") or bounds.get("max_pixels") or accepted
-    # The processor enlarges what is smaller than its own least.
-    return min(most, max(least, accepted))
+    smallest = size.get("shortest_edge") or bounds.get("min_pixels") or 0
+    largest = size.get("longest_edge") or bounds.get("max_pixels") or accepted
+    return min(largest, max(smallest, accepted))  # the processor enlarges what is smaller than its own smallest

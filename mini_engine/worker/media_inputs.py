@@ -7,8 +7,6 @@ The thread reports every message once, and blocks on its streams, so that an idl
 nothing of requests or of the model: the core says which messages are read, and releases those that are reported.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading
@@ -37,29 +35,26 @@ class MediaInputs:
         self,
         address: RankAddress,
         core_endpoint: str,
-        me: Encoder,
+        encoder: Encoder,
         rank: int,
         context: zmq.Context,
         pin: Pin | None = None,
         map_slots: MapSlots | None = None,
     ):
-        """Bind; senders may connect from now on, and are served from `start` on.
-
-        `pin` and `map_slots` are called in the receiver thread: see `TensorIpcReceiver`. Raises OSError: the address is
-        taken, or its path is too long.
-        """
+        """Bind; senders may connect from now on, and are received from `start` on. `pin` and `map_slots` are called in
+        the receiver thread: see `TensorIpcReceiver`. Raises OSError: the address is taken, or its path is too long."""
         self.store: ReadableMemory | None = None  # the engine's media store
-        self._me = me
+        self._encoder = encoder
         self._rank = rank
-        self._queue = TensorIpcReceiver(me, address, pin, map_slots)
-        self._core = connect_dealer(context, core_endpoint, identity(f"{me.sender} media", me.incarnation))
+        self._queue = TensorIpcReceiver(encoder, address, pin, map_slots)
+        self._core = connect_dealer(context, core_endpoint, identity(f"{encoder.sender} media", encoder.incarnation))
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="media receiver", daemon=True)
         self._crash: BaseException | None = None
         self._closing = False
         self._lock = threading.Lock()  # over the two below
         self._table: dict[MessageId, Received] = {}
-        self._gone: set[int] = set()  # incarnations, for good: an integer for each API server that ever died
+        self._dead: set[int] = set()  # incarnations, for good: an integer for each API server that ever died
         self._store_mark = 0  # bytes
 
     # --- main thread ---
@@ -93,7 +88,7 @@ class MediaInputs:
     def drop_sender(self, incarnation: int) -> None:
         """Drop all messages of a sender that died, received ones and later ones."""
         with self._lock:
-            self._gone.add(incarnation)
+            self._dead.add(incarnation)
             for message in [message for message in self._table if message.incarnation == incarnation]:
                 del self._table[message]
 
@@ -114,7 +109,7 @@ class MediaInputs:
 
     def _run(self) -> None:
         try:
-            self._serve()
+            self._receive_all()
         except BaseException as error:
             self._crash = error  # `check` ends the rank
             raise
@@ -123,17 +118,17 @@ class MediaInputs:
                 self._core.close()
             self._queue.close_streams()
 
-    def _serve(self) -> None:
+    def _receive_all(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
-        watched: set[int] = set()
+        polled: set[int] = set()
         while not self._closing:
-            wanted = self._queue.descriptors()
-            for fd in watched - wanted:
+            streams = self._queue.descriptors()
+            for fd in polled - streams:
                 poller.unregister(fd)
-            for fd in wanted - watched:
+            for fd in streams - polled:
                 poller.register(fd, zmq.POLLIN)
-            watched = wanted
+            polled = streams
             for fd, _ in poller.poll():
                 if fd != self._wake:
                     self._receive(fd)
@@ -154,11 +149,11 @@ class MediaInputs:
     def _keep(self, arrival: Received | Failed) -> None:
         message = arrival.message
         with self._lock:
-            if message.incarnation in self._gone:
+            if message.incarnation in self._dead:
                 return
             if isinstance(arrival, Received):
                 self._table[message] = arrival
                 report: MediaReady | MediaFailed = MediaReady(self._rank, message)
             else:
                 report = MediaFailed(self._rank, message, arrival.why)
-        self._core.send(self._me.encode(report), zmq.NOBLOCK)
+        self._core.send(self._encoder.encode(report), zmq.NOBLOCK)

@@ -18,7 +18,7 @@ from torch import Tensor
 from mini_engine.kernels import ops
 from mini_engine.messages import Modality
 
-# Where the settings are looked for if the joint file does not hold them; videos fall back on those of images.
+# Where the settings are if the joint file does not hold them; videos fall back on those of images.
 FILES: dict[Modality, tuple[str, ...]] = {
     "image": ("preprocessor_config.json",),
     "video": ("video_preprocessor_config.json", "preprocessor_config.json"),

@@ -1,10 +1,8 @@
 """Copies of media to a CUDA device, on a stream of their own, concurrent with its computation; and host memory that is
 registered with CUDA, so that such a copy needs no staging buffer.
 
-This file knows nothing of stores or segments: it gets ranges of memory, and is called when they end.
+This file knows nothing of stores: it gets ranges of memory.
 """
-
-from __future__ import annotations
 
 import contextlib
 import logging

@@ -4,8 +4,6 @@ On the CPU a step is complete when it has been executed. On CUDA the next step, 
 so that the device does not idle between them.
 """
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from collections.abc import Callable
@@ -22,13 +20,15 @@ AHEAD = 2  # steps that are launched and not reported
 
 
 def serve(core: zmq.Socket[bytes], encoder: Encoder, runner: ModelRunner) -> None:
-    """Receive -> execute -> report, forever."""
+    """Receive -> launch -> report, forever."""
     while True:
-        core.send(encoder.encode(runner.execute(_receive(core))))
+        step = decode(core.recv()).body
+        assert isinstance(step, Step)
+        core.send(encoder.encode(runner.launch(step).result()))
 
 
 def wait_for_device(step: Launched) -> None:
-    """Until the device has done the step; without holding the interpreter's lock."""
+    """Wait until the device has completed the step; without holding the interpreter's lock."""
     if step.done is not None:
         wait_for(step.done)
 
@@ -36,10 +36,10 @@ def wait_for_device(step: Launched) -> None:
 def serve_ahead(
     core: zmq.Socket[bytes], encoder: Encoder, runner: ModelRunner, wait: Callable[[Launched], None] = wait_for_device
 ) -> None:
-    """Receive -> launch, and report what the device has done, forever. A thread calls `wait` for each step, in order;
-    what that raises ends the loop."""
+    """Receive -> launch, and report what the device has completed, forever. A thread calls `wait` for each step, in
+    order; what that raises ends the loop."""
     running: deque[tuple[Launched, Future[None]]] = deque()
-    done = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)  # readable once for each step that is done
+    done = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)  # readable once for each completed step
     poller = zmq.Poller()
     poller.register(done, zmq.POLLIN)
     with ThreadPoolExecutor(1, "watch") as watch:
@@ -53,13 +53,8 @@ def serve_ahead(
                 waited.result()
                 core.send(encoder.encode(launched.result()))
             if core in ready:
-                launched = runner.launch(_receive(core))
+                step = decode(core.recv()).body
+                assert isinstance(step, Step)
+                launched = runner.launch(step)
                 running.append((launched, watch.submit(wait, launched)))
                 running[-1][1].add_done_callback(lambda _: os.eventfd_write(done, 1))
-
-
-def _receive(core: zmq.Socket[bytes]) -> Step:
-    step = decode(core.recv()).body
-    if not isinstance(step, Step):
-        raise RuntimeError(f"expected a Step from the engine core, got {type(step).__name__}")
-    return step

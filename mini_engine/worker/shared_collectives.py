@@ -1,16 +1,14 @@
 """Collectives of the ranks of one engine on one host: memory that all of them map, and a socket between each two.
 
-Each rank writes its part into its slot, notifies the others with one byte, waits for theirs, and reads all slots. Two
-sets of slots alternate: a rank that has all bytes of one exchange knows that the others completed the previous one.
+Each rank writes its part into its area, notifies the others with one byte, waits for theirs, and reads all areas. Two
+sets of areas alternate: a rank that has all bytes of one exchange knows that the others completed the previous one.
 All ranks add the same numbers in the same order, so their sums are bitwise equal.
 
-A collective costs a copy into the slot, a read of all slots, and one wake-up of each rank. Gloo uses TCP and a separate
+A collective costs a copy into the area, a read of all areas, and one wake-up of each rank. Gloo uses TCP and a separate
 thread, with several wake-ups each; on a busy machine that takes tens of times as long.
 
 Waiting ranks sleep in `recv`. A rank that exits closes its sockets, which the others detect at once.
 """
-
-from __future__ import annotations
 
 import contextlib
 import os
@@ -28,7 +26,7 @@ from mini_engine.transport import shared_memory as memory
 from mini_engine.transport.codec import TransportError
 from mini_engine.transport.stream_frames import connect_stream
 
-SLOT_BYTES = 1 << 20  # larger tensors go in pieces; a piece stays in a core's cache between writing and reading
+PIECE_BYTES = 1 << 20  # larger tensors go in pieces; a piece stays in a core's cache between writing and reading
 _SETS = 2
 _READY = b"r"
 
@@ -43,12 +41,9 @@ class RankEnded(RankLost):
 
 class SharedMemoryCollectives(Collectives):
     """One rank's end. `links` are connected stream sockets, one to each other rank; `fd` is memory that all ranks have,
-    of `shared_bytes(size)`. Takes both over.
+    two areas of PIECE_BYTES for each. Takes both over. Tensors are on the CPU.
 
-    Tensors are on the CPU.
-
-    Raises, from each method:
-        RankLost: another rank exited (RankEnded), or did not respond within `timeout` seconds.
+    Each method raises RankLost: another rank exited (RankEnded), or did not respond within `timeout` seconds.
     """
 
     def __init__(self, rank: int, links: dict[int, socket.socket], fd: int, timeout: float):
@@ -61,7 +56,7 @@ class SharedMemoryCollectives(Collectives):
         mapping = memory.map_sparse(fd)
         memory.populate_for_writing(mapping, 0, len(mapping))
         os.close(fd)
-        self._memory = torch.frombuffer(mapping, dtype=torch.uint8).view(_SETS, len(links) + 1, SLOT_BYTES)
+        self._memory = torch.frombuffer(mapping, dtype=torch.uint8).view(_SETS, len(links) + 1, PIECE_BYTES)
         self._sets: dict[torch.dtype, tuple[Tensor, ...]] = {}  # views of it
         self._turn = 0
 
@@ -75,11 +70,14 @@ class SharedMemoryCollectives(Collectives):
                 torch.sum(parts, 0, out=piece)
 
     def all_gather(self, gathered: Tensor, tensor: Tensor) -> None:
-        rows = gathered.view(len(gathered), -1)
+        self.gather(gathered, tensor)
+
+    def gather(self, gathered: Tensor | None, tensor: Tensor) -> None:
         begin = 0
         for piece in _pieces(tensor):
-            end = begin + piece.numel()
-            rows[:, begin:end] = self._exchange(piece)
+            parts, end = self._exchange(piece), begin + piece.numel()
+            if gathered is not None:
+                gathered.view(len(gathered), -1)[:, begin:end] = parts
             begin = end
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -92,12 +90,12 @@ class SharedMemoryCollectives(Collectives):
             link.close()
 
     def _exchange(self, piece: Tensor) -> Tensor:
-        """All ranks' pieces, `[size, numel]`: views of the slots, to be read before the next exchange but one."""
+        """All ranks' pieces, `[size, numel]`: views of the areas, to be read before the next exchange but one."""
         if piece.dtype not in self._sets:
             self._sets[piece.dtype] = self._memory.view(piece.dtype).unbind()
-        slots = self._sets[piece.dtype][self._turn][:, : piece.numel()]
+        areas = self._sets[piece.dtype][self._turn][:, : piece.numel()]
         self._turn = (self._turn + 1) % _SETS
-        slots[self._rank] = piece
+        areas[self._rank] = piece
         for other, link in self._links.items():
             try:
                 link.send(_READY)
@@ -105,30 +103,25 @@ class SharedMemoryCollectives(Collectives):
                 raise RankEnded(f"rank {other} exited") from None
         for other, link in self._links.items():
             _receive_ready(other, link, self._timeout)
-        return slots
+        return areas
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """The elements in order, as views that fit a slot."""
-    yield from tensor.view(-1).split(SLOT_BYTES // tensor.element_size())
+    """The elements in order, as views that fit a area."""
+    yield from tensor.view(-1).split(PIECE_BYTES // tensor.element_size())
 
 
 def _receive_ready(rank: int, link: socket.socket, timeout: float, descriptors: int = 0) -> list[int]:
     """Wait for the byte of rank `rank`, and up to `descriptors` descriptors with it."""
     try:
-        heard, received = socket.recv_fds(link, 1, descriptors)[:2] if descriptors else (link.recv(1), [])
+        byte, received = socket.recv_fds(link, 1, descriptors)[:2] if descriptors else (link.recv(1), [])
     except (BlockingIOError, TimeoutError):
         raise RankLost(f"timed out waiting for rank {rank} ({timeout:g} s, --collective-timeout)") from None
     except ConnectionError:
-        heard, received = b"", []
-    if not heard:
+        byte, received = b"", []
+    if not byte:
         raise RankEnded(f"rank {rank} exited")
     return received
-
-
-def shared_bytes(size: int) -> int:
-    """Bytes of memory that `size` ranks share."""
-    return _SETS * size * SLOT_BYTES
 
 
 def meet(path: Path, rank: int, size: int, patience: float, timeout: float) -> SharedMemoryCollectives:
@@ -167,7 +160,7 @@ def meet(path: Path, rank: int, size: int, patience: float, timeout: float) -> S
             links[other] = link
         own.unlink()
         if rank == 0:
-            fd = memory.create_sealed(shared_bytes(size))
+            fd = memory.create_sealed(_SETS * size * PIECE_BYTES)
             opened.callback(os.close, fd)
             for link in links.values():
                 socket.send_fds(link, [_READY], [fd])

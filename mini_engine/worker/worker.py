@@ -1,8 +1,8 @@
 """A worker's process: one rank of one engine, from its start to the loop of `serving.py`.
 
 Beside the main thread there are the receiver of `media_inputs.py`, on rank 0 the reports of `grammar.py`, and, on CUDA,
-the `watch` of `serving.py`. An exception ends the process: the supervisor sees it and ends the engine. A rank that has
-lost another one logs that in a line; the supervisor reports what became of that one.
+the `watch` of `serving.py`. An exception ends the process: the supervisor detects it and ends the engine. A rank
+that has lost another one logs that in a line; the supervisor reports why that one exited.
 """
 
 from __future__ import annotations
@@ -35,8 +35,16 @@ from mini_engine.transport import sockets
 from mini_engine.transport.arena import ReadableMemory
 from mini_engine.transport.cuda_memory import CudaMapped
 from mini_engine.worker.attention.recurrent_states import RecurrentStates
-from mini_engine.worker.attention.sdpa import AttentionBackend, KVCache, SdpaBackend
-from mini_engine.worker.cache_sizes import HUNGRY_SAMPLING, CacheSize, MemoryUse, cache_size, profile, room_for
+from mini_engine.worker.attention.sdpa import AttentionBackend, KVCache, SdpaBackend, empty_blocks
+from mini_engine.worker.cache_sizes import (
+    HUNGRY_SAMPLING,
+    CacheSize,
+    MemoryUse,
+    cache_size,
+    has_fixed_cache,
+    profile,
+    room_for,
+)
 from mini_engine.worker.media_inputs import MediaInputs
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
@@ -50,9 +58,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# For the supervisor to end this engine, because of a rank that has closed its connections. That one may take a while to
-# exit, and the supervisor names the first that exits.
-LAST_WORD_SECONDS = 10
+# A rank that has closed its connections may take a while to exit, and the supervisor names the first that exits.
+EXIT_DELAY_SECONDS = 10
 NVIDIA_DEVICE = Path("/dev/nvidia0")
 GRAPHS_REMEDY = (
     "lower --gpu-memory-utilization, --kv-cache-memory-bytes or --max-num-seqs, or leave them out with --enforce-eager"
@@ -66,7 +73,7 @@ def run(child: Child) -> None:
     except RankLost as lost:
         logger.error("%s", lost)
         if isinstance(lost, RankEnded):
-            time.sleep(LAST_WORD_SECONDS)
+            time.sleep(EXIT_DELAY_SECONDS)
         sys.exit(1)
 
 
@@ -93,16 +100,17 @@ def _run(child: Child) -> None:
         graphs = make_graphs(init.config, model, attention)
         return ModelRunner(model, attention, media, normalise, tp, to_device, graphs)
 
-    use = profile(init.config, init.model_dir, init.media_cache, model.config, device, runner_with)
+    use = None
+    if device.type == "cuda" and not has_fixed_cache(init.config):
+        use = profile(init.config, init.model_dir, init.media_cache, model.config, runner_with(CacheSize(1, 1)))
     runner = runner_with(choose_cache_size(init.config, model, use))
     with room_for("CUDA graphs and a first step beside the KV cache", GRAPHS_REMEDY, device):
         record_graphs(runner)
         warm_up(runner, model.config, tp.size)
     gc.freeze()  # what is loaded stays: the collector need not walk over it
     gc.enable()
-    core = sockets.connect_dealer(
-        child.context, init.core_workers[engine], sockets.identity(child.name, child.incarnation)
-    )
+    identity = sockets.identity(child.name, child.incarnation)
+    core = sockets.connect_dealer(child.context, init.core_workers[engine], identity)
     core.send(child.encoder.encode(WorkerReady(rank, runner.num_blocks, device.type, runner.num_states)))
     child.ready()
     runner.grammars = grammars
@@ -126,9 +134,9 @@ def load(model_dir: str, config: EngineConfig, tp: TensorParallel, device: torch
 
 def choose_threads(config: EngineConfig) -> int:
     """Threads for torch's operators: OMP_NUM_THREADS if set, else all cores but one, split over all workers."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    if given.isdigit() and int(given) > 0:
-        return int(given)
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdigit() and int(threads) > 0:
+        return int(threads)
     workers = config.tensor_parallel_size * config.data_parallel_size
     return max(1, (len(os.sched_getaffinity(0)) - 1) // workers)
 
@@ -136,12 +144,13 @@ def choose_threads(config: EngineConfig) -> int:
 def choose_device(config: EngineConfig, engine: int, rank: int) -> torch.device:
     """The rank's device, made current. Raises ConfigError: there is no CUDA, or fewer devices than workers."""
     available = config.device != "cpu" and torch.cuda.is_available()
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    if config.device == "auto" and not available and not hidden and NVIDIA_DEVICE.exists():
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if config.device == "auto" and not available and not is_hidden and NVIDIA_DEVICE.exists():
         logger.warning(
             "serving on the CPU: this machine has an NVIDIA device, but torch %s cannot use it; its driver may be too "
-            "old for CUDA %s", torch.__version__, torch.version.cuda,
-        )  # fmt: skip
+            "old for CUDA %s",
+            *(torch.__version__, torch.version.cuda),
+        )
     if config.device == "cpu" or (config.device == "auto" and not available):
         return torch.device("cpu")
     if not available:
@@ -162,37 +171,37 @@ def choose_device(config: EngineConfig, engine: int, rank: int) -> torch.device:
     return device
 
 
-def choose_backend(wanted: AttentionBackendName, device: torch.device) -> AttentionBackendName:
+def choose_backend(backend: AttentionBackendName, device: torch.device) -> AttentionBackendName:
     """What `--attention-backend` means on this device: `sdpa` of `sdpa.py` or `triton` of `triton_attention.py`.
 
     Raises ConfigError: it cannot run here.
     """
     obstacle = triton_obstacle(device)
-    if wanted == "auto":
+    if backend == "auto":
         if device.type == "cuda" and obstacle is not None:
             logger.warning("serving without the Triton kernels, which is slow: %s", obstacle)
         return "triton" if device.type == "cuda" and obstacle is None else "sdpa"
-    if wanted == "triton" and obstacle:
-        raise ConfigError(f"--attention-backend {wanted}: {obstacle}; choose auto")
-    return wanted
+    if backend == "triton" and obstacle:
+        raise ConfigError(f"--attention-backend triton: {obstacle}; choose auto")
+    return backend
 
 
 def choose_collectives(config: EngineConfig, device: torch.device) -> str:
-    """The backend of collectives: "shm", or torch.distributed with "nccl" or "gloo". Raises ConfigError: what
-    was asked for does not work on the device."""
-    asked = config.distributed_backend
-    if asked == "auto":
+    """The backend of collectives: "shm", or torch.distributed with "nccl" or "gloo". Raises ConfigError: the
+    configured one does not work on the device."""
+    backend = config.distributed_backend
+    if backend == "auto":
         return "nccl" if device.type == "cuda" else "shm"
-    if asked == "nccl" and device.type == "cpu":
+    if backend == "nccl" and device.type == "cpu":
         raise ConfigError("--distributed-backend: nccl needs CUDA devices, and there is none here; use shm or auto")
-    if asked == "shm" and device.type == "cuda":
+    if backend == "shm" and device.type == "cuda":
         raise ConfigError("--distributed-backend: shm is for workers on the CPU; use nccl, gloo or auto")
-    return asked
+    return backend
 
 
 def join_group(init: Init, engine: int, rank: int, device: torch.device) -> TensorParallel:
-    """Connect to the engine's other ranks; waits for them. A collective that times out raises on every rank; with NCCL
-    it ends their processes: its watchdog aborts them."""
+    """Connect to the engine's other ranks; waits for them. A collective that times out raises on every rank; NCCL's
+    watchdog aborts their processes."""
     size, backend = init.config.tensor_parallel_size, choose_collectives(init.config, device)
     if size == 1:
         return TensorParallel()
@@ -224,8 +233,8 @@ def receive_media(
 
 def start_grammars(child: Child, init: Init, engine: int, rows: int) -> Grammars:
     """Start the grammar manager, whose reports go to the core. `rows`: most sequences of a step."""
-    me = sockets.identity(f"{child.name} grammars", child.incarnation)
-    core = sockets.connect_dealer(child.context, init.core_workers[engine], me)
+    identity = sockets.identity(f"{child.name} grammars", child.incarnation)
+    core = sockets.connect_dealer(child.context, init.core_workers[engine], identity)
 
     def report(message: GrammarReady) -> None:
         core.send(child.encoder.encode(message), zmq.NOBLOCK)
@@ -239,22 +248,16 @@ def longest_sequence(config: EngineConfig, model: VisionLanguageModel) -> int:
 
 
 def choose_cache_size(config: EngineConfig, model: VisionLanguageModel, use: MemoryUse | None) -> CacheSize:
-    """Blocks of the rank's KV cache, and slots of its recurrent states; `use` as for `cache_size`."""
-    some, longest = next(model.parameters()), longest_sequence(config, model)
-    shape, state = model.attention_shape, model.state_shape
-    size = cache_size(config, shape, state, some.dtype, longest, some.device, use)
-    logger.info(
-        "model loaded: %s on %s with %d thread(s), %d KV blocks of %d tokens",
-        str(some.dtype).removeprefix("torch."), some.device, torch.get_num_threads(), size.num_blocks,
-        config.block_size,
-    )  # fmt: skip
+    """Blocks of the rank's KV cache, and its recurrent states; `use` as for `cache_size`."""
+    weight, longest, state = next(model.parameters()), longest_sequence(config, model), model.state_shape
+    dtype, device = weight.dtype, weight.device
+    size = cache_size(config, model.attention_shape, state, dtype, longest, device, use)
+    place = f"{str(dtype).removeprefix('torch.')} on {device} with {torch.get_num_threads()} thread(s)"
+    logger.info("model loaded: %s, %d KV blocks of %d tokens", place, size.num_blocks, config.block_size)
     if state is not None:
-        at_once = config.step_sequences(some.device.type, recurrent=True)
-        snapshots, mib = size.num_states - at_once, state.nbytes(some.dtype) / 2**20
-        logger.info(
-            "recurrent states: %d sequences and %d snapshots of %.2f MiB, %.2f GiB in all",
-            at_once, snapshots, mib, size.num_states * mib / 1024,
-        )  # fmt: skip
+        sequences, mib = config.step_sequences(device.type, recurrent=True), state.nbytes(dtype) / 2**20
+        counts = f"{sequences} sequences and {size.num_states - sequences} snapshots"
+        logger.info("recurrent states: %s of %.2f MiB, %.2f GiB in all", counts, mib, size.num_states * mib / 1024)
     return size
 
 
@@ -263,17 +266,17 @@ def make_attention(
 ) -> AttentionBackend:
     """Attention over a KV cache of the model's device and dtype, beside its recurrent states. Raises ConfigError: the
     device has no room for them."""
-    some, block_size = next(model.parameters()), config.block_size
+    weight, block_size = next(model.parameters()), config.block_size
     # Decode steps are recorded on CUDA, with kernels and collectives that wait for nothing on the host.
     waits = dist.is_initialized() and dist.get_backend() != "nccl"
-    spare = int(some.device.type == "cuda" and backend == "triton" and not config.enforce_eager and not waits)
-    what, states = f"a KV cache of {size.num_blocks} block(s) of {block_size} tokens", None
-    with room_for(what, "lower --block-size, --gpu-memory-utilization or --kv-cache-memory-bytes", some.device):
+    spare = int(weight.device.type == "cuda" and backend == "triton" and not config.enforce_eager and not waits)
+    purpose, states = f"a KV cache of {size.num_blocks} block(s) of {block_size} tokens", None
+    with room_for(purpose, "lower --block-size, --gpu-memory-utilization or --kv-cache-memory-bytes", weight.device):
         if model.state_shape is not None:
-            states = RecurrentStates(model.state_shape, size.num_states, some.dtype, some.device)
-        cache = KVCache.allocate(
-            model.attention_shape, size.num_blocks, block_size, some.dtype, some.device, spare, states
-        )
+            states = RecurrentStates(model.state_shape, size.num_states, weight.dtype, weight.device)
+        num_blocks = size.num_blocks + spare
+        blocks = empty_blocks(model.attention_shape, num_blocks, block_size, weight.dtype, weight.device)
+    cache = KVCache(blocks, spare, states)
     if backend == "triton":
         from mini_engine.worker.attention.triton_attention import TritonBackend
 
@@ -289,8 +292,8 @@ def make_graphs(config: EngineConfig, model: VisionLanguageModel, attention: Att
     from mini_engine.worker.attention.triton_attention import TritonBackend
 
     assert isinstance(attention, TritonBackend)
-    most = config.step_sequences("cuda", model.state_shape is not None)
-    return DecodeGraphs(model, attention, most, longest_sequence(config, model))
+    max_sequences = config.step_sequences("cuda", model.state_shape is not None)
+    return DecodeGraphs(model, attention, max_sequences, longest_sequence(config, model))
 
 
 def record_graphs(runner: ModelRunner) -> None:

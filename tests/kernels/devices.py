@@ -4,8 +4,6 @@ Triton reads that variable when a kernel is defined, so one process cannot do bo
 another.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -2,8 +2,6 @@
 needed for that, and it finds what the interpreter does not look at: types, shapes of products, shared memory,
 registers."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import subprocess
@@ -40,12 +38,12 @@ def types_of(dtype: str) -> dict[str, str]:
         (f"*{dtype}", "out q keys values k v qkv q_weight k_weight x residual weight gate gates mixed conv kernel"),
         ("*fp32", "parts sums cos sin frequencies mean std scores factors maps delta A_log dt_bias"),
         ("*fp64", "parameters"),
-        ("*i64", "positions axis slots rows tokens"),
+        ("*i64", "positions axis cache_indices state_indices rows tokens"),
         ("*i32", "tables contexts tiles counts bars"),
         ("*u8", "patches"),
         ("fp32", "scale eps masked"),
     ]
-    return {name: kind for kind, some in names for name in some.split()}
+    return {name: kind for kind, group in names for name in group.split()}
 
 
 @pytest.fixture(autouse=True)
@@ -60,10 +58,8 @@ def compile_for(
     names = kernel.arg_names
     signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in names}
     aligned = [i for i, name in enumerate(names) if signature[name][0] == "*" or name.endswith("stride")]
-    source = ASTSource(
-        fn=kernel, signature=signature, constexprs={(names.index(name),): value for name, value in fixed.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
-    )  # fmt: skip
+    constants = {(names.index(name),): value for name, value in fixed.items()}
+    source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned})
     options = {"num_warps": warps, "num_stages": stages}
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
 
@@ -127,7 +123,7 @@ def test_gated_delta_rule(target: int, tmp_path: Path):
     conv = {"CHANNELS": 8192, "SIZE": 4, "PADDED": 4, "COLUMNS": delta_rule.CONV_CHANNELS}
     for kernel, fixed, warps, stack in (
         (delta_rule._convolve, conv | {"TOKENS": 1}, 4, 0),
-        (delta_rule._convolve, conv | {"slots": None, "TOKENS": delta_rule.CONV_TOKENS}, 4, 0),
+        (delta_rule._convolve, conv | {"state_indices": None, "TOKENS": delta_rule.CONV_TOKENS}, 4, 0),
         (delta_rule._decode, sizes | {"EPS": 1e-6, "COLUMNS": delta_rule.DECODE_COLUMNS}, 4, 0),
         (delta_rule._relate, sizes | {"EPS": 1e-6, "N": delta_rule.CHUNK}, 2, 0),
         (delta_rule._scan, sizes | {"COLUMNS": delta_rule.SCAN_COLUMNS, "N": delta_rule.CHUNK}, 4, 128),

@@ -1,7 +1,5 @@
 """The kernels on the CPU, by Triton's interpreter, in a process of their own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The bounds, absolute and of each result: float32 2e-6; bfloat16 8e-3 and float16 1e-3, one unit in the last place.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
@@ -149,17 +147,17 @@ def test_rotate_heads(heads, kv_heads, dim, rotary, offset, dtype, device):
     angles = 50 * torch.randn(4, rotary // 2, device=device)
     cos, sin = ops.rotary_tables(angles)
     keys, values = torch.zeros(2, 20, kv_heads, dim, dtype=dtype, device=device)
-    slots = torch.tensor([19, 0, 7, 3], device=device)
-    q = elementwise.rotate_heads(qkv, kv_heads, cos, sin, norms, keys, values, slots)
+    indices = torch.tensor([19, 0, 7, 3], device=device)
+    q = elementwise.rotate_heads(qkv, kv_heads, cos, sin, norms, keys, values, indices)
     assert q.is_contiguous() and torch.equal(x, kept)
     wide = qkv.double().split((heads, kv_heads, kv_heads), dim=1)
-    for ours, exact, weight in zip((q, keys[slots]), wide, weights, strict=False):
+    for ours, exact, weight in zip((q, keys[indices]), wide, weights, strict=False):
         normed = exact if norms is None else norm(exact, weight, 0.5, offset)
         first, second, rest = normed.split((rotary // 2, rotary // 2, dim - rotary), dim=-1)
         c, s = angles.double().cos().unsqueeze(1), angles.double().sin().unsqueeze(1)
         close(ours, torch.cat((first * c - second * s, second * c + first * s, rest), dim=-1))
-    assert torch.equal(values[slots], qkv[:, heads + kv_heads :])
-    others = [slot for slot in range(20) if slot not in (19, 0, 7, 3)]
+    assert torch.equal(values[indices], qkv[:, heads + kv_heads :])
+    others = [*{*range(20)} - {*indices.tolist()}]
     assert not keys[others].any() and not values[others].any()
 
 

@@ -5,10 +5,7 @@ The bounds, absolute and of each result, on values up to about 4: float32 5e-6 (
 second product.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -22,32 +19,19 @@ from tests.attention_reference import reference_attention
 BOUNDS = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
-@dataclass
-class World:
-    """A cache and a batch; what no token of the batch may read is NaN."""
-
-    spans: list[Span]
-    q: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    tables: torch.Tensor
-
-    def check(self, splits: int, bound: float | None = None) -> None:
-        tiles = torch.tensor([span.context for span in self.spans], dtype=torch.int32)
-        if any(span.length > 1 for span in self.spans):
-            tiles = torch.from_numpy(tile(self.spans, paged.tile_tokens(self.q, self.keys)))
-        out = torch.full_like(self.q, float("nan"), memory_format=torch.contiguous_format)
-        paged.attend(out, self.q, self.keys, self.values, self.tables, tiles.to(out.device), splits)
-        finite = (x.cpu().nan_to_num(0) for x in (self.keys, self.values))
-        expected, bound = reference_attention(self.q.cpu(), *finite, self.spans), bound or BOUNDS[out.dtype]
-        torch.testing.assert_close(out.cpu().double(), expected, atol=bound, rtol=bound)
-
-
-def make(
-    lengths: Sequence[tuple[int, int]], block_size: int, group: int, kv_heads: int, dim: int, dtype: torch.dtype,
+def check(
     device: torch.device,
-) -> World:  # fmt: skip
-    """`lengths`: (tokens before the chunk, tokens in it)."""
+    lengths: Sequence[tuple[int, int]],
+    heads: tuple[int, int, int],
+    block_size: int = 16,
+    dtype: torch.dtype = torch.float32,
+    splits: int = 1,
+    scale: float = 1.0,
+    bound: float | None = None,
+) -> None:
+    """`lengths`: (tokens before the chunk, tokens in it). `heads`: query heads for each key head, key heads, dimension.
+    Queries are multiplied by `scale`. What no token of the batch may read is NaN."""
+    group, kv_heads, dim = heads
     torch.manual_seed(sum(start + count for start, count in lengths) + dim)
     needed = [-(-(start + count) // block_size) for start, count in lengths]
     blocks = np.random.default_rng(len(lengths)).permutation(sum(needed) + 3)
@@ -62,9 +46,16 @@ def make(
             cache[:, own[index // block_size], index % block_size] = torch.randn(2, kv_heads, dim)
     total = sum(count for _, count in lengths)
     # As the model hands them over: a view with other heads beside it.
-    q = torch.randn(total, (group + 1) * kv_heads, dim).to(dtype).to(device)[:, : group * kv_heads]
+    q = (scale * torch.randn(total, (group + 1) * kv_heads, dim)).to(dtype).to(device)[:, : group * kv_heads]
     keys, values = cache.to(dtype).to(device)
-    return World(spans, q, keys, values, torch.from_numpy(tables.astype(np.int32)).to(device))
+    tiles = torch.tensor([span.context for span in spans], dtype=torch.int32)
+    if any(span.length > 1 for span in spans):
+        tiles = torch.from_numpy(tile(spans, paged.tile_tokens(q, keys)))
+    out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
+    paged.attend(out, q, keys, values, torch.from_numpy(tables.astype(np.int32)).to(device), tiles.to(device), splits)
+    expected = reference_attention(q.cpu(), *(x.cpu().nan_to_num(0) for x in (keys, values)), spans)
+    bound = bound or BOUNDS[dtype]
+    torch.testing.assert_close(out.cpu().double(), expected, atol=bound, rtol=bound)
 
 
 @pytest.mark.parametrize(
@@ -76,20 +67,20 @@ def make(
 def test_heads_and_blocks(dim, group, kv_heads, block_size, dtype, device):
     singles = [(context - 1, 1) for context in (1, block_size - 1, block_size, block_size + 1, 64, 201)]
     for lengths in (singles, [(0, 21), (70, 40), (127, 2), (block_size, block_size + 1)]):
-        make(lengths, block_size, group, kv_heads, dim, dtype, device).check(1)
+        check(device, lengths, (group, kv_heads, dim), block_size, dtype)
 
 
 @pytest.mark.parametrize("splits", [2, 6])
 def test_split_contexts_from_one_key_to_the_longest(splits, device, monkeypatch):
     monkeypatch.setattr(paged, "JOIN_SPLITS", 4)
     lengths = [(context - 1, 1) for context in (1, 63, 64, 65, 129, 300)]
-    make(lengths, 16, 3, 1, 64, torch.float32, device).check(splits)
+    check(device, lengths, (3, 1, 64), splits=splits)
 
 
 def test_split_chunks_after_prefixes_of_any_length(device):
     """The last split holds the keys that not all of a tile's tokens see; a short prefix leaves splits without keys."""
     lengths = [(0, 9), (54, 12), (60, 9), (136, 2)]
-    make(lengths, 16, 3, 2, 32, torch.float32, device).check(3)
+    check(device, lengths, (3, 2, 32), splits=3)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +96,4 @@ def test_splits_fill_a_device_of_132_processors(programs, longest, per_processor
 
 def test_large_scores_do_not_overflow(device):
     """Scores of several hundred, of either sign: the sum of weights must not overflow or vanish."""
-    world = make([(300, 1), (40, 1)], 16, 2, 1, 64, torch.float32, device)
-    world.q.mul_(100)
-    world.check(4, bound=2e-4)
+    check(device, [(300, 1), (40, 1)], (2, 1, 64), splits=4, scale=100, bound=2e-4)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.registry import canonical_name
-from tests.model.families import FAMILIES, IMAGE, PATCH_DIM, VIDEO, build, placeholders
+from tests.model.families import FAMILIES, IMAGE, PATCH_DIM, VIDEO, build, oracle_inputs, placeholders
 from tests.model.reference import Prompt
 
 
@@ -112,15 +112,7 @@ def old_name(name: str) -> str:
 def oracle_logits(oracle: Any, prompt: Prompt) -> Tensor:
     """transformers' logits `[tokens, vocab_size]` of one prompt."""
     ids = torch.tensor([prompt.token_ids])
-    inputs: dict[str, Any] = {"mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()}
-    if prompt.images:
-        inputs["pixel_values"] = torch.cat([patches for patches, _ in prompt.images])
-        inputs["image_grid_thw"] = torch.tensor([grid for _, grid in prompt.images])
-    if prompt.videos:
-        inputs["pixel_values_videos"] = torch.cat([patches for patches, _ in prompt.videos])
-        inputs["video_grid_thw"] = torch.tensor([grid for _, grid in prompt.videos])
-        if oracle.config.model_type == "qwen2_5_vl":
-            inputs["second_per_grid_ts"] = torch.tensor(prompt.seconds)
+    inputs = oracle_inputs(oracle.config, ids, prompt.images, prompt.videos, prompt.seconds)
     with torch.inference_mode():
         oracle.model.rope_deltas = None
         return oracle(input_ids=ids, use_cache=False, **inputs).logits[0]

@@ -50,7 +50,7 @@ class ReferenceAttention:
         return torch.cat(outputs)
 
     def recur(self, layer: int, x: Tensor, gates: Tensor, weights: delta_rule.Weights) -> Tensor:
-        """As `text.Attend`; a single token is decoded, in the second slot of two."""
+        """As `text.Attend`; a single token is decoded, in the second state of two."""
         s, outputs, start = self._shape, [], 0
         for sequence, count in self._batch:
             rows = x[start : start + count], gates[start : start + count]
@@ -98,8 +98,8 @@ def media_at(places: Tensor, rows: Tensor) -> list[MediaRows]:
 def reference_logits(
     model: VisionLanguageModel, prompts: Sequence[Prompt], size: int = 1 << 30, attend: ReferenceAttention | None = None
 ) -> list[Tensor]:
-    """Logits `[tokens, vocab_size]` per prompt. Each step takes the next `size` tokens of every prompt that has any
-    left, by default all, in one flat batch.
+    """Logits `[tokens, vocab_size]` per prompt; none on ranks but the first. Each step takes the next `size` tokens of
+    every prompt that has any left, by default all, in one flat batch.
 
     The i-th prompt is sequence i of `attend`, which keeps the keys and values for decoding further.
     """
@@ -117,9 +117,9 @@ def reference_logits(
         step = attend.step(list(zip(left, counts, strict=True)))
         axes = torch.cat([positions[i][:, start:stop] for i in left], dim=1)
         logits = model.logits(model(model.embed(tokens, media), axes, step, media))
-        for i, part in zip(left, logits.split(counts), strict=True):
+        for i, part in zip(left, logits.split(counts) if logits is not None else (), strict=logits is not None):
             outputs[i].append(part)
-    return [torch.cat(parts) for parts in outputs]
+    return [torch.cat(parts) for parts in outputs if parts]
 
 
 def place(model: VisionLanguageModel, prompt: Prompt) -> PromptPositions:

@@ -1,4 +1,4 @@
-"""Prefill in any pieces and decode in any slots against a loop over single tokens."""
+"""Prefill in any pieces and decode in any states against a loop over single tokens."""
 
 import pytest
 import torch
@@ -35,9 +35,9 @@ def make_weights(shape: StateShape, device: torch.device | str = "cpu", dtype: t
     return Weights(kernel.to(device, dtype), A_log, dt_bias)
 
 
-def empty_states(slots: int, device: torch.device, shape: StateShape = SHAPE) -> tuple[Tensor, Tensor]:
-    conv = torch.zeros(slots, shape.channels, shape.kernel_size - 1, device=device)
-    return conv, torch.zeros(slots, shape.v_heads, shape.k_dim, shape.v_dim, device=device)
+def empty_states(count: int, device: torch.device, shape: StateShape = SHAPE) -> tuple[Tensor, Tensor]:
+    conv = torch.zeros(count, shape.channels, shape.kernel_size - 1, device=device)
+    return conv, torch.zeros(count, shape.v_heads, shape.k_dim, shape.v_dim, device=device)
 
 
 def expected(x: Tensor, gates: Tensor, shape: StateShape = SHAPE) -> tuple[Tensor, Tensor]:
@@ -64,9 +64,7 @@ def close(ours: Tensor, theirs: Tensor, bound: float = 1e-5) -> None:
 
 
 @settings(max_examples=1 if INTERPRETED else 40)
-@given(
-    st.lists(st.one_of(st.integers(1, 5), st.integers(60, 70), st.integers(100, 500)), min_size=1, max_size=5),
-)
+@given(st.lists(st.one_of(st.integers(1, 5), st.integers(60, 70), st.integers(100, 500)), min_size=1, max_size=5))
 @example([1, 63, 64, 65, 200])
 def test_prefill_in_pieces_equals_one_token_after_the_other(device: torch.device, lengths: list[int]):
     inputs = make_inputs(sum(lengths))
@@ -113,16 +111,16 @@ def test_published_sizes(dtype: torch.dtype, bound: float, device: torch.device)
     close(delta[0], state, bound)
 
 
-def test_decode_after_prefill_changes_its_slots_alone(device: torch.device):
-    """The last two rows are padding, and share a slot whose state is no number."""
-    lengths, slots = (70, 1, 9), [4, 0, 2]
+def test_decode_after_prefill_changes_its_states_alone(device: torch.device):
+    """The last two rows are padding, and share a state that is no number."""
+    lengths, indices = (70, 1, 9), [4, 0, 2]
     conv, delta = (torch.full_like(each, 7.0) for each in empty_states(6, device))
     conv[5], delta[5] = float("nan"), float("nan")
-    weights, padded = make_weights(SHAPE, device), torch.tensor([*slots, 5, 5], device=device)
+    weights, padded = make_weights(SHAPE, device), torch.tensor([*indices, 5, 5], device=device)
     sequences = [make_inputs(length + 5) for length in lengths]
-    for inputs, length, slot in zip(sequences, lengths, slots, strict=True):
-        conv[slot], delta[slot] = 0, 0
-        delta_rule.prefill(*(each[:length].to(device) for each in inputs), weights, SHAPE, conv[slot], delta[slot])
+    for inputs, length, index in zip(sequences, lengths, indices, strict=True):
+        conv[index], delta[index] = 0, 0
+        delta_rule.prefill(*(each[:length].to(device) for each in inputs), weights, SHAPE, conv[index], delta[index])
     for i in range(5):
         tokens = [[part[n + i] for part in sequence] for sequence, n in zip(sequences, lengths, strict=True)]
         rows = (torch.stack((*each, each[0], each[1])).to(device) for each in zip(*tokens, strict=True))
@@ -130,5 +128,5 @@ def test_decode_after_prefill_changes_its_slots_alone(device: torch.device):
         for j, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
             theirs, state = expected(*(each[: length + i + 1] for each in sequence))
             close(out[j], theirs[-1])
-            close(delta[slots[j]], state)
+            close(delta[indices[j]], state)
     assert (conv[[1, 3]] == 7).all() and (delta[[1, 3]] == 7).all()

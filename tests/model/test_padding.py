@@ -18,7 +18,7 @@ GRANULE = 36  # the families' inner sizes of 96 and 48 are no multiples of it, n
 
 @pytest.fixture(autouse=True)
 def unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody sets is no zero by chance."""
+    """Memory that is not set is no zero by chance."""
     make = Placement.empty
     monkeypatch.setattr(Placement, "empty", lambda *args: make(*args).fill_(float("nan")))
 
@@ -71,7 +71,7 @@ def test_each_rank_holds_the_same_as_without(random, checkpoint, monkeypatch):
             if random:
                 fill_randomly(model)
             pieces += pieces_of(model)
-        for one, other in zip(plain, padded, strict=True):
-            assert (one.source, one.shape, one.index) == (other.source, other.shape, other.index)
-            assert torch.equal(one.target, other.target)
+        for piece, other in zip(plain, padded, strict=True):
+            assert (piece.source, piece.shape, piece.index) == (other.source, other.shape, other.index)
+            assert torch.equal(piece.target, other.target)
         check_padding(model)

@@ -13,27 +13,21 @@ EVERY_FAMILY = True
 SECONDS = (1.0, 2.0, 3.0) if CUTS_SECONDS else (1.0, 2.0, 0.25, 0.4, 0.9, 1 / 3, 1.7, 2 / 29.97)
 
 
-def random_prompt(family: str, rng: random.Random) -> tuple[list[int], list[tuple], list[tuple], list[float]]:
-    ids: list[int] = []
-    grids: dict[int, list[tuple]] = {IMAGE: [], VIDEO: []}
-    seconds: list[float] = []
-    for _ in range(rng.randrange(5)):
-        ids += [rng.randrange(180) for _ in range(rng.randrange(6))]
-        token_id = rng.choice([IMAGE, VIDEO])
-        t = 1 if token_id == IMAGE else rng.randint(1, 12)
-        grid = (t, 2 * rng.randint(1, 6), 2 * rng.randint(1, 6))
-        grids[token_id].append(grid)
-        if token_id == VIDEO:
-            seconds.append(rng.choice(SECONDS))
-        ids += placeholders(family, token_id, grid)
-    ids += [rng.randrange(180) for _ in range(rng.randint(1, 6))]
-    return ids, grids[IMAGE], grids[VIDEO], seconds
-
-
 def test_positions_equal_transformers(checkpoint, family):
     rng = random.Random(0)
+
+    def draw_text(count: int) -> list[int]:
+        return [rng.randrange(180) for _ in range(count)]
+
     for _ in range(200):
-        ids, images, videos, seconds = random_prompt(family, rng)
+        ids, images, videos, seconds = [], [], [], []
+        for _ in range(rng.randrange(5)):
+            token_id, t = (IMAGE, 1) if rng.random() < 0.5 else (VIDEO, rng.randint(1, 12))
+            grid = (t, 2 * rng.randint(1, 6), 2 * rng.randint(1, 6))
+            (images if token_id == IMAGE else videos).append(grid)
+            seconds += [rng.choice(SECONDS)] * (token_id == VIDEO)
+            ids += draw_text(rng.randrange(6)) + placeholders(family, token_id, grid)
+        ids += draw_text(rng.randint(1, 6))
         tokens = torch.tensor([ids])
         theirs, _ = checkpoint.oracle.model.get_rope_index(
             tokens,

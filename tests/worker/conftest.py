@@ -8,7 +8,7 @@ from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
 from mini_engine.worker.attention.recurrent_states import RecurrentStates
-from mini_engine.worker.attention.sdpa import KVCache, SdpaBackend
+from mini_engine.worker.attention.sdpa import KVCache, SdpaBackend, empty_blocks
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 from tests.worker import tiny
@@ -43,7 +43,7 @@ def make_runner(checkpoint: Path, model: VisionLanguageModel) -> Callable[..., M
     def make(media: tiny.MemoryMedia, block_size: int = 16, num_blocks: int = NUM_BLOCKS) -> ModelRunner:
         shape, cpu = model.attention_shape, torch.device("cpu")
         states = make_states(model, cpu)
-        cache = KVCache.allocate(shape, num_blocks, block_size, torch.float32, cpu, states=states)
+        cache = KVCache(empty_blocks(shape, num_blocks, block_size, torch.float32, cpu), states=states)
         # What an earlier owner may have left: nothing of it may reach a result.
         cache.storage.fill_(float("nan"))
         return ModelRunner(model, SdpaBackend(cache), media, Normalisation.from_dir(checkpoint), TensorParallel())
@@ -52,7 +52,7 @@ def make_runner(checkpoint: Path, model: VisionLanguageModel) -> Callable[..., M
 
 
 def make_states(model: VisionLanguageModel, device: torch.device) -> RecurrentStates | None:
-    """Slots with what an earlier owner may have left, but for the spare one; None if the model has none."""
+    """States with what an earlier owner may have left, but for the spare one; None if the model has none."""
     if model.state_shape is None:
         return None
     states = RecurrentStates(model.state_shape, NUM_STATES, torch.float32, device)

@@ -1,8 +1,6 @@
 """A CUDA device that does not exist: its tensors are fake, those of the host real, and Triton binds the arguments of a
 launch and stops there. No number is computed. What a device punishes is an error: see the assertions."""
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections import Counter

@@ -1,7 +1,5 @@
 """Writes the steps that an engine core would send: fixed numbers of tokens, so that no step depends on a result."""
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Sequence

@@ -13,14 +13,14 @@ from mini_engine.messages import Chunk
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.vision_language import AttentionShape
 from mini_engine.worker.attention import sdpa as attention
-from mini_engine.worker.attention.sdpa import KVCache, SdpaBackend, StepAttention
+from mini_engine.worker.attention.sdpa import KVCache, SdpaBackend, StepAttention, empty_blocks
 from mini_engine.worker.batch import DecodeBatch, FlatBatch, SequenceState, build_batch
 from tests.worker import tiny
 
 SIZE, BLOCKS = 4, 4000
 NAMES = "abcdef"
 VISION = ModelConfig.from_dir(BUNDLED_MODEL).vision
-CACHE = KVCache.allocate(AttentionShape(1, 1, 8), BLOCKS, SIZE, torch.float32, torch.device("cpu"))
+CACHE = KVCache(empty_blocks(AttentionShape(1, 1, 8), BLOCKS, SIZE, torch.float32, torch.device("cpu")))
 CACHE.storage.normal_(generator=torch.Generator().manual_seed(0))
 BACKEND = SdpaBackend(CACHE)
 
@@ -68,7 +68,7 @@ class Core:
 
 def assert_equal(ours: FlatBatch, attend: StepAttention, other: FlatBatch, fresh: StepAttention) -> None:
     assert ours.decodes and ours.sampled == other.sampled and np.array_equal(ours.stops, other.stops)
-    for name in ("token_ids", "positions", "slots", "last_rows"):
+    for name in ("token_ids", "positions", "cache_indices", "last_rows"):
         assert torch.equal(getattr(ours, name), getattr(other, name)), name
     count = len(ours.sampled)
     heads = ops.Heads(torch.randn(count, 4, 8), 1, *ops.rotary_tables(torch.randn(count, 4)))
@@ -85,9 +85,9 @@ def play(lengths: list[int], steps: list[dict[str, str]]) -> int:
         if not chunks:
             continue
         for chunk in chunks:
-            core.sequences[chunk.request_id].take_blocks(chunk)
-        batch, spans = build_batch([(chunk, core.sequences[chunk.request_id]) for chunk in chunks], SIZE)
-        attend = BACKEND.step(batch.slots, spans)
+            core.sequences[chunk.request_id].add_blocks(chunk)
+        batch = build_batch([(chunk, core.sequences[chunk.request_id]) for chunk in chunks], SIZE)
+        attend = BACKEND.step(batch.cache_indices, batch.spans)
         if kept is not None and kept.advance(chunks):
             carried += 1
             assert_equal(kept.batch, kept.attend, batch, attend)

@@ -1,7 +1,5 @@
 """How many blocks the KV cache has, and which step is taken for the worst on a CUDA device."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -90,8 +88,8 @@ def test_recurrent_states_take_their_part(size, given):
 
 
 def test_what_is_left_of_a_device():
-    use = MemoryUse(total=1000 * BLOCK_BYTES, workers=1, outside=5 * BLOCK_BYTES, weights=60 * BLOCK_BYTES,
-                    step=20 * BLOCK_BYTES, media=5 * BLOCK_BYTES)  # fmt: skip
+    blocks = {"total": 1000, "outside": 5, "weights": 60, "step": 20, "media": 5}
+    use = MemoryUse(workers=1, **{name: number * BLOCK_BYTES for name, number in blocks.items()})
 
     def count(share: float, use: MemoryUse = use) -> int:
         config = EngineConfig(gpu_memory_utilization=share)
@@ -168,8 +166,7 @@ def test_the_worst_step_fits_beside_the_cache():
         attention = worker.make_attention(config, model, "triton", size)
         return ModelRunner(model, attention, tiny.MemoryMedia(), normalise, TensorParallel())
 
-    use = profile(config, BUNDLED_MODEL, OFF, model.config, cuda, runner_with)
-    assert use is not None
+    use = profile(config, BUNDLED_MODEL, OFF, model.config, runner_with(CacheSize(1, 1)))
     runner = runner_with(worker.choose_cache_size(config, model, use))
     vision = model.config.vision
     run_worst(runner, vision, worst_grids(config, vision, BUNDLED_MODEL), worst_step(config, 512, 65536))

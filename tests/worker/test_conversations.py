@@ -1,7 +1,5 @@
 """Engine core and runner together: an answer that begins with cached blocks and a snapshot is that of a cold engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

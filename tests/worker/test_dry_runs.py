@@ -4,8 +4,6 @@ wait, no operands on both sides, no kernel first compiled while requests are ser
 With -s each run prints its launches: Triton's kernels, and operators that are neither views nor copies from the host.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Sequence
@@ -45,7 +43,8 @@ def start(flags: list[str], rank: int) -> tuple[ModelRunner, ModelConfig, memory
     """As `worker._run`."""
     config = parse([*flags, *PIXELS, "--max-num-seqs", "16"])
     size, check = config.tensor_parallel_size, Tensor.is_contiguous
-    others: Any = SimpleNamespace(all_reduce=check, broadcast=check, all_gather=lambda _, tensor: check(tensor))
+    gather = lambda _, tensor: check(tensor)  # noqa: E731
+    others: Any = SimpleNamespace(all_reduce=check, broadcast=check, all_gather=gather, gather=gather)
     tp = TensorParallel(rank, size, others)
     at = Placement(tp, torch.bfloat16, DEVICE, config.mm_encoder_tp_mode == "data")
     model = VisionLanguageModel(ModelConfig.from_dir(config.model), at).eval()
@@ -58,8 +57,9 @@ def start(flags: list[str], rank: int) -> tuple[ModelRunner, ModelConfig, memory
         graphs, normalise = worker.make_graphs(config, model, attention), Normalisation.from_dir(config.model)
         return ModelRunner(model, attention, made_up_media(), normalise, tp, received, graphs)
 
-    use = memory.profile(config, config.model, MediaCachePlan("off", 0, ""), model.config, DEVICE, runner_with)
-    assert use is not None
+    one_block = runner_with(memory.CacheSize(1, 1))
+    use = memory.profile(config, config.model, MediaCachePlan("off", 0, ""), model.config, one_block)
+    del one_block
     runner = runner_with(worker.choose_cache_size(config, model, use))
     worker.record_graphs(runner)
     worker.warm_up(runner, model.config, size)

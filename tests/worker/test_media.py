@@ -99,34 +99,28 @@ def test_rows_that_were_encoded_together_are_kept_in_memory_of_each_item():
     assert encoded[item.media_hash].flatten().tolist() == list(range(8, 16))
 
 
-def twins(media: tiny.MemoryMedia, name: str) -> tuple[NewSequence, NewSequence]:
-    """A request twice; the second has its media under handles that no rank ever receives."""
-    (first,) = [new for new in tiny.mixed_requests(media) if new.request_id == name]
-    lost = TensorHandle(MessageId(99, 99), (1, 1), "uint8")
-    items = [msgspec.structs.replace(item, patches=lost) for item in first.media]
-    return first, msgspec.structs.replace(first, request_id="second", media=items)
-
-
 @pytest.mark.parametrize(
     ("name", "size", "shared"), [("text", 4, 3), ("image", 4, 3), ("video", 16, 0), ("two", 16, 1)]
 )
 def test_a_start_behind_the_blocks_of_another(name, size, shared, make_runner, expected):
-    """Items that lie in the shared blocks, or were encoded before, need no patches; and again after a preemption."""
+    """Items that lie in the shared blocks, or were encoded before, need no patches: the second request has them under
+    handles that no rank ever receives. And again after a preemption."""
     media = tiny.MemoryMedia()
-    first, second = twins(media, name)
+    (first,) = [new for new in tiny.mixed_requests(media) if new.request_id == name]
+    lost = TensorHandle(MessageId(99, 99), (1, 1), "uint8")
+    items = [msgspec.structs.replace(item, patches=lost) for item in first.media]
+    second = msgspec.structs.replace(first, request_id="second", media=items)
     length, start = len(first.prompt_token_ids), shared * size
     encode = [EncodeItem(name, index, 0, item.grid_thw[0]) for index, item in enumerate(first.media)]
     ours = list(range(-(-length // size)))
-    more = (length + COUNT) // size + 1
-    tables = [[*ours[:shared], *range(free, free + more)] for free in (60, 120)]
+    tables = [[*ours[:shared], *range(free, free + (length + COUNT) // size + 1)] for free in (60, 120)]
     steps = [
         Step(1, started=[first], encode=encode, chunks=[Chunk(name, 0, length, ours, True)]),
         Step(2, started=[second], chunks=[Chunk("second", start, length - start, tables[0], True)], finished=[name]),
     ]
     for i in range(COUNT - 1):
-        again = i == COUNT // 2
         chunk = Chunk("second", length + i, 1, [], True)
-        if again:
+        if i == COUNT // 2:
             chunk = Chunk("second", start, length + i + 1 - start, tables[1], True, restart=True)
         steps.append(Step(3 + i, chunks=[chunk]))
     tokens = script.run(make_runner(media, size), steps)

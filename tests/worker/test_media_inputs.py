@@ -1,7 +1,5 @@
 """A rank's media inputs: real streams, and a core that is a ROUTER here."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import time

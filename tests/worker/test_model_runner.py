@@ -86,10 +86,9 @@ def test_an_empty_step_is_answered_and_reaches_the_media_table(make_runner):
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_company(make_runner):
     """Under penalties, a bias and a bar as well, which count what each request has."""
-    sampling = {
-        "temperature": 0.9, "top_p": 0.95, "seed": 11, "repetition_penalty": 1.2, "presence_penalty": 0.3,
-        "frequency_penalty": 0.5, "logit_bias": {5: 1.5, 9: -2.0}, "stop_token_ids": [4, 9, 11], "min_tokens": 7,
-    }  # fmt: skip
+    penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.5}
+    bias = {"logit_bias": {5: 1.5, 9: -2.0}, "stop_token_ids": [4, 9, 11], "min_tokens": 7}
+    sampling = {"temperature": 0.9, "top_p": 0.95, "seed": 11} | penalties | bias
     media = tiny.MemoryMedia()
     requests = tiny.mixed_requests(media, **sampling)
     steps = script.write_steps(requests, 12, 64, 16, NUM_BLOCKS, preempt_at=[6])

@@ -1,7 +1,5 @@
 """The settings that a worker reads are those that transformers' own processors take, whichever files lie there."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

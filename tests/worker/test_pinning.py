@@ -1,7 +1,5 @@
 """Copies from pinned memory: how pages are registered, copies cut at the borders, and both on a device."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """The worker's loop that launches steps ahead, over real sockets. In the place of the device's end of a step stands a
 gate that the test opens, so that steps can be seen to be launched before."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from types import SimpleNamespace

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mini_engine.worker.shared_collectives import SLOT_BYTES, RankEnded, RankLost, meet
+from mini_engine.worker.shared_collectives import PIECE_BYTES, RankEnded, RankLost, meet
 
 SIZES = (2, 4)
 
@@ -43,23 +43,25 @@ def of_rank(rank: int, shape, dtype=torch.float32) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-@pytest.mark.parametrize("shape", [(0, 4), (7, 33), (3, SLOT_BYTES // 8 + 5)])
-def test_all_reduce_all_gather_and_broadcast(ranks, shape, dtype):
+@pytest.mark.parametrize("shape", [(0, 4), (7, 33), (3, PIECE_BYTES // 8 + 5)])
+def test_all_reduce_all_gather_gather_and_broadcast(ranks, shape, dtype):
     def work(rank, end):
         end.all_reduce(summed := of_rank(rank, shape, dtype))
         end.all_gather(gathered := torch.empty(len(ranks), *shape, dtype=dtype), of_rank(rank, shape, dtype))
+        end.gather(on_first := torch.empty_like(gathered) if rank == 0 else None, of_rank(rank, shape, dtype))
         end.broadcast(first := of_rank(rank, shape, dtype))
-        return summed, gathered, first
+        return summed, gathered, on_first, first
 
     parts = torch.stack([of_rank(rank, shape, dtype) for rank in range(len(ranks))])
     results = together(ranks, work)
-    for summed, gathered, first in results:
+    assert torch.equal(results[0][2], parts)
+    for summed, gathered, _, first in results:
         torch.testing.assert_close(summed, parts.double().sum(0).to(dtype))
         assert torch.equal(summed, results[0][0]) and torch.equal(gathered, parts) and torch.equal(first, parts[0])
 
 
 def test_a_rank_that_is_ahead_does_not_write_over_what_others_read(ranks):
-    """Each rank in turn comes late; with one set of slots it would read what the others wrote for the next exchange."""
+    """Each rank in turn comes late; with one set of areas it would read what the others wrote for the next exchange."""
 
     def work(rank, end):
         seen = []

@@ -1,7 +1,5 @@
 """A tiny random checkpoint of any family, requests with text, images and videos, and what transformers makes of it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -107,24 +105,16 @@ def mixed_requests(media: MemoryMedia, family: str = "qwen2_5_vl", **sampling: A
 
 
 def generate(folder: Path, media: MemoryMedia, request: NewSequence, count: int, **more: Any) -> list[int]:
-    """The greedy continuation by transformers' own `generate`, which is told `more`."""
+    """The greedy continuation by transformers' own `generate`, which gets `more`."""
     # Here: the ranks that share this file need no transformers, which takes seconds to import.
     from transformers import AutoModelForImageTextToText
 
     oracle = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     normalise = Normalisation.from_dir(folder)
-    ids = torch.tensor([request.prompt_token_ids])
-    inputs: dict[str, Any] = {"mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()}
-    for modality, values, grids in (
-        ("image", "pixel_values", "image_grid_thw"),
-        ("video", "pixel_values_videos", "video_grid_thw"),
-    ):
-        items = [item for item in request.media if item.modality == modality]
-        if items:
-            inputs[values] = torch.cat([normalise(media.tensor(item.patches), torch.float32) for item in items])
-            inputs[grids] = torch.tensor([item.grid_thw for item in items])
-    if "video_grid_thw" in inputs and oracle.config.model_type == "qwen2_5_vl":
-        inputs["second_per_grid_ts"] = torch.ones(len(inputs["video_grid_thw"]))
+    ids, items = torch.tensor([request.prompt_token_ids]), {"image": [], "video": []}
+    for item in request.media:
+        items[item.modality].append((normalise(media.tensor(item.patches), torch.float32), item.grid_thw))
+    inputs = families.oracle_inputs(oracle.config, ids, items["image"], items["video"], [1.0] * len(items["video"]))
     common = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
     output = oracle.generate(input_ids=ids, max_new_tokens=count, **common, **inputs, **more)
     return output[0, ids.shape[1] :].tolist()

@@ -62,25 +62,21 @@ class SpreadTower(nn.Module):
 
     def own_patches(self, patches: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
         """This rank's part of each item's patches, as a view; it may be empty."""
-        mine, start, parts = share_out(grids, self.tp.size)[self.tp.rank].patches, 0, []
+        own, start, parts = share_out(grids, self.tp.size)[self.tp.rank].patches, 0, []
         for item in patches:
-            parts.append(item[max(0, mine.start - start) : max(0, mine.stop - start)])
+            parts.append(item[max(0, own.start - start) : max(0, own.stop - start)])
             start += len(item)
         return parts
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """As `VisionTower.forward`, but every rank passes only its `own_patches` of the call; it gets all rows."""
         shares = share_out(grids, self.tp.size)
-        mine = shares[self.tp.rank]
-        rows = (
-            self.tower(patches, mine.grids)
-            if mine.grids
-            else patches.new_empty(0, self.config.row_size)  # it takes part in the collective all the same
-        )
+        own = shares[self.tp.rank].grids
+        # A rank without a share takes part in the collective all the same, which requires equal shapes.
+        rows = self.tower(patches, own) if own else patches.new_empty(0, self.config.row_size)
         counts = [share.num_patches // self.config.merge_unit for share in shares]
-        short = max(counts) - len(rows)
-        # The collective wants equal shapes.
-        gathered = self.tp.all_gather(F.pad(rows, (0, 0, 0, short)) if short else rows)
+        missing = max(counts) - len(rows)
+        gathered = self.tp.all_gather(F.pad(rows, (0, 0, 0, missing)) if missing else rows)
         if len(set(counts)) == 1:
             return gathered.flatten(0, 1)
         return torch.cat([gathered[rank, :count] for rank, count in enumerate(counts)])

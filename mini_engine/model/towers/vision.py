@@ -1,14 +1,14 @@
 """The vision tower: patches in, rows for the decoder out. What the families share; each has a file with the rest.
 
 Several items of any sizes go through in one call. A layer attends within the whole of a frame, or within windows of it;
-no layer attends across frames. Attention does not care in which order its segments, or the patches inside one, are laid
-out. So patches are sorted such that segments of equal length lie together, and each length is one batched product
-without padding or mask.
+no layer attends across frames. The order of its segments, and of the patches inside one, does not matter to attention:
+so segments of equal length lie together, and each length is one batched product without padding or mask.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ class Segments:
     """A layout in which every attention segment is contiguous.
 
     order: int64 `[n]`, from the tower's own order to this one; None where they are the same.
-    inverse: the way back.
+    inverse: back to the tower's own.
     groups: (segments, patches in each), in the order in which they lie.
     """
 
@@ -65,31 +65,25 @@ def layout(grids: tuple[Grid, ...], merge: int, window: int | None, device: torc
     Without a window, the windows are the frames.
     """
     units = _units(grids, merge, window or max(max(h, w) for _, h, w in grids))
-    order, window_groups = _sort_segments(units.window_length, units.window)
-    frame_order, frame_groups = _sort_segments(units.frame_length[order], units.frame[order])
+    order, window_groups = _sort_segments(units.window_length, units.window, merge**2)
+    frame_order, frame_groups = _sort_segments(units.frame_length[order], units.frame[order], merge**2)
     corner = torch.cartesian_prod(torch.arange(merge), torch.arange(merge))
     coordinates = (units.corner[order].unsqueeze(1) * merge + corner).flatten(0, 1)
-    in_place = bool((frame_order == torch.arange(len(frame_order))).all())
-    to_frames = None if in_place else _expand(frame_order, merge**2)
-    from_frames = None if to_frames is None else to_device(torch.argsort(to_frames), device)
-
-    def patches_of(groups: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-        return tuple((count, length * merge**2) for count, length in groups)
-
+    frames = Segments(None, None, frame_groups)
+    if not torch.equal(frame_order, torch.arange(len(frame_order))):
+        to_frames = _expand(frame_order, merge**2)
+        frames = Segments(to_device(to_frames, device), to_device(torch.argsort(to_frames), device), frame_groups)
     return Layout(
         patches=to_device(_expand(order, merge**2), device),
         merged=to_device(torch.argsort(order), device),
         coordinates=to_device(coordinates, device),
         sizes=to_device((units.size[order] * merge).repeat_interleave(merge**2, 0), device),
-        windows=Segments(None, None, patches_of(window_groups)),
-        frames=Segments(
-            None if to_frames is None else to_device(to_frames, device), from_frames, patches_of(frame_groups)
-        ),
+        windows=Segments(None, None, window_groups),
+        frames=frames,
     )
 
 
-@dataclass(frozen=True)
-class _Units:
+class _Units(NamedTuple):
     """Per merged patch of a call, in the processor's order: the segments that it belongs to, and their lengths."""
 
     corner: Tensor  # [units, 2] row and column in the frame
@@ -118,12 +112,12 @@ def _units(grids: Sequence[Grid], merge: int, window: int) -> _Units:
     return _Units(*(torch.cat(column) for column in zip(*columns, strict=True)))
 
 
-def _sort_segments(lengths: Tensor, segments: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Order by (length, segment), what lies in a segment kept in order; and (segments, length) of each length."""
+def _sort_segments(lengths: Tensor, segments: Tensor, unit: int) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
+    """Order by (length, segment), stable within a segment; and `Segments.groups`, in units of so many patches."""
     order = torch.argsort(lengths * (int(segments.max()) + 1) + segments, stable=True)
     values, counts = torch.unique_consecutive(lengths[order], return_counts=True)
-    groups = [(count // length, length) for length, count in zip(values.tolist(), counts.tolist(), strict=True)]
-    return order, groups
+    pairs = zip(values.tolist(), counts.tolist(), strict=True)
+    return order, tuple((count // length, length * unit) for length, count in pairs)
 
 
 def _expand(order: Tensor, unit: int) -> Tensor:
@@ -228,6 +222,9 @@ class VisionTower(nn.Module):
 
     norm: type[RMSNorm | LayerNorm]
     patch_bias = False
+    make_mlp: Callable[[str, Placement], nn.Module]  # of one layer, by its checkpoint name
+    make_merger: Callable[[str, Placement], nn.Module]  # what follows the last layer
+    make_deepstack: Callable[[str, Placement], nn.Module]  # what follows each of the `deepstack_layers`, if any
 
     def __init__(self, config: VisionConfig, at: Placement) -> None:
         super().__init__()
@@ -243,28 +240,13 @@ class VisionTower(nn.Module):
         deeper = [f"model.visual.deepstack_merger_list.{n}" for n in range(len(config.deepstack_layers))]
         self.deepstack = nn.ModuleList(self.make_deepstack(each, at) for each in deeper)
 
-    def make_mlp(self, source: str, at: Placement) -> nn.Module:
-        """The MLP of one layer."""
-        raise NotImplementedError
-
-    def make_merger(self, source: str, at: Placement) -> nn.Module:
-        """What follows the last layer."""
-        raise NotImplementedError
-
-    def make_deepstack(self, source: str, at: Placement) -> nn.Module:
-        """What follows each of the `deepstack_layers`, where there are any."""
-        raise NotImplementedError
-
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """Encode all items of a call.
+        """Encode all items of a call: `[n / merge unit, row_size]`, in the order of the patches.
 
         Args:
-            patches: `[n, patch_dim]` in the parameters' dtype, items one after the other, each in the processor's order
-                (frame by frame; merge units row by row; the patches of a unit together).
+            patches: `[n, patch_dim]`, normalised, in the parameters' dtype, items one after the other, each in the
+                processor's order (frame by frame; merge units row by row; the patches of a unit together).
             grids: per item (time, height, width) in patches; n is the sum of their products.
-
-        Returns:
-            `[n / merge unit, row_size]`, in the same order.
         """
         cfg = self.config
         where = layout(tuple(map(tuple, grids)), cfg.spatial_merge_size, cfg.merged_window, patches.device)

@@ -1,12 +1,10 @@
 """Decode steps of a few fixed sizes over fixed memory, so that CUDA can record them once and replay them.
 
 A step takes the next larger size; its other rows are padding: they attend to one token of a block that belongs to no
-sequence, and write to that; their recurrent state is a spare slot. Replaying launches all of a step's operators at
+sequence, and write to that; their recurrent state is a spare one. Replaying launches all of a step's operators at
 once; one by one they take longer to launch than to run. Without `capture` a step is computed operator by operator, over
 the same memory.
 """
-
-from __future__ import annotations
 
 import bisect
 
@@ -18,43 +16,43 @@ from mini_engine.worker.attention.recurrence import Recurrence, StepHook
 from mini_engine.worker.attention.triton_attention import Tables, TritonAttention, TritonBackend, columns_of
 
 
-def sizes(most: int) -> list[int]:
-    """The sizes of batches, up to and with `most`: padding costs at most half of a small step, an eighth of others."""
-    return sorted(
-        {size for size in (1, 2, 4, *range(8, min(most, 64), 8), *range(64, most, 16)) if size < most} | {most}
-    )
+def sizes(largest: int) -> list[int]:
+    """The sizes of batches up to `largest`: padding costs at most half of a small step, an eighth of others."""
+    steps = (1, 2, 4, *range(8, min(largest, 64), 8), *range(64, largest, 16))
+    return [*(size for size in steps if size < largest), largest]
 
 
 class DecodeGraphs:
-    """Computes steps of single tokens for up to `most` sequences, of at most `longest` tokens each.
+    """Computes steps of single tokens for up to `max_sequences` sequences of at most `longest` tokens.
 
     The inputs and the result of all sizes lie in one place: no two steps run at once.
     """
 
-    def __init__(self, model: VisionLanguageModel, backend: TritonBackend, most: int, longest: int) -> None:
+    def __init__(self, model: VisionLanguageModel, backend: TritonBackend, max_sequences: int, longest: int) -> None:
         cache = backend.cache
         assert cache.spare, "padding writes to the block after the last"
-        device, self._spare = cache.storage.device, cache.num_blocks
-        self._spare_slot = self._spare * cache.block_size
+        rows, device, self._spare = max_sequences, cache.storage.device, cache.num_blocks
+        self._spare_index = self._spare * cache.block_size
         self._model = model
-        self._token_ids = torch.zeros(most, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(3 * most, dtype=torch.int64, device=device)
-        self._slots = torch.full((most,), self._spare_slot, dtype=torch.int64, device=device)
+        self._token_ids = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(3 * rows, dtype=torch.int64, device=device)
+        self._cache_indices = torch.full((rows,), self._spare_index, dtype=torch.int64, device=device)
         columns = columns_of(-(-longest // cache.block_size))
         self._tables = Tables(
-            torch.full((most, columns), self._spare, dtype=torch.int32, device=device),
-            torch.ones(most, dtype=torch.int32, device=device),
+            torch.full((rows, columns), self._spare, dtype=torch.int32, device=device),
+            torch.ones(rows, dtype=torch.int32, device=device),
+            cache.block_size,
         )
-        self._hidden = torch.zeros(most, model.config.text.hidden_size, dtype=cache.storage.dtype, device=device)
+        self._hidden = torch.zeros(rows, model.config.text.hidden_size, dtype=cache.storage.dtype, device=device)
         states = cache.states
-        self._spare_state = 0 if states is None else states.num_slots
-        self._states = torch.full((most,), self._spare_state, dtype=torch.int64, device=device)
+        self._spare_state = 0 if states is None else states.num_states
+        self._state_indices = torch.full((rows,), self._spare_state, dtype=torch.int64, device=device)
         self._filled = 0  # rows that hold a sequence
-        self._sizes = sizes(most)
+        self._sizes = sizes(rows)
         self._hooks = {
             size: StepHook(
-                TritonAttention(cache, self._slots[:size], backend.decode(self._tables, size), None),
-                None if states is None else Recurrence(states, self._states[:size]),
+                TritonAttention(cache, self._cache_indices[:size], backend.decode(self._tables, size), None),
+                None if states is None else Recurrence(states, self._state_indices[:size]),
             )
             for size in self._sizes
         }
@@ -85,8 +83,8 @@ class DecodeGraphs:
         count = len(token_ids)
         size = self._sizes[bisect.bisect_left(self._sizes, count)]
         if hook.recurrence is not None:
-            self._states[:count].copy_(hook.recurrence.slots)
-        self._fill(token_ids, attend.slots, attend.decode.tables)
+            self._state_indices[:count].copy_(hook.recurrence.state_indices)
+        self._fill(token_ids, attend.cache_indices, attend.decode.tables)
         self._positions_of(size)[:, :count].copy_(positions)
         if size in self._graphs:
             self._graphs[size].replay()
@@ -98,11 +96,11 @@ class DecodeGraphs:
         """`[3, size]`, contiguous: each size has its own layout, and what padding finds there does not matter."""
         return self._positions[: 3 * size].view(3, size)
 
-    def _fill(self, token_ids: Tensor, slots: Tensor, tables: Tables) -> None:
+    def _fill(self, token_ids: Tensor, cache_indices: Tensor, tables: Tables) -> None:
         """Put a step's sequences into the first rows; the others are padding from now on."""
         count, own = len(token_ids), self._tables
         self._token_ids[:count].copy_(token_ids)
-        self._slots[:count].copy_(slots)
+        self._cache_indices[:count].copy_(cache_indices)
         # The step's own tables may have more columns than the longest sequence fills.
         width = min(tables.tables.shape[1], own.tables.shape[1])
         own.tables[:count, :width].copy_(tables.tables[:, :width])
@@ -110,8 +108,8 @@ class DecodeGraphs:
         if count < self._filled:
             # The blocks that these rows name belong to other sequences by now.
             gone = slice(count, self._filled)
-            self._slots[gone] = self._spare_slot
-            self._states[gone] = self._spare_state
+            self._cache_indices[gone] = self._spare_index
+            self._state_indices[gone] = self._spare_state
             own.contexts[gone] = 1
             own.tables[gone, 0] = self._spare
         self._filled = count

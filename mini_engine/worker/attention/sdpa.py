@@ -10,13 +10,12 @@ forms, both by gathering whole blocks and one `scaled_dot_product_attention`:
 - A longer chunk (prefill) is computed alone, in tiles of queries, each with the keys up to its end and a causal mask;
   on a CPU, tiles of float32 by `kernels/onednn.py` unless they are small.
 
-How groups are cut was measured on one thread of a server CPU (8 to 32 sequences of 20 to 2,000 tokens, 4/2 heads of 32
-and 16/2 of 128, float32 and bfloat16). A call costs 15 to 20 us, more than gathering and attending to `PAD_BYTES`, so a
-sequence that needs no more padding than that is cheaper in a group. What a group gathers beyond `GROUP_BYTES` leaves
-the CPU's cache before it is used: 32 sequences of 510 tokens with 2 heads of 128 took 8.6 ms in one group and 5.9 ms
-one by one. With both bounds the groups took, within the noise, at most the time of the better of the two.
+The bounds of groups were measured on one thread of a server CPU (8 to 32 sequences of 20 to 2,000 tokens, 4/2 heads of
+32 and 16/2 of 128, float32 and bfloat16). A call costs 15 to 20 us, more than gathering and attending to `PAD_BYTES`:
+a sequence that needs no more padding is cheaper in a group. What a group gathers beyond `GROUP_BYTES` leaves the CPU's
+cache before it is used: 32 sequences of 510 tokens with 2 heads of 128 took 8.6 ms in one group and 5.9 ms one by one.
 
-Everything that is the same for all layers (indices, masks) is made once per step, or carried on from the step before.
+Everything that is the same for all layers (indices, masks) is made once per step, or advanced from the step before.
 """
 
 from __future__ import annotations
@@ -45,27 +44,16 @@ ALIGNED = 8
 
 @dataclass(frozen=True)
 class KVCache:
-    """`storage` is `[layers, 2, num_blocks + spare, block_size, kv_heads, head_dim]`, keys before values; owned by this
-    object.
+    """`storage` is `[layers, 2, num_blocks + spare, block_size, kv_heads, head_dim]`, keys before values.
 
-    Contents of a place that was never written are undefined, NaN included. `spare` blocks after the others are in no
-    sequence's table: what a padded batch writes goes there. `states`: recurrent states,
-    if the model has any.
+    A token's cache index is block * block_size + its place in the block. Contents of a place that was never written are
+    undefined, NaN included. `spare` blocks after the others are in no sequence's table: what a padded batch writes goes
+    there. `states`: recurrent states, if the model has any.
     """
 
     storage: Tensor
     spare: int = 0
     states: RecurrentStates | None = None
-
-    @classmethod
-    def allocate(
-        cls, shape: AttentionShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device,
-        spare: int = 0, states: RecurrentStates | None = None,
-    ) -> KVCache:  # fmt: skip
-        """Room for `num_blocks` blocks and spare ones. On a CPU their memory is taken as it is first written."""
-        sizes = (shape.layers, 2, num_blocks + spare, block_size, shape.kv_heads, shape.head_dim)
-        # Not zeros: that would touch every page at the start, for blocks that may never be used.
-        return cls(torch.empty(sizes, dtype=dtype, device=device), spare, states)
 
     @property
     def num_blocks(self) -> int:
@@ -80,20 +68,20 @@ class KVCache:
         """Keys and values of one block in one layer."""
         return 2 * self.storage[0, 0, 0].numel() * self.storage.element_size()
 
-    def keys(self, layer: int) -> Tensor:
-        """View `[num_blocks + spare, block_size, kv_heads, head_dim]`."""
-        return self.storage[layer, 0]
 
-    def values(self, layer: int) -> Tensor:
-        """View `[num_blocks + spare, block_size, kv_heads, head_dim]`."""
-        return self.storage[layer, 1]
+def empty_blocks(
+    shape: AttentionShape, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A `KVCache.storage`. On a CPU its memory is taken as it is first written."""
+    # Not zeros: that would touch every page at the start, for blocks that may never be used.
+    return torch.empty(
+        shape.layers, 2, num_blocks, block_size, shape.kv_heads, shape.head_dim, dtype=dtype, device=device
+    )
 
 
 class Span(NamedTuple):
-    """One chunk as attention sees it: `length` new tokens after `start` earlier ones, whose blocks are `blocks`.
-
-    `blocks`: int64, in the order of the tokens; what lies past the chunk's end is ignored.
-    """
+    """One chunk as attention sees it: `length` new tokens after `start` earlier ones. `blocks`: int64, those of all of
+    these, in order; more are ignored."""
 
     start: int
     length: int
@@ -104,22 +92,17 @@ class Span(NamedTuple):
         return self.start + self.length
 
 
-def attention_order(span: Span) -> tuple[bool, int]:
-    """Sort key for the chunks of a step: single tokens first, the longest context before the others."""
-    return (span.length > 1, -span.context)
-
-
 class StepAttention(Protocol):
     """The attention of one step; see `model.text.Attend`."""
 
     def __call__(self, layer: int, heads: ops.Heads) -> Tensor:
         """Keeps keys and values in the cache, then attends."""
 
-    def advance(self, slots: Tensor, contexts: np.ndarray, entered: Sequence[tuple[int, int]]) -> bool:
+    def advance(self, cache_indices: Tensor, contexts: np.ndarray, entered: Sequence[tuple[int, int]]) -> bool:
         """Advance to the next step, where every span is one token past the last: they were all single tokens.
 
         Args:
-            slots: as at the start.
+            cache_indices: as at the start.
             contexts: int64 `[n]`, with the new tokens.
             entered: (row, block) of those whose new token is the first in a block.
 
@@ -135,13 +118,12 @@ class AttentionBackend(Protocol):
     def cache(self) -> KVCache:
         """Where keys and values are kept."""
 
-    def step(self, slots: Tensor, spans: Sequence[Span]) -> StepAttention:
+    def step(self, cache_indices: Tensor, spans: Sequence[Span]) -> StepAttention:
         """For a step with these chunks.
 
         Args:
-            slots: int64 `[n]` on the cache's device, where each of the step's tokens is kept: block * block_size +
-                place.
-            spans: the chunks in the order of their rows, which is that of `attention_order`.
+            cache_indices: int64 `[n]` on the cache's device, where each of the step's tokens is kept.
+            spans: the chunks in the order of their rows: single tokens first, the longest context before the others.
         """
 
 
@@ -151,42 +133,40 @@ class SdpaBackend:
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
 
-    def step(self, slots: Tensor, spans: Sequence[Span]) -> SdpaAttention:
-        return SdpaAttention(self.cache, slots, spans)
+    def step(self, cache_indices: Tensor, spans: Sequence[Span]) -> SdpaAttention:
+        return SdpaAttention(self.cache, cache_indices, spans)
 
 
 class SdpaAttention:
     """See `StepAttention`; the arguments are those of `AttentionBackend.step`."""
 
-    def __init__(self, cache: KVCache, slots: Tensor, spans: Sequence[Span]) -> None:
-        self._cache = cache
-        self._slots = slots
+    def __init__(self, cache: KVCache, cache_indices: Tensor, spans: Sequence[Span]) -> None:
+        self._cache, self._cache_indices = cache, cache_indices
         for span in spans:
             last, filled = divmod(span.context, cache.block_size)
             if filled and span.start <= last * cache.block_size:
                 self._enter(span.blocks.item(last))
         singles = [span for span in spans if span.length == 1]
         self._groups = [_DecodeGroup(cache, singles, rows) for rows in _cut(cache, [span.context for span in singles])]
-        self._prefills: list[_Prefill] = []
+        self._prefills: list[_PrefillChunk] = []
         first = len(singles)
         for span in spans[first:]:
-            self._prefills.append(_Prefill.of(cache, span, first))
+            self._prefills.append(_PrefillChunk.of(cache, span, first))
             first += span.length
 
     def __call__(self, layer: int, heads: ops.Heads) -> Tensor:
-        cache = self._cache
         q, k, v = ops.rotate_heads(heads)
-        keys, values = cache.keys(layer), cache.values(layer)
-        keys.flatten(0, 1).index_copy_(0, self._slots, k)
-        values.flatten(0, 1).index_copy_(0, self._slots, v)
+        keys, values = self._cache.storage[layer]
+        keys.flatten(0, 1).index_copy_(0, self._cache_indices, k)
+        values.flatten(0, 1).index_copy_(0, self._cache_indices, v)
         outputs = [group.attend(q, keys, values) for group in self._groups]
         for prefill in self._prefills:
             outputs += prefill.attend(q, k, v, keys, values)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def advance(self, slots: Tensor, contexts: np.ndarray, entered: Sequence[tuple[int, int]]) -> bool:
+    def advance(self, cache_indices: Tensor, contexts: np.ndarray, entered: Sequence[tuple[int, int]]) -> bool:
         """See `StepAttention`. False: the rows would be cut into other groups."""
-        self._slots = slots
+        self._cache_indices = cache_indices
         for _, block in entered:
             self._enter(block)
         # While no group's longest row needs another block, `_cut` would cut as it did: within a group padding shrinks,
@@ -205,11 +185,8 @@ class SdpaAttention:
 
 
 class _DecodeGroup:
-    """Consecutive single-token rows, the longest context first.
-
-    `_blocks`: int64 `[rows, width]`, and `_table` the same flat on the device. `_mask`: additive, on the device,
-    `[rows, 1, 1, width * block_size]`.
-    """
+    """Consecutive single-token rows, the longest context first. `_blocks`: int64 `[rows, width]`, and `_table` the same
+    flat on the device. `_mask`: additive, on the device, `[rows, 1, 1, width * block_size]`."""
 
     def __init__(self, cache: KVCache, singles: Sequence[Span], rows: slice) -> None:
         self.rows = rows
@@ -252,14 +229,14 @@ class _DecodeGroup:
         outgrown = self.outgrown(contexts)
         if outgrown:
             self._blocks = np.concatenate((self._blocks, self._blocks[:, -1:]), axis=1)
-        mine = [(row - self.rows.start, block) for row, block in entered if self.rows.start <= row < self.rows.stop]
-        for row, block in mine:
+        own = [(row - self.rows.start, block) for row, block in entered if self.rows.start <= row < self.rows.stop]
+        for row, block in own:
             self._blocks[row, (contexts.item(row) - 1) // self._cache.block_size :] = block
         if outgrown:
             self._lay_out(contexts)
             return
         device = self._table.device
-        if mine:
+        if own:
             self._table = torch.from_numpy(self._blocks.ravel()).to(device)
         new = torch.from_numpy(contexts - 1).to(device).view(-1, 1, 1, 1)
         self._mask.scatter_(3, new, 0.0)
@@ -267,7 +244,7 @@ class _DecodeGroup:
 
 
 @dataclass(frozen=True)
-class _Prefill:
+class _PrefillChunk:
     """One chunk of several tokens. `blocks` is int64, None where the chunk has nothing before it. oneDNN computes the
     tiles of its first `by_onednn` tokens; `masks` are those of the tiles after them."""
 
@@ -278,7 +255,7 @@ class _Prefill:
     masks: list[Tensor]
 
     @classmethod
-    def of(cls, cache: KVCache, span: Span, first: int) -> _Prefill:
+    def of(cls, cache: KVCache, span: Span, first: int) -> _PrefillChunk:
         used, device = -(-span.context // cache.block_size), cache.storage.device
         blocks = None if span.start == 0 else torch.from_numpy(span.blocks[:used].copy()).to(device)
         done = 0
@@ -333,11 +310,11 @@ def _aligned(width: int) -> int:
 def _cut(cache: KVCache, contexts: Sequence[int]) -> Iterator[slice]:
     """Groups of rows, longest first: a row joins while its padding and the group's size stay within bounds."""
     lengths = [-(-context // cache.block_size) for context in contexts]
-    pad, most = PAD_BYTES // cache.block_bytes, GROUP_BYTES // cache.block_bytes
+    max_padding, max_blocks = PAD_BYTES // cache.block_bytes, GROUP_BYTES // cache.block_bytes
     first = 0
     for row, length in enumerate(lengths):
         width = lengths[first]
-        if row > first and (width - length > pad or (row + 1 - first) * width > most):
+        if row > first and (width - length > max_padding or (row + 1 - first) * width > max_blocks):
             yield slice(first, row)
             first = row
     if lengths:

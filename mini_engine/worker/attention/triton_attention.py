@@ -28,29 +28,27 @@ class Tables:
 
     tables: Tensor
     contexts: Tensor
+    block_size: int
 
-
-class StepTables(Tables):
-    """The tables of a step's chunks; what lies past a chunk's last block is 0."""
-
-    def __init__(self, spans: Sequence[Span], block_size: int, device: torch.device) -> None:
-        self._block_size = block_size
+    @classmethod
+    def of(cls, spans: Sequence[Span], block_size: int, device: torch.device) -> Tables:
+        """Of a step's chunks; columns past a chunk's last block are 0."""
         used = [-(-span.context // block_size) for span in spans]
         tables = np.zeros((len(spans), columns_of(max(used))), dtype=np.int32)
         for row, (span, length) in enumerate(zip(spans, used, strict=True)):
             tables[row, :length] = span.blocks[:length]
-        contexts = np.array([span.context for span in spans], dtype=np.int32)
-        super().__init__(*(to_device(torch.from_numpy(array), device) for array in (tables, contexts)))
+        contexts = torch.tensor([span.context for span in spans], dtype=torch.int32)
+        return cls(to_device(torch.from_numpy(tables), device), to_device(contexts, device), block_size)
 
-    def advance(self, slots: Tensor, contexts: np.ndarray, entered: Sequence[tuple[int, int]]) -> None:
+    def advance(self, cache_indices: Tensor, contexts: np.ndarray, entered: Sequence[tuple[int, int]]) -> None:
         """Every chunk is one token longer; see `sdpa.StepAttention`. In place: a device does what is queued in
         order."""
         if entered:
             width = self.tables.shape[1]
-            if contexts.max() > width * self._block_size:
+            if contexts.max() > width * self.block_size:
                 self.tables = F.pad(self.tables, (0, width))
-            # The blocks of all new tokens, as their slots name them: the device has these already.
-            columns, blocks = self.contexts // self._block_size, slots // self._block_size
+            # The blocks of all new tokens, by their cache indices: the device has these already.
+            columns, blocks = self.contexts // self.block_size, cache_indices // self.block_size
             self.tables.scatter_(1, columns.long().unsqueeze(1), blocks.int().unsqueeze(1))
         self.contexts += 1
 
@@ -67,14 +65,14 @@ class TritonBackend:
         self.cache = cache
         self._longest = longest
 
-    def step(self, slots: Tensor, spans: Sequence[Span]) -> TritonAttention:
-        singles = sum(span.length == 1 for span in spans)
+    def step(self, cache_indices: Tensor, spans: Sequence[Span]) -> TritonAttention:
+        singles, device = sum(span.length == 1 for span in spans), cache_indices.device
         decode = prefill = None
         if singles:
-            decode = self.decode(StepTables(spans[:singles], self.cache.block_size, slots.device), singles)
+            decode = self.decode(Tables.of(spans[:singles], self.cache.block_size, device), singles)
         if singles < len(spans):
-            prefill = _Prefill(self.cache, spans[singles:], singles, slots.device)
-        return TritonAttention(self.cache, slots, decode, prefill)
+            prefill = _PrefillTiles(self.cache, spans[singles:], singles, device)
+        return TritonAttention(self.cache, cache_indices, decode, prefill)
 
     def decode(self, tables: Tables, rows: int) -> Decode:
         """For the first `rows` rows of a step, whose tables are `tables`."""
@@ -96,21 +94,21 @@ class Decode:
 
     def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
         """Into the first rows of `out`."""
-        keys, values, here = self.cache.keys(layer), self.cache.values(layer), slice(self.rows)
+        (keys, values), here = self.cache.storage[layer], slice(self.rows)
         paged.attend(out[here], q[here], keys, values, self.tables.tables, self.tables.contexts, self.splits)
 
 
-class _Prefill:
+class _PrefillTiles:
     """Chunks of several tokens, which begin at row `first`."""
 
     def __init__(self, cache: KVCache, spans: Sequence[Span], first: int, device: torch.device) -> None:
         self._cache, self._spans, self._rows, self._device = cache, spans, slice(first, None), device
-        self._tables = StepTables(spans, cache.block_size, device)
+        self._tables = Tables.of(spans, cache.block_size, device)
         self._tiles: Tensor | None = None  # made at the first call, which shows how many heads share a key
         self._splits = 1
 
     def attend(self, layer: int, q: Tensor, out: Tensor) -> None:
-        keys, values, q, out = self._cache.keys(layer), self._cache.values(layer), q[self._rows], out[self._rows]
+        (keys, values), q, out = self._cache.storage[layer], q[self._rows], out[self._rows]
         if self._tiles is None:
             tiles, longest = tile(self._spans, paged.tile_tokens(q, keys)), max(span.context for span in self._spans)
             programs = len(tiles) * keys.shape[2]
@@ -127,27 +125,29 @@ def tile(spans: Sequence[Span], tokens: int) -> np.ndarray:
         for done in range(0, span.length, tokens):
             tiles.append((first + done, span.start + done, min(tokens, span.length - done), number))
         first += span.length
-    return np.array(sorted(tiles, key=lambda one: -one[1]), dtype=np.int32)
+    return np.array(sorted(tiles, key=lambda tile: -tile[1]), dtype=np.int32)
 
 
 class TritonAttention:
     """See `sdpa.StepAttention`."""
 
-    def __init__(self, cache: KVCache, slots: Tensor, decode: Decode | None, prefill: _Prefill | None) -> None:
-        self._cache, self.slots = cache, slots
+    def __init__(
+        self, cache: KVCache, cache_indices: Tensor, decode: Decode | None, prefill: _PrefillTiles | None
+    ) -> None:
+        self._cache, self.cache_indices = cache, cache_indices
         self.decode, self._prefill = decode, prefill
 
     def __call__(self, layer: int, heads: Heads) -> Tensor:
-        q = elementwise.rotate_heads(*heads, self._cache.keys(layer), self._cache.values(layer), self.slots)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        keys, values = self._cache.storage[layer]
+        q = elementwise.rotate_heads(*heads, keys, values, self.cache_indices)
+        out = torch.empty_like(q)
         for part in (self.decode, self._prefill):
             if part is not None:
                 part.attend(layer, q, out)
         return out
 
-    def advance(self, slots: Tensor, contexts: np.ndarray, entered: Sequence[tuple[int, int]]) -> bool:
+    def advance(self, cache_indices: Tensor, contexts: np.ndarray, entered: Sequence[tuple[int, int]]) -> bool:
         assert self.decode is not None and self._prefill is None
-        assert isinstance(self.decode.tables, StepTables)
-        self.slots = slots
-        self.decode.tables.advance(slots, contexts, entered)
+        self.cache_indices = cache_indices
+        self.decode.tables.advance(cache_indices, contexts, entered)
         return True

@@ -1,10 +1,9 @@
-"""Grammars on rank 0: what the outputs of a step may go on with, by the processes of `grammar_process.py`.
+"""Grammars on rank 0: which tokens may continue the outputs of a step, by the processes of `grammar_process.py`.
 
 Knows nothing of sequences, steps or llguidance.
 """
 
-from __future__ import annotations
-
+import contextlib
 import mmap
 import os
 import subprocess
@@ -76,9 +75,9 @@ class Grammars:
         their grammars, if any, and their names. Raises RuntimeError: the manager exited."""
         if not self._thread.is_alive():
             raise RuntimeError("the grammar manager exited")
-        finished = [(digest, request_id) for digest, request_id in finished if digest]
-        if grammars or unused or finished:
-            self._requests.send_bytes(msgspec.msgpack.encode(Request([*grammars], [*unused], finished)))
+        followed = [output for output in finished if output[0]]
+        if grammars or unused or followed:
+            self._requests.send_bytes(msgspec.msgpack.encode(Request([*grammars], [*unused], followed)))
 
     def follow(
         self, rows: Mapping[int, Row], seconds: float = 0.0, device: torch.device = CPU
@@ -95,11 +94,11 @@ class Grammars:
             raise RuntimeError("the grammar manager exited") from error
         if self._masks is None:  # the manager gave it its size before it compiled the first grammar
             self._masks = mmap.mmap(self._memory, 0)
-        numbers = [*rows]
         places = [place for place, problem in enumerate(problems) if not problem]
         bars = bars_of(self._masks, self._max_rows, places, packed=ops.triton_obstacle(device) is None)
-        masks = Masks([numbers[place] for place in places], bars)
-        return masks, {number: problem for number, problem in zip(numbers, problems, strict=True) if problem}
+        by_row = dict(zip(rows, problems, strict=True))
+        masks = Masks([row for row, problem in by_row.items() if not problem], bars)
+        return masks, {row: problem for row, problem in by_row.items() if problem}
 
     def close(self) -> None:
         """Kill all processes, wait for the manager, and close the descriptors."""
@@ -112,13 +111,9 @@ class Grammars:
         self._masks = None  # the mapping holds a descriptor
 
     def _forward(self) -> None:
-        decoder = msgspec.msgpack.Decoder(GrammarReady)
-        while True:
-            try:
-                message = self._reports.recv_bytes()
-            except (EOFError, OSError):
-                return
-            self._report(decoder.decode(message))
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self._report(msgspec.msgpack.decode(self._reports.recv_bytes(), type=GrammarReady))
 
 
 def bars_of(masks: memoryview | mmap.mmap, num_masks: int, places: Sequence[int], packed: bool = False) -> Tensor:

@@ -3,13 +3,11 @@
     rank 0  <-- requests, problems; reports -->  manager  -- fork -->  one process per grammar
                                                  (tokenizer)            compiles; fills masks in shared memory
 
-A few lines of a grammar can take hours or all memory, which no setting of llguidance prevents. So whatever a grammar
-takes is its own process's, and timers and limits of the kernel end what takes too much, without a question of which
-grammar is at fault. The manager runs nothing of a grammar and starts no thread, so it always answers in time.
+A few lines of a grammar can take hours or all memory, which no setting of llguidance prevents. So each grammar has a
+process, and timers and limits of the kernel end the one that takes too much. The manager runs nothing of a grammar and
+starts no thread, so it always answers in time.
 `grammar.py` is rank 0's end.
 """
-
-from __future__ import annotations
 
 import contextlib
 import gc
@@ -20,6 +18,8 @@ import signal
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -87,14 +87,15 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
 _problems = msgspec.msgpack.Decoder(list[str])
 
 
+@dataclass
 class _Process:
     """The process of a grammar, as the manager sees it."""
 
-    def __init__(self, pid: int, connection: Connection, grammar: Grammar) -> None:
-        self.pid, self.connection = pid, connection
-        self.digest, self.client, self.number = grammar.digest, grammar.client, grammar.number
-        self.is_compiled = False
-        self.places: list[int] = []  # of the step's rows, until it has answered
+    pid: int
+    connection: Connection
+    grammar: Grammar
+    is_compiled: bool = False
+    places: Sequence[int] = ()  # of the step's rows, until it has answered
 
 
 class Manager:
@@ -161,11 +162,12 @@ class Manager:
         if request.rows:
             self._answer()
 
-    def _take_problems(self, digest: bytes, process: _Process) -> None:
+    def _take_problems(self, process: _Process) -> None:
+        digest = process.grammar.digest
         try:
             problems = _problems.decode(process.connection.recv_bytes())
         except (EOFError, OSError):
-            self._lose(digest, process)
+            self._on_exit(process)
             return
         if process.is_compiled:
             self._busy.remove(digest)
@@ -174,18 +176,19 @@ class Manager:
             self._answer()
             return
         process.is_compiled = True
-        self._report(process, problems[0])
+        self._report(process.grammar, problems[0])
         if problems[0]:
             self._end(digest)
 
     def _answer(self) -> None:
-        """Once the masks of the step are there."""
+        """Send the problems of the step's rows, once all masks are there."""
         if not self._busy:
             self._requests.send_bytes(msgspec.msgpack.encode(self._problems))
 
-    def _lose(self, digest: bytes, process: _Process) -> None:
+    def _on_exit(self, process: _Process) -> None:
         """A process closed its connection: it has exceeded a limit, or was killed."""
-        status, problem = os.WTERMSIG(self._end(digest)), LARGE
+        digest, problem = process.grammar.digest, LARGE
+        status = os.WTERMSIG(self._end(digest))
         if status == signal.SIGPROF:
             problem = SLOW_MASK if process.is_compiled else SLOW_COMPILE
         if status in (signal.SIGKILL, signal.SIGALRM):
@@ -195,10 +198,10 @@ class Manager:
             if len(self._refused) > REFUSED:
                 del self._refused[next(iter(self._refused))]
         if not process.is_compiled:
-            self._report(process, problem)
+            self._report(process.grammar, problem)
         if digest in self._busy:
             if problem != KILLED:
-                self._pauses[process.client] = time.monotonic() + PAUSE_SECONDS
+                self._pauses[process.grammar.client] = time.monotonic() + PAUSE_SECONDS
             self._busy.remove(digest)
             for place in process.places:
                 self._problems[place] = problem
@@ -212,15 +215,16 @@ class Manager:
         self._refused.pop(digest, None)
         return ""
 
-    def _report(self, order: Grammar | _Process, problem: str) -> None:
-        self._reports.send_bytes(msgspec.msgpack.encode(GrammarReady(order.number, order.digest, problem)))
+    def _report(self, grammar: Grammar, problem: str) -> None:
+        self._reports.send_bytes(msgspec.msgpack.encode(GrammarReady(grammar.number, grammar.digest, problem)))
 
     def _start_queued(self) -> None:
         """Clients take turns. Of each one grammar at a time is compiled, and none may have all places."""
         now, rows = time.monotonic(), self._vocabulary.rows
         self._pauses = {client: until for client, until in self._pauses.items() if until > now}
-        compiling = {process.client for process in self._processes.values() if not process.is_compiled}
-        used = Counter(process.client for process in self._processes.values())
+        processes = self._processes.values()
+        compiling = {process.grammar.client for process in processes if not process.is_compiled}
+        used = Counter(process.grammar.client for process in processes)
         for client in list(self._queues):
             if not self._queues[client]:
                 del self._queues[client]
@@ -234,19 +238,19 @@ class Manager:
     def _start(self, grammar: Grammar) -> None:
         manager = os.getpid()
         try:
-            ours, theirs = Pipe()
+            own_end, child_end = Pipe()
             pid = os.fork()
         except OSError as error:
             self._report(grammar, f"The grammar of this request gets no process: {error.strerror}; retry later.")
             return
         if pid == 0:
             try:
-                _follow(self._vocabulary, grammar.text, theirs, manager)
+                _follow(self._vocabulary, grammar.text, child_end, manager)
             finally:
                 os._exit(1)  # whatever happened: the manager's code ends here
-        theirs.close()
-        self._processes[grammar.digest] = process = _Process(pid, ours, grammar)
-        self._selector.register(ours, selectors.EVENT_READ, partial(self._take_problems, grammar.digest, process))
+        child_end.close()
+        self._processes[grammar.digest] = process = _Process(pid, own_end, grammar)
+        self._selector.register(own_end, selectors.EVENT_READ, partial(self._take_problems, process))
 
     def _end(self, digest: bytes) -> int:
         """Returns its exit status. It writes no mask from here on."""

@@ -5,8 +5,6 @@ learns of no end. The numbers of JSON are limited to 64 bits. Nothing here bound
 takes: it runs in a process that can be killed, `grammar_process.py`. Imports neither torch nor numpy.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os
@@ -27,7 +25,7 @@ _NUMBER_TOKENS = 48  # more than a limited number has
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """A row of a step's logits: an output that goes on. Its mask's place is that of the row among the step's rows."""
+    """A row of a step's logits: an output that continues. Its mask's place is that of the row among the step's rows."""
 
     digest: bytes  # of the grammar
     request_id: str
@@ -49,7 +47,7 @@ class Vocabulary:
     def __init__(self, path: Path, memory: int, rows: int) -> None:
         self.tokenizer, self.rows = LLTokenizer(str(path)), rows
         texts = ((token, self.tokenizer.decode_bytes([token])) for token in range(self.tokenizer.vocab_size))
-        self.digits = [(token, found[0]) for token, text in texts if (found := re.match(rb"[0-9]+", text))]
+        self.digits = [(token, digits[0]) for token, text in texts if (digits := re.match(rb"[0-9]+", text))]
         self.quote = self.tokenizer.greedy_tokenize('"')[0]
         self.mask_bytes = -(-self.tokenizer.vocab_size // 32) * 4
         os.ftruncate(memory, rows * self.mask_bytes)
@@ -150,5 +148,5 @@ def _problem_of(matcher: LLMatcher) -> str:
 
 def _is_limited(number: bytes) -> bool:
     """Whether a number of JSON that begins so has at most 64 bits, 17 decimals, and two digits of an exponent."""
-    found = _LIMITED.fullmatch(number)
-    return found is not None and abs(int(found[1])) < 2**63
+    match = _LIMITED.fullmatch(number)
+    return match is not None and abs(int(match[1])) < 2**63

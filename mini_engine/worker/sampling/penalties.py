@@ -5,8 +5,6 @@ What the penalties need to know of a sequence's tokens is counted on the device,
 can be launched before the host knows the token of the step before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -21,7 +19,7 @@ BARRED = -1e30  # not infinity: where a grammar masks all but stop tokens, one o
 IN_PROMPT, IN_OUTPUT = 1, 2  # what an occurrence adds to a count: see `ops.penalise`
 
 
-class Adjustments:
+class LogitsProcessors:
     """Steps 2 to 4 of `sampler.py` for all rows of a batch, for as many steps as the same sequences decode.
 
     Takes `4 * vocab_size` bytes of the device for each sequence that is penalised for its tokens: 39 MB for 64
@@ -35,7 +33,7 @@ class Adjustments:
         self, sequences: Sequence[SequenceState], stops: Sequence[int], vocab_size: int, device: torch.device
     ) -> None:
         self._size, self._device = vocab_size, device
-        self._params = [sequence.recipe.params for sequence in sequences]
+        self._params = [sequence.sampling.params for sequence in sequences]
         self._steps = 0  # whose tokens have been counted
         # Output tokens that a sequence has still to choose before it may stop.
         self._short = [
@@ -47,19 +45,20 @@ class Adjustments:
         self._biased = self._integers(at for at, _ in biases)
         self._biases = to_device(torch.tensor([value for _, value in biases]), device)
 
-        where = [i for i, sequence in enumerate(sequences) if sequence.recipe.penalises]
-        self._where, self._starts = self._integers(where), self._integers(k * vocab_size for k in range(len(where)))
-        rows = {i: k for k, i in enumerate(where)}
+        penalised = [i for i, sequence in enumerate(sequences) if sequence.sampling.penalises]
+        rows = {i: row for row, i in enumerate(penalised)}  # of the counts
+        self._penalised = self._integers(penalised)
+        self._starts = self._integers(row * vocab_size for row in rows.values())
         self._rows = self._integers(rows.get(i, -1) for i in range(len(sequences)))
         factors = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in self._params]
         self._factors = to_device(torch.tensor(factors), device)
-        self._counts = torch.zeros(len(where), vocab_size, dtype=torch.int32, device=device)
+        self._counts = torch.zeros(len(rows), vocab_size, dtype=torch.int32, device=device)
         self._once = torch.full((), IN_OUTPUT, dtype=torch.int32, device=device)
         prompts, outputs = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-        for k, i in enumerate(where):
-            tokens, length = sequences[i].tokens[: stops[i]], sequences[i].prompt_length
-            prompts.append(tokens[:length] + k * vocab_size)
-            outputs.append(tokens[length:] + k * vocab_size)
+        for i, row in rows.items():
+            tokens, length = sequences[i].tokens[: stops[i]] + row * vocab_size, sequences[i].prompt_length
+            prompts.append(tokens[:length])
+            outputs.append(tokens[length:])
         prompt, output = (to_device(torch.from_numpy(np.concatenate(parts)), device) for parts in (prompts, outputs))
         self._counts.view(-1).index_fill_(0, prompt, IN_PROMPT)
         self._add(output)
@@ -68,22 +67,22 @@ class Adjustments:
         """`[n, vocab_size]`, as they are or changed in place, or a float32 copy, changed."""
         if self._steps == self._bar_ends:
             self._mask_stop_tokens()
-        if not (len(self._biased) or len(self._barred) or len(self._where)):
+        if not (len(self._biased) or len(self._barred) or len(self._penalised)):
             return logits
         scores = logits.float()
         if len(self._biased):
             scores.view(-1).index_add_(0, self._biased, self._biases)
         if len(self._barred):
             scores.view(-1).index_fill_(0, self._barred, BARRED)
-        if len(self._where):
+        if len(self._penalised):
             ops.penalise(scores, self._counts, self._rows, self._factors)
         return scores
 
     def count(self, tokens: Tensor) -> None:
-        """int64 `[n]` on the device, what was chosen: ready for the next step."""
+        """Count what was chosen, int64 `[n]` on the device, for the next step."""
         self._steps += 1
-        if len(self._where):
-            self._add(self._starts + tokens.index_select(0, self._where))
+        if len(self._penalised):
+            self._add(self._starts + tokens.index_select(0, self._penalised))
 
     def _add(self, places: Tensor) -> None:
         self._counts.view(-1).index_add_(0, places, self._once.expand(len(places)))

@@ -40,7 +40,7 @@ _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-class Recipe(NamedTuple):
+class RowSampling(NamedTuple):
     """The sampling parameters of a sequence, resolved once: `of` makes it."""
 
     params: SamplingParams
@@ -55,7 +55,7 @@ class Recipe(NamedTuple):
         return self.greedy and not self.adjusts and self.params.logprobs is None and not self.params.grammar
 
     @classmethod
-    def of(cls, params: SamplingParams) -> Recipe:
+    def of(cls, params: SamplingParams) -> RowSampling:
         # The single best token has no alternatives, whatever the temperature.
         greedy = params.temperature == 0 or params.top_k == 1
         penalises = bool(params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty)
@@ -63,20 +63,13 @@ class Recipe(NamedTuple):
         return cls(params, greedy, adjusts, penalises, stream_of(params.seed))
 
 
-class Row(NamedTuple):
-    """The sampling inputs of a row of logits. `output_index`: number of the output token to be chosen, from 0."""
-
-    recipe: Recipe
-    output_index: int
-
-
 class Report:
     """Logarithms of probabilities in transfer to the host.
 
     Args:
-        rows: of the batch, which ask; the arguments that follow are theirs.
+        rows: those of the batch that are reported; the arguments that follow are theirs.
         raw: logarithms `[rows, vocab_size]` of the probabilities; `chosen`: int64 `[rows]`, the tokens.
-        counts: how many of the likeliest tokens each wants to know.
+        counts: how many of the likeliest tokens each reports.
     """
 
     def __init__(self, rows: Sequence[int], raw: Tensor, chosen: Tensor, counts: Sequence[int]) -> None:
@@ -85,22 +78,22 @@ class Report:
         self._best: list[tuple[list[int], HostCopy, HostCopy]] = []
         # By count, and not the largest for all: the order of two equals may depend on how many are sought.
         for count in set(counts) - {0}:
-            which = [i for i, wanted in enumerate(counts) if wanted == count]
-            some = raw if len(which) == len(raw) else raw[to_device(torch.tensor(which), raw.device)]
-            values, ids = some.topk(min(count, raw.shape[1]), dim=-1)
-            self._best.append((which, HostCopy(ids), HostCopy(values)))
+            numbers = [i for i, limit in enumerate(counts) if limit == count]
+            own = raw if len(numbers) == len(raw) else raw[to_device(torch.tensor(numbers), raw.device)]
+            values, ids = own.topk(min(count, raw.shape[1]), dim=-1)
+            self._best.append((numbers, HostCopy(ids), HostCopy(values)))
 
     def read(self) -> dict[int, list[TokenLogprob]]:
         """By row: the token itself, then the likeliest. Waits for the device."""
         reports = [[TokenLogprob(*pair)] for pair in zip(self._chosen.values(), self._own.values(), strict=True)]
-        for which, ids, values in self._best:
-            for i, row_ids, row_values in zip(which, ids.values(), values.values(), strict=True):
+        for numbers, ids, values in self._best:
+            for i, row_ids, row_values in zip(numbers, ids.values(), values.values(), strict=True):
                 reports[i] += map(TokenLogprob, row_ids, row_values)
         return dict(zip(self._rows, reports, strict=True))
 
 
 class Sampled(NamedTuple):
-    """`tokens`: int64 `[n]` on the logits' device. `report`: on the rows that ask for one, if any does."""
+    """`tokens`: int64 `[n]` on the logits' device. `report`: the logprobs of rows that have some, if any."""
 
     tokens: Tensor
     report: Report | None = None
@@ -110,25 +103,31 @@ class Sampled(NamedTuple):
         return {} if self.report is None else self.report.read()
 
 
-def sample(logits: Tensor, rows: Sequence[Row], adjust: Callable[[Tensor], Tensor] | None = None) -> Sampled:
-    """The next token of each row. Where Triton's kernels run it does not wait for the device, unless `adjust` does.
+def sample(
+    logits: Tensor,
+    rows: Sequence[RowSampling],
+    output_indices: Sequence[int],
+    process: Callable[[Tensor], Tensor] = lambda logits: logits,
+) -> Sampled:
+    """The next token of each row. Where Triton's kernels run it does not wait for the device, unless `process` does.
 
     Args:
         logits: `[n, vocab_size]` of any float dtype; may be changed.
         rows: n.
-        adjust: steps 2 to 5 of all rows at once, in place or not; None where there is none.
+        output_indices: of each row the number of the output token to be chosen, from 0.
+        process: steps 2 to 5 of all rows at once, in place or not.
     """
-    asked = [i for i, row in enumerate(rows) if row.recipe.params.logprobs is not None]
-    where = to_device(torch.tensor(asked), logits.device) if asked else None
-    raw = None if where is None else logits[where].float().log_softmax(dim=-1)
-    tokens = _choose(logits if adjust is None else adjust(logits), rows)
-    if raw is None:
-        return Sampled(tokens)
-    return Sampled(tokens, Report(asked, raw, tokens[where], [rows[i].recipe.params.logprobs or 0 for i in asked]))
+    reported = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    if not reported:
+        return Sampled(_choose(process(logits), rows, output_indices))
+    where = to_device(torch.tensor(reported), logits.device)
+    raw = logits[where].float().log_softmax(dim=-1)
+    tokens = _choose(process(logits), rows, output_indices)
+    return Sampled(tokens, Report(reported, raw, tokens[where], [rows[i].params.logprobs or 0 for i in reported]))
 
 
 def sample_plain(logits: Tensor) -> Sampled:
-    """What `sample` gives where every row's recipe is plain; it needs no rows."""
+    """What `sample` gives where every row is plain; it needs no rows."""
     return Sampled(_largest(logits))
 
 
@@ -138,10 +137,8 @@ def stream_of(seed: int) -> int:
 
 
 def noise(stream: int, index: int) -> float:
-    """The `index`-th number in [0, 1) of a stream, by SplitMix64 (Steele, Lea and Flood 2014).
-
-    52 bits: with 53, the product with a sum of probabilities could round up to the sum.
-    """
+    """The `index`-th number in [0, 1) of a stream, by SplitMix64 (Steele, Lea and Flood 2014). 52 bits: with 53, the
+    product with a sum of probabilities could round up to the sum."""
     return (_mix(stream + (index + 1) * _GOLDEN) >> 12) * 2.0**-52
 
 
@@ -152,15 +149,17 @@ def _mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def _choose(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    noisy = [i for i, row in enumerate(rows) if not row.recipe.greedy]
+def _choose(logits: Tensor, rows: Sequence[RowSampling], output_indices: Sequence[int]) -> Tensor:
+    noisy = [i for i, row in enumerate(rows) if not row.greedy]
     if not noisy:
         return _largest(logits)
+    params = [rows[i].params for i in noisy]
+    numbers = [noise(rows[i].stream, output_indices[i]) for i in noisy]
     if len(noisy) == len(rows):
-        return _draw(logits, rows)
+        return _draw(logits, params, numbers)
     tokens = _largest(logits)
     where = to_device(torch.tensor(noisy), logits.device)
-    tokens[where] = _draw(logits[where], [rows[i] for i in noisy])
+    tokens[where] = _draw(logits[where], params, numbers)
     return tokens
 
 
@@ -172,11 +171,9 @@ def _largest(logits: Tensor) -> Tensor:
     return logits.argmax(dim=-1)
 
 
-def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Steps 7 to 9, for rows that are not greedy."""
-    params = [row.recipe.params for row in rows]
+def _draw(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]) -> Tensor:
+    """Steps 7 to 9, for rows that are not greedy; `numbers` are uniform in [0, 1)."""
     temperature = to_device(torch.tensor([p.temperature for p in params]), logits.device)
-    numbers = [noise(row.recipe.stream, row.output_index) for row in rows]
     if ops.fused(logits):
         from mini_engine.kernels import token_draw as sampling
 
@@ -199,9 +196,7 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 
 def keep_min_p(scores: Tensor, min_p: Sequence[float]) -> None:
     """Set to -inf, in place, the tokens less likely than min_p times the likeliest (Nguyen et al. 2024); 0 keeps all.
-
-    `scores` `[n, vocab_size]` are logits after the temperature: a ratio of probabilities is a difference of these.
-    """
+    `scores` `[n, vocab_size]` are logits after the temperature: a ratio of probabilities is a difference of these."""
     if any(min_p):
         ratios = [math.log(p) if p > 0 else -math.inf for p in min_p]
         bound = scores.amax(dim=-1, keepdim=True) + to_device(torch.tensor(ratios), scores.device).unsqueeze(1)
@@ -221,8 +216,8 @@ def keep_top_k(scores: Tensor, top_k: Sequence[int]) -> None:
 
 
 def keep_top_p(probabilities: Tensor, top_p: Sequence[float]) -> None:
-    """Set to 0, in place, what lies outside a row's smallest set whose sum reaches p (nucleus sampling, Holtzman et al.
-    2020). Among equal probabilities the smaller id goes first; the largest always stays.
+    """Set to 0, in place, the tokens outside a row's smallest set whose sum reaches p (nucleus sampling, Holtzman et
+    al. 2020). Among equal probabilities the smaller id goes first; the largest always stays.
 
     Waits for the device, to find out how many of the likeliest are enough.
     """
@@ -231,7 +226,7 @@ def keep_top_p(probabilities: Tensor, top_p: Sequence[float]) -> None:
     for width in (*(width for width in WIDTHS if width < size), size):
         if left:
             reached = _keep_reached(probabilities, left, [top_p[i] for i in left], width)
-            left = [row for row, r in zip(left, reached.tolist(), strict=True) if not r]
+            left = [row for row, is_enough in zip(left, reached.tolist(), strict=True) if not is_enough]
 
 
 def _keep_reached(probabilities: Tensor, rows: Sequence[int], top_p: Sequence[float], width: int) -> Tensor:

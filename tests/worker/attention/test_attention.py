@@ -7,7 +7,7 @@ import torch
 from mini_engine.kernels import ops
 from mini_engine.model.vision_language import AttentionShape
 from mini_engine.worker.attention import sdpa as attention
-from mini_engine.worker.attention.sdpa import KVCache, SdpaBackend, Span, attention_order
+from mini_engine.worker.attention.sdpa import KVCache, SdpaBackend, Span, empty_blocks
 from tests.attention_reference import reference_attention, slots_of
 
 DIM = 8
@@ -20,25 +20,26 @@ def random_spans(generator: np.random.Generator, lengths: list[tuple[int, int]],
     blocks = generator.permutation(sum(needed)).astype(np.int64)
     tables = np.split(blocks, np.cumsum(needed)[:-1])
     spans = [Span(start, count, table) for (start, count), table in zip(lengths, tables, strict=True)]
-    return sorted(spans, key=attention_order)
+    return sorted(spans, key=lambda span: (span.length > 1, -span.context))
 
 
 def check(spans: list[Span], block_size: int, heads=4, kv_heads=2) -> None:
     torch.manual_seed(len(spans))
     num_blocks = 1 + max(int(span.blocks.max()) for span in spans)
-    cache = KVCache.allocate(AttentionShape(2, kv_heads, DIM), num_blocks, block_size, torch.float32, CPU)
+    cache = KVCache(empty_blocks(AttentionShape(2, kv_heads, DIM), num_blocks, block_size, torch.float32, CPU))
     cache.storage.normal_()
-    total, slots = sum(span.length for span in spans), slots_of(spans, block_size)
+    total, indices = sum(span.length for span in spans), slots_of(spans, block_size)
     projected = ops.Heads(
         torch.randn(total, heads + 2 * kv_heads, DIM), kv_heads, *ops.rotary_tables(torch.randn(total, DIM // 2))
     )
     q, k, v = ops.rotate_heads(projected)
-    attend = SdpaBackend(cache).step(slots, spans)
+    attend = SdpaBackend(cache).step(indices, spans)
     before = cache.storage[0].clone()
     out = attend(1, projected)
     assert torch.equal(cache.storage[0], before)
-    assert torch.equal(cache.keys(1).flatten(0, 1)[slots], k) and torch.equal(cache.values(1).flatten(0, 1)[slots], v)
-    expected = reference_attention(q, cache.keys(1), cache.values(1), spans)
+    keys, values = cache.storage[1]
+    assert torch.equal(keys.flatten(0, 1)[indices], k) and torch.equal(values.flatten(0, 1)[indices], v)
+    expected = reference_attention(q, keys, values, spans)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
 
 
@@ -77,7 +78,7 @@ def test_a_long_context_in_half_precision(dtype):
 
     device = torch.device("cuda", 0)
     torch.manual_seed(0)
-    cache = KVCache.allocate(AttentionShape(2, 4, 128), 600, 16, dtype, device)
+    cache = KVCache(empty_blocks(AttentionShape(2, 4, 128), 600, 16, dtype, device))
     cache.storage.fill_(float("nan"))
     backend = TritonBackend(cache, 8192)
     span = Span(0, 8191, np.random.default_rng(0).permutation(600)[:512])

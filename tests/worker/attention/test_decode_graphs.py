@@ -1,7 +1,5 @@
 """Decode steps of padded sizes: recorded and replayed on CUDA, computed as they are on the CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +8,7 @@ import torch
 
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.weights import load_model
-from mini_engine.worker.attention.sdpa import AttentionBackend, KVCache, SdpaBackend, Span
+from mini_engine.worker.attention.sdpa import AttentionBackend, KVCache, SdpaBackend, Span, empty_blocks
 from mini_engine.worker.cache_sizes import HUNGRY_SAMPLING
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
@@ -21,20 +19,21 @@ from tests.worker.conftest import make_states
 __all__ = ["device"]
 pytest.importorskip("triton")
 from mini_engine.worker.attention.decode_graphs import DecodeGraphs  # noqa: E402
-from mini_engine.worker.attention.triton_attention import StepTables, TritonBackend  # noqa: E402
+from mini_engine.worker.attention.triton_attention import Tables, TritonBackend  # noqa: E402
 
 BLOCKS = 64
 HUNGRY = {name: getattr(HUNGRY_SAMPLING, name) for name in ("repetition_penalty", "presence_penalty", "logprobs")}
 
 
-class World:
+class GraphRig:
     """A model, its cache, and graphs for at most 6 sequences."""
 
     def __init__(self, checkpoint: Path, device: torch.device, family: str = "qwen2_5_vl") -> None:
         self.family = family
         self.model = load_model(checkpoint, TensorParallel(), None, device)
         states = make_states(self.model, device)
-        self.cache = KVCache.allocate(self.model.attention_shape, BLOCKS, 16, torch.float32, device, 1, states)
+        blocks = empty_blocks(self.model.attention_shape, BLOCKS + 1, 16, torch.float32, device)
+        self.cache = KVCache(blocks, 1, states)
         # Finite alone where padding reads.
         self.cache.storage.fill_(float("nan"))[:, :, BLOCKS] = 0
         self.backend = TritonBackend(self.cache, 2048)
@@ -59,30 +58,30 @@ class World:
 
 
 @pytest.fixture
-def world(device, checkpoint, family) -> World:
-    return World(checkpoint, device, family)
+def rig(device, checkpoint, family) -> GraphRig:
+    return GraphRig(checkpoint, device, family)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"][INTERPRETED:], indirect=True, scope="session")
-def test_the_tokens_are_those_of_steps_without_and_of_torchs_attention(world):
-    tokens = world.tokens(world.backend, world.graphs)
-    assert tokens == world.tokens(SdpaBackend(world.cache), None)
+def test_the_tokens_are_those_of_steps_without_and_of_torchs_attention(rig):
+    tokens = rig.tokens(rig.backend, rig.graphs)
+    assert tokens == rig.tokens(SdpaBackend(rig.cache), None)
     if not INTERPRETED:  # where it would take its time
-        assert tokens == world.tokens(world.backend, None)
+        assert tokens == rig.tokens(rig.backend, None)
     assert len({tuple(answer) for answer in tokens.values()}) == len(tokens)
-    assert world.cache.storage[:, :, BLOCKS].any(), "padding wrote to the spare block, and so to no block of another"
+    assert rig.cache.storage[:, :, BLOCKS].any(), "padding wrote to the spare block, and so to no block of another"
 
 
 def test_tables_that_advance_are_those_that_are_built(device):
     """Over the ends of blocks and the last column."""
     starts, blocks = [250, 15, 0, 16], np.random.default_rng(0).permutation(4 * 20).reshape(4, 20)
     contexts = np.array(starts) + 1
-    tables = StepTables([Span(start, 1, row) for start, row in zip(starts, blocks, strict=True)], 16, device)
+    tables = Tables.of([Span(start, 1, row) for start, row in zip(starts, blocks, strict=True)], 16, device)
     for _ in range(40):
         entered = [(row, int(blocks[row, stop // 16])) for row, stop in enumerate(contexts.tolist()) if stop % 16 == 0]
-        slots = blocks[range(4), contexts // 16] * 16 + contexts % 16
+        indices = blocks[range(4), contexts // 16] * 16 + contexts % 16
         contexts = contexts + 1
-        tables.advance(torch.from_numpy(slots).to(device), contexts, entered)
+        tables.advance(torch.from_numpy(indices).to(device), contexts, entered)
         assert tables.contexts.tolist() == contexts.tolist()
         for row, stop in enumerate(contexts.tolist()):
             used = -(-stop // 16)
@@ -105,10 +104,10 @@ def test_tables_that_advance_are_those_that_are_built(device):
 )
 def test_a_step_that_goes_on_waits_for_nothing(sampling, checkpoint):
     """Torch raises where it would wait for the device."""
-    world, media = World(checkpoint, torch.device("cuda", 0)), tiny.MemoryMedia()
+    rig, media = GraphRig(checkpoint, torch.device("cuda", 0)), tiny.MemoryMedia()
     requests = [new for new in tiny.mixed_requests(media, **sampling) if new.request_id in ("text", "short", "block")]
     steps = script.write_steps(requests, 30, 1000, 16, BLOCKS)
-    runner = world.runner(media, world.backend, world.graphs)
+    runner = rig.runner(media, rig.backend, rig.graphs)
     script.run(runner, steps[:3])
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,7 +1,5 @@
 """Outputs under a grammar: always a text of it, whatever the logits; and nothing else about them changes."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -125,9 +123,9 @@ SCHEMAS = st.recursive(
 def test_outputs_match_their_regular_expressions_and_schemas(forms, number):
     """Eight in one batch, each with a grammar of its own. JSON takes at most twice the tokens of its compact form.
     Without processes, for speed."""
-    grammars = [regex_grammar(one) if isinstance(one, str) else json_grammar(one) for one in forms]
-    asked = [SamplingParams(max_tokens=300, temperature=1.5, seed=number + i) for i in range(ROWS)]
-    outputs = [list[int]() for _ in asked]
+    grammars = [regex_grammar(form) if isinstance(form, str) else json_grammar(form) for form in forms]
+    params = [SamplingParams(max_tokens=300, temperature=1.5, seed=number + i) for i in range(ROWS)]
+    samplings, outputs = [sampler.RowSampling.of(each) for each in params], [list[int]() for _ in params]
     logits = torch.Generator().manual_seed(number)
     matchers = [Matchers(WORDS, grammar) for grammar in grammars]
     for place in range(300):
@@ -138,7 +136,7 @@ def test_outputs_match_their_regular_expressions_and_schemas(forms, number):
             assert matchers[i].fill([(i, Row(b"", "", max(0, place - 1), outputs[i][-1:], STOPS))]) == [""]
         scores = 4 * torch.randn(ROWS, VOCABULARY, generator=logits)
         scores = Masks(live, bars_of(WORDS.masks, ROWS, live)).apply(scores)
-        chosen = sampler.sample(scores, [sampler.Row(sampler.Recipe.of(one), place) for one in asked]).tokens
+        chosen = sampler.sample(scores, samplings, [place] * ROWS).tokens
         for i in live:
             outputs[i].append(int(chosen[i]))
     for form, (*tokens, end) in zip(forms, outputs, strict=True):
@@ -231,12 +229,12 @@ def test_a_complete_grammar_ends_even_below_min_tokens(rank):
     sampling = SamplingParams(max_tokens=9, seed=1, stop_token_ids=ENDS, grammar=digest(grammar))
     state = SequenceState(NewSequence("r", [0], sampling, []), VISION, 16)
     for stop in (1, 2, 3, 2, 3, 4):
-        masks, problems = rank.grammars.follow({0: state.row(stop)})
+        masks, problems = rank.grammars.follow({0: state.grammar_row(stop)})
         assert not problems
         logits = torch.zeros(1, VOCABULARY).index_fill(1, torch.tensor(ENDS), BARRED)
         state.tokens[stop] = int(masks.apply(logits).argmax())
     assert TEXT.decode(state.tokens[1:4]) == "rrr" and state.tokens[4] in ENDS
-    assert state.row(5) is None
+    assert state.grammar_row(5) is None
     rank.finish(grammar)
 
 

@@ -6,39 +6,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import (
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from mini_engine.messages import SamplingParams
 from mini_engine.worker.sampling import sampler
-from mini_engine.worker.sampling.sampler import Recipe, Row, keep_top_k, keep_top_p, noise, stream_of
+from mini_engine.worker.sampling.sampler import RowSampling, keep_top_k, keep_top_p, noise, stream_of
 
 VOCABULARY = 50
 
 
-def row(index: int = 0, **params) -> Row:
-    return Row(Recipe.of(SamplingParams(**({"max_tokens": 100, "seed": 1} | params))), index)
+def row(index: int = 0, **params) -> tuple[RowSampling, int]:
+    """And the number of its output token."""
+    return RowSampling.of(SamplingParams(**({"max_tokens": 100, "seed": 1} | params))), index
 
 
-def sample(logits: torch.Tensor, rows: list[Row]) -> torch.Tensor:
-    return sampler.sample(logits, rows).tokens
-
-
-def frequencies(logits: torch.Tensor, draws: int, **params) -> torch.Tensor:
-    """How often each token comes, over output indices and seeds."""
-    rows = [row(index % 50, seed=index // 50, **params) for index in range(draws)]
-    return torch.bincount(sample(logits.expand(draws, -1).clone(), rows), minlength=len(logits)).double()
-
-
-def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
-    kept = probabilities > 0
-    assert counts[~kept].sum() == 0
-    mean = probabilities[kept] * counts.sum()
-    return float(((counts[kept] - mean) ** 2 / mean).sum())
+def sample(logits: torch.Tensor, rows: list[tuple[RowSampling, int]], **process) -> sampler.Sampled:
+    return sampler.sample(logits, *zip(*rows, strict=True), **process)
 
 
 @pytest.mark.parametrize(
@@ -56,17 +39,17 @@ def test_filters_are_those_of_transformers(params):
     torch.manual_seed(3)
     logits = torch.randn(VOCABULARY)
     scores = TemperatureLogitsWarper(params.get("temperature", 1.0))(None, logits[None])
-    if "min_p" in params:
-        scores = MinPLogitsWarper(params["min_p"])(None, scores)
-    if "top_k" in params:
-        scores = TopKLogitsWarper(params["top_k"])(None, scores)
-    if "top_p" in params:
-        scores = TopPLogitsWarper(params["top_p"])(None, scores)
-    expected = scores[0].softmax(-1).double()
-    counts = frequencies(logits, 20_000, **params)
-    freedom = int((expected > 0).sum()) - 1
-    assert chi_square(counts, expected) < freedom + 4 * (2 * freedom) ** 0.5 + 1e-9
-    assert counts[expected > 1e-3].min() > 0
+    for name, warper in (("min_p", MinPLogitsWarper), ("top_k", TopKLogitsWarper), ("top_p", TopPLogitsWarper)):
+        if name in params:
+            scores = warper(params[name])(None, scores)
+    probabilities = scores[0].softmax(-1).double()
+    kept, draws = probabilities > 0, 20_000
+    rows = [row(index % 50, seed=index // 50, **params) for index in range(draws)]
+    counts = torch.bincount(sample(logits.expand(draws, -1).clone(), rows).tokens, minlength=VOCABULARY).double()
+    assert counts[~kept].sum() == 0 and counts[probabilities > 1e-3].min() > 0
+    mean, freedom = probabilities[kept] * draws, int(kept.sum()) - 1
+    chi_square = ((counts[kept] - mean) ** 2 / mean).sum()
+    assert chi_square < freedom + 4 * (2 * freedom) ** 0.5 + 1e-9
 
 
 def test_noise_is_uniform_and_differs_by_seed_and_index():
@@ -98,13 +81,13 @@ def test_a_row_is_the_same_in_any_company(choices, number, halved):
     if halved:  # many equal logits
         logits = logits.mul(2).round().div(2).bfloat16()
     rows = [row(min(i, 3), **params) for i, params in enumerate(choices)]
-    together = sampler.sample(logits.clone(), rows)
-    for i, one in enumerate(rows):
-        alone = sampler.sample(logits[i : i + 1].clone(), [one])
+    together = sample(logits.clone(), rows)
+    for i in range(len(rows)):
+        alone = sample(logits[i : i + 1].clone(), rows[i : i + 1])
         assert alone.tokens.item() == together.tokens[i]
         assert alone.logprobs.get(0) == together.logprobs.get(i)
     order = torch.randperm(len(rows), generator=generator)
-    moved = sampler.sample(logits[order], [rows[i] for i in order])
+    moved = sample(logits[order], [rows[i] for i in order])
     assert torch.equal(moved.tokens, together.tokens[order])
 
 
@@ -114,12 +97,12 @@ def test_logprobs_are_those_of_the_raw_logits():
     changed = {"temperature": 0.3, "top_k": 2}
     rows = [row(0, logprobs=3, **changed), row(0), row(0, logprobs=0, temperature=0.0), row(0, logprobs=1000)]
     bias = 100.0 * (torch.arange(VOCABULARY) == 7)
-    sampled = sampler.sample(logits.clone(), rows, adjust=lambda scores: scores + bias)
+    sampled = sample(logits.clone(), rows, process=lambda scores: scores + bias)
     assert sampled.tokens[0] == 7
     assert sorted(sampled.logprobs) == [0, 2, 3]
-    for i, wanted in ((0, 3), (2, 0), (3, VOCABULARY)):
+    for i, limit in ((0, 3), (2, 0), (3, VOCABULARY)):
         expected = logits[i].double().softmax(-1).log()
-        best = sorted(range(VOCABULARY), key=lambda t, e=expected: -e[t])[:wanted]
+        best = sorted(range(VOCABULARY), key=lambda t, e=expected: -e[t])[:limit]
         report = sampled.logprobs[i]
         assert [entry.token_id for entry in report] == [int(sampled.tokens[i]), *best]
         for entry in report:
@@ -132,16 +115,16 @@ def test_a_plain_sample_is_what_the_rows_would_give(dtype):
     expected = [values.index(max(values)) for values in logits.tolist()]
     assert sampler.sample_plain(logits).tokens.tolist() == expected
     for greedy in ({"temperature": 0.0}, {"top_k": 1, "temperature": 0.5}):
-        assert sample(logits.clone(), [row(i, **greedy) for i in range(9)]).tolist() == expected
+        assert sample(logits.clone(), [row(i, **greedy) for i in range(9)]).tokens.tolist() == expected
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite_give_some_token_and_leave_the_other_rows_alone(value):
     logits = torch.randn(2, 50)
     rows = [row(seed=3, temperature=1.0), row(seed=4, temperature=1.0)]
-    alone = sample(logits[1:].clone(), rows[1:]).tolist()
+    alone = sample(logits[1:].clone(), rows[1:]).tokens.tolist()
     logits[0] = value
-    tokens = sample(logits, rows).tolist()
+    tokens = sample(logits, rows).tokens.tolist()
     assert 0 <= tokens[0] < 50
     assert tokens[1:] == alone
 
@@ -154,6 +137,6 @@ def test_top_p_by_the_likeliest_tokens_is_that_of_transformers(top_k):
     ours = scores.softmax(-1)
     top_p = [(0.0, 0.05, 0.3, 0.8, 0.999, 1.0)[i % 6] for i in range(24)]
     keep_top_p(ours, top_p)
-    for one, row_scores, p in zip(ours, scores, top_p, strict=True):
+    for kept, row_scores, p in zip(ours, scores, top_p, strict=True):
         expected = (TopPLogitsWarper(p)(None, row_scores[None]) if p < 1 else row_scores[None]).isfinite()
-        assert torch.equal(one, torch.where(expected[0], row_scores.softmax(-1), 0))
+        assert torch.equal(kept, torch.where(expected[0], row_scores.softmax(-1), 0))
