@@ -1,1 +1,2 @@
-"""Images and videos to patches: loaded, sampled, decoded, processed. Knows nothing of prompts, engines or HTTP."""
+"""Media URLs to processed tensors: `sources/` fetches bytes, `decode/` decodes them, the processor makes patches of the
+frames. Knows nothing of prompts, requests or engines."""

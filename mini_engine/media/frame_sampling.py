@@ -37,54 +37,44 @@ class VideoSampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     frame_factor: Count = 1  # a count that follows from `fps` is rounded down to a multiple of it
 
     def __post_init__(self) -> None:
-        least, most, start, end = self.min_frames, self.max_frames, self.start or 0.0, self.end
+        lowest, highest, start, end = self.min_frames, self.max_frames, self.start or 0.0, self.end
         if self.num_frames == 0 or (self.num_frames is None) == (self.fps is None):
             raise ValueError("set exactly one of num_frames (not 0) and fps")
-        if self.num_frames is not None and (least or most):
-            raise ValueError(
-                f"max_frames and min_frames need fps; num_frames is {self.num_frames}, perhaps by the model's files"
-            )
-        if least is not None and most is not None and least > most:
-            raise ValueError(f"min_frames is {least}, more than the {most} of max_frames")
+        if self.num_frames is not None and (lowest or highest):
+            reason = f"num_frames is {self.num_frames}, perhaps by the model's files"
+            raise ValueError(f"max_frames and min_frames need fps; {reason}")
+        if lowest is not None and highest is not None and lowest > highest:
+            raise ValueError(f"min_frames is {lowest}, more than the {highest} of max_frames")
         if end is not None and end <= start:
             raise ValueError(f"end is {end:g}, not more than the {start:g} of start")
 
     def window(self, times: Sequence[float]) -> range:
-        """Returns the indices of the frames displayed from `start` up to `end`; never empty.
-
-        `times` are all frames' times in seconds, ascending, at least one. Raises ValueError, whose text is safe for a
-        client, when the video ends before `start`.
-        """
-        edges = _edges(times)
+        """Returns the indices of the frames displayed from `start` up to `end`; never empty. `times` are all frames'
+        times in seconds, ascending, at least one. Raises ValueError, whose text is safe for a client, when the video
+        ends before `start`."""
+        starts = np.asarray(times, np.float64) - times[0]
+        duration = starts[-1] + starts[-1] / max(len(times) - 1, 1)  # the last frame lasts the mean time between frames
         first, last = 0, len(times)
         if self.start is not None:
-            if 0 < self.start >= edges[-1]:
-                raise ValueError(f"start is {self.start:g}, but the video ends at {edges[-1]:.6g} s")
-            first = int(np.searchsorted(edges[:-1], self.start + _SLACK, side="right")) - 1
+            if 0 < self.start >= duration:
+                raise ValueError(f"start is {self.start:g}, but the video ends at {duration:.6g} s")
+            first = int(np.searchsorted(starts, self.start + _SLACK, side="right")) - 1
         if self.end is not None:
-            last = int(np.searchsorted(edges[:-1], self.end - _SLACK, side="left"))
+            last = int(np.searchsorted(starts, self.end - _SLACK, side="left"))
         return range(first, max(last, first + 1))
 
-    def indices(self, times: Sequence[float], rate: float, most_frames: int) -> NDArray[np.int64]:
+    def indices(self, times: Sequence[float], rate: float, max_frames: int) -> NDArray[np.int64]:
         """Returns the ascending indices of the frames to keep, int64 [T], T >= 1; `times` and errors as in `window`.
-
-        `rate` is the source's, in frames per second. `most_frames` stands in for a `max_frames` that is not set. The
-        frames are spread over the window by their number: rounded down for `num_frames` as vLLM does, to the nearest
-        for `fps` as transformers' `sample_frames` and qwen_vl_utils do, whose counts these are, too.
-        """
+        `rate` is the source's, in frames per second. `max_frames` stands in for one that is not set. The frames are
+        spread over the window by their number: rounded down for `num_frames` as vLLM does, to the nearest for `fps` as
+        transformers' `sample_frames` and qwen_vl_utils do, whose counts these are, too."""
         window, count = self.window(times), self.num_frames
         if self.fps is not None:
             least = math.ceil((self.min_frames or 1) / self.frame_factor) * self.frame_factor
             count = max(int(len(window) / rate * self.fps), least)
-            count = min(count, self.max_frames or most_frames, len(window))
+            count = min(count, self.max_frames or max_frames, len(window))
             count = max(count // self.frame_factor * self.frame_factor, 1)
         if count is None or not 0 < count < len(window):
             return np.arange(window.start, window.stop)
         places = np.linspace(window.start, window.stop - 1, count)
         return (places.round() if self.fps is not None else places).astype(np.int64)
-
-
-def _edges(times: Sequence[float]) -> NDArray[np.float64]:
-    """When each frame begins, and the last one ends, after the mean time between frames; seconds after the first."""
-    starts = np.asarray(times, np.float64) - times[0]
-    return np.append(starts, starts[-1] + starts[-1] / max(len(times) - 1, 1))

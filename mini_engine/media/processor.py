@@ -65,17 +65,13 @@ class ProcessedItem:
 
 
 class MediaProcessor:
-    """The image and video halves of a model's processor. Safe to call from several threads at once.
-
-    `hf_processor` is the whole, with tokenizer and chat template; `calls` have the model's own settings.
-    """
+    """The image and video halves of a model's processor. Safe to call from several threads at once. `hf_processor` is
+    the whole, with tokenizer and chat template; `calls` have the model's own settings."""
 
     def __init__(self, model_dir: str | Path, trust_remote_code: bool = False, device: str | None = None) -> None:
-        """Loads the processor. Raises ValueError.
-
-        `device` is torch's name of the device on which frames become patches and stay; None is the CPU. An item that
-        does not fit into the device's memory is processed on the CPU, and counted.
-        """
+        """Loads the processor. Raises ValueError. `device` is torch's name of the device on which frames become patches
+        and stay; None is the CPU. An item that does not fit into the device's memory is processed on the CPU, and
+        counted."""
         from transformers import AutoProcessor
 
         with _explained(f"the processor and tokenizer in {model_dir} cannot be loaded"):
@@ -124,7 +120,11 @@ class MediaProcessor:
         if len(pixels) < step:
             # Processors repeat the last frame to fill a patch, but some refuse a video without any full one.
             pixels = pixels[torch.arange(step).clamp(max=len(pixels) - 1)]
-        call = {**settings.calls["video"], "video_metadata": [metadata], "size": self._size(len(pixels), settings)}
+        call = {
+            **settings.calls["video"],
+            "video_metadata": [metadata],
+            "size": self._bounds(len(pixels), settings),
+        }
         out = _run(self._video, pixels, call)
         # As Qwen2_5_VLProcessor computes it: from the mean rate of the frames that were kept.
         seconds = step / out["video_metadata"][0].sampled_fps
@@ -133,26 +133,24 @@ class MediaProcessor:
         rest = (seconds, video.missing, None if text == token else text)
         return self._item("video", out["pixel_values_videos"], out["video_grid_thw"], *rest)
 
-    def _size(self, frames: int, settings: MediaSettings) -> dict[str, int]:
-        """The bounds on the pixels of each frame, with Qwen3-VL of all frames, so that the tokens suffice.
-
-        As qwen_vl_utils has it, each frame gets an even share, but at least 1.05 times the least size.
-        """
-        least, most = (settings.calls["video"]["size"][edge] for edge in EDGES)
+    def _bounds(self, frames: int, settings: MediaSettings) -> dict[str, int]:
+        """The bounds on the pixels of each frame, with Qwen3-VL of all frames, so that the tokens suffice. As
+        qwen_vl_utils has it, each frame gets an even share, but at least 1.05 times the least size."""
+        low, high = (settings.calls["video"]["size"][edge] for edge in EDGES)
         bounds, steps, total = settings.bounds, math.ceil(frames / self.step), settings.bounds.get("total_pixels")
         if self.defaults.bounds_whole_video:
-            least = bounds.get("min_pixels", 0) * frames or least
-            most = max(total * self.step if total else most, int(1.05 * least)) if bounds else most
-            most = min(most, bounds.get("max_pixels", most) * frames)
+            low = bounds.get("min_pixels", 0) * frames or low
+            high = max(total * self.step if total else high, int(1.05 * low)) if bounds else high
+            high = min(high, bounds.get("max_pixels", high) * frames)
         elif total:
-            most = min(most, max(total // steps, int(1.05 * least)))
+            high = min(high, max(total // steps, int(1.05 * low)))
         if settings.video_tokens is not None:
             if self.defaults.bounds_whole_video:
                 share = (settings.video_tokens - TIME_TOKENS * steps) * self.token_pixels * self.step
             else:
-                share = max(settings.video_tokens * self.token_pixels // steps, int(1.05 * least))
-            most = min(most, max(share, 1))
-        return {"shortest_edge": min(least, most), "longest_edge": most}
+                share = max(settings.video_tokens * self.token_pixels // steps, int(1.05 * low))
+            high = min(high, max(share, 1))
+        return {"shortest_edge": min(low, high), "longest_edge": high}
 
     def _item(self, kind: Kind, patches: "torch.Tensor", grid: "torch.Tensor", *rest: Any) -> ProcessedItem:
         assert patches.element_size() == 1, f"its patches are {patches.dtype}, not uint8"

@@ -1,1 +1,1 @@
-"""How bytes cross a process border, both ends of each link in one file. Knows nothing of requests or models."""
+"""How bytes and tensors cross a process border, both ends of each link in one file. Knows nothing of requests."""

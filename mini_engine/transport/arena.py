@@ -5,8 +5,6 @@ The memory is a sparse, sealed memfd (`shared_memory.py`). A payload lies in its
 `PageAllocator` (`pages.py`) records which pages are taken.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import mmap
@@ -23,17 +21,11 @@ from mini_engine.transport import shared_memory as memory
 from mini_engine.transport.codec import TransportError
 from mini_engine.transport.pages import PAGE_BYTES, Extent, PageAllocator, pages_for
 
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
-        torch.float16, torch.bfloat16, torch.float32, torch.float64,
-    )
-}  # fmt: skip
-"""The dtypes that can be sent, by torch's name without the prefix, as a handle has it."""
-
+_NAMES = "uint8 int8 int16 int32 int64 bool float16 bfloat16 float32 float64"
+# The dtypes that can be sent, by torch's name without the prefix, as a handle has it.
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
+# Registers (address, nbytes) of a mapping as pinned memory; returns what undoes it, or None if it was refused.
 Pin = Callable[[int, int], Callable[[], object] | None]
-"""Registers (address, nbytes) of a mapping as pinned memory; returns what undoes it, or None if it was refused."""
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -118,49 +110,43 @@ class RequestTooLarge(TransportError):
 
 
 class Arena:
-    """An API server's shared memory for tensors in transfer to the ranks of all engines.
-
-    Requests get pages in the order of arrival: later ones do not overtake a large one. With direct_rpc pages are only
-    counted, nothing is written to them. Used from the event loop's thread, but for `write`.
-
-    Args:
-        nbytes: of tensors that can be on their way at a time, in whole pages.
-        available: see `PageAllocator`.
-    """
+    """An API server's shared memory for tensors in transfer to the ranks of all engines. Requests get pages in the
+    order of arrival: later ones do not overtake a large one. With direct_rpc pages are only counted, nothing is written
+    to them. Used from the event loop's thread, but for `write`."""
 
     def __init__(self, nbytes: int, available: Callable[[], int]):
+        """For `nbytes` of tensors in transfer at a time, in whole pages. `available`: see `PageAllocator`."""
         self._pages = PageAllocator(nbytes, available)
-        self._lost = 0  # pages that are never given back
-        self._first_in_queue = asyncio.Lock()  # acquired in the order of arrival
-        self._freed = asyncio.Event()
+        self._discarded = 0  # pages that are never released
+        self._first_in_queue, self._freed = asyncio.Lock(), asyncio.Event()  # a lock is acquired in order of arrival
         self.num_waiting = 0  # requests queued for pages
         self.descriptor: int | None = None  # of the memory, from the first `write` on
         self._memory: WritableMemory | None = None
 
-    async def take(self, sizes: Sequence[int]) -> list[list[Extent]]:
+    async def acquire(self, sizes: Sequence[int]) -> list[list[Extent]]:
         """Pages for the payloads of one request, of so many bytes. Waits while too few are free and others are in use.
-        Cancelling the wait, at any moment, takes nothing.
-
-        Raises:
-            RequestTooLarge: the arena has fewer pages.
-            TransportError: out of memory, and no pages are in use that would become free.
-        """
+        Cancelling the wait, at any moment, acquires nothing. Raises RequestTooLarge: the arena has fewer pages;
+        TransportError: out of memory, and no pages are in use that would become free."""
         needed = sum(map(pages_for, sizes))
         if needed > self._pages.capacity:
             raise RequestTooLarge(f"{needed} pages of 64 KB are needed; the arena has {self._pages.capacity}")
         self.num_waiting += 1
         try:
             async with self._first_in_queue:
-                while (taken := self._allocate(sizes)) is None:
-                    if self._pages.num_used == self._lost:
+                while True:
+                    acquired = [pages for size in sizes if (pages := self._pages.allocate(size)) is not None]
+                    if len(acquired) == len(sizes):
+                        return acquired
+                    for extents in acquired:
+                        self._pages.free(extents)
+                    if self._pages.num_used == self._discarded:
                         raise TransportError("out of memory, and no tensors are in transfer")
                     self._freed.clear()
                     await self._freed.wait()
-                return taken
         finally:
             self.num_waiting -= 1
 
-    def take_now(self, nbytes: int) -> list[Extent]:
+    def acquire_now(self, nbytes: int) -> list[Extent]:
         """Pages for a probe. Raises TransportError."""
         extents = self._pages.allocate(nbytes)
         if extents is None:
@@ -182,19 +168,19 @@ class Arena:
         """`write` has returned: these pages have memory."""
         self._pages.written(extents)
 
-    def give_back(self, extents: Sequence[Extent]) -> None:
+    def release(self, extents: Sequence[Extent]) -> None:
         """No process uses these now: free them."""
         self._pages.free(extents)
         self._freed.set()
 
-    def lose(self, extents: Sequence[Extent]) -> None:
+    def discard(self, extents: Sequence[Extent]) -> None:
         """Never reuse these: a rank may still read them after its stream ended."""
-        self._lost += sum(count for _, count in extents)
+        self._discarded += sum(count for _, count in extents)
         self._freed.set()
 
     @property
     def num_used(self) -> int:
-        """Pages that are taken."""
+        """Pages that are acquired and not released."""
         return self._pages.num_used
 
     def close_memory(self) -> None:
@@ -203,17 +189,6 @@ class Arena:
         if self.descriptor is not None:
             os.close(self.descriptor)
             self.descriptor = None
-
-    def _allocate(self, sizes: Sequence[int]) -> list[list[Extent]] | None:
-        taken: list[list[Extent]] = []
-        for nbytes in sizes:
-            extents = self._pages.allocate(nbytes)
-            if extents is None:
-                for each in taken:
-                    self._pages.free(each)
-                return None
-            taken.append(extents)
-        return taken
 
 
 def _pieces(extents: Sequence[Extent], start: int, stop: int) -> list[tuple[int, int]]:

@@ -5,8 +5,6 @@ In the manner of PEP 574: while a message is encoded, each object that msgpack d
 the handle, and whatever needs the tensor resolves it. The codec knows nothing of requests or queues.
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import msgspec
@@ -22,12 +20,8 @@ class OOBTensorConsumer(Protocol):
     """Takes the tensors of one message while it is encoded."""
 
     def __call__(self, tensor: Any) -> TensorHandle:
-        """Keep `tensor` (any dtype and shape, C-contiguous) and return what stands for it.
-
-        Raises:
-            TypeError: not a tensor.
-            TransportError: it cannot be sent.
-        """
+        """Keep `tensor` (any dtype and shape, C-contiguous) and return what stands for it. Raises TypeError: not a
+        tensor; TransportError: it cannot be sent."""
 
 
 class Encoder:
@@ -36,24 +30,16 @@ class Encoder:
     def __init__(self, sender: str, incarnation: int):
         self.sender = sender
         self.incarnation = incarnation
-        self._plain = msgspec.msgpack.Encoder()
 
     def encode(self, body: AnyMessage, tensors: OOBTensorConsumer | None = None) -> bytes:
         """`body` in its envelope, as msgpack; its tensors go to `tensors`, in the order of the fields. Raises
         TypeError: `body` holds something that is neither plain data nor a tensor that `tensors` takes."""
-        envelope = Envelope(self.sender, self.incarnation, body)
-        if tensors is None:
-            return self._plain.encode(envelope)
-        return msgspec.msgpack.Encoder(enc_hook=tensors).encode(envelope)
+        return msgspec.msgpack.encode(Envelope(self.sender, self.incarnation, body), enc_hook=tensors)
 
 
 _decoder = msgspec.msgpack.Decoder(Envelope)
 
 
 def decode(frame: bytes | memoryview) -> Envelope:
-    """The envelope in `frame`.
-
-    Raises:
-        msgspec.DecodeError: `frame` is not an envelope with a known message.
-    """
+    """The envelope in `frame`. Raises msgspec.DecodeError: `frame` is not an envelope with a known message."""
     return _decoder.decode(frame)

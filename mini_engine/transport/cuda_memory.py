@@ -17,8 +17,6 @@ leaves in /dev/shm. Streams and events are torch's. A rank maps slots into the c
 access theirs; a context on their device takes hundreds of megabytes of it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import dataclasses
@@ -44,10 +42,8 @@ _HANDLE_BYTES = 64
 
 
 class CudaStaging:
-    """Memory of a CUDA device that other processes can map. All methods raise TransportError.
-
-    It is freed at the end of this process: a rank may have it mapped for some time after the end of its stream.
-    """
+    """Memory of a CUDA device that other processes can map. All methods raise TransportError. It is freed at the end of
+    this process: a rank may have it mapped for some time after the end of its stream."""
 
     device_type = "cuda"  # of the tensors that it takes
 
@@ -59,8 +55,9 @@ class CudaStaging:
         """Memory for so many slots of `nbytes` each: uint8, one dimension. Called once."""
         with use_cuda(self._device) as runtime:
             self._stream = torch.cuda.Stream(self._device)
-            self._address = check(runtime.cudaMalloc(slots * nbytes))
-            return _view(self._address, slots * nbytes, self._device)
+            self._address, size = check(runtime.cudaMalloc(slots * nbytes)), slots * nbytes
+            array = {"shape": (size,), "typestr": "|u1", "data": (self._address, False), "strides": None, "version": 3}
+            return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=array), device=self._device)
 
     def export(self, nbytes: int) -> DeviceSlots:
         """For one rank: slots of `nbytes` each."""
@@ -97,19 +94,19 @@ class StagingSlots:
         self._parts = staging.allocate(slots, self.nbytes).split(self.nbytes)
         self._idle = list(range(1, slots + 1))  # longest idle first
 
-    def take(self, sizes: Sequence[int]) -> list[int] | None:
+    def acquire(self, sizes: Sequence[int]) -> list[int] | None:
         """A slot for each tensor of so many bytes; None: one is too large, or too few slots are idle."""
         if len(sizes) > len(self._idle) or max(sizes) > self.nbytes:
             return None
-        taken, self._idle = self._idle[: len(sizes)], self._idle[len(sizes) :]
-        return taken
+        acquired, self._idle = self._idle[: len(sizes)], self._idle[len(sizes) :]
+        return acquired
 
     def fill(self, slot: int, tensor: torch.Tensor) -> None:
         """Copy `tensor` (on the device) to the slot, and wait for the copy. For any thread. Raises TransportError."""
         content = bytes_of(tensor)
         self.staging.fill(self._parts[slot - 1][: content.numel()], content)
 
-    def give_back(self, slot: int) -> None:
+    def release(self, slot: int) -> None:
         """No rank reads the slot any more."""
         self._idle.append(slot)
 
@@ -136,11 +133,9 @@ class CudaCopy:
 
 
 class CudaMapped:
-    """A sender's slots, for a rank that computes on `device`. Raises TransportError with nothing mapped.
-
-    Each sender has a stream of its own: one that is killed before it fills a slot does not delay the copies of others.
-    Both processes must number the devices alike.
-    """
+    """A sender's slots, for a rank that computes on `device`. Raises TransportError with nothing mapped. Each sender
+    has a stream of its own: one that is killed before it fills a slot does not delay the copies of others. Both
+    processes must number the devices alike."""
 
     def __init__(self, device: torch.device, slots: DeviceSlots):
         self._last: torch.cuda.Event | None = None  # of the last copy; all copies before it end earlier
@@ -227,9 +222,3 @@ def check(result: tuple[Any, ...]) -> Any:
         runtime.cudaGetLastError()  # clears this thread's last error, or torch might report it as its own
         raise TransportError(f"{code.name}: {runtime.cudaGetErrorString(code)[1].decode()} (CUDA error {int(code)})")
     return values[0] if values else None
-
-
-def _view(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """`nbytes` of device memory as a tensor, without a copy."""
-    interface = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 3}
-    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=device)

@@ -4,8 +4,6 @@ Shared memory is divided into pages of 64 KB, like the KV cache into blocks. An 
 nothing has to be contiguous. The arenas (`arena.py`) and the media store (`core/media_store.py`) use it.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -13,9 +11,7 @@ import numpy as np
 
 PAGE_BYTES = 64 << 10
 MARK_PAGES = (64 << 20) // PAGE_BYTES  # that the mark rises by
-
-Extent = tuple[int, int]
-"""First page, and number of pages."""
+Extent = tuple[int, int]  # first page, and number of pages
 
 
 def pages_for(nbytes: int) -> int:
@@ -24,19 +20,16 @@ def pages_for(nbytes: int) -> int:
 
 
 class PageAllocator:
-    """Allocates pages 0 .. `mark` of a sparse memory of `capacity` pages.
+    """Allocates pages 0 .. `mark` (the high-water mark) of a sparse memory of `capacity` pages.
 
     A page has memory once it was written. The mark rises in steps of 64 MB, and only while the machine has memory for
     all pages below it: a memfd has no limit of its own, and writing to one on a full machine starts the OOM killer.
-
-    Args:
-        nbytes: of the memory; rounded down to whole pages.
-        available: bytes of memory that pages without memory may take; called before the mark rises.
     """
 
     def __init__(self, nbytes: int, available: Callable[[], int]):
-        self.capacity = nbytes // PAGE_BYTES
-        self.mark = 0
+        """Of `nbytes`, rounded down to whole pages. `available` is called before the mark rises, and returns the bytes
+        that pages without memory may take."""
+        self.capacity, self.mark = nbytes // PAGE_BYTES, 0
         self._available = available
         self._free = np.ones(self.capacity, bool)
         self._written = np.zeros(self.capacity, bool)
@@ -52,20 +45,20 @@ class PageAllocator:
         return self.mark - self.num_free
 
     def allocate(self, nbytes: int) -> list[Extent] | None:
-        """Pages for `nbytes`: the best-fitting free run if there is one, else as few runs as possible.
-
-        Pages that have memory go first; then the mark rises. None: too few are free, and the mark cannot rise. The
-        writer calls `written`.
-        """
+        """Pages for `nbytes`: the best-fitting free run if there is one, else as few runs as possible. Pages that have
+        memory go first; then the mark rises. None: too few are free, and the mark cannot rise. The writer calls
+        `written`."""
         count = pages_for(nbytes)
         with_memory = self._free[: self.mark] & self._written[: self.mark]
         if np.count_nonzero(with_memory) >= count:
-            return self._take(with_memory, count)
-        if count > self.num_free:
-            self._raise_mark(count - self.num_free)
-        if count > self.num_free:
-            return None
-        return self._take(self._free[: self.mark], count)
+            return self._pick(with_memory, count)
+        missing = count - self.num_free
+        step = min(-(-missing // MARK_PAGES) * MARK_PAGES, self.capacity - self.mark)
+        if missing > 0 and step:  # or by as many steps as the available memory allows
+            unwritten = self.mark - int(np.count_nonzero(self._written[: self.mark]))
+            allowed = self._available() // PAGE_BYTES - unwritten
+            self.mark += step if step <= allowed else max(0, allowed // MARK_PAGES * MARK_PAGES)
+        return self._pick(self._free[: self.mark], count) if count <= self.num_free else None
 
     def written(self, extents: Sequence[Extent]) -> None:
         """These pages have memory now."""
@@ -78,15 +71,7 @@ class PageAllocator:
         self._free[pages] = True
         assert self.num_free == expected, "pages were freed that were free already"
 
-    def _raise_mark(self, missing: int) -> None:
-        """Raise it for so many pages, by as many steps as capacity and available memory allow."""
-        wanted = min(-(-missing // MARK_PAGES) * MARK_PAGES, self.capacity - self.mark)
-        if wanted:
-            unwritten = self.mark - int(np.count_nonzero(self._written[: self.mark]))
-            allowed = self._available() // PAGE_BYTES - unwritten
-            self.mark += wanted if wanted <= allowed else max(0, allowed // MARK_PAGES * MARK_PAGES)
-
-    def _take(self, free: np.ndarray, count: int) -> list[Extent]:
+    def _pick(self, free: np.ndarray, count: int) -> list[Extent]:
         """`count` of the pages that are `free`, of which there are enough."""
         bounded = np.concatenate(([False], free, [False]))
         edges = np.flatnonzero(bounded[1:] != bounded[:-1])

@@ -4,8 +4,6 @@ Nothing here has a name: the kernel frees the memory with its last descriptor an
 nothing behind. This file knows nothing of messages or tensors.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno
@@ -18,17 +16,14 @@ from typing import Any
 import numpy as np
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-# linux/mman.h; Python has no names for them. The second since 5.14.
-_MADV_REMOVE, _MADV_POPULATE_WRITE = 9, 23
+_MADV_POPULATE_WRITE = 23  # linux/mman.h, since 5.14; Python has no name for it
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def create_sparse(nbytes: int) -> int:
-    """Descriptor of `nbytes` of new memory, sealed in size, with pages from `populate_for_writing` on.
-
-    A read or write of a page without memory allocates it; where there is none the kernel kills a process. Raises
-    OSError: out of descriptors, or `nbytes` is above this process's limit for a file.
-    """
+    """Descriptor of `nbytes` of new memory, sealed in size, with pages from `populate_for_writing` on. A read or write
+    of a page without memory allocates it; where there is none the kernel kills a process. Raises OSError: out of
+    descriptors, or `nbytes` is above this process's limit for a file."""
     fd = os.memfd_create("mini-engine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
@@ -57,30 +52,27 @@ def map_sparse(fd: int, nbytes: int = 0) -> mmap.mmap:
 
 
 def populate_for_writing(mapping: mmap.mmap, offset: int, nbytes: int) -> None:
-    """Allocate the pages that a range touches, and enter them into this process's page table. For any thread.
-
-    Not by MAP_POPULATE: Python's mmap holds the interpreter's lock meanwhile, for 256 MB a quarter of a second in which
-    no other thread of the process runs. A kernel that does not know the advice does both at each page's first access.
-    Raises OSError: no memory for them.
-    """
+    """Allocate the pages that a range touches, and enter them into this process's page table. For any thread. Not by
+    MAP_POPULATE: Python's mmap holds the interpreter's lock meanwhile, for 256 MB a quarter of a second in which no
+    other thread of the process runs. A kernel that does not know the advice does both at each page's first access.
+    Raises OSError: no memory for them."""
     start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-    failed = _advise(np.frombuffer(mapping, np.uint8)[start : offset + nbytes], _MADV_POPULATE_WRITE)
+    pages = np.frombuffer(mapping, np.uint8)[start : offset + nbytes]
+    failed = _libc.madvise(ctypes.c_void_p(pages.ctypes.data), ctypes.c_size_t(pages.nbytes), _MADV_POPULATE_WRITE)
     if failed and ctypes.get_errno() in (errno.ENOMEM, errno.EFAULT):
         raise OSError(errno.ENOMEM, "no memory for shared pages")
 
 
 def discard(mapping: mmap.mmap) -> None:
     """Free the memory of all pages, for all processes: they read as zeros from now on."""
-    _advise(np.frombuffer(mapping, np.uint8), _MADV_REMOVE)
+    mapping.madvise(mmap.MADV_REMOVE)
 
 
 def map_for_reading(fd: int) -> Any:
-    """The memory behind `fd` as a ctypes array; `fd` may be closed afterwards.
-
-    The mapping is read-only and other processes view the same pages: a write through the array ends the process. It is
-    unmapped with the last reference to the array. Raises OSError: `fd` is no memfd, is not sealed against shrinking, or
-    there is no room in the address space.
-    """
+    """The memory behind `fd` as a ctypes array; `fd` may be closed afterwards. The mapping is read-only and other
+    processes view the same pages: a write through the array ends the process. It is unmapped with the last reference to
+    the array. Raises OSError: `fd` is no memfd, is not sealed against shrinking, or there is no room in the address
+    space."""
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise OSError("the memory is not sealed: its owner could shrink it below a view")
     mapping = mmap.mmap(fd, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
@@ -105,7 +97,3 @@ def made_writable(address: int, nbytes: int) -> Iterator[None]:
 def _protect(address: int, nbytes: int, protection: int) -> None:
     if _libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), protection):
         raise OSError(ctypes.get_errno(), "cannot change the protection of shared pages")
-
-
-def _advise(pages: np.ndarray, advice: int) -> int:
-    return _libc.madvise(ctypes.c_void_p(pages.ctypes.data), ctypes.c_size_t(pages.nbytes), advice)

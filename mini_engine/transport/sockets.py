@@ -4,8 +4,6 @@ Every endpoint is a unix socket in the runtime directory. A ROUTER names its pee
 replacement of a dead process never gets messages for it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from typing import TypeVar
@@ -46,10 +44,8 @@ def bind_router(context: zmq.Context[SocketT], endpoint: str) -> SocketT:
 
 
 def connect_dealer(context: zmq.Context[SocketT], endpoint: str, name: bytes, only_connected: bool = False) -> SocketT:
-    """A DEALER connected to the ROUTER at `endpoint`, known there as `name`.
-
-    With `only_connected` nothing is queued without a connection: a non-blocking send raises `zmq.Again`.
-    """
+    """A DEALER connected to the ROUTER at `endpoint`, known there as `name`. With `only_connected` nothing is queued
+    without a connection: a non-blocking send raises `zmq.Again`."""
     socket = _configured(context, zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, name)
     socket.setsockopt(zmq.IMMEDIATE, int(only_connected))

@@ -7,8 +7,6 @@ withdrawn: the sender queues what the socket does not take at once. The death of
 This file knows neither the content of a head nor the meaning of a descriptor.
 """
 
-from __future__ import annotations
-
 import array
 import asyncio
 import contextlib
@@ -129,22 +127,22 @@ class FrameSender:
     def _read(self) -> bytes:
         try:
             data = self._socket.recv(1 << 16, socket.MSG_DONTWAIT)
+            if not data:
+                self._end("closed by the rank")
+            return data
         except BlockingIOError:
             return b""
         except OSError as error:
             self._end(error.strerror)
             return b""
-        if not data:
-            self._end("closed by the rank")
-        return data
 
-    def _end(self, why: str | None) -> None:
+    def _end(self, reason: str | None) -> None:
         loop, on_end = self._loop, self._on_end
         self.close_stream()
         if loop is None:
-            raise TransportError(f"tensor stream ended: {why}")
+            raise TransportError(f"tensor stream ended: {reason}")
         if on_end is not None:
-            loop.call_soon(on_end, str(why))  # not in between the frames of a request
+            loop.call_soon(on_end, str(reason))  # not in between the frames of a request
 
 
 def connect_stream(path: str, deadline: float) -> socket.socket:
@@ -188,8 +186,7 @@ class FrameReceiver:
         self._socket = stream
         self._descriptors: deque[int] = deque()
         self._parts = self._parse()
-        self._part = next(self._parts)
-        self._filled = 0
+        self._part, self._filled = next(self._parts), 0
 
     def read_frames(self) -> Iterator[Frame]:
         """Read up to `TURN_BYTES` without blocking, and yield the frames that are complete. Raises TransportError: the

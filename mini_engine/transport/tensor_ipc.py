@@ -66,45 +66,36 @@ class Outgoing:
     """Room for the tensors of one request: an `OOBTensorConsumer` that takes each once, in the order of the
     reservation. For any thread; send or discard it when no thread uses it any more."""
 
-    def __init__(self, sender: TensorIpcSender, incarnation: int, messages: list[_Message]):
+    def __init__(self, sender: TensorIpcSender, messages: list[_Message]):
         self.messages = messages
         self._sender = sender
-        self._incarnation = incarnation
-        self._next = iter(messages)
+        self._unplaced = iter(messages)
 
     def __call__(self, tensor: object) -> TensorHandle:
         """Copy `tensor` (C-contiguous) to its room. With direct_rpc nothing is copied: the tensor must not change until
-        its frame is written.
-
-        Raises:
-            TypeError: not a tensor.
-            TransportError: it has another size than was reserved, or the copy failed.
-        """
+        its frame is written. Raises TypeError: not a tensor; TransportError: it has another size than was reserved, or
+        the copy failed."""
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"cannot send an object of type {type(tensor).__name__}")
-        message = next(self._next, None)
+        message = next(self._unplaced, None)
         if message is None or tensor.nbytes != message.nbytes:
             raise TransportError(f"no room was reserved for a tensor of {tensor.nbytes} bytes")
         head = self._sender.place(message, tensor)
-        return TensorHandle(MessageId(self._incarnation, head.number), head.shape, head.dtype)
+        return TensorHandle(MessageId(self._sender.incarnation, head.number), head.shape, head.dtype)
 
     def discard(self) -> None:
         """Release everything unsent."""
-        self._sender.give_back(self.messages)
+        self._sender.release(self.messages)
 
 
 class TensorIpcSender:
-    """An API server's end of the queue towards all ranks of one engine. Used from the event loop's thread.
-
-    `arena` is shared with the senders to other engines.
-    """
+    """An API server's end of the queue towards all ranks of one engine. Used from the event loop's thread. `arena` is
+    shared with the senders to other engines."""
 
     def __init__(self, me: Encoder, addresses: Sequence[RankAddress], arena: Arena):
         self.placement: TransportName = "torch_shm"  # of CPU tensors
-        self.num_ranks = len(addresses)  # each gets every tensor
-        self._me = me
-        self._addresses = addresses
-        self._arena = arena
+        self.num_ranks, self.incarnation = len(addresses), me.incarnation  # each rank gets every tensor
+        self._me, self._addresses, self._arena = me, addresses, arena
         self._slots: StagingSlots | None = None
         self._streams: list[FrameSender] = []
         self._numbers = itertools.count(1)
@@ -118,8 +109,7 @@ class TensorIpcSender:
         self.placement, self._slots = placement, slots
         deadline = time.monotonic() + timeout
         content = (torch.arange(PROBE_BYTES, dtype=torch.int32) % 251).to(torch.uint8)
-        message = _Message(0, PROBE_BYTES, self._arena.take_now(PROBE_BYTES))
-        where = ""
+        message, where = _Message(0, PROBE_BYTES, self._arena.acquire_now(PROBE_BYTES)), ""
         try:
             head = self._me.encode(self.place(message, content))
             arena = self._arena.descriptor if placement == "torch_shm" else None
@@ -128,7 +118,7 @@ class TensorIpcSender:
                 stream = FrameSender(address.tensor_ipc, deadline)
                 self._streams.append(stream)
                 stream.enqueue_frame(head, message.payload, arena)
-                self._check_answer(stream.receive_answer(deadline), content)
+                _check_answer(stream, content, deadline)
                 if slots is not None:
                     self._probe_slots(slots, stream, content, deadline)
         except TransportError as error:
@@ -136,7 +126,7 @@ class TensorIpcSender:
             self._slots = None
             raise TransportError(f"{placement}{where}: {error}") from error
         finally:
-            self.give_back([message])
+            self.release([message])
 
     def watch_end(self, on_end: Callable[[str], None]) -> None:
         """The event loop runs now. It calls `on_end`, with a text for the log, when the stream to a rank ends."""
@@ -145,31 +135,29 @@ class TensorIpcSender:
             stream.watch_end(lambda why, prefix=prefix: on_end(prefix + why))  # type: ignore[misc]
 
     async def reserve(self, tensors: Sequence[torch.Tensor]) -> Outgoing:
-        """Room for the CPU tensors of a request, each a message of its own. See `Arena.take`."""
+        """Room for the CPU tensors of a request, each a message of its own. See `Arena.acquire`."""
         sizes = [tensor.nbytes for tensor in tensors]
-        taken = zip(sizes, await self._arena.take(sizes), strict=True)
-        return self._hold([_Message(next(self._numbers), nbytes, extents) for nbytes, extents in taken])
+        rooms = zip(sizes, await self._arena.acquire(sizes), strict=True)
+        return self._hold([_Message(next(self._numbers), nbytes, extents) for nbytes, extents in rooms])
 
     def reserve_slots(self, tensors: Sequence[torch.Tensor]) -> Outgoing | None:
         """Slots for the CUDA tensors of a request; None: no slots, too few idle ones, or a tensor is too large."""
         sizes = [tensor.nbytes for tensor in tensors]
-        slots = None if self._slots is None else self._slots.take(sizes)
-        if slots is None:
+        if self._slots is None or (slots := self._slots.acquire(sizes)) is None:
             return None
-        taken = zip(sizes, slots, strict=True)
-        return self._hold([_Message(next(self._numbers), nbytes, slot=slot) for nbytes, slot in taken])
+        rooms = zip(sizes, slots, strict=True)
+        return self._hold([_Message(next(self._numbers), nbytes, slot=slot) for nbytes, slot in rooms])
 
     def place(self, message: _Message, tensor: torch.Tensor) -> TensorMessage:
         """Copy `tensor` to the room of `message`; returns the head of its frame. See `Outgoing.__call__`."""
         dtype = str(tensor.dtype).removeprefix("torch.")
         tensor_bytes(tensor.shape, dtype)
-        place = self._slots.staging.device_type if self._slots is not None and message.slot else "cpu"
-        if tensor.device.type != place:
-            raise TransportError(f"a tensor on {tensor.device} cannot be sent as one on {place}")
-        extents = message.extents
-        if message.slot:
-            assert self._slots is not None
-            self._slots.fill(message.slot, tensor)
+        slots, extents = self._slots if message.slot else None, message.extents
+        device_type = "cpu" if slots is None else slots.staging.device_type
+        if tensor.device.type != device_type:
+            raise TransportError(f"a tensor on {tensor.device} cannot be sent as one on {device_type}")
+        if slots is not None:
+            slots.fill(message.slot, tensor)
         elif self.placement == "torch_shm":
             self._arena.write(extents, bytes_of(tensor))
         else:
@@ -190,62 +178,63 @@ class TensorIpcSender:
 
     def consumed(self, messages: Iterable[MessageId]) -> None:
         """No rank will read these again: free their memory."""
-        self.give_back(self._held[message.number] for message in messages if message.number in self._held)
+        self.release(self._held[message.number] for message in messages if message.number in self._held)
 
-    def give_back(self, messages: Iterable[_Message]) -> None:
-        """Free the memory of these, which no process uses. Without effect for pages that `close_streams` lost."""
+    def release(self, messages: Iterable[_Message]) -> None:
+        """Free the memory of these, which no process uses. Without effect where `close_streams` discarded it."""
         for message in messages:
             if message.number and self._held.pop(message.number, None) is None:
                 continue
             if message.slot and self._slots is not None:
-                self._slots.give_back(message.slot)
+                self._slots.release(message.slot)
             elif message.extents:
-                self._arena.give_back(message.extents)
+                self._arena.release(message.extents)
 
     @property
     def buffered_bytes(self) -> int:
-        """Bytes of tensors for which room is reserved and which are not consumed."""
+        """Of the tensors for which room is reserved and which are not consumed."""
         return sum(message.nbytes for message in self._held.values())
 
     @property
     def buffered_tensors(self) -> int:
-        """Tensors for which room is reserved and which are not consumed."""
+        """How many these are."""
         return len(self._held)
 
     def close_streams(self) -> None:
-        """Close all streams. Pages that were sent are lost to the arena: a rank may still read them."""
+        """Close all streams. Pages that were sent are not used again: a rank may still read them."""
         self._disconnect()
         for message in [message for message in self._held.values() if message.sent]:
             del self._held[message.number]
-            self._arena.lose(message.extents)
+            self._arena.discard(message.extents)
 
     def _hold(self, messages: list[_Message]) -> Outgoing:
         self._held |= {message.number: message for message in messages}
-        return Outgoing(self, self._me.incarnation, messages)
+        return Outgoing(self, messages)
 
     def _probe_slots(self, slots: StagingSlots, stream: FrameSender, content: torch.Tensor, deadline: float) -> None:
-        taken = slots.take([PROBE_BYTES])
-        if taken is None:
+        acquired = slots.acquire([PROBE_BYTES])
+        if acquired is None:
             raise TransportError(f"a staging slot of {slots.nbytes} bytes is too small for a probe")
-        message = _Message(0, PROBE_BYTES, slot=taken[0])
+        message = _Message(0, PROBE_BYTES, slot=acquired[0])
         try:
             head = self.place(message, slots.staging.local(content))
             stream.enqueue_frame(self._me.encode(slots.staging.export(slots.nbytes)))
             stream.enqueue_frame(self._me.encode(head))
-            self._check_answer(stream.receive_answer(deadline), content)
+            _check_answer(stream, content, deadline)
         finally:
-            self.give_back([message])
-
-    @staticmethod
-    def _check_answer(head: bytes, content: torch.Tensor) -> None:
-        answer = decode(head).body
-        if not isinstance(answer, ProbeResult) or answer.error or answer.checksum != checksum(content):
-            raise TransportError(getattr(answer, "error", None) or "wrong checksum of the probe")
+            self.release([message])
 
     def _disconnect(self) -> None:
         for stream in self._streams:
             stream.close_stream()
         self._streams = []
+
+
+def _check_answer(stream: FrameSender, content: torch.Tensor, deadline: float) -> None:
+    """Wait for the answer to a probe of `content`. Raises TransportError."""
+    answer = decode(stream.receive_answer(deadline)).body
+    if not isinstance(answer, ProbeResult) or answer.error or answer.checksum != checksum(content):
+        raise TransportError(getattr(answer, "error", None) or "wrong checksum of the probe")
 
 
 # --- receiver --------------------------------------------------------------------------------------------------------
@@ -289,10 +278,8 @@ class _Connection:
     """One sender's stream, its arena and its slots in this rank. Received tensors outlive it."""
 
     def __init__(self, me: Encoder, stream: socket.socket, pin: Pin | None, map_slots: MapSlots | None):
-        self._me = me
-        self._stream = FrameReceiver(stream)
-        self._pin = pin
-        self._map_slots = map_slots
+        self._me, self._stream = me, FrameReceiver(stream)
+        self._pin, self._map_slots = pin, map_slots
         self._arena: ReadableMemory | None = None
         self._slots: CudaMapped | None = None
         self._exported: DeviceSlots | None = None
@@ -303,12 +290,12 @@ class _Connection:
             envelope = decode(frame.head)
             if isinstance(envelope.body, DeviceSlots):
                 self._exported = envelope.body
-            elif isinstance(envelope.body, TensorMessage):
-                arrival = self._take(envelope.incarnation, envelope.body, frame)
-                if envelope.body.number:
+            elif isinstance(head := envelope.body, TensorMessage):
+                arrival = self._receive_tensor(MessageId(envelope.incarnation, head.number), head, frame)
+                if head.number:
                     yield arrival
                 else:
-                    self._stream.send_answer(self._me.encode(self._probe_result(envelope.body, arrival)))
+                    self._stream.send_answer(self._me.encode(_probe_result(arrival)))
 
     def close(self) -> None:
         """Close the stream; a mapping ends with the last view of it."""
@@ -325,8 +312,7 @@ class _Connection:
         finally:
             os.close(descriptor)
 
-    def _take(self, incarnation: int, head: TensorMessage, frame: Frame) -> Received | Failed:
-        message = MessageId(incarnation, head.number)
+    def _receive_tensor(self, message: MessageId, head: TensorMessage, frame: Frame) -> Received | Failed:
         try:
             if frame.lost_descriptor:
                 raise TransportError("descriptor of the arena lost: out of file descriptors")
@@ -349,16 +335,17 @@ class _Connection:
         except TransportError as error:
             return Failed(message, str(error))
 
-    def _probe_result(self, head: TensorMessage, arrival: Received | Failed) -> ProbeResult:
-        if isinstance(arrival, Failed):
-            return ProbeResult(checksum=0, error=arrival.why)
-        try:
-            if arrival.copied is not None:
-                arrival.copied.synchronize()
-            content = bytes_of(arrival.rows(0, head.shape[0])).cpu()
-        except (RuntimeError, TransportError) as error:  # of the device
-            return ProbeResult(checksum=0, error=f"cannot read the probe: {error}")
-        return ProbeResult(checksum=checksum(content))
+
+def _probe_result(arrival: Received | Failed) -> ProbeResult:
+    if isinstance(arrival, Failed):
+        return ProbeResult(checksum=0, error=arrival.why)
+    try:
+        if arrival.copied is not None:
+            arrival.copied.synchronize()
+        content = bytes_of(arrival.rows(0, arrival.shape[0])).cpu()
+    except (RuntimeError, TransportError) as error:  # of the device
+        return ProbeResult(checksum=0, error=f"cannot read the probe: {error}")
+    return ProbeResult(checksum=checksum(content))
 
 
 class TensorIpcReceiver:
@@ -367,9 +354,7 @@ class TensorIpcReceiver:
     def __init__(self, me: Encoder, address: RankAddress, pin: Pin | None = None, map_slots: MapSlots | None = None):
         """`pin`: see `ReadableMemory`; for the used part of each arena. `map_slots`: maps an API server's staging
         slots; None: this rank has no CUDA device, and refuses them."""
-        self._me = me
-        self._pin = pin
-        self._map_slots = map_slots
+        self._me, self._pin, self._map_slots = me, pin, map_slots
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         self._listener.bind(address.tensor_ipc)
         self._path = BoundPath(address.tensor_ipc)
@@ -381,12 +366,16 @@ class TensorIpcReceiver:
         return {self._listener.fileno(), *self._connections}
 
     def receive(self, fd: int) -> Iterator[Received | Failed]:
-        """Serve one readable descriptor without blocking. Exhaust the iterator before the next call.
-
-        Closes a stream that has ended. Tensors from it stay valid.
-        """
+        """Serve one readable descriptor without blocking. Exhaust the iterator before the next call. Closes a stream
+        that has ended. Tensors from it stay valid."""
         if fd == self._listener.fileno():
-            self._accept()
+            try:
+                stream, _ = self._listener.accept()
+            except OSError as error:
+                log.warning("cannot accept a tensor stream: %s", error)
+                time.sleep(ACCEPT_PAUSE_SECONDS)
+            else:
+                self._connections[stream.fileno()] = _Connection(self._me, stream, self._pin, self._map_slots)
             return
         try:
             yield from self._connections[fd].receive()
@@ -402,12 +391,3 @@ class TensorIpcReceiver:
         if self._listener.fileno() != -1:
             self._listener.close()
             self._path.unlink()
-
-    def _accept(self) -> None:
-        try:
-            stream, _ = self._listener.accept()
-        except OSError as error:
-            log.warning("cannot accept a tensor stream: %s", error)
-            time.sleep(ACCEPT_PAUSE_SECONDS)
-            return
-        self._connections[stream.fileno()] = _Connection(self._me, stream, self._pin, self._map_slots)

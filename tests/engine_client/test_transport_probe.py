@@ -102,5 +102,5 @@ def test_slots_stay_within_their_memory() -> None:
     assert make is not None
     slots = make()
     taken = free - torch.cuda.mem_get_info()[0]
-    assert slots.take([1] * STAGING_SLOTS) is not None and slots.take([1]) is None
+    assert slots.acquire([1] * STAGING_SLOTS) is not None and slots.acquire([1]) is None
     assert STAGING_SLOTS << 20 < taken <= (1 << 28) + (4 << 20)

@@ -18,12 +18,12 @@ def box(name: bytes, *content: bytes) -> bytes:
 
 def boxes(data: bytes) -> list[tuple[bytes, bytes]]:
     """Name and content of each box of the outermost level."""
-    found, place = [], 0
+    outermost, place = [], 0
     while place < len(data):
         size, name = struct.unpack_from(">I4s", data, place)
-        found.append((name, data[place + 8 : place + size]))
+        outermost.append((name, data[place + 8 : place + size]))
         place += size
-    return found
+    return outermost
 
 
 def changed(data: bytes, path: str, change: Callable[[bytes], bytes]) -> bytes:
@@ -62,8 +62,8 @@ def png_of_size(width: int = 65_535, height: int = 65_535) -> bytes:
     """Pillow finds a header that promises more pixels than are allowed, of 1 bit each; a thousand bytes are there."""
     header = b"IHDR" + struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
     chunks = [header, b"IDAT" + zlib.compress(bytes(1000)), b"IEND"]
-    sealed = [struct.pack(">I", len(one) - 4) + one + struct.pack(">I", zlib.crc32(one)) for one in chunks]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(sealed)
+    parts = [struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in chunks]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
 # What FFmpeg would open other files and addresses for: those that {} stands for.

@@ -77,23 +77,23 @@ def assert_same(processor: MediaProcessor, item: ProcessedItem, expected: Any) -
     assert torch.equal(exact.half(), narrow)
 
 
-@pytest.mark.parametrize(("height", "width"), [(90, 62), (300, 40), (1, 3)])
-def test_patches(processor, height, width):
-    for count in (2, 5, 8):
-        video = decoded(count, height, width, np.arange(3 * count) / 29.97)
-        item, expected = process_video(processor, video), full_call(processor, video)
-        assert_same(processor, item, expected)
-        duration = 2 * 3 * count / 29.97 / count
-        assert item.second_per_grid == pytest.approx(expected.get("second_per_grid_ts", [duration])[0])
-    measured = processor.process_video(*video, own_settings(processor).measuring())
-    assert measured.patches.is_meta and measured.patches.shape == item.patches.shape
-    image = video.frames[0]
-    item = processor.process_image(image, own_settings(processor))
-    assert_same(processor, item, full_call(processor, image))
-    assert (item.second_per_grid, item.placeholder, item.missing) == (None, None, None)
+def test_patches_equal_those_of_a_full_call(processor):
+    for height, width in ((90, 62), (300, 40), (1, 3)):
+        for count in (2, 5, 8):
+            video = decoded(count, height, width, np.arange(3 * count) / 29.97)
+            item, expected = process_video(processor, video), full_call(processor, video)
+            assert_same(processor, item, expected)
+            duration = 2 * 3 * count / 29.97 / count
+            assert item.second_per_grid == pytest.approx(expected.get("second_per_grid_ts", [duration])[0])
+        measured = processor.process_video(*video, own_settings(processor).measuring())
+        assert measured.patches.is_meta and measured.patches.shape == item.patches.shape
+        image = video.frames[0]
+        item = processor.process_image(image, own_settings(processor))
+        assert_same(processor, item, full_call(processor, image))
+        assert (item.second_per_grid, item.placeholder, item.missing) == (None, None, None)
 
 
-def test_prompts(processor):
+def test_prompts_equal_those_of_a_full_call(processor):
     """Two videos, of uneven times and of a window, and an image."""
     renderer, hf = ChatRenderer(processor.hf_processor), processor.hf_processor
     media = [
@@ -102,16 +102,10 @@ def test_prompts(processor):
         decoded(4, 48, 64, fps=2, start=1.0, end=4.0),
     ]
     content = [{"type": "video"}, {"type": "text", "text": " and "}, {"type": "image"}, {"type": "video"}]
-    kinds = [part["type"] for part in content]
-    parts = [
-        part if kind == "text" else {"type": f"{kind}_url", f"{kind}_url": "x"}
-        for kind, part in zip(kinds, content, strict=True)
-    ]
-    items = [
-        process_video(processor, media[0]),
-        processor.process_image(media[1], own_settings(processor)),
-        process_video(processor, media[2]),
-    ]
+    video, image = ({"type": f"{kind}_url", f"{kind}_url": "x"} for kind in ("video", "image"))
+    parts = [video, content[1], image, video]
+    image_item = processor.process_image(media[1], own_settings(processor))
+    items = [process_video(processor, media[0]), image_item, process_video(processor, media[2])]
     message = msgspec.convert({"role": "user", "content": parts}, ChatMessage)
     prompt = renderer.render(ChatRequest(messages=[message]))
     token_ids, placed_items = renderer.expand(prompt, [(b"hash", item) for item in items])
@@ -131,8 +125,8 @@ def test_prompts(processor):
         assert re.findall(r"<([\d.]+) seconds>", items[2].placeholder) == ["1.3", "2.5", "3.6"]
 
 
-def test_video_of_one_frame(processor):
-    """The frame fills a patch twice: Qwen3-VL's own processor refuses a single one."""
+def test_a_video_of_one_frame_fills_a_patch_twice(processor):
+    """Qwen3-VL's own processor refuses a single one."""
     still = decoded(1, 64, 96)
     twice = np.repeat(still.frames, 2, axis=0)
     own = processor.hf_processor.video_processor([twice], do_sample_frames=False, do_rescale=False, do_normalize=False)

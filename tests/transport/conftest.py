@@ -25,6 +25,11 @@ PATIENCE = 60.0
 ME = Encoder("api 0", API)
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
 def address_of(runtime: Path, rank: int = 0) -> RankAddress:
     return RankAddress(0, rank, str(runtime / f"t{rank}"))
 

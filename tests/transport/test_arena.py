@@ -1,10 +1,8 @@
-"""The arena: payloads in extents and out of them again, and the credit of requests in first-come order."""
+"""The arena: payloads in extents and out of them again, and pages for requests in the order of arrival."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
 
 import pytest
 import torch
@@ -14,10 +12,6 @@ from mini_engine.transport.arena import Arena, ReadableMemory, RequestTooLarge, 
 from mini_engine.transport.codec import TransportError
 from mini_engine.transport.pages import PAGE_BYTES
 from tests.transport.conftest import Held, unlimited
-
-
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, 60))
 
 
 async def settle() -> None:
@@ -35,9 +29,8 @@ def test_rows_are_those_that_were_written(extents: list[tuple[int, int]], held: 
     for first, stop in ((0, 1000), (0, 1), (350, 700), (999, 1000), (5, 5)):
         rows = reader.rows(extents, tensor.shape, "float64", first, stop)
         assert rows.dtype == tensor.dtype and torch.equal(rows, tensor[first:stop])
-    is_view = (
-        reader.rows(extents, tensor.shape, "float64", 0, 1000).data_ptr() == reader.read([(1, 1)], 0, 1).data_ptr()
-    )
+    address = reader.rows(extents, tensor.shape, "float64", 0, 1000).data_ptr()
+    is_view = address == reader.read([(1, 1)], 0, 1).data_ptr()
     assert is_view == (len(extents) == 1)
     del writer, reader, rows
     memory.os.close(fd)
@@ -70,100 +63,85 @@ def test_memory_that_could_shrink_is_refused() -> None:
     memory.os.close(fd)
 
 
-def test_a_large_request_is_not_overtaken() -> None:
-    async def scenario() -> None:
-        arena = Arena(10 * PAGE_BYTES, unlimited)
-        order: list[str] = []
+async def test_a_large_request_is_not_overtaken() -> None:
+    arena = Arena(10 * PAGE_BYTES, unlimited)
+    order: list[str] = []
 
-        async def take(name: str, *sizes: int) -> list[list[tuple[int, int]]]:
-            taken = await arena.take(sizes)
-            order.append(name)
-            return taken
+    async def acquire(name: str, *sizes: int) -> list[list[tuple[int, int]]]:
+        acquired = await arena.acquire(sizes)
+        order.append(name)
+        return acquired
 
-        (first,), (second,) = await take("a", 4 * PAGE_BYTES), await take("b", 4 * PAGE_BYTES)
-        large = asyncio.create_task(take("large", 5 * PAGE_BYTES, 5 * PAGE_BYTES))
-        small = asyncio.create_task(take("small", 1))
-        await settle()
-        arena.give_back(first)
-        await settle()
-        assert order == ["a", "b"], "the small one would fit, but the large one was first"
-        arena.give_back(second)
-        taken = await large
-        await settle()
-        assert not small.done()
-        for extents in taken:
-            arena.give_back(extents)
-        (extents,) = await small
-        arena.give_back(extents)
-        assert order == ["a", "b", "large", "small"] and arena.num_used == 0
-
-    run(scenario())
+    (first,), (second,) = await acquire("a", 4 * PAGE_BYTES), await acquire("b", 4 * PAGE_BYTES)
+    large = asyncio.create_task(acquire("large", 5 * PAGE_BYTES, 5 * PAGE_BYTES))
+    small = asyncio.create_task(acquire("small", 1))
+    await settle()
+    arena.release(first)
+    await settle()
+    assert order == ["a", "b"], "the small one would fit, but the large one was first"
+    arena.release(second)
+    acquired = await large
+    await settle()
+    assert not small.done()
+    for extents in acquired:
+        arena.release(extents)
+    (extents,) = await small
+    arena.release(extents)
+    assert order == ["a", "b", "large", "small"] and arena.num_used == 0
 
 
-def test_cancelling_a_wait_lets_those_behind_in_and_takes_nothing() -> None:
-    async def scenario() -> None:
-        arena = Arena(4 * PAGE_BYTES, unlimited)
-        (first,) = await arena.take([3 * PAGE_BYTES])
-        large, small = asyncio.create_task(arena.take([4 * PAGE_BYTES])), asyncio.create_task(arena.take([1]))
-        await settle()
-        large.cancel()
-        (second,) = await small
-        granted = asyncio.create_task(arena.take([2 * PAGE_BYTES]))
-        await settle()
-        arena.give_back(first)  # grants it
-        granted.cancel()  # in the same turn of the loop
-        with pytest.raises(asyncio.CancelledError):
-            await granted
-        assert arena.num_used == 1
-        arena.give_back(second)
-        assert arena.num_used == 0 == arena.num_waiting
-
-    run(scenario())
+async def test_a_cancelled_wait_admits_the_next_request_and_acquires_nothing() -> None:
+    arena = Arena(4 * PAGE_BYTES, unlimited)
+    (first,) = await arena.acquire([3 * PAGE_BYTES])
+    large, small = asyncio.create_task(arena.acquire([4 * PAGE_BYTES])), asyncio.create_task(arena.acquire([1]))
+    await settle()
+    large.cancel()
+    (second,) = await small
+    granted = asyncio.create_task(arena.acquire([2 * PAGE_BYTES]))
+    await settle()
+    arena.release(first)  # grants it
+    granted.cancel()  # in the same turn of the loop
+    with pytest.raises(asyncio.CancelledError):
+        await granted
+    assert arena.num_used == 1
+    arena.release(second)
+    assert arena.num_used == 0 == arena.num_waiting
 
 
-def test_a_request_larger_than_the_arena_is_refused_at_once() -> None:
-    async def scenario() -> None:
-        arena = Arena(4 * PAGE_BYTES, unlimited)
-        (taken,) = await arena.take([4 * PAGE_BYTES])
-        with pytest.raises(RequestTooLarge, match="5 pages of 64 KB are needed; the arena has 4"):
-            await arena.take([4 * PAGE_BYTES, 1])
-        arena.give_back(taken)
-
-    run(scenario())
+async def test_a_request_larger_than_the_arena_is_refused_at_once() -> None:
+    arena = Arena(4 * PAGE_BYTES, unlimited)
+    (acquired,) = await arena.acquire([4 * PAGE_BYTES])
+    with pytest.raises(RequestTooLarge, match="5 pages of 64 KB are needed; the arena has 4"):
+        await arena.acquire([4 * PAGE_BYTES, 1])
+    arena.release(acquired)
 
 
-def test_while_memory_is_short_a_request_waits_for_others_and_fails_without_them() -> None:
-    async def scenario() -> None:
-        room = 64 << 20
-        arena = Arena(256 << 20, lambda: room)
-        (taken,) = await arena.take([60 << 20])
-        room = 0
-        waiting, behind = asyncio.create_task(arena.take([32 << 20])), asyncio.create_task(arena.take([128 << 20]))
-        await settle()
-        assert not waiting.done() and arena.num_waiting == 2
-        arena.give_back(taken)
-        (taken,) = await waiting
-        await settle()
-        assert not behind.done()
-        arena.give_back(taken)
-        with pytest.raises(TransportError, match="out of memory"):
-            await behind
-        with pytest.raises(TransportError, match="out of memory"):
-            await arena.take([128 << 20])
-
-    run(scenario())
+async def test_while_memory_is_short_a_request_waits_for_others_and_fails_without_them() -> None:
+    room = 64 << 20
+    arena = Arena(256 << 20, lambda: room)
+    (acquired,) = await arena.acquire([60 << 20])
+    room = 0
+    waiting, behind = asyncio.create_task(arena.acquire([32 << 20])), asyncio.create_task(arena.acquire([128 << 20]))
+    await settle()
+    assert not waiting.done() and arena.num_waiting == 2
+    arena.release(acquired)
+    (acquired,) = await waiting
+    await settle()
+    assert not behind.done()
+    arena.release(acquired)
+    with pytest.raises(TransportError, match="out of memory"):
+        await behind
+    with pytest.raises(TransportError, match="out of memory"):
+        await arena.acquire([128 << 20])
 
 
-def test_pages_that_are_lost_are_not_waited_for() -> None:
-    async def scenario() -> None:
-        arena = Arena(4 * PAGE_BYTES, unlimited)
-        (taken,) = await arena.take([2 * PAGE_BYTES])
-        waiting = asyncio.create_task(arena.take([4 * PAGE_BYTES]))
-        await settle()
-        arena.lose(taken)
-        with pytest.raises(TransportError):
-            await waiting
-        (others,) = await arena.take([2 * PAGE_BYTES])
-        assert not set(others) & set(taken)
-
-    run(scenario())
+async def test_discarded_pages_are_not_waited_for() -> None:
+    arena = Arena(4 * PAGE_BYTES, unlimited)
+    (acquired,) = await arena.acquire([2 * PAGE_BYTES])
+    waiting = asyncio.create_task(arena.acquire([4 * PAGE_BYTES]))
+    await settle()
+    arena.discard(acquired)
+    with pytest.raises(TransportError):
+        await waiting
+    (others,) = await arena.acquire([2 * PAGE_BYTES])
+    assert not set(others) & set(acquired)

@@ -48,8 +48,8 @@ class Model:
             ((first, _),) = extents
             assert runs[first] == min(fitting), "the best fit"
         else:
-            most = sorted(runs.values(), reverse=True)
-            fewest = next(number for number in range(1, len(most) + 1) if sum(most[:number]) >= count)
+            lengths = sorted(runs.values(), reverse=True)
+            fewest = next(number for number in range(1, len(lengths) + 1) if sum(lengths[:number]) >= count)
             assert len(extents) == fewest, "as few runs as possible"
 
     def write(self, index: int) -> None:
@@ -84,11 +84,11 @@ def test_the_mark_rises_by_steps_while_memory_is_available() -> None:
     available = 3 * MARK_PAGES * PAGE_BYTES
     allocator = PageAllocator(100 * MARK_PAGES * PAGE_BYTES, lambda: available)
     assert allocator.mark == 0
-    one = allocator.allocate(1)
+    extents = allocator.allocate(1)
     assert allocator.mark == MARK_PAGES
     assert allocator.allocate(3 * MARK_PAGES * PAGE_BYTES) is None, "the pages below the mark have no memory yet"
     assert allocator.mark == 3 * MARK_PAGES, "it has risen as far as it may"
-    allocator.written(one)
+    allocator.written(extents)
     available = 0
     assert allocator.allocate((3 * MARK_PAGES - 1) * PAGE_BYTES) is not None, "what is below the mark is allowed"
     assert allocator.allocate(PAGE_BYTES) is None and allocator.mark == 3 * MARK_PAGES

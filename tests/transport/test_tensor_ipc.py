@@ -6,8 +6,9 @@ import asyncio
 import resource
 import socket
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,10 +26,6 @@ from tests.transport.conftest import API, ME, MIB, PATIENCE, Held, Rank, address
 PLACEMENTS = ["torch_shm", "direct_rpc"]
 
 
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(scenario, PATIENCE))
-
-
 async def arrival(rank: Rank) -> Received | Failed:
     return await asyncio.to_thread(rank.next)  # the loop writes what is queued meanwhile
 
@@ -43,94 +40,82 @@ def broken(why: str) -> None:
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_tensors_arrive_at_every_rank_as_they_were_sent(placement: str, ranks: Any, connect: Any) -> None:
-    async def scenario() -> None:
-        both = ranks()
-        sender = connect(placement)
-        sender.watch_end(broken)
-        tensors = [torch.randint(0, 2, (300, 7)).to(dtype) for dtype in DTYPES.values()]
-        tensors += [torch.rand(3, 100, 1000), torch.arange(10).view(2, 5).t()]
-        for tensor in tensors:
-            (handle,) = await send(sender, tensor)
-            for rank in both:
-                received = await arrival(rank)
-                assert received.message == handle.message
-                assert whole(received).dtype == tensor.dtype and torch.equal(whole(received), tensor)
-                assert torch.equal(received.rows(1, 2) if len(tensor) > 1 else tensor[1:2], tensor[1:2])
-            sender.consumed([handle.message])
-        assert (sender.buffered_bytes, sender.buffered_tensors) == (0, 0)
-
-    run(scenario())
+async def test_tensors_arrive_at_every_rank_as_they_were_sent(placement: str, ranks: Any, connect: Any) -> None:
+    both = ranks()
+    sender = connect(placement)
+    sender.watch_end(broken)
+    tensors = [torch.randint(0, 2, (300, 7)).to(dtype) for dtype in DTYPES.values()]
+    tensors += [torch.rand(3, 100, 1000), torch.arange(10).view(2, 5).t()]
+    for tensor in tensors:
+        (handle,) = await send(sender, tensor)
+        for rank in both:
+            received = await arrival(rank)
+            assert received.message == handle.message
+            assert whole(received).dtype == tensor.dtype and torch.equal(whole(received), tensor)
+            assert torch.equal(received.rows(1, 2) if len(tensor) > 1 else tensor[1:2], tensor[1:2])
+        sender.consumed([handle.message])
+    assert (sender.buffered_bytes, sender.buffered_tensors) == (0, 0)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_blocked_rank_gets_its_frames_later_and_the_other_goes_on(
+async def test_a_blocked_rank_gets_its_frames_later_and_the_other_goes_on(
     placement: str, ranks: Any, connect: Any, arena: Arena
 ) -> None:
-    async def scenario() -> None:
-        blocked, other = ranks()
-        sender = connect(placement)
-        sender.watch_end(broken)
-        blocked.pause()
-        messages: list[MessageId] = []
-        for number in range(2000 if placement == "torch_shm" else 10):
-            nbytes = 1 if placement == "torch_shm" else MIB
-            (handle,) = await send(sender, torch.full((nbytes,), number % 251, dtype=torch.uint8))
-            messages.append(handle.message)
-            if number >= 100:
-                sender.consumed([messages[number - 100]])  # room for the next; the blocked rank reads other bytes
-            assert (await arrival(other)).message == messages[-1]
-        blocked.resume.set()
-        got = [await arrival(blocked) for _ in messages]
-        assert [received.message for received in got] == messages
-        if placement == "direct_rpc":
-            assert [int(whole(received)[0]) for received in got] == list(range(10))
-
-    run(scenario())
+    blocked, other = ranks()
+    sender = connect(placement)
+    sender.watch_end(broken)
+    blocked.pause()
+    messages: list[MessageId] = []
+    for number in range(2000 if placement == "torch_shm" else 10):
+        nbytes = 1 if placement == "torch_shm" else MIB
+        (handle,) = await send(sender, torch.full((nbytes,), number % 251, dtype=torch.uint8))
+        messages.append(handle.message)
+        if number >= 100:
+            sender.consumed([messages[number - 100]])  # room for the next; the blocked rank reads other bytes
+        assert (await arrival(other)).message == messages[-1]
+    blocked.resume.set()
+    got = [await arrival(blocked) for _ in messages]
+    assert [received.message for received in got] == messages
+    if placement == "direct_rpc":
+        assert [int(whole(received)[0]) for received in got] == list(range(10))
 
 
-def test_discarded_messages_free_their_pages(ranks: Any, connect: Any, arena: Arena) -> None:
-    async def scenario() -> None:
-        ranks(1)
-        sender = connect("torch_shm", 1)
-        outgoing = await sender.reserve([torch.zeros(100_000), torch.zeros(5)])
-        outgoing(torch.zeros(100_000))
-        assert (sender.buffered_tensors, sender.buffered_bytes) == (2, 400_020) and arena.num_used == 8
-        with pytest.raises(TransportError, match="no room was reserved for a tensor of 24 bytes"):
-            outgoing(torch.zeros(6))
-        with pytest.raises(TransportError):
-            outgoing(torch.zeros(2, dtype=torch.complex64))
-        outgoing.discard()
-        outgoing.discard()
-        assert sender.buffered_tensors == 0 == arena.num_used
-        sender.consumed([MessageId(API, 1), MessageId(API, 99)])  # unknown: ignored
-
-    run(scenario())
+async def test_discarded_messages_free_their_pages(ranks: Any, connect: Any, arena: Arena) -> None:
+    ranks(1)
+    sender = connect("torch_shm", 1)
+    outgoing = await sender.reserve([torch.zeros(100_000), torch.zeros(5)])
+    outgoing(torch.zeros(100_000))
+    assert (sender.buffered_tensors, sender.buffered_bytes) == (2, 400_020) and arena.num_used == 8
+    with pytest.raises(TransportError, match="no room was reserved for a tensor of 24 bytes"):
+        outgoing(torch.zeros(6))
+    with pytest.raises(TransportError):
+        outgoing(torch.zeros(2, dtype=torch.complex64))
+    outgoing.discard()
+    outgoing.discard()
+    assert sender.buffered_tensors == 0 == arena.num_used
+    sender.consumed([MessageId(API, 1), MessageId(API, 99)])  # unknown: ignored
 
 
-def test_the_end_of_a_stream_is_reported_once_and_frames_after_it_are_dropped(
+async def test_the_end_of_a_stream_is_reported_once_and_frames_after_it_are_dropped(
     ranks: Any, connect: Any, arena: Arena
 ) -> None:
-    async def scenario() -> None:
-        ended: list[str] = []
-        first, second = ranks()
-        sender = connect("torch_shm")
-        sender.watch_end(ended.append)
-        second.close()
-        await asyncio.to_thread(second.thread.join)
-        sent = await send(sender, torch.ones(3))
-        assert await asyncio.to_thread(eventually, lambda: bool(ended))
-        sent += await send(sender, torch.ones(3))
-        assert [(await arrival(first)).message for _ in sent] == [handle.message for handle in sent]
-        assert len(ended) == 1 and ended[0].startswith("tensor stream to rank 1 ended: ")
-        used = arena.num_used
-        outgoing = await sender.reserve([torch.ones(3)])
-        sender.close_streams()
-        assert sender.buffered_tensors == 1 and arena.num_used == used + 1
-        outgoing.discard()
-        assert arena.num_used == used, "a rank that lives may read what was sent"
-
-    run(scenario())
+    ended: list[str] = []
+    first, second = ranks()
+    sender = connect("torch_shm")
+    sender.watch_end(ended.append)
+    second.close()
+    await asyncio.to_thread(second.thread.join)
+    sent = await send(sender, torch.ones(3))
+    assert await asyncio.to_thread(eventually, lambda: bool(ended))
+    sent += await send(sender, torch.ones(3))
+    assert [(await arrival(first)).message for _ in sent] == [handle.message for handle in sent]
+    assert len(ended) == 1 and ended[0].startswith("tensor stream to rank 1 ended: ")
+    used = arena.num_used
+    outgoing = await sender.reserve([torch.ones(3)])
+    sender.close_streams()
+    assert sender.buffered_tensors == 1 and arena.num_used == used + 1
+    outgoing.discard()
+    assert arena.num_used == used, "a rank that lives may read what was sent"
 
 
 # --- probes ----------------------------------------------------------------------------------------------------------
@@ -207,7 +192,7 @@ def test_descriptors_and_mappings_are_back_once_nothing_of_the_arena_is_viewed(
             messages = [handle.message for handle in await send(sender, torch.ones(100_000), torch.arange(50))]
             for rank in both:
                 received = [await arrival(rank) for _ in messages]
-                assert [each.message for each in received] == messages
+                assert [item.message for item in received] == messages
             sender.consumed(messages)
         sender.close_streams()
         arena.close_memory()
@@ -249,25 +234,11 @@ class HostMapped:
         self.nbytes = slots.nbytes
 
     def fetch(self, slot: int, nbytes: int) -> Any:
-        return HostCopy(HostStaging.memory[(slot - 1) * self.nbytes :][:nbytes].clone())
+        memory = HostStaging.memory[(slot - 1) * self.nbytes :][:nbytes].clone()
+        return SimpleNamespace(memory=memory, use=lambda _: None, synchronize=lambda: None)
 
     def close(self) -> None:
         pass
-
-
-class HostCopy:
-    def __init__(self, memory: torch.Tensor):
-        self.memory = memory
-
-    def use(self, tensor: torch.Tensor) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-
-def refuse(_: DeviceSlots) -> Any:
-    raise TransportError("cudaErrorInvalidDevice")
 
 
 def with_slots(
@@ -277,42 +248,40 @@ def with_slots(
     return rank, TensorIpcSender(ME, [rank.address], arena), StagingSlots(HostStaging(), 3, nbytes)
 
 
-def test_slots_bring_tensors_and_are_used_again_once_consumed(ranks: Any, arena: Arena) -> None:
-    async def scenario() -> None:
-        rank, sender, slots = with_slots(ranks, arena, HostMapped)
-        sender.probe("torch_shm", PATIENCE, slots)
-        sender.watch_end(broken)
-        assert sender.reserve_slots([torch.zeros(1 << 17)]) is None, "too large for a slot"
-        assert sender.reserve_slots([torch.zeros(1)] * 4) is None, "more than there are"
-        tensors = [torch.rand(100, 3), torch.arange(5)]
-        outgoing = sender.reserve_slots(tensors)
-        handles = [outgoing(tensor) for tensor in tensors]
-        sender.send_tensors(outgoing)
-        for tensor in tensors:
-            received = await arrival(rank)
-            assert torch.equal(whole(received), tensor) and received.copied is not None
-            assert torch.equal(received.rows(1, 3), tensor[1:3])
-        discarded = sender.reserve_slots([torch.zeros(1)])
-        assert sender.reserve_slots([torch.zeros(1)]) is None, "all slots are in use"
-        discarded.discard()
-        sender.consumed([handle.message for handle in handles])
-        assert sender.reserve_slots([torch.zeros(1)] * 3) is not None and arena.num_used == 0
-        sender.close_streams()
-
-    run(scenario())
+async def test_slots_bring_tensors_and_are_used_again_once_consumed(ranks: Any, arena: Arena) -> None:
+    rank, sender, slots = with_slots(ranks, arena, HostMapped)
+    sender.probe("torch_shm", PATIENCE, slots)
+    sender.watch_end(broken)
+    assert sender.reserve_slots([torch.zeros(1 << 17)]) is None, "too large for a slot"
+    assert sender.reserve_slots([torch.zeros(1)] * 4) is None, "more than there are"
+    tensors = [torch.rand(100, 3), torch.arange(5)]
+    outgoing = sender.reserve_slots(tensors)
+    handles = [outgoing(tensor) for tensor in tensors]
+    sender.send_tensors(outgoing)
+    for tensor in tensors:
+        received = await arrival(rank)
+        assert torch.equal(whole(received), tensor) and received.copied is not None
+        assert torch.equal(received.rows(1, 3), tensor[1:3])
+    discarded = sender.reserve_slots([torch.zeros(1)])
+    assert sender.reserve_slots([torch.zeros(1)]) is None, "all slots are in use"
+    discarded.discard()
+    sender.consumed([handle.message for handle in handles])
+    assert sender.reserve_slots([torch.zeros(1)] * 3) is not None and arena.num_used == 0
+    sender.close_streams()
 
 
-@pytest.mark.parametrize(
-    ("map_slots", "nbytes", "why"),
-    [
-        (None, 1 << 17, "this rank has no CUDA device"),
-        (refuse, 1 << 17, "cudaErrorInvalidDevice"),
-        (HostMapped, 512, "a staging slot of 512 bytes is too small for a probe"),
-    ],
-)
-def test_slots_whose_probe_fails_are_not_used(map_slots: Any, nbytes: int, why: str, ranks: Any, arena: Arena) -> None:
+@pytest.mark.parametrize("case", ["no device", "not mapped", "too small"])
+def test_slots_whose_probe_fails_are_not_used(case: str, ranks: Any, arena: Arena) -> None:
+    def refuse(_: DeviceSlots) -> Any:
+        raise TransportError("cudaErrorInvalidDevice")
+
+    map_slots, nbytes, reason = {
+        "no device": (None, 1 << 17, "this rank has no CUDA device"),
+        "not mapped": (refuse, 1 << 17, "cudaErrorInvalidDevice"),
+        "too small": (HostMapped, 512, "a staging slot of 512 bytes is too small for a probe"),
+    }[case]
     _, sender, slots = with_slots(ranks, arena, map_slots, nbytes)
-    with pytest.raises(TransportError, match=why):
+    with pytest.raises(TransportError, match=reason):
         sender.probe("torch_shm", PATIENCE, slots)
     sender.probe("torch_shm", PATIENCE)
     assert sender.reserve_slots([torch.zeros(1)]) is None

@@ -33,7 +33,7 @@ def decode_animation(
     """As `video.decode_video`, but the file must be whole. Transparency is laid over white."""
     width, height = (1 + int.from_bytes(data[place : place + 3], "little") for place in (24, 27))
     guard.check_size("max_frame_pixels", width, height)
-    times = _times(data, guard)
+    times = _frame_times(data, guard)
     timeline = Timeline(times[:-1], 1 / times[1], sampling, guard)
     indices = timeline.indices()
     facts = timeline.facts(indices)
@@ -54,10 +54,10 @@ def decode_animation(
         raise
     except Exception as error:  # noqa: BLE001 - what Pillow raises depends on the damage
         raise MediaError(guard.item, UNREADABLE) from error
-    return frames.take(indices.tolist()), facts
+    return frames.select(indices.tolist()), facts
 
 
-def _times(data: mmap.mmap, guard: Guard) -> list[float]:
+def _frame_times(data: mmap.mmap, guard: Guard) -> list[float]:
     """When each frame is shown, in seconds, and when the last one ends."""
     ends, place = [0], 12
     while place + 8 <= len(data):

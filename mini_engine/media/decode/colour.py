@@ -22,11 +22,9 @@ _STRIP_ROWS = 16  # at once: what they take fits a processor's cache
 
 
 def to_srgb(pixels: NDArray[np.uint8], primaries: int, transfer: int) -> None:
-    """Converts uint8 [H, W, 3] whose transfer is PQ or HLG, or whose primaries are BT.2020. Others stay.
-
-    HDR is taken for BT.2020, and shown as a display of 1000 nits shows it (ITU-R BT.2100), relative to `_WHITE`. SDR is
-    taken for sRGB in all but the primaries, as it is where these are BT.709.
-    """
+    """Converts uint8 [H, W, 3] whose transfer is PQ or HLG, or whose primaries are BT.2020. Others stay. HDR is taken
+    for BT.2020, and shown as a display of 1000 nits shows it (ITU-R BT.2100), relative to `_WHITE`. SDR is taken for
+    sRGB in all but the primaries, as it is where these are BT.709."""
     is_hdr = transfer in (PQ, HLG)
     if not is_hdr and primaries != BT2020:
         return
@@ -60,8 +58,8 @@ def _encoded(peak: float) -> NDArray[np.uint8]:
     """sRGB of the light (index / _STEPS)**2 * peak, uint8. Above the knee `peak` becomes 1, with a slope of 1 at the
     knee (Reinhard et al. 2002, equation 4); a peak of 1 changes nothing."""
     light = np.linspace(0, 1, _STEPS + 1) ** 2 * peak
-    above, most = np.maximum(light - _KNEE, 0) / (1 - _KNEE), (peak - _KNEE) / (1 - _KNEE)
-    light = np.minimum(light, _KNEE) + (1 - _KNEE) * above * (1 + above / most**2) / (1 + above)
+    above, brightest = np.maximum(light - _KNEE, 0) / (1 - _KNEE), (peak - _KNEE) / (1 - _KNEE)
+    light = np.minimum(light, _KNEE) + (1 - _KNEE) * above * (1 + above / brightest**2) / (1 + above)
     srgb = np.where(light <= 0.0031308, 12.92 * light, 1.055 * light ** (1 / 2.4) - 0.055)
     return (255 * srgb).round().clip(0, 255).astype(np.uint8)
 

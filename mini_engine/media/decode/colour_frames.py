@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from mini_engine.media.decode.colour import BT2020, UNKNOWN, to_srgb
 from mini_engine.media.decode.item_limits import Guard
 
+# Makes the array of an item's frames, given their number, height and width: uint8 [T, H, W, 3]. The next call may reuse
+# the memory.
 Allocate = Callable[[tuple[int, int, int]], NDArray[np.uint8]]
-"""Makes the array of an item's frames, given their number, height and width: uint8 [T, H, W, 3]. The next call may
-reuse the memory."""
 
 # PyAV reads no side data of a frame with any of a kind that it does not know (EXIF, view ids): here they are one kind.
 Type._missing_ = classmethod(lambda cls, _: cls.VIDEO_HINT)  # type: ignore[assignment]
@@ -23,17 +23,13 @@ _Turn = tuple[bool, bool, bool]  # whether to swap the axes, then to mirror left
 
 
 class FrameRows:
-    """Keeps the frames at the given places, each as uint8 [H, W, 3], in one array that is made for the first.
-
-    Turn and size are those of the first, which is smaller where all together would exceed the limit; frames of another
-    size are scaled to it. Memory: the array, and one frame while it is converted. Raises MediaError for too many.
-    """
+    """Keeps the frames at the given places, each as uint8 [H, W, 3], in one array that is made for the first. Turn and
+    size are those of the first, which is smaller where all together would exceed the limit; frames of another size are
+    scaled to it. Memory: the array, and one frame while it is converted. Raises MediaError for too many."""
 
     def __init__(self, places: Collection[int], guard: Guard, allocate: Allocate) -> None:
         guard.check("max_video_frames_kept", len(places), "frames in its sampling", "fewer, or sample fewer")
-        self._places = frozenset(places)
-        self._guard = guard
-        self._allocate = allocate
+        self._places, self._guard, self._allocate = frozenset(places), guard, allocate
         self._reformatter = VideoReformatter()
         self._rows: NDArray[np.uint8] | None = None
         self._row_of: dict[int, int] = {}
@@ -66,7 +62,7 @@ class FrameRows:
         """Whether the frames at all of `places` are kept."""
         return self._row_of.keys() >= set(places)
 
-    def take(self, places: Sequence[int]) -> NDArray[np.uint8]:
+    def select(self, places: Sequence[int]) -> NDArray[np.uint8]:
         """The frames at `places`, all kept, as the first rows of the array: [T, H, W, 3], contiguous."""
         assert self._rows is not None
         rows = [self._row_of[place] for place in places]
@@ -77,9 +73,12 @@ class FrameRows:
     def _read_side_data(self, frame: av.VideoFrame) -> None:
         """Of the first frame alone: it then refers to itself, so that only the garbage collector frees its picture."""
         side_data: Any = frame.side_data
-        self._turn = _turn_of(side_data)
         # Dolby Vision without a base layer (profile 5): only its own metadata say what the samples mean.
         self._guard.wrong_colours |= frame.colorspace == UNKNOWN and Type.DOVI_RPU_BUFFER in side_data
+        if Type.DISPLAYMATRIX in side_data:  # to the nearest quarter turn
+            # It takes column x and row y to a*x + c*y and b*x + d*y (ISO/IEC 14496-12, section 6.2.2).
+            a, b, _, c, d = np.frombuffer(memoryview(side_data[Type.DISPLAYMATRIX]), np.int32)[:5].tolist()
+            self._turn = (True, c < 0, b < 0) if abs(b) + abs(c) > abs(a) + abs(d) else (False, a < 0, d < 0)
 
     def _to_rgb(self, frame: av.VideoFrame, width: int, height: int) -> av.VideoFrame:
         """As RGB, of this size, with the transfer and the primaries that it has."""
@@ -90,15 +89,3 @@ class FrameRows:
         except av.error.OSError:  # swscale does not know the matrix
             self._guard.wrong_colours = True
             return convert(src_colorspace=BT2020)  # the matrix has the same number
-
-
-def _turn_of(side_data: Any) -> _Turn:
-    """The rotation of a frame by its display matrix, to the nearest quarter turn.
-
-    The matrix takes column x and row y to a*x + c*y and b*x + d*y (ISO/IEC 14496-12, section 6.2.2).
-    """
-    if Type.DISPLAYMATRIX not in side_data:
-        return (False, False, False)
-    a, b, _, c, d = np.frombuffer(memoryview(side_data[Type.DISPLAYMATRIX]), np.int32)[:5].tolist()
-    swaps = abs(b) + abs(c) > abs(a) + abs(d)
-    return (True, c < 0, b < 0) if swaps else (False, a < 0, d < 0)

@@ -14,8 +14,6 @@ the output memory is as large as the limits allow, and its pages exist once they
 input memory holds the stop flag, the encoded bytes follow.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import math
@@ -116,40 +114,35 @@ class _Decoder:
         self._send(Started(missing))
         jobs = msgspec.msgpack.Decoder(Job)
         while message := self._connection.recv(DATAGRAM_BYTES):
-            self._send(self._reply(jobs.decode(message)))
+            self._send(self._decode(jobs.decode(message)))
             gc.collect()  # frames whose side data were read refer to themselves
 
-    def _reply(self, job: Job) -> Decoded | DecodeFailed:
-        limit = self._own_bytes + job.num_bytes + self._limits.media_decoder_memory
-        resource.setrlimit(resource.RLIMIT_AS, (limit, self._most_bytes))
-        peak_before = self._read_status("VmPeak")
-        try:
-            return Decoded(self._decode(job))
-        except MediaError as error:
-            # After a failed allocation FFmpeg may report damage: was less than a quarter of the memory left?
-            if self._read_status("VmPeak") > max(peak_before, limit - self._limits.media_decoder_memory // 4):
-                return DecodeFailed(None)
-            return DecodeFailed(error.problem)
-        except MemoryError:
-            return DecodeFailed(None)
-
-    def _decode(self, job: Job) -> VideoFacts | None:
+    def _decode(self, job: Job) -> Decoded | DecodeFailed:
         # Not at the head of this file, which the API server imports: no FFmpeg is loaded there.
         from mini_engine.media.decode.animation import decode_animation, is_animation
         from mini_engine.media.decode.image import decode_frames, decode_image
         from mini_engine.media.decode.video import decode_video
 
+        limit = self._own_bytes + job.num_bytes + self._limits.media_decoder_memory
+        resource.setrlimit(resource.RLIMIT_AS, (limit, self._most_bytes))
+        peak_before, video = self._read_status("VmPeak"), None
         guard = Guard(job.item, self._limits, job.allow_partial, should_stop=lambda: self._flag[0] != 0)
-        data = mmap.mmap(self._input, job.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=DATA_OFFSET)
-        if job.frames:
-            decode_frames(data, job.frames, guard, self._allocate, job.probe)
-            return None
-        if job.sampling is None:
-            decode_image(data, guard, self._allocate, job.probe)
-            return None
-        decode = decode_animation if is_animation(data) else decode_video
-        _, video = decode(data, job.sampling, guard, self._allocate, job.probe)
-        return video
+        try:
+            data = mmap.mmap(self._input, job.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=DATA_OFFSET)
+            if job.sampling is not None:
+                decode = decode_animation if is_animation(data) else decode_video
+                _, video = decode(data, job.sampling, guard, self._allocate, job.probe)
+            elif job.frames:
+                decode_frames(data, job.frames, guard, self._allocate, job.probe)
+            else:
+                decode_image(data, guard, self._allocate, job.probe)
+            return Decoded(video)
+        except MediaError as error:
+            # After a failed allocation FFmpeg may report damage: was less than a quarter of the memory left?
+            is_short = self._read_status("VmPeak") > max(peak_before, limit - self._limits.media_decoder_memory // 4)
+            return DecodeFailed(None if is_short else error.problem)
+        except MemoryError:
+            return DecodeFailed(None)
 
     def _allocate(self, shape: Shape) -> NDArray[np.uint8]:
         """See `frames.Allocate`."""

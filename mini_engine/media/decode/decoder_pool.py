@@ -1,8 +1,8 @@
 """The decoder processes of one API server. `decoder.py` is the other end.
 
-A job takes a place, then an idle decoder. Requests share the places fairly, and a decode that takes long moves to one
-of as many slow places, so that slow items leave places to others. A decoder that is lost is replaced in the background;
-a spare stands ready. Use it from the event loop's thread only, which has to outlive the processes that it starts.
+A `DecoderPool` leases decoders: a `DecoderLease` has a place (`fair_places.py`) and a `DecoderProcess` for one job. A
+decoder that exits is replaced in the background; a spare stands ready. Use the pool from the event loop's thread only,
+which has to outlive the processes that it starts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -50,8 +49,8 @@ INLINE_BYTES = 1 << 20  # larger items are copied into the input memory by a thr
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 # All else of the environment, which may hold secrets, is not for decoders. These find the packages.
-ENVIRONMENT = {"HOME", "LD_LIBRARY_PATH", "MINI_ENGINE_FAILPOINTS", "PYTHONDONTWRITEBYTECODE", "PYTHONHOME",
-               "PYTHONNOUSERSITE", "PYTHONPATH", "PYTHONPYCACHEPREFIX", "PYTHONSAFEPATH", "PYTHONUSERBASE"}  # fmt: skip
+ENVIRONMENT = """HOME LD_LIBRARY_PATH MINI_ENGINE_FAILPOINTS PYTHONDONTWRITEBYTECODE PYTHONHOME PYTHONNOUSERSITE
+PYTHONPATH PYTHONPYCACHEPREFIX PYTHONSAFEPATH PYTHONUSERBASE""".split()
 
 Ending = Literal["crash", "timeout", "memory", "killed", "cancelled", "surplus"]
 
@@ -60,9 +59,7 @@ _replies = msgspec.msgpack.Decoder(Reply)
 
 @dataclass(frozen=True, eq=False)
 class Decoding:
-    """A decoded item. Its frames are its decoder's memory until `release`, which frees the decoder for its next job.
-
-    `release` may be called from any thread, and takes up to 0.1 s for frames of a gigabyte."""
+    """A decoded item. Its frames are its decoder's memory until `release`: see `DecoderLease.release`."""
 
     frames: NDArray[np.uint8]  # [T, H, W, 3], RGB, contiguous, upright
     video: VideoFacts | None  # None: an image, or the frames of the job
@@ -74,26 +71,24 @@ class DecoderPool:
 
     def __init__(self, name: str, places: int, limits: DecodeLimits, max_input_bytes: int):
         """`name` is the API server's, for the titles of the processes. No process is started yet."""
-        self.limits = limits
+        self.limits, self.is_closed = limits, False
+        # Called with the bytes by which the decoded frames in memory grow, before they are allocated, or shrink.
         self.count_decoded: Callable[[int], None] = lambda _: None
-        """Called with the bytes by which the decoded frames in memory grow, before they are allocated, or shrink."""
-        self._name = name
-        self._max_input_bytes = max_input_bytes
+        self._name, self._max_input_bytes = name, max_input_bytes
         self._max_idle = places + 1  # with the spare
         self._places = FairPlaces(places)
-        self._children: set[Decoder] = set()
-        self._idle: list[Decoder] = []  # the last one's memory is the warmest
+        self._decoders: set[DecoderProcess] = set()
+        self._idle: list[DecoderProcess] = []  # the last one's memory is the warmest
         self._spare: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
-        self._closed = False
 
     async def start(self) -> None:
         """Wait until a decoder is ready, with a spare on its way. Raises OSError."""
-        first = await self._start()
+        first = await self._start_decoder()
         if first.missing:
             logger.warning("media decoders run without a part of their sandbox: %s", ", ".join(first.missing))
-        self._keep_spare()
-        self._keep(first)
+        self._ensure_spare()
+        self._keep_idle(first)
 
     async def decode(self, job: Job, data: bytes, owner: str) -> Decoding:
         """Decode the item `data` for the request `owner`. Cancelling it stops the decode within STOP_SECONDS.
@@ -104,144 +99,152 @@ class DecoderPool:
             DecoderUnavailable: no decoder was free in time, or it was killed or starved from outside.
             OSError: the host gives no process or no memory for it.
         """
+        lease = await self.acquire(job.item, owner)
+        return await lease.decode(job, data)
+
+    async def acquire(self, item: str, owner: str) -> DecoderLease:
+        """A decoder for one job, once a place is free; `item` is for errors. See `decode`."""
         seconds = QUEUE_TIMEOUTS * self.limits.media_decode_timeout
         try:
-            place = await self._places.enter(owner, seconds)
+            place = await self._places.acquire(owner, seconds)
         except TimeoutError:
-            problem = f"no media decoder was free within {seconds:g} s; retry later"
-            raise DecoderUnavailable(job.item, problem) from None
+            raise DecoderUnavailable(item, f"no media decoder was free within {seconds:g} s; retry later") from None
         try:
-            child = await self._take()
+            if self._idle:
+                child = self._idle[-1]
+                self._remove_idle(child)
+                os.kill(child.pid, signal.SIGCONT)
+            else:
+                child = await self._start_decoder()
         except BaseException as error:
-            place.leave()
+            place.release()
             if isinstance(error, OSError) and shortage_in(error) is None:
-                raise DecoderUnavailable(job.item, "no media decoder could be started; retry later") from error
+                raise DecoderUnavailable(item, "no media decoder could be started; retry later") from error
             raise
-        give_back = partial(self._give_back, child, place)
-        work = asyncio.ensure_future(child.decode(job, data, partial(self._count, child)))
-        try:
-            await asyncio.wait({work})  # cancelling it does not cancel `work`
-            frames, video = work.result()
-        except asyncio.CancelledError:
-            if not self._closed:
-                child.stop()
-                self._in_background(self._stop_decode(child, work, give_back))
-            raise
-        except BaseException:
-            give_back()
-            raise
-        finally:
-            del work  # its error would keep itself alive, and the mapping of the frames
-        loop = asyncio.get_running_loop()
+        self._ensure_spare()
+        return DecoderLease(self, place, child)
 
-        def release() -> None:
-            with contextlib.suppress(RuntimeError, ValueError):  # the loop, or the decoder, has been closed meanwhile
-                child.shrink()
-                loop.call_soon_threadsafe(give_back)
+    def release(self, place: Place, child: DecoderProcess) -> None:
+        """The job of a lease is done, and nothing refers to its frames."""
+        if not self.is_closed:
+            child.count_frames(0)
+            place.release()
+            self._keep_idle(child)
 
-        return Decoding(frames, video, release)
-
-    def close(self) -> None:
-        """Kill all decoders and wait for them. Running jobs are lost."""
-        self._closed = True
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            while self._idle:
-                self._unwatch(self._idle[0])
-        for child in self._children:
-            child.close()
-        self._children.clear()
-
-    async def _take(self) -> Decoder:
-        if self._idle:
-            child = self._idle[-1]
-            self._unwatch(child)
-            os.kill(child.pid, signal.SIGCONT)
-        else:
-            child = await self._start()
-        self._keep_spare()
-        return child
-
-    def _count(self, child: Decoder, nbytes: int) -> None:
-        self.count_decoded(nbytes - child.decoded_bytes)
-        child.decoded_bytes = nbytes
-
-    def _give_back(self, child: Decoder, place: Place) -> None:
-        if self._closed:
-            return
-        child.shrink()
-        self._count(child, 0)
-        place.leave()
-        self._keep(child)
-
-    def _keep(self, child: Decoder) -> None:
-        if child.ending is None:
-            child.suspend()
-        if child.ending is None and len(self._idle) < self._max_idle:
-            self._idle.append(child)
-            asyncio.get_running_loop().add_reader(child.connection, self._lose, child)
-        else:
-            self._retire(child, child.ending or "surplus")
-
-    def _unwatch(self, child: Decoder) -> None:
-        self._idle.remove(child)
-        asyncio.get_running_loop().remove_reader(child.connection)
-
-    def _lose(self, child: Decoder) -> None:
-        """An idle decoder exited, or sent a message without a job."""
-        self._unwatch(child)
-        self._retire(child, "killed")
-
-    async def _stop_decode(self, child: Decoder, work: asyncio.Future[Any], give_back: Callable[[], None]) -> None:
-        """The decode was asked to stop: the decoder reports in time, or is killed."""
-        await asyncio.wait({work}, timeout=STOP_SECONDS)
-        if not work.done():
-            child.kill("cancelled")
-            await asyncio.wait({work})
-        work.exception()  # asyncio logs one that is never retrieved
-        give_back()
-
-    def _retire(self, child: Decoder, ending: Ending) -> None:
-        metrics.media_decoder_exits_total.labels(ending).inc()
-        if ending not in ("surplus", "cancelled"):
-            logger.warning("media decoder %d replaced: %s", child.pid, ending)
-        self._children.discard(child)
-        self._in_background(asyncio.to_thread(child.close))
-        self._keep_spare()
-
-    def _keep_spare(self) -> None:
-        if not self._idle and not self._closed and (self._spare is None or self._spare.done()):
-            self._spare = asyncio.ensure_future(self._start_spare())
-
-    async def _start(self) -> Decoder:
-        child = Decoder(self._name, self.limits, self._max_input_bytes)
-        self._children.add(child)
-        try:
-            await child.wait_until_started()
-        except BaseException:
-            self._children.discard(child)
-            self._in_background(asyncio.to_thread(child.close))
-            raise
-        return child
-
-    async def _start_spare(self) -> None:
-        try:
-            self._keep(await self._start())
-        except Exception as error:  # noqa: BLE001 - the next job tries again, and reports it
-            logger.warning("a spare media decoder cannot be started: %s", error)
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Nothing waits for `work`; the pool keeps a reference to it."""
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
+    def close(self) -> None:
+        """Kill all decoders and wait for them. Running jobs are lost."""
+        self.is_closed = True
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            while self._idle:
+                self._remove_idle(self._idle[0])
+        for child in self._decoders:
+            child.close()
+        self._decoders.clear()
 
-class Decoder:
-    """One decoder process. `ending` is why it can take no more jobs; None while it can."""
+    async def _start_decoder(self) -> DecoderProcess:
+        child = DecoderProcess(self._name, self.limits, self._max_input_bytes, lambda size: self.count_decoded(size))
+        self._decoders.add(child)
+        try:
+            await child.wait_until_started()
+        except BaseException:
+            self._discard(child)
+            raise
+        return child
 
-    def __init__(self, name: str, limits: DecodeLimits, max_input_bytes: int):
-        """Start it. Raises OSError."""
+    def _ensure_spare(self) -> None:
+        if not self._idle and not self.is_closed and (self._spare is None or self._spare.done()):
+            self._spare = asyncio.ensure_future(self._start_spare())
+
+    async def _start_spare(self) -> None:
+        try:
+            self._keep_idle(await self._start_decoder())
+        except Exception as error:  # noqa: BLE001 - the next job tries again, and reports it
+            logger.warning("a spare media decoder cannot be started: %s", error)
+
+    def _keep_idle(self, child: DecoderProcess) -> None:
+        if child.ending is None:
+            child.suspend()
+        if child.ending is None and len(self._idle) < self._max_idle:
+            self._idle.append(child)
+            asyncio.get_running_loop().add_reader(child.connection, self._on_idle_message, child)
+        else:
+            self._retire(child, child.ending or "surplus")
+
+    def _remove_idle(self, child: DecoderProcess) -> None:
+        self._idle.remove(child)
+        asyncio.get_running_loop().remove_reader(child.connection)
+
+    def _on_idle_message(self, child: DecoderProcess) -> None:
+        """An idle decoder exited, or sent a message without a job."""
+        self._remove_idle(child)
+        self._retire(child, "killed")
+
+    def _retire(self, child: DecoderProcess, ending: Ending) -> None:
+        metrics.media_decoder_exits_total.labels(ending).inc()
+        if ending not in ("surplus", "cancelled"):
+            logger.warning("media decoder %d replaced: %s", child.pid, ending)
+        self._discard(child)
+        self._ensure_spare()
+
+    def _discard(self, child: DecoderProcess) -> None:
+        self._decoders.discard(child)
+        self.run_in_background(asyncio.to_thread(child.close))
+
+
+class DecoderLease:
+    """A place and a decoder for one job, from `DecoderPool.acquire` to `release`."""
+
+    def __init__(self, pool: DecoderPool, place: Place, child: DecoderProcess):
+        self._pool, self._place, self._child = pool, place, child
+        self._loop = asyncio.get_running_loop()
+
+    async def decode(self, job: Job, data: bytes) -> Decoding:
+        """See `DecoderPool.decode`. Releases the lease if there is no result."""
+        work = asyncio.ensure_future(self._child.decode(job, data))
+        try:
+            await asyncio.wait({work})  # cancelling it does not cancel `work`
+            return Decoding(*work.result(), self.release)
+        except asyncio.CancelledError:
+            if not self._pool.is_closed:
+                self._child.stop()
+                self._pool.run_in_background(self._release_when_stopped(work))
+            raise
+        except BaseException:
+            self.release()
+            raise
+        finally:
+            del work  # its error would keep itself alive, and the mapping of the frames
+
+    def release(self) -> None:
+        """The frames are not used any more: the decoder may take its next job. For any thread. Takes up to 0.1 s for
+        frames of a gigabyte."""
+        with contextlib.suppress(RuntimeError, ValueError):  # the loop, or the decoder, has been closed meanwhile
+            self._child.shrink()
+            self._loop.call_soon_threadsafe(self._pool.release, self._place, self._child)
+
+    async def _release_when_stopped(self, work: asyncio.Future[Any]) -> None:
+        """The decode was asked to stop: the decoder reports in time, or is killed."""
+        await asyncio.wait({work}, timeout=STOP_SECONDS)
+        if not work.done():
+            self._child.kill("cancelled")
+            await asyncio.wait({work})
+        work.exception()  # asyncio logs one that is never retrieved
+        self.release()
+
+
+class DecoderProcess:
+    """One decoder process, both memories and its connection. `ending` is why it can take no more jobs; None: it can."""
+
+    def __init__(self, name: str, limits: DecodeLimits, max_input_bytes: int, count_decoded: Callable[[int], None]):
+        """Start it. `count_decoded`: see `DecoderPool`. Raises OSError."""
         self.ending: Ending | None = None
-        self.decoded_bytes = 0  # of the frames of its job
+        self._count_decoded, self._decoded_bytes = count_decoded, 0  # bytes of the frames of its job
         self.missing: list[str] = []  # parts of its sandbox, once it has started
         self._limits = limits
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
@@ -276,24 +279,26 @@ class Decoder:
         assert isinstance(reply, Started)
         self.missing = reply.missing
 
-    async def decode(
-        self, job: Job, data: bytes, announced: Callable[[int], None]
-    ) -> tuple[NDArray[np.uint8], VideoFacts | None]:
-        """Do one job; see `DecoderPool.decode`. Calls `announced` with the bytes of the expected frames. The next job
-        writes over them."""
+    async def decode(self, job: Job, data: bytes) -> tuple[NDArray[np.uint8], VideoFacts | None]:
+        """Do one job; see `DecoderPool.decode`. The next job writes over the frames."""
         began, seconds = self._processor_seconds(), self._limits.media_decode_timeout
+        memory = self._input.fileno()
         try:
             async with asyncio.timeout(seconds):
-                await self._write(data)
+                os.pwrite(memory, b"\0", 0)  # the stop flag
+                if len(data) <= INLINE_BYTES:
+                    os.pwrite(memory, data, decoder.DATA_OFFSET)
+                else:
+                    await asyncio.to_thread(os.pwrite, memory, data, decoder.DATA_OFFSET)
                 self.connection.send(msgspec.msgpack.encode(job))
-                return await self._result(job, announced)
+                return await self._result(job)
         except TimeoutError:
             starved = self._processor_seconds() - began < STARVED_SHARE * seconds
             self.kill("timeout")
             problem = f"decoding takes more than {seconds:g} s, the limit of {flag_of('media_decode_timeout')}"
             if starved:
-                problem += ", since its decoder got little processor time"
-                raise DecoderUnavailable(job.item, f"{problem}; retry later") from None
+                reason = "since its decoder got little processor time"
+                raise DecoderUnavailable(job.item, f"{problem}, {reason}; retry later") from None
             raise MediaError(job.item, f"{problem}; send a shorter or smaller file") from None
         except ConnectionError as error:
             raise await self._explain_exit(job.item) from error
@@ -321,11 +326,16 @@ class Decoder:
         self.ending = ending
         self._process.kill()
 
+    def count_frames(self, nbytes: int) -> None:
+        """The frames in the output memory take so many bytes from now on."""
+        self._count_decoded(nbytes - self._decoded_bytes)
+        self._decoded_bytes = nbytes
+
     def shrink(self) -> None:
         """After a job: free what it took of both memories beyond KEPT_BYTES."""
         if os.fstat(self._input.fileno()).st_size > decoder.DATA_OFFSET + KEPT_BYTES:
             self._input.truncate(decoder.DATA_OFFSET)
-        if self._output is not None and self.decoded_bytes > KEPT_BYTES:
+        if self._output is not None and self._decoded_bytes > KEPT_BYTES:
             self._output.madvise(mmap.MADV_REMOVE, KEPT_BYTES)
 
     def close(self) -> None:
@@ -336,26 +346,17 @@ class Decoder:
         self._input.close()
         self._output = None  # the mapping holds a descriptor
 
-    async def _write(self, data: bytes) -> None:
-        write = partial(os.pwrite, self._input.fileno(), data, decoder.DATA_OFFSET)
-        os.pwrite(self._input.fileno(), b"\0", 0)  # the stop flag
-        if len(data) <= INLINE_BYTES:
-            write()
-        else:
-            await asyncio.to_thread(write)
-
-    async def _result(self, job: Job, announced: Callable[[int], None]) -> tuple[NDArray[np.uint8], VideoFacts | None]:
+    async def _result(self, job: Job) -> tuple[NDArray[np.uint8], VideoFacts | None]:
         """What the decoder reports. A crafted input may have taken it over, so a message is checked before it is used:
         the decoder can give wrong frames, and affect nothing else."""
-        announced_shape = (0, 0, 0)
+        shape = (0, 0, 0)
         for _ in range(MAX_MESSAGES):
             match await self._receive():
-                case Announced(shape=shape) if self._is_possible(job, shape):
-                    announced(3 * math.prod(shape))
-                    announced_shape = shape
-                case Decoded(video=video) if count := self._count_frames(job, announced_shape[0], video):
+                case Announced(shape=announced) if self._is_possible(job, announced):
+                    self.count_frames(3 * math.prod(shape := announced))
+                case Decoded(video=video) if count := self._count_frames(job, shape[0], video):
                     assert self._output is not None
-                    kept = (count, *announced_shape[1:], 3)
+                    kept = (count, *shape[1:], 3)
                     return np.frombuffer(self._output, np.uint8, math.prod(kept)).reshape(kept), video
                 case DecodeFailed(problem=str(problem)):
                     raise MediaError(job.item, problem)
@@ -377,13 +378,13 @@ class Decoder:
         fits = height * width <= most_pixels and 3 * math.prod(shape) <= limits.most_output_bytes
         return count in counts and fits and max(height, width) <= MAX_ASPECT_RATIO * min(height, width)
 
-    def _count_frames(self, job: Job, most: int, video: VideoFacts | None) -> int:
-        """How many frames are kept, at most so many; 0: the item, by its kind and the limits, cannot have these."""
+    def _count_frames(self, job: Job, announced: int, video: VideoFacts | None) -> int:
+        """How many frames are kept of those announced; 0: the item, by its kind and the limits, cannot have these."""
         if job.sampling is None or video is None:
-            return most if job.sampling is None and video is None else 0
+            return announced if job.sampling is None and video is None else 0
         times, limits = [*video.timestamps, self._limits.max_video_seconds], self._limits
         counts = [len(video.timestamps), video.window_frames, video.total_frames, limits.max_video_frames]
-        is_possible = counts[0] <= most and counts == sorted(counts) and times == sorted(times)
+        is_possible = counts[0] <= announced and counts == sorted(counts) and times == sorted(times)
         return counts[0] if is_possible else 0
 
     async def _receive(self) -> Reply:

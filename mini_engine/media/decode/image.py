@@ -22,9 +22,9 @@ from mini_engine.media.frame_sampling import VideoSampling
 from mini_engine.media.media_errors import MediaError
 
 _STRIP_ROWS = 512  # converted to RGB at once
-_T = Image.Transpose  # how an image that is stored with an orientation of EXIF 2.3 is set upright
-_TURNS = {2: _T.FLIP_LEFT_RIGHT, 3: _T.ROTATE_180, 4: _T.FLIP_TOP_BOTTOM, 5: _T.TRANSPOSE, 6: _T.ROTATE_270,
-          7: _T.TRANSVERSE, 8: _T.ROTATE_90}  # fmt: skip
+# How an image that is stored with an orientation of 2 to 8 (EXIF 2.3) is set upright.
+_TURNS = "FLIP_LEFT_RIGHT ROTATE_180 FLIP_TOP_BOTTOM TRANSPOSE ROTATE_270 TRANSVERSE ROTATE_90"
+_TURN_OF = {2 + place: Image.Transpose[name] for place, name in enumerate(_TURNS.split())}
 
 # Import the formats now and not at their first file: a decoder process has few descriptors.
 Image.init()
@@ -39,11 +39,9 @@ warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 def decode_image(file: mmap.mmap, guard: Guard, allocate: Allocate, probe: bool = False) -> NDArray[np.uint8]:
-    """Returns [H, W, 3], sRGB, contiguous: upright as EXIF says, transparency laid over white.
-
-    `probe`: without the pixels, and not turned if the header says the size: an image that is turned has as many tokens.
-    The size is checked against the header before any pixel is decoded. Raises MediaError and MemoryError.
-    """
+    """Returns [H, W, 3], sRGB, contiguous: upright as EXIF says, transparency laid over white. `probe`: without the
+    pixels, and not turned if the header says the size: an image that is turned has as many tokens. The size is checked
+    against the header before any pixel is decoded. Raises MediaError and MemoryError."""
     try:
         with Image.open(cast(BinaryIO, file), formats=_FORMATS) as image:
             guard.check_size("max_image_pixels", *image.size)
@@ -113,7 +111,7 @@ def _colour_of(image: Image.Image, file: mmap.mmap) -> tuple[int, int]:
 def _upright(image: Image.Image) -> Image.Image:
     """A decoded image, turned as EXIF or XMP says. Neither is written back, which fails for much that can be read."""
     try:
-        turn = _TURNS.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+        turn = _TURN_OF.get(image.getexif().get(ExifTags.Base.Orientation, 1))
     # What Pillow raises depends on the damage. The pixels are decoded, and nothing more is read of the file.
     except Exception:  # noqa: BLE001
         return image

@@ -32,12 +32,12 @@ class Guard:
         if self.should_stop():
             raise MediaError(self.item, "its decoding was stopped")
 
-    def check(self, limit: str, value: float, unit: str, remedy: str) -> None:
-        """Called before what is measured by `value` is read, decoded or allocated."""
-        most = getattr(self.limits, limit)
-        if value > most:
-            problem = f"it has {value:.10g} {unit}, more than {most:.10g}, the limit of {flag_of(limit)}; send {remedy}"
-            raise MediaError(self.item, problem)
+    def check(self, limit: str, amount: float, unit: str, remedy: str) -> None:
+        """Called before that amount is read, decoded or allocated."""
+        allowed = getattr(self.limits, limit)
+        if amount > allowed:
+            problem = f"it has {amount:.10g} {unit}, more than {allowed:.10g}, the limit of {flag_of(limit)}"
+            raise MediaError(self.item, f"{problem}; send {remedy}")
 
     def check_size(self, limit: str, width: int, height: int) -> None:
         """Called before an image or a frame of this size is decoded."""
@@ -55,8 +55,8 @@ class Guard:
             self.check("max_video_pixels_kept", frames * width * height, "pixels at least", "fewer frames")
         return width, height
 
-    def add_damage(self, what: str) -> None:
-        """`what` continues the sentence of TRUNCATED, which is the error unless part of the video is good enough."""
+    def add_damage(self, damage: str) -> None:
+        """`damage` continues the sentence of TRUNCATED, which is the error unless part of the video is good enough."""
         if not self.allow_partial:
-            raise MediaError(self.item, TRUNCATED.format(what))
-        self.damage = self.damage or what
+            raise MediaError(self.item, TRUNCATED.format(damage))
+        self.damage = self.damage or damage

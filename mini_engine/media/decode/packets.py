@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 from itertools import accumulate, groupby, pairwise
 
 import av
+from av.container import InputContainer
+from av.video import VideoStream
 
 from mini_engine.media.decode.item_limits import Guard
 from mini_engine.media.media_errors import MediaError
@@ -22,19 +24,20 @@ _CODECS = {"h264", "hevc", "vvc", "vp8", "vp9", "av1"}  # and those that have ke
 class PacketTable:
     """The packets of a video stream in decoding order, and the order in which their frames are shown."""
 
-    def __init__(self, container: av.container.InputContainer, stream: av.video.VideoStream, guard: Guard) -> None:
+    def __init__(self, container: InputContainer, stream: VideoStream, guard: Guard) -> None:
         codec = stream.codec_context.codec
-        self._packets = packets = _read(container, stream, guard)
+        self._packets = packets = _read_packets(container, stream, guard)
         self._parts = list(accumulate(map(_is_restart, packets, packets[1:]), initial=0))
-        places = [place for place, packet in enumerate(packets) if not packet.is_discard and _is_shown(packet, codec)]
+        places = [place for place, packet in enumerate(packets) if not packet.is_discard]
+        if codec.canonical_name == "vp8":  # alone keeps frames that are only referred to in packets of their own
+            places = [place for place in places if memoryview(packets[place])[0] & 0x10]  # (RFC 6386, section 9.1)
         if all(packets[place].pts is not None for place in places):
             places.sort(key=lambda place: (self._parts[place], self.stamp(place)))
-        self._order = places
-        self._shown = set(places)
+        self._order, self._shown = places, set(places)
+        # When each frame is shown, in the stream's own unit; None: the file does not say.
         self.stamps = [packets[place].pts for place in places]
-        """When each frame is shown, in the stream's own unit; None: the file does not say."""
+        # Whether it begins within a group of frames, as a piece of a broadcast does: the first cannot be decoded.
         self.is_cut = not (packets and packets[0].is_keyframe)
-        """Whether it begins within a group of frames, as a piece of a broadcast does: the first cannot be decoded."""
         is_known = codec.intra_only or codec.canonical_name in _CODECS
         is_known &= not (self.is_cut or _CONTAINERS.isdisjoint(container.format.name.split(",")) or None in self.stamps)
         # Each is later than the one before, and the first is no sooner than the first key frame.
@@ -50,11 +53,9 @@ class PacketTable:
         return self._packets[place].pts or 0
 
     def runs_for(self, indices: Iterable[int]) -> list[range] | None:
-        """The shortest runs of packets, each from a key frame on, that hold all that the frames at `indices` need.
-
-        A frame that is shown before the key frame it follows (the leading frames of an open group) needs the group
-        before. None: key frames are unknown.
-        """
+        """The shortest runs of packets, each from a key frame on, that hold all that the frames at `indices` need. A
+        frame that is shown before the key frame it follows (the leading frames of an open group) needs the group
+        before. None: key frames are unknown."""
         if not self.can_seek:
             return None
         keys = [place for place, packet in enumerate(self._packets) if packet.is_keyframe]
@@ -68,30 +69,25 @@ class PacketTable:
         runs: list[range] = []
         for start, stop in sorted(spans):
             if runs and start <= runs[-1].stop:
-                runs[-1] = range(runs[-1].start, max(stop, runs[-1].stop))
-            else:
-                runs.append(range(start, stop))
+                start, stop = runs[-1].start, max(stop, runs.pop().stop)
+            runs.append(range(start, stop))
         return runs
 
     def promised(self, run: range) -> set[int]:
-        """When the expected frames of a run are shown; empty where `can_seek` is false.
-
-        The run may begin with frames that refer to others before its first key frame: none of these count.
-        """
+        """When the expected frames of a run are shown; empty where `can_seek` is false. The run may begin with frames
+        that refer to others before its first key frame: none of these count."""
         stamps = (self.stamp(place) for place in run if self.can_seek and place in self._shown)
         return {stamp for stamp in stamps if stamp >= self.stamp(run.start)}
 
     def unbroken(self, run: range) -> Iterator[list[av.Packet]]:
-        """The packets of a run in parts, each of which must be decoded by itself.
-
-        An mp4's edit begins with the frames from its last key frame on, a second time if they were in the edit before.
-        A decoder that is not flushed there may take frames for those that it has shown.
-        """
+        """The packets of a run in parts, each of which must be decoded by itself. An mp4's edit begins with the frames
+        from its last key frame on, a second time if they were in the edit before. A decoder that is not flushed there
+        may take frames for those that it has shown."""
         for _, part in groupby(run, key=self._parts.__getitem__):
             yield [self._packets[place] for place in part]
 
 
-def _read(container: av.container.InputContainer, stream: av.video.VideoStream, guard: Guard) -> list[av.Packet]:
+def _read_packets(container: InputContainer, stream: VideoStream, guard: Guard) -> list[av.Packet]:
     """All packets of the stream that hold anything."""
     packets: list[av.Packet] = []
     read = shown = 0
@@ -125,8 +121,3 @@ def _is_restart(before: av.Packet, packet: av.Packet) -> bool:
     if before.dts is None or packet.dts is None:
         return False
     return packet.is_keyframe and packet.dts <= before.dts
-
-
-def _is_shown(packet: av.Packet, codec: av.Codec) -> bool:
-    """VP8 alone keeps frames that are only referred to in packets of their own (RFC 6386, section 9.1)."""
-    return codec.canonical_name != "vp8" or bool(memoryview(packet)[0] & 0x10)

@@ -4,8 +4,6 @@ Landlock denies all paths; a seccomp filter denies all system calls but those of
 files. Both are set by ctypes. Knows nothing of decoding beyond its calls.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl
@@ -43,11 +41,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def enter_sandbox(descriptors: int, directory: str | None = None) -> list[str]:
     """Give up privileges, paths, signals, sockets, other processes, standard error, and more open files than
-    `descriptors`.
-
-    Returns the parts that the kernel refuses, each with the reason. Call it before the first thread, which would not be
-    confined, and after all imports. `directory`: of fail points, where files may be renamed.
-    """
+    `descriptors`. Returns the parts that the kernel refuses, each with the reason. Call it before the first thread,
+    which would not be confined, and after all imports. `directory`: of fail points, where files may be renamed."""
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     _libc.capset(struct.pack("=Ii", _CAPABILITY_VERSION, 0), bytes(24))
     Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, the kernel kills this process first
@@ -102,7 +97,7 @@ def _filter_calls(directory: str | None) -> None:
 
     for numbers in (*_CALLS.values(), *([_RENAME] if directory is not None else [])):
         oncall(numbers[column], allow)
-    for numbers, argument, mask, value in (  # allowed if (argument & mask) == value
+    for numbers, argument, mask, expected in (  # allowed if (argument & mask) == expected
         ((56, 220), 0, _CLONE_THREAD, _CLONE_THREAD),  # clone
         ((9, 222), 2, mmap.PROT_EXEC, 0),  # mmap
         ((10, 226), 2, mmap.PROT_EXEC, 0),  # mprotect
@@ -112,7 +107,7 @@ def _filter_calls(directory: str | None) -> None:
         ((234, 131), 0, 0xFFFFFFFF, os.getpid()),  # tgkill, for abort(3)
     ):
         low_word = (_LOAD, 0, 0, 16 + 8 * argument)
-        oncall(numbers[column], low_word, (_AND, 0, 0, mask), (_JUMP_IF_EQUAL, 0, 1, value), allow, deny)
+        oncall(numbers[column], low_word, (_AND, 0, 0, mask), (_JUMP_IF_EQUAL, 0, 1, expected), allow, deny)
     oncall(_CLONE3, (_RETURN, 0, 0, _ERRNO | errno.ENOSYS))  # its flags are in memory; libc falls back to clone
     program.append(deny)
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *instruction) for instruction in program))

@@ -19,12 +19,12 @@ from typing import Any, cast
 import av
 import av.subtitles.stream  # PyAV imports it at the first video otherwise, when descriptors may be exhausted
 import numpy as np
+from av.container import InputContainer
 from av.stream import Disposition
 from numpy.typing import NDArray
 
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.media.decode.colour_frames import Allocate, FrameRows
-from mini_engine.media.decode.containers import declared_size
 from mini_engine.media.decode.item_limits import TRUNCATED, UNREADABLE, WRONG_COLOURS, Guard
 from mini_engine.media.decode.packets import ENCRYPTED, PacketTable
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
@@ -33,28 +33,21 @@ from mini_engine.media.media_errors import MediaError
 # FFmpeg's demuxers that open what a file names: playlists, sessions, scripts, parts of a recording. NOFILE are those
 # that open devices or many files.
 _DENIED = {"avisynth", "concat", "dash", "hls", "imf", "mlv", "sdp", "vapoursynth", "vobsub", "webm_dash_manifest"}
-_DEMUXERS = ",".join(
-    n for n in av.formats_available - _DENIED if (f := av.ContainerFormat(n)).is_input and not f.no_file
-)
+_FORMATS = [av.ContainerFormat(name) for name in av.formats_available - _DENIED]
+_DEMUXERS = ",".join(form.name for form in _FORMATS if form.is_input and not form.no_file)
+_EBML, _SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
 NO_FRAME = TRUNCATED.format("no frame can be decoded")
-# Whose decoder knows the frames to which no other refers (in HEVC a frame of a higher temporal layer still may).
-_MARKS_REFERENCES = "h264"
 
 
 def decode_video(
     data: mmap.mmap, sampling: VideoSampling, guard: Guard, allocate: Allocate, probe: bool = False
 ) -> tuple[NDArray[np.uint8], VideoFacts]:
-    """Returns the sampled frames of a video file, [T, H, W, 3], and what there is to know of the whole.
-
-    A file of which not all can be read is refused, unless `guard.allow_partial`: then the readable frames count as all
-    frames, and `missing` of the result names the rest. Damage in frames that need not be decoded goes unseen.
-
-    `probe`: where the packets show all frames and their times, no frame is decoded. Then the result has no pixels, and
-    is not turned: a video that is turned has as many tokens.
-
-    Raises MediaError for a file that cannot be read or exceeds a limit, or within a frame's time after
-    `guard.should_stop()` is true; MemoryError.
-    """
+    """Returns the sampled frames of a video file, [T, H, W, 3], and what there is to know of the whole. A file of which
+    not all can be read is refused, unless `guard.allow_partial`: then the readable frames count as all frames, and
+    `missing` of the result names the rest. Damage in frames that need not be decoded goes unseen. `probe`: where the
+    packets show all frames and their times, no frame is decoded. Then the result has no pixels, and is not turned: a
+    video that is turned has as many tokens. Raises MediaError for a file that cannot be read or exceeds a limit, or
+    within a frame's time after `guard.should_stop()` is true; MemoryError."""
     if (size := declared_size(data)) > len(data):
         guard.add_damage(f"{len(data)} of at least {size} bytes are there")
     try:
@@ -122,9 +115,7 @@ class Timeline:
 class _Decode:
     """One file being decoded."""
 
-    def __init__(
-        self, container: av.container.InputContainer, sampling: VideoSampling, guard: Guard, allocate: Allocate
-    ) -> None:
+    def __init__(self, container: InputContainer, sampling: VideoSampling, guard: Guard, allocate: Allocate) -> None:
         self.container, self.sampling, self.guard, self.allocate = container, sampling, guard, allocate
         self.stream = stream = _video_stream(container, guard)
         # FFmpeg's own threads multiply with the server's decoders, and AUTO has been seen to hang at exit.
@@ -144,46 +135,40 @@ class _Decode:
         if probe and self.packets.can_seek and not self.guard.damage:
             pixels = timeline.measure(indices, self.codec.width, self.codec.height, self.allocate)
             return pixels, timeline.facts(indices, promised)
-        frames = self._seek(indices)
-        walks = 0
+        frames, walks = self._seek(indices), 0
         while frames is None or not frames.holds(indices.tolist()):
             if walks == 2:  # a decoder that has seen damage may remember it
                 raise MediaError(self.guard.item, TRUNCATED.format("two decodes return different frames"))
             del frames  # the next ones may take its memory
             frames, timeline = self._walk(indices)
-            indices = timeline.indices()
-            walks += 1
-        return frames.take(indices.tolist()), timeline.facts(indices, promised)
+            indices, walks = timeline.indices(), walks + 1
+        return frames.select(indices.tolist()), timeline.facts(indices, promised)
 
     def _timeline(self, stamps: Sequence[int | None]) -> Timeline:
-        return Timeline(self._times(stamps), self.rate, self.sampling, self.guard)
-
-    def _times(self, stamps: Sequence[int | None]) -> list[float]:
-        """Seconds, in order of showing. A file in which any is missing (avi) is taken to run at its frame rate."""
+        """Of all frames. A file in which any stamp is missing (avi) is taken to run at its frame rate."""
         base, known = self.stream.time_base, [stamp for stamp in stamps if stamp is not None]
         if base is None or len(known) < len(stamps):
             rate = float(self.stream.guessed_rate or self.rate)  # the average of a raw stream is FFmpeg's default, 25
-            return [place / rate for place in range(len(stamps))]
-        times = np.array(known, float) * base.numerator / base.denominator
-        for place in np.flatnonzero(np.diff(times) < -17 / self.rate):  # recordings were joined
-            times[place + 1 :] += times[place] - times[place + 1] + 1 / self.rate
-        return np.sort(times).tolist()
+            times = np.arange(len(stamps)) / rate
+        else:
+            times = np.array(known, float) * base.numerator / base.denominator
+            for place in np.flatnonzero(np.diff(times) < -17 / self.rate):  # recordings were joined
+                times[place + 1 :] += times[place] - times[place + 1] + 1 / self.rate
+        return Timeline(np.sort(times).tolist(), self.rate, self.sampling, self.guard)
 
     def _seek(self, indices: NDArray[np.int64]) -> FrameRows | None:
         """The frames at `indices`, or some of them, decoded from key frames. None: that is not possible or went wrong.
-
         It went wrong when other frames come out than the packets promise: then some of these are no key frames, or no
-        frames of their own, and which frame of the whole is which is unknown.
-        """
+        frames of their own, and which frame of the whole is which is unknown."""
         runs = None if self.guard.damage else self.packets.runs_for(indices.tolist())
         if runs is None:
             return None
         index_of = {stamp: index for index, stamp in enumerate(self.packets.stamps)}
-        wanted = {self.packets.stamps[index] for index in indices}
+        needed = {self.packets.stamps[index] for index in indices}
         frames = FrameRows(indices.tolist(), self.guard, self.allocate)
         for run in runs:
             promised, key = self.packets.promised(run), self.packets.stamp(run.start)
-            for frame in self._frames_of(run, wanted):
+            for frame in self._decode_run(run, needed):
                 if frame is None or frame.pts is None or frame.interlaced_frame:
                     return None
                 if frame.pts < key:  # refers to what is before the run
@@ -199,7 +184,7 @@ class _Decode:
         frames = FrameRows(indices.tolist(), self.guard, self.allocate)
         stamps: list[int | None] = []
         run, interlaced = range(len(self.packets)), False
-        for frame in self._frames_of(run):
+        for frame in self._decode_run(run):
             if frame is None:
                 if stamps or not self.packets.is_cut:
                     self.guard.add_damage(f"frame {len(stamps)} cannot be decoded")
@@ -215,18 +200,16 @@ class _Decode:
             raise MediaError(self.guard.item, NO_FRAME)
         return frames, self._timeline(stamps)
 
-    def _frames_of(self, run: range, wanted: Container[int | None] | None = None) -> Iterator[av.VideoFrame | None]:
+    def _decode_run(self, run: range, needed: Container[int | None] | None = None) -> Iterator[av.VideoFrame | None]:
         """Decodes a run of packets, of which the first is a key frame. None: a frame that cannot be decoded whole.
-
-        `wanted`: the times of the frames that are needed; others may be left out. None: all are.
-        """
-        if self.codec.codec.canonical_name != _MARKS_REFERENCES:
-            wanted = None
+        `needed`: the times of the frames that are needed; others may be left out. None: all are."""
+        if self.codec.codec.canonical_name != "h264":
+            needed = None  # other decoders do not know which frames no other refers to (HEVC's layers still may)
         for packets in self.packets.unbroken(run):
             self.codec.flush_buffers()
             for packet in (*packets, None):
                 self.guard.tick()
-                is_needed = wanted is None or packet is None or packet.pts in wanted
+                is_needed = needed is None or packet is None or packet.pts in needed
                 self.codec.skip_frame = "DEFAULT" if is_needed else "NONREF"
                 try:
                     frames = self.stream.decode(packet)
@@ -241,7 +224,7 @@ class _Decode:
                     yield None if frame.is_corrupt else frame
 
 
-def _video_stream(container: av.container.InputContainer, guard: Guard) -> av.video.VideoStream:
+def _video_stream(container: InputContainer, guard: Guard) -> av.video.VideoStream:
     """FFmpeg's choice of the main stream: marked as default, with most pictures, with most bits."""
     videos = [stream for stream in container.streams.video if not stream.disposition & Disposition.attached_pic]
     if not videos:  # the cover of a song is a stream too
@@ -255,3 +238,42 @@ def _video_stream(container: av.container.InputContainer, guard: Guard) -> av.vi
         problem = f"it is coded as {codec}, for which there is no decoder; send PNG, or H.264 in mp4"
         raise MediaError(guard.item, ENCRYPTED if codec in ("encv", "drmi") else problem)
     return stream
+
+
+def declared_size(data: bytes | mmap.mmap) -> int:
+    """The bytes that the file should have at least, by its header: FFmpeg reports nothing of most truncated files.
+    Recordings that were written without seeking do not say how long they are."""
+    if data[:4] == _EBML:
+        return _end_of_matroska(data)
+    if data[:4] == b"RIFF":
+        return _end_of_riff(data)
+    if data[:3] == b"GIF":  # the last picture's empty block and the trailer (GIF89a, appendix B), maybe padded
+        return len(data) + (not data[-1024:].rstrip(b"\0").endswith(b"\0;"))
+    return 0  # an mp4's index shows which frames its `mdat` lacks; most others are streams without a length
+
+
+def _end_of_matroska(data: bytes | mmap.mmap) -> int:
+    """An EBML header and one segment, each an id of four bytes, a size and its content (RFC 8794; RFC 9559)."""
+    place = 0
+    for name in (_EBML, _SEGMENT):
+        start = place + 4
+        length = 9 - int.from_bytes(data[start : start + 1]).bit_length()  # the leading zero bits of a size give it
+        if data[place:start] != name or length > 8:
+            break
+        size, marker = int.from_bytes(data[start : start + length]), 1 << 7 * length
+        if size == 2 * marker - 1:  # not known
+            break
+        place = start + length + size - marker
+    return place
+
+
+def _end_of_riff(data: bytes | mmap.mmap) -> int:
+    """One RIFF list, or several: beyond a gigabyte OpenDML continues in further ones."""
+    end = padding = 0
+    while data[end + padding : end + padding + 4] == b"RIFF":
+        place = end + padding
+        size = int.from_bytes(data[place + 4 : place + 8], "little")
+        if size in (0, 0xFFFFFFFF):  # from a writer that could not go back to fill it in
+            return end
+        end, padding = place + 8 + size, size % 2  # the padding of the last list is often left out
+    return end

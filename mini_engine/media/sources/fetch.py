@@ -5,7 +5,6 @@ module does not know the format of the bytes. No error contains a path, an addre
 """
 
 import binascii
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -26,20 +25,18 @@ DEFAULT_FPS = 2.0  # where the sampling has no rate: qwen_vl_utils samples at th
 
 @dataclass(frozen=True)
 class Frames:
-    """What there is to know of a video that is sent as its frames. `repr` enters media hashes."""
+    """A video that is sent as its frames. `repr` enters media hashes."""
 
-    sizes: list[int]  # of each frame its bytes
+    sizes: list[int]  # bytes of each frame
     facts: VideoFacts
 
 
 def fetch(url: str, policy: MediaPolicy, item: str = "media item") -> bytes:
     """Returns the bytes of a `data:` or `file://` URL, at most `policy.max_media_bytes`. Blocks: call it in a thread.
-
-    Raises MediaError, whose text starts with `item`; Shortage if the host is out of a resource.
-    """
+    Raises MediaError, whose text starts with `item`; Shortage if the host is out of a resource."""
     if is_local_file(url):
         return fetch_file(url, policy, item)
-    return _decode(_data(url, policy, item), policy, item)
+    return _decode_base64(_parse_data_url(url, policy, item), policy, item)
 
 
 def has_frames(url: str) -> bool:
@@ -47,18 +44,20 @@ def has_frames(url: str) -> bool:
     return url[:16].lower() == "data:video/jpeg;"
 
 
+Times = list[float] | None
+
+
 def fetch_frames(
-    url: str, policy: MediaPolicy, limits: DecodeLimits, asked: VideoSampling, item: str,
-    timestamps: list[float] | None = None,
-) -> tuple[bytes, Frames]:  # fmt: skip
+    url: str, policy: MediaPolicy, limits: DecodeLimits, sampling: VideoSampling, item: str, times: Times = None
+) -> tuple[bytes, Frames]:
     """The bytes of the frames of `data:video/jpeg;base64,<frame>,<frame>,...`, vLLM's form, one after another for
-    `decode_frames`. All count, at `timestamps` if these are given. Raises MediaError."""
-    data = _data(url, policy, item)
+    `decode_frames`. All count, at `times` (seconds) if these are given. Raises MediaError."""
+    data = _parse_data_url(url, policy, item)
     guard, count = Guard(item, limits), data.whole.count(b",", data.begin, data.end) + 1
     guard.check("max_video_frames_kept", count, "frames", "fewer")
-    if asked.start is not None or asked.end is not None:
+    if sampling.start is not None or sampling.end is not None:
         raise MediaError(item, "start and end are for a video that is sent as a file; remove them")
-    rate, times = asked.fps or DEFAULT_FPS, timestamps
+    rate = sampling.fps or DEFAULT_FPS
     if times is None:
         times = [index / rate for index in range(count)]
     elif len(times) != count:
@@ -72,7 +71,7 @@ def fetch_frames(
         comma = data.whole.find(b",", begin, data.end)
         end = data.end if comma < 0 else comma
         try:
-            images.append(_decode(DataUrl(url, data.whole, begin, end), policy, item))
+            images.append(_decode_base64(DataUrl(url, data.whole, begin, end), policy, item))
         except MediaError as error:
             raise MediaError(item, f"frame {len(images) + 1}: {error.problem}") from error
         begin = end + 1
@@ -92,24 +91,21 @@ def is_local_file(url: str) -> bool:
 
 
 def declared_size(url: str, policy: MediaPolicy, item: str = "media item") -> int | None:
-    """An upper bound in bytes of what the URL contains; None if only the HTTP server knows.
-
-    For a `data:` URL the bound follows from the length of the text and costs microseconds. For a file it is the present
-    size. A lookup in a slow file system blocks, so call it in a thread where `is_local_file`.
-
-    Raises MediaError where the fetch would, but for the content and for what the HTTP server does; Shortage.
-    """
+    """An upper bound in bytes of what the URL contains; None if only the HTTP server knows. For a `data:` URL the bound
+    follows from the length of the text and costs microseconds. For a file it is the present size. A lookup in a slow
+    file system blocks, so call it in a thread where `is_local_file`. Raises MediaError where the fetch would, but for
+    the content and for what the HTTP server does; Shortage."""
     if is_elsewhere(url):
         parse_http(url, policy, item)
         return None
     if is_local_file(url):
         return file_size(url, policy, item)
-    data = _data(url, policy, item)
+    data = _parse_data_url(url, policy, item)
     return min((data.end - data.begin + 3) // 4 * 3, policy.max_media_bytes)
 
 
-def _data(url: str, policy: MediaPolicy, item: str) -> DataUrl:
-    """The URL, checked but for its data."""
+def _parse_data_url(url: str, policy: MediaPolicy, item: str) -> DataUrl:
+    """Checks all but the data."""
     if url[:5].lower() != "data:":
         raise MediaError(item, "the URL must start with data:, file://, http:// or https://, or be an absolute path")
     comma = url.find(",", 0, 1024)
@@ -122,23 +118,22 @@ def _data(url: str, policy: MediaPolicy, item: str) -> DataUrl:
     return url
 
 
-def _decode(url: DataUrl, policy: MediaPolicy, item: str) -> bytes:
+def _decode_base64(url: DataUrl, policy: MediaPolicy, item: str) -> bytes:
+    blocks: list[bytes] = []
+    rest = b""  # less than one group of four characters, and an escape that a block cuts
     try:
-        return policy.checked(b"".join(_base64_blocks(url)), item)
+        for place in range(url.begin, url.end, BLOCK_BYTES):
+            text = rest + url.whole[place : min(place + BLOCK_BYTES, url.end)]
+            cut = text.rfind(b"\\", -5) if place + BLOCK_BYTES < url.end else -1
+            text, rest = (text[:cut], text[cut:]) if cut >= 0 else (text, b"")
+            if b"\\" in text:
+                text = msgspec.json.decode(b'"%b"' % text, type=str).encode("ascii")
+            text = text.translate(None, b" \t\r\n\f")
+            whole = len(text) // 4 * 4
+            blocks.append(binascii.a2b_base64(text[:whole], strict_mode=True))
+            rest = text[whole:] + rest
+        # The padding may be left out.
+        blocks.append(binascii.a2b_base64(rest + b"=" * (-len(rest) % 4), strict_mode=True))
     except (binascii.Error, msgspec.DecodeError, UnicodeError) as error:
         raise MediaError(item, "the data: URL contains invalid base64") from error
-
-
-def _base64_blocks(url: DataUrl) -> Iterator[bytes]:
-    rest = b""  # less than one group of four characters, and an escape that a block cuts
-    for place in range(url.begin, url.end, BLOCK_BYTES):
-        text = rest + url.whole[place : min(place + BLOCK_BYTES, url.end)]
-        cut = text.rfind(b"\\", -5) if place + BLOCK_BYTES < url.end else -1
-        text, rest = (text[:cut], text[cut:]) if cut >= 0 else (text, b"")
-        if b"\\" in text:
-            text = msgspec.json.decode(b'"%b"' % text, type=str).encode("ascii")
-        text = text.translate(None, b" \t\r\n\f")
-        whole = len(text) // 4 * 4
-        yield binascii.a2b_base64(text[:whole], strict_mode=True)
-        rest = text[whole:] + rest
-    yield binascii.a2b_base64(rest + b"=" * (-len(rest) % 4), strict_mode=True)  # the padding may be left out
+    return policy.checked(b"".join(blocks), item)

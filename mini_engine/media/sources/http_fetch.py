@@ -25,13 +25,11 @@ from mini_engine.launch.shortage import check_descriptors, raise_if_short
 from mini_engine.media.media_errors import MediaError
 from mini_engine.media.sources.policy import BLOCK_BYTES, MAX_URL_CHARACTERS, MediaPolicy, Received
 
+# Limit for a name resolution, for a connection with its TLS handshake, and between two reads of a response.
 QUIET_SECONDS = 10.0
-"""Most seconds for a name resolution, for a connection with its TLS handshake, and between two reads of a response."""
-
+# Trusts the system's certificates, or those of SSL_CERT_FILE and SSL_CERT_DIR. Call it once at start: without a free
+# descriptor OpenSSL would load no certificates, and the cache would keep that.
 tls_context = cache(ssl.create_default_context)
-"""Trusts the system's certificates, or those of SSL_CERT_FILE and SSL_CERT_DIR. Call it once at start: without a free
-descriptor OpenSSL would load no certificates, and the cache would keep that."""
-
 _MAX_REDIRECTS = 5
 _REDIRECTS = (301, 302, 303, 307, 308)
 _HEADERS = {"User-Agent": "mini-engine", "Accept-Encoding": "identity"}
@@ -43,9 +41,7 @@ _LOOKUPS = ThreadPoolExecutor(32, "media-resolver")
 
 async def fetch_http(url: str, policy: MediaPolicy, item: str, received: Received) -> bytes:
     """Returns the body of a 200 response. Compressed bodies are refused, so the byte limit covers what is returned.
-
-    Raises MediaError, Shortage, what `received` raises.
-    """
+    Raises MediaError, Shortage, what `received` raises."""
     target, name = parse_http(url, policy, item), item
     try:
         async with asyncio.timeout(policy.media_fetch_timeout) as time_limit:
@@ -107,11 +103,11 @@ class _Resolver(AbstractResolver):
     async def resolve(self, host: str, port: int = 0, family: int = 0) -> list[ResolveResult]:  # noqa: ARG002
         """The addresses to connect to. One forbidden address refuses the host. Raises MediaError, OSError."""
         async with asyncio.timeout(QUIET_SECONDS):
-            found = await asyncio.get_running_loop().run_in_executor(_LOOKUPS, self.policy.resolve, host, port)
-        addresses = dict.fromkeys(str(info[4][0]) for info in found)
+            infos = await asyncio.get_running_loop().run_in_executor(_LOOKUPS, self.policy.resolve, host, port)
+        addresses = dict.fromkeys(str(info[4][0]) for info in infos)
         if not all(self.policy.may_connect(ip_address(address)) for address in addresses):
             raise MediaError(self.item, "its host has a private address; list the network in --allowed-media-domains")
-        return [ResolveResult(hostname=host, host=one, port=port, family=0, proto=0, flags=0) for one in addresses]
+        return [ResolveResult(hostname=host, host=ip, port=port, family=0, proto=0, flags=0) for ip in addresses]
 
     async def close(self) -> None:
         """Nothing is open."""

@@ -55,10 +55,8 @@ def _opened(url: str, policy: MediaPolicy, item: str) -> Iterator[FileIO]:
 
 def _open_below(root: Path, path: str) -> int:
     """Opens the regular file `path`, which must be below `root`. Returns the descriptor. Raises OSError, ValueError.
-
     O_PATH pins a file without opening it, so it neither blocks on a FIFO nor affects a device. The kernel then reports
-    where the pinned file is, so swapping a symlink during these steps cannot redirect the open.
-    """
+    where the pinned file is, so swapping a symlink during these steps cannot redirect the open."""
     root = Path(os.path.realpath(root, strict=True))
     # The pinned file decides. This check makes the result for paths outside independent of free descriptors.
     if not Path(os.path.realpath(path, strict=True)).is_relative_to(root):

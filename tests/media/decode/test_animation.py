@@ -29,23 +29,21 @@ def animation(
 DATA = animation()
 
 
-@pytest.mark.parametrize("sampling", [
-    *[VideoSampling(num_frames=count) for count in (1, 3, 8, -1)], VideoSampling(fps=4), VideoSampling(fps=2, start=1),
-    VideoSampling(num_frames=2, start=0.5, end=1.05),
-])  # fmt: skip
 @pytest.mark.parametrize("duration", [100, [40, 200, 300] * 7, 0])
-def test_sampled_frames(sampling: VideoSampling, duration: int | list[int]) -> None:
+def test_sampled_frames(duration: int | list[int]) -> None:
     """Which have the sampling of any video. A frame of no time is shown for 0.1 s."""
     data = animation(duration=duration)
-    decoded, probed = (decode_video(data, sampling, probe=probe) for probe in (False, True))
     spans = duration if isinstance(duration, list) else [100] * len(FRAMES)
     times = np.cumsum([0, *spans[:-1]]) / 1000
-    expected = sampling.indices(times, decoded.facts.fps, 768)
-    np.testing.assert_array_equal(decoded.frames, FRAMES[expected])
-    np.testing.assert_allclose(decoded.facts.timestamps, times[expected])
-    assert decoded.facts.fps == pytest.approx(20 / times[-1])
-    assert (decoded.facts.total_frames, decoded.facts.window_frames) == (21, len(sampling.window(times)))
-    assert (probed.facts, probed.frames.shape) == (decoded.facts, decoded.frames.shape)
+    samplings = [VideoSampling(num_frames=count) for count in (1, 3, 8, -1)] + [VideoSampling(fps=4)]
+    for sampling in (*samplings, VideoSampling(fps=2, start=1), VideoSampling(num_frames=2, start=0.5, end=1.05)):
+        decoded, probed = (decode_video(data, sampling, probe=probe) for probe in (False, True))
+        expected = sampling.indices(times, decoded.facts.fps, 768)
+        np.testing.assert_array_equal(decoded.frames, FRAMES[expected])
+        np.testing.assert_allclose(decoded.facts.timestamps, times[expected])
+        assert decoded.facts.fps == pytest.approx(20 / times[-1])
+        assert (decoded.facts.total_frames, decoded.facts.window_frames) == (21, len(sampling.window(times)))
+        assert (probed.facts, probed.frames.shape) == (decoded.facts, decoded.frames.shape)
 
 
 def test_transparency_is_laid_over_white() -> None:
@@ -70,19 +68,16 @@ def test_frames_are_scaled_to_fit_the_limit_of_their_pixels() -> None:
     assert decode_video(DATA, ALL, limits).frames.shape == (21, 24, 32, 3)
 
 
-@pytest.mark.parametrize("limit", [
-    {"max_video_frames": 20}, {"max_video_seconds": 1.9}, {"max_video_frames_kept": 20},
-    {"max_frame_pixels": 64 * 48 - 1}, {"max_video_pixels_kept": 21 * 3},
-], ids=lambda limit: next(iter(limit)))  # fmt: skip
 @pytest.mark.parametrize("probe", [False, True])
-def test_limits_name_their_flag(limit: dict[str, float], probe: bool) -> None:
-    (name,) = limit
-    with pytest.raises(MediaError, match=rf"^video 1: it has .* more than .*, the limit of {flag_of(name)}; send"):
-        decode_video(DATA, ALL, DecodeLimits(**limit), probe=probe)
+def test_limits_name_their_flag(probe: bool) -> None:
+    limits = {"max_video_frames": 20, "max_video_seconds": 1.9, "max_video_frames_kept": 20}
+    for name, limit in (limits | {"max_frame_pixels": 64 * 48 - 1, "max_video_pixels_kept": 21 * 3}).items():
+        with pytest.raises(MediaError, match=rf"^video 1: it has .* more than .*, the limit of {flag_of(name)}; send"):
+            decode_video(DATA, ALL, DecodeLimits(**{name: limit}), probe=probe)
 
 
 @pytest.mark.parametrize("allow_partial", [False, True])
-def test_a_truncated_or_damaged_one_is_refused(allow_partial: bool) -> None:
+def test_a_truncated_or_damaged_animation_is_refused(allow_partial: bool) -> None:
     parts = DATA.split(b"ANMF")
     parts[6] = parts[6][:40] + b"\x55" * len(parts[6][40:])
     for data in (*(DATA[:place] for place in range(60, len(DATA), 40)), DATA[:-1], b"ANMF".join(parts)):
@@ -90,7 +85,7 @@ def test_a_truncated_or_damaged_one_is_refused(allow_partial: bool) -> None:
             decode_video(data, ALL, allow_partial=allow_partial)
 
 
-def test_without_a_frame() -> None:
+def test_an_animation_without_a_frame_is_refused() -> None:
     with pytest.raises(MediaError, match="no frame can be decoded"):
         decode_video(DATA[:4] + (44 - 8).to_bytes(4, "little") + DATA[8:44], ALL)
 

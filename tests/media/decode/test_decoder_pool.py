@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import re
@@ -11,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,13 @@ class Decoders:
         job = Job(item, len(data), None if modality == "image" else SAMPLING)
         return self.pool.decode(job, data, owner)
 
+    async def frames(self, data: bytes, modality: str) -> np.ndarray:
+        """A copy of its frames."""
+        decoding = await self.decode(data, modality=modality)
+        frames = decoding.frames.copy()
+        decoding.release()
+        return frames
+
     async def check(self, data: bytes = GOOD) -> None:
         """A good video is decoded right."""
         decoding = await self.decode(data, "another")
@@ -78,27 +86,26 @@ def command(pid: int) -> str:
 
 
 def exits(reason: str) -> float:
-    value = REGISTRY.get_sample_value("mini_engine:media_decoder_exits_total", {"reason": reason})
-    assert value is not None
-    return value
+    return REGISTRY.get_sample_value("mini_engine:media_decoder_exits_total", {"reason": reason}) or 0.0
 
 
-def run(scenario: Callable[[Decoders], Awaitable[None]], **more: Any) -> None:
-    """Runs it with a pool, of which nothing is left afterwards."""
-
-    async def whole() -> None:
-        decoders = Decoders(**more)
-        try:
-            await decoders.check()
-            await scenario(decoders)
-            await eventually(lambda: sum(decoders.counted) == 0)
-        finally:
-            decoders.pool.close()
-
-    descriptors = set(os.listdir("/proc/self/fd"))
-    asyncio.run(whole())
-    assert set(os.listdir("/proc/self/fd")) == descriptors
+@contextlib.asynccontextmanager
+async def running(**more: Any) -> AsyncIterator[Decoders]:
+    """A pool that decodes a good video right, and of which nothing is left afterwards."""
+    descriptors, decoders = set(os.listdir("/proc/self/fd")), Decoders(**more)
+    try:
+        await decoders.check()
+        yield decoders
+        await eventually(lambda: sum(decoders.counted) == 0)
+    finally:
+        decoders.pool.close()
+    await eventually(lambda: set(os.listdir("/proc/self/fd")) == descriptors)
     assert not [pid for pid in descendants(os.getpid()) if "decoder of test" in command(pid)]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 @pytest.fixture
@@ -110,8 +117,8 @@ def failpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FailP
     point.release()
 
 
-def test_a_decoder_does_one_job_after_another_in_the_same_memory() -> None:
-    async def scenario(decoders: Decoders) -> None:
+async def test_a_decoder_does_one_job_after_another_in_the_same_memory() -> None:
+    async with running(places=1) as decoders:
         (first,) = await decoders.settled(2) - {max(decoders.pids())}
         large = clips.remuxed(clips.encode(1, 2000, 1700, codec="mpeg4"), "mp4", times=8)
         for data in (GOOD, clips.encode(9, 32, 16), large, GOOD):
@@ -122,13 +129,11 @@ def test_a_decoder_does_one_job_after_another_in_the_same_memory() -> None:
         assert [each for each in counted if each] == [frames[0], frames[0], frames[1], frames[2], frames[0]]
         assert memory(os.getpid(), "RssShmem") < 2 * KEPT_BYTES < frames[2]  # what is more is freed
 
-    run(scenario, places=1)
 
-
-def test_a_decoder_is_small_and_confined(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_decoder_is_small_and_confined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
 
-    async def scenario(decoders: Decoders) -> None:
+    async with running() as decoders:
         for pid in await decoders.settled(2):
             proc = Path(f"/proc/{pid}")
             maps, status, limits = ((proc / name).read_text() for name in ("maps", "status", "limits"))
@@ -142,25 +147,17 @@ def test_a_decoder_is_small_and_confined(monkeypatch: pytest.MonkeyPatch) -> Non
             assert (proc / "oom_score_adj").read_text() == "1000\n"
             assert b"secret" not in (proc / "environ").read_bytes()
 
-    run(scenario)
 
-
-def test_every_kind_of_file_is_decoded_in_the_sandbox() -> None:
+async def test_every_kind_of_file_is_decoded_in_the_sandbox() -> None:
     """What each needs has been loaded: nothing can be any more."""
     videos = [clips.cached(codec, container, 31, g="5") for codec, container in clips.ALL]
     images = [saved(tall(), format) for format in FORMATS]
 
-    async def scenario(decoders: Decoders) -> None:
+    async with running(places=1) as decoders:
         for data in videos:
-            decoding = await decoders.decode(data)
-            np.testing.assert_array_equal(decoding.frames, decode_video(data, SAMPLING).frames)
-            decoding.release()
+            np.testing.assert_array_equal(await decoders.frames(data, "video"), decode_video(data, SAMPLING).frames)
         for data in images:
-            decoding = await decoders.decode(data, modality="image")
-            np.testing.assert_array_equal(decoding.frames[0], decode_image(data))
-            decoding.release()
-
-    run(scenario, places=1)
+            np.testing.assert_array_equal(await decoders.frames(data, "image"), [decode_image(data)])
 
 
 @pytest.fixture
@@ -179,33 +176,33 @@ def target(tmp_path: Path) -> Iterator[Target]:
         yield Target(os.getpid(), str(tmp_path / "key"), path)
 
 
-def attack(target: Target, **more: Any) -> dict[str, str]:
-    """How each attack fails inside a decoder, which is replaced."""
-    outcomes = {}
+@contextlib.asynccontextmanager
+async def running_hostile(**more: Any) -> AsyncIterator[Decoders]:
+    """As `running`, with decoders that do what their files say."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder, "__name__", hostile_code.__name__)
+        async with running(**more) as decoders:
+            yield decoders
 
-    async def scenario(decoders: Decoders) -> None:
+
+async def attack(target: Target, **more: Any) -> dict[str, str]:
+    """How each attack fails inside a decoder, which is replaced."""
+    async with running_hostile(places=1, **more) as decoders:
         await decoders.pool.start()
         counted = exits("crash")
         with pytest.raises(MediaError) as error:
             await decoders.decode(msgspec.json.encode(target), modality="image")
-        outcomes.update(msgspec.json.decode(error.value.problem))
         await decoders.check()
         assert exits("crash") == counted + 1  # a thread was left
-
-    run_hostile(scenario, places=1, **more)
-    return outcomes
+    return msgspec.json.decode(error.value.problem)
 
 
-def run_hostile(scenario: Callable[[Decoders], Awaitable[None]], **more: Any) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoder, "__name__", hostile_code.__name__)
-        run(scenario, **more)
-
-
-def test_code_in_a_decoder_reaches_nothing(target: Target, lacking: str, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_code_in_a_decoder_reaches_nothing(
+    target: Target, lacking: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     if "seccomp" in lacking:
         pytest.skip(lacking)
-    outcomes = attack(target)
+    outcomes = await attack(target)
     assert outcomes == dict.fromkeys(outcomes, "EPERM") | {"clone3": "ENOSYS"}
     assert "forged" not in capfd.readouterr().err
 
@@ -216,33 +213,34 @@ def answer(*replies: decoder.Reply, spins: bool = False) -> bytes:
     return msgspec.json.encode(Target(0, "", "", answers=datagrams, spins=spins))
 
 
-WRONG = [  # modality, and what no decode of such an item reports
-    ("image", Announced((1, 22000, 24000)), Decoded(None)),
-    ("image", Announced((1, 1, 60_000_000)), Decoded(None)),
-    ("image", Announced((2, 8, 8)), Decoded(None)),
-    ("image", Announced((1, 8, 8)), Decoded(VideoFacts([0.0], 1.0, 1, 1))),
-    ("image", DecodeFailed("~~~")),  # not UTF-8
-    ("video", Announced((769, 8, 8)), Decoded(VideoFacts([0.0], 1.0, 1, 1))),
-    ("video", Announced((1, 8, 8)), Decoded(None)),
-    ("video", Announced((1, 8, 8)), Decoded(VideoFacts([0.0, 1.0], 1.0, 2, 2))),
-    ("video", Announced((2, 8, 8)), Decoded(VideoFacts([1.0, 0.0], 1.0, 2, 2))),
-    ("video", Announced((1, 8, 8)), Decoded(VideoFacts([0.0], 5e-324, 1, 1))),
-    ("video", Announced((1, 8, 8)), Decoded(VideoFacts([0.0], 1.0, 1, 2))),
-]
-
-
-def test_an_answer_that_cannot_be_right_ends_its_decoder() -> None:
-    async def scenario(decoders: Decoders) -> None:
-        counted, sent = exits("crash"), [decoders.decode(answer(*replies), "a", kind) for kind, *replies in WRONG]
+async def test_an_answer_that_cannot_be_right_ends_its_decoder() -> None:
+    wrong = {  # what no decode of such an item reports
+        "image": [
+            [Announced((1, 22000, 24000)), Decoded(None)],
+            [Announced((1, 1, 60_000_000)), Decoded(None)],
+            [Announced((2, 8, 8)), Decoded(None)],
+            [Announced((1, 8, 8)), Decoded(VideoFacts([0.0], 1.0, 1, 1))],
+            [DecodeFailed("~~~")],  # not UTF-8
+        ],
+        "video": [
+            [Announced((769, 8, 8)), Decoded(VideoFacts([0.0], 1.0, 1, 1))],
+            [Announced((1, 8, 8)), Decoded(None)],
+            [Announced((1, 8, 8)), Decoded(VideoFacts([0.0, 1.0], 1.0, 2, 2))],
+            [Announced((2, 8, 8)), Decoded(VideoFacts([1.0, 0.0], 1.0, 2, 2))],
+            [Announced((1, 8, 8)), Decoded(VideoFacts([0.0], 5e-324, 1, 1))],
+            [Announced((1, 8, 8)), Decoded(VideoFacts([0.0], 1.0, 1, 2))],
+        ],
+    }
+    files = [(answer(*replies), modality) for modality, answers in wrong.items() for replies in answers]
+    async with running_hostile(places=len(files)) as decoders:
+        counted, sent = exits("crash"), [decoders.decode(data, modality=modality) for data, modality in files]
         errors = await asyncio.gather(*sent, return_exceptions=True)
         assert [str(error) for error in errors if "crashes its decoder" not in str(error)] == []
-        assert exits("crash") == counted + len(WRONG)
-
-    run_hostile(scenario, places=len(WRONG))
+        assert exits("crash") == counted + len(files)
 
 
-def test_an_idle_decoder_does_not_run() -> None:
-    async def scenario(decoders: Decoders) -> None:
+async def test_an_idle_decoder_does_not_run() -> None:
+    async with running_hostile(places=1) as decoders:
         with pytest.raises(MediaError, match="damaged"):
             await decoders.decode(answer(DecodeFailed("damaged"), spins=True))
 
@@ -253,34 +251,29 @@ def test_an_idle_decoder_does_not_run() -> None:
         await asyncio.sleep(0.2)
         assert await seconds() - before < 0.1
 
-    run_hostile(scenario, places=1)
-
 
 @pytest.mark.parametrize("part", ["Landlock", "seccomp"])
-def test_without_a_part_of_the_sandbox_the_rest_holds_and_the_log_names_it(
+async def test_without_a_part_of_the_sandbox_the_rest_holds_and_the_log_names_it(
     part: str, target: Target, lacking: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     if lacking:
         pytest.skip(lacking)
     target.only = list(hostile_code.of_files(target))
-    outcomes = attack(target, name=f"test without {part}")
+    outcomes = await attack(target, name=f"test without {part}")
     assert outcomes.keys() == {*target.only} and {*outcomes.values()} <= {"EPERM", "EACCES"}
     assert caplog.messages[0].startswith(f"media decoders run without a part of their sandbox: {part} (")
 
 
-@pytest.mark.parametrize(
-    ("number", "error", "reason"),
-    [
-        (signal.SIGSEGV, r"^video 1: crashes its decoder \(signal 11\)", "crash"),
-        (signal.SIGKILL, r"^video 1: its decoder was killed", "killed"),
-        (signal.SIGSTOP, r"^video 1: .* 3 s, the limit of --media-decode-timeout, since .* little", "timeout"),
-    ],
-    ids=["SIGSEGV", "SIGKILL", "SIGSTOP"],
-)
-def test_a_lost_decoder_fails_its_item_alone_and_is_replaced(
-    number: signal.Signals, error: str, reason: str, failpoint: FailPoint
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL, signal.SIGSTOP])
+async def test_a_lost_decoder_fails_its_item_alone_and_is_replaced(
+    number: signal.Signals, failpoint: FailPoint
 ) -> None:
-    async def scenario(decoders: Decoders) -> None:
+    reason, error = {
+        signal.SIGSEGV: ("crash", r"^video 1: crashes its decoder \(signal 11\)"),
+        signal.SIGKILL: ("killed", "^video 1: its decoder was killed"),
+        signal.SIGSTOP: ("timeout", "^video 1: .* 3 s, the limit of --media-decode-timeout, since .* little"),
+    }[number]
+    async with running(media_decode_timeout=3.0) as decoders:
         before, counted = await decoders.settled(2), exits(reason)
         failpoint.arm()
         lost = asyncio.ensure_future(decoders.decode())
@@ -294,11 +287,9 @@ def test_a_lost_decoder_fails_its_item_alone_and_is_replaced(
         left = await decoders.settled(len(before | decoders.pids()) - 1)
         assert pid in before and pid not in left
 
-    run(scenario, media_decode_timeout=3.0)
 
-
-def test_a_decoder_that_dies_idle_costs_no_request() -> None:
-    async def scenario(decoders: Decoders) -> None:
+async def test_a_decoder_that_dies_idle_costs_no_request() -> None:
+    async with running() as decoders:
         counted = exits("killed")
         for pid in await decoders.settled(2):
             os.kill(pid, signal.SIGKILL)
@@ -306,14 +297,11 @@ def test_a_decoder_that_dies_idle_costs_no_request() -> None:
         await decoders.check()
         await decoders.settled(2)
 
-    run(scenario)
-
 
 @pytest.mark.parametrize("stuck", [False, True])
-def test_a_cancelled_decode_stops(stuck: bool, failpoint: FailPoint) -> None:
+async def test_a_cancelled_decode_stops(stuck: bool, failpoint: FailPoint) -> None:
     """By the flag that the decode loop reads, so that its decoder lives on; or by SIGKILL."""
-
-    async def scenario(decoders: Decoders) -> None:
+    async with running(places=1) as decoders:
         counted = exits("cancelled")
         failpoint.arm()
         leaving = asyncio.ensure_future(decoders.decode())
@@ -327,69 +315,54 @@ def test_a_cancelled_decode_stops(stuck: bool, failpoint: FailPoint) -> None:
         assert exits("cancelled") == counted + stuck
         assert (pid in await decoders.settled(2)) == (not stuck)
 
-    run(scenario, places=1)
 
-
-def test_items_of_one_request_leave_places_to_other_requests() -> None:
-    async def scenario(decoders: Decoders) -> None:
+async def test_items_of_one_request_leave_places_to_other_requests() -> None:
+    async with running(places=1) as decoders:
         order: list[str] = []
 
-        async def one(owner: str) -> None:
+        async def decode(owner: str) -> None:
             decoding = await decoders.decode(owner=owner)
             order.append(owner)
             decoding.release()
 
-        await asyncio.gather(*(one(owner) for owner in ["many"] * 5 + ["one", "two"]))
+        await asyncio.gather(*(decode(owner) for owner in ["many"] * 5 + ["one", "two"]))
         assert sorted(order[1:4]) == ["many", "one", "two"]
 
-    run(scenario, places=1)
 
-
-def test_an_item_that_finds_no_place_in_time_is_unavailable() -> None:
-    async def scenario(decoders: Decoders) -> None:
+async def test_an_item_that_finds_no_place_in_time_is_unavailable() -> None:
+    async with running(places=1, media_decode_timeout=0.3) as decoders:
         endless = [decoders.decode(corpus.mp4_of_associations(), str(number)) for number in range(16)]
         outcomes = await asyncio.gather(*endless, return_exceptions=True)
         late = "video 1: no media decoder was free within 1.2 s; retry later"
         assert late in {str(outcome) for outcome in outcomes if isinstance(outcome, DecoderUnavailable)}
 
-    run(scenario, places=1, media_decode_timeout=0.3)
 
-
-def test_decoding_needs_little_memory() -> None:
+async def test_decoding_needs_little_memory() -> None:
     """For HDR: OpenBLAS ends a process where its first product gets none. And for many frames, one job after another:
     PyAV's frames keep their pictures, of 1.8 MB here, until the garbage collector finds them."""
     hdr = clips.encode_in(18, clips.decode_all(GOOD))
     untagged = clips.remuxed(clips.encode(1, 1280, 960, codec="mpeg4"), "mp4", times=8)
 
-    async def scenario(decoders: Decoders) -> None:
+    async with running(places=1, media_decoder_memory=20 << 20) as decoders:
         for data in (hdr, *[untagged] * 10):
-            decoding = await decoders.decode(data)
-            assert len(decoding.frames) == 8
-            decoding.release()
-
-    run(scenario, places=1, media_decoder_memory=20 << 20)
+            assert len(await decoders.frames(data, "video")) == 8
 
 
-ATTACKS = [  # modality, file, and what its error names
-    ("video", corpus.mp4_of_associations(), "the limit of --media-decode-timeout"),
-    ("image", corpus.webp_of_one_colour(), "bytes of --media-decoder-memory"),
-    ("video", corpus.PLAYLISTS["concat"].format("file:///etc/passwd").encode(), "cannot be read"),
-]
-
-
-def test_an_attack_is_contained() -> None:
+async def test_an_attack_is_contained() -> None:
     """It ends within the time of one item, others are answered meanwhile, and nothing stays in this process."""
-
-    async def scenario(decoders: Decoders) -> None:
+    attacks = [  # modality, file, and what its error names
+        ("video", corpus.mp4_of_associations(), "the limit of --media-decode-timeout"),
+        ("image", corpus.webp_of_one_colour(), "bytes of --media-decoder-memory"),
+        ("video", corpus.PLAYLISTS["concat"].format("file:///etc/passwd").encode(), "cannot be read"),
+    ]
+    async with running(media_decode_timeout=2.0, media_decoder_memory=320 << 20) as decoders:
         await asyncio.gather(*(decoders.check() for _ in range(2)))
         before = memory(os.getpid(), "VmRSS")
-        sent = [asyncio.ensure_future(decoders.decode(data, "attacker", modality)) for modality, data, _ in ATTACKS]
-        while not all(one.done() for one in sent):
+        sent = [asyncio.ensure_future(decoders.decode(data, "attacker", modality)) for modality, data, _ in attacks]
+        while not all(task.done() for task in sent):
             await decoders.check()
-        for one, (_, _, named) in zip(sent, ATTACKS, strict=True):
+        for task, (_, _, named) in zip(sent, attacks, strict=True):
             with pytest.raises((MediaError, DecoderUnavailable), match=named):
-                await one
+                await task
         await eventually(lambda: 1 <= len(decoders.pids()) <= 3)  # as many as there are places, and a spare
         assert memory(os.getpid(), "VmRSS") - before < 64 << 20
-
-    run(scenario, media_decode_timeout=2.0, media_decoder_memory=320 << 20)

@@ -14,8 +14,8 @@ from tests.media.corpus import png_of_size
 from tests.media.decode.decoding import decode_frames, decode_image
 
 FORMATS = ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "HEIF", "JPEG2000", "PPM", "TGA"]
-EXACT = {"WEBP": {"lossless": True}, "AVIF": {"quality": 100, "subsampling": "4:4:4"},
-         "HEIF": {"quality": -1, "chroma": 444, "tile_size": 64}}  # fmt: skip
+EXACT = {"WEBP": {"lossless": True}, "AVIF": {"quality": 100, "subsampling": "4:4:4"}}
+EXACT["HEIF"] = {"quality": -1, "chroma": 444, "tile_size": 64}
 RED, WHITE, PINK = (255, 0, 0), (255, 255, 255), (255, 127, 127)
 
 
@@ -37,14 +37,14 @@ def halves(mode: str = "RGB") -> Image.Image:
     return image.convert(mode)
 
 
-@pytest.mark.parametrize(("mode", "format", "atol"), [
-    *[("RGB", format, 0) for format in ("PNG", "BMP", "WEBP", "TIFF", "JPEG2000", "PPM", "QOI", "DDS", "PCX", "SGI")],
-    *[("RGB", format, 6) for format in ("JPEG", "AVIF", "HEIF")], ("L", "JPEG", 6), ("CMYK", "JPEG", 6),
-    ("L", "PNG", 0), ("LA", "PNG", 0), ("P", "PNG", 0), ("1", "PNG", 0), ("P", "GIF", 0), ("RGBA", "WEBP", 0),
-    ("CMYK", "TIFF", 0), ("P", "TGA", 0),
-])  # fmt: skip
-def test_modes_and_formats(mode: str, format: str, atol: int) -> None:
-    image = tall().convert(mode)
+MODES = [("RGB", format) for format in (*EXACT, *"PNG BMP TIFF JPEG2000 PPM QOI DDS PCX SGI JPEG".split())]
+MODES += [(mode, "PNG") for mode in ("L", "LA", "P", "1")] + [("L", "JPEG"), ("CMYK", "JPEG"), ("CMYK", "TIFF")]
+MODES += [("P", "GIF"), ("RGBA", "WEBP"), ("P", "TGA")]
+
+
+@pytest.mark.parametrize(("mode", "format"), MODES)
+def test_modes_and_formats(mode: str, format: str) -> None:
+    image, atol = tall().convert(mode), 6 if format in ("JPEG", "AVIF", "HEIF") else 0
     data = saved(image, format, **EXACT.get(format, {"quality": 100, "subsampling": 0}))
     pixels = decode_image(data)
     assert (pixels.dtype, pixels.shape, pixels.flags.c_contiguous) == (np.uint8, (1100, 30, 3), True)
@@ -52,13 +52,16 @@ def test_modes_and_formats(mode: str, format: str, atol: int) -> None:
     assert decode_image(data, probe=True).shape == pixels.shape
 
 
-@pytest.mark.parametrize(("pixels", "format"), [
-    (np.uint16([0, 0x8040, 0xFFFF]), "PNG"), (np.int32([0, 128, 255]), "TIFF"), (np.int32([0, 64240, 128e3]), "TIFF"),
-    (np.float32([0, 0.502, 1]), "TIFF"), (np.float32([np.nan, 502, 1e3]), "TIFF"),
-])  # fmt: skip
-def test_grey_of_more_than_8_bits_is_scaled_to_white(pixels: np.ndarray, format: str) -> None:
-    image = Image.fromarray(np.atleast_2d(pixels))
-    np.testing.assert_array_equal(decode_image(saved(image, format))[0, :, 0], [0, 128, 255])
+def test_grey_of_more_than_8_bits_is_scaled_to_white() -> None:
+    for pixels, format in (
+        (np.uint16([0, 0x8040, 0xFFFF]), "PNG"),
+        (np.int32([0, 128, 255]), "TIFF"),
+        (np.int32([0, 64240, 128e3]), "TIFF"),
+        (np.float32([0, 0.502, 1]), "TIFF"),
+        (np.float32([np.nan, 502, 1e3]), "TIFF"),
+    ):
+        image = Image.fromarray(np.atleast_2d(pixels))
+        np.testing.assert_array_equal(decode_image(saved(image, format))[0, :, 0], [0, 128, 255])
 
 
 def test_what_pillow_cannot_open_is_decoded_by_ffmpeg() -> None:
@@ -95,19 +98,17 @@ def test_first_frame_of_an_animation() -> None:
     assert decode_image(data)[0, 0].tolist() == list(RED)
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_orientation(orientation: int) -> None:
-    exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = orientation
-    data = saved(Image.fromarray(clips.frame(1, 96, 64)), "PNG", exif=exif)
-    with Image.open(io.BytesIO(data)) as stored:
-        np.testing.assert_array_equal(decode_image(data), ImageOps.exif_transpose(stored))
+def test_orientation() -> None:
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = orientation
+        data = saved(Image.fromarray(clips.frame(1, 96, 64)), "PNG", exif=exif)
+        with Image.open(io.BytesIO(data)) as stored:
+            np.testing.assert_array_equal(decode_image(data), ImageOps.exif_transpose(stored))
 
 
-GIF_OF_A_LARGE_FRAME = (
-    b"GIF89a" + struct.pack("<HHBBB", 9, 9, 0x80, 0, 0) + bytes(6) + b"\x21\xf9\4\x08\0\0\0\0"
-    b"\x2c" + struct.pack("<HHHHB", 0, 0, 12000, 12000, 0) + b"\2\2\x44\1\0;"
-)  # fmt: skip
+GIF_OF_A_LARGE_FRAME = b"GIF89a" + struct.pack("<HHBBB", 9, 9, 0x80, 0, 0) + bytes(6) + b"\x21\xf9\4\x08\0\0\0\0"
+GIF_OF_A_LARGE_FRAME += b"\x2c" + struct.pack("<HHHHB", 0, 0, 12000, 12000, 0) + b"\2\2\x44\1\0;"
 PIXELS = r"it has {} pixels \({}\), more than 100000000, the limit of --max-image-pixels; send a smaller one$"
 UNREADABLE = "(cannot be read, or is damaged|the file is truncated or damaged|the file contains no image)"
 REFUSED: dict[str, tuple[bytes, str]] = {
@@ -115,12 +116,13 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "a frame beyond the canvas": (GIF_OF_A_LARGE_FRAME, PIXELS.format(144000000, "12000x12000")),
     "few pixels of many": (png_of_size(10_000, 10_000), UNREADABLE),
     "no width": (png_of_size(0, 100), UNREADABLE),
-    **{f"elongated {format}": (saved(Image.new("L", (603, 3)), format), "of 603x3 one side is") for format in FORMATS},
-    **{f"{share:.0%} of {format}": (data[: int(len(data) * share)], UNREADABLE)
-       for format in FORMATS for data in [saved(tall(), format)] for share in (0.1, 0.9)},
-    **{f"unknown {data[:4]!r}": (data, UNREADABLE)
-       for data in (b"", b"text", bytes(100), b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", b"GIF89a", b"BM")},
-}  # fmt: skip
+}
+for format in FORMATS:
+    data = saved(tall(), format)
+    REFUSED[f"elongated {format}"] = saved(Image.new("L", (603, 3)), format), "of 603x3 one side is"
+    REFUSED |= {f"{share:.0%} of {format}": (data[: int(len(data) * share)], UNREADABLE) for share in (0.1, 0.9)}
+for data in (b"", b"text", bytes(100), b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", b"GIF89a", b"BM"):
+    REFUSED[f"unknown {data[:4]!r}"] = data, UNREADABLE
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -135,15 +137,13 @@ def test_just_within_the_limits() -> None:
     assert decode_image(data, DecodeLimits(max_image_pixels=1800)).shape == (3, 600, 3)
 
 
-JPEGS = [saved(Image.fromarray(clips.frame(index, 64, 48)), "JPEG") for index in range(3)]
-
-
-@pytest.mark.parametrize(("frame", "limits", "problem"), [
-    (JPEGS[1][:-200], {}, f"frame 2: {UNREADABLE}"),
-    (saved(halves(), "JPEG"), {}, "frame 2 has 64x32 pixels, the first 64x48; send"),
-    (JPEGS[1], {"max_video_pixels_kept": 64 * 48 * 3 - 1}, ".*pixels in all frames.*--max-video-pixels-kept"),
-])  # fmt: skip
-def test_frames_are_decoded_as_images_and_named_in_errors(frame: bytes, limits: dict[str, int], problem: str) -> None:
-    np.testing.assert_array_equal(decode_frames(JPEGS), [decode_image(jpeg) for jpeg in JPEGS])
-    with pytest.raises(MediaError, match=f"^video 1: {problem}"):
-        decode_frames([JPEGS[0], frame, JPEGS[2]], DecodeLimits(**limits))
+def test_frames_are_decoded_as_images_and_named_in_errors() -> None:
+    jpegs = [saved(Image.fromarray(clips.frame(index, 64, 48)), "JPEG") for index in range(3)]
+    np.testing.assert_array_equal(decode_frames(jpegs), [decode_image(jpeg) for jpeg in jpegs])
+    for frame, limits, problem in (
+        (jpegs[1][:-200], {}, f"frame 2: {UNREADABLE}"),
+        (saved(halves(), "JPEG"), {}, "frame 2 has 64x32 pixels, the first 64x48; send"),
+        (jpegs[1], {"max_video_pixels_kept": 64 * 48 * 3 - 1}, ".*pixels in all frames.*--max-video-pixels-kept"),
+    ):
+        with pytest.raises(MediaError, match=f"^video 1: {problem}"):
+            decode_frames([jpegs[0], frame, jpegs[2]], DecodeLimits(**limits))

@@ -1,5 +1,7 @@
-"""Which frames come out of a video, and which videos are refused. The reference is a plain PyAV decode."""
+"""Which frames come out of a video, also of a truncated or damaged one, and which are refused. The reference is a plain
+PyAV decode."""
 
+import contextlib
 import io
 import re
 import socket
@@ -15,6 +17,7 @@ from av.stream import Disposition
 from PIL import Image
 
 from mini_engine.config.decode_limits import DecodeLimits, flag_of
+from mini_engine.media.decode.video import declared_size
 from mini_engine.media.frame_sampling import VideoSampling
 from mini_engine.media.media_errors import MediaError
 from tests import clips
@@ -44,11 +47,6 @@ def with_sound(codec: str, sound: str, container: str, is_cover: bool = False) -
     return buffer.getvalue()
 
 
-def drop_frame(index: int, packet: bytes) -> bytes:
-    """MPEG-4: a VOP with vop_coded 0 (ISO/IEC 14496-2, section 6.2.5), of which no frame comes, for each fifth."""
-    return b"\0\0\1\xb6\x50\x9f" if index % 5 == 4 else packet
-
-
 def trimmed() -> bytes:
     """The edit list of an mp4 plays one second, from frame 8 on, as a phone trims a recording."""
     data = bytearray(clips.cached("libx264", "mp4", 31, g="10"))
@@ -63,30 +61,36 @@ def clip(codec: str, container: str, frames: int = 31, **options: str) -> Clip:
 
 
 ONE_OF_EACH = {container: codec for codec, container in reversed(clips.ALL)}
-CLIPS: dict[str, Clip] = {
-    **{f"{codec} in {container}, g=5": clip(codec, container, g="5") for codec, container in clips.ALL},
-    **{f"{codec} in {container}": clip(codec, container) for container, codec in ONE_OF_EACH.items()},
-    **{f"one frame, {codec} in {container}": clip(codec, container, 1) for container, codec in ONE_OF_EACH.items()},
-    **{f"{codec} in {container}, live": partial(clips.encode_live, 31, codec, container) for codec, container in (
-        ("libx264", "mp4"), ("libx264", "mov"), ("libx264", "matroska"), ("libvpx-vp9", "webm"),
-    )},
-    **{f"{sound} in {container}": partial(with_sound, codec, sound, container) for codec, sound, container in (
-        ("libx264", "aac", "mp4"), ("libx264", "pcm_s16le", "mov"), ("mpeg4", "pcm_s16le", "avi"),
-        ("libvpx-vp9", "libopus", "webm"), ("libx264", "aac", "matroska"),
-    )},
-    **{f"{width}x{height}, {codec}": partial(clips.encode, 5, width, height, codec=codec, container=container)
-       for width, height in ((63, 47), (9, 121))
-       for codec, container in (("libx264", "mp4"), ("libvpx-vp9", "webm"), ("mpeg4", "avi"))},
-    # Key frames from which decoding can start, or cannot: open groups, stripes, fields, forward key frames.
-    "h264 open groups": clip("libx264", "mp4", 41, **{
-        "x264-params": "open-gop=1:keyint=10:min-keyint=10:bframes=3:b-adapt=0:scenecut=0"}),
-    "h264 intra refresh": clip("libx264", "matroska", 41, **{"x264-params": "intra-refresh=1:keyint=10:bframes=0"}),
-    "h264 interlaced": clip("libx264", "mp4", 41, **{"x264-params": "interlaced=1:keyint=10"}),
-    "h265 open groups": clip("libx265", "mp4", 41, **{
-        "x265-params": "log-level=none:open-gop=1:keyint=10:min-keyint=10:bframes=4:scenecut=0"}),
-    "h265 intra refresh": clip("libx265", "matroska", 41, **{
-        "x265-params": "log-level=none:intra-refresh=1:keyint=10:bframes=0"}),
-    "av1 forward key frames": clip("libsvtav1", "mp4", 41, **{"svtav1-params": "irefresh-type=1:keyint=10"}),
+CLIPS: dict[str, Clip] = {f"{codec} in {kind}, g=5": clip(codec, kind, g="5") for codec, kind in clips.ALL}
+for container, codec in ONE_OF_EACH.items():
+    CLIPS[f"{codec} in {container}"] = clip(codec, container)
+    CLIPS[f"one frame, {codec} in {container}"] = clip(codec, container, 1)
+for codec, container in (("libx264", "mp4"), ("libx264", "mov"), ("libx264", "matroska"), ("libvpx-vp9", "webm")):
+    CLIPS[f"{codec} in {container}, live"] = partial(clips.encode_live, 31, codec, container)
+for codec, sound, container in (
+    ("libx264", "aac", "mp4"),
+    ("libx264", "pcm_s16le", "mov"),
+    ("mpeg4", "pcm_s16le", "avi"),
+    ("libvpx-vp9", "libopus", "webm"),
+    ("libx264", "aac", "matroska"),
+):
+    CLIPS[f"{sound} in {container}"] = partial(with_sound, codec, sound, container)
+for codec, container in (("libx264", "mp4"), ("libvpx-vp9", "webm"), ("mpeg4", "avi")):
+    for size in ((63, 47), (9, 121)):
+        CLIPS[f"{size}, {codec}"] = partial(clips.encode, 5, *size, codec=codec, container=container)
+for codec, container in (("mpeg1video", "mpeg"), *(("mpeg2video", kind) for kind in ("mpegts", "mpeg", "mov"))):
+    CLIPS[f"{codec} in {container}, 25 Hz"] = partial(clips.encode, 31, rate=25, codec=codec, container=container)
+# Key frames from which decoding can start, or cannot: open groups, stripes, fields, forward key frames.
+for name, codec, container, settings in (
+    ("h264 open groups", "libx264", "mp4", "open-gop=1:keyint=10:min-keyint=10:bframes=3:b-adapt=0:scenecut=0"),
+    ("h264 intra refresh", "libx264", "matroska", "intra-refresh=1:keyint=10:bframes=0"),
+    ("h264 interlaced", "libx264", "mp4", "interlaced=1:keyint=10"),
+    ("h265 open groups", "libx265", "mp4", "log-level=none:open-gop=1:keyint=10:min-keyint=10:bframes=4:scenecut=0"),
+    ("h265 intra refresh", "libx265", "matroska", "log-level=none:intra-refresh=1:keyint=10:bframes=0"),
+    ("av1 forward key frames", "libsvtav1", "mp4", "irefresh-type=1:keyint=10"),
+):
+    CLIPS[name] = clip(codec, container, 41, **{f"{codec.removeprefix('lib')}-params": settings})
+CLIPS |= {
     "vp9 hidden frames": clip("libvpx-vp9", "webm", 41, **{"g": "10", "lag-in-frames": "16", "auto-alt-ref": "1"}),
     "mpeg4 b-frames": clip("mpeg4", "matroska", 41, bf="2", g="10"),
     "avi without times": clip("mpeg4", "avi", 41, bf="2", g="10"),
@@ -94,13 +98,11 @@ CLIPS: dict[str, Clip] = {
     "each mpeg4 frame a key frame": lambda: clips.cached("mpeg4", "mp4", 31, g="10").replace(b"stss", b"free"),
     "edit list": trimmed,
     "h263 in 3gp": lambda: clips.encode(31, 128, 96, codec="h263", container="3gp"),
-    "h264 that begins within a group": lambda: clips.cached("libx264", "mpegts", 60, g="10")[188 * 11:],
+    "h264 that begins within a group": lambda: clips.cached("libx264", "mpegts", 60, g="10")[188 * 11 :],
     "two of mpeg2video, 25 Hz": lambda: 2 * clips.encode(31, rate=25, codec="mpeg2video", container="mpeg"),
     "dnxhr, 25 Hz": partial(clips.encode, 31, 256, 128, 25, "dnxhd", "mxf", options={"profile": "dnxhr_lb"}),
-    **{f"{codec} in {container}, 25 Hz": partial(clips.encode, 31, rate=25, codec=codec, container=container)
-       for codec, container in (("mpeg1video", "mpeg"), *(("mpeg2video", kind) for kind in ("mpegts", "mpeg", "mov")))},
     "mp4 of short edits": corpus.mp4_of_short_edits,
-}  # fmt: skip
+}
 
 
 def check(data: bytes, samplings: Sequence[VideoSampling] = SAMPLINGS, *, stream: int = 0, times=None, fps=10) -> None:
@@ -127,13 +129,17 @@ def test_sampled_frames_equal_those_of_a_plain_decode(name: str) -> None:
 
 
 @pytest.mark.parametrize("container", ["avi", "mp4"])
-def test_packets_without_a_frame(container: str) -> None:
+def test_packets_without_a_frame_count_for_none(container: str) -> None:
+    def drop_frame(index: int, packet: bytes) -> bytes:
+        """MPEG-4: a VOP with vop_coded 0 (ISO/IEC 14496-2, section 6.2.5), of which no frame comes, for each fifth."""
+        return b"\0\0\1\xb6\x50\x9f" if index % 5 == 4 else packet
+
     data = clips.remuxed(clips.cached("mpeg4", container, 31, g="5"), container, drop_frame)
     check(data, times=[index / 10 for index in range(31) if index % 5 < 4], fps=8)
 
 
 @pytest.mark.parametrize("container", ["mp4", "matroska"])
-def test_variable_frame_rate(container: str) -> None:
+def test_frames_of_a_variable_rate_have_their_own_times(container: str) -> None:
     stamps = [0, 1, 2, 10, 11, 20]
     data = clips.encode(6, container=container, stamps=stamps)
     samplings = [VideoSampling(fps=1), VideoSampling(num_frames=9), VideoSampling(num_frames=9, start=0.5, end=1.05)]
@@ -148,13 +154,16 @@ def ticks(data: bytes, sampling: VideoSampling, probe: bool = False) -> int:
     return len(calls)
 
 
-SEEKABLE = [("libx264", "mp4"), ("libx265", "mov"), ("libsvtav1", "matroska"), ("libvpx-vp9", "webm")]
-SEEKABLE += [("libx264", "mpegts"), ("libx265", "flv"), ("libx264", "3gp"), ("mjpeg", "mov")]
-
-
-@pytest.mark.parametrize(("codec", "container"), SEEKABLE)
-def test_frames_that_are_not_needed_are_not_decoded(codec: str, container: str) -> None:
-    data = clips.cached(codec, container, 31, g="5")
+@pytest.mark.parametrize("container", ["mp4", "mov", "matroska", "webm", "mpegts", "flv", "3gp", "mjpeg in mov"])
+def test_frames_that_are_not_needed_are_not_decoded(container: str) -> None:
+    codecs = {
+        "mov": "libx265",
+        "flv": "libx265",
+        "matroska": "libsvtav1",
+        "webm": "libvpx-vp9",
+        "mjpeg in mov": "mjpeg",
+    }
+    data = clips.cached(codecs.get(container, "libx264"), container.removeprefix("mjpeg in "), 31, g="5")
     read, whole = 32, 95  # and 31 packets, one flush and 31 frames
     assert ticks(data, VideoSampling(num_frames=31)) <= whole
     for sampling in (VideoSampling(num_frames=3), VideoSampling(num_frames=2, end=0.4)):
@@ -162,12 +171,12 @@ def test_frames_that_are_not_needed_are_not_decoded(codec: str, container: str) 
         assert ticks(data, sampling, probe=True) <= read
 
 
-@pytest.mark.parametrize("degrees", [0, 90, 180, 270])
 @pytest.mark.parametrize("is_mirrored", [False, True])
-def test_frames_are_upright(degrees: int, is_mirrored: bool) -> None:
-    data = clips.remuxed(clips.cached("libx264", "mp4", 3), "mp4", degrees=degrees, is_mirrored=is_mirrored)
-    upright = np.rot90(clips.decode_all(data), degrees // 90, axes=(1, 2))
-    np.testing.assert_array_equal(decode_video(data, EIGHT).frames, upright[:, :, ::-1] if is_mirrored else upright)
+def test_frames_are_upright(is_mirrored: bool) -> None:
+    for degrees in (0, 90, 180, 270):
+        data = clips.remuxed(clips.cached("libx264", "mp4", 3), "mp4", degrees=degrees, is_mirrored=is_mirrored)
+        upright = np.rot90(clips.decode_all(data), degrees // 90, axes=(1, 2))
+        np.testing.assert_array_equal(decode_video(data, EIGHT).frames, upright[:, :, ::-1] if is_mirrored else upright)
 
 
 def test_frames_of_another_size_are_scaled_to_the_first() -> None:
@@ -207,24 +216,15 @@ def test_frames_are_scaled_to_fit_the_limit_of_their_pixels() -> None:
     assert np.abs(decoded.frames - np.array(scaled, int)).mean() < 2
 
 
-LIMITS = DecodeLimits(
-    max_video_frames=20,
-    max_video_seconds=1.9,
-    max_video_frames_kept=8,
-    max_frame_pixels=64 * 48,
-)
-
-
-@pytest.mark.parametrize("limit", [
-    {"max_video_frames": 19}, {"max_video_seconds": 1.8}, {"max_video_frames_kept": 7},
-    {"max_frame_pixels": 64 * 48 - 1}, {"max_video_pixels_kept": 8 * 3},
-], ids=lambda limit: next(iter(limit)))  # fmt: skip
-def test_limits_name_their_flag(limit: dict[str, float]) -> None:
+def test_limits_name_their_flag() -> None:
     data = clips.cached("libx264", "mp4", 20)
-    assert len(decode_video(data, EIGHT, LIMITS).frames) == 8
-    (name,) = limit
-    with pytest.raises(MediaError, match=rf"^video 1: it has .* more than .*, the limit of {flag_of(name)}; send"):
-        decode_video(data, EIGHT, DecodeLimits(**vars(LIMITS) | limit))
+    limits: dict[str, float] = {"max_video_frames": 20, "max_video_seconds": 1.9, "max_video_frames_kept": 8}
+    limits["max_frame_pixels"] = 64 * 48
+    assert len(decode_video(data, EIGHT, DecodeLimits(**limits)).frames) == 8
+    below = {name: limit - (0.1 if name == "max_video_seconds" else 1) for name, limit in limits.items()}
+    for name, limit in (below | {"max_video_pixels_kept": 8 * 3}).items():
+        with pytest.raises(MediaError, match=rf"^video 1: it has .* more than .*, the limit of {flag_of(name)}; send"):
+            decode_video(data, EIGHT, DecodeLimits(**limits | {name: limit}))
 
 
 def encrypted() -> bytes:
@@ -235,28 +235,24 @@ def encrypted() -> bytes:
     return buffer.getvalue()
 
 
-NO_VIDEO = "the file contains no image or video$"
 UNREADABLE = "cannot be read, or is damaged; send a whole file"
-REFUSED: dict[str, tuple[Clip, str]] = {
-    "sound": (partial(with_sound, "", "aac", "mp4"), NO_VIDEO),
-    "sound with a cover": (partial(with_sound, "mjpeg", "aac", "mp4", is_cover=True), NO_VIDEO),
-    "too elongated": (lambda: clips.encode(3, 4000, 16, codec="mpeg4", container="avi"), "of 4000x16 one side is"),
-    "encrypted": (encrypted, "its video is encrypted; send it without encryption$"),
-    "encrypted codec": (lambda: encrypted().replace(b"frma", b"free"), "its video is encrypted; send"),
-    "no decoder": (lambda: clips.encode(3).replace(b"avc1", b"avs3"), "it is coded as avs3, for which"),
-    **{name: (lambda data=data: data, UNREADABLE) for name, data in {
-        "nothing": b"", "zeros": bytes(4096), "text": b"this is text\n" * 100,
-        "EBML": b"\x1a\x45\xdf\xa3" + b"\xff" * 100, "ftyp": b"\0\0\0\x10ftypisom\0\0\2\0" + bytes(100),
-        "wave": b"RIFF\4\0\0\0WAVE",
-    }.items()},
-}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str) -> None:
-    make, problem = REFUSED[name]
-    with pytest.raises(MediaError, match=f"^video 1: {problem}"):
-        decode_video(make(), EIGHT)
+def test_what_is_no_video_is_refused() -> None:
+    elongated = clips.encode(3, 4000, 16, codec="mpeg4", container="avi")
+    contents = {b"", bytes(4096), b"this is text\n" * 100, b"\x1a\x45\xdf\xa3" + b"\xff" * 100, b"RIFF\4\0\0\0WAVE"}
+    contents.add(b"\0\0\0\x10ftypisom\0\0\2\0" + bytes(100))
+    for data, problem in (
+        (with_sound("", "aac", "mp4"), "the file contains no image or video$"),
+        (with_sound("mjpeg", "aac", "mp4", is_cover=True), "the file contains no image or video$"),
+        (elongated, "of 4000x16 one side is"),
+        (encrypted(), "its video is encrypted; send it without encryption$"),
+        (encrypted().replace(b"frma", b"free"), "its video is encrypted; send"),
+        (clips.encode(3).replace(b"avc1", b"avs3"), "it is coded as avs3, for which"),
+        *((content, UNREADABLE) for content in contents),
+    ):
+        with pytest.raises(MediaError, match=f"^video 1: {problem}"):
+            decode_video(data, EIGHT)
 
 
 @pytest.mark.parametrize("playlist", corpus.PLAYLISTS)
@@ -280,3 +276,94 @@ def test_a_stop_ends_the_decode_at_the_next_packet_or_frame() -> None:
         calls = iter([False] * count + [True])  # another call would raise StopIteration
         with pytest.raises(MediaError, match="stopped"):
             decode_video(data, EIGHT, should_stop=lambda calls=calls: next(calls))
+
+
+# --- truncated and damaged files --------------------------------------------------------------------------------------
+
+ALL = VideoSampling(num_frames=1000)
+TRUNCATED = "^video 1: the file is truncated or damaged: .*; send the whole file$"
+LIVE = [("libx264", "mp4"), ("libvpx-vp9", "webm"), ("libx264", "matroska")]
+
+
+def places_to_cut(data: bytes) -> list[int]:
+    return sorted({*range(1, 80, 5), *range(80, len(data), max(1, len(data) // 75)), *range(len(data) - 9, len(data))})
+
+
+@pytest.mark.parametrize(("codec", "container"), [*LIVE, ("mpeg4", "avi"), ("gif", "gif"), ("libx264", "index first")])
+def test_a_truncated_file_is_refused_unless_it_has_all_frames(codec: str, container: str, tmp_path: Path) -> None:
+    """They are in an mp4 that lacks no more than the tags at its end."""
+    encode = partial(clips.encode_with_index_first, 21, tmp_path / "clip")
+    data = encode() if container == "index first" else clips.cached(codec, container)
+    every = clips.decode_all(data)
+    for place in places_to_cut(data):
+        try:
+            frames = decode_video(data[:place], ALL).frames
+        except MediaError:
+            continue
+        assert container == "mp4" and place > len(data) - 100
+        np.testing.assert_array_equal(frames, every)
+
+
+@pytest.mark.parametrize(("codec", "container"), LIVE)
+def test_of_a_truncated_live_recording_the_first_frames_are_served(codec: str, container: str) -> None:
+    """But for the last, of which a part may be missing. Or it is refused, where a fragment says how long it is."""
+    data = clips.encode_live(21, codec, container)
+    every, served = clips.decode_all(data), 0
+    for place in places_to_cut(data):
+        with contextlib.suppress(MediaError):
+            frames = decode_video(data[:place], ALL).frames
+            np.testing.assert_array_equal(frames[:-1], every[: len(frames) - 1])
+            served += 1
+    assert served
+
+
+@pytest.mark.parametrize(("codec", "container"), [LIVE[0], ("mpeg4", "avi"), ("libsvtav1", "webm"), ("gif", "gif")])
+def test_allow_partial_serves_the_rest(codec: str, container: str) -> None:
+    is_live = container == "mp4"
+    data = clips.encode_live(31, codec, container) if is_live else clips.cached(codec, container, 31)
+    cut = data[: int(len(data) * 0.8)]
+    with pytest.raises(MediaError, match=TRUNCATED):
+        decode_video(cut, ALL)
+    decoded = decode_video(cut, ALL, allow_partial=True)
+    total = decoded.facts.total_frames
+    assert 3 < total < 31
+    assert decoded.facts.missing is not None and f"; {total} " in decoded.facts.missing
+    # The last frames may lack their end, or those that they refer to.
+    np.testing.assert_array_equal(decoded.frames[: total - 4], clips.decode_all(data)[: total - 4])
+    assert len(decode_video(cut, VideoSampling(num_frames=3), allow_partial=True).frames) == 3
+    assert decode_video(data, ALL, allow_partial=True).facts.missing is None
+
+
+def test_a_damaged_frame_refuses_the_file_or_is_reported() -> None:
+    whole = clips.cached("libx264", "mp4", 31, 128, 96, g="10")
+    with av.open(io.BytesIO(whole)) as container:
+        packets = [packet for packet in container.demux(video=0) if 12 <= (packet.pts or 0) / 1024 < 20]
+        largest = max(packets, key=lambda packet: packet.size)
+        begin, end = largest.pos + 5, largest.pos + largest.size
+    data = whole[:begin] + b"\x55" * (end - begin) + whole[end:]
+    with pytest.raises(MediaError, match=TRUNCATED):
+        decode_video(data, ALL)
+    decoded = decode_video(data, ALL, allow_partial=True)
+    assert 10 < decoded.facts.total_frames <= 31 and decoded.facts.missing is not None
+    np.testing.assert_array_equal(decoded.frames[:8], clips.decode_all(whole)[:8])
+
+
+def test_bytes_behind_an_mp4_are_ignored() -> None:
+    for data in (clips.cached("libx264", "mp4"), clips.encode_live(21)):
+        for trailer in (b"TAG" + bytes(125), b"\0\1\0\0gps0" + bytes(30)):  # ID3v1, a truncated box
+            np.testing.assert_array_equal(decode_video(data + trailer, ALL).frames, clips.decode_all(data))
+
+
+def riff(size: int, content: bytes = b"AVI ") -> bytes:
+    return b"RIFF" + struct.pack("<I", size) + content
+
+
+def test_declared_size() -> None:
+    # AVI: several lists, their padding, and sizes that the writer could not fill in.
+    lists = {riff(4): 12, riff(5): 13, riff(5) + b"\0\0" + riff(4): 26, riff(4) + riff(100): 120, riff(4) + b"xx": 12}
+    lists |= {riff(0): 0, riff(0xFFFFFFFF): 0, riff(4) + riff(0): 12}
+    # Matroska: a segment with a size in one byte or two, or without one, cut before its size, and what is none.
+    header, segment = b"\x1a\x45\xdf\xa3\x80", b"\x18\x53\x80\x67"
+    segments = {segment + b"\x83": 13, segment + b"\x40\x83": 142, segment + b"\xff": 5, segment: 5, b"\xec\x85": 5}
+    for data, size in (lists | {header + part: size for part, size in segments.items()}).items():
+        assert declared_size(data) == size, data

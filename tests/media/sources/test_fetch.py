@@ -3,7 +3,6 @@
 import base64
 import os
 import textwrap
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,22 +17,21 @@ from mini_engine.media.sources.policy import MediaPolicy
 from mini_engine.protocol.inline_data import DataUrl
 
 POLICY = MediaPolicy(None, 1000)
-BASE64 = "//4xMj8+"
-DATA_URLS = [f"data:video/mp4;base64,{BASE64}", f"DATA:;x=y;BASE64,{BASE64}", "data:;base64," + "\r\n".join(BASE64)]
-BAD_URLS = ["data:video/mp4;base64", "data:,", "data:;base64,", "data:,YQ==", "data:;base64,ab*d", "data:;base64,a"]
-BAD_URLS += ["data:;base64,=QQQ", "data:;base64,\ud800", "data:;base64,QUJD\0QUJD", "data:;base64,%2F%2F4x", "clip.mp4"]
-BAD_URLS += ["ftp://a/", "file:///etc/passwd", " data:;base64,YQ==", "", "data:" + "x" * 2000 + ";base64,YQ=="]
 
 
-@pytest.mark.parametrize("url", DATA_URLS)
-def test_data_url_is_decoded(url: str) -> None:
-    assert fetch(url, POLICY) == b"\xff\xfe12?>"
+def test_data_url_is_decoded() -> None:
+    text = "//4xMj8+"
+    for url in (f"data:video/mp4;base64,{text}", f"DATA:;x=y;BASE64,{text}", "data:;base64," + "\r\n".join(text)):
+        assert fetch(url, POLICY) == b"\xff\xfe12?>"
 
 
-@pytest.mark.parametrize("url", BAD_URLS)
-def test_invalid_or_disabled_url_is_refused(url: str) -> None:
-    with pytest.raises(MediaError, match="^video 2: "):
-        fetch(url, POLICY, "video 2")
+def test_invalid_or_disabled_url_is_refused() -> None:
+    urls = ["data:video/mp4;base64", "data:,", "data:;base64,", "data:,YQ==", "data:;base64,ab*d", "data:;base64,a"]
+    urls += ["data:;base64,=QQQ", "data:;base64,\ud800", "data:;base64,QUJD\0QUJD", "data:;base64,%2F%2F4x", "clip.mp4"]
+    urls += ["ftp://a/", "file:///etc/passwd", " data:;base64,YQ==", "", "data:" + "x" * 2000 + ";base64,YQ=="]
+    for url in urls:
+        with pytest.raises(MediaError, match="^video 2: "):
+            fetch(url, POLICY, "video 2")
 
 
 @pytest.mark.parametrize("extra", [0, 1, 2])
@@ -50,10 +48,10 @@ def test_data_url_of_several_slices(lines: bool, extra: int) -> None:
         assert fetch(DataUrl("data:;base64,", escaped, 0, len(escaped)), policy) == data
 
 
-@pytest.mark.parametrize(("ask", "size"), [(fetch, 1001), (fetch, 100_000), (declared_size, 100_000)])
-def test_data_url_above_the_limit_is_refused(ask: Callable, size: int) -> None:
-    with pytest.raises(MediaError, match="--max-media-bytes"):
-        ask("data:;base64," + base64.b64encode(bytes(size)).decode(), POLICY)
+def test_data_url_above_the_limit_is_refused() -> None:
+    for call, size in ((fetch, 1001), (fetch, 100_000), (declared_size, 100_000)):
+        with pytest.raises(MediaError, match="--max-media-bytes"):
+            call("data:;base64," + base64.b64encode(bytes(size)).decode(), POLICY)
 
 
 def test_declared_size(tmp_path: Path) -> None:
@@ -63,9 +61,9 @@ def test_declared_size(tmp_path: Path) -> None:
     assert [declared_size(url, policy) for url in urls] == [6, 4, None]
     (tmp_path / "clip.mp4").write_bytes(bytes(1001))
     for url, flag in (("http://other.test/", "--allowed-media-domains"), (urls[1], "--max-media-bytes")):
-        for one in (policy, replace(policy, allowed_media_domains=())):
+        for allowed in (policy, replace(policy, allowed_media_domains=())):
             with pytest.raises(MediaError, match=flag):
-                declared_size(url, one)
+                declared_size(url, allowed)
     assert [is_local_file(url) for url in urls] == [False, True, False]
     assert [is_elsewhere(url) for url in urls] == [False, False, True]
 
@@ -73,12 +71,13 @@ def test_declared_size(tmp_path: Path) -> None:
 # --- local files ------------------------------------------------------------------------------------------------------
 
 
-def make_root(base: Path) -> Path:
-    """A directory with regular and special files and links that lead outside, to `secret`."""
-    root = base / "allowed"
+@pytest.fixture
+def policy(tmp_path: Path) -> MediaPolicy:
+    """Of a directory with regular and special files and links that lead outside, to `secret`."""
+    root = tmp_path / "allowed"
     (root / "inner").mkdir(parents=True)
     for outside in ("secret", "allowed-too", "clip"):
-        (base / outside).write_bytes(b"secret")
+        (tmp_path / outside).write_bytes(b"secret")
     for inside in ("clip", "inner/clip", "inner/ä ?#"):
         (root / inside).write_bytes(b"clip")
     (root / "big").write_bytes(bytes(1001))
@@ -86,87 +85,71 @@ def make_root(base: Path) -> Path:
     for link, target in {"link": "clip", "out": "../secret", "up": "..", "loop": "loop"}.items():
         (root / link).symlink_to(target)
     os.mkfifo(root / "pipe")
-    return root
+    return MediaPolicy(root, 1000)
 
 
-@pytest.fixture
-def policy(tmp_path: Path) -> MediaPolicy:
-    return MediaPolicy(make_root(tmp_path), 1000)
+def test_file_below_the_root_is_read(policy: MediaPolicy) -> None:
+    for path in ("/clip", "/inner/../%63lip", "/link", "/inner/%C3%A4%20%3F%23", "//inner//clip"):
+        for start in ("file://", "FILE://localhost"):
+            assert fetch(f"{start}{policy.allowed_local_media_path}{path}", policy) == b"clip"
 
 
-@pytest.mark.parametrize("path", ["/clip", "/inner/../%63lip", "/link", "/inner/%C3%A4%20%3F%23", "//inner//clip"])
-def test_file_below_the_root_is_read(path: str, policy: MediaPolicy) -> None:
-    for start in ("file://", "FILE://localhost"):
-        assert fetch(f"{start}{policy.allowed_local_media_path}{path}", policy) == b"clip"
-
-
-REFUSED_PATHS = r"""
+def test_every_other_path_gets_the_same_error(policy: MediaPolicy) -> None:
+    paths = r"""
 /../secret /%2e%2e/secret /%2e%2e%2fsecret /%252e%252e/secret /..%5csecret /..\secret /./../secret //../../secret -too
 /%c0%ae%c0%ae/secret /inner/../../secret /../allowed-too /out /up/secret /up/allowed/../secret /clip%00 /%00 /loop /pipe
 /inner / /missing /clip/x""".split()
-REFUSED_PATHS += ["", "/" + "x" * 5000]
-
-
-@pytest.mark.parametrize("path", REFUSED_PATHS)
-def test_every_other_path_gets_the_same_error(path: str, policy: MediaPolicy) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(MediaError) as caught:
-        fetch(f"file://{policy.allowed_local_media_path}{path}", policy, "image 1")
-    problem = "no such regular file under the directory that --allowed-local-media-path names"
-    assert str(caught.value) == f"image 1: {problem}"
+    for path in (*paths, "", "/" + "x" * 5000):
+        with pytest.raises(MediaError) as caught:
+            fetch(f"file://{policy.allowed_local_media_path}{path}", policy, "image 1")
+        problem = "no such regular file under the directory that --allowed-local-media-path names"
+        assert str(caught.value) == f"image 1: {problem}", path
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-BAD_FILE_URLS = "file://a.test/a file:a file:/a file://[ file:///a?x file:///a\t/../b".split(" ")
-BAD_FILE_URLS += ["file:///" + "x" * 16384]
+def test_malformed_file_url_is_refused() -> None:
+    urls = "file://a.test/a file:a file:/a file://[ file:///a?x file:///a\t/../b".split(" ")
+    for url in (*urls, "file:///" + "x" * 16384):
+        with pytest.raises(MediaError, match="has the form file:///path/to/file"):
+            fetch(url, MediaPolicy(Path("/"), 1000))
 
 
-@pytest.mark.parametrize("url", BAD_FILE_URLS)
-def test_malformed_file_url_is_refused(url: str) -> None:
-    with pytest.raises(MediaError, match="has the form file:///path/to/file"):
-        fetch(url, MediaPolicy(Path("/"), 1000))
-
-
-SIZES = {"allowed/big": "--max-media-bytes", "allowed/empty": "is empty", "/dev/zero": "no such regular file"}
-SIZES["/proc/self/maps"] = "--max-media-bytes"  # stat() reports a size of 0
-
-
-@pytest.mark.parametrize(("path", "hint"), SIZES.items())
-def test_size_and_kind_of_file(path: str, hint: str, policy: MediaPolicy, tmp_path: Path) -> None:
-    with pytest.raises(MediaError, match=hint):
-        fetch(f"file://{tmp_path / path}", MediaPolicy(Path("/"), 1000))
+@pytest.mark.usefixtures("policy")
+def test_size_and_kind_of_file(tmp_path: Path) -> None:
+    hints = {"allowed/big": "--max-media-bytes", "allowed/empty": "is empty", "/dev/zero": "no such regular file"}
+    hints["/proc/self/maps"] = "--max-media-bytes"  # stat() reports a size of 0
+    for path, hint in hints.items():
+        with pytest.raises(MediaError, match=hint):
+            fetch(f"file://{tmp_path / path}", MediaPolicy(Path("/"), 1000))
 
 
 FRAMES = [bytes([number]) * number for number in range(1, 5)]  # frame n has n bytes
 UNEVEN = [10.0, 10.5, 12.0, 16.0]
 
 
-def fetched_frames(
-    sampling: VideoSampling, frames: list[bytes] = FRAMES, timestamps: list[float] | None = None, **limits: Any
-) -> tuple[bytes, Frames]:
+def fetched_frames(sampling: VideoSampling, frames=FRAMES, times=None, **limits: Any) -> tuple[bytes, Frames]:
     url = "data:video/jpeg;base64," + ",".join(base64.b64encode(frame).decode() for frame in frames)
-    return fetch_frames(url, MediaPolicy(None, 60), DecodeLimits(**limits), sampling, "video 1", timestamps)
+    return fetch_frames(url, MediaPolicy(None, 60), DecodeLimits(**limits), sampling, "video 1", times)
 
 
-@pytest.mark.parametrize(("sampling", "given", "times", "seconds"), [
-    (VideoSampling(fps=4, max_frames=4), None, [0, 0.25, 0.5, 0.75], 1),
-    (VideoSampling(fps=1), UNEVEN, UNEVEN, 8),
-    (VideoSampling(num_frames=3), None, [0, 0.5, 1, 1.5], 2),  # at two per second
-])  # fmt: skip
-def test_all_frames_count_at_their_times(
-    sampling: VideoSampling, given: list[float] | None, times: list[float], seconds: float
-) -> None:
-    data, sent = fetched_frames(sampling, timestamps=given)
-    assert (data, sent.sizes, sent.facts.timestamps) == (b"".join(FRAMES), [1, 2, 3, 4], times)
-    assert sent.facts.total_frames / sent.facts.fps == seconds
+def test_all_frames_count_at_their_times() -> None:
+    for sampling, given, times, seconds in (
+        (VideoSampling(fps=4, max_frames=4), None, [0, 0.25, 0.5, 0.75], 1),
+        (VideoSampling(fps=1), UNEVEN, UNEVEN, 8),
+        (VideoSampling(num_frames=3), None, [0, 0.5, 1, 1.5], 2),  # at two per second
+    ):
+        data, sent = fetched_frames(sampling, times=given)
+        assert (data, sent.sizes, sent.facts.timestamps) == (b"".join(FRAMES), [1, 2, 3, 4], times)
+        assert sent.facts.total_frames / sent.facts.fps == seconds
 
 
-@pytest.mark.parametrize(("sampling", "more", "problem"), [
-    ({"fps": 4}, {"frames": [b"a", b"", b"c"]}, "frame 2: is empty"),
-    ({"fps": 2}, {"timestamps": UNEVEN[:3]}, "it has 4 frames and 3 timestamps; send one for each frame"),
-    ({"fps": 4, "start": 1}, {}, "start and end are for a video that is sent as a file"),
-    ({"fps": 2}, {"max_video_frames_kept": 3}, "it has 4 frames, .*--max-video-frames-kept"),
-])  # fmt: skip
-def test_frames_that_are_refused(sampling: dict[str, Any], more: Any, problem: str) -> None:
-    with pytest.raises(MediaError, match=f"^video 1: {problem}"):
-        fetched_frames(VideoSampling(**sampling), **more)
+def test_frames_that_are_refused() -> None:
+    for problem, sampling, more in (
+        ("frame 2: is empty", VideoSampling(fps=4), {"frames": [b"a", b"", b"c"]}),
+        ("it has 4 frames and 3 timestamps; send one for each frame", VideoSampling(fps=2), {"times": UNEVEN[:3]}),
+        ("start and end are for a video that is sent as a file", VideoSampling(fps=4, start=1), {}),
+        ("it has 4 frames, .*--max-video-frames-kept", VideoSampling(fps=2), {"max_video_frames_kept": 3}),
+    ):
+        with pytest.raises(MediaError, match=f"^video 1: {problem}"):
+            fetched_frames(sampling, **more)
