@@ -1,4 +1,4 @@
-"""Which ranks hold which tensor messages, and which requests wait for them. It sees ids, never tensors.
+"""Which tensor messages are on all ranks, and which requests wait for them. It sees ids, never tensors.
 
 Every rank reports every message once, as ready or as failed: a stream loses nothing unless one of its ends dies. A step
 releases a message only after all ranks have reported it: a rank drops only what it holds. Messages and requests take
@@ -8,101 +8,96 @@ different connections: a report may arrive before the request, or after its end.
 from __future__ import annotations
 
 import dataclasses
+import logging
+import time
 from collections.abc import Iterable
 
 from mini_engine.core.request import Request
-from mini_engine.messages import MessageId
+from mini_engine.core.step_builder import StepBuilder
+from mini_engine.messages import MediaFailed, MediaReady, MessageId
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(slots=True)
-class _Entry:
-    ready: set[int] = dataclasses.field(default_factory=set)  # ranks
-    failed: set[int] = dataclasses.field(default_factory=set)  # ranks
+class _Arrival:
+    num_reports: int = 0  # one of each rank
+    failed: bool = False  # a rank cannot use it
     unneeded: bool = False  # release it as soon as all ranks have reported it
+    waiting: Request | None = None
 
 
 class Arrivals:
-    """Readiness of tensor messages over the `num_ranks` ranks of one engine."""
+    """The tensor messages to the `num_ranks` ranks of one engine."""
 
-    def __init__(self, num_ranks: int):
-        self.num_ranks = num_ranks
-        self._entries: dict[MessageId, _Entry] = {}
+    def __init__(self, num_ranks: int, next_step: StepBuilder):
+        self._num_ranks = num_ranks
+        self._next_step = next_step
+        self._entries: dict[MessageId, _Arrival] = {}
+        self._deadlines: dict[str, tuple[float, Request]] = {}  # by id; soonest first, since all time-outs are equal
         self._void: set[int] = set()  # dead incarnations
 
-    def report(self, message: MessageId, rank: int, usable: bool) -> list[MessageId]:
-        """`rank` has received `message`, and can read its tensor if `usable`. Returns the messages that the next step
-        can release now."""
-        if message.incarnation in self._void:
-            return []
-        entry = self._entries.setdefault(message, _Entry())
-        (entry.ready if usable else entry.failed).add(rank)
-        return self._take_reported([message])
+    def __len__(self) -> int:
+        return len(self._entries)
 
-    def release(self, messages: Iterable[MessageId]) -> list[MessageId]:
-        """No step after the next reads these. Returns those that the next one can release; `report` returns the others
-        later."""
-        known = [message for message in messages if message.incarnation not in self._void]
-        for message in known:
-            self._entries.setdefault(message, _Entry()).unneeded = True
-        return self._take_reported(known)
+    def report(self, report: MediaReady | MediaFailed) -> Request | None:
+        """A rank has received a message. Returns the request that waits for it."""
+        if isinstance(report, MediaFailed):
+            logger.error("rank %d cannot use tensor message %d: %s", report.rank, report.message.number, report.why)
+        if report.message.incarnation in self._void:
+            return None
+        entry = self._entries.setdefault(report.message, _Arrival())
+        entry.num_reports += 1
+        entry.failed |= isinstance(report, MediaFailed)
+        self._release_if_reported(report.message)
+        return entry.waiting
+
+    def release(self, messages: Iterable[MessageId]) -> None:
+        """No step after the next reads these: release each with the next step, or when all ranks have reported it."""
+        for message in messages:
+            if message.incarnation not in self._void:
+                self._entries.setdefault(message, _Arrival()).unneeded = True
+                self._release_if_reported(message)
 
     def is_ready(self, messages: Iterable[MessageId]) -> bool:
         """True when every rank holds every one of these messages."""
-        entries = [self._entries.get(message) for message in messages]
-        return all(entry is not None and len(entry.ready) == self.num_ranks for entry in entries)
+        entries = [self._entries.get(message, _Arrival()) for message in messages]
+        return all(entry.num_reports == self._num_ranks and not entry.failed for entry in entries)
 
     def has_failed(self, messages: Iterable[MessageId]) -> bool:
         """True when a rank cannot use one of these messages."""
         return any(message in self._entries and self._entries[message].failed for message in messages)
 
     def drop_sender(self, incarnation: int) -> None:
-        """A sender is dead: forget its messages, and ignore further reports of them."""
+        """A sender is dead: forget its messages, and ignore further reports of them. None of its requests is left."""
         self._void.add(incarnation)
         for message in [message for message in self._entries if message.incarnation == incarnation]:
             del self._entries[message]
+        self._next_step.drop_sender(incarnation)
 
-    def _take_reported(self, messages: list[MessageId]) -> list[MessageId]:
-        done: list[MessageId] = []
-        for message in messages:
-            entry = self._entries[message]
-            if entry.unneeded and len(entry.ready) + len(entry.failed) == self.num_ranks:
-                del self._entries[message]
-                done.append(message)
-        return done
+    def wait(self, request: Request, timeout: float) -> None:
+        """`request` waits for its messages, at most `timeout` seconds since the first call."""
+        self._deadlines.setdefault(request.id, (time.monotonic() + timeout, request))
+        for message in request.tensors.messages:
+            self._entries.setdefault(message, _Arrival()).waiting = request
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
-
-class AwaitingMedia:
-    """Requests whose tensors are not on all ranks yet, with their deadlines."""
-
-    def __init__(self) -> None:
-        self._deadlines: dict[str, tuple[float, Request]] = {}  # by id; soonest first, since all time-outs are equal
-        self._by_message: dict[MessageId, Request] = {}
-
-    def __len__(self) -> int:
-        return len(self._deadlines)
-
-    def add(self, request: Request, deadline: float) -> None:
-        """`request` waits for its messages until `deadline`, which is no sooner than any before."""
-        self._deadlines[request.id] = (deadline, request)
-        self._by_message |= dict.fromkeys(request.tensors.messages, request)
-
-    def remove(self, request: Request) -> None:
+    def stop_waiting(self, request: Request) -> None:
         """Without effect for a request that does not wait."""
         if self._deadlines.pop(request.id, None) is not None:
             for message in request.tensors.messages:
-                del self._by_message[message]
+                self._entries[message].waiting = None
 
-    def request_for(self, message: MessageId) -> Request | None:
-        """The request that waits for this message."""
-        return self._by_message.get(message)
+    def seconds_left(self) -> float | None:
+        """Until the first deadline of a request; None: no request waits."""
+        return next((max(0.0, deadline - time.monotonic()) for deadline, _ in self._deadlines.values()), None)
 
-    def deadline(self) -> float | None:
-        """The soonest."""
-        return next((deadline for deadline, _ in self._deadlines.values()), None)
-
-    def expired(self, now: float) -> list[Request]:
+    def expired(self) -> list[Request]:
         """The requests whose deadline has passed."""
+        now = time.monotonic()
         return [request for deadline, request in self._deadlines.values() if deadline <= now]
+
+    def _release_if_reported(self, message: MessageId) -> None:
+        entry = self._entries[message]
+        if entry.unneeded and entry.num_reports == self._num_ranks:
+            del self._entries[message]
+            self._next_step.release(message)

@@ -1,4 +1,4 @@
-"""The requests of a scheduler by client: whose turn it is, and who gives up a place. Knows nothing of steps.
+"""The requests of a scheduler by client: whose turn it is, and which is preempted. Knows nothing of steps.
 
 The n-th request of a client goes after the first n - 1 of each other; among equals the client that was served least
 recently goes first. Those of one client are in `Request.order`, running ones before waiting ones.
@@ -54,42 +54,43 @@ class Clients:
 
     def add(self, request: Request) -> None:
         """Queue a request, which waits or was preempted."""
-        bisect.insort(self._clients.setdefault(request.client, Client()).waiting, request, key=_order)
+        bisect.insort(self._clients.setdefault(request.new.client, Client()).waiting, request, key=_order)
 
     def start(self, request: Request) -> None:
         """Move a waiting request to the running ones."""
-        client = self._clients[request.client]
+        client = self._clients[request.new.client]
         client.waiting.remove(request)
         bisect.insort(client.running, request, key=_order)
         self.num_running += 1
 
     def remove(self, request: Request) -> None:
         """Remove a running or waiting request; without effect for another."""
-        client = self._clients.get(request.client, Client())
+        client = self._clients.get(request.new.client, Client())
         if request in client.running:
             client.running.remove(request)
             self.num_running -= 1
         elif request in client.waiting:
             client.waiting.remove(request)
         if not client.running and not client.waiting:
-            self._clients.pop(request.client, None)
+            self._clients.pop(request.new.client, None)
 
     def serve(self, request: Request) -> None:
         """Make its client the one that was served last: the next step has work for the request."""
-        self._clients.move_to_end(request.client)
+        self._clients.move_to_end(request.new.client)
 
-    def slot_for(self, request: Request) -> Request | None:
-        """The running request whose slot a waiting one may take: the last of the client with the most, which must not
-        have fewer than the other afterwards. So it takes nothing back, and the first request of a client keeps its
-        slot. None: `request` has to wait."""
-        most = max(self._clients.values(), key=lambda client: len(client.running))
-        return most.running[-1] if len(most.running) >= len(self._clients[request.client].running) + 2 else None
+    def victim_for_place(self, request: Request) -> Request | None:
+        """The running request that gives its place to a waiting one: the last of the client with the most, which must
+        not have fewer than the other afterwards. So it takes nothing back, and the first request of a client keeps its
+        place. None: `request` has to wait."""
+        largest = max(self._clients.values(), key=lambda client: len(client.running))
+        exceeds = len(largest.running) >= len(self._clients[request.new.client].running) + 2
+        return largest.running[-1] if exceeds else None
 
-    def blocks_for(self, request: Request, count: int) -> Request | None:
-        """The running request whose blocks a waiting one, which needs `count`, may take, by the same rule."""
-        most = max(self._clients.values(), key=lambda client: client.num_blocks)
-        held = self._clients[request.client].num_blocks + count
-        return most.running[-1] if held + len(most.running[-1].blocks) <= most.num_blocks else None
+    def victim_for_blocks(self, request: Request, count: int) -> Request | None:
+        """The running request that gives its blocks to a waiting one, which needs `count`, by the same rule."""
+        largest = max(self._clients.values(), key=lambda client: client.num_blocks)
+        victim, held = largest.running[-1], self._clients[request.new.client].num_blocks
+        return victim if held + count + len(victim.blocks) <= largest.num_blocks else None
 
 
 def _in_turns(queues: Iterable[Iterable[Request]]) -> Iterator[Request]:

@@ -11,9 +11,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
+from mini_engine.core.step_builder import StepBuilder
+
 
 @dataclasses.dataclass(slots=True)
-class Entry:
+class EncoderEntry:
     """One item. Each of its temporal grids is encoded at most once, when a chunk needs the item."""
 
     num_tokens: int
@@ -30,24 +32,21 @@ class Entry:
 
 
 class EncoderCache:
-    """Entries with users stay; idle ones are evicted to make room, least recently used first.
+    """Entries with users stay; idle ones are evicted to make room, least recently used first."""
 
-    `evicted` collects hashes that the ranks are to drop with the next step; `Steps.dispatch` empties the list.
-    """
-
-    def __init__(self, budget: int):
+    def __init__(self, budget: int, next_step: StepBuilder):
         self.budget = budget
         self.num_tokens = 0
         self.num_idle_tokens = 0
-        self.evicted: list[bytes] = []
-        self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # the idle ones in the order of their last use
+        self._next_step = next_step
+        self._entries: OrderedDict[bytes, EncoderEntry] = OrderedDict()  # the idle ones in the order of their last use
 
-    def __getitem__(self, value: bytes) -> Entry:
-        return self._entries[value]
+    def __getitem__(self, media_hash: bytes) -> EncoderEntry:
+        return self._entries[media_hash]
 
-    def holds(self, value: bytes) -> bool:
+    def holds(self, media_hash: bytes) -> bool:
         """Whether all of the item is encoded, or dispatched steps encode it."""
-        return value in self._entries and self._entries[value].encoded_by is not None
+        return media_hash in self._entries and self._entries[media_hash].encoded_by is not None
 
     @property
     def num_free(self) -> int:
@@ -56,64 +55,66 @@ class EncoderCache:
 
     def room_for(self, items: Mapping[bytes, int]) -> int:
         """How much of `num_free` reserving these items (hash -> tokens) takes."""
-        return sum(n for value, n in items.items() if value not in self._entries or self._entries[value].idle)
+        return sum(
+            n for media_hash, n in items.items() if media_hash not in self._entries or self._entries[media_hash].idle
+        )
 
     def reserve(self, items: Mapping[bytes, int], users: int) -> None:
         """Add that many users to all these items (hash -> tokens), for which there is room."""
         assert self.room_for(items) <= self.num_free, "more is reserved than fits"
-        missing = {value: tokens for value, tokens in items.items() if value not in self._entries}
-        for entry in [self._entries[value] for value in items if value not in missing]:
+        missing = {media_hash: tokens for media_hash, tokens in items.items() if media_hash not in self._entries}
+        for media_hash in items.keys() - missing:
+            entry = self._entries[media_hash]
             self.num_idle_tokens -= entry.num_tokens * entry.idle
             entry.users += users
         self._evict_idle(self.num_tokens + sum(missing.values()) - self.budget)
-        for value, tokens in missing.items():
-            self._entries[value] = Entry(tokens, users)
+        for media_hash, tokens in missing.items():
+            self._entries[media_hash] = EncoderEntry(tokens, users)
             self.num_tokens += tokens
 
     def release(self, items: Mapping[bytes, int]) -> None:
         """One user is finished. An incomplete item is dropped with its last user."""
-        for value in items:
-            entry = self._entries[value]
+        for media_hash in items:
+            entry = self._entries[media_hash]
             entry.users -= 1
             if entry.idle:
-                self._on_idle(value)
+                self._on_idle(media_hash)
             elif not entry.users and entry.encoded_by is None:
-                self._drop(value)
-                self.evicted += [value] if entry.num_grids else []
+                self._drop(media_hash)
 
-    def retire(self, value: bytes) -> None:
+    def retire(self, media_hash: bytes) -> None:
         """The step that encodes the last of it has run."""
-        entry = self._entries[value]
+        entry = self._entries[media_hash]
         entry.ready = True
         entry.ready_at = time.monotonic()
         if entry.idle:
-            self._on_idle(value)
+            self._on_idle(media_hash)
 
     def ready_since(self, items: Iterable[bytes]) -> float:
         """When the last of these items, all reserved, became ready, by `time.monotonic()`; 0 if none is."""
-        return max((self._entries[value].ready_at for value in items), default=0.0)
+        return max((self._entries[media_hash].ready_at for media_hash in items), default=0.0)
 
     def forget_unused(self) -> None:
         """Evict every idle item."""
         self._evict_idle(self.num_idle_tokens)
 
-    def _on_idle(self, value: bytes) -> None:
-        self._entries.move_to_end(value)
-        self.num_idle_tokens += self._entries[value].num_tokens
+    def _on_idle(self, media_hash: bytes) -> None:
+        self._entries.move_to_end(media_hash)
+        self.num_idle_tokens += self._entries[media_hash].num_tokens
 
     def _evict_idle(self, num_tokens: int) -> None:
         """Evict the least recently used items, `num_tokens` of the `num_idle_tokens` or more."""
         while num_tokens > 0:
-            value = next(iter(self._entries))
-            if self._entries[value].idle:
-                tokens = self._drop(value)
-                num_tokens -= tokens
-                self.num_idle_tokens -= tokens
-                self.evicted.append(value)
+            media_hash = next(iter(self._entries))
+            if self._entries[media_hash].idle:
+                num_tokens -= self._entries[media_hash].num_tokens
+                self.num_idle_tokens -= self._entries[media_hash].num_tokens
+                self._drop(media_hash)
             else:
-                self._entries.move_to_end(value)  # the order of items with users does not matter
+                self._entries.move_to_end(media_hash)  # the order of items with users does not matter
 
-    def _drop(self, value: bytes) -> int:
-        tokens = self._entries.pop(value).num_tokens
-        self.num_tokens -= tokens
-        return tokens
+    def _drop(self, media_hash: bytes) -> None:
+        entry = self._entries.pop(media_hash)
+        self.num_tokens -= entry.num_tokens
+        if entry.num_grids:
+            self._next_step.evict(media_hash)

@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 
 from mini_engine.core.request import Request
+from mini_engine.core.step_builder import StepBuilder
 from mini_engine.messages import Grammar, GrammarReady
 
 
@@ -21,52 +22,37 @@ class _Entry:
 
 
 class Grammars:
-    """The grammars of one engine. A request without one passes through.
+    """The grammars of one engine, for requests that have one."""
 
-    Attributes:
-        new: for rank 0 to compile, with the next step.
-        unused: digests that no sample follows any more, for the next step.
-    """
-
-    def __init__(self) -> None:
-        self.new: list[Grammar] = []
-        self.unused: list[bytes] = []
+    def __init__(self, next_step: StepBuilder) -> None:
+        self._next_step = next_step
         self._entries: dict[bytes, _Entry] = {}
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def acquire(self, request: Request, samples: int) -> None:
-        """So many samples follow the grammar of `request`, until each is released."""
-        digest = request.sampling.grammar
-        if not digest:
-            return
+    def acquire(self, parent: Request) -> None:
+        """A request and its children follow its grammar, until each is released."""
+        digest = parent.new.sampling.grammar
         if digest not in self._entries:
             number = next(self._numbers)
             self._entries[digest] = _Entry(number)
-            self.new.append(Grammar(digest, request.new.grammar, request.client, number))
-        self._entries[digest].users += samples
+            self._next_step.compile(Grammar(digest, parent.new.grammar, parent.new.client, number))
+        self._entries[digest].users += 1 + len(parent.children)
 
     def release(self, request: Request) -> None:
         """A sample has ended."""
-        digest = request.sampling.grammar
-        if digest:
-            entry = self._entries[digest]
-            entry.users -= 1
-            entry.waiting.pop(request.id, None)
-            if not entry.users:
-                del self._entries[digest]
-                ordered = [grammar for grammar in self.new if grammar.number != entry.number]
-                if len(ordered) == len(self.new):
-                    self.unused.append(digest)
-                self.new = ordered
+        entry = self._entries[request.new.sampling.grammar]
+        entry.users -= 1
+        entry.waiting.pop(request.id, None)
+        if not entry.users:
+            del self._entries[request.new.sampling.grammar]
+            self._next_step.discard_grammar(request.new.sampling.grammar, entry.number)
 
     def problem_with(self, request: Request) -> str | None:
         """Why its grammar cannot be followed, for the client; empty: it can. None: `report` will return the request."""
-        entry = self._entries.get(request.sampling.grammar)
-        if entry is None:
-            return ""
+        entry = self._entries[request.new.sampling.grammar]
         if entry.problem is None:
             entry.waiting[request.id] = request
         return entry.problem
@@ -80,6 +66,6 @@ class Grammars:
         waiting, entry.waiting = list(entry.waiting.values()), {}
         return waiting
 
-    def lose(self, request: Request, problem: str) -> None:
+    def discard(self, request: Request, problem: str) -> None:
         """Its grammar can be followed no further: nor can those of later requests, until no sample follows it."""
-        self._entries[request.sampling.grammar].problem = problem
+        self._entries[request.new.sampling.grammar].problem = problem

@@ -1,4 +1,4 @@
-"""The engine core's sockets: to the supervisor, API servers and ranks; and an API server's messages of one turn."""
+"""The engine core's sockets: to the supervisor, API servers and ranks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,7 @@ import logging
 import zmq
 
 from mini_engine.launch.child import Child
-from mini_engine.messages import (
-    AnyMessage,
-    Envelope,
-    MessageId,
-    Outputs,
-    RequestOutput,
-    Step,
-    WorkerReady,
-)
+from mini_engine.messages import AnyMessage, Envelope, Step, WorkerReady
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
 
@@ -70,16 +62,11 @@ class Links:
     def wait_for_workers(self) -> list[WorkerReady]:
         """Block until every rank has loaded. The next `receive` returns the messages of other processes: API servers
         are often ready long before a large model is."""
-        ready: list[WorkerReady] = []
-        others: list[Envelope] = []
-        while len(ready) < len(self.ranks):
-            for envelope in self.receive(None):
-                if isinstance(envelope.body, WorkerReady):
-                    ready.append(envelope.body)
-                else:
-                    others.append(envelope)
-        self.early = others
-        return ready
+        received: list[Envelope] = []
+        while not all(self.ranks):
+            received += self.receive(None)
+        self.early = [envelope for envelope in received if not isinstance(envelope.body, WorkerReady)]
+        return [envelope.body for envelope in received if isinstance(envelope.body, WorkerReady)]
 
     def send_step(self, step: Step) -> None:
         """The same step to every rank."""
@@ -99,40 +86,7 @@ class Links:
         except zmq.Again:
             if peer not in self.unresponsive:
                 self.unresponsive.add(peer)
-                logger.error(
-                    "%s is unresponsive: %d messages unread, further ones dropped; its requests may hang",
-                    peer.decode(), sockets.HIGH_WATER_MARK,
-                )  # fmt: skip
+                text = "%s is unresponsive: %d messages unread, further ones dropped; its requests may hang"
+                logger.error(text, peer.decode(), sockets.HIGH_WATER_MARK)
         except zmq.ZMQError:
             logger.debug("%s exited: %s dropped", peer.decode(), type(body).__name__)
-
-
-class Outbox:
-    """What one turn of the core's loop has for API servers: one message to each, sent at its end."""
-
-    def __init__(self, links: Links):
-        self._links = links
-        self._pending: dict[bytes, Outputs] = {}
-
-    def output(self, peer: bytes, output: RequestOutput) -> None:
-        """Tokens, or the end, of a request."""
-        self._to(peer).outputs.append(output)
-
-    def consumed(self, message: MessageId) -> None:
-        """No rank will read it again. Dropped if its sender is dead."""
-        peer = self._links.identities.get(message.incarnation)
-        if peer is not None:
-            self._to(peer).consumed.append(message)
-
-    def forget(self, peer: bytes) -> None:
-        """A peer is dead: drop its message."""
-        self._pending.pop(peer, None)
-
-    def send_all(self) -> None:
-        """Send and empty everything."""
-        for peer, outputs in self._pending.items():
-            self._links.send(peer, outputs)
-        self._pending = {}
-
-    def _to(self, peer: bytes) -> Outputs:
-        return self._pending.setdefault(peer, Outputs())

@@ -22,7 +22,6 @@ Cache type `lru`, `RankCopies`: every rank keeps its own copies; the steps name 
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import time
@@ -31,6 +30,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
+from mini_engine.core.request import MediaEntry, References
+from mini_engine.core.step_builder import StepBuilder
 from mini_engine.free_memory import RESERVE, available_memory
 from mini_engine.messages import (
     CachedMedia,
@@ -48,22 +49,6 @@ Owner = tuple[int, str]
 """Incarnation of an API server, and the id of one of its requests."""
 
 
-@dataclasses.dataclass(eq=False, slots=True)
-class Entry:
-    """One cached item."""
-
-    media: CachedMedia
-    nbytes: int  # that evicting it frees: in the store, those of whole pages
-    extents: list[Extent] = dataclasses.field(default_factory=list)  # in the store; none: the ranks have copies
-    references: int = 0
-    listed: bool = False  # `look_up` finds it
-    used_at: float = 0.0  # when its last reference ended, by `time.monotonic()`
-
-
-References = dict[bytes, Entry]
-"""A request's, by media hash."""
-
-
 class MediaDirectory:
     """Cached items by hash, and the references to them: the base of both types of cache. By itself it stays empty."""
 
@@ -72,15 +57,11 @@ class MediaDirectory:
         self.num_bytes_pinned = 0  # of those, the items with references, or that a step copies
         self.num_references = 0
         self.num_evictions = 0
-        self._listed: OrderedDict[bytes, Entry] = OrderedDict()  # the idle ones in the order of their last use
+        self._listed: OrderedDict[bytes, MediaEntry] = OrderedDict()  # the idle ones in the order of their last use
         self._held: dict[Owner, References] = {}  # of requests that have not arrived
-        # Fields of the next step:
-        self.keep: list[KeepMedia] = []
-        self.drop: list[bytes] = []
-        self.mark: int | None = None  # bytes of the store to register as pinned memory
 
     @property
-    def idle(self) -> Iterator[Entry]:
+    def idle(self) -> Iterator[MediaEntry]:
         """Listed items without a reference, least recently used first."""
         return (entry for entry in self._listed.values() if not entry.references)
 
@@ -96,18 +77,18 @@ class MediaDirectory:
 
     def look_up(self, owner: Owner, hashes: Iterable[bytes]) -> list[CachedMedia]:
         """The listed ones of these; the request refers to them from now on."""
-        found = [self._listed[value] for value in hashes if value in self._listed]
-        for entry in found:
+        cached = [self._listed[media_hash] for media_hash in hashes if media_hash in self._listed]
+        for entry in cached:
             self._refer(owner, entry)
-        return [entry.media for entry in found]
-
-    def release_request(self, owner: Owner) -> None:
-        """The request ends before its `NewRequest`."""
-        self.release(self._held.pop(owner, {}))
+        return [entry.media for entry in cached]
 
     def claim(self, owner: Owner) -> References:
         """The request arrived. Returns its references; the caller owns them until `release`."""
         return self._held.pop(owner, {})
+
+    def release_request(self, owner: Owner) -> None:
+        """The request ends before its `NewRequest`."""
+        self.release(self.claim(owner))
 
     def resolve(self, new: NewRequest, references: References) -> NewRequest:
         """`new` for the ranks; they find the items without patches by hash."""
@@ -131,30 +112,28 @@ class MediaDirectory:
     def arrived(self, item: MediaItem) -> None:
         """The tensor of `item` is on all ranks."""
 
-    def kept(self, value: bytes) -> None:
+    def kept(self, media_hash: bytes) -> None:
         """A step with this `KeepMedia` has retired."""
 
     def reset(self) -> None:
         """Evict all items without references."""
         self._evict_idle(self.num_bytes_idle)
 
-    def _list(self, entry: Entry) -> None:
+    def _list(self, entry: MediaEntry) -> None:
         """`look_up` finds it from now on; it is idle."""
         entry.listed = True
         self._listed[entry.media.media_hash] = entry
         self._on_unreferenced(entry)
 
-    def _refer(self, owner: Owner, entry: Entry) -> None:
-        held = self._held.setdefault(owner, {})
-        if entry.media.media_hash in held:
-            return
-        held[entry.media.media_hash] = entry
-        if not entry.references:
-            self.num_bytes_pinned += entry.nbytes
-        entry.references += 1
-        self.num_references += 1
+    def _refer(self, owner: Owner, entry: MediaEntry) -> None:
+        references = self._held.setdefault(owner, {})
+        if entry.media.media_hash not in references:
+            references[entry.media.media_hash] = entry
+            self.num_bytes_pinned += 0 if entry.references else entry.nbytes
+            entry.references += 1
+            self.num_references += 1
 
-    def _on_unreferenced(self, entry: Entry) -> None:
+    def _on_unreferenced(self, entry: MediaEntry) -> None:
         if entry.listed:
             self._listed.move_to_end(entry.media.media_hash)
             entry.used_at = time.monotonic()
@@ -164,12 +143,12 @@ class MediaDirectory:
 
     def _evict_idle(self, nbytes: int) -> int:
         """Free the least recently used items, `nbytes` of the `num_bytes_idle` or more; returns how many items."""
-        evicted: list[Entry] = []
+        evicted: list[MediaEntry] = []
         left = nbytes
         while left > 0:  # one pass for thousands of items: it takes as long as their memory takes to reach the CPU
-            value, entry = self._listed.popitem(last=False)
+            media_hash, entry = self._listed.popitem(last=False)
             if entry.references:
-                self._listed[value] = entry  # the order of items with references does not matter
+                self._listed[media_hash] = entry  # the order of items with references does not matter
             else:
                 left -= entry.nbytes
                 evicted.append(entry)
@@ -177,47 +156,39 @@ class MediaDirectory:
         self._free(evicted)
         return len(evicted)
 
-    def _free(self, entries: list[Entry]) -> None:
+    def _free(self, entries: list[MediaEntry]) -> None:
         """Drop these items, which are unlisted and without references."""
 
 
 class RankCopies(MediaDirectory):
     """Cache type `lru`: at most `capacity` bytes of copies in each rank; 0 keeps nothing."""
 
-    def __init__(self, capacity: int):
+    def __init__(self, capacity: int, next_step: StepBuilder):
         super().__init__()
         self.capacity = capacity
-        self._unready: dict[bytes, Entry] = {}  # not copied on all ranks yet
+        self._next_step = next_step
+        self._unready: dict[bytes, MediaEntry] = {}  # not copied on all ranks yet
 
     def arrived(self, item: MediaItem) -> None:
         """See `MediaDirectory`: the ranks keep a copy if there is room."""
         assert isinstance(item.patches, TensorHandle)
-        value, nbytes = item.media_hash, math.prod(item.patches.shape)
-        if value in self._listed or value in self._unready or self.num_bytes_pinned + nbytes > self.capacity:
+        media_hash, nbytes = item.media_hash, math.prod(item.patches.shape)
+        if media_hash in self._listed or media_hash in self._unready or self.num_bytes_pinned + nbytes > self.capacity:
             return
         self.num_evictions += self._evict_idle(self.num_bytes + nbytes - self.capacity)
-        self._unready[value] = Entry(CachedMedia.of(item), nbytes)
+        self._unready[media_hash] = MediaEntry(CachedMedia.of(item), nbytes)
         self.num_bytes += nbytes
         self.num_bytes_pinned += nbytes
-        self.keep.append(KeepMedia(value, item.patches))
+        self._next_step.keep(KeepMedia(media_hash, item.patches))
 
-    def kept(self, value: bytes) -> None:
-        entry = self._unready.pop(value)
+    def kept(self, media_hash: bytes) -> None:
+        entry = self._unready.pop(media_hash)
         self.num_bytes_pinned -= entry.nbytes
         self._list(entry)
 
-    def _free(self, entries: list[Entry]) -> None:
-        self.drop += [entry.media.media_hash for entry in entries]
-
-
-@dataclasses.dataclass(slots=True)
-class Reservation:
-    """Pages to which an API server is writing an item."""
-
-    incarnation: int
-    media: CachedMedia
-    extents: list[Extent]
-    listed: bool = True  # `look_up` will find it
+    def _free(self, entries: list[MediaEntry]) -> None:
+        for entry in entries:
+            self._next_step.drop(entry.media.media_hash)
 
 
 class MediaStore(MediaDirectory):
@@ -227,40 +198,41 @@ class MediaStore(MediaDirectory):
         nbytes: of all items, each in whole pages.
         row_bytes: bytes of one patch.
         available: see `PageAllocator`.
-        is_registered: whether the ranks register the memory up to the mark, which allocates it.
+        register: called with a new high-water mark, in bytes, up to which the ranks register the memory; this allocates
+            it. None: they do not.
     """
 
-    def __init__(self, nbytes: int, row_bytes: int, available: Callable[[], int], is_registered: bool = False):
+    def __init__(
+        self, nbytes: int, row_bytes: int, available: Callable[[], int], register: Callable[[int], None] | None = None
+    ):
         super().__init__()
-        self._is_registered = is_registered
         self.pages = PageAllocator(nbytes, available)
         self._row_bytes = row_bytes
+        self._register = register
         self._numbers = itertools.count(1)
-        self.reservations: dict[int, Reservation] = {}  # open ones, by number
+        self.reservations: dict[int, MediaEntry] = {}  # which API servers are writing, by number
 
     def reserve(self, owner: Owner, media: CachedMedia) -> Reserved:
         """Pages for an item of a request; or a reference, if it has been written meanwhile."""
-        value = media.media_hash
-        if value in self._listed:
-            self._refer(owner, self._listed[value])
-            return Reserved(value, "present")
-        if any(one.listed and one.media.media_hash == value for one in self.reservations.values()):
-            return Reserved(value, "busy")
+        media_hash = media.media_hash
+        if media_hash in self._listed:
+            self._refer(owner, self._listed[media_hash])
+            return Reserved(media_hash, "present")
+        if any(entry.listed and entry.media.media_hash == media_hash for entry in self.reservations.values()):
+            return Reserved(media_hash, "busy")
         extents = self._allocate(math.prod(media.grid_thw) * self._row_bytes)
         if extents is None:
-            return Reserved(value, "full")
-        number = next(self._numbers)
-        self.reservations[number] = Reservation(owner[0], media, extents)
-        return Reserved(value, "reserved", number, extents)
+            return Reserved(media_hash, "full")
+        number, nbytes = next(self._numbers), sum(count for _, count in extents) * PAGE_BYTES
+        self.reservations[number] = MediaEntry(media, nbytes, extents, owner[0], listed=True)
+        return Reserved(media_hash, "reserved", number, extents)
 
     def written(self, number: int, owners: Iterable[Owner]) -> None:
         """The item is readable; these requests refer to it."""
-        reservation = self.reservations.pop(number)
-        self.pages.written(reservation.extents)
-        nbytes = sum(count for _, count in reservation.extents) * PAGE_BYTES
-        entry = Entry(reservation.media, nbytes, reservation.extents)
+        entry = self.reservations.pop(number)
+        self.pages.written(entry.extents)
         self.num_bytes += entry.nbytes
-        if reservation.listed:
+        if entry.listed:
             self._list(entry)
         for owner in owners:
             self._refer(owner, entry)
@@ -273,34 +245,34 @@ class MediaStore(MediaDirectory):
 
     def resolve(self, new: NewRequest, references: References) -> NewRequest:
         """See `MediaDirectory`: names become handles."""
-        media = [
-            item if item.patches is not None else self._with_handle(item, references[item.media_hash])
-            for item in new.media
-        ]
+        media = list(new.media)
+        for index, item in enumerate(media):
+            if item.patches is None:
+                entry = references[item.media_hash]
+                handle = StoreHandle(entry.extents, (math.prod(entry.media.grid_thw), self._row_bytes))
+                media[index] = msgspec.structs.replace(item, patches=handle)
         return msgspec.structs.replace(new, media=media)
 
     def on_api_server_gone(self, incarnation: int) -> None:
         """See `MediaDirectory`. What it has written stays; its reservations end."""
         super().on_api_server_gone(incarnation)
-        for number in [number for number, one in self.reservations.items() if one.incarnation == incarnation]:
+        for number in [number for number, entry in self.reservations.items() if entry.writer == incarnation]:
             self.abandoned(number)
 
     def reset(self) -> None:
         """See `MediaDirectory`. Unlists the other items, and those that API servers are writing."""
         super().reset()
-        for entry in self._listed.values():
+        for entry in (*self._listed.values(), *self.reservations.values()):
             entry.listed = False
         self._listed.clear()
-        for reservation in self.reservations.values():
-            reservation.listed = False
 
     def _allocate(self, nbytes: int) -> list[Extent] | None:
         """Free pages, or those of the least recently used items, if both together are enough."""
         before = self.pages.mark
         extents = self.pages.allocate(nbytes)
-        if self._is_registered and self.pages.mark > before:
+        if self._register and self.pages.mark > before:
             self.pages.written([(before, self.pages.mark - before)])
-            self.mark = self.pages.mark * PAGE_BYTES
+            self._register(self.pages.mark * PAGE_BYTES)
         if extents is not None:
             return extents
         missing = (pages_for(nbytes) - self.pages.num_free) * PAGE_BYTES
@@ -309,20 +281,17 @@ class MediaStore(MediaDirectory):
         self.num_evictions += self._evict_idle(missing)
         return self.pages.allocate(nbytes)
 
-    def _with_handle(self, item: MediaItem, entry: Entry) -> MediaItem:
-        rows = math.prod(entry.media.grid_thw)
-        return msgspec.structs.replace(item, patches=StoreHandle(entry.extents, (rows, self._row_bytes)))
-
-    def _free(self, entries: list[Entry]) -> None:
+    def _free(self, entries: list[MediaEntry]) -> None:
         self.pages.free([extent for entry in entries for extent in entry.extents])
 
 
-def media_directory(init: Init, row_bytes: int, device: str) -> MediaDirectory:
+def media_directory(init: Init, row_bytes: int, device: str, next_step: StepBuilder) -> MediaDirectory:
     """The directory for this engine's type of cache. `row_bytes`: of one patch."""
     plan, config = init.media_cache, init.config
     if plan.kind != "shm":
-        return RankCopies(plan.nbytes)
+        return RankCopies(plan.nbytes, next_step)
     # The mark of each of the others, stores and arenas, may rise at the same time.
     others = config.data_parallel_size - 1 + config.api_server_count
     reserve = RESERVE + others * MARK_PAGES * PAGE_BYTES
-    return MediaStore(plan.nbytes, row_bytes, lambda: available_memory() - reserve, device == "cuda")
+    register = next_step.register_media if device == "cuda" else None
+    return MediaStore(plan.nbytes, row_bytes, lambda: available_memory() - reserve, register)

@@ -1,4 +1,4 @@
-"""A request as the engine core sees it: tokens, block ids and handles."""
+"""A request as the engine core sees it: tokens, block ids, handles, and references to cached media."""
 
 from __future__ import annotations
 
@@ -11,22 +11,40 @@ from collections.abc import Iterator
 
 import msgspec
 
-from mini_engine.core.media_store import References
-from mini_engine.messages import EngineTimes, MediaItem, MessageId, NewRequest, SamplingParams, TensorHandle
+from mini_engine.messages import CachedMedia, EngineTimes, MediaItem, MessageId, NewRequest, TensorHandle
 
 HASH_BYTES = 16
 
 
 @dataclasses.dataclass(eq=False, slots=True)
+class MediaEntry:
+    """One cached item, see `MediaDirectory`."""
+
+    media: CachedMedia
+    nbytes: int  # that evicting it frees: in the store, those of whole pages
+    extents: list[tuple[int, int]] = dataclasses.field(
+        default_factory=list
+    )  # in the store; none: the ranks have copies
+    writer: int = 0  # incarnation of the API server that has the extents reserved
+    references: int = 0
+    listed: bool = False  # `look_up` finds it, or will when it is written
+    used_at: float = 0.0  # when its last reference ended, by `time.monotonic()`
+
+
+References = dict[bytes, MediaEntry]
+"""A request's references to cached media, by media hash."""
+
+
+@dataclasses.dataclass(eq=False, slots=True)
 class Tensors:
-    """The sources of the media of a request and its siblings, which share it.
+    """The sources of the media of a request and its children, which share it.
 
     Released once every item is encoded, or when the last sample ends. Not before: a prompt found in the prefix cache
     needs no embeddings, but after a preemption it may not be found again.
     """
 
     messages: list[MessageId]  # tensor messages, each once
-    references: References  # to the cached media that it names
+    references: References
     users: int  # samples that have not ended
     released: bool  # or about to be; or there are none
 
@@ -41,14 +59,13 @@ class Request:
     new: NewRequest
     id: str
     seed: int
-    sender: str
-    incarnation: int
+    peer: bytes  # its API server, see `Links`
     arrival: int  # counts up over the requests of an engine
     prefix_salt: bytes | None  # its blocks are shared within one salt; None: not shared
     tensors: Tensors
-    siblings: list[Request] = dataclasses.field(default_factory=list)  # they start when its prompt is computed
-    lead: Request | None = None  # it is a sibling of this one, and has not started
-    tokens: list[int] = dataclasses.field(default_factory=list)  # the prompt and the output reported so far
+    parent: Request | None = None  # has not computed the prompt yet, which its children then share
+    children: list[Request] = dataclasses.field(default_factory=list)  # they start when the prompt is computed
+    tokens: list[int] = dataclasses.field(init=False)  # the prompt and the output reported so far
     num_computed: int = 0  # tokens whose keys and values are in the cache once the dispatched steps have run
     num_sampled: int = 0  # output tokens sampled by dispatched steps, those not reported yet among them
     blocks: list[int] = dataclasses.field(default_factory=list)
@@ -57,8 +74,8 @@ class Request:
     epoch: int = 0  # raised when it loses its blocks
     restarts: bool = True  # its next chunk replaces the ranks' block table for it
     announced: bool = False  # the ranks know the sequence
-    holds_media: bool = False  # all its items, if any, are reserved in the encoder cache
-    state: int | None = None  # slot of its recurrent state while it runs
+    holds_media: bool = dataclasses.field(init=False)  # all its items, if any, are reserved in the encoder cache
+    state: int | None = None  # index of its recurrent state while it runs
     last_snapshot: bytes | None = None  # prefix hash of the latest one in its output, which the next one replaces
     num_cached: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
     accepted_at: float = 0.0  # when all ranks had its media, by `time.monotonic()`
@@ -68,6 +85,25 @@ class Request:
     def __post_init__(self) -> None:
         self.tokens = list(self.new.prompt_token_ids)
         self.holds_media = not self.new.media
+
+    @classmethod
+    def of(
+        cls, new: NewRequest, references: References, peer: bytes, arrivals: Iterator[int], share_prefixes: bool
+    ) -> Request:
+        """The first sample of `new`, with the others as its children. They share blocks with all requests of the same
+        cache salt, or only with each other without `share_prefixes`."""
+        salt = os.urandom(HASH_BYTES) if new.siblings else None
+        if share_prefixes:
+            salt = hashlib.blake2b(new.cache_salt.encode(), digest_size=HASH_BYTES, person=b"cache salt").digest()
+        messages = dict.fromkeys(item.patches.message for item in new.media if isinstance(item.patches, TensorHandle))
+        tensors = Tensors(list(messages), references, 1 + len(new.siblings), released=not new.media)
+
+        def sample(request_id: str, seed: int, parent: Request | None = None) -> Request:
+            return cls(new, request_id, seed, peer, next(arrivals), salt, tensors, parent)
+
+        parent = sample(new.request_id, new.sampling.seed)
+        parent.children = [sample(child.request_id, child.seed, parent) for child in new.siblings]
+        return parent
 
     @property
     def media(self) -> list[MediaItem]:
@@ -79,16 +115,7 @@ class Request:
         return {item.media_hash: item.num_tokens for item in self.media}
 
     @property
-    def sampling(self) -> SamplingParams:
-        return self.new.sampling
-
-    @property
-    def client(self) -> bytes:
-        return self.new.client
-
-    @property
     def is_running(self) -> bool:
-        """It has a slot, and blocks."""
         return bool(self.blocks)
 
     @property
@@ -113,10 +140,10 @@ class Request:
     @property
     def num_missing(self) -> int:
         """Known tokens that no dispatched step computes; 0 at the end of the output."""
-        return 0 if self.num_sampled >= self.sampling.max_tokens else self.num_known - self.num_computed
+        return 0 if self.num_sampled >= self.new.sampling.max_tokens else self.num_known - self.num_computed
 
     def times_so_far(self, media_ready: float) -> EngineTimes | None:
-        """For the output with its first token, and with its last; None for a sibling. Called when the token arrives.
+        """For the output with its first token, and with its last; None for a child. Called when the token arrives.
         `media_ready`: when the last of its media was encoded, perhaps by an earlier request."""
         if self.id != self.new.request_id:
             return None
@@ -144,29 +171,3 @@ class Request:
                     digest.update(item.media_hash)
             self.hashes.append(digest.digest())
         return self.hashes
-
-
-def family(
-    new: NewRequest,
-    references: References,
-    sender: str,
-    incarnation: int,
-    arrivals: Iterator[int],
-    share_prefixes: bool,
-) -> Request:
-    """The first sample of `new`, with the others as its siblings.
-
-    `references`: to the cached media that `new` names. They share blocks with all requests of the same cache salt, or
-    only with each other without `share_prefixes`.
-    """
-    salt = os.urandom(HASH_BYTES) if new.siblings else None
-    if share_prefixes:
-        salt = hashlib.blake2b(new.cache_salt.encode(), digest_size=HASH_BYTES, person=b"cache salt").digest()
-    messages = [item.patches.message for item in new.media if isinstance(item.patches, TensorHandle)]
-    tensors = Tensors(list(dict.fromkeys(messages)), references, 1 + len(new.siblings), released=not new.media)
-    lead = Request(new, new.request_id, new.sampling.seed, sender, incarnation, next(arrivals), salt, tensors)
-    for other in new.siblings:
-        sibling = Request(new, other.request_id, other.seed, sender, incarnation, next(arrivals), salt, tensors)
-        sibling.lead = lead
-        lead.siblings.append(sibling)
-    return lead

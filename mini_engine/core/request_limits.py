@@ -27,10 +27,8 @@ def engine_limits(
             "--gpu-memory-utilization, or lower it"
         )
     if capacity < wanted:
-        logger.warning(
-            "the KV cache holds %d tokens, so requests are limited to that instead of %d; "
-            "raise --kv-cache-memory-bytes for more", capacity, wanted,
-        )  # fmt: skip
+        text = "the KV cache holds %d tokens, so requests are limited to that instead of %d; "
+        logger.warning(text + "raise --kv-cache-memory-bytes for more", capacity, wanted)
     interval = config.state_snapshot_interval or _snapshot_interval(capacity, num_states, config)
     return EngineLimits(
         min(wanted, capacity), num_blocks, config.block_size, config.encoder_cache_tokens, device, num_states, interval

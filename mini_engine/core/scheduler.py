@@ -5,72 +5,45 @@ It counts tokens and blocks; it knows nothing of sockets, of the model, or of wh
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
+import time
+from collections import Counter
 from collections.abc import Iterator
 
 import msgspec
 
 from mini_engine.config import EngineConfig
 from mini_engine.core.clients import Clients
-from mini_engine.core.encoder_cache import EncoderCache, Entry
+from mini_engine.core.encoder_cache import EncoderCache, EncoderEntry
 from mini_engine.core.kv_blocks import BlockPool
-from mini_engine.core.plan import QUICK_ENCODER_TOKENS, QUICK_PREFILL_TOKENS, Plan, Work
 from mini_engine.core.request import Request
 from mini_engine.core.state_snapshots import StatePool
-from mini_engine.messages import Chunk, EncodeItem, MediaItem, NewSequence, SamplingParams, StateStart
-
-
-@dataclasses.dataclass(frozen=True)
-class Budgets:
-    """Bounds of one step."""
-
-    max_seqs: int
-    max_tokens: int
-    max_encoder_tokens: int  # if a single temporal grid has more, it is encoded in a step without other media
-    long_prefill: int  # most tokens of one prompt while other prompts wait; 0: no bound of its own
-
-    @classmethod
-    def of(cls, config: EngineConfig, device: str, recurrent: bool) -> Budgets:
-        """See `EngineConfig.step_sequences`."""
-        max_tokens, long_prefill = config.step_tokens(device), config.long_prefill_token_threshold
-        if long_prefill is None:
-            long_prefill = max(1, max_tokens // 2)
-        return cls(config.step_sequences(device, recurrent), max_tokens, config.step_media_tokens(device), long_prefill)
-
-
-@dataclasses.dataclass
-class Counters:
-    """Events since the last `EngineStats`, which describes them."""
-
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    encoder_cache_queries: int = 0
-    encoder_cache_hits: int = 0
-    preemptions: int = 0
-    state_snapshots_taken: int = 0
-    state_snapshot_hits: int = 0
+from mini_engine.core.step_builder import QUICK_ENCODER_TOKENS, QUICK_PREFILL_TOKENS, Plan, Work
+from mini_engine.messages import Chunk, EncodeItem, EngineLimits, MediaItem, NewSequence, StateStart
 
 
 class Scheduler:
     """Continuous batching with chunked prefill and preemption by recompute.
 
     Decodes go first, then prefills. Those of one client go by priority and arrival, running ones before waiting ones;
-    clients take turns. A request's media are on all ranks when it is added.
+    clients take turns. A request's media are on all ranks when it is added to `clients`.
     """
 
-    def __init__(self, blocks: BlockPool, encoder: EncoderCache, budgets: Budgets, states: StatePool):
-        self.blocks = blocks
-        self.states = states
-        self.encoder = encoder
-        self.budgets = budgets
+    def __init__(
+        self, config: EngineConfig, limits: EngineLimits, blocks: BlockPool, encoder: EncoderCache, states: StatePool
+    ):
+        self.blocks, self.encoder, self.states = blocks, encoder, states
+        self.max_seqs = config.step_sequences(limits.device, states.is_needed)
+        self.max_tokens = config.step_tokens(limits.device)
+        # A single temporal grid with more tokens is encoded in a step without other media.
+        self.max_encoder_tokens = config.step_media_tokens(limits.device)
+        # Tokens of one prompt in a step while other prompts wait; 0: no limit of its own.
+        threshold = config.long_prefill_token_threshold
+        self.long_prefill = max(1, self.max_tokens // 2) if threshold is None else threshold
         self.clients = Clients()
-        self.counters = Counters()
+        self.events: Counter[str] = Counter()  # since the last `EngineStats`, by its fields
         self._owes_quick = False  # a heavy step was made since the last quick one
-        self._claimant: Request | None = None  # it may take another's place: see `_make_place`
-
-    def add(self, request: Request) -> None:
-        """Queue a request."""
-        self.clients.add(request)
+        self._claimant: Request | None = None  # waits for a place or for blocks: see `_preempt_for_claimant`
 
     def remove(self, request: Request) -> None:
         """Remove a request in any state, and free its blocks, its state and its room in the encoder cache."""
@@ -88,8 +61,9 @@ class Scheduler:
         A short request never waits for more than one heavy step: while one runs only a quick step is made, and after it
         short requests are scheduled before the next heavy step.
         """
-        takes_turn = self._owes_quick and any(one.num_missing <= QUICK_PREFILL_TOKENS for one in self.clients.waiting)
-        if heavy_in_flight or takes_turn:
+        if heavy_in_flight or (
+            self._owes_quick and any(other.num_missing <= QUICK_PREFILL_TOKENS for other in self.clients.waiting)
+        ):
             plan = self._plan(quick=True)
             self._owes_quick = heavy_in_flight
             if heavy_in_flight or plan.requests:
@@ -99,19 +73,17 @@ class Scheduler:
         return plan
 
     def _plan(self, quick: bool) -> Plan:
-        budgets = self.budgets
-        if quick:
-            plan = Plan(quick, budgets.max_tokens, QUICK_PREFILL_TOKENS, QUICK_ENCODER_TOKENS)
-        else:
-            plan = Plan(quick, budgets.max_tokens, budgets.max_tokens, budgets.max_encoder_tokens)
-        self._make_place(plan)
+        budgets = (QUICK_PREFILL_TOKENS, QUICK_ENCODER_TOKENS) if quick else (self.max_tokens, self.max_encoder_tokens)
+        plan = Plan(quick, self.max_tokens, *budgets)
+        if self._claimant is not None:
+            self._preempt_for_claimant(self._claimant, plan)
         # Decodes first, so that no prompt delays the output of others; then prefills.
         for request in self.clients.running:
-            if request.is_running and request.num_missing == 1:  # it may have lost its blocks to one before it
+            if request.is_running and request.num_missing == 1:  # it may have been preempted by one before it
                 self._continue(request, plan)
         self._prefill_in_turns(plan)
         for request in self.clients.running:
-            if request.is_running and request.num_missing > 1 and request.id not in plan.scheduled:
+            if request.is_running and request.num_missing > 1 and request.id not in plan.work:
                 self._continue(request, plan)
         return plan
 
@@ -119,22 +91,25 @@ class Scheduler:
 
     def _continue(self, request: Request, plan: Plan) -> None:
         length = self._prepare_chunk(request, plan)
-        while length and not self._extend_blocks(request, length):
+        if not length:
+            return
+        num_new = self.blocks.blocks_for(request.num_computed + length) - len(request.blocks)
+        while (blocks := self.blocks.allocate(max(0, num_new))) is None:
             # The request is itself a candidate: none before it is preempted.
-            victim = next(other for other in reversed(self.clients.running) if other.id not in plan.scheduled)
+            victim = next(other for other in reversed(self.clients.running) if other.id not in plan.work)
             self._preempt(victim)
             if victim is request:
                 return
-        if length:
-            self._add_chunk(request, length, plan)
+        request.blocks += blocks
+        self._add_chunk(request, length, plan)
 
     def _preempt(self, request: Request) -> None:
         """Queue it again; all is recomputed but what the prefix cache still holds. Its sampled tokens stay valid, those
         of dispatched steps too, and so do its media's embeddings."""
         self.clients.remove(request)
         self._free_blocks(request)
-        self.add(request)
-        self.counters.preemptions += 1
+        self.clients.add(request)
+        self.events["preemptions"] += 1
 
     def _free_blocks(self, request: Request) -> None:
         self.blocks.free(request.blocks)
@@ -149,7 +124,7 @@ class Scheduler:
     # --- waiting -----------------------------------------------------------------------------------------------------
 
     def _prefill_in_turns(self, plan: Plan) -> None:
-        """Running prefills and waiting requests, up to the first that has to wait for a slot or for blocks.
+        """Running prefills and waiting requests, up to the first that has to wait for a place or for blocks.
 
         Skipped are, in a quick step, requests that are not short; and requests without room in the encoder cache, which
         later ones may have to free. No request takes room that a skipped one needs."""
@@ -161,7 +136,7 @@ class Scheduler:
                 if request.num_missing > 1:
                     self._continue(request, plan)
                 continue
-            if self._lacks_slot() and self.clients.slot_for(request) is None:
+            if self._is_full() and self.clients.victim_for_place(request) is None:
                 return
             room = 0 if request.holds_media else self.encoder.room_for(request.media_tokens)
             if request.holds_media or kept + room <= self.encoder.num_free:
@@ -171,92 +146,79 @@ class Scheduler:
                 kept += room
 
     def _admit(self, request: Request, plan: Plan) -> bool:
-        """False when it has to wait for a slot or for blocks, and so all behind it.
+        """False when it has to wait for a place or for blocks, and so all behind it.
 
         It gets the blocks of all its known tokens at once: otherwise the decodes of later requests could preempt a
         prefill again and again.
         """
         cached = self._cached_prefix(request)
         request.num_computed = len(cached) * self.blocks.block_size
-        length = 0
+        length, blocks = 0, None
         if not plan.quick or self._is_quick(request, plan):
-            self._reserve_media(request)
+            if not request.holds_media:
+                self._reserve_media(request)
             length = self._prepare_chunk(request, plan)
-        if not length or self._lacks_slot() or self._lacks_blocks(request, cached):
+        if length and not self._is_full():
+            blocks = self.blocks.allocate(self.blocks.blocks_for(request.num_known), cached)
+        if blocks is None:
             request.num_computed = 0
             self._claimant = request if length else self._claimant
             return not length
-        self.blocks.hold(cached)
-        request.num_published = len(cached)
-        request.blocks = cached + (self.blocks.allocate(self._blocks_beside(request, cached)) or [])
+        request.num_published, request.blocks = len(cached), blocks
         self.clients.start(request)
-        self._count_admission(request)
+        if request.num_cached is None:
+            request.num_cached = min(request.num_computed, request.num_prompt)
+            if request.prefix_salt is not None:
+                self.events["prefix_cache_queries"] += request.num_prompt
+                self.events["prefix_cache_hits"] += request.num_cached
         if self.states.is_needed:
-            self._start_state(request, len(cached), plan)
+            request.state = self.states.allocate()
+            source = self.states.use(request.hashes[len(cached) - 1]) if cached else None
+            plan.states.append(StateStart(request.id, request.state, source))
+            self.events["state_snapshot_hits"] += source is not None
         self._add_chunk(request, length, plan)
         return True
 
-    def _blocks_beside(self, request: Request, cached: list[int]) -> int:
-        return self.blocks.blocks_for(request.num_known) - len(cached)
+    def _is_full(self) -> bool:
+        return self.clients.num_running >= self.max_seqs
 
-    def _lacks_slot(self) -> bool:
-        return self.clients.num_running >= self.budgets.max_seqs
-
-    def _lacks_blocks(self, request: Request, cached: list[int]) -> bool:
-        return self._blocks_beside(request, cached) + self.blocks.num_idle(cached) > self.blocks.num_free
-
-    def _make_place(self, plan: Plan) -> None:
+    def _preempt_for_claimant(self, request: Request, plan: Plan) -> None:
         """Preempt a request for one that waits, if that evens out what clients hold. Before anything else, since what
         is in the plan keeps its blocks."""
-        request, victim = self._claimant, None
-        if request is None or (plan.quick and not self._is_quick(request, plan)):
+        if plan.quick and not self._is_quick(request, plan):
             return
-        self._claimant = None
-        if self._lacks_slot():
-            victim = self.clients.slot_for(request)
-        elif self._lacks_blocks(request, self._cached_prefix(request)):
-            victim = self.clients.blocks_for(request, self.blocks.blocks_for(request.num_known))
+        self._claimant = victim = None
+        num_blocks = self.blocks.blocks_for(request.num_known)
+        if self._is_full():
+            victim = self.clients.victim_for_place(request)
+        elif not self.blocks.has_room(num_blocks, self._cached_prefix(request)):
+            victim = self.clients.victim_for_blocks(request, num_blocks)
         if victim is not None and not request.is_running:
             self._preempt(victim)
-
-    def _start_state(self, request: Request, num_cached: int, plan: Plan) -> None:
-        """Give it a slot, with the state after its cached blocks."""
-        request.state = self.states.allocate()
-        source = self.states.use(request.hashes[num_cached - 1]) if num_cached else None
-        plan.states.append(StateStart(request.id, request.state, source))
-        self.counters.state_snapshot_hits += source is not None
 
     def _is_quick(self, request: Request, plan: Plan) -> bool:
         """Whether a quick step can compute all missing tokens of the request, and encode the media that they need."""
         if request.num_missing > QUICK_PREFILL_TOKENS:
             return False
         items = {item.media_hash: item.num_tokens for item, _ in self._items_between(request, request.num_known)}
-        return sum(tokens for value, tokens in items.items() if not self.encoder.holds(value)) <= plan.encoder_left
+        unencoded = sum(tokens for media_hash, tokens in items.items() if not self.encoder.holds(media_hash))
+        return unencoded <= plan.encoder_left
 
     def _reserve_media(self, request: Request) -> None:
-        """Reserve room for it and its siblings, once; there is room."""
-        if request.holds_media:
-            return
+        """Reserve room for it and its children; there is room."""
         items = request.media_tokens
-        self.counters.encoder_cache_queries += len(items)
-        self.counters.encoder_cache_hits += sum(self.encoder.holds(value) for value in items)
-        self.encoder.reserve(items, users=1 + len(request.siblings))
-        for member in (request, *request.siblings):
-            member.holds_media = True
+        self.events["encoder_cache_queries"] += len(items)
+        self.events["encoder_cache_hits"] += sum(map(self.encoder.holds, items))
+        self.encoder.reserve(items, users=1 + len(request.children))
+        for sample in (request, *request.children):
+            sample.holds_media = True
 
     def _cached_prefix(self, request: Request) -> list[int]:
         """Cached blocks of its first tokens, as far as the recurrent state after them is known; at least one token is
         left to compute."""
         hashes = request.block_hashes(self.blocks.block_size)
-        found = self.blocks.find(hashes[: (request.num_known - 1) // self.blocks.block_size])
-        return found[: self.states.find(hashes[: len(found)])] if self.states.is_needed else found
-
-    def _count_admission(self, request: Request) -> None:
-        if request.num_cached is None:
-            request.num_cached = min(request.num_computed, request.num_prompt)
-            if request.prefix_salt is not None:
-                self.counters.prefix_cache_queries += request.num_prompt
-                self.counters.prefix_cache_hits += request.num_cached
+        blocks = self.blocks.find(hashes[: (request.num_known - 1) // self.blocks.block_size])
+        return blocks[: self.states.find(hashes[: len(blocks)])] if self.states.is_needed else blocks
 
     # --- a chunk -----------------------------------------------------------------------------------------------------
 
@@ -272,15 +234,13 @@ class Scheduler:
         if plan.quick and missing > QUICK_PREFILL_TOKENS:
             return 0
         length = min(missing, plan.tokens_left, plan.prefill_left)
-        if self.budgets.long_prefill and length > self.budgets.long_prefill and self._others_wait(request):
-            length = self.budgets.long_prefill
-        end = self._encode_until(request, request.num_computed + length, plan)
-        return min(end - request.num_computed, plan.tokens_left)
-
-    def _others_wait(self, request: Request) -> bool:
-        return any(other is not request for other in self.clients.waiting) or any(
-            other is not request and other.num_missing > 1 for other in self.clients.running
-        )
+        if 0 < self.long_prefill < length:
+            prefills = (other for other in self.clients.running if other.num_missing > 1)
+            if any(other is not request for other in itertools.chain(self.clients.waiting, prefills)):
+                length = self.long_prefill
+        if request.media:
+            length = self._encode_until(request, request.num_computed + length, plan) - request.num_computed
+        return min(length, plan.tokens_left)
 
     def _encode_until(self, request: Request, end: int, plan: Plan) -> int:
         """Encode what a chunk that ends at `end` is the first to need; returns where the chunk has to stop."""
@@ -292,7 +252,7 @@ class Scheduler:
                 return first
         return end
 
-    def _encode(self, request: Request, item: MediaItem, entry: Entry, plan: Plan) -> None:
+    def _encode(self, request: Request, item: MediaItem, entry: EncoderEntry, plan: Plan) -> None:
         """As many of the item's temporal grids as the budget allows, after those that other steps encode."""
         total = item.grid_thw[0]
         grid_tokens = item.num_tokens // total
@@ -320,24 +280,15 @@ class Scheduler:
             if first < end:
                 yield item, first
 
-    def _extend_blocks(self, request: Request, length: int) -> bool:
-        needed = self.blocks.blocks_for(request.num_computed + length) - len(request.blocks)
-        if needed <= 0:
-            return True
-        taken = self.blocks.allocate(needed)
-        request.blocks += taken or []
-        return taken is not None
-
     def _add_chunk(self, request: Request, length: int, plan: Plan) -> None:
         self._serve(request, plan)
         start, end = request.num_computed, request.num_computed + length
         first_new = 0 if request.restarts else self.blocks.blocks_for(start)
         blocks = request.blocks[first_new : self.blocks.blocks_for(end)]
         samples = end == request.num_known
-        snapshots = self._snapshots(request, start, end)
+        snapshots = self._snapshots(request, start, end) if self.states.is_needed else []
         plan.chunks.append(Chunk(request.id, start, length, blocks, samples, request.restarts, snapshots))
-        plan.work.append(Work(request, request.epoch, end, snapshots))
-        plan.scheduled.add(request.id)
+        plan.work[request.id] = Work(request, request.epoch, end, snapshots)
         plan.tokens_left -= length
         if length > 1:
             plan.prefill_left -= length
@@ -350,7 +301,7 @@ class Scheduler:
         """`Chunk.snapshots`: at the last block boundary before each place where another request may diverge (the end of
         an item, of the prompt, of the output so far), and in the prompt at each interval."""
         size, interval = self.blocks.block_size, self.states.interval
-        if not self.states.is_needed or request.prefix_salt is None or start // size == end // size:
+        if request.prefix_salt is None or start // size == end // size:
             return []
         in_prompt = min(end, request.num_prompt - 1)
         places = {item.end // size * size for item in request.media} | {in_prompt // size * size}
@@ -359,12 +310,11 @@ class Scheduler:
             places.add(end // size * size)
             self.states.drop(request.last_snapshot)
         hashes, snapshots = request.block_hashes(size), []
-        for place in sorted(places, reverse=True):  # the longest prefix first: slots may run short
-            if not start < place <= end:
-                continue
+        # The longest prefix first: state indices may run short.
+        for place in sorted((place for place in places if start < place <= end), reverse=True):
             known = place // size <= len(hashes) and self.states.use(hashes[place // size - 1]) is not None
-            if not known and (slot := self.states.reserve()) is not None:
-                snapshots.append((place, slot))
+            if not known and (state_index := self.states.reserve()) is not None:
+                snapshots.append((place, state_index))
         return snapshots[::-1]
 
     def _serve(self, request: Request, plan: Plan) -> None:
@@ -372,7 +322,8 @@ class Scheduler:
         plan.requests[request.id] = request
         self.clients.serve(request)
         if not request.announced:
-            sampling: SamplingParams = request.sampling
+            request.scheduled_at = time.monotonic()
+            sampling = request.new.sampling
             if request.seed != sampling.seed:
                 sampling = msgspec.structs.replace(sampling, seed=request.seed)
             plan.started.append(NewSequence(request.id, request.new.prompt_token_ids, sampling, request.media))

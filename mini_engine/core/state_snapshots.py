@@ -1,9 +1,9 @@
-"""The slots of recurrent states: one for each running sequence, and snapshots of states that can be found again.
+"""The memory of recurrent states: one state for each running sequence, and snapshots that can be found again.
 
 A recurrent state cannot be cut into blocks as keys and values are: it describes all tokens before one place. So it is
 copied at chosen places, ends of full blocks, and a prefix is found as far as there are both its KV blocks and a
-snapshot. A slot may be reused at once, even while a dispatched step still reads it: every worker runs its steps in
-order, and fills a sequence's slot before anything else in a step.
+snapshot. A freed index may be reused at once, even while a dispatched step still reads the state there: every worker
+runs its steps in order, and fills a sequence's state before anything else in a step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 
 class StatePool:
-    """Allocates the slots `0 .. num_states - 1`, the first `num_sequences` of them to sequences, the others to
+    """Allocates the state indices `0 .. num_states - 1`, the first `num_sequences` of them to sequences, the others to
     snapshots; `num_states` is 0 if the model has no recurrent states. `interval`: tokens from one snapshot of a long
     prompt to the next, a multiple of the block size."""
 
@@ -22,7 +22,7 @@ class StatePool:
         self.interval = interval
         self._sequences = list(reversed(range(num_sequences)))
         self._unused = list(reversed(range(num_sequences, num_states)))
-        self._snapshots: OrderedDict[bytes, int] = OrderedDict()  # prefix hash -> slot, least recently used first
+        self._snapshots: OrderedDict[bytes, int] = OrderedDict()  # prefix hash -> index, least recently used first
 
     @property
     def num_snapshots(self) -> int:
@@ -31,47 +31,46 @@ class StatePool:
 
     @property
     def num_free(self) -> int:
-        """Slots that no sequence has, and that neither hold nor will hold a snapshot."""
+        """Indices that no sequence has, and that neither hold nor will hold a snapshot."""
         return len(self._sequences) + len(self._unused)
 
     def allocate(self) -> int:
-        """A slot for a sequence; there is one."""
+        """An index for a sequence; there is one."""
         return self._sequences.pop()
 
-    def free(self, slot: int) -> None:
-        """Free a sequence's slot."""
-        self._sequences.append(slot)
+    def free(self, index: int) -> None:
+        """Free a sequence's index."""
+        self._sequences.append(index)
 
     def find(self, hashes: Sequence[bytes]) -> int:
         """Blocks of the longest prefix with a snapshot; `hashes`: of the prefixes that end with each block."""
         return next((count for count in range(len(hashes), 0, -1) if hashes[count - 1] in self._snapshots), 0)
 
-    def use(self, value: bytes) -> int | None:
-        """The slot of a prefix's snapshot, which becomes the most recently used one; None: there is none."""
-        if value not in self._snapshots:
-            return None
-        self._snapshots.move_to_end(value)
-        return self._snapshots[value]
+    def use(self, prefix_hash: bytes) -> int | None:
+        """The index of a prefix's snapshot, which becomes the most recently used one; None: there is none."""
+        if prefix_hash in self._snapshots:
+            self._snapshots.move_to_end(prefix_hash)
+        return self._snapshots.get(prefix_hash)
 
     def reserve(self) -> int | None:
-        """A slot for a snapshot, perhaps that of the least recently used one; None: all are reserved."""
+        """An index for a snapshot, perhaps that of the least recently used one; None: all are reserved."""
         if not self._unused and self._snapshots:
             self._unused.append(self._snapshots.popitem(last=False)[1])
         return self._unused.pop() if self._unused else None
 
-    def publish(self, value: bytes, slot: int) -> bool:
-        """A reserved slot holds the state after a prefix now. False: another one does already, and the slot is free."""
-        if value in self._snapshots:
-            self.cancel(slot)
+    def publish(self, prefix_hash: bytes, index: int) -> bool:
+        """The state after a prefix lies at a reserved index now. False: there is one already, and the index is free."""
+        if prefix_hash in self._snapshots:
+            self.cancel(index)
             return False
-        self._snapshots[value] = slot
+        self._snapshots[prefix_hash] = index
         return True
 
-    def cancel(self, slot: int) -> None:
-        """Free a reserved slot."""
-        self._unused.append(slot)
+    def cancel(self, index: int) -> None:
+        """Free a reserved index."""
+        self._unused.append(index)
 
-    def drop(self, value: bytes | None) -> None:
+    def drop(self, prefix_hash: bytes | None) -> None:
         """Free a prefix's snapshot, if there is one."""
-        if value is not None and value in self._snapshots:
-            self._unused.append(self._snapshots.pop(value))
+        if prefix_hash is not None and prefix_hash in self._snapshots:
+            self._unused.append(self._snapshots.pop(prefix_hash))

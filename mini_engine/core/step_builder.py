@@ -1,103 +1,131 @@
-"""Dispatched steps, and the contents of the next one beside its work.
+"""The next step of an engine: the work that the scheduler plans, all else that the ranks do with it; and its flight.
 
-A step retires when all ranks have reported it, in the order of dispatch. The memory that it releases is free only then.
+What ended, what the ranks may drop and what they are to keep is collected until the next step is dispatched.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
-from collections.abc import Iterator
 
-from mini_engine.core.encoder_cache import EncoderCache
-from mini_engine.core.grammar_compiles import Grammars
-from mini_engine.core.links import Links
-from mini_engine.core.media_store import MediaDirectory, References
-from mini_engine.core.plan import Plan, Work
-from mini_engine.messages import ControlReply, MessageId, SampledToken, Step, StepResult
+import msgspec
+
+from mini_engine.core.request import References, Request
+from mini_engine.messages import (
+    Chunk,
+    EncodeItem,
+    Grammar,
+    KeepMedia,
+    MessageId,
+    NewSequence,
+    SampledToken,
+    StateStart,
+    Step,
+)
+
+# A step within these takes a few milliseconds on any machine; one beyond them is heavy.
+QUICK_PREFILL_TOKENS = 128
+QUICK_ENCODER_TOKENS = 64
+
+
+@dataclasses.dataclass
+class Work:
+    """A chunk of the plan, and what its retirement publishes."""
+
+    request: Request
+    epoch: int
+    end: int  # tokens of the sequence that are computed once the chunk is
+    snapshots: list[tuple[int, int]]  # see `Chunk.snapshots`
+
+
+@dataclasses.dataclass
+class Plan:
+    """What the scheduler plans for one step, in the terms of `Step`, with the room that is left in it."""
+
+    quick: bool  # only what leaves the step short
+    tokens_left: int
+    prefill_left: int
+    encoder_left: int
+    started: list[NewSequence] = dataclasses.field(default_factory=list)
+    states: list[StateStart] = dataclasses.field(default_factory=list)
+    encode: list[EncodeItem] = dataclasses.field(default_factory=list)
+    encoded_hashes: list[bytes] = dataclasses.field(default_factory=list)  # items whose last grids are in `encode`
+    chunks: list[Chunk] = dataclasses.field(default_factory=list)
+    work: dict[str, Work] = dataclasses.field(default_factory=dict)  # of each chunk, by request id
+    requests: dict[str, Request] = dataclasses.field(default_factory=dict)  # with a chunk or an item to encode
+    num_prefill: int = 0  # tokens
+    num_encoded: int = 0  # tokens
+
+    @property
+    def heavy(self) -> bool:
+        """Whether short requests must not wait for two such steps."""
+        return self.num_prefill > QUICK_PREFILL_TOKENS or self.num_encoded > QUICK_ENCODER_TOKENS
 
 
 @dataclasses.dataclass
 class InFlight:
-    """A dispatched step, until all ranks have reported it."""
+    """A dispatched step, until all ranks have reported it. The memory that it releases is free only then."""
 
     step: Step
-    work: list[Work]
-    encoded_hashes: list[bytes]
-    heavy: bool
+    plan: Plan
     unreferenced: list[References]  # to cached media; they end when this step retires
-    reported: int = 0
+    num_reports: int = 0
     tokens: list[SampledToken] = dataclasses.field(default_factory=list)  # from rank 0
 
 
-class Steps:
-    """The steps of one engine."""
+class StepBuilder:
+    """The next step of one engine. Each method adds to a field of `Step`, which describes what the ranks do with it."""
 
-    def __init__(
-        self, links: Links, num_ranks: int, directory: MediaDirectory, encoder: EncoderCache, grammars: Grammars
-    ):
-        self._links = links
-        self._num_ranks = num_ranks
-        self._directory = directory
-        self._encoder = encoder
-        self._grammars = grammars
-        self._number = 0  # of the last step
-        self.in_flight: deque[InFlight] = deque()
-        # Fields of the next step:
-        self.finished: list[str] = []
-        self.release: list[MessageId] = []
-        self.drop_senders: list[int] = []
-        self.unreferenced: list[References] = []  # see `InFlight`
-        self.pings: list[tuple[bytes, int]] = []  # peer and number, answered when the next step retires
+    def __init__(self) -> None:
+        self._step = Step(1)
+        self._unreferenced: list[References] = []
 
-    @property
-    def heavy_in_flight(self) -> bool:
-        """Whether a dispatched step takes long: see `Plan.heavy`."""
-        return any(flight.heavy for flight in self.in_flight)
+    def finish(self, request_id: str) -> None:
+        self._step.finished.append(request_id)
 
-    def dispatch(self, plan: Plan) -> bool:
-        """Send the next step to every rank, with the lists of this object, of the directory, the encoder cache and
-        the grammars, which it empties; False: the step would be empty, and no ping needs it."""
-        directory, encoder, grammars = self._directory, self._encoder, self._grammars
-        if not (plan.requests or self.finished):  # no rank knows the requests with these references
-            for references in self.unreferenced:
-                directory.release(references)
-            self.unreferenced = []
-        step = Step(
-            self._number + 1,
-            finished=self.finished,
-            evict=encoder.evicted,
-            drop=directory.drop,
-            keep=directory.keep,
-            unused_grammars=grammars.unused,
-            grammars=grammars.new,
-            started=plan.started,
-            states=plan.states,
-            encode=plan.encode,
-            chunks=plan.chunks,
-            release=self.release,
-            drop_senders=self.drop_senders,
-            media_mark=directory.mark,
+    def evict(self, media_hash: bytes) -> None:
+        self._step.evict.append(media_hash)
+
+    def keep(self, media: KeepMedia) -> None:
+        self._step.keep.append(media)
+
+    def drop(self, media_hash: bytes) -> None:
+        self._step.drop.append(media_hash)
+
+    def compile(self, grammar: Grammar) -> None:
+        self._step.grammars.append(grammar)
+
+    def discard_grammar(self, digest: bytes, number: int) -> None:
+        """No sample follows this grammar any more: the ranks forget it, unless they have not received it yet."""
+        unsent = [grammar for grammar in self._step.grammars if grammar.number == number]
+        if unsent:
+            self._step.grammars.remove(unsent[0])
+        else:
+            self._step.unused_grammars.append(digest)
+
+    def release(self, message: MessageId) -> None:
+        self._step.release.append(message)
+
+    def release_references(self, references: References) -> None:
+        """The next step is the last that reads these cached media."""
+        self._unreferenced.append(references)
+
+    def drop_sender(self, incarnation: int) -> None:
+        self._step.drop_senders.append(incarnation)
+
+    def register_media(self, nbytes: int) -> None:
+        """See `Step.media_mark`."""
+        self._step = msgspec.structs.replace(self._step, media_mark=nbytes)
+
+    def build(self, plan: Plan, is_ping: bool) -> InFlight | None:
+        """The step, with the work of `plan`; what is added from now on goes into the one after it.
+
+        None: the step would be empty, releases no references, and is no ping.
+        """
+        step = msgspec.structs.replace(
+            self._step, started=plan.started, states=plan.states, encode=plan.encode, chunks=plan.chunks
         )
-        needs_answer = self.pings and not self.in_flight  # else a dispatched step answers them
-        if step == Step(step.number) and not needs_answer:
-            return False
-        self._number = step.number
-        self.in_flight.append(InFlight(step, plan.work, plan.encoded_hashes, plan.heavy, self.unreferenced))
-        self.finished, self.release, self.drop_senders, self.unreferenced, encoder.evicted = [], [], [], [], []
-        directory.drop, directory.keep, directory.mark = [], [], None
-        grammars.new, grammars.unused = [], []
-        self._links.send_step(step)
-        return True
-
-    def report(self, result: StepResult) -> Iterator[InFlight]:
-        """A rank has run a step: yields the steps that retire now."""
-        flight = next(flight for flight in self.in_flight if flight.step.number == result.number)
-        flight.reported += 1
-        if result.tokens:
-            flight.tokens = result.tokens
-        while self.in_flight and self.in_flight[0].reported == self._num_ranks:
-            pings, self.pings = self.pings, []
-            for peer, number in pings:
-                self._links.send(peer, ControlReply(number))
-            yield self.in_flight.popleft()
+        if step == Step(step.number) and not self._unreferenced and not is_ping:
+            return None
+        flight = InFlight(step, plan, self._unreferenced)
+        self._step, self._unreferenced = Step(step.number + 1), []
+        return flight

@@ -1,15 +1,15 @@
 """Ranks without a model: they run steps in order, keep the state of a real rank, and check each step against it.
 
-A KV slot holds the content it stands for: the tokens up to its position and the media among them. So a block used
-twice, a wrong prefix hit, or a token computed against foreign keys is seen at once. The token sampled at output index i
-of a request is a number made from both, so outputs can be compared. A recurrent state is such a content as well.
+A cache index of the KV cache holds the content it stands for: the tokens up to its position and the media among them.
+So a block used twice, a wrong prefix hit, or a token computed against foreign keys is seen at once. The token sampled
+at output index i of a request is a number made from both, so outputs can be compared. A recurrent state is such a
+content as well.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable
 
 from mini_engine.config import EngineConfig
 from mini_engine.messages import (
@@ -39,7 +39,7 @@ class Sequence:
     def __init__(self, new: NewSequence):
         self.new = new
         self.table: list[int] = []
-        self.state: int | None = None  # slot
+        self.state: int | None = None  # index
         self.num_sampled = 0
         self.contents: list[int] = []
         media = {at: (item.media_hash, i) for item in new.media for i, at in enumerate(places_of(item))}
@@ -51,18 +51,16 @@ class Sequence:
 
 
 class SimulatedLinks:
-    """A fake `links.Links`: the test decides which messages arrive and when the ranks run."""
+    """In the place of `links.Links`: the test decides which messages arrive and when the ranks run."""
 
     def __init__(self, config: EngineConfig):
-        self.num_ranks, self.block_size = config.tensor_parallel_size, config.block_size
-        self.max_tokens, self.max_seqs = config.step_tokens("cpu"), config.max_num_seqs
-        self.max_encoder_tokens, self.encoder_budget = config.step_media_tokens("cpu"), config.encoder_cache_tokens
+        self.config, self.block_size, self.num_ranks = config, config.block_size, config.tensor_parallel_size
         self.inbox: list[Envelope] = []
         self.sent: list[tuple[bytes, object]] = []
         self.identities: dict[int, bytes] = {}
         self.gone: set[int] = set()
         self.steps: deque[Step] = deque()
-        self.slots: dict[int, int] = {}
+        self.keys: dict[int, int] = {}  # by cache index
         self.states: dict[int, int | None] = {}
         self.sequences: dict[str, Sequence] = {}
         self.started: dict[str, Sequence] = {}  # the ended ones too
@@ -73,9 +71,9 @@ class SimulatedLinks:
         self.released: list[MessageId] = []
         self.reported: set[tuple[int, MessageId]] = set()  # by a rank; the report may still be on its way
         self.kept: set[bytes] = set()
+        self.memory: dict[int, bytes] = {}  # of the media store: the hash of what was written to each page
         self.grammars: dict[bytes, int] = {}  # numbers of the orders
         self.compiled: set[bytes] = set()  # of these
-        self.read: Callable[[StoreHandle], bytes] = lambda handle: b""  # what the store holds there: the media's hash
 
     # --- what EngineCore calls
     def receive(self, timeout):
@@ -104,11 +102,11 @@ class SimulatedLinks:
     def _execute(self, step: Step) -> list[SampledToken]:
         for request_id in step.finished:
             del self.sequences[request_id]
-        for value in step.evict:
-            del self.num_grids[value]
-            self.encoded.pop(value, None)
-        for value in step.drop:
-            self.kept.remove(value)
+        for media_hash in step.evict:
+            del self.num_grids[media_hash]
+            self.encoded.pop(media_hash, None)
+        for media_hash in step.drop:
+            self.kept.remove(media_hash)
         for keep in step.keep:
             assert keep.media_hash not in self.kept, "kept twice"
             assert keep.patches.message not in self.released, "kept after its release"
@@ -125,35 +123,33 @@ class SimulatedLinks:
         for start in step.states:
             self.sequences[start.request_id].state = start.slot
             self.states[start.slot] = None if start.source is None else self.states[start.source]
-        encoded_now = sum(self._encode(item) for item in step.encode)
-        single_grid = [encode.count for encode in step.encode] == [1]
-        assert single_grid or encoded_now <= self.max_encoder_tokens, "more media than the encoder budget of a step"
-        assert sum(self.encoded.values()) <= self.encoder_budget
-        assert sum(chunk.num_tokens for chunk in step.chunks) <= self.max_tokens
-        assert len(step.chunks) <= self.max_seqs
-        assert len({chunk.request_id for chunk in step.chunks}) == len(step.chunks)
+        num_tokens = sum(self._encode(item) for item in step.encode)
+        is_one_grid = [encode.count for encode in step.encode] == [1]
+        assert is_one_grid or num_tokens <= self.config.step_media_tokens("cpu"), "more media than a step's budget"
+        assert sum(self.encoded.values()) <= self.config.encoder_cache_tokens
+        assert sum(chunk.num_tokens for chunk in step.chunks) <= self.config.step_tokens("cpu")
+        assert len({chunk.request_id for chunk in step.chunks}) == len(step.chunks) <= self.config.max_num_seqs
         tokens = [token for chunk in step.chunks for token in self._run_chunk(chunk)]
         for message in step.release:
-            ranks = range(self.num_ranks)
-            assert all((rank, message) in self.reported for rank in ranks), "released before a rank has it"
+            assert all((rank, message) in self.reported for rank in range(self.num_ranks)), "a rank does not have it"
             assert message not in self.released, "released twice"
-        self.released += step.release
+            self.released.append(message)
         return tokens
 
     def _encode(self, encode) -> int:
         """Returns the number of tokens encoded."""
         item = self.sequences[encode.request_id].new.media[encode.index]
-        done = self.num_grids.setdefault(item.media_hash, 0)
+        done = self.num_grids.get(item.media_hash, 0)
         assert encode.first == done and encode.count > 0, "a temporal grid is encoded twice, or left out"
         if item.patches is None:
             assert item.media_hash in self.kept, "encoded after it was dropped"
         elif isinstance(item.patches, StoreHandle):
-            assert self.read(item.patches) == item.media_hash, "encoded from what another item has there"
+            assert self.memory[item.patches.extents[0][0]] == item.media_hash, "another item has these pages"
         else:
             assert item.patches.message not in self.released, "encoded after its release"
         self.num_grids[item.media_hash] = done + encode.count
-        assert self.num_grids[item.media_hash] <= item.grid_thw[0]
-        if self.num_grids[item.media_hash] == item.grid_thw[0]:
+        assert done + encode.count <= item.grid_thw[0]
+        if done + encode.count == item.grid_thw[0]:
             self.encoded[item.media_hash] = item.num_tokens
             self.num_encoded += 1
         return item.num_tokens // item.grid_thw[0] * encode.count
@@ -169,17 +165,16 @@ class SimulatedLinks:
         for item in sequence.new.media:
             needed = any(chunk.start <= place < end for place in places_of(item))
             assert not needed or item.media_hash in self.encoded, "media needed and not encoded"
-        for position in range(chunk.start, end):
-            self.slots[self._slot(sequence.table, position)] = sequence.contents[position]
-        for position in range(end):
-            assert self.slots[self._slot(sequence.table, position)] == sequence.contents[position], "foreign keys"
+        indices = [block * self.block_size + i for block in sequence.table for i in range(self.block_size)][:end]
+        self.keys.update(zip(indices[chunk.start :], sequence.contents[chunk.start : end], strict=True))
+        assert [self.keys[index] for index in indices] == sequence.contents[:end], "foreign keys"
         if sequence.state is not None:
             before = sequence.contents[chunk.start - 1] if chunk.start else None
             assert self.states[sequence.state] == before, "foreign state"
             self.states[sequence.state] = sequence.contents[end - 1]
-        for place, slot in chunk.snapshots:
+        for place, index in chunk.snapshots:
             assert chunk.start < place <= end, "a state outside of the chunk"
-            self.states[slot] = sequence.contents[place - 1]
+            self.states[index] = sequence.contents[place - 1]
         self.num_computed += chunk.num_tokens
         assert chunk.samples == (end == known)
         if not chunk.samples:
@@ -188,6 +183,3 @@ class SimulatedLinks:
         sequence.append(token)
         sequence.num_sampled += 1
         return [SampledToken(chunk.request_id, token)]
-
-    def _slot(self, table: list[int], position: int) -> int:
-        return table[position // self.block_size] * self.block_size + position % self.block_size

@@ -7,7 +7,7 @@ import pytest
 
 from mini_engine.messages import ControlReply, ControlRequest, Sibling
 from tests.core.simulated_ranks import token_of
-from tests.core.world import BYTES, TIMED, World, copies_world, finish, item, message, named, store_world, stored
+from tests.core.world import BYTES, TIMED, CachingWorld, World, item, message, named
 
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
 
@@ -15,11 +15,9 @@ A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
 @pytest.mark.parametrize(("prompt", "cached"), [(14, 12), (12, 8)])
 def test_prefix_hit_reuses_full_blocks_and_computes_a_token_at_least(prompt, cached):
     world = World()
-    world.request("first", prompt, max_tokens=1)
-    finish(world, "first")
+    world.run_request("first", prompt, max_tokens=1)
     before = world.links.num_computed
-    world.request("second", prompt, max_tokens=1)
-    finish(world, "second")
+    world.run_request("second", prompt, max_tokens=1)
     assert world.cached == {"first": 0, "second": cached}
     assert world.links.num_computed - before == prompt - cached
     counters = world.stats()
@@ -29,11 +27,9 @@ def test_prefix_hit_reuses_full_blocks_and_computes_a_token_at_least(prompt, cac
 
 def test_answer_is_in_the_cached_prefix_of_the_next_turn():
     world = World()
-    world.request("first", prompt=6, max_tokens=7)
-    finish(world, "first")
+    world.run_request("first", prompt=6, max_tokens=7)
     tokens = [20 + i for i in range(6)] + [token_of("first", i) for i in range(6)] + [50, 51]
-    world.request("second", prompt=14, max_tokens=1, tokens=tokens)
-    finish(world, "second")
+    world.run_request("second", prompt=14, max_tokens=1, tokens=tokens)
     assert world.cached["second"] == 12
 
 
@@ -43,19 +39,15 @@ def test_answer_is_in_the_cached_prefix_of_the_next_turn():
 )
 def test_no_prefix_hit_if_disabled_or_with_another_salt_or_prefix(flags, more):
     world = World(**flags)
-    world.request("first", prompt=14)
-    finish(world, "first")
-    world.request("second", prompt=14, **more)
-    finish(world, "second")
+    world.run_request("first", prompt=14)
+    world.run_request("second", prompt=14, **more)
     assert world.cached["second"] == 0
 
 
 def test_same_placeholders_of_other_media_do_not_hit():
     world = World()
-    for number, (name, value) in enumerate([("first", A), ("same", A), ("other", B)], 1):
-        world.request(name, prompt=14, media=[item(message(number), 2, 8, media_hash=value)])
-        world.media_ready(message(number))
-        finish(world, name)
+    for number, (name, media_hash) in enumerate([("first", A), ("same", A), ("other", B)], 1):
+        world.run_request(name, prompt=14, media=[item(message(number), 2, 8, media_hash=media_hash)])
     assert world.cached == {"first": 0, "same": 12, "other": 0}
     assert world.links.num_encoded == 2
 
@@ -68,12 +60,12 @@ def test_block_is_found_only_after_its_step_retired():
     world.turn()  # both steps in flight are the first's: the early one has to wait for a free step, but not for blocks
     world.links.run_step()
     world.turn()
-    finish(world, "first", "early")
+    world.finish("first", "early")
     assert world.cached["early"] == 8
     world = World(max_tokens=40)
     world.request("first", prompt=12, max_tokens=4)
     world.request("early", prompt=12, max_tokens=1)
-    finish(world, "first", "early")
+    world.finish("first", "early")
     assert world.cached["early"] == 0
 
 
@@ -83,12 +75,11 @@ def test_a_video_is_encoded_once_for_all_its_requests():
         world.request(
             f"r{number}", prompt=14, media=[item(message(number), 2, 8, media_hash=A)], first_token=20 * number
         )
-        world.media_ready(message(number))
-    finish(world, "r1", "r2", "r3")
+    world.finish("r1", "r2", "r3")
     assert world.links.num_encoded == 1
     counters = world.stats()
     assert counters.encoder_cache_queries == 3 and counters.encoder_cache_hits == 2
-    assert world.stats().encoder_cache_queries == 0  # each event is told once
+    assert world.stats().encoder_cache_queries == 0  # each event counts once
     assert set(world.consumed) == {message(1), message(2), message(3)}
     world.assert_at_rest()
 
@@ -98,42 +89,37 @@ def test_encoded_item_is_shared_only_after_its_step_retired():
     for number in (1, 2):
         media = [item(message(number), 4, 6, media_hash=A)]
         world.request(f"r{number}", prompt=14, media=media, first_token=20 * number)
-        world.media_ready(message(number))
     world.turn()
     reached = {chunk.request_id: chunk.start + chunk.num_tokens for step in world.links.steps for chunk in step.chunks}
     assert reached["r1"] >= 14 and reached["r2"] == 4
-    finish(world, "r1", "r2")
+    world.finish("r1", "r2")
     assert world.links.num_encoded == 1
 
 
 def test_encoder_cache_evicts_the_least_recently_used_item():
     world = World(encoder_cache_tokens=8, enable_prefix_caching=False)
-    for number, value in enumerate([A, B, C, A, B], 1):
-        world.request(f"r{number}", media=[item(message(number), 1, 4, media_hash=value)], prompt=8)
-        world.media_ready(message(number))
-        finish(world, f"r{number}")
+    for number, media_hash in enumerate([A, B, C, A, B], 1):
+        world.run_request(f"r{number}", media=[item(message(number), 1, 4, media_hash=media_hash)], prompt=8)
     assert world.links.num_encoded == 5  # A was gone when it came again, and with it B
     world.assert_at_rest()
 
 
 def test_text_overtakes_a_request_that_waits_for_encoder_room():
     world = World(encoder_cache_tokens=8, max_tokens=64, enable_prefix_caching=False)
-    for number, value in enumerate([A, B], 1):
-        world.request(f"r{number}", media=[item(message(number), 1, 6, media_hash=value)], prompt=9, max_tokens=20)
-        world.media_ready(message(number))
+    for number, media_hash in enumerate([A, B], 1):
+        world.request(f"r{number}", media=[item(message(number), 1, 6, media_hash=media_hash)], prompt=9, max_tokens=20)
     world.request("text", max_tokens=2)
     for _ in range(4):
         world.turn()
         world.links.run_step()
     assert world.ends == {"text": ["length"]} and "r2" not in world.tokens
-    finish(world, "r1", "r2")
+    world.finish("r1", "r2")
     world.assert_at_rest()
 
 
 def test_a_long_video_is_encoded_over_several_steps_each_grid_once():
     world = World(max_tokens=64, max_num_encoder_input_tokens=6, async_scheduling=False)
     world.request("long", media=[item(message(1), 3, 20, grids=10)], prompt=30)
-    world.media_ready(message(1))
     slices = []
     for _ in range(4):
         world.turn()
@@ -143,7 +129,7 @@ def test_a_long_video_is_encoded_over_several_steps_each_grid_once():
     assert world.consumed == []
     world.turn()
     assert world.consumed == [message(1)] and not world.ends, "when the last step that reads them has retired"
-    finish(world, "long")
+    world.finish("long")
     world.assert_at_rest()
 
 
@@ -155,9 +141,7 @@ def test_video_partly_in_the_prefix_cache_needs_its_last_embeddings():
         media = [item(message(number), 2, 8 if video == B else 4, grids=4, gap=2, media_hash=video)]
         if name == "again":
             tokens[9] = 77
-        world.request(name, media=media, tokens=list(tokens))
-        world.media_ready(message(number))
-        finish(world, name)
+        world.run_request(name, media=media, tokens=list(tokens))
     assert world.cached["again"] == 8  # two grids of one token, and text
     assert world.links.num_encoded == 3
     world.assert_at_rest()
@@ -166,7 +150,6 @@ def test_video_partly_in_the_prefix_cache_needs_its_last_embeddings():
 def test_media_larger_than_the_encoder_cache_are_refused():
     world = World(encoder_cache_tokens=8)
     world.request("sum", media=[item(message(2), 1, 5), item(message(2), 6, 5, 1)], prompt=14)
-    world.media_ready(message(2))
     world.run()
     assert world.ends == {"sum": ["error"]}
     assert "10" in world.errors["sum"]
@@ -176,15 +159,13 @@ def test_media_larger_than_the_encoder_cache_are_refused():
 def test_reset_makes_the_next_request_cold():
     world = World()
     for number in (1, 2, 3):
-        world.request(f"r{number}", prompt=14, media=[item(message(number), 2, 8, media_hash=A)])
-        world.media_ready(message(number))
-        finish(world, f"r{number}")
+        world.run_request(f"r{number}", prompt=14, media=[item(message(number), 2, 8, media_hash=A)])
         if number == 2:
             world.receive(ControlRequest(5, "reset_caches"))
             world.run()
     assert world.cached == {"r1": 0, "r2": 12, "r3": 0}
     assert world.links.num_encoded == 2
-    assert ControlReply(5) in world.told
+    assert ControlReply(5) in world.replies
     world.assert_at_rest()
 
 
@@ -194,13 +175,12 @@ def test_siblings_share_the_prompt_and_its_media(prefix_caching):
     world.request(
         "r0", prompt=14, max_tokens=3, media=[item(message(1), 2, 8)], siblings=[Sibling("r1", 5), Sibling("r2", 6)]
     )
-    world.media_ready(message(1))
-    finish(world, "r0", "r1", "r2")
+    world.finish("r0", "r1", "r2")
     assert world.links.num_encoded == 1
     assert world.cached == {"r0": 0, "r1": 12, "r2": 12}
     assert world.links.num_computed < 14 + 2 * 2 + 3 * 3
     assert {name: len(tokens) for name, tokens in world.tokens.items()} == {"r0": 3, "r1": 3, "r2": 3}
-    assert {name: new.new.sampling.seed for name, new in world.started.items()} == {"r0": 1, "r1": 5, "r2": 6}
+    assert {name: new.new.sampling.seed for name, new in world.links.started.items()} == {"r0": 1, "r1": 5, "r2": 6}
     assert world.consumed == [message(1)]
     world.assert_at_rest()
 
@@ -209,8 +189,7 @@ def test_preempted_request_keeps_its_embeddings():
     world = World(blocks=9, block_size=4, max_tokens=32, enable_prefix_caching=False)
     world.request("first", prompt=12, max_tokens=14, first_token=40)
     world.request("video", prompt=12, max_tokens=14, media=[item(message(1), 2, 8)])
-    world.media_ready(message(1))
-    finish(world, "first", "video")
+    world.finish("first", "video")
     assert world.stats().preemptions > 0
     assert world.links.num_encoded == 1
     assert world.tokens["video"] == [token_of("video", i) for i in range(14)]
@@ -220,18 +199,9 @@ def test_preempted_request_keeps_its_embeddings():
 # --- cached media ----------------------------------------------------------------------------------------------------
 
 
-def bring(world, name, number, media_hash, **more):
-    """A request with the tensor of a video, to its end."""
-    media = msgspec.structs.replace(item(message(number), 1, media_hash=media_hash), **more)
-    world.request(name, prompt=8, media=[media])
-    world.media_ready(message(number))
-    finish(world, name)
-
-
 def test_refused_request_leaves_no_reference():
-    world = store_world()
-    stored(world, A)
-    world.look_up("bad", A)
+    world = CachingWorld("shm")
+    world.write(world.reserve("bad", A), "bad")
     world.request("bad", prompt=8, media=[named(1, A), named(1, A)])  # on the same placeholders
     world.run()
     assert world.ends["bad"] == ["error"]
@@ -239,13 +209,12 @@ def test_refused_request_leaves_no_reference():
 
 
 def test_lru_eviction_counts_lookups_as_use():
-    world = copies_world(2)
-    bring(world, "r1", 1, A)
-    bring(world, "r2", 2, B)
+    world = CachingWorld("lru", 2)
+    for number, media_hash in ((1, A), (2, B)):
+        world.run_request(f"r{number}", prompt=8, media=[item(message(number), 1, media_hash=media_hash)])
     world.look_up("by name", A)
-    world.request("by name", prompt=8, media=[named(1, A)])
-    finish(world, "by name")
-    bring(world, "r3", 3, C)
+    world.run_request("by name", prompt=8, media=[named(1, A)])
+    world.run_request("r3", prompt=8, media=[item(message(3), 1, media_hash=C)])
     assert world.idle == [A, C]
     assert world.stats().media_evictions == 1
     world.assert_at_rest()
@@ -253,8 +222,9 @@ def test_lru_eviction_counts_lookups_as_use():
 
 @pytest.mark.parametrize("cacheable", [False, True])
 def test_uncacheable_item_is_not_kept(cacheable):
-    world = copies_world(4)
-    bring(world, "r1", 1, A, cacheable=cacheable)
+    world = CachingWorld("lru", 4)
+    media = msgspec.structs.replace(item(message(1), 1, media_hash=A), cacheable=cacheable)
+    world.run_request("r1", prompt=8, media=[media])
     assert world.idle == [A] * cacheable
     assert world.core.media.num_bytes == cacheable * 2 * BYTES
     world.assert_at_rest()

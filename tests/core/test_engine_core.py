@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
+
 from mini_engine.messages import (
     ControlReply,
     ControlRequest,
     Envelope,
     MediaFailed,
+    MediaReady,
     SampledToken,
     Sibling,
     Step,
     StepResult,
 )
-from tests.core.world import World, finish, item, message
+from tests.core.world import World, item, message
 
 
 def test_two_steps_are_in_flight_only_when_asynchronous():
@@ -36,77 +39,53 @@ def test_decodes_go_before_prefills():
 
 def test_request_waits_for_all_ranks_without_blocking_others():
     world = World(ranks=2)
-    world.request("video", media=[item(message(1), 1)])
+    world.request("video", media=[item(message(1), 1)], ready=False)
     world.request("text")
     world.media_ready(message(1), rank=0)
     world.run()
     assert world.ends == {"text": ["length"]}
     world.media_ready(message(1), rank=1)
-    world.run()
-    assert world.ends["video"] == ["length"]
+    world.finish("video")
     assert world.consumed == [message(1)]
     world.assert_at_rest()
 
 
-def test_media_may_arrive_before_its_request():
+@pytest.mark.parametrize("report", [MediaReady(0, message(1)), MediaFailed(0, message(1), "no buffer")])
+def test_media_may_be_reported_before_their_request_arrives(report):
     world = World()
-    world.media_ready(message(1))
+    world.receive(report, ("worker 0.0 media", 100))
     world.run()
-    world.request("video", media=[item(message(1), 1)])
+    world.request("video", media=[item(message(1), 1)], ready=False)
     world.run()
-    assert world.ends == {"video": ["length"]}
+    is_ready = isinstance(report, MediaReady)
+    assert (world.ends, world.rejected) == (({"video": ["length"]}, []) if is_ready else ({}, ["video"]))
     world.assert_at_rest()
 
 
-def test_request_with_failed_media_is_rejected_and_others_continue():
-    world = World()
-    bad, good = message(1), message(2)
-    world.request("bad", media=[item(bad, 1)])
-    world.request("good", media=[item(good, 1)])
-    world.receive(MediaFailed(0, bad, "no buffer"), ("worker 0.0 media", 100))
-    world.media_ready(good)
-    world.run()
-    assert world.ends == {"good": ["length"]} and world.rejected == ["bad"]
-    assert set(world.consumed) == {bad, good}
-    world.assert_at_rest()
-
-
-def test_media_may_fail_before_their_request_arrives():
-    world = World()
-    world.receive(MediaFailed(0, message(1), "no buffer"), ("worker 0.0 media", 100))
-    world.run()
-    world.request("bad", media=[item(message(1), 1)])
-    world.run()
-    assert world.rejected == ["bad"] and not world.ends
-    world.assert_at_rest()
-
-
-def test_failed_media_are_released_after_all_ranks_reported():
+def test_request_with_failed_media_is_rejected_and_released_after_all_ranks_reported():
     world = World(ranks=2)
-    world.request("video", media=[item(message(1), 1)])
-    world.receive(MediaFailed(0, message(1), "why"))
+    world.request("bad", media=[item(message(1), 1)], ready=False)
+    world.request("good", media=[item(message(2), 1)])
+    world.receive(MediaFailed(0, message(1), "no buffer"))
+    world.finish("good")
+    assert world.rejected == ["bad"] and world.links.released == [message(2)] == world.consumed
+    world.receive(MediaFailed(1, message(1), "no buffer"))
     world.run()
-    assert world.rejected == ["video"] and world.links.released == []
-    world.receive(MediaFailed(1, message(1), "why"))
-    world.run()
-    assert world.links.released == [message(1)] == world.consumed
+    assert world.links.released == [message(2), message(1)] == world.consumed
     world.assert_at_rest()
-
-
-# --- pings: the core answers for all of its ranks, and only when they have shown that they run -----------------------
 
 
 def test_request_waits_for_its_grammar_without_blocking_others():
     world = World()
     world.request("a", grammar="g", siblings=[Sibling("a-1", 2)])
-    world.request("b", grammar="g", media=[item(message(1), 1)])
+    world.request("b", grammar="g", media=[item(message(1), 1)], ready=False)
     world.request("text")
     world.run()
     assert world.ends == {"text": ["length"]} and [*world.links.grammars] == [b"g"]
     world.grammar_ready("g")
-    finish(world, "a", "a-1")
+    world.finish("a", "a-1")
     world.media_ready(message(1))
-    finish(world, "b")
+    world.finish("b")
     world.assert_at_rest()  # no rank keeps a grammar that no request follows
 
 
@@ -115,7 +94,7 @@ def test_requests_end_whose_grammar_cannot_be_followed():
     long."""
     world = World()
     world.request("a", grammar="bad", siblings=[Sibling("a-1", 2)])
-    world.request("b", grammar="bad", media=[item(message(1), 1)])
+    world.request("b", grammar="bad", media=[item(message(1), 1)], ready=False)
     world.run()
     world.grammar_ready("bad", "too complex")
     world.run()
@@ -124,15 +103,18 @@ def test_requests_end_whose_grammar_cannot_be_followed():
     world.media_ready(message(1))
     world.run()
     assert world.ends == dict.fromkeys(["a", "a-1", "b", "c"], ["error"])
-    assert {*world.errors.values()} == {"too complex"} and not world.started
+    assert {*world.errors.values()} == {"too complex"} and not world.links.started
     world.request("row", max_tokens=8, grammar="slow")
     world.run()
     world.grammar_ready("slow")
     world.turn()
     world.links.steps.clear()
-    world.receive(StepResult(world.core.steps.in_flight[0].step.number, [SampledToken("row", 0, problem="too slow")]))
+    world.receive(StepResult(world.core.in_flight[0].step.number, [SampledToken("row", 0, problem="too slow")]))
     world.turn()
     assert world.errors["row"] == "too slow"
+
+
+# --- pings: the core answers for all of its ranks, and only when they have shown that they run -----------------------
 
 
 def test_ping_of_an_idle_engine_runs_an_empty_step():
@@ -144,11 +126,11 @@ def test_ping_of_an_idle_engine_runs_an_empty_step():
     assert list(world.links.steps) == [Step(1)], "the second ping needs no step of its own"
     world.links.inbox.append(Envelope("worker 0.0", 100, StepResult(1)))
     world.turn()
-    assert not world.told, "answered before all ranks were"
+    assert not world.replies, "answered before all ranks were"
     world.links.inbox.append(Envelope("worker 0.1", 101, StepResult(1)))
     world.links.steps.clear()
     world.turn()
-    assert world.told == [ControlReply(5), ControlReply(6)]
+    assert world.replies == [ControlReply(5), ControlReply(6)]
     world.turn()
     assert not world.links.steps, "one ping is one step"
     world.assert_at_rest()
@@ -161,10 +143,10 @@ def test_ping_of_a_busy_engine_is_answered_by_the_running_step():
     world.receive(ControlRequest(1))
     world.receive(ControlRequest(2))
     world.turn()
-    assert len(world.links.steps) == 1 and not world.told
+    assert len(world.links.steps) == 1 and not world.replies
     world.links.run_step()
     world.turn()
-    assert world.told == [ControlReply(1), ControlReply(2)]
+    assert world.replies == [ControlReply(1), ControlReply(2)]
     world.run()
     assert world.links.num_computed == 5 + 2 and world.ends == {"a": ["length"]}
     world.assert_at_rest()

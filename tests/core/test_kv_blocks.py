@@ -27,19 +27,16 @@ def test_any_use_keeps_each_block_in_one_place(size, actions):
             hashes = [b"%d/%d" % (number, i) for i in range(number % 4)]
             shared = pool.find(hashes) if action == "same" else []
             assert [content[block] for block in shared] == hashes[: len(shared)]
-            free, needed = pool.num_free, 1 + len(hashes) - len(shared)
-            if needed + pool.num_idle(shared) > free:
+            taken = {block for blocks in held for block in blocks}
+            blocks, needed = pool.allocate(1 + len(hashes), shared), 1 + len(hashes) - len(shared)
+            if needed + len({*shared} - taken) > size - len(taken):
+                assert blocks is None
                 continue
-            idle = pool.num_idle(shared)
-            pool.hold(shared)
-            assert pool.allocate(pool.num_free + 1) is None
-            own = pool.allocate(needed)
-            assert own is not None and not {block for blocks in held for block in blocks} & set(own)
-            assert pool.num_free == free - needed - idle
-            held.append([*shared, *own])
-            for block, value in zip(held[-1][len(shared) :], hashes[len(shared) :], strict=False):
-                pool.publish(block, value)
-                content[block] = value
+            assert blocks[: len(shared)] == shared and not taken & {*blocks[len(shared) :]}
+            held.append(blocks)
+            for block, block_hash in zip(held[-1][len(shared) :], hashes[len(shared) :], strict=False):
+                pool.publish(block, block_hash)
+                content[block] = block_hash
         assert pool.num_used == len({block for blocks in held for block in blocks})
     for blocks in held:
         pool.free(blocks)

@@ -31,20 +31,20 @@ def core_links(runtime, context, *numbers):
 def test_late_messages_of_a_dead_api_server_are_ignored(runtime, context):
     with core_links(runtime, context, 7, 8) as (links, apis):
 
-        def say(number: int) -> None:
+        def send(number: int) -> None:
             apis[number].send(Encoder(f"api {number}", number).encode(ControlRequest(0, "stats")))
             assert [envelope.incarnation for envelope in links.receive(60)] == [number]
 
-        say(7)
-        say(8)
+        send(7)
+        send(8)
         assert links.identities.keys() == {7, 8}
         links.forget(7)
-        say(7)
+        send(7)
         assert links.identities.keys() == {8} and links.gone == {7}
 
 
 def test_messages_received_while_ranks_load_are_kept(runtime, context):
-    """They are often ready before: of what they asked then they would wait for the answer forever."""
+    """API servers are often ready before, and would wait forever for answers to lost messages."""
     with core_links(runtime, context, 7, 8) as (links, apis):
         for number, api in apis.items():
             api.send(Encoder(f"api {number}", number).encode(ControlRequest(0, "stats")))
@@ -52,12 +52,12 @@ def test_messages_received_while_ranks_load_are_kept(runtime, context):
         with sockets.connect_dealer(context, f"ipc://{runtime}/workers", b"worker 0.0:2") as worker:
             worker.send(Encoder("worker 0.0", 2).encode(WorkerReady(0, 100, "cpu")))
             assert [ready.num_blocks for ready in links.wait_for_workers()] == [100]
-        heard: list[int] = []
-        while len(heard) < 2:
+        received: list[int] = []
+        while len(received) < 2:
             envelopes = links.receive(10)
             assert envelopes
-            heard += [envelope.incarnation for envelope in envelopes]
-        assert sorted(heard) == [7, 8] == sorted(links.identities)
+            received += [envelope.incarnation for envelope in envelopes]
+        assert sorted(received) == [7, 8] == sorted(links.identities)
 
 
 def test_unresponsive_api_server_is_logged_once_and_blocks_nothing(runtime, context, monkeypatch, caplog):
@@ -68,6 +68,6 @@ def test_unresponsive_api_server_is_logged_once_and_blocks_nothing(runtime, cont
         huge = Found("r", [CachedMedia(bytes(1 << 20), "image", 1, (1, 1, 1), None)])
         for _ in range(20):
             links.send(links.identities[7], huge)  # more than the kernel takes
-        links.send(b"api 9:9", Found("r", []))  # one that is gone
+        links.send(b"api 9:9", Found("r", []))  # it exited
         (record,) = caplog.records
         assert record.levelname == "ERROR" and record.getMessage().startswith("api 7:7 ")

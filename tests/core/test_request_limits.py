@@ -58,7 +58,7 @@ def test_invalid_request_fails_alone(case):
     world.run()
     assert world.ends == {"r": ["error"], "good": ["length"]}
     assert world.errors["r"]
-    assert "r" not in world.started
+    assert "r" not in world.links.started
     if BAD[case].media:
         assert world.consumed == [MESSAGE]
         world.assert_at_rest()
@@ -84,7 +84,5 @@ def test_max_model_len_beyond_the_kv_cache_is_an_error_if_set_else_reduced(caplo
     assert not caplog.text
     assert engine_limits(EngineConfig(), MODEL, num_blocks=4, device="cuda").max_model_len == 64
     assert "limited to that instead of 65536" in caplog.text
-    with pytest.raises(
-        ConfigError, match="--max-model-len: the KV cache holds 64 tokens, not 65; raise .* or lower it"
-    ):
+    with pytest.raises(ConfigError, match="--max-model-len: the KV cache holds 64 tokens, not 65; raise .* or lower"):
         engine_limits(EngineConfig(max_model_len=65), MODEL, num_blocks=4, device="cpu")

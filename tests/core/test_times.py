@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mini_engine.messages import EngineTimes, Finish, Sibling
-from tests.core.world import World, item, message, named, store_world, stored
+from tests.core.world import CachingWorld, World, item, message, named
 
 
 class Clock:
@@ -30,7 +30,7 @@ def clock(monkeypatch):
 
 def test_times_of_a_request_with_media(clock):
     world = World(max_tokens=16, async_scheduling=False)
-    world.request("a", prompt=30, max_tokens=3, media=[item(message(1), 1, 8)])
+    world.request("a", prompt=30, max_tokens=3, media=[item(message(1), 1, 8)], ready=False)
     clock.run(world)
     assert not world.times  # not accepted: no rank has its media
     clock.now = 200.0
@@ -79,11 +79,10 @@ def test_siblings_and_stopped_requests_have_no_times(clock):
 
 
 def test_late_media_time_out_the_request_and_are_released_on_arrival(clock):
-    world = store_world(ranks=2)
-    stored(world, b"cached" * 2)
-    world.look_up("video", b"cached" * 2)
+    world = CachingWorld("shm", ranks=2)
+    world.write(world.reserve("video", b"cached" * 2), "video")
     media = [named(1, b"cached" * 2), item(message(1), 4)]
-    world.request("video", prompt=12, media=media, siblings=[Sibling("video-1", 3)])
+    world.request("video", prompt=12, media=media, ready=False, siblings=[Sibling("video-1", 3)])
     world.media_ready(message(1), rank=1)
     world.run()
     assert not world.rejected

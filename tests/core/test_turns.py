@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 
 from mini_engine.messages import Sibling
-from tests.core.world import World, finish, item, message
+from tests.core.world import World, item, message
 
 
 def heavy_world(**more):
     """A running long video, and a short request that arrives during its first step."""
     world = World(blocks=2000, max_tokens=400, **more)
     world.request("video", prompt=1500, media=[item(message(1), 2, 1400, grids=7)])
-    world.media_ready(message(1))
     world.turn()
     assert len(world.links.steps) == 1, "nothing heavy is dispatched behind a heavy step"
     world.request("text", prompt=6, max_tokens=1)
@@ -27,7 +26,7 @@ def test_a_short_request_waits_for_one_heavy_step_at_most(async_scheduling):
     world.turn()
     step = world.links.steps[0]
     assert [chunk.request_id for chunk in step.chunks] == ["text"] and not step.encode
-    finish(world, "video", "text")
+    world.finish("video", "text")
     world.assert_at_rest()
 
 
@@ -50,7 +49,7 @@ def test_priority_precedes_arrival_order(ignored):
     world.turn()
     world.request("late", priority=1)
     world.request("urgent", priority=-1)
-    finish(world, "running", "late", "urgent")
+    world.finish("running", "late", "urgent")
     assert list(world.ends) == ["running", *(["late", "urgent"] if ignored else ["urgent", "late"])]
 
 
@@ -63,7 +62,7 @@ def test_a_long_prompt_leaves_room_for_short_ones():
     world.links.run_step()
     world.turn()
     assert [(c.request_id, c.num_tokens) for c in world.links.steps[-1].chunks] == [("long", 32)]
-    finish(world, "long", "short")
+    world.finish("long", "short")
 
 
 def test_a_running_prefill_is_not_preempted_by_later_requests():
@@ -82,16 +81,15 @@ def test_a_running_prefill_is_not_preempted_by_later_requests():
 def test_a_request_that_waits_for_encoder_room_is_not_overtaken_by_later_media(same_video):
     world = World(blocks=256, max_tokens=64, encoder_cache_tokens=16)
 
-    def ask(name, number, num_tokens, **more):
-        value = b"the same video  " if same_video and name != "large" else None
-        world.request(name, prompt=20, media=[item(message(number), 2, num_tokens, media_hash=value)], **more)
-        world.media_ready(message(number))
+    def add(name, number, num_tokens, **more):
+        media_hash = b"the same video  " if same_video and name != "large" else None
+        world.request(name, prompt=20, media=[item(message(number), 2, num_tokens, media_hash=media_hash)], **more)
 
     for number in range(1, 60):
         if number == 2:
-            ask("large", number, 12)
+            add("large", number, 12)
         elif number % 4 == 1:
-            ask(f"small {number}", number, 6, max_tokens=10, first_token=20 + number)
+            add(f"small {number}", number, 6, max_tokens=10, first_token=20 + number)
         world.turn()
         if world.links.steps:
             world.links.run_step()
@@ -107,10 +105,9 @@ def test_queued_videos_do_not_block_encoder_room_for_higher_priority():
     for number, name in enumerate(["low 1", "low 2", "urgent"], 1):
         media = [item(message(number), 2, 6)]
         world.request(name, 200, 10, media, first_token=30 + number, priority=0 if name == "urgent" else 1)
-        world.media_ready(message(number))
         if name == "low 2":
             world.turn()  # a quick step, behind the heavy one
-    finish(world, "heavy", "urgent", "low 1", "low 2")
+    world.finish("heavy", "urgent", "low 1", "low 2")
     assert list(world.ends) == ["heavy", "urgent", "low 1", "low 2"]
 
 
@@ -120,10 +117,9 @@ def test_quick_step_takes_no_encoder_room_from_a_skipped_video():
     world.turn()
     for number, (name, prompt, num_tokens) in enumerate([("video", 200, 12), ("small", 20, 4), ("image", 20, 6)], 1):
         world.request(name, prompt, 30, [item(message(number), 2, num_tokens)], first_token=30 + number)
-        world.media_ready(message(number))
     world.turn()
     assert [request.id for request in world.core.scheduler.clients.waiting] == ["video", "image"]
-    finish(world, "heavy", "small", "video", "image")
+    world.finish("heavy", "small", "video", "image")
     assert list(world.ends).index("video") < list(world.ends).index("image")
 
 
@@ -132,10 +128,9 @@ def test_quick_step_starts_no_request_that_needs_a_heavy_step():
     world.request("heavy", prompt=600)
     world.turn()
     world.request("image", 100, media=[item(message(1), 5, 80)])
-    world.media_ready(message(1))
     world.turn()
     assert [request.id for request in world.core.scheduler.clients.waiting] == ["image"]
-    finish(world, "heavy", "image")
+    world.finish("heavy", "image")
 
 
 # --- clients ---------------------------------------------------------------------------------------------------------
@@ -143,10 +138,9 @@ def test_quick_step_starts_no_request_that_needs_a_heavy_step():
 
 def flood(world, client, count=2, samples=128, prompt=5, priority=-(2**31)):
     for number in range(count):
-        name = f"{client.decode()} {number}"
-        siblings = [Sibling(f"{name}-{index}", index) for index in range(1, samples)]
+        siblings = [Sibling(f"{client} {number}-{index}", index) for index in range(1, samples)]
         more = {"first_token": 30 + number, "priority": priority, "client": client, "siblings": siblings}
-        world.request(name, prompt, 400, **more)
+        world.request(f"{client} {number}", prompt, 400, **more)
 
 
 def steps(world, count=1000, until=None):
@@ -161,14 +155,14 @@ def steps(world, count=1000, until=None):
 
 
 def num_running(world, client):
-    return sum(request.client == client for request in world.core.scheduler.clients.running)
+    return sum(request.new.client == client for request in world.core.scheduler.clients.running)
 
 
 @pytest.mark.parametrize("async_scheduling", [True, False])
 @pytest.mark.parametrize(
     ("flooding", "blocks"),
     [({}, 4000), ({}, 150), ({"count": 64, "samples": 1, "prompt": 1500}, 8000)],
-    ids=["slots", "blocks", "prefills"],
+    ids=["places", "blocks", "prefills"],
 )
 @pytest.mark.parametrize("prompt", [5, 300])
 def test_one_client_does_not_hold_up_another(prompt, flooding, blocks, async_scheduling):
@@ -182,14 +176,14 @@ def test_one_client_does_not_hold_up_another(prompt, flooding, blocks, async_sch
     assert num_running(world, b"a") > 1
 
 
-def test_clients_get_equal_shares_of_the_slots_whatever_their_priority():
+def test_clients_get_equal_shares_of_the_places_whatever_their_priority():
     world = World(blocks=4000, block_size=16, max_seqs=64, max_tokens=512)
     flood(world, b"a")
     steps(world, 20)
     flood(world, b"b", priority=0)
     steps(world, 80)
     preempted = world.stats().preemptions
-    assert preempted == 32, "once for each slot, and nothing is taken back"
+    assert preempted == 32, "once for each place, and nothing is taken back"
     for _ in range(4):
         steps(world, 40)
         assert abs(num_running(world, b"a") - num_running(world, b"b")) <= 1
@@ -212,5 +206,5 @@ def test_the_first_request_of_a_client_keeps_its_place():
     steps(world, 5)
     world.request("b", max_tokens=2, client=b"b")
     world.request("a urgent", max_tokens=2, client=b"a", priority=-5)
-    finish(world, "a", "b", "a urgent")
+    world.finish("a", "b", "a urgent")
     assert list(world.ends) == ["a", "b", "a urgent"] and world.stats().preemptions == 0
