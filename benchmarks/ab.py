@@ -6,8 +6,6 @@ is that of the means over all rounds; its spread goes from the least to the grea
 greedy without --temperature, so they are compared as well: how many prompts were not answered alike by all runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 from typing import Any

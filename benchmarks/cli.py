@@ -5,8 +5,6 @@ the one that is asked for is imported. It prints a text for people; the last lin
 goes to stderr.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import datetime

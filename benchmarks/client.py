@@ -4,8 +4,6 @@ Bodies are ready before the clock starts. Knows nothing of data sets. On aiohttp
 the server, and a stream costs aiohttp a fifth of what httpx takes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import io
 import itertools

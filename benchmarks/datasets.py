@@ -13,8 +13,6 @@ text of the first question. The prompt ends before the first answer. `expected` 
 the most tokens to generate; without it they are as many as the record's own answer has, or 128.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import base64

@@ -13,8 +13,6 @@ What it should cost on an H200 (4.8 TB/s, 990 TFLOP/s by its data sheet): decode
 14 GB, 3 ms; prefill is 1.2e14 operations, 0.25 s at half the rate; the video is 1.3e13, 30 ms.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gc

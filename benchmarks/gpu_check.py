@@ -4,8 +4,6 @@ The checks run one after the other, each in a process of its own, since an error
 of its process. Each prints PASS or FAIL and the reason.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import multiprocessing

@@ -8,8 +8,6 @@
 Only requests that were answered to the end count. docs/benchmarks.md says where vLLM's client counts otherwise.
 """
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Pictures: a run's latencies, throughput over time and stages; a sweep's throughput, latencies and memory; curves."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A worker's `ModelRunner` by itself, and the steps that an engine core would send it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

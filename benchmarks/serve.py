@@ -5,8 +5,6 @@ a time, and shows how many answers were right beside how fast they came. Prompts
 clock runs; answers are streamed, and greedy without --temperature. docs/benchmarks.md explains each metric.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import datetime

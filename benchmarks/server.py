@@ -1,7 +1,5 @@
 """The server that is measured: one that runs, or one that is started for the purpose; and what it says of itself."""
 
-from __future__ import annotations
-
 import argparse
 import concurrent.futures
 import contextlib

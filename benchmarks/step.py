@@ -13,8 +13,6 @@ The engine's share is step - forward. Execute - forward is the worker's part of 
 tokens to Python. The rest is messages, scheduling and waking up, in the engine core and between it and the worker.
 """
 
-from __future__ import annotations
-
 import argparse
 import concurrent.futures
 import contextlib

@@ -5,8 +5,6 @@ The flag is one of this client (such as --max-concurrency, --request-rate, --uni
 or --port the one that runs there is asked, caches and all, and the flag must be the client's.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import shlex

@@ -15,8 +15,6 @@ kernel's work for each page of 4 kB, here and in each rank: 0.5 us, several time
 for each rank one copy into the socket and one out of it into new pages: 2 T memcpys at the very least.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import collections

@@ -8,8 +8,6 @@ From a shell with the same variable: `python -m mini_engine.failpoints hold NAME
 process; `release NAME` lets that go on, or disarms the fail point; `--help` lists the names.
 """
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -5,8 +5,6 @@ Anonymous shared memory is bounded by nothing else: an allocation beyond the mac
 the kernel's OOM killer. So the parts that take much ask here first. Nothing is reserved by asking.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ A record becomes a line in a bounded queue, and a thread writes the lines to std
 closed delays neither an event loop nor a step of an engine. Lines that it does not take are dropped and counted.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -5,8 +5,6 @@ Without such files, as in tests, the metrics are this process's own. Label value
 be read before its first event. Knows nothing of HTTP.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from typing import Literal, get_args

@@ -4,8 +4,6 @@ A lease is a call that lasts as long as its request: so Serve counts the request
 the bytes go straight from the front to the engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import dataclasses

@@ -7,8 +7,6 @@ A request is sent again only if no engine can have received it. An engine that d
 again, it would end one host after the other.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import re

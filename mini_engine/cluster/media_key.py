@@ -4,8 +4,6 @@ It names no content: hosts hash what they fetch, with the request's `cache_salt`
 wrong answer, and requests with other salts on the same host share nothing.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The request router of Ray Serve, in every front: a host by the media key, the least busy replica on that host."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from ray.actor import ActorHandle

@@ -6,8 +6,6 @@ name-based mappings to increase hit rates", 1998). The bound on load follows Mir
 "Consistent hashing with bounded loads", 2018. Knows nothing of Ray.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Iterable, Mapping
 

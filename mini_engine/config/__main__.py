@@ -1,7 +1,5 @@
 """Writes the tables of docs/config.md, below the text with which it begins: `python -m mini_engine.config`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from mini_engine.config import Setting, groups

@@ -1,7 +1,5 @@
 """All options of a server: one field each, in the groups that `--help` and docs/config.md show."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """What an option is: its type, default, help, group, limits and parser; and the words that describe it."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

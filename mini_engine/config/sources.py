@@ -3,8 +3,6 @@
 `from_file` reads what `to_yaml` writes. This file knows nothing of argparse.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ releases a message only after all ranks have reported it: a rank drops only what
 different connections: a report may arrive before the request, or after its end.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import time

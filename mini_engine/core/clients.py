@@ -4,8 +4,6 @@ The n-th request of a client goes after the first n - 1 of each other; among equ
 recently goes first. Those of one client are in `Request.order`, running ones before waiting ones.
 """
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 import itertools

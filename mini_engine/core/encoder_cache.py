@@ -4,8 +4,6 @@ It knows hashes and token counts. A request reserves room for all of its items a
 it until it finishes; a preempted one keeps it. `worker/model_runner.py` holds the embeddings.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections import OrderedDict

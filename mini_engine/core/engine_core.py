@@ -4,8 +4,6 @@ It sees requests as tokens, block ids and handles. It has no tensor, no tokenize
 in one poller until a message arrives or a deadline passes.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import time

@@ -3,8 +3,6 @@
 Requests of a client with equal grammars share one. It sees digests, never what a grammar says.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

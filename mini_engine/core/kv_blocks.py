@@ -7,8 +7,6 @@ Copy-on-write is not needed: only full blocks are shared, and a sequence writes 
 full blocks. One that shares a prefix computes the tokens of a block that is not full again, in a block of its own.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import OrderedDict
 from collections.abc import Sequence

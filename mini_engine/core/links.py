@@ -1,7 +1,5 @@
 """The engine core's sockets: to the supervisor, API servers and ranks."""
 
-from __future__ import annotations
-
 import logging
 
 import zmq

@@ -20,8 +20,6 @@ that was found cannot be missing later. A reservation belongs to the API server 
 Cache type `lru`, `RankCopies`: every rank keeps its own copies; the steps name what to keep and what to drop.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

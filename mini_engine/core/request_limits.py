@@ -1,7 +1,5 @@
 """Limits of a request: what an engine can hold, and whether the ranks can compute a request."""
 
-from __future__ import annotations
-
 import logging
 import math
 

@@ -3,8 +3,6 @@
 It counts tokens and blocks; it knows nothing of sockets, of the model, or of what a token says.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections import Counter

@@ -6,8 +6,6 @@ snapshot. A freed index may be reused at once, even while a dispatched step stil
 runs its steps in order, and fills a sequence's state before anything else in a step.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 

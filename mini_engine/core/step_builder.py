@@ -3,8 +3,6 @@
 What ended, what the ranks may drop and what they are to keep is collected until the next step is dispatched.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import msgspec

@@ -4,8 +4,6 @@ Frees the pages of a request that is aborted before it is sent; those of others 
 neither caches nor answers. It runs in the event loop's thread; only large copies run in another.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -4,8 +4,6 @@
 Knows the placements' names and their order, not how they work.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

@@ -3,8 +3,6 @@
 Used by API servers and by the cluster's front.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fnmatch
 import hashlib

@@ -1,7 +1,5 @@
 """The HTTP application: its routes and its middleware. Knows nothing of sockets or processes."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import time
 from typing import Any

@@ -3,8 +3,6 @@
 Parsing, keep-alive, TLS and responses are uvicorn's. Knows of requests only whether one is in progress.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import resource

@@ -1,7 +1,5 @@
 """Exceptions -> the error response, or the last event of a stream, and one line in the log."""
 
-from __future__ import annotations
-
 import logging
 import time
 

@@ -4,8 +4,6 @@ In OpenAI's form. Encoded by msgspec, since a stream has one event for each step
 response are encoded as they arrive, and sent in parts. Knows nothing of engines.
 """
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import contextlib

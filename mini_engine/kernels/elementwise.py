@@ -5,8 +5,6 @@ launched on that device's current stream: a worker makes its device current once
 guard. Other callers of these functions, and of those of `paged.py`, must do the same first.
 """
 
-from __future__ import annotations
-
 import os
 
 import torch

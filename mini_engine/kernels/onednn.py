@@ -8,8 +8,6 @@ oneDNN compiles a kernel for each new shape and keeps the last 1,024, so sizes a
 cost more. A call costs more than MKL's, so small products are left to torch.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -3,8 +3,6 @@
 A caller says what it wants, and never where it runs. This file knows nothing of the model.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

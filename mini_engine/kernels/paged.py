@@ -9,8 +9,6 @@ logarithms of sums (Flash-Decoding, Dao et al. 2023).
 A key past the context is never loaded: whatever an earlier owner left in a block, NaN included, has no effect.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Small copies between the host and the device; on the CPU they are no copies at all."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

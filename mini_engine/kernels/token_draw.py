@@ -1,7 +1,5 @@
 """The draw of tokens in Triton; `elementwise.py` says what holds for all kernels."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

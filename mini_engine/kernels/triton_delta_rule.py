@@ -9,8 +9,6 @@ the matrix units if the other factor is bfloat16; two float32 factors take three
 exact as float32 arithmetic; one product of TF32 would be a thousand times less so.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ Started as `python -m mini_engine.launch.child SPEC`, SPEC being a `ChildSpec` i
 the parent-death signal is set; each role's module is imported last.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import logging

@@ -4,8 +4,6 @@ A value is taken from the flag, else from `MINI_ENGINE_<FIELD>`, else from the f
 default. The flags are made from the fields of `EngineConfig`.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

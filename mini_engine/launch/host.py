@@ -1,7 +1,5 @@
 """The start-up checks of what the host has: model, memory and TLS files; and the runtime directory."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """The sockets that API servers listen at, bound by the supervisor, so that they outlive each API server."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

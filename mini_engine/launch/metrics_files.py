@@ -6,8 +6,6 @@ a page that the disk has no room for kills the process that touches it. The repl
 in its files, so that deaths fill no disk.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -8,8 +8,6 @@ answers are those of the whole engine. The time is counted in turns of the super
 as when the machine was suspended, no process is killed for it. `--health-timeout` kills nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import itertools

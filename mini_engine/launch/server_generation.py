@@ -3,8 +3,6 @@
 Knows nothing of what follows when one of them dies.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math

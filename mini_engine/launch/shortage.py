@@ -1,7 +1,5 @@
 """Errors of a host that is out of file descriptors, memory or threads, which no request, file or client caused."""
 
-from __future__ import annotations
-
 import errno
 import os
 

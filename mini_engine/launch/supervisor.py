@@ -7,8 +7,6 @@ The processes of one start are a generation. When an engine dies its generation 
 next one starts behind the same sockets, and until it serves, the API servers of the one before answer 503.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging

@@ -3,8 +3,6 @@
 Knows nothing of media themselves, nor how they are fetched.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Between the supervisor and its children."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import msgspec

@@ -1,7 +1,5 @@
 """Between an engine core and its workers."""
 
-from __future__ import annotations
-
 import msgspec
 
 from mini_engine.messages.requests import SamplingParams, TokenLogprob

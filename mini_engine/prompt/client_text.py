@@ -5,8 +5,6 @@ begin, such as `<`, before the template sees the text. So the added tokens of th
 the tokens between them are those of the text without marks. Knows nothing of messages or templates.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from typing import Any

@@ -5,8 +5,6 @@ text so far again with each one. Knows nothing of requests or streams. Runs in t
 tokenizer that several threads use at once may raise "Already borrowed".
 """
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass

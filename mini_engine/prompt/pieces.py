@@ -3,8 +3,6 @@
 One request may have thousands of tokens to detokenise, search and encode at once. Knows nothing of responses.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import time

@@ -3,8 +3,6 @@
 A character costs the same however many stop strings there are, and however long. Knows nothing of tokens or requests.
 """
 
-from __future__ import annotations
-
 import functools
 
 

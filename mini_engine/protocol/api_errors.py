@@ -4,8 +4,6 @@ No message contains a path, an address or a segment name, except the names by wh
 `--served-model-name`, that is MODEL as the command line has it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal
 

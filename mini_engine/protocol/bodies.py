@@ -5,8 +5,6 @@ an error. None means the default of the model or the server. Knows nothing of HT
 (`prompt/sampling_params.py`), of media settings (`media/settings.py`) or of the chat template (`prompt/renderer.py`).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints

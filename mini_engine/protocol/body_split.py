@@ -4,8 +4,6 @@ Only the text is decoded as JSON: in it a name that no client can know replaces 
 requests.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

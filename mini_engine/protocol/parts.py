@@ -2,8 +2,6 @@
 qwen_vl_utils. Unknown fields are ignored, unless they would set how an item is sampled or sized.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal

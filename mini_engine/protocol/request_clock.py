@@ -7,8 +7,6 @@ measured as it happens; the engine reports its part as times of the clock that a
 nothing of HTTP or media.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Literal
 

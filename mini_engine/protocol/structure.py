@@ -1,7 +1,5 @@
 """How long a JSON text takes to decode, by one scan of its bytes, so that it can be bounded before it is decoded."""
 
-from __future__ import annotations
-
 MAX_STRUCTURE = 1 << 17  # arrays, objects, commas and colons of a body: its decoding takes 60 ms at most
 SLOW_NUMBER = 64  # so many of these take as long as a number with an exponent
 LONG_NUMBER = 20  # digits; numbers of fewer take no longer than short ones

@@ -3,8 +3,6 @@
 Knows nothing of requests; how a grammar acts on the choice of tokens is in `worker/sampling/grammar.py`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -2,8 +2,6 @@
 text, and each call in `<tool_call>` tags, an object with `name` and `arguments`.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 import msgspec

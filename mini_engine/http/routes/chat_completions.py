@@ -3,8 +3,6 @@
 Each step of the path is a function here, which calls a file of its own. Knows nothing of sockets or processes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The path of a completion is that of a chat request without its media; each of se
 an engine. The others, in vLLM's form, ask no engine: the media of a conversation are measured, and dropped.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from functools import partial

@@ -1,8 +1,6 @@
 """The playground: a page that asks this server from a browser and shows what happened. Static files; all that the page
 shows comes from the API."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fastapi import APIRouter
