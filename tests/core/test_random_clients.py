@@ -22,7 +22,18 @@ from mini_engine.messages import (
     Written,
 )
 from mini_engine.transport.pages import PAGE_BYTES
-from tests.core.world import API, BYTES, OTHER, World, copies_world, item, named, reserve, store_world, write
+from tests.support.simulated_core import (
+    API,
+    BYTES,
+    OTHER,
+    World,
+    copies_world,
+    item,
+    named,
+    reserve,
+    store_world,
+    write,
+)
 
 
 class RandomClients:

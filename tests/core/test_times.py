@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mini_engine.messages import EngineTimes, Finish, Sibling
-from tests.core.world import World, item, message, named, store_world, stored
+from tests.support.simulated_core import World, item, message, named, store_world, stored
 
 
 class Clock:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mini_engine.messages import NewRequest
-from tests.http.patience import cancelled, eventually, settle
 from tests.http.serving import Counted, Served, check_error, image, metric
+from tests.support.patience import cancelled, eventually, settle
 
 CACHE = ("mm_cache_queries_total{engine=0}", "mm_cache_hits_total{engine=0}", "media_decodes_total")
 

@@ -17,13 +17,13 @@ import torch
 from mini_engine.kernels import paged
 from mini_engine.worker.attention.sdpa import Span
 from mini_engine.worker.attention.triton_attention import tile
-from tests.attention_reference import reference_attention
+from tests.support.attention_reference import reference_attention
 
 BOUNDS = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 @dataclass
-class World:
+class PagedBatch:
     """A cache and a batch; what no token of the batch may read is NaN."""
 
     spans: list[Span]
@@ -46,7 +46,7 @@ class World:
 def make(
     lengths: Sequence[tuple[int, int]], block_size: int, group: int, kv_heads: int, dim: int, dtype: torch.dtype,
     device: torch.device,
-) -> World:  # fmt: skip
+) -> PagedBatch:  # fmt: skip
     """`lengths`: (tokens before the chunk, tokens in it)."""
     torch.manual_seed(sum(start + count for start, count in lengths) + dim)
     needed = [-(-(start + count) // block_size) for start, count in lengths]
@@ -64,7 +64,7 @@ def make(
     # As the model hands them over: a view with other heads beside it.
     q = torch.randn(total, (group + 1) * kv_heads, dim).to(dtype).to(device)[:, : group * kv_heads]
     keys, values = cache.to(dtype).to(device)
-    return World(spans, q, keys, values, torch.from_numpy(tables.astype(np.int32)).to(device))
+    return PagedBatch(spans, q, keys, values, torch.from_numpy(tables.astype(np.int32)).to(device))
 
 
 @pytest.mark.parametrize(

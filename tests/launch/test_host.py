@@ -15,10 +15,9 @@ from mini_engine.launch import host
 from mini_engine.launch.cli import parse
 from mini_engine.launch.host import check_model, resolve_model, runtime_directory, without_effect
 from mini_engine.messages import EngineLimits, MediaCachePlan
+from tests.support.hub_cache import put_in_cache
 
 # --- the model's files ------------------------------------------------------------------------------------------------
-
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 @pytest.fixture
@@ -27,14 +26,6 @@ def offline(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     return tmp_path
-
-
-def put_in_cache(cache: Path, name: str, revision: str = "main") -> Path:
-    """The bundled model as the hub's cache holds a download."""
-    folder = cache / f"models--{name.replace('/', '--')}"
-    (folder / "refs").mkdir(parents=True)
-    (folder / "refs" / revision).write_text(COMMIT)
-    return Path(shutil.copytree(BUNDLED_MODEL, folder / "snapshots" / COMMIT))
 
 
 @pytest.fixture

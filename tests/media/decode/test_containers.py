@@ -12,8 +12,8 @@ import pytest
 from mini_engine.media.decode.containers import declared_size
 from mini_engine.media.frame_sampling import VideoSampling
 from mini_engine.media.media_errors import MediaError
-from tests import clips
-from tests.media.decode.decoding import decode_video
+from tests.support import clips
+from tests.support.decoding import decode_video
 
 ALL = VideoSampling(num_frames=1000)
 TRUNCATED = "^video 1: the file is truncated or damaged: .*; send the whole file$"

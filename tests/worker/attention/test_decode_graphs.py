@@ -14,7 +14,7 @@ from mini_engine.worker.attention.sdpa import AttentionBackend, KVCache, SdpaBac
 from mini_engine.worker.cache_sizes import HUNGRY_SAMPLING
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
-from tests.kernels.devices import INTERPRETED, device
+from tests.support.devices import INTERPRETED, device
 from tests.worker import script, tiny
 from tests.worker.conftest import make_states
 
@@ -27,7 +27,7 @@ BLOCKS = 64
 HUNGRY = {name: getattr(HUNGRY_SAMPLING, name) for name in ("repetition_penalty", "presence_penalty", "logprobs")}
 
 
-class World:
+class GraphedModel:
     """A model, its cache, and graphs for at most 6 sequences."""
 
     def __init__(self, checkpoint: Path, device: torch.device, family: str = "qwen2_5_vl") -> None:
@@ -59,8 +59,8 @@ class World:
 
 
 @pytest.fixture
-def world(device, checkpoint, family) -> World:
-    return World(checkpoint, device, family)
+def world(device, checkpoint, family) -> GraphedModel:
+    return GraphedModel(checkpoint, device, family)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"][INTERPRETED:], indirect=True, scope="session")
@@ -105,7 +105,7 @@ def test_tables_that_advance_are_those_that_are_built(device):
 )
 def test_a_step_that_goes_on_waits_for_nothing(sampling, checkpoint):
     """Torch raises where it would wait for the device."""
-    world, media = World(checkpoint, torch.device("cuda", 0)), tiny.MemoryMedia()
+    world, media = GraphedModel(checkpoint, torch.device("cuda", 0)), tiny.MemoryMedia()
     requests = [new for new in tiny.mixed_requests(media, **sampling) if new.request_id in ("text", "short", "block")]
     steps = script.write_steps(requests, 30, 1000, 16, BLOCKS)
     runner = world.runner(media, world.backend, world.graphs)

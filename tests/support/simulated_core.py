@@ -34,7 +34,7 @@ from mini_engine.messages import (
 )
 from mini_engine.model.config import ModelConfig
 from mini_engine.transport.pages import PAGE_BYTES
-from tests.core.simulated_ranks import SimulatedLinks
+from tests.support.simulated_ranks import SimulatedLinks
 
 API = ("api 0", 7)
 
