@@ -20,10 +20,6 @@ def proc(tmp_path: Path) -> Path:
     return root
 
 
-def belongs(proc: Path, *lines: str) -> None:
-    (proc / "self" / "cgroup").write_text("".join(f"{line}\n" for line in lines))
-
-
 def group(directory: Path, version: int, limit: int | str, used: int, cache: int = 0) -> None:
     names = {1: ("limit_in_bytes", "usage_in_bytes", "total_inactive_file"), 2: ("max", "current", "inactive_file")}
     limit_file, usage_file, cache_key = names[version]
@@ -36,7 +32,7 @@ def group(directory: Path, version: int, limit: int | str, used: int, cache: int
 @pytest.mark.parametrize("version", [1, 2])
 def test_the_tightest_group_on_the_way_up_counts(proc: Path, tmp_path: Path, version: int):
     groups = tmp_path / "groups"
-    belongs(proc, "3:cpu:/a/b", "4:cpuset,memory:/a/b" if version == 1 else "0::/a/b")
+    (proc / "self" / "cgroup").write_text("3:cpu:/a/b\n" + ("4:cpuset,memory:/a/b\n" if version == 1 else "0::/a/b\n"))
     root = groups / "memory" if version == 1 else groups
     assert available_memory(proc, groups) == 4 * MIB
     group(root / "a" / "b", version, 3 * MIB, 2 * MIB, cache=MIB)  # unused file cache counts as free
@@ -52,7 +48,7 @@ def test_the_tightest_group_on_the_way_up_counts(proc: Path, tmp_path: Path, ver
 @pytest.mark.parametrize("path", ["/docker/0123", "/../other"])
 def test_in_a_container_the_root_is_its_own_group(proc: Path, tmp_path: Path, path: str):
     """The path in /proc is the host's, or leads out of the namespace; the directory begins at the container."""
-    belongs(proc, f"0::{path}")
+    (proc / "self" / "cgroup").write_text(f"0::{path}\n")
     group(tmp_path / "groups", 2, MIB, 0)
     group(tmp_path / "other", 2, 1, 0)
     assert available_memory(proc, tmp_path / "groups") == MIB

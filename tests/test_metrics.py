@@ -9,7 +9,7 @@ import pytest
 
 from mini_engine import metrics
 from mini_engine.launch.metrics_files import DIRECTORY_VARIABLE, FILE_BYTES, NUMBER_VARIABLE, forget_gauges, make_files
-from tests.shortages import no_descriptors
+from tests.support.shortages import no_descriptors
 
 COUNT = """
 from mini_engine import metrics

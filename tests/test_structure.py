@@ -109,6 +109,24 @@ def test_files_and_functions_stay_short(path: Path):
             assert length <= MAX_FUNCTION_LINES, f"{node.name}: {length} lines"
 
 
+def test_helpers_of_tests_serve_one_folder_or_are_in_support():
+    """Or of a folder around it. No two classes share a name."""
+    files, classes, wrong = sorted((ROOT / "tests").rglob("*.py")), [], []
+    for path in files:
+        own = ".".join(path.parent.relative_to(ROOT).parts)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests"):
+                for name in (f"{node.module}.{alias.name}" for alias in node.names):
+                    module = name if (ROOT / (name.replace(".", "/") + ".py")).exists() else node.module
+                    folder = module.rpartition(".")[0]
+                    is_around = folder != "tests" and f"{own}.".startswith(f"{folder}.")
+                    if folder != "tests.support" and not is_around:
+                        wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+        classes += [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+    assert not wrong, wrong
+    assert len(classes) == len({*classes}), sorted(name for name in {*classes} if classes.count(name) > 1)
+
+
 def test_every_module_says_what_it_is():
     silent = [str(path) for path in FILES if path.stat().st_size and not ast.get_docstring(ast.parse(path.read_text()))]
     assert not silent, silent

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks import cli
-from tests.e2e.running_server import RunningServer
+from tests.support.running_server import RunningServer
 
 USAGE = {"choices": [], "usage": {"prompt_tokens": 10, "completion_tokens": 6}}
 
@@ -58,12 +58,6 @@ def bench(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ran]]:
 def server() -> Iterator[RunningServer]:
     with RunningServer() as running:
         yield running
-
-
-@pytest.fixture
-def root(server: RunningServer) -> str:
-    """The server's URL as `--base-url` takes it."""
-    return server.url.removesuffix("/v1")
 
 
 class BrokenServer(ThreadingHTTPServer):

@@ -39,10 +39,11 @@ def test_ratios_by_hand():
     assert found["answers"] == {"prompts": 4, "differ": 2}
 
 
-def test_a_sweep_of_a_server_that_runs(bench, root, tmp_path: Path):
-    ran = bench("sweep", "--flag", "--max_concurrency", "--values", "1,3", "--base-url", root, "--num-prompts", 6,
-                "--num-warmups", 0, "--dataset-name", "synthetic-image", "--plot", tmp_path / "sweep.png",
-                "--save-result", "--result-dir", tmp_path, "--result-filename", "r.json")  # fmt: skip
+def test_a_sweep_of_a_server_that_runs(bench, server, tmp_path: Path):
+    ran = bench("sweep", "--flag", "--max_concurrency", "--values", "1,3", "--base-url", server.base_url,
+                "--num-prompts", 6, "--num-warmups", 0, "--dataset-name", "synthetic-image",
+                "--plot", tmp_path / "sweep.png", "--save-result",
+                "--result-dir", tmp_path, "--result-filename", "r.json")  # fmt: skip
     assert ran.status == 0, ran.err
     assert [run["max_concurrent_requests"] for run in ran.results["runs"]] == [1, 3]
     for value, run in zip("13", ran.results["runs"], strict=True):
@@ -52,9 +53,9 @@ def test_a_sweep_of_a_server_that_runs(bench, root, tmp_path: Path):
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_several_values_of_a_sweep_may_contain_commas(bench, root):
+def test_several_values_of_a_sweep_may_contain_commas(bench, server):
     values = ["{(28, 28, 1): 1.0}", "{(56, 28, 1): 1.0}"]
-    ran = bench("sweep", "--flag", "random-mm-bucket-config", "--values", *values, "--base-url", root,
+    ran = bench("sweep", "--flag", "random-mm-bucket-config", "--values", *values, "--base-url", server.base_url,
                 "--dataset-name", "random-mm", "--num-prompts", 1, "--num-warmups", 0)  # fmt: skip
     assert ran.status == 0 and ran.results["values"] == values
     assert [value for line in ran.out.splitlines() for value in values if line.startswith(f"{value}  ")] == values

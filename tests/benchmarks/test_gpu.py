@@ -16,29 +16,19 @@ from benchmarks.runner import checkpoint
 from mini_engine.launch.cli import parse
 
 
-def passes() -> str:
-    return "found"
-
-
-def fails() -> str:
-    raise AssertionError("too slow\nwith advice")
-
-
-def crashes() -> str:
-    os.kill(os.getpid(), signal.SIGKILL)
-    return "never"
-
-
-def hangs() -> str:
-    time.sleep(60)
-    return "never"
-
-
 def test_a_check_that_fails_crashes_or_hangs_stops_no_other(monkeypatch, capsys):
-    checks = {"first": passes, "failing": fails, "crashing": crashes, "hanging": hangs}
+    def fails() -> str:
+        raise AssertionError("too slow\nwith advice")
+
+    checks = {
+        "first": lambda: "found",
+        "failing": fails,
+        "crashing": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "hanging": lambda: time.sleep(60),
+    }
     monkeypatch.setattr(gpu_check, "CHECKS", checks)
     monkeypatch.setattr(gpu_check, "SECONDS", 1)
-    monkeypatch.setattr(gpu, "shares", passes)
+    monkeypatch.setattr(gpu, "shares", checks["first"])
     assert main(["gpu", "--check"]) == 1
     out = capsys.readouterr().out.splitlines()
     assert [line.partition(" (")[0] for line in out[:5]] == [

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from mini_engine.config import BUNDLED_MODEL
-from tests.e2e.running_server import ROOT, alive, descendants
+from tests.support.processes import alive, descendants, eventually
+from tests.support.running_server import ROOT
 
 
 def bench(*argv: str) -> subprocess.Popen[str]:
@@ -29,15 +30,8 @@ def last_line(*argv: str) -> dict:
     out, err = ran.communicate()
     assert ran.returncode == 0, out + err
     assert family or argv[0] == "gpu"  # which starts a process only where Triton has something to compile
-    assert_gone(family)
+    eventually(lambda: not any(map(alive, family)))
     return json.loads(out.splitlines()[-1])
-
-
-def assert_gone(family: set[int]) -> None:
-    deadline = time.monotonic() + 60
-    while left := [pid for pid in family if alive(pid)]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
 
 
 def test_a_launched_server_is_stopped():
@@ -57,7 +51,7 @@ def test_the_processes_of_a_killed_benchmark_exit(processes: int, command: list[
         time.sleep(0.05)
     ran.kill()
     ran.communicate()
-    assert_gone(family)
+    eventually(lambda: not any(map(alive, family)))
 
 
 def test_transport():

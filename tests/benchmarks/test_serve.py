@@ -20,10 +20,10 @@ def moved(server, before: dict[str, float], name: str) -> float:
     return sum(value - before.get(key, 0.0) for key, value in server.metrics().items() if key.partition("{")[0] == name)
 
 
-def test_table_file_and_counters_agree(bench, server, root, tmp_path: Path):
+def test_table_file_and_counters_agree(bench, server, tmp_path: Path):
     before = server.metrics()
     ran = bench(
-        "--base-url", root, "--num-prompts", 24, "--num_warmups", 0, "--unique-ratio", 0.5, "--seed", 3,
+        "--base-url", server.base_url, "--num-prompts", 24, "--num_warmups", 0, "--unique-ratio", 0.5, "--seed", 3,
         "--metric-percentiles", "50,90,99", "--goodput", "ttft:100000", "e2el:100000", "--save-result",
         "--save-detailed", "--result-dir", tmp_path, "--result-filename", "found.json", "--metadata", "machine=here",
         "--plot", tmp_path / "p.png",
@@ -74,9 +74,9 @@ def test_no_server_listens(bench):
     assert "http://127.0.0.1:1" in line and "serve.py" in line and "--launch" in line
 
 
-def test_requests_are_sent_as_they_arrive(bench, root, tmp_path: Path):
-    ran = bench("--base-url", root, "--dataset-name", "random", "--input-len", 8, "--output-len", 1, "--seed", 5,
-                "--num-prompts", 12, "--max-concurrency", 12, "--request-rate", 20, "--burstiness", 0.5,
+def test_requests_are_sent_as_they_arrive(bench, server, tmp_path: Path):
+    ran = bench("--base-url", server.base_url, "--dataset-name", "random", "--input-len", 8, "--output-len", 1,
+                "--seed", 5, "--num-prompts", 12, "--max-concurrency", 12, "--request-rate", 20, "--burstiness", 0.5,
                 "--save-result", "--save-detailed", "--result-dir", tmp_path,
                 "--result-filename", "r.json")  # fmt: skip
     assert ran.status == 0, ran.err
@@ -85,7 +85,7 @@ def test_requests_are_sent_as_they_arrive(bench, root, tmp_path: Path):
     assert late.min() >= 0 and np.median(late) < 0.2
 
 
-def test_a_command_line_of_vllm(bench, server, root, tmp_path: Path):
+def test_a_command_line_of_vllm(bench, server, tmp_path: Path):
     records, answers = [], []
     for number in range(6):
         clip = videos.render(10**9 + 500 + number)
@@ -99,7 +99,7 @@ def test_a_command_line_of_vllm(bench, server, root, tmp_path: Path):
         --dataset-name sharegpt --dataset-path {tmp_path}/sharegpt.json --save-result --save-detailed --disable-shuffle
         --num-prompts 4 --max-concurrency 400 --sharegpt-output-len 128 --percentile-metrics ttft"""
     before = server.metrics()
-    ran = bench(*command.split(), "--base-url", root, "--result-dir", tmp_path / "results")
+    ran = bench(*command.split(), "--base-url", server.base_url, "--result-dir", tmp_path / "results")
     assert ran.status == 0, ran.err
     assert "mean_ttft_ms" in ran.results and "mean_e2el_ms" not in ran.results
     (path,) = (tmp_path / "results").glob("openai-chat-infqps-concurrency400-mini-engine-demo-*.json")

@@ -20,7 +20,7 @@ from ray import serve
 from ray.cluster_utils import Cluster
 
 from mini_engine.cluster import SERVE, Arguments, application
-from tests.e2e.processes import descendants
+from tests.support.processes import descendants
 
 ROOT = Path(__file__).parents[2]
 STORE_BYTES = 80 << 20  # the least that Ray takes; no tensor passes through it

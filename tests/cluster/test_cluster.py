@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("ray", reason="needs the extra [ray]")
 
 from tests.cluster.running_cluster import SECONDS, RunningCluster, processes  # noqa: E402 - imports Ray
-from tests.e2e.processes import alive, descendants, eventually, parent, stopped  # noqa: E402
+from tests.support.processes import alive, descendants, eventually, parent, stopped  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's own
 FAKE = (sys.executable, "-m", "tests.cluster.fake_engine")

@@ -14,9 +14,9 @@ from openai import AuthenticationError, OpenAI
 pytest.importorskip("ray", reason="needs the extra [ray]")
 
 from tests.cluster.running_cluster import SECONDS, RunningCluster, processes  # noqa: E402 - imports Ray
-from tests.e2e.asking import ENDLESS, Asked, ask_small  # noqa: E402
-from tests.e2e.processes import alive, eventually, parent  # noqa: E402
-from tests.e2e.running_server import GAUGES, message  # noqa: E402
+from tests.support.client import ENDLESS, Question, ask_small  # noqa: E402
+from tests.support.processes import alive, eventually, parent  # noqa: E402
+from tests.support.running_server import GAUGES, message  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own
 HOSTS, VIDEOS = 3, 36
@@ -38,7 +38,7 @@ def client(cluster: RunningCluster) -> Iterator[OpenAI]:
         yield made
 
 
-def ask(client: OpenAI, asked: Asked) -> str:
+def ask(client: OpenAI, asked: Question) -> str:
     messages = [message(asked.text, asked.urls)]
     reply = client.chat.completions.create(model="mini-engine-demo", messages=messages, temperature=0)
     return reply.choices[0].message.content

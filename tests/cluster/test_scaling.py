@@ -12,7 +12,7 @@ pytest.importorskip("ray", reason="needs the extra [ray]")
 
 from tests.cluster.running_cluster import SECONDS, RunningCluster  # noqa: E402 - imports Ray
 from tests.cluster.test_cluster import CHAT, FAKE, answer, question, requests_in_parallel  # noqa: E402
-from tests.e2e.processes import alive, eventually  # noqa: E402
+from tests.support.processes import alive, eventually  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own
 

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from mini_engine.messages import ControlReply, ControlRequest, Sibling
-from tests.core.simulated_ranks import token_of
-from tests.core.world import BYTES, TIMED, CachingWorld, World, item, message, named
+from tests.support.simulated_core import BYTES, TIMED, CachingWorld, World, item, message, named
+from tests.support.simulated_ranks import token_of
 
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
 

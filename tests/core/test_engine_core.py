@@ -15,7 +15,7 @@ from mini_engine.messages import (
     Step,
     StepResult,
 )
-from tests.core.world import World, item, message
+from tests.support.simulated_core import World, item, message
 
 
 def test_two_steps_are_in_flight_only_when_asynchronous():

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mini_engine.messages import ControlRequest, Finish, MediaReady, MessageId, Sibling
-from tests.core.simulated_ranks import token_of
-from tests.core.world import API, MODEL, TIMED, World, item
+from tests.support.simulated_core import API, MODEL, TIMED, World, item
+from tests.support.simulated_ranks import token_of
 
 
 @dataclasses.dataclass

@@ -22,7 +22,7 @@ from mini_engine.messages import (
     Written,
 )
 from mini_engine.transport.pages import PAGE_BYTES
-from tests.core.world import API, BYTES, OTHER, CachingWorld, item, named
+from tests.support.simulated_core import API, BYTES, OTHER, CachingWorld, item, named
 
 
 class RandomClients:

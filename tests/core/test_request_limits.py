@@ -8,7 +8,7 @@ import pytest
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.core.request_limits import engine_limits, problem_with
 from mini_engine.messages import MessageId, NewRequest, SamplingParams
-from tests.core.world import API, MODEL, TIMED, World, item
+from tests.support.simulated_core import API, MODEL, TIMED, World, item
 
 MESSAGE = MessageId(API[1], 1)
 VIDEO = MODEL.video_token_id

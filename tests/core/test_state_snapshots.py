@@ -6,8 +6,8 @@ import pytest
 
 from mini_engine.core.state_snapshots import StatePool
 from mini_engine.messages import Sibling
-from tests.core.simulated_ranks import token_of
-from tests.core.world import World, item, message
+from tests.support.simulated_core import World, item, message
+from tests.support.simulated_ranks import token_of
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mini_engine.messages import EngineTimes, Finish, Sibling
-from tests.core.world import CachingWorld, World, item, message, named
+from tests.support.simulated_core import CachingWorld, World, item, message, named
 
 
 class Clock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mini_engine.messages import Sibling
-from tests.core.world import World, item, message
+from tests.support.simulated_core import World, item, message
 
 
 def heavy_world(**more):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.running_server import RunningServer
+from tests.support.running_server import RunningServer
 
 
 @pytest.fixture(scope="session")

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import base64
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 import jsonschema_rs
 import openai
 import pytest
 
 from mini_engine.demo import questions, videos
-from tests.clips import encode_in
-from tests.e2e.asking import Asked, ask_image, ask_two, ask_video, video_url
-from tests.e2e.running_server import RunningServer, message
+from tests.support.client import Question, answers_of, ask_image, ask_two, ask_video, video_url
+from tests.support.clips import encode_in
+from tests.support.running_server import RunningServer, message
 
 OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
 
 
-def wrong_answers(server: RunningServer, asked: list[Asked], **more: object) -> list[tuple[Asked, str]]:
-    with ThreadPoolExecutor(8) as pool:
-        answers = pool.map(lambda one: server.ask(one.text, one.urls, **more), asked)
-        return [(one, got) for one, got in zip(asked, answers, strict=True) if got != one.answer]
+def wrong_answers(server: RunningServer, asked: list[Question], **more: object) -> list[tuple[Question, str]]:
+    answers = zip(asked, answers_of(server, asked, **more), strict=True)
+    return [(question, answer) for question, answer in answers if answer != question.answer]
 
 
 def test_accuracy_on_fresh_videos_and_images(server):
     asked = [ask_video(1000 + seed) for seed in range(100)]
-    assert {one.codec for one in asked} == {"h264", "mpeg4", "vp9"}
+    assert {question.codec for question in asked} == {"h264", "mpeg4", "vp9"}
     wrong = wrong_answers(server, asked)
     assert len(wrong) <= 2, wrong
     wrong = wrong_answers(server, [ask_image(seed) for seed in range(40)])
@@ -36,9 +34,9 @@ def test_accuracy_on_fresh_videos_and_images(server):
 def test_two_items_are_described_in_order(server):
     pairs = [ask_two(seed) for seed in range(0, 16, 2)]
     assert len(wrong_answers(server, pairs)) <= 1
-    for one in pairs[:3]:
-        first, second = (part.partition(": ")[2] for part in one.answer.split("; "))
-        assert server.ask(one.text, one.urls[::-1]) == f"first: {second}; second: {first}"
+    for question in pairs[:3]:
+        first, second = (part.partition(": ")[2] for part in question.answer.split("; "))
+        assert server.ask(question.text, question.urls[::-1]) == f"first: {second}; second: {first}"
 
 
 @pytest.mark.parametrize("transfer", [16, 18], ids=["HDR10", "HLG"])
@@ -67,15 +65,13 @@ def test_answers_under_a_grammar_are_right_and_in_its_form(server):
     things = f"an? ({'|'.join(videos.COLOURS)}) ({'|'.join(videos.SHAPES)})"
     form = {"regex": things + " (moving (left|right|up|down)|standing still)"}
     asked = [ask_video(3000 + seed, "describe") for seed in range(24)]
-    assert not wrong_answers(
-        server, asked, extra_body={"structured_outputs": form, "ignore_eos": True, "min_tokens": 40}
-    )
+    assert not wrong_answers(server, asked, structured_outputs=form, ignore_eos=True, min_tokens=40)
     enums = {"colour": {"enum": list(videos.COLOURS)}, "shape": {"enum": list(videos.SHAPES)}}
     schema = {"type": "object", "properties": enums, "required": list(enums), "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": schema, "strict": True}}
     more = {"response_format": form, "n": 2, "logprobs": True}
-    for one in asked[:4]:
-        assert jsonschema_rs.is_valid(schema, json.loads(server.ask(one.text, one.urls, **more)))
+    for question in asked[:4]:
+        assert jsonschema_rs.is_valid(schema, json.loads(server.ask(question.text, question.urls, **more)))
     item = {"properties": {"count": {"type": "integer"}, "size": {"type": "number"}}, "required": ["count", "size"]}
     form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": {"type": "object", **item}}}
     hot = {"response_format": form, "n": 16, "seed": 1, "temperature": 1.5, "max_tokens": 90}

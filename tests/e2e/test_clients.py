@@ -14,8 +14,8 @@ from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 from mini_engine.demo import videos
-from tests.e2e.asking import image_url
-from tests.e2e.running_server import RunningServer
+from tests.support.client import image_url
+from tests.support.running_server import RunningServer
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # not from GitHub
 import litellm  # noqa: E402

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.e2e.asking import Asked, ask_image, ask_two, ask_video
-from tests.e2e.running_server import RunningServer
+from tests.support.client import Question, answers_of, ask_image, ask_two, ask_video
+from tests.support.running_server import RunningServer
 
 ONE_DEVICE = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 TWO_DEVICES = [pytest.mark.multi_gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two CUDA devices")]
@@ -32,28 +32,22 @@ PATHS = {  # of the patches
 
 
 @pytest.fixture(scope="module")
-def asked() -> list[Asked]:
+def questions() -> list[Question]:
     return [*map(ask_video, range(20)), *map(ask_image, range(6)), *map(ask_two, range(4))]
-
-
-def answer(server: RunningServer, asked: list[Asked]) -> list[str]:
-    with ThreadPoolExecutor(12) as pool:
-        return list(pool.map(lambda one: server.ask(one.text, one.urls), asked))
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("workers", WORKERS)
-def test_answers_by_each_path(workers, path, asked):
+def test_answers_by_each_path(workers, path, questions):
     with RunningServer(*workers, *PATHS[path], "--api-server-count", "2") as server:
-        answers = answer(server, asked)
+        answers = answers_of(server, questions)
         sent = server.total("ipc_messages_total")
-        again = answer(server, asked)
+        again = answers_of(server, questions)
         has_graphs = "CUDA graphs of decode steps recorded" in server.log
         assert has_graphs == ("--enforce-eager" not in workers and "gloo" not in workers)
-        assert server.total("ipc_fallbacks_total") == 0 and sent >= len(asked)
+        assert server.total("ipc_fallbacks_total") == 0 and sent >= len(questions)
         assert "pageable memory" not in server.log
-    wrong = [(one.text, one.answer, got) for one, got in zip(asked, answers, strict=True) if got != one.answer]
-    assert len(wrong) <= 2, wrong
+    assert sum(question.answer != answer for question, answer in zip(questions, answers, strict=True)) <= 2, answers
     assert sum(a != b for a, b in zip(answers, again, strict=True)) <= 1
 
 
@@ -80,6 +74,6 @@ def test_cuda_graphs_do_not_change_tokens(workers):
 def test_server_with_triton_kernels_in_the_interpreter():
     """Only one small question, since it is slow."""
     flags = ["--device", "cpu", "--attention-backend", "triton", "--health-timeout", "600", "--max-num-seqs", "2"]
-    one = ask_image(3)
+    question = ask_image(3)
     with RunningServer(*flags, environ={"TRITON_INTERPRET": "1"}) as server:
-        assert server.ask(one.text, one.urls) == one.answer
+        assert server.ask(question.text, question.urls) == question.answer

@@ -10,11 +10,9 @@ import socket
 import time
 
 from mini_engine.config import EngineConfig
-from tests.e2e.asking import ENDLESS, TEXT, Asking
-from tests.e2e.processes import alive, descendants, eventually, stopped
-from tests.e2e.running_server import CHAT_HEAD, RunningServer
-
-BUSY, IDLE = "api 0", "api 1"
+from tests.support.client import ENDLESS, TEXT, ClientRequest
+from tests.support.processes import alive, descendants, eventually, stopped
+from tests.support.running_server import CHAT_HEAD, RunningServer
 
 
 def test_a_drain_finishes_running_requests_and_refuses_new_ones():
@@ -23,11 +21,14 @@ def test_a_drain_finishes_running_requests_and_refuses_new_ones():
         family, pids = descendants(server.process.pid), server.pids()
         with stopped(pids["worker 0.1"]):  # so that the request runs for as long as the rest takes
             usage = {"stream_options": {"include_usage": True}}
-            asking = Asking(server, BUSY, TEXT, **usage, stream=True, max_tokens=20, ignore_eos=True)
+            request = ClientRequest(server, "api 0", TEXT, **usage, stream=True, max_tokens=20, ignore_eos=True)
             eventually(lambda: server.total("num_requests_running") == 1)
-            half = send_half_a_body(server)
+            half = socket.create_connection(server.address, timeout=60)
+            half.sendall(CHAT_HEAD + b"Content-Length: 20\r\nExpect: 100-continue\r\n\r\n")
+            assert b" 100 " in half.recv(4096)  # the server asks for the body
+            half.sendall(b"{")
             os.killpg(server.process.pid, signal.SIGTERM)
-            eventually(lambda: not alive(pids[IDLE]))
+            eventually(lambda: not alive(pids["api 1"]))
             for _ in range(5):  # whichever port a connection comes from, the other server has it
                 for path, method in (("/health", "GET"), ("/v1/chat/completions", "POST")):
                     refused = server.get(path, method=method)
@@ -36,35 +37,26 @@ def test_a_drain_finishes_running_requests_and_refuses_new_ones():
                 assert refused.headers["retry-after"]
             with half:
                 assert b" 503 " in half.recv(4096)  # it delays nothing
-        *events, done = re.findall("^data: (.*)$", asking.response().read().decode(), re.MULTILINE)
+        *events, done = re.findall("^data: (.*)$", request.response().read().decode(), re.MULTILINE)
         *_, last, used = map(json.loads, events)
         assert done == "[DONE]" and used["usage"]["completion_tokens"] == 20
         assert last["choices"][0]["finish_reason"] == "length"
-        asking.hang_up()
+        request.hang_up()
         assert server.process.wait(60) == 0
         server.assert_nothing_left(family)
         assert "died" not in server.log and "is killed" not in server.log
 
 
-def send_half_a_body(server: RunningServer) -> socket.socket:
-    """The connection of a request with an incomplete body."""
-    connection = socket.create_connection(server.address, timeout=60)
-    connection.sendall(CHAT_HEAD + b"Content-Length: 20\r\nExpect: 100-continue\r\n\r\n")
-    assert b" 100 " in connection.recv(4096)  # the server asks for the body
-    connection.sendall(b"{")
-    return connection
-
-
 def test_a_drain_ends_at_the_shutdown_timeout():
     with RunningServer("--shutdown-timeout", "1") as server:
         family = descendants(server.process.pid)
-        asking = Asking(server, BUSY, TEXT, **ENDLESS)
-        asking.read_events(1)
+        request = ClientRequest(server, "api 0", TEXT, **ENDLESS)
+        request.read_events(1)
         begun = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
-        last = asking.response().read().decode().splitlines()[-2:]
+        last = request.response().read().decode().splitlines()[-2:]
         assert 1 <= time.monotonic() - begun < EngineConfig().shutdown_timeout
         assert "shutting_down" in " ".join(last), last
-        asking.hang_up()
+        request.hang_up()
         assert server.process.wait(60) == 0
         server.assert_nothing_left(family)

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from mini_engine.demo import videos
-from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
+from mini_engine.media.frame_sampling import VideoSampling
 from mini_engine.prompt.detokenizer import Vocabulary
-from tests import tiny_processor
-from tests.e2e.running_server import RunningServer, message
-from tests.media.decode.decoding import decode_image, decode_video
-from tests.model import families
-from tests.oracle import exact_seconds
+from tests.support import families, tiny_processor
+from tests.support.decoding import decode_image, decode_video
+from tests.support.oracle import exact_seconds
+from tests.support.running_server import RunningServer, message
 
 COUNT = 64
 PATCH_SIZES = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_5": 16}
@@ -67,12 +66,21 @@ class Family:
         )
         clips = [decode_video(data, self.sampling) for kind, data in media if kind == "video_url"]
         images = [decode_image(data) for kind, data in media if kind == "image_url"]
+        metadata = [
+            {
+                "total_num_frames": clip.facts.window_frames,
+                "fps": clip.facts.fps,
+                "duration": clip.facts.total_frames / clip.facts.fps,
+                "frames_indices": np.rint(np.array(clip.facts.timestamps) * clip.facts.fps).astype(int).tolist(),
+            }
+            for clip in clips
+        ]
         inputs = self.hf(
             text=[prompt],
             images=images or None,
             videos=[clip.frames for clip in clips] or None,
             do_sample_frames=False,
-            video_metadata=[metadata_of(clip.facts) for clip in clips] or None,
+            video_metadata=metadata or None,
             return_tensors="pt",
         )
         output = self.model.generate(**inputs, max_new_tokens=COUNT, do_sample=False, top_k=None, pad_token_id=0)
@@ -80,7 +88,7 @@ class Family:
 
     def ask(self, server: RunningServer, question: str, media: list[tuple[str, bytes]]) -> list[bytes]:
         """The same of the server."""
-        urls = [(kind, f"data:{MIME[kind]};base64,{base64.b64encode(data).decode()}") for kind, data in media]
+        urls = [(kind, f"data:;base64,{base64.b64encode(data).decode()}") for kind, data in media]
         reply = server.client.chat.completions.create(
             model=server.model,
             messages=[message(question, urls)],
@@ -92,29 +100,19 @@ class Family:
         return [bytes(token.bytes) for token in reply.choices[0].logprobs.content]
 
 
-MIME = {"video_url": "video/mp4", "image_url": "image/png"}
+@pytest.fixture(scope="module")
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """A family, and the server of it."""
+    name, flags = request.param
+    family = Family(name, tmp_path_factory.mktemp("model"))
+    with RunningServer(str(family.folder), *SMALL_STEPS, *flags) as server:
+        yield family, server
 
 
-def metadata_of(clip: VideoFacts) -> dict[str, Any]:
-    return {
-        "total_num_frames": clip.window_frames,
-        "fps": clip.fps,
-        "duration": clip.total_frames / clip.fps,
-        "frames_indices": np.rint(np.array(clip.timestamps) * clip.fps).astype(int).tolist(),
-    }
-
-
-@pytest.mark.parametrize("served", SERVERS)
-def test_answers_equal_transformers(served, tmp_path):
-    name, flags = served
-    family = Family(name, tmp_path)
-    with RunningServer(str(tmp_path), *SMALL_STEPS, *flags) as server:
-        check_answers(family, server)
-        check_conversation(server)
-
-
-def check_answers(family: Family, server: RunningServer) -> None:
+@pytest.mark.parametrize("served", SERVERS, indirect=True)
+def test_answers_equal_transformers(served: tuple[Family, RunningServer]):
     """Twice each: the second time the media, and most of the prompt, come out of the caches."""
+    family, server = served
     first, second = (
         videos.encode(videos.render(3 * 10**9 + seed, width=96, height=64, num_frames=frames, fps=8), "mp4", "h264")
         for seed, frames in ((1, 24), (2, 14))
@@ -138,8 +136,10 @@ def check_answers(family: Family, server: RunningServer) -> None:
     assert decodes[0] == decodes[1] and decodes[0] in (3, 5)
 
 
-def check_conversation(server: RunningServer) -> None:
-    """Ten turns about one video: from the second on only what is new is computed, and the video is not encoded."""
+@pytest.mark.parametrize("served", SERVERS, indirect=True)
+def test_turns_of_a_conversation_compute_only_what_is_new(served: tuple[Family, RunningServer]):
+    """Ten turns about one video, which is encoded once."""
+    _, server = served
     clip = videos.encode(videos.render(3 * 10**9 + 4, width=640, height=480, num_frames=16, fps=8), "mp4", "h264")
     url = f"data:video/mp4;base64,{base64.b64encode(clip).decode()}"
     messages = [message("What moves?", [("video_url", url)])]

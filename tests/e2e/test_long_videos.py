@@ -6,13 +6,12 @@ import base64
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-from tests import clips
-from tests.e2e.running_server import RunningServer, message
 from tests.e2e.test_families import Family
+from tests.support import clips
+from tests.support.running_server import RunningServer, message
 
 CONTEXT = 16384
 
@@ -46,17 +45,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("model")
     Family("qwen2_5_vl", folder)
     (folder / "video_preprocessor_config.json").unlink()
-    update(folder / "preprocessor_config.json", {"size": None, "min_pixels": 3136, "max_pixels": 12845056})
+    processor = json.loads((folder / "preprocessor_config.json").read_text())
+    del processor["size"]
+    processor |= {"min_pixels": 3136, "max_pixels": 12845056}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     config = json.loads((folder / "config.json").read_text())
-    update(folder / "config.json", {"text_config": config["text_config"] | {"max_position_embeddings": 128000}})
+    config["text_config"]["max_position_embeddings"] = 128000
+    (folder / "config.json").write_text(json.dumps(config))
     with RunningServer(str(folder), "--max-model-len", str(CONTEXT)) as running:
         yield running
-
-
-def update(path: Path, settings: dict) -> None:
-    """A setting of None is removed."""
-    merged = json.loads(path.read_text()) | settings
-    path.write_text(json.dumps({name: value for name, value in merged.items() if value is not None}))
 
 
 @pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
@@ -75,6 +72,6 @@ def test_videos_fit_without_further_flags(server: RunningServer, clip: Clip) -> 
     shape = clip.height / clip.width if clip.turn else clip.width / clip.height
     assert video["width"] / video["height"] == pytest.approx(shape, rel=0.1)
     assert video["tokens"] == video["width"] * video["height"] * clip.frames // (2 * 28 * 28)
-    most = min(0.9 * CONTEXT, 768 * clip.frames / 2)
-    assert 0.6 * most <= video["tokens"] <= most
+    limit = min(0.9 * CONTEXT, 768 * clip.frames / 2)
+    assert 0.6 * limit <= video["tokens"] <= limit
     assert video["tokens"] < reply.usage.prompt_tokens < CONTEXT

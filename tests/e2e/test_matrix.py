@@ -13,15 +13,15 @@ import itertools
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.asking import Asked, Asking, ask_video
-from tests.e2e.processes import eventually
-from tests.e2e.running_server import CACHES, RunningServer, total
+from tests.support.client import ClientRequest, Question, ask_video
+from tests.support.processes import eventually
+from tests.support.running_server import CACHES, RunningServer, total
 
 CLIENTS, FEW_CLIENTS = 48, 16
 AT_ONCE = 4  # for hits: one engine is never so much busier than another that it is passed over
@@ -54,6 +54,8 @@ FAST = [Cell("off", "direct_rpc", 1, 1, 2), Cell("lru", "torch_shm", 3, 1, 1), C
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
+    """Growth of counters: tensor messages of the transport that was asked for, and decoded media."""
+
     messages: float
     decodes: float
 
@@ -61,9 +63,9 @@ class Counts:
 class ClientPool:
     """The clients of one server. Each asks for one video, at an API server of its own choice."""
 
-    def __init__(self, cell: Cell, asked: list[Asked], server: RunningServer):
+    def __init__(self, cell: Cell, questions: list[Question], server: RunningServer):
         self.cell = cell
-        self.asked = asked
+        self.questions = questions
         self.server = server
         self.apis = [f"api {slot}" for slot in range(cell.api_servers)]
         server.client.close()  # its connection would count
@@ -80,32 +82,30 @@ class ClientPool:
     def ask(self, client: int, shift: int = 0) -> list[str]:
         """The tokens of one client's answer, whose text has to be right."""
         api = self.apis[(client + shift) % len(self.apis)]
-        (choice,) = Asking(self.server, api, self.asked[client], logprobs=True).reply()["choices"]
-        assert choice["message"]["content"] == self.asked[client].answer
+        (choice,) = ClientRequest(self.server, api, self.questions[client], logprobs=True).reply()["choices"]
+        assert choice["message"]["content"] == self.questions[client].answer
         return [token["token"] for token in choice["logprobs"]["content"]]
 
     def ask_all(self, at_once: int, shift: int = 0) -> list[list[str]]:
         with ThreadPoolExecutor(at_once) as pool:
-            return list(pool.map(lambda client: self.ask(client, shift), range(len(self.asked))))
+            return list(pool.map(lambda client: self.ask(client, shift), range(len(self.questions))))
 
     def ask_while_others_leave(self, seconds: float) -> None:
-        """All ask at once, from empty caches; every third leaves within `seconds`, and the others are served."""
+        """All ask at once; every third leaves within `seconds`, and the others are served."""
         rng = random.Random(str(self.cell))
-        assert self.server.get("/reset_caches", method="POST").status == 200
-        overwrite_memory(self.server.process.pid)
-        pauses = {client: rng.uniform(0, seconds) for client in range(0, len(self.asked), 3)}
+        pauses = {client: rng.uniform(0, seconds) for client in range(0, len(self.questions), 3)}
 
         def ask_or_leave(client: int) -> None:
             if client not in pauses:
                 self.ask(client)
                 return
             api, more = self.apis[client % len(self.apis)], {"max_tokens": 2000, "ignore_eos": True}
-            asking = Asking(self.server, api, self.asked[client], stream=client % 2 == 0, **more)
+            request = ClientRequest(self.server, api, self.questions[client], stream=client % 2 == 0, **more)
             time.sleep(pauses[client])
-            asking.hang_up()
+            request.hang_up()
 
-        with ThreadPoolExecutor(len(self.asked)) as pool:
-            list(pool.map(ask_or_leave, range(len(self.asked))))
+        with ThreadPoolExecutor(len(self.questions)) as pool:
+            list(pool.map(ask_or_leave, range(len(self.questions))))
 
     def counts_during(self, work: Callable[[], object]) -> Counts:
         """The growth of the counters while `work` ran, until idle."""
@@ -113,12 +113,7 @@ class ClientPool:
         before = self.server.metrics()
         work()
         self.server.assert_at_rest()
-
-        def at_rest() -> None:
-            assert not self.server.has_clients()
-            assert self.server.files_and_mappings() == self.before
-
-        eventually(at_rest)
+        eventually(lambda: not self.server.has_clients() and self.server.files_and_mappings() == self.before)
         grown = {name: value - before.get(name, 0) for name, value in self.server.metrics().items()}
         messages = {name: grown[f'ipc_messages_total{{transport="{name}"}}'] for name in (*TRANSPORTS, "shm_store")}
         carried = messages.pop("shm_store" if self.cell.cache == "shm" else self.cell.transport)
@@ -126,31 +121,20 @@ class ClientPool:
         return Counts(carried, total(grown, "media_decodes_total"))
 
 
-def overwrite_memory(pid: int) -> None:
-    """Fill the media stores, empty now, with 0xFF: a view of pages that were not written since changes an answer."""
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        if os.readlink(fd).startswith("/memfd:"):
-            with open(fd, "r+b", buffering=0) as memory, contextlib.suppress(OSError):  # at the end there is no data
-                end = 0
-                while True:
-                    begin = memory.seek(end, os.SEEK_DATA)
-                    end = memory.seek(begin, os.SEEK_HOLE)
-                    os.pwrite(memory.fileno(), b"\xff" * (end - begin), begin)
-
-
 @pytest.fixture(scope="module")
-def videos() -> list[Asked]:
+def videos() -> list[Question]:
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(ask_video, range(700, 700 + CLIENTS)))
 
 
-def cases() -> Iterator[object]:
-    yield from (pytest.param(cell, FEW_CLIENTS, id=f"{cell}-few") for cell in FAST)
-    yield from (pytest.param(cell, CLIENTS, id=str(cell), marks=pytest.mark.slow) for cell in CELLS)
+CASES = [
+    *(pytest.param(cell, FEW_CLIENTS, id=f"{cell}-few") for cell in FAST),
+    *(pytest.param(cell, CLIENTS, id=str(cell), marks=pytest.mark.slow) for cell in CELLS),
+]
 
 
-@pytest.mark.parametrize(("cell", "clients"), list(cases()))
-def test_every_combination_answers_right_and_frees_everything(cell: Cell, clients: int, videos: list[Asked]):
+@pytest.mark.parametrize(("cell", "clients"), CASES)
+def test_every_combination_answers_right_and_frees_everything(cell: Cell, clients: int, videos: list[Question]):
     tokens: list[list[list[str]]] = []
     with RunningServer(*cell.flags) as server:
         pool = ClientPool(cell, videos[:clients], server)
@@ -162,6 +146,17 @@ def test_every_combination_answers_right_and_frees_everything(cell: Cell, client
             again = pool.counts_during(lambda: tokens.append(pool.ask_all(AT_ONCE, shift=1)))
         assert again == (cold if cell.cache == "off" else Counts(0, 0))
         assert all(row == tokens[0] for row in tokens)
+
+        # From empty caches, whose memory is overwritten: a view of pages that were not written since changes an answer.
+        assert server.get("/reset_caches", method="POST").status == 200
+        for fd in Path(f"/proc/{server.process.pid}/fd").iterdir():
+            if os.readlink(fd).startswith("/memfd:"):
+                with open(fd, "r+b", buffering=0) as memory, contextlib.suppress(OSError):  # at the end are no data
+                    end = 0
+                    while True:
+                        begin = memory.seek(end, os.SEEK_DATA)
+                        end = memory.seek(begin, os.SEEK_HOLE)
+                        os.pwrite(memory.fileno(), b"\xff" * (end - begin), begin)
         left = pool.counts_during(lambda: pool.ask_while_others_leave(took))
         served = clients - len(range(0, clients, 3))
         assert served <= left.decodes <= clients

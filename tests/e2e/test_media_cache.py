@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from tests.e2e.asking import Asking, ask_large, ask_video
-from tests.e2e.processes import eventually, stopped
-from tests.e2e.running_server import START_SECONDS, RunningServer
+from tests.support.client import ClientRequest, Question, ask_large, ask_video
+from tests.support.processes import eventually, stopped
+from tests.support.running_server import START_SECONDS, RunningServer
 
 API, OTHER = "api 0", "api 1"
 
@@ -20,8 +20,8 @@ def server():
         yield running
 
 
-def answer(server: RunningServer, api: str, one) -> None:
-    assert Asking(server, api, one).answer() == one.answer
+def assert_right(server: RunningServer, api: str, question: Question) -> None:
+    assert ClientRequest(server, api, question).answer() == question.answer
 
 
 def kill_and_wait_for_successor(server: RunningServer) -> None:
@@ -31,31 +31,31 @@ def kill_and_wait_for_successor(server: RunningServer) -> None:
 
 
 def test_media_that_an_api_server_stored_survive_its_death(server):
-    asked = [ask_video(seed) for seed in range(300, 308)]
-    for one in asked:
-        answer(server, API, one)
+    questions = [ask_video(seed) for seed in range(300, 308)]
+    for question in questions:
+        assert_right(server, API, question)
     before = [server.total(name, OTHER) for name in ("media_decodes_total", "ipc_messages_total")]
     kill_and_wait_for_successor(server)
-    for one in asked:
-        answer(server, API, one)
+    for question in questions:
+        assert_right(server, API, question)
     assert [server.total(name, OTHER) for name in ("media_decodes_total", "ipc_messages_total")] == before
     server.assert_at_rest(OTHER)
 
 
 def test_reservation_of_a_hung_api_server_is_freed_at_its_death(server):
     """A thread of it may still write: no time-out frees its pages. Meanwhile others send the item uncached."""
-    one = ask_large(8100)
+    question = ask_large(8100)
     with server.failpoint("writing") as point:
-        asking = Asking(server, API, one)
+        request = ClientRequest(server, API, question)
         with stopped(point.wait()):
             for _ in range(2):
-                answer(server, OTHER, one)
+                assert_right(server, OTHER, question)
             assert server.metrics(OTHER)['ipc_fallbacks_total{reason="store_busy"}'] == 2
             kill_and_wait_for_successor(server)
-        assert asking.is_reset()
+        assert request.is_reset()
     before = server.total("media_decodes_total", OTHER)
     for api in (OTHER, API):
-        answer(server, api, one)
-    assert server.total("media_decodes_total", OTHER) == before + 1  # stored by one, found by the other
+        assert_right(server, api, question)
+    assert server.total("media_decodes_total", OTHER) == before + 1
     assert server.total("ipc_fallbacks_total", OTHER) == 2
     server.assert_at_rest(OTHER)

@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.e2e.processes import descendants, eventually, memory
-from tests.e2e.running_server import RunningServer
-from tests.worker.sampling.test_grammar import REGEXES, SCHEMAS
+from tests.support.grammars import REGEXES, SCHEMAS
+from tests.support.processes import descendants, eventually, memory
+from tests.support.running_server import RunningServer
 
 PERIOD = 0.1  # seconds
 SECONDS = 30.0  # of repeated attacks
@@ -79,12 +79,6 @@ ATTACKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with RunningServer() as running:
-        yield running
-
-
 def post(server: RunningServer, path: str, body: bytes, client: tuple[str, int]) -> int:
     """The status; the whole response is received."""
     connecting = http.client.HTTPConnection(*server.address, timeout=120, source_address=client)
@@ -109,19 +103,16 @@ def one_token_requests(server: RunningServer) -> Iterator[list[float]]:
         took.append(time.monotonic() - begun)
 
     def ask_all() -> list[Future[None]]:
-        asking = []
-        while not ended.wait(PERIOD):
-            asking.append(threads.submit(ask))
-        return asking
+        return [threads.submit(ask) for _ in iter(lambda: ended.wait(PERIOD), True)]
 
     with ThreadPoolExecutor(64) as threads:
-        asked = threads.submit(ask_all)
+        requests = threads.submit(ask_all)
         try:
             yield took
         finally:
             ended.set()
-        for asking in asked.result():
-            asking.result()
+        for request in requests.result():
+            request.result()
 
 
 @pytest.mark.parametrize("name", ATTACKS)
@@ -133,7 +124,7 @@ def test_one_client_does_not_block_others(server, name):
     Path(f"/proc/{api}/clear_refs").write_text("5")  # VmHWM starts at VmRSS
     with one_token_requests(server) as took, ThreadPoolExecutor(attack.count) as threads:
         sent = [threads.submit(post, server, attack.path, body, HOSTILE) for _ in range(attack.count)]
-        statuses = {one.result() for one in sent}
+        statuses = {request.result() for request in sent}
         eventually(lambda: len(took) > 3)
     assert statuses <= {*attack.statuses}
     print(f"{len(took)} requests, {1000 * max(took):.0f} ms at most")
@@ -160,31 +151,28 @@ def test_others_are_answered_soon_beside_repeated_attacks(server, name):
     assert p99 < 250
 
 
-COUNT, NOT = st.sampled_from(["", "*", "{30}", "{0,300}", "{1000}"]), st.sampled_from(["", "~"])
-TERMS = st.builds("(({}){}.{}){}".format, REGEXES, COUNT, REGEXES, COUNT)
-LARK = st.builds(
-    'start: (T{} | a)*\na: ("x" | a){} start | ""\nT: {}/{}/ {} {}/{}/'.format,
-    COUNT, COUNT, NOT, TERMS, st.sampled_from("&|"), NOT, TERMS,
-)  # fmt: skip
-LARGE_SCHEMAS = st.builds(
-    lambda schema, count: {"anyOf": count * [{"items": schema, "maxItems": count}, {"items": {"$ref": "#"}}]},
-    SCHEMAS, st.integers(1, 300),
-)  # fmt: skip
-ANY_GRAMMAR = (
-    LARK.map(lambda text: guided(grammar=text))
-    | TERMS.map(lambda text: guided(regex=text))
-    | LARGE_SCHEMAS.map(lambda schema: guided(json=schema))
-)
-
-
 @pytest.mark.slow
 def test_random_grammars_do_not_block_others(server):
     """Some grow exponentially."""
+    count, negation = st.sampled_from(["", "*", "{30}", "{0,300}", "{1000}"]), st.sampled_from(["", "~"])
+    terms = st.builds("(({}){}.{}){}".format, REGEXES, count, REGEXES, count)
+    rules = 'start: (T{} | a)*\na: ("x" | a){} start | ""\nT: {}/{}/ {} {}/{}/'
+    lark = st.builds(rules.format, count, count, negation, terms, st.sampled_from("&|"), negation, terms)
+    schemas = st.builds(
+        lambda schema, size: {"anyOf": size * [{"items": schema, "maxItems": size}, {"items": {"$ref": "#"}}]},
+        SCHEMAS,
+        st.integers(1, 300),
+    )
+    grammars = st.one_of(
+        lark.map(lambda text: guided(grammar=text)),
+        terms.map(lambda text: guided(regex=text)),
+        schemas.map(lambda schema: guided(json=schema)),
+    )
     before = server.pids()
     with one_token_requests(server) as took:
 
         @settings(max_examples=200, deadline=None, derandomize=True, database=None)
-        @given(ANY_GRAMMAR, st.integers(1, 16))
+        @given(grammars, st.integers(1, 16))
         def send(fields: dict[str, Any], n: int) -> None:
             body = json.dumps({"messages": MESSAGES, "max_tokens": 60, "n": n, **fields})
             assert post(server, CHAT, body.encode(), HOSTILE) in (200, 400)

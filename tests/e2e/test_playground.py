@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from mini_engine.demo import videos
-from tests.e2e.asking import ENDLESS
-from tests.e2e.running_server import ROOT, RunningServer
+from tests.support.client import ENDLESS
+from tests.support.running_server import ROOT, RunningServer
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 CHROMIUM = shutil.which("chromium")
@@ -38,7 +38,7 @@ def browser() -> Iterator[playwright.Browser]:
 
 def open_page(browser: playwright.Browser, server: RunningServer, **options: object) -> playwright.Page:
     page = browser.new_page(viewport={"width": 1280, "height": 800}, **options)
-    page.goto(server.url.removesuffix("v1"))
+    page.goto(server.base_url + "/")
     return page
 
 

@@ -11,20 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.asking import ENDLESS, TEXT, Asking, ask_video
-from tests.e2e.processes import descendants, eventually, has_socket, stopped
-from tests.e2e.running_server import START_SECONDS, RunningServer
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def proportional_bytes(pid: int) -> int:
-    """Resident memory, where shared pages count once over all processes."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+from tests.support.client import ENDLESS, TEXT, ClientRequest, ask_video
+from tests.support.processes import descendants, eventually, has_socket, stopped
+from tests.support.running_server import START_SECONDS, RunningServer
 
 
 def test_processes_import_only_what_they_need(server):
@@ -37,12 +26,18 @@ def test_processes_import_only_what_they_need(server):
 def test_idle_server_uses_little_memory_and_no_cpu(server):
     server.ask("What colour is it?", ask_video(0).urls)
     pids = [server.process.pid, *descendants(server.process.pid)]
-    assert sum(map(proportional_bytes, pids)) < 2 << 30
+    # Shared pages count once over all processes.
+    lines = [line for pid in pids for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()]
+    assert sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")) < 2 << 30
+
+    def cpu_seconds() -> float:
+        stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split() for pid in pids]
+        return sum(int(fields[11]) + int(fields[12]) for fields in stats) / os.sysconf("SC_CLK_TCK")
 
     def check() -> bool:
-        before, begun = sum(map(cpu_seconds, pids)), time.monotonic()
+        before, begun = cpu_seconds(), time.monotonic()
         time.sleep(5)
-        return sum(map(cpu_seconds, pids)) - before <= 0.01 * (time.monotonic() - begun)
+        return cpu_seconds() - before <= 0.01 * (time.monotonic() - begun)
 
     time.sleep(1)
     eventually(check)  # what ends only then, such as a collection of garbage, is not there all the time
@@ -79,7 +74,7 @@ def watched():
                 except OSError:
                     seen.append("refused")
                 time.sleep(0.02)
-            reply = Asking(server, None, TEXT, max_tokens=2).reply()
+            reply = ClientRequest(server, None, TEXT, max_tokens=2).reply()
             seen.append(f"served {reply['usage']['completion_tokens']}")
 
         watcher = threading.Thread(target=watch)
@@ -95,28 +90,28 @@ def test_health_is_not_200_before_a_request_can_be_served(watched):
     assert set(seen[:-2]) <= {"refused", "503"}
 
 
-def health(server: RunningServer, path: str = "/health", method: str = "GET") -> tuple[int, str]:
-    response = server.get(path, method=method)
-    return response.status, response.body
-
-
 @pytest.mark.parametrize("victim", ["worker 0.0", "core 0", "worker 0.1"])
 def test_health_is_503_while_a_process_is_stopped(watched, victim):
     """In an idle engine and, the last, in a busy one."""
     server, _ = watched
-    asking = Asking(server, None, TEXT, **ENDLESS) if victim == "worker 0.1" else None
-    if asking is not None:
-        asking.read_events(1)
-    eventually(lambda: health(server) == health(server, method="HEAD") == (200, ""))
+
+    def health(path: str = "/health", method: str = "GET") -> tuple[int, str]:
+        response = server.get(path, method=method)
+        return response.status, response.body
+
+    request = ClientRequest(server, None, TEXT, **ENDLESS) if victim == "worker 0.1" else None
+    if request is not None:
+        request.read_events(1)
+    eventually(lambda: health() == health(method="HEAD") == (200, ""))
     with stopped(server.pids()[victim]):
-        status, body = health(server)
+        status, body = health()
         assert status == 503 and json.loads(body)["error"]["code"] == "timeout"
-        assert health(server, method="HEAD") == (503, "")
-        assert health(server, "/live") == (200, "")
-    eventually(lambda: health(server) == (200, ""))
-    if asking is not None:
-        asking.read_events(3)
-        asking.hang_up()
+        assert health(method="HEAD") == (503, "")
+        assert health("/live") == (200, "")
+    eventually(lambda: health() == (200, ""))
+    if request is not None:
+        request.read_events(3)
+        request.hang_up()
 
 
 def test_everything_dies_with_the_supervisor(watched):

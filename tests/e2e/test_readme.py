@@ -16,8 +16,8 @@ from mini_engine.config import BUNDLED_MODEL, EngineConfig
 from mini_engine.demo import videos
 from mini_engine.launch.cli import parse
 from mini_engine.model.registry import SPECS
-from tests.e2e.asking import ask_video
-from tests.e2e.running_server import ROOT, RunningServer
+from tests.support.client import ask_video
+from tests.support.running_server import ROOT, RunningServer
 
 README = (ROOT / "README.md").read_text()
 INSTALL = "python3 -m venv .venv && .venv/bin/pip install -e {} && "
@@ -83,7 +83,7 @@ def test_the_ci_script_runs_the_test_command(tmp_path):
 def test_video_request_and_its_documented_answer(server, tmp_path):
     commands = BLOCKS[RENDER]
     assert "http://localhost:8000" in commands
-    printed = shell(commands.replace("http://localhost:8000", server.url.removesuffix("/v1")), tmp_path)
+    printed = shell(commands.replace("http://localhost:8000", server.base_url), tmp_path)
     answer = json.loads(printed.splitlines()[-1])["choices"][0]["message"]["content"]
     shown = re.search(rf'{OUTPUT}\n\n.*"content":"([^"]*)"', README)
     assert shown is not None and answer == shown[1]
@@ -125,7 +125,7 @@ def measured(command: str, cwd: Path, prompts: int) -> dict[str, Any]:
 
 def test_bench_command(server, tmp_path):
     command = BLOCKS[BENCH].splitlines()[0]
-    port = server.url.removesuffix("/v1").rpartition(":")[2]
+    port = server.address[1]
     results = measured(f"{command} --port {port}", tmp_path, 6)
     assert results["completed"] == 6 and results["failed"] == 0
 
@@ -158,7 +158,7 @@ def test_image_request_of_the_api_page(server, tmp_path):
     assert "http://localhost:8000" in commands and "What colour is it?" in commands
     picture = videos.render_image(4 * 10**9)
     (tmp_path / "picture.png").write_bytes(videos.encode_image(picture))
-    printed = shell(commands.replace("http://localhost:8000", server.url.removesuffix("/v1")), tmp_path)
+    printed = shell(commands.replace("http://localhost:8000", server.base_url), tmp_path)
     assert json.loads(printed)["choices"][0]["message"]["content"] == picture.colour
 
 

@@ -11,13 +11,13 @@ import pytest
 
 from mini_engine.demo import videos
 from mini_engine.metrics import stage_seconds
-from tests.e2e.asking import Asked, ask_video, image_url, video_url
-from tests.e2e.running_server import RunningServer, message
+from tests.support.client import Question, ask_video, image_url, video_url
+from tests.support.running_server import RunningServer, message
 
 
 def post(server: RunningServer, path: str, body: dict) -> Any:
     """The response to `body`, for which the openai client has no call."""
-    url, data = server.url.removesuffix("/v1") + path, json.dumps(body).encode()
+    url, data = server.base_url + path, json.dumps(body).encode()
     with urllib.request.urlopen(urllib.request.Request(url, data, {"Content-Type": "application/json"})) as response:
         return json.load(response)
 
@@ -72,25 +72,26 @@ def counted(server: RunningServer) -> tuple[float, float, float]:
 
 
 def test_second_question_about_a_video_hits_encoder_and_prefix_cache(server):
-    one, other = ask_video(101, "colour"), ask_video(102, "colour")
-    server.ask(one.text, one.urls)
+    question, other = ask_video(101, "colour"), ask_video(102, "colour")
+    server.ask(question.text, question.urls)
     prefix, queries, hits = counted(server)
-    server.ask("Which way does it move?", one.urls)
+    server.ask("Which way does it move?", question.urls)
     second = counted(server)
     assert second[0] >= prefix + 16 and second[1:] == (queries + 1, hits + 1)
-    server.ask(one.text, other.urls)
+    server.ask(question.text, other.urls)
     third = counted(server)
     assert third[0] - second[0] < 32, "blocks of another video were found"
     assert third[1:] == (queries + 2, hits + 1)
 
 
 def test_choices_of_one_request_share_its_prompt(server):
-    one = ask_video(7, "describe")
+    question = ask_video(7, "describe")
     prefix, queries, _ = counted(server)
     reply = server.client.chat.completions.create(
-        model=server.model, messages=[message(one.text, one.urls)], n=4, temperature=0
+        model=server.model, messages=[message(question.text, question.urls)], n=4, temperature=0
     )
-    assert [(choice.index, choice.message.content) for choice in reply.choices] == [(i, one.answer) for i in range(4)]
+    answers = {choice.index: choice.message.content for choice in reply.choices}
+    assert answers == dict.fromkeys(range(4), question.answer)
     after = counted(server)
     assert after[0] >= prefix + 3 * 16 and after[1] == queries + 1
 
@@ -98,12 +99,12 @@ def test_choices_of_one_request_share_its_prompt(server):
 # --- timings ----------------------------------------------------------------------------------------------------------
 
 
-def timings(server: RunningServer, one: Asked, stream: bool) -> dict[str, float]:
+def timings(server: RunningServer, question: Question, stream: bool) -> dict[str, float]:
     """The `metrics` of the answer: seconds in each stage, which are no more than the client's."""
     started = time.monotonic()
     reply = server.client.chat.completions.create(
-        model=server.model, messages=[message(one.text, one.urls)], temperature=0, stream=stream, max_tokens=64,
-        extra_body={"return_timings": True, "ignore_eos": True},
+        model=server.model, messages=[message(question.text, question.urls)], temperature=0, stream=stream,
+        max_tokens=64, extra_body={"return_timings": True, "ignore_eos": True},
     )  # fmt: skip
     if stream:
         *_, reply = reply
@@ -117,7 +118,7 @@ def timings(server: RunningServer, one: Asked, stream: bool) -> dict[str, float]
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_timings_of_a_cold_and_a_cached_video(server, stream):
-    one = ask_video(7002 + stream, "describe")
-    cold, warm = (timings(server, one, stream) for _ in range(2))
+    question = ask_video(7002 + stream, "describe")
+    cold, warm = (timings(server, question, stream) for _ in range(2))
     assert all(cold[stage] > 0 for stage in ("media_decode", "process", "encode")), cold
     assert warm["media_decode"] == warm["process"] == warm["encode"] == 0, warm

@@ -18,9 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from mini_engine.demo import questions, videos
-from tests.e2e.asking import Asked, Asking, ask_video, video_url
-from tests.e2e.processes import eventually
-from tests.e2e.running_server import CACHES, START_SECONDS, RunningServer, refused
+from tests.support.client import ClientRequest, Question, answers_of, ask_video, video_url
+from tests.support.processes import eventually
+from tests.support.running_server import CACHES, SERVE, START_SECONDS, RunningServer, refused
 
 AS_IT_IS = [  # videos reach the model in the size and with all the frames that they are rendered with
     "--media-io-kwargs", '{"video": {"num_frames": 96}}',
@@ -28,26 +28,23 @@ AS_IT_IS = [  # videos reach the model in the size and with all the frames that 
 ]  # fmt: skip
 
 
-def sized(seed: int, side: int = 84, num_frames: int = 8, kind: str | None = None) -> Asked:
+def sized(seed: int, side: int = 84, num_frames: int = 8, kind: str | None = None) -> Question:
     """A question about a video of `3 * num_frames * side**2` bytes once processed `AS_IT_IS`.
 
     MPEG-4, whose encoder writes the same bytes each time.
     """
     clip = videos.render(10**9 + seed, width=side, height=side, num_frames=num_frames, fps=4)
     question = questions.ask([clip], kind, seed)
-    return Asked(question.text, question.answer, [("video_url", video_url(clip, "mp4", "mpeg4"))])
+    return Question(question.text, question.answer, [("video_url", video_url(clip, "mp4", "mpeg4"))])
 
 
 @pytest.fixture(scope="module")
-def asked() -> list[Asked]:
+def video_questions() -> list[Question]:
     return [ask_video(seed) for seed in range(300, 328)]
 
 
-def assert_answered(server: RunningServer, asked: Sequence[Asked], at_once: int = 4) -> None:
-    """Each over a new connection, so that the kernel picks the API server again."""
-    with ThreadPoolExecutor(at_once) as pool:
-        answers = list(pool.map(lambda one: Asking(server, None, one).answer(), asked))
-    assert answers == [one.answer for one in asked]
+def assert_answered(server: RunningServer, questions: Sequence[Question], at_once: int = 4) -> None:
+    assert answers_of(server, questions, at_once) == [question.answer for question in questions]
 
 
 def test_cache_works_after_a_too_large_video_and_disconnects():
@@ -56,10 +53,10 @@ def test_cache_works_after_a_too_large_video_and_disconnects():
     kept, fresh, left = ([sized(seed) for seed in range(first, first + 8)] for first in (10, 22, 30))
     dice = random.Random(1)
 
-    def ask_and_leave(one: Asked) -> None:
-        asking = Asking(server, None, one, stream=True, max_tokens=500)
+    def ask_and_leave(question: Question) -> None:
+        request = ClientRequest(server, None, question, stream=True, max_tokens=500)
         time.sleep(dice.uniform(0, 0.5))
-        asking.hang_up()
+        request.hang_up()
 
     with RunningServer(*AS_IT_IS, *CACHES["shm"], "--mm-processor-cache-gb", str(gib)) as server:
         assert_answered(server, kept)
@@ -81,19 +78,19 @@ def test_cache_works_after_a_too_large_video_and_disconnects():
         server.assert_at_rest()
 
 
-def test_256_descriptors_in_each_process_are_enough(asked):
+def test_256_descriptors_in_each_process_are_enough(video_questions):
     server = RunningServer("-tp", "2", "--api-server-count", "2")
     server.command = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh", *server.command]
     with server:
         server.client.close()  # its connection would count
         for _ in range(2):
-            assert_answered(server, asked, 28)
+            assert_answered(server, video_questions, 28)
         lines = len(server.log.splitlines())
         with contextlib.ExitStack() as clients:
             for _ in range(600):  # more than both API servers together have descriptors, all of them silent
                 clients.enter_context(socket.create_connection(server.address, timeout=120))
         eventually(lambda: not server.has_clients())
-        assert_answered(server, asked[:1])
+        assert_answered(server, video_questions[:1])
         api_servers = [server.pids()[name] for name in ("api 0", "api 1")]
         for pid in api_servers:
             used = max(map(int, os.listdir(f"/proc/{pid}/fd"))) + 1
@@ -104,7 +101,7 @@ def test_256_descriptors_in_each_process_are_enough(asked):
             eventually(lambda: len(select.select(clients, [], [], 0)[0]) >= 30)
         for pid in api_servers:
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (256, 256))
-        assert_answered(server, asked[:1])
+        assert_answered(server, video_questions[:1])
         assert len(server.log.splitlines()) - lines < 10
         server.assert_at_rest()
 
@@ -120,12 +117,12 @@ def with_own_mounts(size: str) -> list[str]:
     return mount
 
 
-def test_a_replaced_api_server_needs_no_room_in_tmpdir(asked):
+def test_a_replaced_api_server_needs_no_room_in_tmpdir(video_questions):
     """And no process ever needs /dev/shm."""
     server = RunningServer()
     server.command = [*with_own_mounts("1M"), *server.command]
     with server:
-        assert_answered(server, asked[:1])
+        assert_answered(server, video_questions[:1])
         with (
             pytest.raises(OSError, match="No space"),
             open(f"/proc/{server.process.pid}/root{server.tmpdir}/all", "wb") as all_,
@@ -135,12 +132,12 @@ def test_a_replaced_api_server_needs_no_room_in_tmpdir(asked):
                 all_.flush()
         os.kill(server.pids()["api 0"], signal.SIGKILL)
         eventually(lambda: "replacement ready" in server.log, START_SECONDS)
-        assert_answered(server, asked[1:2])
+        assert_answered(server, video_questions[1:2])
         assert server.total("request_success_total") == 2  # its predecessor's is counted
 
 
 def test_a_tmpdir_without_room_for_metrics_is_refused_in_one_line():
     with tempfile.TemporaryDirectory() as temporary:
-        log = refused(prefix=with_own_mounts("100k"), environ={"TMPDIR": temporary})
+        log = refused(command=[*with_own_mounts("100k"), *SERVE], environ={"TMPDIR": temporary})
     line = log.splitlines()[-1]  # after those on what is loaded
     assert "start failed: " in line and "no room in TMPDIR for the metrics" in line and "set TMPDIR" in line, log

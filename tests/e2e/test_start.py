@@ -9,9 +9,9 @@ import torch
 
 from mini_engine.config import BUNDLED_MODEL
 from mini_engine.launch.cli import parse
-from tests.e2e.asking import ask_video
-from tests.e2e.running_server import RunningServer, refused
-from tests.launch.test_host import put_in_cache
+from tests.support.client import answers_of, ask_video
+from tests.support.hub_cache import put_in_cache
+from tests.support.running_server import RunningServer, refused
 
 # As published, but for the program's name.
 PUBLISHED = {
@@ -42,15 +42,15 @@ def test_published_command_lines_are_parsed():
 @pytest.mark.parametrize(("name", "right"), [("tensor queue", 4), ("shared-memory cache", 7)])
 def test_published_command_lines_start_a_server(name, right):
     """The first asks for larger frames than those that the bundled model has learned from."""
-    asked = [ask_video(50 + seed) for seed in range(8)]
+    questions = [ask_video(50 + seed) for seed in range(8)]
     with RunningServer(*published(name)) as server:
-        answers = [server.ask(one.text, one.urls) for one in asked]
+        answers = answers_of(server, questions, 1)
         server.stop()  # so that all it has to log is there
         useless = [line for line in server.log.splitlines() if "no effect here" in line]
         logged = server.log.count("POST /v1/chat/completions: 200")
-    assert sum(one.answer == answer for one, answer in zip(asked, answers, strict=True)) >= right, answers
+    assert sum(question.answer == answer for question, answer in zip(questions, answers, strict=True)) >= right, answers
     if name == "tensor queue":
-        assert logged == len(asked)
+        assert logged == len(questions)
         assert len(useless) == (not torch.cuda.is_available())
         assert all("--gpu-memory-utilization" in line for line in useless)
     else:
@@ -88,5 +88,5 @@ def test_cached_hub_model_in_bfloat16_on_two_workers(tmp_path):
     with RunningServer("someone/some-model", "--dtype", "bfloat16", "-tp", "2", environ=environ) as server:
         assert server.model == "someone/some-model"
         assert "model loaded: bfloat16" in server.log
-        asked = [ask_video(seed) for seed in range(6)]
-        assert [server.ask(one.text, one.urls) for one in asked] == [one.answer for one in asked]
+        questions = [ask_video(seed) for seed in range(6)]
+        assert answers_of(server, questions) == [question.answer for question in questions]

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.e2e.running_server import ROOT
+from tests.support.running_server import ROOT
 
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 # A block of commands, and the block of their output that may follow.

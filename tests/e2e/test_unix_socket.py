@@ -6,15 +6,14 @@ import json
 import socket
 import ssl
 import stat
-import subprocess
 from pathlib import Path
 
 import httpx
 import pytest
 from openai import OpenAI
 
-from tests.e2e.running_server import ROOT, SERVE, RunningServer
-from tests.web import make_certificate
+from tests.support.running_server import SERVE, RunningServer, refused
+from tests.support.web import make_certificate
 
 
 @pytest.fixture
@@ -36,19 +35,6 @@ class UnixServer(RunningServer):
         http = httpx.Client(transport=transport, headers={"connection": "close"})
         return OpenAI(base_url="https://localhost/v1", api_key="none", max_retries=0, timeout=120, http_client=http)
 
-    def idle_connection(self) -> ssl.SSLSocket:
-        """One that its client does not read."""
-        plain = socket.socket(socket.AF_UNIX)
-        plain.connect(str(self.path))
-        return ssl.create_default_context(cafile=self.certificate).wrap_socket(plain, server_hostname="localhost")
-
-
-def refused(command: list[str]) -> str:
-    """What the command says when it ends with status 2. It has no --port, which does not go with --uds."""
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 2
-    return ended.stderr
-
 
 def test_a_unix_socket_for_all_api_servers(certificate: tuple[Path, Path], tmp_path: Path):
     path = tmp_path / "engine.sock"
@@ -63,16 +49,16 @@ def test_a_unix_socket_for_all_api_servers(certificate: tuple[Path, Path], tmp_p
             plain.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
             assert server.ask("hello", [], max_tokens=3) == server.ask("hello", [], max_tokens=3)
             assert plain.recv(100) == b"", "an answer without TLS"
-        assert "another server listens" in refused(server.command)
+        assert "another server listens" in refused(command=server.command, status=2)
         assert server.ask("hello", [], max_tokens=3)
         assert stat.S_ISSOCK(path.stat().st_mode)
-        with server.idle_connection():
-            assert server.stop() == 0
+        with socket.socket(socket.AF_UNIX) as plain:
+            plain.connect(str(path))
+            context = ssl.create_default_context(cafile=certificate[0])
+            with context.wrap_socket(plain, server_hostname="localhost"):  # that its client does not read
+                assert server.stop() == 0
         assert not path.exists()
-        check_log([json.loads(line) for line in server.log.splitlines()])
-
-
-def check_log(lines: list[dict]) -> None:
+        lines = [json.loads(line) for line in server.log.splitlines()]
     processes = {line["process"] for line in lines}
     assert {"supervisor", "worker 0.0"} <= processes
     assert {"api 0", "api 1"} & processes  # one may have taken all of the few connections
@@ -91,5 +77,5 @@ def test_unusable_sockets_and_certificates_are_refused(certificate: tuple[Path, 
         (["--uds", str(tmp_path / "nowhere" / "socket")], "--uds: cannot listen on"),
         (["--ssl-certfile", str(certificate[0]), "--ssl-keyfile", str(a_file)], "--ssl-keyfile, --ssl-certfile: "),
     ):
-        assert named in refused(SERVE[:2] + flags)
+        assert named in refused(*flags, command=SERVE[:2], status=2)
     assert a_file.read_text() == "precious"

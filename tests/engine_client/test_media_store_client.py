@@ -32,8 +32,8 @@ from mini_engine.protocol.api_errors import EngineError
 from mini_engine.transport.arena import ReadableMemory, WritableMemory
 from mini_engine.transport.pages import PAGE_BYTES, Extent
 from mini_engine.transport.shared_memory import create_sparse
-from tests.http.patience import PATIENCE, cancelled, eventually, settle
 from tests.http.serving import Counted
+from tests.support.patience import PATIENCE, cancelled, eventually, settle
 
 PAGES = 64
 LARGE = INLINE_COPY_BYTES // PAGE_BYTES + 2  # pages of an item that is copied in a thread
@@ -61,7 +61,7 @@ class HeldMemory(WritableMemory):
         super().write(extents, payload)
 
 
-class World:
+class EngineStore:
     """The store of one engine with two ranks, and the client in an API server. Messages of type `holds`, and those
     after them, are held."""
 
@@ -133,9 +133,9 @@ class World:
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[World]:
+async def world() -> AsyncIterator[EngineStore]:
     """At its end all that was begun has ended, and nothing is held for it."""
-    world = World()
+    world = EngineStore()
     yield world
     if not world.dead:
         await settle()
@@ -145,7 +145,7 @@ async def world() -> AsyncIterator[World]:
 
 
 @pytest.mark.parametrize("pages", [1, LARGE])
-async def test_stored_item_is_found_by_other_requests(world: World, pages: int) -> None:
+async def test_stored_item_is_found_by_other_requests(world: EngineStore, pages: int) -> None:
     counted = Counted("mm_cache_queries_total{engine=0}", "mm_cache_hits_total{engine=0}")
     sent = Counted(f"ipc_messages_total{{transport={SHM_STORE}}}", f"ipc_bytes_total{{transport={SHM_STORE}}}")
     first = await world.ask("first", item(A, pages), item(A, pages))
@@ -158,7 +158,7 @@ async def test_stored_item_is_found_by_other_requests(world: World, pages: int) 
 
 @pytest.mark.parametrize("is_written", [False, True])
 async def test_item_that_another_api_server_writes_or_has_written_since_the_look_up(
-    world: World, is_written: bool
+    world: EngineStore, is_written: bool
 ) -> None:
     counted = Counted("ipc_fallbacks_total{reason=store_busy}")
     world.holds = Reserve
@@ -176,7 +176,7 @@ async def test_item_that_another_api_server_writes_or_has_written_since_the_look
         world.store.abandoned(granted.number)
 
 
-async def test_items_that_the_store_does_not_take_are_sent_with_their_tensors(world: World) -> None:
+async def test_items_that_the_store_does_not_take_are_sent_with_their_tensors(world: EngineStore) -> None:
     counted = Counted(*(f"ipc_fallbacks_total{{reason=store_{reason}}}" for reason in ("full", "oversize", "busy")))
     held = [await world.ask(f"r{number}", item(bytes([number]) * 16, 31)) for number in (8, 9)]
     placed = await world.ask("asks", item(A, 2), item(B, 33), item(C, 3), item(b"d" * 16, cacheable=False))
@@ -190,7 +190,7 @@ async def test_items_that_the_store_does_not_take_are_sent_with_their_tensors(wo
 
 
 @pytest.mark.parametrize("stays", [False, True])
-async def test_request_that_leaves_while_a_thread_copies(world: World, stays: bool) -> None:
+async def test_request_that_leaves_while_a_thread_copies(world: EngineStore, stays: bool) -> None:
     """The pages are the thread's until it has returned; then the item is cached, whichever request has left."""
     world.memory.go.clear()
     leaving = world.asking("leaves", item(A, LARGE))
@@ -208,7 +208,7 @@ async def test_request_that_leaves_while_a_thread_copies(world: World, stays: bo
 
 
 @pytest.mark.parametrize("turns", range(12))
-async def test_request_that_leaves_after_so_many_turns_of_the_loop(world: World, turns: int) -> None:
+async def test_request_that_leaves_after_so_many_turns_of_the_loop(world: EngineStore, turns: int) -> None:
     asking = world.asking("leaves", item(A), item(B))
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -218,7 +218,7 @@ async def test_request_that_leaves_after_so_many_turns_of_the_loop(world: World,
 
 
 @pytest.mark.parametrize("held", [Lookup, Reserve, Written])
-async def test_dead_engine_ends_requests_that_wait_for_its_answer(world: World, held: type) -> None:
+async def test_dead_engine_ends_requests_that_wait_for_its_answer(world: EngineStore, held: type) -> None:
     world.holds = held
     if held is Written:  # while a thread copies
         world.memory.go.clear()

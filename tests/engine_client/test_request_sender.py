@@ -16,9 +16,9 @@ from mini_engine.messages import MediaItem, NewRequest, SamplingParams
 from mini_engine.transport.arena import Arena
 from mini_engine.transport.codec import decode
 from mini_engine.transport.tensor_ipc import TensorIpcSender
-from tests.http.patience import PATIENCE, cancelled, eventually
 from tests.http.serving import Counted
-from tests.transport.conftest import ME, Rank, address_of
+from tests.support.patience import PATIENCE, cancelled, eventually
+from tests.support.tensor_queue import ME, Rank, address_of
 
 
 def request(name: str, *sizes: int) -> NewRequest:

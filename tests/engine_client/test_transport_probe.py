@@ -18,7 +18,7 @@ from mini_engine.transport.codec import Encoder, TransportError
 from mini_engine.transport.cuda_memory import StagingSlots
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 from tests.http.serving import metric
-from tests.transport.test_tensor_ipc import HostStaging
+from tests.support.tensor_queue import HostStaging
 
 CUDA = {"mm_processor_device": "cuda"}
 

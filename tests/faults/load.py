@@ -10,12 +10,13 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
-from tests.e2e.asking import Asked, Asking
-from tests.e2e.processes import eventually
-from tests.e2e.running_server import RunningServer
+from tests.support.client import ClientRequest, Question
+from tests.support.processes import eventually
+from tests.support.running_server import RunningServer
+from tests.support.stages import HeldRequest
 
 PATIENCE_SECONDS = 120  # for right answers; errors have a bound of their own
 PAUSE_AFTER_ERROR = 0.2
@@ -23,14 +24,12 @@ PAUSE_AFTER_ERROR = 0.2
 ENGINE_DIED = ("error",)
 API_SERVER_DIED = ("cut", "refused")
 SOON = 5  # seconds after a death: at once, on a busy machine
-PIPE_BYTES = 64 << 10
-LONG_PATH = "/" + "a" * (8 << 10)  # of no endpoint
 
 
 def fill_log(server: RunningServer) -> None:
     """Have twice as much logged as a pipe takes, by a server with --enable-log-requests."""
-    for _ in range(2 * PIPE_BYTES // len(LONG_PATH)):
-        assert server.get(LONG_PATH).status == 404
+    for _ in range(16):
+        assert server.get("/" + "a" * (8 << 10)).status == 404
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,23 +42,25 @@ class Outcome:
     detail: str = ""
 
 
-def ask(server: RunningServer, one: Asked, stream: bool = False, api: str | None = None, **more: object) -> Outcome:
+def ask(
+    server: RunningServer, question: Question, stream: bool = False, api: str | None = None, **more: object
+) -> Outcome:
     """One question, on a new connection."""
     with contextlib.ExitStack() as stack:
 
         def respond() -> http.client.HTTPResponse:
-            asking = Asking(server, api, one, stream=stream, **more)
-            stack.callback(asking.hang_up)
-            return asking.response()
+            request = ClientRequest(server, api, question, stream=stream, **more)
+            stack.callback(request.hang_up)
+            return request.response()
 
-        return outcome_of(one, respond)
+        return outcome_of(question, respond)
 
 
-def outcome_of(one: Asked, respond: Callable[[], http.client.HTTPResponse]) -> Outcome:
-    """How the request for `one` ends, from now on; `respond` sends it, or waits for its response."""
+def outcome_of(question: Question, respond: Callable[[], http.client.HTTPResponse]) -> Outcome:
+    """How the request for `question` ends, from now on; `respond` sends it, or waits for its response."""
     begun = time.monotonic()
     try:
-        kind, detail = _judged(one, respond())
+        kind, detail = _judged(question, respond())
     except ConnectionRefusedError as error:
         kind, detail = "refused", repr(error)
     except (ConnectionError, http.client.HTTPException) as error:
@@ -67,7 +68,18 @@ def outcome_of(one: Asked, respond: Callable[[], http.client.HTTPResponse]) -> O
     return Outcome(kind, begun, time.monotonic(), detail)
 
 
-def _judged(one: Asked, response: http.client.HTTPResponse) -> tuple[str, str]:
+@contextlib.contextmanager
+def awaited(held: HeldRequest) -> Iterator[Future[Outcome]]:
+    """The outcome of a request at a stage; the end of the block does not wait for it."""
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            yield pool.submit(outcome_of, held.question, held.request.response)
+        finally:
+            held.request.disconnect()
+    held.request.hang_up()
+
+
+def _judged(question: Question, response: http.client.HTTPResponse) -> tuple[str, str]:
     text = response.read().decode()
     if response.status != 200:
         assert response.status in (500, 503), f"{response.status} {text}"
@@ -84,7 +96,7 @@ def _judged(one: Asked, response: http.client.HTTPResponse) -> tuple[str, str]:
             return "cut", text[-200:]
         deltas = [choice["delta"] for event in events[:-1] for choice in json.loads(event)["choices"]]
         answer = "".join(delta.get("content") or "" for delta in deltas)
-    return ("right", answer) if answer == one.answer else ("wrong", f"{one.answer!r} expected, got {answer!r}")
+    return "right" if answer == question.answer else "wrong", f"{question.answer!r} expected, got {answer!r}"
 
 
 class Load:
@@ -93,11 +105,11 @@ class Load:
     `api`: the API server that they ask; None: any.
     """
 
-    def __init__(self, server: RunningServer, asked: Sequence[Asked], clients: int = 3, api: str | None = None):
+    def __init__(self, server: RunningServer, questions: Sequence[Question], clients: int = 3, api: str | None = None):
         self.outcomes: list[Outcome] = []
         self._server = server
         self._api = api
-        self._requests = zip(itertools.cycle(asked), itertools.cycle((False, True)), strict=False)
+        self._requests = zip(itertools.cycle(questions), itertools.cycle((False, True)), strict=False)
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._pool = ThreadPoolExecutor(clients)
@@ -128,8 +140,8 @@ class Load:
     def _run(self) -> None:
         while not self._over.is_set():
             with self._lock:
-                one, stream = next(self._requests)
-            outcome = ask(self._server, one, stream, self._api)
+                question, stream = next(self._requests)
+            outcome = ask(self._server, question, stream, self._api)
             self.outcomes.append(outcome)
             if outcome.kind != "right":
                 self._over.wait(PAUSE_AFTER_ERROR)

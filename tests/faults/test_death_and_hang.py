@@ -14,20 +14,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.e2e.asking import ENDLESS, TEXT, ask_small, ask_video
-from tests.e2e.processes import alive, descendants, eventually, memory, stopped
-from tests.e2e.running_server import CHAT_HEAD, START_SECONDS, RunningServer, message
 from tests.faults.load import SOON, ask, fill_log
+from tests.support.client import ENDLESS, TEXT, ask_small, ask_video
+from tests.support.processes import alive, descendants, eventually, memory, stopped
+from tests.support.running_server import CHAT_HEAD, START_SECONDS, RunningServer, message
 
 MAX_GROWTH_BYTES = 64 << 20  # of an API server, for one client that does not read
 
 
 def is_healthy(server: RunningServer) -> bool:
     return server.get("/health").status == 200
-
-
-def assert_right(server: RunningServer, seed: int) -> None:
-    assert ask(server, ask_small(seed)).kind == "right"
 
 
 @contextlib.contextmanager
@@ -46,7 +42,7 @@ def in_flight(server: RunningServer) -> Iterator[None]:
 
 
 def test_worker_deaths_restart_the_engine_up_to_the_limit():
-    one = ask_video(3)
+    question = ask_video(3)
     with RunningServer("-tp", "2", "--restart-engine", "1") as server:
         with server.failpoint("loading-core") as starting:
             with in_flight(server):
@@ -63,7 +59,7 @@ def test_worker_deaths_restart_the_engine_up_to_the_limit():
         eventually(lambda: is_healthy(server), START_SECONDS)
         del before["supervisor"]
         eventually(lambda: not any(map(alive, before.values())))
-        assert server.ask(one.text, one.urls) == one.answer
+        assert server.ask(question.text, question.urls) == question.answer
         assert server.total("engine_restarts") == 1
 
         family = descendants(server.process.pid)
@@ -88,7 +84,7 @@ def test_death_of_one_engine_restarts_all():
         del before["supervisor"]
         eventually(lambda: not any(map(alive, before.values())))
         for seed in range(31_000, 31_006):
-            assert_right(server, seed)
+            assert ask(server, ask_small(seed)).kind == "right"
 
 
 # --- one server ------------------------------------------------------------------------------------------------------
@@ -117,7 +113,7 @@ def test_a_client_that_never_reads_is_disconnected(server):
         server.assert_at_rest()
     assert memory(api, "VmHWM") - before < MAX_GROWTH_BYTES
     assert "cut off" in server.log
-    assert_right(server, 32_000)
+    assert ask(server, ask_small(32_000)).kind == "right"
 
 
 def test_all_other_processes_work_and_log_while_the_supervisor_is_stopped(server):
@@ -125,7 +121,7 @@ def test_all_other_processes_work_and_log_while_the_supervisor_is_stopped(server
     pids, begun = server.pids(), time.monotonic()
     with stopped(server.process.pid):
         fill_log(server)
-        assert_right(server, 32_001)
+        assert ask(server, ask_small(32_001)).kind == "right"
         assert "aaa: 404" in server.log
         time.sleep(max(0, begun + 8 - time.monotonic()))
     time.sleep(2)
@@ -140,7 +136,7 @@ def test_an_engine_that_hangs_is_killed_and_handled_as_dead(server):
         eventually(lambda: not alive(core))
     assert re.search(rf"core 0 \(pid {core}\) is killed: it was unresponsive for .* core 0 T, worker 0.0 S", server.log)
     eventually(lambda: is_healthy(server), START_SECONDS)
-    eventually(lambda: assert_right(server, 32_002))
+    eventually(lambda: ask(server, ask_small(32_002)).kind == "right")
 
 
 @pytest.mark.slow
@@ -151,14 +147,14 @@ def test_slow_step_makes_health_503_and_kills_no_process():
     with RunningServer(*flags) as server, ThreadPoolExecutor() as pool:
         before = server.pids()
         with server.failpoint("prefilling") as step:
-            asking = pool.submit(ask, server, ask_small(32_004))
+            request = pool.submit(ask, server, ask_small(32_004))
             rank = step.wait()
             for _ in range(6):
                 with stopped(rank):
                     time.sleep(1.5)
                     assert not is_healthy(server)
-                assert not asking.done()
-        assert asking.result().kind == "right"
+                assert not request.done()
+        assert request.result().kind == "right"
         eventually(lambda: is_healthy(server))
-        assert_right(server, 32_005)
+        assert ask(server, ask_small(32_005)).kind == "right"
         assert server.pids() == before and "is killed" not in server.log

@@ -16,9 +16,9 @@ import pytest
 
 from mini_engine.demo import questions, videos
 from mini_engine.transport.stream_frames import TURN_BYTES
-from tests.e2e.asking import Asked, Asking, video_url
-from tests.e2e.processes import eventually, stopped
-from tests.e2e.running_server import CACHES, START_SECONDS, RunningServer
+from tests.support.client import ClientRequest, Question, video_url
+from tests.support.processes import eventually, stopped
+from tests.support.running_server import CACHES, START_SECONDS, RunningServer
 
 API, ENGINE = "api 0", ("core 0", "worker 0.0")
 KILLS = 10
@@ -27,12 +27,12 @@ LARGE = ["--mm-processor-kwargs", json.dumps({"size": {"shortest_edge": 3136, "l
 pytestmark = pytest.mark.slow
 
 
-def ask_large(seed: int) -> Asked:
+def ask_large(seed: int) -> Question:
     """A video whose patches take 4.8 MB: more than a socket's buffers. Neighbours differ."""
     scene = {"shape": "square", "motion": "still", "colour": ["red", "white"][seed % 2]}
     clip = videos.render(10**9 + seed, **scene, width=448, height=448, num_frames=40, fps=8)
     question = questions.ask([clip], "describe", seed)
-    return Asked(question.text, question.answer, [("video_url", video_url(clip))])
+    return Question(question.text, question.answer, [("video_url", video_url(clip))])
 
 
 def held_by_engine(server: RunningServer) -> list[tuple[int, int]]:
@@ -40,28 +40,29 @@ def held_by_engine(server: RunningServer) -> list[tuple[int, int]]:
     return [server.files_and_mappings()[name] for name in ENGINE]
 
 
-def wait_for_successor(server: RunningServer, killed: int) -> None:
+def check_successor(server: RunningServer, killed: int, question: Question, before: list[tuple[int, int]]) -> None:
+    """Soon another API server answers right, and the engine holds no more than `before`."""
     eventually(lambda: server.pids().get(API, killed) != killed, START_SECONDS)
     assert server.get("/health", API).status == 200
+    assert ClientRequest(server, API, question).answer() == question.answer
+    server.assert_at_rest()
+    eventually(lambda: held_by_engine(server) == before)
 
 
 def test_api_server_killed_during_a_frame_leaves_nothing():
-    one = ask_large(1)
+    question = ask_large(1)
     with RunningServer("--mm-tensor-ipc", "direct_rpc", *CACHES["off"], *LARGE) as server:
-        assert Asking(server, API, one).answer() == one.answer
+        assert ClientRequest(server, API, question).answer() == question.answer
         before = held_by_engine(server)
         for _ in range(KILLS):
             killed, sent = server.pids()[API], server.total("ipc_bytes_total")
             with stopped(server.pids()["worker 0.0"]):
-                asking = Asking(server, API, one)
+                request = ClientRequest(server, API, question)
                 more_than_a_socket_takes = sent + 2 * TURN_BYTES
                 eventually(lambda more=more_than_a_socket_takes: server.total("ipc_bytes_total") > more)
                 os.kill(killed, signal.SIGKILL)
-                assert asking.is_reset()
-            wait_for_successor(server, killed)
-            assert Asking(server, API, one).answer() == one.answer
-            server.assert_at_rest()
-            eventually(lambda: held_by_engine(server) == before)
+                assert request.is_reset()
+            check_successor(server, killed, question, before)
 
 
 def test_api_server_killed_during_a_store_write_leaves_nothing():
@@ -69,22 +70,19 @@ def test_api_server_killed_during_a_store_write_leaves_nothing():
     chance = random.Random(1)
     with RunningServer(*CACHES["shm"], "--mm-processor-cache-gb", "0.03", *LARGE) as server:
         began = time.monotonic()
-        assert Asking(server, API, ask_large(1)).answer() == ask_large(1).answer
+        assert ClientRequest(server, API, ask_large(1)).answer() == ask_large(1).answer
         seconds = time.monotonic() - began
         before = held_by_engine(server)
         for number in range(KILLS):
-            one, killed = ask_large(2 + number), server.pids()[API]
-            asking = Asking(server, API, one)
+            question, killed = ask_large(2 + number), server.pids()[API]
+            request = ClientRequest(server, API, question)
             time.sleep(chance.uniform(0, seconds))
             with stopped(killed):
                 time.sleep(0.05)
                 os.kill(killed, signal.SIGKILL)
                 try:
-                    assert asking.answer() == one.answer
+                    assert request.answer() == question.answer
                 except (ConnectionError, http.client.HTTPException):
-                    asking.hang_up()  # cut
-            wait_for_successor(server, killed)
-            assert Asking(server, API, one).answer() == one.answer
+                    request.hang_up()  # cut
+            check_successor(server, killed, question, before)
             assert server.total("ipc_fallbacks_total") == 0
-            server.assert_at_rest()
-            eventually(lambda: held_by_engine(server) == before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from mini_engine import metrics
-from tests.e2e.running_server import ROOT
+from tests.support.running_server import ROOT
 
 PAGE = (ROOT / "docs" / "operations.md").read_text()
 SOURCE = "\n".join(path.read_text() for path in (ROOT / "mini_engine").rglob("*.py"))

@@ -3,17 +3,19 @@ cannot be written."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.asking import ENDLESS, TEXT, Asking, ask_small
-from tests.e2e.processes import FailPoint, descendants, eventually
-from tests.e2e.running_server import RunningServer
 from tests.faults.load import ask, fill_log
+from tests.support.client import ENDLESS, TEXT, ClientRequest, ask_small
+from tests.support.processes import FailPoint, descendants, eventually
+from tests.support.running_server import RunningServer
 
 # Fail points, in their order; each is in another process, or another part of its work.
 PHASES = (
@@ -26,20 +28,15 @@ VICTIMS = ("api 0", "core 0", "worker 0.0", "worker 0.1")
 FAST_DEATHS = {("worker 0.0", "loading-worker")}
 
 
-class Starting(RunningServer):
-    """A server whose start is held at a fail point."""
-
-    def __init__(self, phase: str, *flags: str):
-        super().__init__(*flags)
-        self.phase = phase
-
-    def __enter__(self) -> Starting:
-        self.launch(armed=self.phase)
-        return self
-
-    @property
-    def point(self) -> FailPoint:
-        return self.failpoint(self.phase)
+@contextlib.contextmanager
+def starting(phase: str, *flags: str) -> Iterator[tuple[RunningServer, FailPoint, int]]:
+    """A server whose start is held at a fail point, that, and the process that has reached it."""
+    server = RunningServer(*flags)
+    server.launch(armed=phase)
+    with contextlib.ExitStack() as stack:
+        stack.push(server)
+        point = server.failpoint(phase)
+        yield server, point, point.wait()
 
 
 def cells(fast: set, *axes: tuple) -> list:
@@ -56,12 +53,11 @@ def cells(fast: set, *axes: tuple) -> list:
 
 @pytest.mark.parametrize(("phase", "number"), cells(FAST, PHASES, (TERM, INT, KILL)))
 def test_interrupted_start_leaves_nothing(phase, number):
-    with Starting(phase) as server:
-        held = server.point.wait()
+    with starting(phase) as (server, point, held):
         family = descendants(server.process.pid)
         server.process.send_signal(number)
         if held == server.process.pid:
-            server.point.release()
+            point.release()
         expected = {KILL: -KILL, TERM: 0, INT: 0}
         if phase == "resolving-model":  # nothing has to be stopped yet: an interrupt has its usual effect
             expected[INT] = 130
@@ -70,25 +66,17 @@ def test_interrupted_start_leaves_nothing(phase, number):
         assert "Traceback" not in server.log
 
 
-def victim_of(server: RunningServer, role: str) -> int:
-    """Wait for a process that may be starting."""
-    return eventually(lambda: server.pids().get(role, 0))
-
-
-def flags_for(role: str) -> list[str]:
-    return ["-tp", "2"] if role == "worker 0.1" else []
-
-
 @pytest.mark.parametrize(
     ("role", "phase"), cells(FAST_DEATHS, VICTIMS, ("loading-api", "loading-worker", "loading-core"))
 )
 def test_death_during_first_start_fails_it_and_names_the_process(role, phase):
     """It names neither processes that exit because of it, nor a second start."""
-    with Starting(phase, "--restart-engine", *flags_for(role)) as server:
-        server.point.wait()
-        victim, family = victim_of(server, role), descendants(server.process.pid)
+    flags = ["--restart-engine", *(["-tp", "2"] if role == "worker 0.1" else [])]
+    with starting(phase, *flags) as (server, point, _):
+        victim = eventually(lambda: server.pids().get(role) or False)
+        family = descendants(server.process.pid)
         os.kill(victim, KILL)
-        server.point.release()
+        point.release()
         assert server.process.wait(60) == 1, server.log
         failure = next(line for line in server.log.splitlines() if "start failed: " in line)
         assert f"start failed: {role} (pid {victim}) died: killed by SIGKILL" in failure, server.log
@@ -99,11 +87,12 @@ def test_death_during_first_start_fails_it_and_names_the_process(role, phase):
 @pytest.mark.parametrize("role", VICTIMS)
 def test_hang_during_first_start_fails_it_and_names_the_process(role):
     """It does not name processes that only wait for it."""
-    with Starting("loading-worker", "--startup-timeout", "30", *flags_for(role)) as server:
-        server.point.wait()
-        victim, family = victim_of(server, role), descendants(server.process.pid)
+    flags = ["--startup-timeout", "30", *(["-tp", "2"] if role == "worker 0.1" else [])]
+    with starting("loading-worker", *flags) as (server, point, _):
+        victim = eventually(lambda: server.pids().get(role) or False)
+        family = descendants(server.process.pid)
         os.kill(victim, signal.SIGSTOP)
-        server.point.release()
+        point.release()
         assert server.process.wait(90) == 1, server.log
         why = f"{role} (pid {victim}) was killed: it was not ready after 30 s (--startup-timeout)"
         assert f"start failed: {why}" in server.log
@@ -132,8 +121,8 @@ def test_a_second_signal_stops_a_server_with_a_hung_process(role):
     """With an endless request, and a process that is stopped: a second signal ends all at once."""
     with RunningServer("--shutdown-timeout", "600") as server:
         family = descendants(server.process.pid)
-        asking = Asking(server, "api 0", TEXT, **ENDLESS)
-        asking.read_events(1)
+        request = ClientRequest(server, "api 0", TEXT, **ENDLESS)
+        request.read_events(1)
         os.kill(server.pids()[role], signal.SIGSTOP)
         server.process.send_signal(TERM)
         eventually(lambda: "stopping on SIGTERM" in server.log)
@@ -141,19 +130,19 @@ def test_a_second_signal_stops_a_server_with_a_hung_process(role):
         server.process.send_signal(TERM)
         assert server.process.wait(60) == 0
         server.assert_nothing_left(family)
-        asking.hang_up()
+        request.hang_up()
 
 
 def test_unread_log_blocks_no_process():
     """From when it serves, the pipe of its log is not read, and later has no reader. Its stdout is closed."""
-    server, one = RunningServer("--enable-log-requests"), ask_small(33_003)
+    server, question = RunningServer("--enable-log-requests"), ask_small(33_003)
     unread = 'exec "$@" 2> >(sed -u "/ serving /q"; exec sleep 600) >&-'
     server.command = ["bash", "-c", unread, "bash", *server.command]
     with server:
         fill_log(server)
-        assert ask(server, one).kind == "right"
+        assert ask(server, question).kind == "right"
         family = descendants(server.process.pid)
         (reader,) = [pid for pid in family if Path(f"/proc/{pid}/comm").read_text() == "sleep\n"]
         os.kill(reader, KILL)
-        assert ask(server, one).kind == "right"
+        assert ask(server, question).kind == "right"
         assert server.stop(TERM) == 0

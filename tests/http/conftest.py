@@ -10,10 +10,10 @@ import pytest
 
 from mini_engine.media.loader import MediaLoader
 from mini_engine.media.sources.policy import MediaPolicy
-from tests import tiny_processor
 from tests.http import serving
-from tests.http.patience import PatientLoop
 from tests.http.serving import MAX_MEDIA_BYTES, GatedProcessor, Serve, Served, SlowWeb
+from tests.support import tiny_processor
+from tests.support.patience import PatientLoop
 
 
 @pytest.fixture(scope="session")

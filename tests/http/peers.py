@@ -34,7 +34,7 @@ from mini_engine.transport import sockets
 from mini_engine.transport.arena import Arena
 from mini_engine.transport.codec import Encoder, decode
 from mini_engine.transport.tensor_ipc import TensorIpcSender
-from tests.http.patience import eventually
+from tests.support.patience import eventually
 
 
 def make_queue(nbytes: int = 16 << 20) -> TensorIpcSender:

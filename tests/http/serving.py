@@ -39,10 +39,10 @@ from mini_engine.prompt.renderer import ChatRenderer
 from mini_engine.prompt.sampling_params import SamplingDefaults
 from mini_engine.transport.codec import Encoder
 from mini_engine.transport.tensor_ipc import TensorIpcSender
-from tests import clips
-from tests.http.patience import PATIENCE, cancelled, eventually
 from tests.http.peers import ScriptedCore, make_queue
-from tests.web import WebServer, response
+from tests.support import clips
+from tests.support.patience import PATIENCE, cancelled, eventually
+from tests.support.web import WebServer, response
 
 MAX_MODEL_LEN = 600
 LIMITS = EngineLimits(MAX_MODEL_LEN, num_blocks=8, block_size=16, max_prompt_media_tokens=45)

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 from mini_engine.protocol.bodies import ChatRequest
-from tests.http.patience import PATIENCE, eventually
 from tests.http.serving import (
     CLIP,
     LIMITS,
@@ -28,6 +27,7 @@ from tests.http.serving import (
     image,
     video,
 )
+from tests.support.patience import PATIENCE, eventually
 
 CUT = CLIP[: len(CLIP) * 7 // 10]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

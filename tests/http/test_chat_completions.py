@@ -16,7 +16,6 @@ from mini_engine.http import responses
 from mini_engine.media.loader import MediaLoader
 from mini_engine.protocol.bodies import ChatRequest
 from tests.http import serving
-from tests.http.patience import eventually
 from tests.http.peers import as_requests
 from tests.http.serving import (
     ANSWER,
@@ -31,6 +30,7 @@ from tests.http.serving import (
     media_loader,
     video,
 )
+from tests.support.patience import eventually
 
 CUT = CLIP[: len(CLIP) * 7 // 10]
 streamed_or_whole = pytest.mark.parametrize("stream", [False, True])

@@ -11,7 +11,6 @@ import pytest
 from mini_engine.transport.arena import Arena
 from mini_engine.transport.pages import PAGE_BYTES
 from mini_engine.transport.tensor_ipc import TensorIpcSender
-from tests.http.patience import PATIENCE, cancelled, eventually
 from tests.http.peers import make_queue
 from tests.http.serving import (
     CHAT_HEAD,
@@ -27,7 +26,8 @@ from tests.http.serving import (
     image,
     metric,
 )
-from tests.transport.conftest import ME
+from tests.support.patience import PATIENCE, cancelled, eventually
+from tests.support.tensor_queue import ME
 
 streamed_or_whole = pytest.mark.parametrize("stream", [False, True])
 

@@ -1,3 +1,3 @@
-from tests.kernels.devices import device
+from tests.support.devices import device
 
 __all__ = ["device"]

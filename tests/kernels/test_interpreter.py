@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.e2e.running_server import ROOT
+from tests.support.running_server import ROOT
 
 pytest.importorskip("triton")
 

@@ -14,7 +14,7 @@ import torch
 from mini_engine.kernels import paged
 from mini_engine.worker.attention.sdpa import Span
 from mini_engine.worker.attention.triton_attention import tile
-from tests.attention_reference import reference_attention
+from tests.support.attention_reference import reference_attention
 
 BOUNDS = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 

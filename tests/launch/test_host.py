@@ -15,6 +15,7 @@ from mini_engine.launch import host
 from mini_engine.launch.cli import parse
 from mini_engine.launch.host import check_model, resolve_model, runtime_directory, without_effect
 from mini_engine.messages import EngineLimits, MediaCachePlan
+from tests.support.hub_cache import put_in_cache
 
 # --- the model's files ------------------------------------------------------------------------------------------------
 
@@ -30,14 +31,6 @@ def edit_config(model: Path, vision_heads: int = 4, **text: int) -> None:
     raw["text_config"] |= text
     raw["vision_config"]["num_heads"] = vision_heads
     (model / "config.json").write_text(json.dumps(raw))
-
-
-def put_in_cache(cache: Path, name: str, revision: str = "main") -> Path:
-    """The bundled model as the hub's cache holds a download."""
-    folder, commit = cache / f"models--{name.replace('/', '--')}", "0123456789abcdef0123456789abcdef01234567"
-    (folder / "refs").mkdir(parents=True)
-    (folder / "refs" / revision).write_text(commit)
-    return Path(shutil.copytree(BUNDLED_MODEL, folder / "snapshots" / commit))
 
 
 def test_a_hub_name_is_found_in_the_cache_without_network(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from mini_engine.launch.shortage import Shortage, shortage_in
 from mini_engine.media.media_errors import MediaError
 from mini_engine.media.sources.http_fetch import fetch_http
 from mini_engine.media.sources.policy import MediaPolicy
-from tests.shortages import no_descriptors
+from tests.support.shortages import no_descriptors
 
 
 def test_errors_of_the_host_are_told_from_others() -> None:

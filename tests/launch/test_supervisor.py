@@ -17,7 +17,7 @@ from mini_engine.launch.process_group import TURNS, ChildProcess, ChildState, Pr
 from mini_engine.launch.server_generation import Generation
 from mini_engine.launch.supervisor import API_RESTARTS_IN_A_ROW, GenerationOver, Stop, Supervisor
 from mini_engine.messages import MediaCachePlan
-from tests.e2e.processes import eventually
+from tests.support.processes import eventually
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.registry import canonical_name
-from tests.model.families import FAMILIES, IMAGE, PATCH_DIM, VIDEO, build, oracle_inputs, placeholders
 from tests.model.reference import Prompt
+from tests.support.families import FAMILIES, IMAGE, PATCH_DIM, VIDEO, build, oracle_inputs, placeholders
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mini_engine.model import delta_rule
 from mini_engine.model.delta_rule import StateShape, Weights
-from tests.kernels.devices import INTERPRETED, ON_CUDA
+from tests.support.devices import INTERPRETED, ON_CUDA
 
 SHAPE = StateShape(layers=3, k_heads=2, v_heads=6, k_dim=8, v_dim=12, kernel_size=4)
 PUBLISHED = StateShape(layers=1, k_heads=1, v_heads=2, k_dim=128, v_dim=128, kernel_size=4)

@@ -5,9 +5,9 @@ import random
 import torch
 
 from mini_engine.model.rope import PlacedRun, mrope_positions
-from tests.model.families import IMAGE, VIDEO, placeholders
 from tests.model.reference import find_runs
-from tests.oracle import CUTS_SECONDS
+from tests.support.families import IMAGE, VIDEO, placeholders
+from tests.support.oracle import CUTS_SECONDS
 
 EVERY_FAMILY = True
 SECONDS = (1.0, 2.0, 3.0) if CUTS_SECONDS else (1.0, 2.0, 0.25, 0.4, 0.9, 1 / 3, 1.7, 2 / 29.97)

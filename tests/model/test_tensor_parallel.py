@@ -15,8 +15,8 @@ from mini_engine.model.registry import find_spec
 from mini_engine.model.towers.spread_tower import SpreadTower, share_out
 from mini_engine.model.weights import load_model
 from tests.model.conftest import make_prompts
-from tests.model.families import FAMILIES, PATCH_DIM
 from tests.model.test_logits import BFLOAT16_BOUND
+from tests.support.families import FAMILIES, PATCH_DIM
 
 CPU = torch.device("cpu")
 NAMES = [family + which for family in FAMILIES for which in ("", " untied")]

@@ -19,8 +19,8 @@ from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.registry import canonical_name
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model, load_weights
-from tests.model.families import FAMILIES
 from tests.model.reference import reference_logits
+from tests.support.families import FAMILIES
 
 CPU = torch.device("cpu")
 FILE = "model.safetensors"

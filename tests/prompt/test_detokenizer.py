@@ -19,7 +19,7 @@ from mini_engine.prompt.detokenizer import Detokenizer, Vocabulary
 from mini_engine.prompt.tool_calls import AnswerParser
 from mini_engine.protocol.bodies import CompletionRequest
 from mini_engine.protocol.tools import TAGS
-from tests import tiny_processor
+from tests.support import tiny_processor
 
 # Pieces that make characters of several tokens, special tokens, and starts of stop strings.
 PIECES = ["a red", " circle", " moving", "STOP", "ST", "S", "世", "界", "🎈", "ä", "\n", " ", "<|im_end|>", "xyz"]

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mini_engine.demo import videos
-from tests.oracle import exact_seconds
+from tests.support.oracle import exact_seconds
 from training import evaluate, forward
 from training.data import Item, Sample, Writer, make_item, resized, video_item
 from training.model import WEIGHTS

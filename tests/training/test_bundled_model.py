@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mini_engine.demo import questions, videos
-from tests.oracle import exact_seconds
+from tests.support.oracle import exact_seconds
 from training import evaluate
 from training.evaluate import FRESH_SEEDS, Media, roundtrip
 from training.model import WEIGHTS

@@ -17,7 +17,7 @@ from mini_engine.messages import RankAddress, TensorHandle
 from mini_engine.transport.arena import Arena
 from mini_engine.transport.codec import Encoder
 from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcReceiver, TensorIpcSender
-from tests.e2e.processes import eventually
+from tests.support.processes import eventually
 
 API = 41  # incarnation of the sender
 MIB = 1 << 20

@@ -11,7 +11,7 @@ from mini_engine.transport import shared_memory as memory
 from mini_engine.transport.arena import Arena, ReadableMemory, RequestTooLarge, WritableMemory, bytes_of
 from mini_engine.transport.codec import TransportError
 from mini_engine.transport.pages import PAGE_BYTES
-from tests.transport.conftest import Held, unlimited
+from tests.support.tensor_queue import Held, unlimited
 
 
 async def settle() -> None:

@@ -20,8 +20,8 @@ from mini_engine.transport.codec import TransportError
 from mini_engine.transport.cuda_memory import StagingSlots
 from mini_engine.transport.stream_frames import pack_frame
 from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcSender
-from tests.e2e.processes import eventually
-from tests.transport.conftest import API, ME, MIB, PATIENCE, Held, Rank, address_of, send, unlimited
+from tests.support.processes import eventually
+from tests.support.tensor_queue import API, ME, MIB, PATIENCE, Held, HostStaging, Rank, address_of, send, unlimited
 
 PLACEMENTS = ["torch_shm", "direct_rpc"]
 
@@ -207,26 +207,6 @@ def test_descriptors_and_mappings_are_back_once_nothing_of_the_arena_is_viewed(
 
 
 # --- staging slots, in host memory -----------------------------------------------------------------------------------
-
-
-class HostStaging:
-    """Slots in memory that both ends share because they are one process."""
-
-    device_type = "cpu"
-    memory = torch.empty(0, dtype=torch.uint8)
-
-    def allocate(self, slots: int, nbytes: int) -> torch.Tensor:
-        HostStaging.memory = torch.zeros(slots * nbytes, dtype=torch.uint8)
-        return HostStaging.memory
-
-    def export(self, nbytes: int) -> DeviceSlots:
-        return DeviceSlots(0, nbytes, b"")
-
-    def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
-
-    def fill(self, memory: torch.Tensor, content: torch.Tensor) -> None:
-        memory.copy_(content)
 
 
 class HostMapped:

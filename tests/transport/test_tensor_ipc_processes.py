@@ -23,7 +23,7 @@ from mini_engine.transport.codec import Encoder
 from mini_engine.transport.pages import PAGE_BYTES
 from mini_engine.transport.stream_frames import pack_frame
 from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcReceiver, TensorIpcSender
-from tests.transport.conftest import ME, MIB, PATIENCE, Held, address_of, pump, send, unlimited
+from tests.support.tensor_queue import ME, MIB, PATIENCE, Held, address_of, pump, send, unlimited
 
 TURNS = 6
 FORKS = multiprocessing.get_context("forkserver")  # a fork of this process would have its locks, but not its threads

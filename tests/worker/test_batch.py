@@ -29,7 +29,7 @@ ACTIONS = st.sampled_from(["decode"] * 12 + ["sit out", "restart", "leave", "ahe
 STEPS = st.lists(st.one_of(st.just({}), st.dictionaries(st.sampled_from(NAMES), ACTIONS, max_size=2)), max_size=60)
 
 
-class Core:
+class ChunkWriter:
     """Writes chunks as the engine core would, and keeps the sequences as a rank would."""
 
     def __init__(self, lengths: list[int]) -> None:
@@ -77,7 +77,7 @@ def assert_equal(ours: FlatBatch, attend: StepAttention, other: FlatBatch, fresh
 
 def play(lengths: list[int], steps: list[dict[str, str]]) -> int:
     """Compare in every step; returns how many were carried on."""
-    core, kept, carried = Core(lengths), None, 0
+    core, kept, carried = ChunkWriter(lengths), None, 0
     for number, actions in enumerate(steps):
         chunks = core.step(actions)
         if "leave" in actions.values():

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from mini_engine.messages import NewRequest, SamplingParams
 from mini_engine.model.config import ModelConfig
-from tests.core.world import World
-from tests.model.families import IMAGE, VIDEO
+from tests.support.families import IMAGE, VIDEO
+from tests.support.simulated_core import World
 from tests.worker import tiny
 
 FAMILY = "qwen3_5"

@@ -26,7 +26,7 @@ from mini_engine.worker import cache_sizes as memory
 from mini_engine.worker import worker
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
-from tests.kernels.devices import INTERPRETED
+from tests.support.devices import INTERPRETED
 from tests.worker import script
 
 pytest.importorskip("triton")

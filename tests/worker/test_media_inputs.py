@@ -16,12 +16,12 @@ from mini_engine.transport.sockets import bind_router
 from mini_engine.transport.stream_frames import pack_frame
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 from mini_engine.worker.media_inputs import MediaInputs
-from tests.transport.conftest import API, ME, address_of, arena, connect, send
+from tests.support.tensor_queue import API, ME, address_of, arena, connect, send
 
 __all__ = ["arena", "connect"]
 
 
-class Core:
+class CoreEnd:
     """The engine core, as far as a rank's receiver knows it."""
 
     def __init__(self, context: zmq.Context, runtime: Path):
@@ -49,8 +49,8 @@ def ready(number: int, incarnation: int = API) -> MediaReady:
 
 
 @pytest.fixture
-def core(context, runtime) -> Core:
-    return Core(context, runtime)
+def core(context, runtime) -> CoreEnd:
+    return CoreEnd(context, runtime)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import torch
 
 from mini_engine.messages import Chunk, NewSequence, SampledToken, Step, StepResult
 from mini_engine.worker.batch import SequenceState
-from tests.model.families import FAMILIES
+from tests.support.families import FAMILIES
 from tests.worker import script, tiny
 from tests.worker.conftest import NUM_BLOCKS
 

@@ -12,7 +12,7 @@ from mini_engine.messages import Step, StepResult
 from mini_engine.transport.codec import Encoder, decode
 from mini_engine.worker.model_runner import Launched
 from mini_engine.worker.serving import AHEAD, serve_ahead
-from tests.e2e.processes import eventually
+from tests.support.processes import eventually
 
 
 def test_some_steps_are_launched_before_one_has_ended_and_no_more_until_the_device_fails(context):

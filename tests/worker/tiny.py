@@ -12,8 +12,8 @@ from torch import Tensor
 from mini_engine.messages import MediaItem, MessageId, NewSequence, SamplingParams, TensorHandle
 from mini_engine.transport.arena import ReadableMemory
 from mini_engine.worker.normalisation import Normalisation
-from tests.model import families
-from tests.model.families import IMAGE, PATCH_DIM, VIDEO, placeholders
+from tests.support import families
+from tests.support.families import IMAGE, PATCH_DIM, VIDEO, placeholders
 
 MEAN, STD = [0.4, 0.5, 0.6], [0.2, 0.3, 0.25]
 

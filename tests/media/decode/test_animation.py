@@ -9,8 +9,8 @@ from PIL import Image
 from mini_engine.config.decode_limits import DecodeLimits, flag_of
 from mini_engine.media.frame_sampling import VideoSampling
 from mini_engine.media.media_errors import MediaError
-from tests import clips
-from tests.media.decode.decoding import decode_image, decode_video
+from tests.support import clips
+from tests.support.decoding import decode_image, decode_video
 
 ALL = VideoSampling(num_frames=-1)
 FRAMES = np.stack([clips.frame(index, 64, 48) for index in range(21)])

@@ -6,8 +6,8 @@ import pytest
 from mini_engine.config.decode_limits import DecodeLimits
 from mini_engine.media.decode.item_limits import WRONG_COLOURS
 from mini_engine.media.frame_sampling import VideoSampling
-from tests import clips
-from tests.media.decode.decoding import decode_video
+from tests.support import clips
+from tests.support.decoding import decode_video
 
 ALL = VideoSampling(num_frames=-1)
 PQ, HLG, BT709, BT2020 = 16, 18, 1, 14  # transfers

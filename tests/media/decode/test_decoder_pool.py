@@ -27,14 +27,13 @@ from mini_engine.media.decode.decoder_pool import KEPT_BYTES, DecoderPool, Decod
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
 from mini_engine.media.media_errors import DecoderUnavailable, MediaError
 from mini_engine.metrics import REGISTRY
-from tests import clips
-from tests.e2e.processes import FailPoint, descendants, memory
-from tests.http.patience import eventually
-from tests.media import corpus
 from tests.media.decode import hostile_code
-from tests.media.decode.decoding import decode_image, decode_video
 from tests.media.decode.hostile_code import Target
 from tests.media.decode.test_image import FORMATS, saved, tall
+from tests.support import clips, corpus
+from tests.support.decoding import decode_image, decode_video
+from tests.support.patience import eventually
+from tests.support.processes import FailPoint, descendants, memory
 
 GOOD = clips.encode(20)
 SAMPLING = VideoSampling(num_frames=8)

@@ -9,9 +9,9 @@ from PIL import ExifTags, Image, ImageOps
 
 from mini_engine.config.decode_limits import DecodeLimits
 from mini_engine.media.media_errors import MediaError
-from tests import clips
-from tests.media.corpus import png_of_size
-from tests.media.decode.decoding import decode_frames, decode_image
+from tests.support import clips
+from tests.support.corpus import png_of_size
+from tests.support.decoding import decode_frames, decode_image
 
 FORMATS = ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "HEIF", "JPEG2000", "PPM", "TGA"]
 EXACT = {"WEBP": {"lossless": True}, "AVIF": {"quality": 100, "subsampling": "4:4:4"}}

@@ -20,9 +20,8 @@ from mini_engine.config.decode_limits import DecodeLimits, flag_of
 from mini_engine.media.decode.video import declared_size
 from mini_engine.media.frame_sampling import VideoSampling
 from mini_engine.media.media_errors import MediaError
-from tests import clips
-from tests.media import corpus
-from tests.media.decode.decoding import decode_video
+from tests.support import clips, corpus
+from tests.support.decoding import decode_video
 
 EIGHT = VideoSampling(num_frames=8)
 SAMPLINGS = [

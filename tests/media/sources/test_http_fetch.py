@@ -15,7 +15,7 @@ from mini_engine.media.media_errors import MediaError
 from mini_engine.media.sources import http_fetch
 from mini_engine.media.sources.http_fetch import fetch_http
 from mini_engine.media.sources.policy import BLOCK_BYTES, MAX_URL_CHARACTERS, MediaPolicy, Received
-from tests.web import WebServer, chunked, make_certificate, response
+from tests.support.web import WebServer, chunked, make_certificate, response
 
 LIMIT = 1 << 20
 BODY = bytes(range(256)) * 2000

@@ -8,7 +8,7 @@ from mini_engine.kernels import ops
 from mini_engine.model.vision_language import AttentionShape
 from mini_engine.worker.attention import sdpa as attention
 from mini_engine.worker.attention.sdpa import KVCache, SdpaBackend, Span, empty_blocks
-from tests.attention_reference import reference_attention, slots_of
+from tests.support.attention_reference import reference_attention, slots_of
 
 DIM = 8
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from mini_engine.worker.attention.sdpa import AttentionBackend, KVCache, SdpaBac
 from mini_engine.worker.cache_sizes import HUNGRY_SAMPLING
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
-from tests.kernels.devices import INTERPRETED, device
+from tests.support.devices import INTERPRETED, device
 from tests.worker import script, tiny
 from tests.worker.conftest import make_states
 

@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jsonschema_rs
 import msgspec
@@ -32,6 +31,7 @@ from mini_engine.worker.sampling.grammar import Grammars, Masks, bars_of
 from mini_engine.worker.sampling.grammar_process import KILLED, LARGE, SLOW_COMPILE, SLOW_MASK
 from mini_engine.worker.sampling.matchers import PROBLEM, Matchers, Row, Vocabulary
 from mini_engine.worker.sampling.penalties import BARRED
+from tests.support.grammars import REGEXES, SCHEMAS
 from tests.worker import script, tiny
 from tests.worker.conftest import NUM_BLOCKS
 
@@ -45,7 +45,7 @@ WORDS = Vocabulary(TOKENIZER, os.memfd_create("masks"), ROWS)
 VISION = ModelConfig.from_dir(BUNDLED_MODEL).vision
 
 
-class Rank:
+class GrammarRank:
     """Grammars as rank 0 has them, each followed by one output."""
 
     def __init__(self, rows: int = ROWS) -> None:
@@ -87,35 +87,9 @@ def digest(grammar: str) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def rank() -> Iterator[Rank]:
-    with contextlib.closing(Rank()) as rank:
+def rank() -> Iterator[GrammarRank]:
+    with contextlib.closing(GrammarRank()) as rank:
         yield rank
-
-
-REGEXES = st.recursive(
-    st.sampled_from(["a", "red", "é", "[a-z]", "[0-9]", "[^x]", r"\.", " ", "(blue|green)", "."]),
-    lambda inner: st.one_of(
-        st.builds("{}{}".format, inner, inner),
-        st.builds("({}|{})".format, inner, inner),
-        st.builds("({}){}".format, inner, st.sampled_from(["?", "{2}", "{1,3}", "{0,2}"])),
-    ),
-    max_leaves=6,
-)
-LEAVES: list[dict[str, Any]] = [
-    {"type": "integer", "minimum": -5, "maximum": 120}, {"type": "boolean"}, {"type": "string", "maxLength": 6},
-    {"enum": ["red", "green", 3, None]}, {"const": {"a": 1}}, {"type": "integer"}, {"type": ["number", "null"]},
-    {"type": "number", "exclusiveMinimum": 0}, {"type": "integer", "multipleOf": 3},
-]  # fmt: skip
-OBJECT = {"type": "object", "required": ["so"]}
-SCHEMAS = st.recursive(
-    st.sampled_from(LEAVES),
-    lambda inner: st.one_of(
-        st.builds(lambda one: {"type": "array", "items": one, "minItems": 1, "maxItems": 3}, inner),
-        st.builds(lambda one, other: {"anyOf": [one, other]}, inner, inner),
-        st.builds(lambda one, other: {**OBJECT, "properties": {"shape": one, "so": other}}, inner, inner),
-    ),
-    max_leaves=4,
-)
 
 
 @given(st.lists(REGEXES | SCHEMAS, min_size=ROWS, max_size=ROWS, unique_by=str), st.integers(0, 1000))
@@ -299,7 +273,7 @@ def test_a_grammar_that_takes_too_much_fails_alone(rank):
 def test_a_grammar_that_delays_each_step_a_little_fails_in_time():
     """Not what it takes while the model computes. The next grammar of its client waits, those of others do not."""
     grammar = f"start: s\n{ambiguous(60)}"
-    with contextlib.closing(Rank(rows=1)) as rank:
+    with contextlib.closing(GrammarRank(rows=1)) as rank:
         assert rank.compile(grammar) == [""]
         for seconds, most in ((1.0, 4), (0.0, 30)):
             for length in range(1, most):
@@ -316,7 +290,7 @@ def test_a_grammar_that_delays_each_step_a_little_fails_in_time():
 def test_the_death_of_a_process_ends_one_grammar():
     """A grammar's process holds no descriptor but its own. Without the manager the rank cannot go on."""
     before = os.listdir("/proc/self/fd")
-    with contextlib.closing(Rank(rows=2)) as rank:
+    with contextlib.closing(GrammarRank(rows=2)) as rank:
         assert rank.compile("start: /a+/") == [""]
         (lost,) = rank.processes()
         assert rank.compile(HONEST) == [""]
@@ -341,7 +315,7 @@ def test_the_death_of_a_process_ends_one_grammar():
 def test_clients_do_not_wait_for_the_grammars_of_others():
     """Of one client at most as many are in use as there are rows."""
     grammars = [f"start: /{letter}+/" for letter in "abc"]
-    with contextlib.closing(Rank(rows=1)) as rank:
+    with contextlib.closing(GrammarRank(rows=1)) as rank:
         assert rank.compile(grammars[0]) == [""]
         rank.grammars.update([order(grammars[1]), order(grammars[2], b"other")], [])
         assert rank.reports.get(timeout=60).digest == digest(grammars[2]) and rank.reports.empty()

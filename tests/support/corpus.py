@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import av
 
-from tests import clips
+from tests.support import clips
 
 
 def box(name: bytes, *content: bytes) -> bytes:

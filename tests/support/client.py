@@ -9,9 +9,11 @@ import http.client
 import json
 import select
 import socket
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from mini_engine.demo import questions, videos
-from tests.e2e.running_server import RunningServer, message
+from tests.support.running_server import RunningServer, message
 
 ENDLESS = {"max_tokens": 60_000, "ignore_eos": True, "stream": True}  # for minutes
 FORMATS = [("mp4", "h264"), ("mp4", "mpeg4"), ("mp4", "vp9"), ("mkv", "h264"), ("mkv", "mpeg4"), ("webm", "vp9")]
@@ -19,7 +21,7 @@ MIME = {"mp4": "video/mp4", "mkv": "video/x-matroska", "webm": "video/webm"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class Question:
     """A question with its media as (part type, url), and the one right answer."""
 
     text: str
@@ -29,7 +31,7 @@ class Asked:
     more: dict[str, object] = dataclasses.field(default_factory=dict)  # fields of the request
 
 
-TEXT = Asked("tell me", "", [])
+TEXT = Question("tell me", "", [])
 
 
 def video_url(clip: videos.Clip, container: str = "mp4", codec: str = "h264") -> str:
@@ -41,48 +43,55 @@ def image_url(picture: videos.Picture) -> str:
     return f"data:image/png;base64,{base64.b64encode(videos.encode_image(picture)).decode()}"
 
 
-def ask_video(seed: int, kind: str | None = None) -> Asked:
+def ask_video(seed: int, kind: str | None = None) -> Question:
     """A question about the video rendered from `seed`; training uses seeds below 10**8."""
     container, codec = FORMATS[seed % len(FORMATS)]
     clip = videos.render(10**9 + seed)
     question = questions.ask([clip], kind, seed)
-    return Asked(question.text, question.answer, [("video_url", video_url(clip, container, codec))], codec)
+    return Question(question.text, question.answer, [("video_url", video_url(clip, container, codec))], codec)
 
 
-def ask_small(seed: int) -> Asked:
+def ask_small(seed: int) -> Question:
     """What is in a short video of 96 by 96 pixels. All of them become as many patches, and tokens."""
     clip = videos.render(10**9 + seed, width=96, height=96, num_frames=16, fps=8)
     question = questions.ask([clip], "describe", seed)
-    return Asked(question.text, question.answer, [("video_url", video_url(clip))])
+    return Question(question.text, question.answer, [("video_url", video_url(clip))])
 
 
-def ask_large(seed: int) -> Asked:
+def ask_large(seed: int) -> Question:
     """The same video in larger frames, and more of them: so many bytes are copied to the media store in a thread."""
     size = {"shortest_edge": 3136, "longest_edge": 40_000_000}
     more = {"mm_processor_kwargs": {"size": size}, "media_io_kwargs": {"video": {"num_frames": 16}}}
     return dataclasses.replace(ask_small(seed), more=more)
 
 
-def ask_image(seed: int) -> Asked:
+def ask_image(seed: int) -> Question:
     picture = videos.render_image(10**9 + seed)
     question = questions.ask([picture], None, seed)
-    return Asked(question.text, question.answer, [("image_url", image_url(picture))])
+    return Question(question.text, question.answer, [("image_url", image_url(picture))])
 
 
-def ask_two(seed: int) -> Asked:
+def ask_two(seed: int) -> Question:
     """Two videos in one prompt, to be described in order: a swap of their tensors shows."""
     clips = [videos.render(10**9 + seed + part) for part in (0, 1)]
     question = questions.ask(clips, "list", seed)
-    return Asked(question.text, question.answer, [("video_url", video_url(clip)) for clip in clips])
+    return Question(question.text, question.answer, [("video_url", video_url(clip)) for clip in clips])
 
 
-class Asking:
+def answers_of(server: RunningServer, questions: Sequence[Question], at_once: int = 8, **more: object) -> list[str]:
+    """Each over a new connection, so that the kernel picks the API server again."""
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(lambda question: ClientRequest(server, None, question, **more).answer(), questions))
+
+
+class ClientRequest:
     """A running request at one API server, or at any."""
 
-    def __init__(self, server: RunningServer, api: str | None, one: Asked, **more: object):
+    def __init__(self, server: RunningServer, api: str | None, question: Question, **more: object):
         self._connection = server.connect(api)
         self._response: http.client.HTTPResponse | None = None
-        body = {"model": server.model, "messages": [message(one.text, one.urls)], "temperature": 0, **one.more, **more}
+        body = {"model": server.model, "messages": [message(question.text, question.urls)], "temperature": 0}
+        body |= question.more | more
         headers = {"Content-Type": "application/json"}
         try:
             self._connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)

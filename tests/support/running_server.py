@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from openai import OpenAI
 
-from tests.e2e.processes import (
+from tests.support.processes import (
     FailPoint,
     alive,
     descendants,
@@ -117,6 +117,11 @@ class RunningServer:
         return OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=120)
 
     # --- requests
+
+    @property
+    def base_url(self) -> str:
+        """Without `/v1`, as `bench.py` takes it."""
+        return self.url.removesuffix("/v1")
 
     @property
     def address(self) -> tuple[str, int]:
@@ -262,12 +267,12 @@ def environment(flags: Sequence[str], environ: Mapping[str, str] | None = None) 
     return {**os.environ, **({"MINI_ENGINE_DEVICE": "cpu"} if on_cpu else {}), **(environ or {})}
 
 
-def refused(*flags: str, status: int = 1, prefix: Sequence[str] = (), environ: dict[str, str] | None = None) -> str:
+def refused(*flags: str, status: int = 1, command: Sequence[str] = SERVE, environ: dict[str, str] | None = None) -> str:
     """What `serve.py` says when it ends with this status instead of starting."""
-    command = [*prefix, *SERVE, *flags]
     ended = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=START_SECONDS, env=environment(flags, environ)
-    )
+        [*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=START_SECONDS,
+        env=environment(flags, environ),
+    )  # fmt: skip
     assert ended.returncode == status and not ended.stdout and "Traceback" not in ended.stderr, ended
     return ended.stderr
 

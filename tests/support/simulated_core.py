@@ -36,7 +36,7 @@ from mini_engine.messages import (
 )
 from mini_engine.model.config import ModelConfig
 from mini_engine.transport.pages import PAGE_BYTES
-from tests.core.simulated_ranks import SimulatedLinks
+from tests.support.simulated_ranks import SimulatedLinks
 
 API, OTHER = ("api 0", 7), ("api 1", 9)
 MODEL = ModelConfig.from_dir(BUNDLED_MODEL)
