@@ -23,6 +23,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("certain")
 
+pytest_plugins = ["tests.support.api_fixtures"]
+
 # What `-m quick` runs: tests that start no server, no model and no decoder process.
 TESTS = Path(__file__).parent
 QUICK = ["test_structure.py", "config", "core", "prompt", "protocol", "transport"]

@@ -3,7 +3,6 @@
 import re
 from functools import reduce
 from operator import getitem
-from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
 
@@ -15,15 +14,9 @@ from mini_engine.http import app
 from mini_engine.protocol import api_errors as errors
 from mini_engine.protocol.bodies import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from mini_engine.protocol.parts import SUPPORTED
+from tests.support.api_page import PAGE, names_below
 
-PAGE = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
 HEADS = {"HEAD /health", "HEAD /live"}  # as their GETs
-
-
-def names_below(heading: str) -> set[str]:
-    """The first column of the tables of one section."""
-    section = re.split(r"^## ", PAGE.partition(f"## {heading}\n")[2], flags=re.MULTILINE)[0]
-    return set(re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE))
 
 
 def test_every_field_of_a_request_is_named() -> None:

@@ -20,7 +20,7 @@ from tests.support.simulated_ranks import token_of
 
 
 @dataclasses.dataclass
-class Load:
+class RequestLoad:
     """A request of a load."""
 
     prompt: int
@@ -37,7 +37,7 @@ class Load:
 
 
 loads = st.builds(
-    Load,
+    RequestLoad,
     prompt=st.integers(1, 30),
     output=st.integers(1, 12),
     arrival=st.integers(0, 10),
@@ -53,10 +53,17 @@ loads = st.builds(
 
 # Samples of one prompt about few videos, and urgent text that takes all blocks: each cache forgets what another holds.
 videos, siblings = st.sampled_from([[3], [7]]), st.integers(1, 2)
-familiar = st.builds(Load, st.just(14), siblings, st.integers(0, 40), videos, num_siblings=siblings)
+familiar = st.builds(RequestLoad, st.just(14), siblings, st.integers(0, 40), videos, num_siblings=siblings)
 clients = st.sampled_from([b"", b"a"])
 hungry = st.builds(
-    Load, st.just(60), st.integers(1, 4), st.integers(10, 80), st.just([]), st.integers(100, 400), st.just(-1), clients
+    RequestLoad,
+    st.just(60),
+    st.integers(1, 4),
+    st.integers(10, 80),
+    st.just([]),
+    st.integers(100, 400),
+    st.just(-1),
+    clients,
 )
 
 worlds = st.fixed_dictionaries(
@@ -80,7 +87,7 @@ small_worlds = st.fixed_dictionaries(
 ).map(lambda sizes: {"blocks": 16, "max_seqs": 1, "encoder_cache_tokens": 4, **sizes})
 
 
-def send(world: World, name: str, message: MessageId, load: Load) -> bool:
+def send(world: World, name: str, message: MessageId, load: RequestLoad) -> bool:
     """Send a request and its siblings; returns whether it has a tensor message."""
     gap = 2 * (world.core.model is TIMED)
     media = [
@@ -120,7 +127,7 @@ def report_grammars(world: World, chosen: Callable[[], bool]) -> None:
             world.grammar_ready(digest.decode(), "it is bad" if digest == b"bad" else "")
 
 
-def play(loads: list[Load], flags: dict[str, object], timing: int) -> None:
+def play(loads: list[RequestLoad], flags: dict[str, object], timing: int) -> None:
     chance = random.Random(timing)
     world = World(block_size=4, **flags)
     sent: set[MessageId] = set()
@@ -158,7 +165,7 @@ def play(loads: list[Load], flags: dict[str, object], timing: int) -> None:
     world.assert_at_rest()
 
 
-def assert_answered(world: World, request_id: str, load: Load) -> None:
+def assert_answered(world: World, request_id: str, load: RequestLoad) -> None:
     stop = token_of(request_id, 2) if load.stops else None
     for name in [request_id, *(f"{request_id}-{i}" for i in range(load.num_siblings))]:
         expected = [token_of(name, index) for index in range(load.output)]

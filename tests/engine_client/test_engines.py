@@ -10,7 +10,7 @@ import zmq.asyncio
 
 from mini_engine.engine_client.engines import LOAD_MARGIN, EngineClient
 from mini_engine.transport.codec import Encoder
-from tests.http.peers import make_queue
+from tests.support.peers import make_queue
 
 HASHES = [bytes([number]) * 16 for number in range(64)]
 ENDPOINTS = [f"inproc://core{number}" for number in range(3)]

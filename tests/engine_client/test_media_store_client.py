@@ -32,8 +32,8 @@ from mini_engine.protocol.api_errors import EngineError
 from mini_engine.transport.arena import ReadableMemory, WritableMemory
 from mini_engine.transport.pages import PAGE_BYTES, Extent
 from mini_engine.transport.shared_memory import create_sparse
-from tests.http.serving import Counted
 from tests.support.patience import PATIENCE, cancelled, eventually, settle
+from tests.support.serving import Counted
 
 PAGES = 64
 LARGE = INLINE_COPY_BYTES // PAGE_BYTES + 2  # pages of an item that is copied in a thread

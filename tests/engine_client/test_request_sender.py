@@ -16,8 +16,8 @@ from mini_engine.messages import MediaItem, NewRequest, SamplingParams
 from mini_engine.transport.arena import Arena
 from mini_engine.transport.codec import decode
 from mini_engine.transport.tensor_ipc import TensorIpcSender
-from tests.http.serving import Counted
 from tests.support.patience import PATIENCE, cancelled, eventually
+from tests.support.serving import Counted
 from tests.support.tensor_queue import ME, Rank, address_of
 
 

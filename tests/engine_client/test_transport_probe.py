@@ -17,7 +17,7 @@ from mini_engine.transport.arena import Arena
 from mini_engine.transport.codec import Encoder, TransportError
 from mini_engine.transport.cuda_memory import StagingSlots
 from mini_engine.transport.tensor_ipc import TensorIpcSender
-from tests.http.serving import metric
+from tests.support.serving import metric
 from tests.support.tensor_queue import HostStaging
 
 CUDA = {"mm_processor_device": "cuda"}

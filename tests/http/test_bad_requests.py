@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from mini_engine.protocol.bodies import ChatRequest
-from tests.http.serving import (
+from tests.support.patience import PATIENCE, eventually
+from tests.support.serving import (
     CLIP,
     LIMITS,
     MAX_MEDIA_BYTES,
@@ -27,7 +28,6 @@ from tests.http.serving import (
     image,
     video,
 )
-from tests.support.patience import PATIENCE, eventually
 
 CUT = CLIP[: len(CLIP) * 7 // 10]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -15,9 +15,10 @@ import torch
 from mini_engine.http import responses
 from mini_engine.media.loader import MediaLoader
 from mini_engine.protocol.bodies import ChatRequest
-from tests.http import serving
-from tests.http.peers import as_requests
-from tests.http.serving import (
+from tests.support import serving
+from tests.support.patience import eventually
+from tests.support.peers import as_requests
+from tests.support.serving import (
     ANSWER,
     CLIP,
     Counted,
@@ -30,7 +31,6 @@ from tests.http.serving import (
     media_loader,
     video,
 )
-from tests.support.patience import eventually
 
 CUT = CLIP[: len(CLIP) * 7 // 10]
 streamed_or_whole = pytest.mark.parametrize("stream", [False, True])

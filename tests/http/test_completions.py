@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from mini_engine.media import settings as media_settings
-from tests.http.serving import ANSWER, MAX_MODEL_LEN, Counted, Served, choices_of, image, video
 from tests.support.patience import eventually
+from tests.support.serving import ANSWER, MAX_MODEL_LEN, Counted, Served, choices_of, image, video
 
 FRAME = image(57)["image_url"]["url"].partition(",")[2]
 FRAMES = {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{FRAME},{FRAME},{FRAME}"}}

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from mini_engine.config import EngineConfig
-from tests.http.serving import CHAT_HEAD, MAX_REQUEST_BYTES, Serve, Served
 from tests.support.patience import PATIENCE, eventually, settle, skip
+from tests.support.serving import CHAT_HEAD, MAX_REQUEST_BYTES, Serve, Served
 
 SHORT = {"timeout_client": 0.25, "timeout_keep_alive": 1}
 LIVE = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"

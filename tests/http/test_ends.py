@@ -18,9 +18,9 @@ from mini_engine.protocol.api_errors import shutting_down
 from mini_engine.transport.arena import Arena
 from mini_engine.transport.pages import PAGE_BYTES
 from mini_engine.transport.tensor_ipc import TensorIpcSender
-from tests.http.peers import make_queue
-from tests.http.serving import Counted, Serve, Served, SlowWeb, check_error, image
 from tests.support.patience import PATIENCE, cancelled, eventually, settle, skip
+from tests.support.peers import make_queue
+from tests.support.serving import Counted, Serve, Served, SlowWeb, check_error, image
 from tests.support.tensor_queue import ME, Rank, address_of
 
 Asking = asyncio.Task[httpx.Response]

@@ -11,8 +11,8 @@ import httpx
 import openai
 import pytest
 
-from tests.http.serving import CHAT_HEAD, Serve, Served, chat_body, check_error, choices_of, image
 from tests.support.patience import PATIENCE, eventually
+from tests.support.serving import CHAT_HEAD, Serve, Served, chat_body, check_error, choices_of, image
 
 PAGE = "https://page.test"
 PREFLIGHT = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}

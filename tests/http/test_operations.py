@@ -15,8 +15,8 @@ from mini_engine.media.media_errors import DecoderUnavailable
 from mini_engine.messages import ControlReply, EngineStats
 from mini_engine.protocol.api_errors import shutting_down
 from mini_engine.protocol.request_clock import RequestClock
-from tests.http.serving import Counted, Serve, Served, check_error, png
 from tests.support.patience import cancelled, eventually, settle, skip
+from tests.support.serving import Counted, Serve, Served, check_error, png
 from tests.support.shortages import no_descriptors
 
 WITHIN = 0.3

@@ -11,8 +11,9 @@ import pytest
 from mini_engine.transport.arena import Arena
 from mini_engine.transport.pages import PAGE_BYTES
 from mini_engine.transport.tensor_ipc import TensorIpcSender
-from tests.http.peers import make_queue
-from tests.http.serving import (
+from tests.support.patience import PATIENCE, cancelled, eventually
+from tests.support.peers import make_queue
+from tests.support.serving import (
     CHAT_HEAD,
     MAX_INFLIGHT_BYTES,
     MAX_MEDIA_BYTES,
@@ -26,7 +27,6 @@ from tests.http.serving import (
     image,
     metric,
 )
-from tests.support.patience import PATIENCE, cancelled, eventually
 from tests.support.tensor_queue import ME
 
 streamed_or_whole = pytest.mark.parametrize("stream", [False, True])

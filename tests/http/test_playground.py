@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mini_engine.http.routes.playground import PATHS
-from tests.http.serving import Serve, Served, check_error
+from tests.support.serving import Serve, Served, check_error
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.model import Model
 from pydantic import BaseModel
 
-from tests.http.serving import Served, SlowWeb, events_of, image, png, video
+from tests.support.serving import Served, SlowWeb, events_of, image, png, video
 
 OURS = {"image_tokens", "metrics", "video_tokens", "warnings"}  # `image_tokens`: of older releases of the SDK
 

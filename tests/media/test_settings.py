@@ -18,10 +18,10 @@ from mini_engine.prompt.renderer import collect_media
 from mini_engine.protocol.api_errors import ApiError
 from mini_engine.protocol.bodies import ChatMessage, ChatRequest
 from mini_engine.protocol.parts import MediaRef, Part
-from tests.http.serving import chat_body
 from tests.support import tiny_processor
+from tests.support.api_page import names_below
 from tests.support.full_call import assert_same, decoded, full_call
-from tests.test_docs import names_below
+from tests.support.serving import chat_body
 
 EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 from mini_engine import demo
 from mini_engine.prompt.tool_calls import AnswerFormat, AnswerParser, after_thought
 from mini_engine.protocol.tools import TAGS, Function
-from tests.http.serving import Counted, Served, check_error
+from tests.support.serving import Counted, Served, check_error
 
 ARGUMENTS = '{"at": "a \\"}<\\\\", "n": [1, {}]}'
 CALL = f'<tool_call>\n{{"name": "look", "arguments": {ARGUMENTS}}}\n</tool_call>'

@@ -8,9 +8,9 @@ import time
 import pytest
 
 from mini_engine.metrics import stage_seconds
-from tests.http.peers import as_requests
-from tests.http.serving import Counted, Served, events_of, image, metric
 from tests.support.patience import eventually
+from tests.support.peers import as_requests
+from tests.support.serving import Counted, Served, events_of, image, metric
 
 PAUSE = 0.02  # seconds; each stage has another multiple of it
 HISTOGRAMS = {

@@ -103,11 +103,6 @@ async def running(**more: Any) -> AsyncIterator[Decoders]:
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def failpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FailPoint]:
     """It holds the next decoder that decodes a frame, once it is armed."""
     monkeypatch.setenv("MINI_ENGINE_FAILPOINTS", str(tmp_path))

@@ -10,10 +10,9 @@ import pytest
 
 from mini_engine.media.loader import MediaLoader
 from mini_engine.media.sources.policy import MediaPolicy
-from tests.http import serving
-from tests.http.serving import MAX_MEDIA_BYTES, GatedProcessor, Serve, Served, SlowWeb
-from tests.support import tiny_processor
+from tests.support import serving, tiny_processor
 from tests.support.patience import PatientLoop
+from tests.support.serving import MAX_MEDIA_BYTES, GatedProcessor, Serve, Served, SlowWeb
 
 
 @pytest.fixture(scope="session")

@@ -39,9 +39,9 @@ from mini_engine.prompt.renderer import ChatRenderer
 from mini_engine.prompt.sampling_params import SamplingDefaults
 from mini_engine.transport.codec import Encoder
 from mini_engine.transport.tensor_ipc import TensorIpcSender
-from tests.http.peers import ScriptedCore, make_queue
 from tests.support import clips
 from tests.support.patience import PATIENCE, cancelled, eventually
+from tests.support.peers import ScriptedCore, make_queue
 from tests.support.web import WebServer, response
 
 MAX_MODEL_LEN = 600
