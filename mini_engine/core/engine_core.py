@@ -14,7 +14,7 @@ import msgspec
 from mini_engine.config import EngineConfig
 from mini_engine.core.arrivals import Arrivals
 from mini_engine.core.encoder_cache import EncoderCache
-from mini_engine.core.grammar_compiles import Grammars
+from mini_engine.core.grammar_compiles import GrammarCompiles
 from mini_engine.core.kv_blocks import BlockPool
 from mini_engine.core.links import Links
 from mini_engine.core.media_store import MediaDirectory, MediaStore, media_directory
@@ -22,7 +22,7 @@ from mini_engine.core.request import Request
 from mini_engine.core.request_limits import engine_limits, problem_with
 from mini_engine.core.scheduler import Scheduler
 from mini_engine.core.state_snapshots import StatePool
-from mini_engine.core.step_builder import InFlight, StepBuilder, Work
+from mini_engine.core.step_builder import ChunkWork, InFlight, StepBuilder
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.launch.child import Child
 from mini_engine.log import about
@@ -75,7 +75,7 @@ class EngineCore:
         self.config, self.model, self.limits = config, model, limits
         self.media, self.links, self.next_step = media, links, next_step
         self.arrivals = Arrivals(config.tensor_parallel_size, next_step)
-        self.grammars = Grammars(next_step)
+        self.grammars = GrammarCompiles(next_step)
         self.blocks = BlockPool(limits.num_blocks, limits.block_size)
         self.encoder = EncoderCache(config.encoder_cache_tokens, next_step)
         max_seqs = config.step_sequences(limits.device, recurrent=limits.num_states > 0)
@@ -263,7 +263,7 @@ class EngineCore:
                 self.scheduler.clients.add(child)
             request.children = []
 
-    def _publish_snapshots(self, work: Work) -> None:
+    def _publish_snapshots(self, work: ChunkWork) -> None:
         """Put the snapshots of a chunk in the prefix cache."""
         request, size = work.request, self.blocks.block_size
         for end, state_index in work.snapshots:

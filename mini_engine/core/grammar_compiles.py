@@ -19,7 +19,7 @@ class _Entry:
     waiting: dict[str, Request] = dataclasses.field(default_factory=dict)  # by id
 
 
-class Grammars:
+class GrammarCompiles:
     """The grammars of one engine, for requests that have one."""
 
     def __init__(self, next_step: StepBuilder) -> None:

@@ -41,7 +41,7 @@ from mini_engine.messages import (
     StoreHandle,
     TensorHandle,
 )
-from mini_engine.transport.pages import MARK_PAGES, PAGE_BYTES, Extent, PageAllocator, pages_for
+from mini_engine.transport.pages import HIGH_WATER_PAGES, PAGE_BYTES, Extent, PageAllocator, pages_for
 
 Owner = tuple[int, str]
 """Incarnation of an API server, and the id of one of its requests."""
@@ -266,11 +266,11 @@ class MediaStore(MediaDirectory):
 
     def _allocate(self, nbytes: int) -> list[Extent] | None:
         """Free pages, or those of the least recently used items, if both together are enough."""
-        before = self.pages.mark
+        before = self.pages.high_water_mark
         extents = self.pages.allocate(nbytes)
-        if self._register and self.pages.mark > before:
-            self.pages.written([(before, self.pages.mark - before)])
-            self._register(self.pages.mark * PAGE_BYTES)
+        if self._register and self.pages.high_water_mark > before:
+            self.pages.written([(before, self.pages.high_water_mark - before)])
+            self._register(self.pages.high_water_mark * PAGE_BYTES)
         if extents is not None:
             return extents
         missing = (pages_for(nbytes) - self.pages.num_free) * PAGE_BYTES
@@ -290,6 +290,6 @@ def media_directory(init: Init, row_bytes: int, device: str, next_step: StepBuil
         return RankCopies(plan.nbytes, next_step)
     # The mark of each of the others, stores and arenas, may rise at the same time.
     others = config.data_parallel_size - 1 + config.api_server_count
-    reserve = RESERVE + others * MARK_PAGES * PAGE_BYTES
+    reserve = RESERVE + others * HIGH_WATER_PAGES * PAGE_BYTES
     register = next_step.register_media if device == "cuda" else None
     return MediaStore(plan.nbytes, row_bytes, lambda: available_memory() - reserve, register)

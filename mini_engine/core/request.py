@@ -92,17 +92,17 @@ class Request:
     ) -> Request:
         """The first sample of `new`, with the others as its children. They share blocks with all requests of the same
         cache salt, or only with each other without `share_prefixes`."""
-        salt = os.urandom(HASH_BYTES) if new.siblings else None
+        salt = os.urandom(HASH_BYTES) if new.children else None
         if share_prefixes:
             salt = hashlib.blake2b(new.cache_salt.encode(), digest_size=HASH_BYTES, person=b"cache salt").digest()
         messages = dict.fromkeys(item.patches.message for item in new.media if isinstance(item.patches, TensorHandle))
-        tensors = Tensors(list(messages), references, 1 + len(new.siblings), released=not new.media)
+        tensors = Tensors(list(messages), references, 1 + len(new.children), released=not new.media)
 
         def sample(request_id: str, seed: int, parent: Request | None = None) -> Request:
             return cls(new, request_id, seed, peer, next(arrivals), salt, tensors, parent)
 
         parent = sample(new.request_id, new.sampling.seed)
-        parent.children = [sample(child.request_id, child.seed, parent) for child in new.siblings]
+        parent.children = [sample(child.request_id, child.seed, parent) for child in new.children]
         return parent
 
     @property

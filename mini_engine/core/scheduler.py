@@ -16,7 +16,7 @@ from mini_engine.core.encoder_cache import EncoderCache, EncoderEntry
 from mini_engine.core.kv_blocks import BlockPool
 from mini_engine.core.request import Request
 from mini_engine.core.state_snapshots import StatePool
-from mini_engine.core.step_builder import QUICK_ENCODER_TOKENS, QUICK_PREFILL_TOKENS, Plan, Work
+from mini_engine.core.step_builder import QUICK_ENCODER_TOKENS, QUICK_PREFILL_TOKENS, ChunkWork, Plan
 from mini_engine.messages import Chunk, EncodeItem, EngineLimits, MediaItem, NewSequence, StateStart
 
 
@@ -286,7 +286,7 @@ class Scheduler:
         samples = end == request.num_known
         snapshots = self._snapshots(request, start, end) if self.states.is_needed else []
         plan.chunks.append(Chunk(request.id, start, length, blocks, samples, request.restarts, snapshots))
-        plan.work[request.id] = Work(request, request.epoch, end, snapshots)
+        plan.work[request.id] = ChunkWork(request, request.epoch, end, snapshots)
         plan.tokens_left -= length
         if length > 1:
             plan.prefill_left -= length

@@ -26,7 +26,7 @@ QUICK_ENCODER_TOKENS = 64
 
 
 @dataclasses.dataclass
-class Work:
+class ChunkWork:
     """A chunk of the plan, and what its retirement publishes."""
 
     request: Request
@@ -48,7 +48,7 @@ class Plan:
     encode: list[EncodeItem] = dataclasses.field(default_factory=list)
     encoded_hashes: list[bytes] = dataclasses.field(default_factory=list)  # items whose last grids are in `encode`
     chunks: list[Chunk] = dataclasses.field(default_factory=list)
-    work: dict[str, Work] = dataclasses.field(default_factory=dict)  # of each chunk, by request id
+    work: dict[str, ChunkWork] = dataclasses.field(default_factory=dict)  # of each chunk, by request id
     requests: dict[str, Request] = dataclasses.field(default_factory=dict)  # with a chunk or an item to encode
     num_prefill: int = 0  # tokens
     num_encoded: int = 0  # tokens
@@ -111,8 +111,8 @@ class StepBuilder:
         self._step.drop_senders.append(incarnation)
 
     def register_media(self, nbytes: int) -> None:
-        """See `Step.media_mark`."""
-        self._step = msgspec.structs.replace(self._step, media_mark=nbytes)
+        """See `Step.high_water_mark`."""
+        self._step = msgspec.structs.replace(self._step, high_water_mark=nbytes)
 
     def build(self, plan: Plan, is_ping: bool) -> InFlight | None:
         """The step, with the work of `plan`; what is added from now on goes into the one after it.

@@ -1,6 +1,6 @@
 """The engines as this API server sees them: requests go out, tokens come in.
 
-`EngineClient` chooses the `Engine` of each request. Knows nothing of HTTP, text, or how media are made. All of it
+`EngineClient` chooses the `EngineHandle` of each request. Knows nothing of HTTP, text, or how media are made. All of it
 belongs to the event loop's thread.
 """
 
@@ -58,7 +58,7 @@ class EngineLost(Exception):
 
 
 class OutputReceiver(Protocol):
-    """What takes the outputs of one request and its siblings; there are no more after `fail`."""
+    """What takes the outputs of one request and its children; there are no more after `fail`."""
 
     finish_at_engine: Callable[[str, FinishReason], None] | None  # set once the engine has the request
 
@@ -66,7 +66,7 @@ class OutputReceiver(Protocol):
     def fail(self, error: ApiError) -> None: ...
 
 
-class Engine:
+class EngineHandle:
     """One engine core and its ranks, seen from this API server. `requests` holds the receiver of each sample's id, from
     before its tensors are reserved until the core's final output for the sample, which comes even for one that was
     aborted, or its `MediaMiss`."""
@@ -118,7 +118,7 @@ class Engine:
         before the request does, straight to the ranks.
         """
         self.preparing.pop(request.request_id, None)
-        ids = [request.request_id, *(sibling.request_id for sibling in request.siblings)]
+        ids = [request.request_id, *(child.request_id for child in request.children)]
         self.requests |= dict.fromkeys(ids, receiver)
         try:
             if request.media:
@@ -264,7 +264,7 @@ class EngineClient:
         self.engines = []
         for number, (endpoint, queue, store) in enumerate(zip(endpoints, queues, stores, strict=True)):
             socket = sockets.connect_dealer(context, endpoint, name)
-            self.engines.append(Engine(number, socket, encoder, queue, media_capacity, store, max_object_bytes))
+            self.engines.append(EngineHandle(number, socket, encoder, queue, media_capacity, store, max_object_bytes))
 
     def check(self) -> None:
         """Raises EngineError when no engine runs."""
@@ -281,7 +281,7 @@ class EngineClient:
         await asyncio.gather(*(engine.lost for engine in self.engines), *(engine.receive() for engine in self.engines))
 
     @contextlib.contextmanager
-    def choose(self, request_id: str, samples: int, media_hash: bytes | None = None) -> Iterator[Engine]:
+    def choose(self, request_id: str, samples: int, media_hash: bytes | None = None) -> Iterator[EngineHandle]:
         """The engine for a request with `samples` samples whose first item of media has this hash.
 
         Without media the one with the fewest unfinished samples. With them, of those with up to `LOAD_MARGIN` more, the
@@ -348,7 +348,7 @@ class EngineClient:
                 end(why)
 
     @property
-    def _running(self) -> list[Engine]:
+    def _running(self) -> list[EngineHandle]:
         return [engine for engine in self.engines if engine.stopped is None]
 
 

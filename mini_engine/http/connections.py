@@ -26,7 +26,7 @@ READ_BYTES = 32 << 10  # parsed at once
 MAX_CHUNKS, CHUNK_BYTES = 256, 256
 
 
-class Parser(h11.Connection):
+class HttpParser(h11.Connection):
     """h11 with three more rules: its limit also holds for headers that arrive complete; one of two headers gives the
     length of a request (RFC 9112, section 6.1); and chunks are not tiny."""
 
@@ -54,7 +54,7 @@ class Http(H11Protocol):
 
     def __init__(self, **arguments: Any):
         super().__init__(**arguments)
-        self.conn = Parser(h11.SERVER, HEADER_BYTES)
+        self.conn = HttpParser(h11.SERVER, HEADER_BYTES)
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from mini_engine.http.body import JSON
 from mini_engine.http.error_responses import report_error
-from mini_engine.prompt.answer import Generation, Piece
+from mini_engine.prompt.answer import Answer, Piece
 from mini_engine.prompt.detokenizer import ListedToken
 from mini_engine.prompt.pieces import pieces
 from mini_engine.prompt.tool_calls import AnswerParser
@@ -68,16 +68,16 @@ class Responder(ABC):
         self._continuous_usage = bool(options.continuous_usage_stats)
         self._with_timings = isinstance(request, ChatRequest) and bool(request.return_timings)
 
-    async def respond(self, generations: Sequence[Generation]) -> Response:
-        """The response, once all of `generations` have ended, or as events from their first piece on. The choices of a
-        generation follow those of the one before it. Raises EngineError: an engine has failed at the request before the
+    async def respond(self, answers: Sequence[Answer]) -> Response:
+        """The response, once all of `answers` have ended, or as events from their first piece on. The choices of a
+        answer follow those of the one before it. Raises EngineError: an engine has failed at the request before the
         first event."""
         if self._stream:
-            events = self._events(generations)
+            events = self._events(answers)
             headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
             return StreamedResponse(headers, await anext(events), events)
         choices: dict[int, Choice] = collections.defaultdict(Choice)
-        async with contextlib.aclosing(pieces(generations)) as arriving:
+        async with contextlib.aclosing(pieces(answers)) as arriving:
             async for piece in arriving:
                 self._add(piece, choices[piece.index])
         body = bytearray(encode(self._head | {"object": self.whole_object})[:-1] + b',"choices":[')
@@ -88,17 +88,17 @@ class Responder(ABC):
                 body += part
             await asyncio.sleep(0)  # each may be long
         body[-1:] = b"],"
-        body += encode({"usage": _usage(generations)} | self._request_fields(generations[0]))[1:]
+        body += encode({"usage": _usage(answers)} | self._request_fields(answers[0]))[1:]
         if len(body) <= PART_BYTES:
             return Response(bytes(body), media_type=JSON)
         return StreamedResponse({"content-type": JSON, "content-length": str(len(body))}, b"", _cut(body))
 
-    async def _events(self, generations: Sequence[Generation]) -> AsyncGenerator[bytes, None]:
+    async def _events(self, answers: Sequence[Answer]) -> AsyncGenerator[bytes, None]:
         """The events, of which the last are sent together. An error after the first is an event too."""
-        first, started = generations[0], False
-        unfinished = sum(len(generation.samples) for generation in generations)
+        first, started = answers[0], False
+        unfinished = sum(len(answer.samples) for answer in answers)
         try:
-            async with contextlib.aclosing(pieces(generations)) as arriving:
+            async with contextlib.aclosing(pieces(answers)) as arriving:
                 async for piece in arriving:
                     unfinished -= piece.finish_reason is not None
                     self._add(piece, choice := Choice())
@@ -106,29 +106,29 @@ class Responder(ABC):
                         started = True
                         event = {"index": piece.index} | self._event_fields(choice)
                         event["logprobs"] = msgspec.Raw(b"".join(self._logprobs(choice)))
-                        yield self._event(generations, event) if unfinished else self._last_events(generations, event)
+                        yield self._event(answers, event) if unfinished else self._last_events(answers, event)
         except Exception as error:  # noqa: BLE001 - report_error() logs what it does not know
             if not started:
                 raise
             yield b"data: " + report_error(error, first.request_id, first.clock).encode() + b"\n\n"
 
-    def _event(self, generations: Sequence[Generation], *choices: dict[str, Any], **fields: Any) -> bytes:
+    def _event(self, answers: Sequence[Answer], *choices: dict[str, Any], **fields: Any) -> bytes:
         if self._include_usage:
-            fields = {"usage": _counts(generations) if self._continuous_usage else None} | fields
+            fields = {"usage": _counts(answers) if self._continuous_usage else None} | fields
         body = {"object": self.event_object, "choices": choices} | fields
         return b"data: " + encode(self._head | body) + b"\n\n"
 
-    def _last_events(self, generations: Sequence[Generation], choice: dict[str, Any]) -> bytes:
-        fields = self._request_fields(generations[0])
+    def _last_events(self, answers: Sequence[Answer], choice: dict[str, Any]) -> bytes:
+        fields = self._request_fields(answers[0])
         if not self._include_usage:
-            return self._event(generations, choice, **fields) + DONE
-        usage = self._event(generations, usage=_usage(generations), **fields)
-        return self._event(generations, choice) + usage + DONE
+            return self._event(answers, choice, **fields) + DONE
+        usage = self._event(answers, usage=_usage(answers), **fields)
+        return self._event(answers, choice) + usage + DONE
 
-    def _request_fields(self, generation: Generation) -> dict[str, Any]:
+    def _request_fields(self, answer: Answer) -> dict[str, Any]:
         """The fields about the request itself, at the end of a response."""
-        timings = generation.clock.timings() if self._with_timings else None
-        fields = {"metrics": timings, "warnings": generation.warnings}
+        timings = answer.clock.timings() if self._with_timings else None
+        fields = {"metrics": timings, "warnings": answer.warnings}
         return {name: value for name, value in fields.items() if value}
 
     def _logprobs(self, choice: Choice) -> list[bytes | bytearray]:
@@ -272,16 +272,16 @@ async def _cut(body: bytearray) -> AsyncGenerator[bytes, None]:
         yield bytes(body[start : start + PART_BYTES])
 
 
-def _counts(generations: Sequence[Generation]) -> dict[str, Any]:
+def _counts(answers: Sequence[Answer]) -> dict[str, Any]:
     """Tokens of the prompts, with images and videos and once for all choices, and tokens delivered."""
-    prompt = sum(generation.num_prompt_tokens for generation in generations)
-    completion = sum(generation.completion_tokens for generation in generations)
+    prompt = sum(answer.num_prompt_tokens for answer in answers)
+    completion = sum(answer.completion_tokens for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def _usage(generations: Sequence[Generation]) -> dict[str, Any]:
-    media = generations[0].media
-    details = {"cached_tokens": sum(generation.num_cached_tokens for generation in generations)}
+def _usage(answers: Sequence[Answer]) -> dict[str, Any]:
+    media = answers[0].media
+    details = {"cached_tokens": sum(answer.num_cached_tokens for answer in answers)}
     for kind in ("image", "video"):
         details[f"{kind}_tokens"] = sum(item["tokens"] for item in media if item["type"] == kind)
-    return _counts(generations) | {"prompt_tokens_details": details} | ({"media": media} if media else {})
+    return _counts(answers) | {"prompt_tokens_details": details} | ({"media": media} if media else {})

@@ -108,7 +108,7 @@ def _normalise(argv: Sequence[str]) -> Iterator[str]:
 # --- the parser, and its help -----------------------------------------------------------------------------------------
 
 
-class Parser(argparse.ArgumentParser):
+class FlagParser(argparse.ArgumentParser):
     """Ends with one clear line instead of argparse's usage dump."""
 
     def error(self, message: str) -> Any:
@@ -128,7 +128,7 @@ def build_parser(word: str = "") -> argparse.ArgumentParser:
 
     Values are left as they are typed. A flag that is not given is missing in the result.
     """
-    parser = Parser(
+    parser = FlagParser(
         prog="serve.py",
         usage="serve.py [MODEL] [--flag VALUE ...]",
         description="Serve a vision-language model over an OpenAI-compatible endpoint.",

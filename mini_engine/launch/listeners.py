@@ -9,7 +9,7 @@ from mini_engine.config import ConfigError, EngineConfig
 
 
 def bind_listeners(config: EngineConfig) -> list[socket.socket]:
-    """One bound SO_REUSEPORT socket per API-server slot, not yet listening; the supervisor keeps them open. Raises
+    """One bound SO_REUSEPORT socket per API-server place, not yet listening; the supervisor keeps them open. Raises
     ConfigError: the address cannot be bound.
 
     Since SO_REUSEPORT would let two servers of one user share a port unnoticed, a plain socket tries the port first.
@@ -31,7 +31,7 @@ def bind_listeners(config: EngineConfig) -> list[socket.socket]:
 
 
 def _bind_unix(config: EngineConfig, path: str) -> list[socket.socket]:
-    """One bound unix socket for all API-server slots; the supervisor keeps it open. The name that a killed server has
+    """One bound unix socket for all API-server places; the supervisor keeps it open. The name that a killed server has
     left behind is used again. Raises ConfigError: the path cannot be bound."""
     listener = socket.socket(socket.AF_UNIX)
     try:

@@ -102,7 +102,7 @@ class ChildProcess:
 
 
 @dataclass(frozen=True)
-class Received:
+class ChildMessage:
     """A child has sent a message."""
 
     child: ChildProcess
@@ -124,7 +124,7 @@ class Interrupted:
     numbers: list[int]  # at least one
 
 
-Event = Received | Gone | Interrupted
+Event = ChildMessage | Gone | Interrupted
 
 
 def catch_stop_signals() -> int:
@@ -275,7 +275,7 @@ class ProcessGroup:
                 if isinstance(envelope.body, ControlReply):
                     child.turns = 0
                 else:
-                    received.append(Received(child, envelope.body))
+                    received.append(ChildMessage(child, envelope.body))
 
     def _remove(self, child: ChildProcess, status: int) -> Gone:
         self.children.remove(child)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mini_engine.config import EngineConfig
-from mini_engine.launch.process_group import ChildProcess, ChildState, ProcessGroup, Received
+from mini_engine.launch.process_group import ChildMessage, ChildProcess, ChildState, ProcessGroup
 from mini_engine.messages import (
     EngineLimits,
     Hello,
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class Generation:
+class ServerGeneration:
     """Generation `number`, from 1 on. `dataclasses.replace` makes the next one, which begins without processes."""
 
     number: int
@@ -39,7 +39,7 @@ class Generation:
     model_dir: str
     media_cache: MediaCachePlan
     runtime_dir: Path
-    listeners: list[socket.socket]  # one for each API server's slot
+    listeners: list[socket.socket]  # one for each API server's place
     processes: ProcessGroup  # of all generations
 
     serving_since: float = field(default=math.inf, init=False)  # by `time.monotonic`
@@ -78,11 +78,11 @@ class Generation:
                 self.processes.start("worker", f"{engine}.{rank}", self.number, media_stores=own)
 
     def start_api_servers(self) -> None:
-        """Start one for each slot that has none. Raises OSError, as `start` does."""
+        """Start one for each place that has none. Raises OSError, as `start` does."""
         taken = {child.spec.index for child in self.children if child.spec.role == "api"}
-        for slot, listener in enumerate(self.listeners):
-            if str(slot) not in taken:
-                self.processes.start("api", str(slot), self.number, listener.fileno(), self._media_stores)
+        for place, listener in enumerate(self.listeners):
+            if str(place) not in taken:
+                self.processes.start("api", str(place), self.number, listener.fileno(), self._media_stores)
 
     def end(self) -> None:
         """Kill all of them but the API servers that serve, which go on to answer 503."""
@@ -98,7 +98,7 @@ class Generation:
             os.close(fd)
         self._media_stores.clear()
 
-    def receive(self, received: Received) -> None:
+    def receive(self, received: ChildMessage) -> None:
         """Take the next message of the handshake: Hello -> Init; Ready, once all engines are -> Start; Serving."""
         child = received.child
         match received.body:
@@ -113,7 +113,7 @@ class Generation:
             case Serving():
                 self.early_deaths = 0
                 child.advance(ChildState.SERVING)
-                for old in self.processes.api_servers():  # which has answered 503 in this slot
+                for old in self.processes.api_servers():  # which has answered 503 in this place
                     if old.generation < self.number and old.spec.index == child.spec.index:
                         old.terminate()
                 if self.announced:

@@ -22,17 +22,17 @@ from mini_engine.failpoints import reach_failpoint
 from mini_engine.launch import host
 from mini_engine.launch.listeners import bind_listeners, leave_port, url_of
 from mini_engine.launch.process_group import (
+    ChildMessage,
     ChildProcess,
     ChildState,
     Event,
     Gone,
     Interrupted,
     ProcessGroup,
-    Received,
     Unkillable,
     catch_stop_signals,
 )
-from mini_engine.launch.server_generation import Generation
+from mini_engine.launch.server_generation import ServerGeneration
 from mini_engine.messages import Drain, Refused
 from mini_engine.transport import sockets
 
@@ -71,7 +71,7 @@ def run_server(config: EngineConfig) -> int:
         if config.uds is None and config.host in ("0.0.0.0", "::") and not config.api_key:
             logger.warning("--host %s: open to the network; set --api-key, or --host 127.0.0.1", config.host)
         logger.info("loading %s (%s) from %s", config.served_names[0], architecture, model_dir)
-        return Supervisor(Generation(1, config, model_dir, media_cache, runtime_dir, listeners, processes)).run()
+        return Supervisor(ServerGeneration(1, config, model_dir, media_cache, runtime_dir, listeners, processes)).run()
 
 
 @dataclasses.dataclass(eq=False)
@@ -91,7 +91,7 @@ class GenerationOver(Exception):
 class Supervisor:
     """One server, from the start of its first generation to the end of all processes. `run` may be called once."""
 
-    def __init__(self, first: Generation):
+    def __init__(self, first: ServerGeneration):
         self.config, self.listeners, self.processes = first.config, first.listeners, first.processes
         self.generation = first
         self.restarts = 0  # of the engines, in a row
@@ -171,11 +171,11 @@ class Supervisor:
                 text = "stopping on %s: %g s for running requests; a second signal stops at once"
                 logger.info(text, signal.Signals(first).name, seconds)
                 raise Stop(0, "stopped", drain_seconds=seconds, at_once=bool(more))
-            case Received(child=child, body=Refused(reason=reason)):
+            case ChildMessage(child=child, body=Refused(reason=reason)):
                 if child.generation == self.generation.number and not self.generation.announced:
                     raise GenerationOver(reason)
                 child.kill(reason)
-            case Received(child=child) if child.generation == self.generation.number:
+            case ChildMessage(child=child) if child.generation == self.generation.number:
                 self.generation.receive(event)
             case Gone(child=child, text=text) if child.generation == self.generation.number:
                 self._on_death(child, text)
@@ -195,12 +195,12 @@ class Supervisor:
 
     # --- what follows from a death -----------------------------------------------------------------------------------
 
-    def _leave_port(self, slot: int) -> None:
-        """Have no more connections queued at the slot's socket, unless an API server of any generation accepts them."""
+    def _leave_port(self, place: int) -> None:
+        """Queue no more connections at the socket of `place`, unless an API server of any generation accepts them."""
         accepting = (ChildState.STARTED, ChildState.SERVING)
-        servers = [child for child in self.processes.api_servers() if int(child.spec.index) == slot]
+        servers = [child for child in self.processes.api_servers() if int(child.spec.index) == place]
         if not any(child.state in accepting for child in servers):
-            leave_port(self.listeners[slot])
+            leave_port(self.listeners[place])
 
     def end_generation(self, reason: str) -> None:
         """End its engines, so that every client has its answer; returns when the next generation is to start. Raises
@@ -210,8 +210,8 @@ class Supervisor:
             raise Stop(1, f"start failed: {reason}")
         ended.end()
         self.generation = dataclasses.replace(ended, number=ended.number + 1)  # other deaths of `ended` change nothing
-        for slot in range(len(self.listeners)):  # those whose API server is dead or does not serve yet
-            self._leave_port(slot)
+        for place in range(len(self.listeners)):  # those whose API server is dead or does not serve yet
+            self._leave_port(place)
         reach_failpoint("restarting-engines")
         if time.monotonic() - ended.serving_since >= HEALTHY_SECONDS:
             self.restarts = 0

@@ -20,7 +20,7 @@ from mini_engine.messages.handshake import (
 from mini_engine.messages.requests import (
     Abandoned, CachedMedia, ControlReply, ControlRequest, EngineStats, EngineTimes, Finish, FinishReason, Found,
     Lookup, MediaMiss, NewRequest, Outputs, RequestOutput, Reserve, Reserved, SamplingParams,
-    Sibling, TokenLogprob, Unreserve, Written,
+    ChildRequest, TokenLogprob, Unreserve, Written,
 )  # fmt: skip
 from mini_engine.messages.steps import (
     Chunk, EncodeItem, Grammar, GrammarReady, KeepMedia, MediaFailed, MediaReady, NewSequence, SampledToken, StateStart,

@@ -59,7 +59,7 @@ class EngineLimits(msgspec.Struct, frozen=True):
     block_size: int  # tokens
     max_prompt_media_tokens: int  # of all media items of one prompt: the encoder cache's budget
     device: str = "cpu"  # of its workers: "cpu" or "cuda"
-    num_states: int = 0  # slots of recurrent states, those of running sequences and snapshots; 0: the model has none
+    num_states: int = 0  # recurrent states, those of running sequences and snapshots; 0: the model has none
     state_interval: int = 0  # tokens from one snapshot of a long prompt to the next
 
 

@@ -30,7 +30,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     grammar: bytes = b""  # digest of `NewRequest.grammar`, client and cache salt, which share it; empty: any output
 
 
-class Sibling(msgspec.Struct, frozen=True, array_like=True):
+class ChildRequest(msgspec.Struct, frozen=True, array_like=True):
     """A further sample (`n` > 1) of a request, which differs in id and seed."""
 
     request_id: str
@@ -47,7 +47,7 @@ class NewRequest(Message, frozen=True):
     client: bytes = b""  # opaque; clients take turns
     priority: int = 0  # lower goes first, of one client's
     cache_salt: str = ""  # prefix-cache blocks are shared only within one salt
-    siblings: list[Sibling] = []  # each ends in a finish message of its own
+    children: list[ChildRequest] = []  # each ends in a finish message of its own
     grammar: str = ""  # in llguidance's Lark: an output matches it, then a stop token ends it; empty: any output
 
 
@@ -166,7 +166,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None  # with "error", if the request is at fault: text for the client
     logprobs: list[list[TokenLogprob]] = []  # if asked for, of each of `token_ids`: its own, then the likeliest
     num_cached_tokens: int = 0  # with the first tokens: how many of the prompt's tokens the prefix cache held
-    times: EngineTimes | None = None  # with the first and the last tokens of a request, but not of its siblings
+    times: EngineTimes | None = None  # with the first and the last tokens of a request, but not of its children
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):

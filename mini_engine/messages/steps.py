@@ -24,14 +24,14 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     block_ids: list[int]  # blocks added to the sequence's table by this step
     samples: bool  # True when the chunk reaches the last known token: sample the next one
     restart: bool = False  # `block_ids` replace the table; tokens before `start` are in them already
-    snapshots: list[tuple[int, int]] = []  # (end, slot): copy the recurrent state after tokens `0 .. end` to the slot
+    snapshots: list[tuple[int, int]] = []  # (end, state index): copy the recurrent state after tokens `0 .. end` there
 
 
 class StateStart(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence's recurrent state lies in `slot` from now on: a copy of the snapshot in `source`, or empty."""
+    """A sequence's recurrent state lies in `state_index` from now on: a copy of the snapshot in `source`, or empty."""
 
     request_id: str
-    slot: int
+    state_index: int
     source: int | None
 
 
@@ -81,7 +81,7 @@ class Step(Message, frozen=True):
     chunks: list[Chunk] = []
     release: list[MessageId] = []  # drop these tensor messages, which every rank has reported
     drop_senders: list[int] = []  # drop all messages of these incarnations, received and later ones
-    media_mark: int | None = None  # bytes of the media store that are in use, or soon will be: register them
+    high_water_mark: int | None = None  # bytes of the media store that are in use, or soon will be: register them
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):
@@ -105,7 +105,7 @@ class WorkerReady(Message, frozen=True):
     rank: int
     num_blocks: int
     device: str  # "cpu" or "cuda"
-    num_states: int = 0  # slots of recurrent states; 0: the model has none
+    num_states: int = 0  # recurrent states; 0: the model has none
 
 
 class GrammarReady(Message, frozen=True):

@@ -17,7 +17,7 @@ from mini_engine.model.parallel import Placement
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightSlice:
     """One rectangle of one checkpoint tensor and the memory on this rank that it fills."""
 
     source: str
@@ -46,13 +46,13 @@ class Layer(nn.Module):
 
     source: str
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[WeightSlice]:
         """The parts of a checkpoint that this layer loads. Targets are views: repeat the call after `.to()`."""
         for name, target in self.named_parameters():
-            yield Piece(f"{self.source}.{name}", tuple(target.shape), (slice(0, len(target)),), target)
+            yield WeightSlice(f"{self.source}.{name}", tuple(target.shape), (slice(0, len(target)),), target)
 
 
-def pieces_of(module: nn.Module) -> Iterator[Piece]:
+def pieces_of(module: nn.Module) -> Iterator[WeightSlice]:
     """The pieces of all layers below `module`, itself included."""
     for layer in module.modules():
         if isinstance(layer, Layer):
@@ -115,14 +115,14 @@ class ColumnParallel(Layer):
         """`[..., inputs]` -> `[..., this rank's outputs]`."""
         return ops.linear(x, self.weight, self.bias)
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[WeightSlice]:
         start = 0
         for r in self.rows:
             here = slice(start, start + r.count)
             shape = (r.total, self.weight.shape[1])
-            yield Piece(f"{r.source}.weight", shape, (r.part,), self.weight[here])
+            yield WeightSlice(f"{r.source}.weight", shape, (r.part,), self.weight[here])
             if self.bias is not None:
-                yield Piece(f"{r.source}.bias", (r.total,), (r.part,), self.bias[here])
+                yield WeightSlice(f"{r.source}.bias", (r.total,), (r.part,), self.bias[here])
             start += max(r.count, r.padded)
 
 
@@ -154,12 +154,14 @@ class RowParallel(Layer):
         # Added once, after the sum: inside the product it would count once per rank.
         return y if self.bias is None else y + self.bias
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[WeightSlice]:
         outputs = self.weight.shape[0]
         rows = slice(0, outputs)
-        yield Piece(f"{self.source}.weight", (outputs, self.inputs), (rows, self.part), self.weight[:, : self.held])
+        yield WeightSlice(
+            f"{self.source}.weight", (outputs, self.inputs), (rows, self.part), self.weight[:, : self.held]
+        )
         if self.bias is not None:
-            yield Piece(f"{self.source}.bias", (outputs,), (rows,), self.bias)
+            yield WeightSlice(f"{self.source}.bias", (outputs,), (rows,), self.bias)
 
 
 class GatedMLP(nn.Module):
@@ -208,7 +210,7 @@ class VocabParallelEmbedding(Layer):
     """A row for each token, split over the ranks: the token table, or the output head, or both where they are tied.
 
     Args:
-        source, twin: checkpoint names; see `Piece`.
+        source, twin: checkpoint names; see `WeightSlice`.
     """
 
     def __init__(self, source: str, vocab_size: int, size: int, at: Placement, twin: str | None = None) -> None:
@@ -239,6 +241,6 @@ class VocabParallelEmbedding(Layer):
         ends = pairwise(self.vocab_size * rank // size for rank in range(size + 1))
         return torch.cat([part[:, : end - start] for part, (start, end) in zip(gathered, ends, strict=True)], dim=-1)
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[WeightSlice]:
         shape, twin = (self.vocab_size, self.weight.shape[1]), self.twin and f"{self.twin}.weight"
-        yield Piece(f"{self.source}.weight", shape, (self.part,), self.weight, twin)
+        yield WeightSlice(f"{self.source}.weight", shape, (self.part,), self.weight, twin)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mini_engine.kernels import ops
 from mini_engine.model.config import LinearConfig, TextConfig
 from mini_engine.model.delta_rule import StateShape, Weights
-from mini_engine.model.layers import ColumnParallel, GatedMLP, Layer, Piece, RMSNorm, RowParallel, Rows
+from mini_engine.model.layers import ColumnParallel, GatedMLP, Layer, RMSNorm, RowParallel, Rows, WeightSlice
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.rope import MRope, Rotation
 
@@ -111,14 +111,14 @@ class GatedDeltaNet(Layer):
         read = attend.recur(self.layer, qkv, gates, Weights(self.kernel, self.A_log, self.dt_bias))
         return self.out(ops.gated_rms_norm(read.flatten(1), z, self.norm.weight, self.norm.eps))
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[WeightSlice]:
         start = 0
         for part in self.parts:
             here = self.kernel[start : start + part.stop - part.start].unsqueeze(1)
-            yield Piece(f"{self.source}.conv1d.weight", (self.channels, *here.shape[1:]), (part,), here)
+            yield WeightSlice(f"{self.source}.conv1d.weight", (self.channels, *here.shape[1:]), (part,), here)
             start += len(here)
         for name, target in (("A_log", self.A_log), ("dt_bias", self.dt_bias)):
-            yield Piece(f"{self.source}.{name}", (self.linear.v_heads,), (self.heads,), target)
+            yield WeightSlice(f"{self.source}.{name}", (self.linear.v_heads,), (self.heads,), target)
 
 
 def state_shape(linear: LinearConfig, tp: TensorParallel) -> StateShape:

@@ -1,7 +1,7 @@
 """Builds a rank's part of a model and fills it: from safetensors files, reading of each tensor only what this rank
 holds, or with random values.
 
-Which parts these are the layers say (`layers.Piece`); which names a family's checkpoints use says its spec.
+Which parts these are the layers say (`layers.WeightSlice`); which names a family's checkpoints use says its spec.
 """
 
 import zlib
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mini_engine.free_memory import available_memory
 from mini_engine.model.checkpoint import CheckpointError, Stored, find_tensors, shorten
 from mini_engine.model.config import ModelConfig
-from mini_engine.model.layers import Piece, pieces_of
+from mini_engine.model.layers import WeightSlice, pieces_of
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.registry import find_spec
 from mini_engine.model.vision_language import VisionLanguageModel
@@ -70,7 +70,7 @@ def load_weights(model: nn.Module, path: str | Path, canonical_name: Callable[[s
     tensors = find_tensors(Path(path), canonical_name)
     pieces = list(pieces_of(model))
     _check(pieces, tensors, path)
-    by_file: dict[Path, list[Piece]] = {}
+    by_file: dict[Path, list[WeightSlice]] = {}
     for piece in pieces:
         by_file.setdefault(tensors[piece.source].file, []).append(piece)
     for file, group in by_file.items():
@@ -97,7 +97,7 @@ def fill_randomly(model: nn.Module) -> None:
             target.copy_(_noise(piece, index)).mul_(DUMMY_SPREAD / 2**15).add_(float(is_norm))
 
 
-def _check(pieces: list[Piece], tensors: dict[str, Stored], path: str | Path) -> None:
+def _check(pieces: list[WeightSlice], tensors: dict[str, Stored], path: str | Path) -> None:
     shapes = {piece.source: piece.shape for piece in pieces}
     shapes |= {piece.twin: piece.shape for piece in pieces if piece.twin in tensors}
     used = {name: tensors[name] for name in shapes if name in tensors}
@@ -127,14 +127,14 @@ def _check_room(model: nn.Module, path: str | Path) -> None:
         )
 
 
-def _is_same(piece: Piece, stored: Stored) -> bool:
+def _is_same(piece: WeightSlice, stored: Stored) -> bool:
     """Whether this rank's part of `stored`, in the dtype of the parameters, is what the piece was filled with."""
     with safe_open(stored.file, framework="pt") as opened:
         part = opened.get_slice(stored.name)
         return all(torch.equal(part[index].to(target), target) for index, target in _in_runs(piece))
 
 
-def _in_runs(piece: Piece) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+def _in_runs(piece: WeightSlice) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
     """The piece in runs of rows: the part of the checkpoint's tensor, and the view that it fills."""
     rows, *others = piece.index
     step = max(1, RUN_VALUES // max(1, torch.Size(piece.shape[1:]).numel()))
@@ -143,7 +143,7 @@ def _in_runs(piece: Piece) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
         yield (run, *others), piece.target[run.start - rows.start : run.stop - rows.start]
 
 
-def _noise(piece: Piece, index: tuple[slice, ...]) -> Tensor:
+def _noise(piece: WeightSlice, index: tuple[slice, ...]) -> Tensor:
     """Integers, uniform from -2**15 to 2**15, of this part of the piece's tensor: the high half of a product of two odd
     random numbers, one of the row and one of the column, modulo 2**32."""
     generator = torch.Generator().manual_seed(zlib.crc32(piece.source.encode()))

@@ -1,6 +1,6 @@
 """The answer to a request: what its engine sends becomes text, sample by sample and piece by piece.
 
-Only `Generation` decides whether a request is finished: `pieces.py` takes its pieces, and `Engine` calls the rest.
+Only `Answer` decides whether a request is finished: `pieces.py` takes its pieces, and `EngineHandle` calls the rest.
 Shared by chat and legacy completions. Belongs to the event loop's thread.
 """
 
@@ -120,10 +120,10 @@ class Sample:
             self.times = msgspec.structs.replace(self.times, last_token=time.monotonic())
 
 
-class Generation:
+class Answer:
     """One request, and the pieces of its choices. As a context it aborts, when it is left, what has not ended.
 
-    `request` is what the engine gets of `body`, with its siblings; its first choice has the index `first_index`.
+    `request` is what the engine gets of `body`, with its children; its first choice has the index `first_index`.
     `media`: what the response says of the images and videos, in order. `warnings`: what the answer does not rest on,
     such as the missing part of a video. `make_thoughts` makes the parser of each choice's thought.
     """
@@ -140,7 +140,7 @@ class Generation:
         warnings: Sequence[str] = (),
         make_thoughts: Callable[[], AnswerParser] = AnswerParser,
     ):
-        ids = [request.request_id, *(sibling.request_id for sibling in request.siblings)]
+        ids = [request.request_id, *(child.request_id for child in request.children)]
         # Not the request itself: its tensors would stay in memory until the last token.
         self.request_id, self.num_prompt_tokens = request.request_id, len(request.prompt_token_ids)
         self.clock = clock
@@ -196,7 +196,7 @@ class Generation:
                 self._end(piece.finish_reason)
         return piece
 
-    def __enter__(self) -> Generation:
+    def __enter__(self) -> Answer:
         return self
 
     def __exit__(self, *_: object) -> None:

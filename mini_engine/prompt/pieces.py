@@ -8,27 +8,27 @@ import functools
 import time
 from collections.abc import AsyncGenerator, Sequence
 
-from mini_engine.prompt.answer import Generation, Piece
+from mini_engine.prompt.answer import Answer, Piece
 
 TURN_SECONDS = 0.002  # that one request may take and use its pieces before it yields to the event loop
 
 
-async def pieces(generations: Sequence[Generation]) -> AsyncGenerator[Piece, None]:
+async def pieces(answers: Sequence[Answer]) -> AsyncGenerator[Piece, None]:
     """The pieces of all choices; tokens that arrive faster than pieces are taken make one piece. A caller that is slow,
-    or takes many, does not block the event loop. Raises as `Generation.take`."""
+    or takes many, does not block the event loop. Raises as `Answer.take`."""
     arrived = asyncio.Event()
-    for generation in generations:
-        generation.arrived = arrived
+    for answer in answers:
+        answer.arrived = arrived
     resumed = time.monotonic()
-    while unfinished := [generation for generation in generations if not generation.over]:
+    while unfinished := [answer for answer in answers if not answer.over]:
         arrived.clear()
-        for generation in unfinished:
-            if generation.is_waiting:
+        for answer in unfinished:
+            if answer.is_waiting:
                 if time.monotonic() - resumed > TURN_SECONDS:
                     async with _turns(asyncio.get_running_loop()):
                         await asyncio.sleep(0)
                     resumed = time.monotonic()
-                yield generation.take()
+                yield answer.take()
                 arrived.set()  # there may be more
         if not arrived.is_set():
             await arrived.wait()

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from mini_engine.config import ConfigError
-from mini_engine.messages import MediaItem, NewRequest, SamplingParams, Sibling
+from mini_engine.messages import ChildRequest, MediaItem, NewRequest, SamplingParams
 from mini_engine.protocol.api_errors import bad_request
 from mini_engine.protocol.bodies import CompletionRequest, GenerationRequest
 
@@ -128,7 +128,7 @@ class SamplingResolver:
             sampling = msgspec.structs.replace(sampling, grammar=hashlib.blake2b(shared_by, digest_size=16).digest())
         # Sample i has the seed plus i: the ranks mix a seed before they use it, so neighbours have nothing in common.
         seeds = [(sampling.seed + index) % 2**63 for index in range(1, request.num_choices)]
-        siblings = [Sibling(f"{request_id}-{index}", seed) for index, seed in enumerate(seeds, 1)]
+        children = [ChildRequest(f"{request_id}-{index}", seed) for index, seed in enumerate(seeds, 1)]
         return NewRequest(
             request_id,
             token_ids,
@@ -137,7 +137,7 @@ class SamplingResolver:
             client,
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
-            siblings=siblings,
+            children=children,
             grammar=grammar,
         )
 

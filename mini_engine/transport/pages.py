@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 PAGE_BYTES = 64 << 10
-MARK_PAGES = (64 << 20) // PAGE_BYTES  # that the mark rises by
+HIGH_WATER_PAGES = (64 << 20) // PAGE_BYTES  # that the mark rises by
 Extent = tuple[int, int]  # first page, and number of pages
 
 
@@ -29,7 +29,7 @@ class PageAllocator:
     def __init__(self, nbytes: int, available: Callable[[], int]):
         """Of `nbytes`, rounded down to whole pages. `available` is called before the mark rises, and returns the bytes
         that pages without memory may take."""
-        self.capacity, self.mark = nbytes // PAGE_BYTES, 0
+        self.capacity, self.high_water_mark = nbytes // PAGE_BYTES, 0
         self._available = available
         self._free = np.ones(self.capacity, bool)
         self._written = np.zeros(self.capacity, bool)
@@ -37,28 +37,28 @@ class PageAllocator:
     @property
     def num_free(self) -> int:
         """Free pages below the mark."""
-        return int(np.count_nonzero(self._free[: self.mark]))
+        return int(np.count_nonzero(self._free[: self.high_water_mark]))
 
     @property
     def num_used(self) -> int:
         """Allocated pages."""
-        return self.mark - self.num_free
+        return self.high_water_mark - self.num_free
 
     def allocate(self, nbytes: int) -> list[Extent] | None:
         """Pages for `nbytes`: the best-fitting free run if there is one, else as few runs as possible. Pages that have
         memory go first; then the mark rises. None: too few are free, and the mark cannot rise. The writer calls
         `written`."""
         count = pages_for(nbytes)
-        with_memory = self._free[: self.mark] & self._written[: self.mark]
+        with_memory = self._free[: self.high_water_mark] & self._written[: self.high_water_mark]
         if np.count_nonzero(with_memory) >= count:
             return self._pick(with_memory, count)
         missing = count - self.num_free
-        step = min(-(-missing // MARK_PAGES) * MARK_PAGES, self.capacity - self.mark)
+        step = min(-(-missing // HIGH_WATER_PAGES) * HIGH_WATER_PAGES, self.capacity - self.high_water_mark)
         if missing > 0 and step:  # or by as many steps as the available memory allows
-            unwritten = self.mark - int(np.count_nonzero(self._written[: self.mark]))
+            unwritten = self.high_water_mark - int(np.count_nonzero(self._written[: self.high_water_mark]))
             allowed = self._available() // PAGE_BYTES - unwritten
-            self.mark += step if step <= allowed else max(0, allowed // MARK_PAGES * MARK_PAGES)
-        return self._pick(self._free[: self.mark], count) if count <= self.num_free else None
+            self.high_water_mark += step if step <= allowed else max(0, allowed // HIGH_WATER_PAGES * HIGH_WATER_PAGES)
+        return self._pick(self._free[: self.high_water_mark], count) if count <= self.num_free else None
 
     def written(self, extents: Sequence[Extent]) -> None:
         """These pages have memory now."""

@@ -36,7 +36,7 @@ from mini_engine.messages import (
 from mini_engine.transport.arena import DTYPES, Arena, Pin, ReadableMemory, bytes_of, checksum, tensor_bytes
 from mini_engine.transport.codec import Encoder, TransportError, decode
 from mini_engine.transport.cuda_memory import CudaCopy, CudaMapped, MapSlots, StagingSlots
-from mini_engine.transport.pages import MARK_PAGES, PAGE_BYTES, Extent
+from mini_engine.transport.pages import HIGH_WATER_PAGES, PAGE_BYTES, Extent
 from mini_engine.transport.sockets import BoundPath
 from mini_engine.transport.stream_frames import Frame, FrameReceiver, FrameSender
 
@@ -329,7 +329,7 @@ class _Connection:
             if head.extents:
                 assert self._arena is not None, "the probe failed"
                 end = max(first + count for first, count in head.extents)
-                self._arena.register(-(-end // MARK_PAGES) * MARK_PAGES * PAGE_BYTES)
+                self._arena.register(-(-end // HIGH_WATER_PAGES) * HIGH_WATER_PAGES * PAGE_BYTES)
                 return Received(message, head.shape, head.dtype, self._arena, head.extents)
             return Received(message, head.shape, head.dtype, content=torch.from_numpy(frame.payload))
         except TransportError as error:

@@ -151,7 +151,7 @@ class ModelRunner:
             self._sequences[new.request_id] = SequenceState(new, self._model.config.vision, self.block_size)
         if self._cache.states is not None:
             for start in step.states:
-                self._sequences[start.request_id].state_index = start.slot
+                self._sequences[start.request_id].state_index = start.state_index
             self._cache.states.start(step.states)
         if step.encode:
             self._encode(step.encode)
@@ -165,8 +165,8 @@ class ModelRunner:
         """Drop and keep embeddings and patches; register the media store."""
         for media_hash in step.evict:
             del self._encoded[media_hash]
-        if step.media_mark is not None:
-            self._media.register_store(step.media_mark)
+        if step.high_water_mark is not None:
+            self._media.register_store(step.high_water_mark)
         for media_hash in step.drop:
             del self._kept[media_hash]
         for kept in step.keep:  # what was received is the sender's again once its message is released

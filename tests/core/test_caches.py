@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from mini_engine.messages import ControlReply, ControlRequest, Sibling
+from mini_engine.messages import ChildRequest, ControlReply, ControlRequest
 from tests.support.simulated_core import BYTES, TIMED, CachingWorld, World, item, message, named
 from tests.support.simulated_ranks import token_of
 
@@ -170,10 +170,14 @@ def test_reset_makes_the_next_request_cold():
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_siblings_share_the_prompt_and_its_media(prefix_caching):
+def test_children_share_the_prompt_and_its_media(prefix_caching):
     world = World(enable_prefix_caching=prefix_caching)
     world.request(
-        "r0", prompt=14, max_tokens=3, media=[item(message(1), 2, 8)], siblings=[Sibling("r1", 5), Sibling("r2", 6)]
+        "r0",
+        prompt=14,
+        max_tokens=3,
+        media=[item(message(1), 2, 8)],
+        children=[ChildRequest("r1", 5), ChildRequest("r2", 6)],
     )
     world.finish("r0", "r1", "r2")
     assert world.links.num_encoded == 1

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from mini_engine.messages import (
+    ChildRequest,
     ControlReply,
     ControlRequest,
     Envelope,
     MediaFailed,
     MediaReady,
     SampledToken,
-    Sibling,
     Step,
     StepResult,
 )
@@ -77,7 +77,7 @@ def test_request_with_failed_media_is_rejected_and_released_after_all_ranks_repo
 
 def test_request_waits_for_its_grammar_without_blocking_others():
     world = World()
-    world.request("a", grammar="g", siblings=[Sibling("a-1", 2)])
+    world.request("a", grammar="g", children=[ChildRequest("a-1", 2)])
     world.request("b", grammar="g", media=[item(message(1), 1)], ready=False)
     world.request("text")
     world.run()
@@ -93,7 +93,7 @@ def test_requests_end_whose_grammar_cannot_be_followed():
     """At once, those that come while another still waits for its media too; and a row for which a mask takes too
     long."""
     world = World()
-    world.request("a", grammar="bad", siblings=[Sibling("a-1", 2)])
+    world.request("a", grammar="bad", children=[ChildRequest("a-1", 2)])
     world.request("b", grammar="bad", media=[item(message(1), 1)], ready=False)
     world.run()
     world.grammar_ready("bad", "too complex")

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from mini_engine.core.media_store import MediaStore, Owner
 from mini_engine.core.request import References
 from mini_engine.messages import CachedMedia, MediaItem, NewRequest, Reserved, SamplingParams, StoreHandle
-from mini_engine.transport.pages import MARK_PAGES, PAGE_BYTES, pages_for
+from mini_engine.transport.pages import HIGH_WATER_PAGES, PAGE_BYTES, pages_for
 
 ROW = PAGE_BYTES // 2
 PAGES = 12  # of the store in the property test
@@ -218,21 +218,21 @@ TestStoreAgainstModel = StoreAgainstModel.TestCase
 
 
 def test_store_with_low_memory_is_full_unless_idle_items_are_evicted():
-    available = MARK_PAGES * PAGE_BYTES
+    available = HIGH_WATER_PAGES * PAGE_BYTES
     store = MediaStore(4 * available, ROW, lambda: available)
-    put(store, 1, 2 * MARK_PAGES)
+    put(store, 1, 2 * HIGH_WATER_PAGES)
     available = 0
-    assert put(store, 2, 2 * MARK_PAGES, readers=[(API, "r")]).extents == [(0, MARK_PAGES)]
+    assert put(store, 2, 2 * HIGH_WATER_PAGES, readers=[(API, "r")]).extents == [(0, HIGH_WATER_PAGES)]
     assert store.num_evictions == 1
     assert store.reserve((API, "r"), facts(hash_of(3), 1)).outcome == "full"
 
 
 def test_raised_mark_is_reported_if_ranks_register_the_memory():
     marks: list[int] = []
-    store = MediaStore(4 * MARK_PAGES * PAGE_BYTES, ROW, lambda: PLENTY, register=marks.append)
-    for number, rows in ((1, 1), (2, 1), (3, 2 * MARK_PAGES)):
+    store = MediaStore(4 * HIGH_WATER_PAGES * PAGE_BYTES, ROW, lambda: PLENTY, register=marks.append)
+    for number, rows in ((1, 1), (2, 1), (3, 2 * HIGH_WATER_PAGES)):
         put(store, number, rows)
-    assert marks == [MARK_PAGES * PAGE_BYTES, 2 * MARK_PAGES * PAGE_BYTES]
+    assert marks == [HIGH_WATER_PAGES * PAGE_BYTES, 2 * HIGH_WATER_PAGES * PAGE_BYTES]
 
 
 @pytest.mark.parametrize("number", [6_000, pytest.param(100_000, marks=pytest.mark.slow)])

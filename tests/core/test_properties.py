@@ -14,7 +14,7 @@ from collections.abc import Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mini_engine.messages import ControlRequest, Finish, MediaReady, MessageId, Sibling
+from mini_engine.messages import ChildRequest, ControlRequest, Finish, MediaReady, MessageId
 from tests.support.simulated_core import API, MODEL, TIMED, World, item
 from tests.support.simulated_ranks import token_of
 
@@ -30,7 +30,7 @@ class RequestLoad:
     first_token: int = 20
     priority: int = 0
     client: bytes = b""
-    num_siblings: int = 0
+    num_children: int = 0
     abort: int | None = None  # after this many turns
     stops: bool = False  # at the third token
     grammar: str = ""  # "bad": cannot be followed
@@ -45,15 +45,15 @@ loads = st.builds(
     first_token=st.sampled_from([20, 60]),
     priority=st.integers(0, 1),
     client=st.sampled_from([b"", b"", b"a", b"b"]),
-    num_siblings=st.integers(0, 2),
+    num_children=st.integers(0, 2),
     abort=st.one_of(st.none(), st.integers(0, 25)),
     stops=st.booleans(),
     grammar=st.sampled_from(["", "", "good", "fine", "bad"]),
 )
 
 # Samples of one prompt about few videos, and urgent text that takes all blocks: each cache forgets what another holds.
-videos, siblings = st.sampled_from([[3], [7]]), st.integers(1, 2)
-familiar = st.builds(RequestLoad, st.just(14), siblings, st.integers(0, 40), videos, num_siblings=siblings)
+videos, children = st.sampled_from([[3], [7]]), st.integers(1, 2)
+familiar = st.builds(RequestLoad, st.just(14), children, st.integers(0, 40), videos, num_children=children)
 clients = st.sampled_from([b"", b"a"])
 hungry = st.builds(
     RequestLoad,
@@ -88,7 +88,7 @@ small_worlds = st.fixed_dictionaries(
 
 
 def send(world: World, name: str, message: MessageId, load: RequestLoad) -> bool:
-    """Send a request and its siblings; returns whether it has a tensor message."""
+    """Send a request and its children; returns whether it has a tensor message."""
     gap = 2 * (world.core.model is TIMED)
     media = [
         item(message, 10 * index, 1 + video % 4, index, b"video %10d" % video, grids=1 + video % 4 // 3 * 3, gap=gap)
@@ -98,7 +98,7 @@ def send(world: World, name: str, message: MessageId, load: RequestLoad) -> bool
     more = {
         "priority": load.priority,
         "client": load.client,
-        "siblings": [Sibling(f"{name}-{i}", i) for i in range(load.num_siblings)],
+        "children": [ChildRequest(f"{name}-{i}", i) for i in range(load.num_children)],
         "grammar": load.grammar,
         "stop": [token_of(name, 2)] if load.stops else [],
     }
@@ -167,7 +167,7 @@ def play(loads: list[RequestLoad], flags: dict[str, object], timing: int) -> Non
 
 def assert_answered(world: World, request_id: str, load: RequestLoad) -> None:
     stop = token_of(request_id, 2) if load.stops else None
-    for name in [request_id, *(f"{request_id}-{i}" for i in range(load.num_siblings))]:
+    for name in [request_id, *(f"{request_id}-{i}" for i in range(load.num_children))]:
         expected = [token_of(name, index) for index in range(load.output)]
         expected = expected[: expected.index(stop) + 1] if stop in expected else expected
         if load.grammar == "bad":

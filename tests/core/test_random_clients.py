@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from mini_engine.messages import (
     Abandoned,
+    ChildRequest,
     ControlRequest,
     Finish,
     MediaFailed,
     MessageId,
     PeerGone,
     Reserved,
-    Sibling,
     Unreserve,
     Written,
 )
@@ -70,7 +70,7 @@ class RandomClients:
         name = self.chance.choice(list(self.found))
         media_hash, sender = self.found.pop(name)
         media = [named(1, media_hash, 1 + media_hash[0] % 3)]
-        match self.chance.choice(["leave", "fail", "siblings", "send", "send"]):
+        match self.chance.choice(["leave", "fail", "children", "send", "send"]):
             case "leave":
                 self.world.receive(Unreserve(name), sender)
             case "fail":
@@ -80,8 +80,8 @@ class RandomClients:
                 self.world.turn()
                 assert self.world.rejected.pop() == name
             case choice:
-                siblings = [Sibling(f"{name} 1", 1)] if choice == "siblings" else []
-                self.world.request(name, prompt=8, media=media, sender=sender, siblings=siblings)
+                children = [ChildRequest(f"{name} 1", 1)] if choice == "children" else []
+                self.world.request(name, prompt=8, media=media, sender=sender, children=children)
                 self.sent[name] = sender
 
     def proceed(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mini_engine.core.state_snapshots import StatePool
-from mini_engine.messages import Sibling
+from mini_engine.messages import ChildRequest
 from tests.support.simulated_core import World, item, message
 from tests.support.simulated_ranks import token_of
 
@@ -36,7 +36,7 @@ def test_the_next_turn_begins_at_the_end_of_the_answer_and_only_its_last_snapsho
 
 def test_samples_begin_with_the_state_after_their_prompt():
     world = World(snapshots=2, enable_prefix_caching=False)
-    world.request("r", prompt=14, siblings=[Sibling("r-0", 0), Sibling("r-1", 1)])
+    world.request("r", prompt=14, children=[ChildRequest("r-0", 0), ChildRequest("r-1", 1)])
     world.finish("r", "r-0", "r-1")
     assert world.links.num_computed == 14 + 2 * 2 + 3 * 3
     world.assert_at_rest()

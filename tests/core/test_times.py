@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mini_engine.messages import EngineTimes, Finish, Sibling
+from mini_engine.messages import ChildRequest, EngineTimes, Finish
 from tests.support.simulated_core import CachingWorld, World, item, message, named
 
 
@@ -67,9 +67,9 @@ def test_preemption_keeps_the_first_times(clock):
     assert min(generation) == 15 < max(generation)  # the other one's detour is in its generation
 
 
-def test_siblings_and_stopped_requests_have_no_times(clock):
+def test_children_and_stopped_requests_have_no_times(clock):
     world = World(async_scheduling=False)
-    world.request("a", max_tokens=3, siblings=[Sibling("a-1", 2)])
+    world.request("a", max_tokens=3, children=[ChildRequest("a-1", 2)])
     world.request("b", max_tokens=9, first_token=60)
     clock.run(world, until=lambda: len(world.tokens.get("b", ())) == 2)
     world.receive(Finish("b", "stop"))
@@ -82,7 +82,7 @@ def test_late_media_time_out_the_request_and_are_released_on_arrival(clock):
     world = CachingWorld("shm", ranks=2)
     world.write(world.reserve("video", b"cached" * 2), "video")
     media = [named(1, b"cached" * 2), item(message(1), 4)]
-    world.request("video", prompt=12, media=media, ready=False, siblings=[Sibling("video-1", 3)])
+    world.request("video", prompt=12, media=media, ready=False, children=[ChildRequest("video-1", 3)])
     world.media_ready(message(1), rank=1)
     world.run()
     assert not world.rejected

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mini_engine.messages import Sibling
+from mini_engine.messages import ChildRequest
 from tests.support.simulated_core import World, item, message
 
 
@@ -138,8 +138,8 @@ def test_quick_step_starts_no_request_that_needs_a_heavy_step():
 
 def flood(world, client, count=2, samples=128, prompt=5, priority=-(2**31)):
     for number in range(count):
-        siblings = [Sibling(f"{client} {number}-{index}", index) for index in range(1, samples)]
-        more = {"first_token": 30 + number, "priority": priority, "client": client, "siblings": siblings}
+        children = [ChildRequest(f"{client} {number}-{index}", index) for index in range(1, samples)]
+        more = {"first_token": 30 + number, "priority": priority, "client": client, "children": children}
         world.request(f"{client} {number}", prompt, 400, **more)
 
 
@@ -193,7 +193,7 @@ def test_clients_get_equal_shares_of_the_places_whatever_their_priority():
 def test_a_client_alone_is_not_preempted():
     world = World(blocks=4000, block_size=16, max_seqs=4, max_tokens=512)
     for number in range(8):
-        world.request(f"{number}", 40, 20, priority=-number, siblings=[Sibling(f"{number}-1", 1)], client=b"a")
+        world.request(f"{number}", 40, 20, priority=-number, children=[ChildRequest(f"{number}-1", 1)], client=b"a")
         steps(world, 3)
     world.run()
     assert world.stats().preemptions == 0

@@ -53,7 +53,7 @@ async def test_answer_and_its_usage(served: Served, stream: bool) -> None:
     used = answer.usage
     assert (used.prompt_tokens, used.completion_tokens, used.total_tokens) == (prompt, generated, prompt + generated)
     assert counted.since() == [prompt, generated, 1]
-    assert (request.media, request.siblings) == ([], [])
+    assert (request.media, request.children) == ([], [])
 
 
 @streamed_or_whole

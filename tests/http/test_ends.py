@@ -109,7 +109,7 @@ async def test_client_leaves(served: Served, web: SlowWeb, stage: Stage) -> None
     await eventually(lambda: counted.since() == [1])
     if stage in AT_ENGINE:
         request = core.requests[-1]
-        await core.has_aborted(request.request_id, *(sibling.request_id for sibling in request.siblings))
+        await core.has_aborted(request.request_id, *(child.request_id for child in request.children))
     else:
         assert not core.finishes
     if stage not in WITHOUT_REFERENCES:

@@ -128,7 +128,7 @@ async def test_abort_that_crosses_a_turn_down(served: Served) -> None:
     request = await served.core.has_requests()
     served.core.running.clear()  # turned down, but this server has not received that when its client leaves
     await cancelled(asking)
-    await served.core.has_aborted(request.request_id, request.siblings[0].request_id)
+    await served.core.has_aborted(request.request_id, request.children[0].request_id)
     assert not served.at_rest()
     await served.core.turn_down(request)
     await eventually(served.at_rest)

@@ -14,7 +14,7 @@ from mini_engine.config import EngineConfig
 from mini_engine.launch import process_group, supervisor
 from mini_engine.launch.listeners import bind_listeners
 from mini_engine.launch.process_group import TURNS, ChildProcess, ChildState, ProcessGroup
-from mini_engine.launch.server_generation import Generation
+from mini_engine.launch.server_generation import ServerGeneration
 from mini_engine.launch.supervisor import API_RESTARTS_IN_A_ROW, GenerationOver, Stop, Supervisor
 from mini_engine.messages import MediaCachePlan
 from tests.support.processes import eventually
@@ -25,7 +25,7 @@ def server(processes, runtime) -> Iterator[Supervisor]:
     """In its second generation, so that a start that fails is followed by another."""
     config = EngineConfig(restart_engine=5)
     listeners = bind_listeners(EngineConfig(host="127.0.0.1", port=0))
-    generation = Generation(2, config, "", MediaCachePlan("off", 0, ""), runtime, listeners, processes)
+    generation = ServerGeneration(2, config, "", MediaCachePlan("off", 0, ""), runtime, listeners, processes)
     generation.serving_since = time.monotonic()
     yield Supervisor(generation)
     listeners[0].close()

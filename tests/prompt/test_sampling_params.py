@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from mini_engine import demo
 from mini_engine.config import ConfigError
-from mini_engine.messages import Sibling
+from mini_engine.messages import ChildRequest
 from mini_engine.prompt.sampling_params import MOST_LISTED, SamplingDefaults, SamplingResolver
 from mini_engine.protocol.api_errors import ApiError
 from mini_engine.protocol.bodies import ChatRequest
@@ -132,5 +132,5 @@ def test_seeds_are_drawn_by_server_seed_and_incarnation() -> None:
     assert seeds() == seeds()
     assert len({*seeds(), *seeds(incarnation=2), *seeds(seed=1)}) == 9
     request = resolver().new_request(chat(seed=2**63 - 2, n=3), "r", [0])
-    assert request.siblings == [Sibling("r-1", 2**63 - 1), Sibling("r-2", 0)]
+    assert request.children == [ChildRequest("r-1", 2**63 - 1), ChildRequest("r-2", 0)]
     assert resolver().resolve(chat(seed=-1), 1).seed == 2**63 - 1

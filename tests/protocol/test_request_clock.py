@@ -66,7 +66,7 @@ async def test_each_pause_falls_to_its_stage(served: Served) -> None:
     await pause(7)
     served.gate.door.set()
     request = await core.has_requests()
-    sibling = core.running[request.siblings[0].request_id]
+    child = core.running[request.children[0].request_id]
     assert metric("ipc_buffered_tensors") == 1
     await pause(3)
     await core.accept(request)
@@ -74,9 +74,9 @@ async def test_each_pause_falls_to_its_stage(served: Served) -> None:
     await core.output(request, [65])
     await pause(5)
     await core.end(request, "length", tokens=[66])
-    await core.output(sibling, [65])
+    await core.output(child, [65])
     await pause(6)
-    await core.end(sibling, "length")
+    await core.end(child, "length")
     spent = (await asking).json()["metrics"]
     for pauses, stage in enumerate(("admission", "transport", "queue", "generation", "other"), 2):
         assert spent[stage] >= pauses * PAUSE - 1e-3, stage

@@ -68,7 +68,7 @@ class ScriptedCore:
         self.requests: list[NewRequest] = []
         self.finishes: list[Finish] = []
         self.running: dict[str, NewRequest] = {}
-        self.times: dict[str, EngineTimes] = {}  # as last sent, of requests; not of their siblings
+        self.times: dict[str, EngineTimes] = {}  # as last sent, of requests; not of their children
         self._encoder = Encoder("core 0", 2)
         self._socket = sockets.bind_router(context, endpoint)
         self._peer = b""
@@ -172,13 +172,13 @@ class ScriptedCore:
 
 
 def as_requests(request: NewRequest) -> list[NewRequest]:
-    """The siblings of a request as requests of their own."""
+    """The children of a request as requests of their own."""
     return [
         msgspec.structs.replace(
             request,
-            request_id=sibling.request_id,
-            sampling=msgspec.structs.replace(request.sampling, seed=sibling.seed),
-            siblings=[],
+            request_id=child.request_id,
+            sampling=msgspec.structs.replace(request.sampling, seed=child.seed),
+            children=[],
         )
-        for sibling in request.siblings
+        for child in request.children
     ]

@@ -121,8 +121,8 @@ class SimulatedLinks:
             assert new.request_id not in self.sequences
             self.sequences[new.request_id] = self.started[new.request_id] = Sequence(new)
         for start in step.states:
-            self.sequences[start.request_id].state = start.slot
-            self.states[start.slot] = None if start.source is None else self.states[start.source]
+            self.sequences[start.request_id].state = start.state_index
+            self.states[start.state_index] = None if start.source is None else self.states[start.source]
         num_tokens = sum(self._encode(item) for item in step.encode)
         is_one_grid = [encode.count for encode in step.encode] == [1]
         assert is_one_grid or num_tokens <= self.config.step_media_tokens("cpu"), "more media than a step's budget"

@@ -12,14 +12,14 @@ from fastapi import APIRouter, Request
 from starlette.datastructures import State
 from starlette.responses import Response
 
-from mini_engine.engine_client.engines import Engine
+from mini_engine.engine_client.engines import EngineHandle
 from mini_engine.http.body import INLINE_CHARACTERS, read_body, run_sized, takes
 from mini_engine.http.context import AppContext, context_of
 from mini_engine.http.responses import ChatResponder
 from mini_engine.log import about
 from mini_engine.media.loader import Candidates
 from mini_engine.media.settings import INLINE_ITEMS, prompt_tokens, video_tokens
-from mini_engine.prompt.answer import Generation
+from mini_engine.prompt.answer import Answer
 from mini_engine.prompt.renderer import Source, check_budget, collect_media, media_usage, prompt_sources
 from mini_engine.protocol.bodies import ChatRequest
 
@@ -51,14 +51,14 @@ async def chat_completions(request: Request) -> Response:
     context, state = context_of(request), request.state
     chat = await read_body(request, ChatRequest, context)
     state.choices.receive(chat.num_choices - 1)
-    generation = await start(context, chat, state)
-    state.cleanup.enter_context(generation)
+    answer = await start(context, chat, state)
+    state.cleanup.enter_context(answer)
     responder = ChatResponder(chat, state.request_id, context.config.served_names[0])
     del chat  # its media are as large as text as they are themselves
-    return await responder.respond([generation])
+    return await responder.respond([answer])
 
 
-async def start(context: AppContext, chat: ChatRequest, state: State) -> Generation:
+async def start(context: AppContext, chat: ChatRequest, state: State) -> Answer:
     """Rows 2 to 8 of docs/request-path.md. When this returns the engine has the request.
 
     What the request holds until then, `held` releases; also if it fails or is cancelled. Raises ApiError, MediaError,
@@ -119,7 +119,7 @@ async def load_media(
     return items
 
 
-async def look_up(context: AppContext, engine: Engine, items: list[Candidates], state: State) -> PromptMedia:
+async def look_up(context: AppContext, engine: EngineHandle, items: list[Candidates], state: State) -> PromptMedia:
     """Rows 5 and 6: ask the engine which items it has, then decode and process the others. Raises as `start`."""
     hashes = [tuple(candidate.media_hash for candidate in item) for item in items]
     cached = await engine.media.look_up(state.request_id, hashes)
@@ -134,7 +134,7 @@ async def look_up(context: AppContext, engine: Engine, items: list[Candidates], 
     return PromptMedia(sources, [f"{name}: {text}" for name, text in missing if text])
 
 
-async def send(context: AppContext, engine: Engine, prompt: Prompt, media: PromptMedia, state: State) -> Generation:
+async def send(context: AppContext, engine: EngineHandle, prompt: Prompt, media: PromptMedia, state: State) -> Answer:
     """Rows 7 and 8: placeholders at their length, sampling parameters; then tensors and request. Raises as `start`."""
     chat, clock = prompt.chat, state.clock
     token_ids, items = context.renderer.expand(prompt.token_ids, media.sources)
@@ -142,10 +142,10 @@ async def send(context: AppContext, engine: Engine, prompt: Prompt, media: Promp
     request = context.sampling.new_request(chat, state.request_id, token_ids, items, client=state.client)
     usage = [media_usage(item, context.media.processor) for item in items]
     parser = context.renderer.thought_parser(prompt.in_thought)
-    generation = Generation(
+    answer = Answer(
         chat, request, context.vocabulary, clock, media=usage, warnings=media.warnings, make_thoughts=parser
     )
     clock.enter("transport")
-    await engine.submit(generation, request)
+    await engine.submit(answer, request)
     clock.enter("other")
-    return generation
+    return answer

@@ -17,7 +17,7 @@ from mini_engine.http.context import AppContext, context_of
 from mini_engine.http.responses import CompletionResponder
 from mini_engine.http.routes.chat_completions import load_media, render
 from mini_engine.messages import MediaItem, NewRequest
-from mini_engine.prompt.answer import Generation
+from mini_engine.prompt.answer import Answer
 from mini_engine.prompt.renderer import check_budget, prompt_sources
 from mini_engine.protocol.api_errors import bad_request
 from mini_engine.protocol.bodies import CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -37,21 +37,21 @@ async def completions(request: Request) -> Response:
     request.state.choices.receive(len(body.prompts) * body.num_choices - 1)
     responder = CompletionResponder(body, request_id, context.config.served_names[0])
     context.sampling.check(body)
-    generations: dict[Generation, NewRequest] = {}
+    answers: dict[Answer, NewRequest] = {}
     for number, prompt in enumerate(body.prompts):
         await asyncio.sleep(0)  # each may take some milliseconds
         token_ids = await _encode(context, body, prompt) if isinstance(prompt, str) else _check(context, body, prompt)
         own_id, client = f"{request_id}-prompt{number}" if number else request_id, request.state.client
         new = context.sampling.new_request(body, own_id, token_ids, client=client)
         clock, first_index = RequestClock() if number else request.state.clock, number * body.num_choices
-        generations[Generation(body, new, context.vocabulary, clock, first_index=first_index)] = new
-    for generation, new in generations.items():
-        generation.clock.enter("transport")
+        answers[Answer(body, new, context.vocabulary, clock, first_index=first_index)] = new
+    for answer, new in answers.items():
+        answer.clock.enter("transport")
         with context.engines.choose(new.request_id, body.num_choices) as engine:
-            await engine.submit(generation, new)
-        request.state.cleanup.enter_context(generation)
-        generation.clock.enter("other")
-    return await responder.respond(list(generations))
+            await engine.submit(answer, new)
+        request.state.cleanup.enter_context(answer)
+        answer.clock.enter("other")
+    return await responder.respond(list(answers))
 
 
 async def _encode(context: AppContext, body: CompletionRequest, prompt: str) -> list[int]:

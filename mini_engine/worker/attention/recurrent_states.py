@@ -26,10 +26,10 @@ class RecurrentStates:
         """Fill the states of sequences."""
         for start in starts:
             if start.source is None:
-                self.conv[:, start.slot] = 0
-                self.delta[:, start.slot] = 0
+                self.conv[:, start.state_index] = 0
+                self.delta[:, start.state_index] = 0
             else:
-                self.copy(start.source, start.slot)
+                self.copy(start.source, start.state_index)
 
     def copy(self, source: int, target: int) -> None:
         """Copy one state over another, by their indices, in all layers."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from mini_engine.kernels import ops
 from mini_engine.messages import Grammar, GrammarReady
 from mini_engine.worker.sampling import grammar_process
-from mini_engine.worker.sampling.grammar_process import ManagerSpec, Request
+from mini_engine.worker.sampling.grammar_process import ManagerRequest, ManagerSpec
 from mini_engine.worker.sampling.matchers import Row
 
 CPU = torch.device("cpu")
@@ -77,7 +77,7 @@ class Grammars:
             raise RuntimeError("the grammar manager exited")
         followed = [output for output in finished if output[0]]
         if grammars or unused or followed:
-            self._requests.send_bytes(msgspec.msgpack.encode(Request([*grammars], [*unused], followed)))
+            self._requests.send_bytes(msgspec.msgpack.encode(ManagerRequest([*grammars], [*unused], followed)))
 
     def follow(
         self, rows: Mapping[int, Row], seconds: float = 0.0, device: torch.device = CPU
@@ -88,7 +88,7 @@ class Grammars:
         if not rows:
             return None, {}
         try:
-            self._requests.send_bytes(msgspec.msgpack.encode(Request(rows=[*rows.values()], seconds=seconds)))
+            self._requests.send_bytes(msgspec.msgpack.encode(ManagerRequest(rows=[*rows.values()], seconds=seconds)))
             problems = msgspec.msgpack.decode(self._requests.recv_bytes(), type=list[str])
         except (EOFError, ConnectionError) as error:
             raise RuntimeError("the grammar manager exited") from error

@@ -30,7 +30,7 @@ from setproctitle import setproctitle
 
 from mini_engine.launch.process_setup import die_with_parent
 from mini_engine.messages import Grammar, GrammarReady
-from mini_engine.worker.sampling.matchers import Matchers, Row, Vocabulary
+from mini_engine.worker.sampling.matchers import MaskVocabulary, Matchers, Row
 
 COMPILE_SECONDS = 1  # of processor time, with the first mask
 # Of private memory, beyond what the manager has: a schema of 100,000 characters takes 50 MB, and 64 outputs 20 MB more.
@@ -62,7 +62,7 @@ class ManagerSpec(msgspec.Struct, frozen=True):
     masks: int
 
 
-class Request(msgspec.Struct, frozen=True, array_like=True):
+class ManagerRequest(msgspec.Struct, frozen=True, array_like=True):
     """Rank 0 -> manager. Each of `grammars` is reported by a `GrammarReady`. If there are `rows`, the answer is a
     problem for each of them, a text for the client; where it is empty, the row's mask is there."""
 
@@ -73,7 +73,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     seconds: float = 0.0  # that the model takes for the step
 
 
-class Work(msgspec.Struct, frozen=True, array_like=True):
+class MaskWork(msgspec.Struct, frozen=True, array_like=True):
     """Manager -> a grammar's process, once that has reported by one problem, perhaps empty, that it is compiled. The
     answer is a problem for each row."""
 
@@ -101,7 +101,7 @@ class _Process:
 class Manager:
     """Starts, asks and kills the processes of grammars. Owns both connections."""
 
-    def __init__(self, vocabulary: Vocabulary, requests: Connection, reports: Connection) -> None:
+    def __init__(self, vocabulary: MaskVocabulary, requests: Connection, reports: Connection) -> None:
         self._vocabulary, self._requests, self._reports = vocabulary, requests, reports
         self._processes: dict[bytes, _Process] = {}  # by digest
         self._queues: dict[bytes, dict[bytes, Grammar]] = {}  # by client, the one that was served last is the last
@@ -124,7 +124,7 @@ class Manager:
                 self._start_queued()
 
     def _take_request(self) -> None:
-        request = msgspec.msgpack.decode(self._requests.recv_bytes(), type=Request)
+        request = msgspec.msgpack.decode(self._requests.recv_bytes(), type=ManagerRequest)
         for digest in request.unused:
             if digest in self._processes:
                 self._end(digest)
@@ -138,7 +138,7 @@ class Manager:
         if request.rows or request.finished:
             self._send_work(request)
 
-    def _send_work(self, request: Request) -> None:
+    def _send_work(self, request: ManagerRequest) -> None:
         self._problems = [KILLED] * len(request.rows)
         finished, rows = defaultdict[bytes, list[str]](list), defaultdict[bytes, list[tuple[int, Row]]](list)
         for digest, request_id in request.finished:
@@ -156,7 +156,7 @@ class Manager:
             if places:
                 process.places = places
                 self._busy.add(digest)
-            work = Work(finished[digest], rows[digest], seconds + ROW_SECONDS * len(places), spare, wall)
+            work = MaskWork(finished[digest], rows[digest], seconds + ROW_SECONDS * len(places), spare, wall)
             with contextlib.suppress(ConnectionError):  # it was killed, as the selector shows next
                 process.connection.send_bytes(msgspec.msgpack.encode(work))
         if request.rows:
@@ -262,7 +262,7 @@ class Manager:
         return status
 
 
-def _follow(vocabulary: Vocabulary, grammar: str, connection: Connection, manager: int) -> None:
+def _follow(vocabulary: MaskVocabulary, grammar: str, connection: Connection, manager: int) -> None:
     """What a grammar's process does, until it is killed."""
     die_with_parent(manager)
     setproctitle("mini-engine: grammar")
@@ -271,7 +271,7 @@ def _follow(vocabulary: Vocabulary, grammar: str, connection: Connection, manage
     matchers = Matchers(vocabulary, grammar)
     _set_timers()
     connection.send_bytes(msgspec.msgpack.encode([matchers.problem]))
-    decoder, spare = msgspec.msgpack.Decoder(Work), SPARE_SECONDS
+    decoder, spare = msgspec.msgpack.Decoder(MaskWork), SPARE_SECONDS
     while True:
         work = decoder.decode(connection.recv_bytes())
         matchers.drop(work.finished)
@@ -311,7 +311,7 @@ def main() -> NoReturn:
     spec = msgspec.json.decode(sys.argv[1], type=ManagerSpec)
     die_with_parent(spec.parent_pid)
     setproctitle(spec.title)
-    vocabulary = Vocabulary(Path(spec.tokenizer), spec.masks, spec.rows)
+    vocabulary = MaskVocabulary(Path(spec.tokenizer), spec.masks, spec.rows)
     gc.freeze()  # what is loaded stays shared by all processes: the collector need not write to it
     with contextlib.suppress(EOFError):
         Manager(vocabulary, Connection(spec.requests), Connection(spec.reports, readable=False)).serve()

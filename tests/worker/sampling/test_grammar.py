@@ -29,7 +29,7 @@ from mini_engine.worker.batch import SequenceState
 from mini_engine.worker.sampling import sampler
 from mini_engine.worker.sampling.grammar import Grammars, Masks, bars_of
 from mini_engine.worker.sampling.grammar_process import KILLED, LARGE, SLOW_COMPILE, SLOW_MASK
-from mini_engine.worker.sampling.matchers import PROBLEM, Matchers, Row, Vocabulary
+from mini_engine.worker.sampling.matchers import PROBLEM, MaskVocabulary, Matchers, Row
 from mini_engine.worker.sampling.penalties import BARRED
 from tests.support.grammars import REGEXES, SCHEMAS
 from tests.worker import script, tiny
@@ -41,7 +41,7 @@ ENDS = [754, 756]
 VOCABULARY = 800  # of the logits: more than the tokenizer has
 STOPS = [*ENDS, VOCABULARY - 1]
 ROWS = 8
-WORDS = Vocabulary(TOKENIZER, os.memfd_create("masks"), ROWS)
+WORDS = MaskVocabulary(TOKENIZER, os.memfd_create("masks"), ROWS)
 VISION = ModelConfig.from_dir(BUNDLED_MODEL).vision
 
 
@@ -124,7 +124,7 @@ def test_outputs_match_their_regular_expressions_and_schemas(forms, number):
         assert end in ENDS and not {*tokens} & {*ENDS}
 
 
-def bars_after(matchers: Matchers, output: Sequence[int], words: Vocabulary = WORDS) -> torch.Tensor:
+def bars_after(matchers: Matchers, output: Sequence[int], words: MaskVocabulary = WORDS) -> torch.Tensor:
     assert matchers.fill([(0, Row(b"", "", 0, [*output], STOPS))]) == [""]
     matchers.drop([""])
     return bars_of(words.masks, words.rows, [0])[0]
@@ -179,7 +179,7 @@ def test_tokens_of_several_digits(tmp_path):
     model["vocab"] = {word: i for i, word in enumerate([*words[: -len(DIGITS)], *DIGITS])}
     model["merges"] = model["merges"][: -len(DIGITS)]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    words = Vocabulary(tmp_path / "tokenizer.json", os.memfd_create("masks"), 1)
+    words = MaskVocabulary(tmp_path / "tokenizer.json", os.memfd_create("masks"), 1)
     matchers = Matchers(words, json_grammar({"type": "number"}))
     for text, may_follow in [
         ("12", DIGITS), ("1.5", DIGITS), ("9223372036854775", DIGITS[:2]), ("-9223372036854775", DIGITS[:2]),
