@@ -15,11 +15,7 @@ import zmq
 # The same examples in each run, however long the machine takes for them: a run that fails does so for what was changed.
 # To search further: --hypothesis-profile default.
 hypothesis.settings.register_profile(
-    "certain",
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    "certain", derandomize=True, database=None, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("certain")
 

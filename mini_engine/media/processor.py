@@ -120,11 +120,7 @@ class MediaProcessor:
         if len(pixels) < step:
             # Processors repeat the last frame to fill a patch, but some refuse a video without any full one.
             pixels = pixels[torch.arange(step).clamp(max=len(pixels) - 1)]
-        call = {
-            **settings.calls["video"],
-            "video_metadata": [metadata],
-            "size": self._bounds(len(pixels), settings),
-        }
+        call = {**settings.calls["video"], "video_metadata": [metadata], "size": self._bounds(len(pixels), settings)}
         out = _run(self._video, pixels, call)
         # As Qwen2_5_VLProcessor computes it: from the mean rate of the frames that were kept.
         seconds = step / out["video_metadata"][0].sampled_fps

@@ -162,8 +162,7 @@ def test_hf_reads_a_local_folder_with_its_media(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
-    [("hello\n", "neither a JSON list nor JSON Lines"), ("{}\n", "no prompt under")],
+    ("text", "said"), [("hello\n", "neither a JSON list nor JSON Lines"), ("{}\n", "no prompt under")]
 )
 def test_what_is_no_data_set_says_so(tmp_path: Path, text: str, said: str):
     (tmp_path / "bad.jsonl").write_text(text)

@@ -15,10 +15,7 @@ from tests.support.running_server import ROOT, RunningServer
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 CHROMIUM = shutil.which("chromium")
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's package chromium"),
-]
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's package chromium")]
 PICTURE_BYTES = 200_000
 DROP = """([name, data]) => {
     const transfer = new DataTransfer();
