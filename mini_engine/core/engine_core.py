@@ -13,15 +13,15 @@ import msgspec
 
 from mini_engine.config import EngineConfig
 from mini_engine.core.arrivals import Arrivals
-from mini_engine.core.encoder_cache import EncoderCache
+from mini_engine.core.caches.encoder_cache import EncoderCache
+from mini_engine.core.caches.kv_blocks import BlockPool
+from mini_engine.core.caches.media_store import MediaDirectory, MediaStore, media_directory
+from mini_engine.core.caches.state_snapshots import StatePool
 from mini_engine.core.grammar_compiles import GrammarCompiles
-from mini_engine.core.kv_blocks import BlockPool
 from mini_engine.core.links import Links
-from mini_engine.core.media_store import MediaDirectory, MediaStore, media_directory
 from mini_engine.core.request import Request
 from mini_engine.core.request_limits import engine_limits, problem_with
 from mini_engine.core.scheduler import Scheduler
-from mini_engine.core.state_snapshots import StatePool
 from mini_engine.core.step_builder import ChunkWork, InFlight, StepBuilder
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.launch.child import Child

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import msgspec
 
 from mini_engine.config import EngineConfig
+from mini_engine.core.caches.encoder_cache import EncoderCache, EncoderEntry
+from mini_engine.core.caches.kv_blocks import BlockPool
+from mini_engine.core.caches.state_snapshots import StatePool
 from mini_engine.core.clients import Clients
-from mini_engine.core.encoder_cache import EncoderCache, EncoderEntry
-from mini_engine.core.kv_blocks import BlockPool
 from mini_engine.core.request import Request
-from mini_engine.core.state_snapshots import StatePool
 from mini_engine.core.step_builder import QUICK_ENCODER_TOKENS, QUICK_PREFILL_TOKENS, ChunkWork, Plan
 from mini_engine.messages import Chunk, EncodeItem, EngineLimits, MediaItem, NewSequence, StateStart
 

@@ -1,7 +1,7 @@
 """`PageAllocator`: which pages of a shared memory are taken. It knows page numbers and maps nothing. Torch-free.
 
 Shared memory is divided into pages of 64 KB, like the KV cache into blocks. An allocation is a list of extents, so that
-nothing has to be contiguous. The arenas (`arena.py`) and the media store (`core/media_store.py`) use it.
+nothing has to be contiguous. The arenas (`arena.py`) and the media store (`core/caches/media_store.py`) use it.
 """
 
 import itertools

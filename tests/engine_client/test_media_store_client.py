@@ -13,7 +13,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from mini_engine.core.media_store import MediaStore
+from mini_engine.core.caches.media_store import MediaStore
 from mini_engine.engine_client.media_store_client import INLINE_COPY_BYTES, SHM_STORE, MediaStoreClient
 from mini_engine.messages import (
     Abandoned,

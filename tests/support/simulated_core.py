@@ -7,8 +7,8 @@ import itertools
 from collections import Counter
 
 from mini_engine.config import BUNDLED_MODEL, EngineConfig
+from mini_engine.core.caches.media_store import MediaStore, RankCopies
 from mini_engine.core.engine_core import EngineCore
-from mini_engine.core.media_store import MediaStore, RankCopies
 from mini_engine.core.request_limits import engine_limits
 from mini_engine.core.step_builder import StepBuilder
 from mini_engine.messages import (

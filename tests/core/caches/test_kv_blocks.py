@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mini_engine.core.kv_blocks import BlockPool
+from mini_engine.core.caches.kv_blocks import BlockPool
 
 actions = st.lists(st.tuples(st.sampled_from(["new", "same", "end", "reset"]), st.integers(0, 9)), max_size=80)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mini_engine.core.state_snapshots import StatePool
+from mini_engine.core.caches.state_snapshots import StatePool
 from mini_engine.messages import ChildRequest
 from tests.support.simulated_core import World, item, message
 from tests.support.simulated_ranks import token_of

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mini_engine.core.media_store import MediaStore, Owner
+from mini_engine.core.caches.media_store import MediaStore, Owner
 from mini_engine.core.request import References
 from mini_engine.messages import CachedMedia, MediaItem, NewRequest, Reserved, SamplingParams, StoreHandle
 from mini_engine.transport.pages import HIGH_WATER_PAGES, PAGE_BYTES, pages_for
