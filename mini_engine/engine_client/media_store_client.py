@@ -1,7 +1,7 @@
 """An API server's end of one engine's media cache: looks items up before they are decoded, writes them afterwards.
 
-The engine core owns the store (`core/caches/media_store.py`, which shows the messages); this end copies items into the pages
-of its reservations. It runs in the event loop's thread; large items are copied in another.
+The engine core owns the store (`core/caches/media_store.py`, which shows the messages); this end copies items into the
+pages of its reservations. It runs in the event loop's thread; large items are copied in another.
 """
 
 from __future__ import annotations
