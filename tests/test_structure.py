@@ -28,7 +28,7 @@ FRONT = {f"mini_engine.http.{name}" for name in ("access", "admission", "body", 
 MAY_IMPORT = {
     "http": {"http", "protocol", "prompt", "media", "engine_client", "transport", MODEL_CONFIG},
     "prompt": {"prompt", "protocol", "mini_engine.media.processor", "mini_engine.media.hashing"},
-    "media": {"media", "protocol", "mini_engine.transport.shared_memory", "mini_engine.model.registry"},
+    "media": {"media", "protocol", "mini_engine.transport.shared_memory", "mini_engine.model.model_spec"},
     "engine_client": {"engine_client", "protocol", "transport"},
     "protocol": {"protocol"},
     "transport": {"transport"},

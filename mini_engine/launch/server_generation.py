@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mini_engine.config import EngineConfig
-from mini_engine.launch.process_group import ChildMessage, ChildProcess, ChildState, ProcessGroup
+from mini_engine.launch.child_processes import ChildMessage, ChildProcess, ChildState, ProcessGroup
 from mini_engine.messages import (
     EngineLimits,
     Hello,

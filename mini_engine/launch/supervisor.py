@@ -20,8 +20,7 @@ from typing import NoReturn
 from mini_engine.config import EngineConfig
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.launch import host
-from mini_engine.launch.listeners import bind_listeners, leave_port, url_of
-from mini_engine.launch.process_group import (
+from mini_engine.launch.child_processes import (
     ChildMessage,
     ChildProcess,
     ChildState,
@@ -32,6 +31,7 @@ from mini_engine.launch.process_group import (
     Unkillable,
     catch_stop_signals,
 )
+from mini_engine.launch.listeners import bind_listeners, leave_port, url_of
 from mini_engine.launch.server_generation import ServerGeneration
 from mini_engine.messages import Drain, Refused
 from mini_engine.transport import sockets

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mini_engine import metrics
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
-from mini_engine.model.registry import find_spec
+from mini_engine.model.model_spec import find_spec
 
 if TYPE_CHECKING:
     import torch

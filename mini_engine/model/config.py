@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mini_engine.model.registry import ModelSpec, find_spec
+from mini_engine.model.model_spec import ModelSpec, find_spec
 
 DTYPES = ("float32", "bfloat16", "float16")
 

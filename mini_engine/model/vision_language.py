@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import VocabParallelEmbedding
+from mini_engine.model.model_spec import find_spec
 from mini_engine.model.parallel import Placement
-from mini_engine.model.registry import find_spec
 from mini_engine.model.rope import Grid
 from mini_engine.model.text import Attend, Decoder, MediaRows
 from mini_engine.model.towers.spread_tower import SpreadTower

@@ -17,8 +17,8 @@ from mini_engine.free_memory import available_memory
 from mini_engine.model.checkpoint import CheckpointError, Stored, find_tensors, shorten
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import WeightSlice, pieces_of
+from mini_engine.model.model_spec import find_spec
 from mini_engine.model.parallel import Placement, TensorParallel
-from mini_engine.model.registry import find_spec
 from mini_engine.model.vision_language import VisionLanguageModel
 
 FLOATS = ("F64", "F32", "F16", "BF16")

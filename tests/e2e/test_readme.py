@@ -15,7 +15,7 @@ import pytest
 from mini_engine.config import BUNDLED_MODEL, EngineConfig
 from mini_engine.demo import videos
 from mini_engine.launch.cli import parse
-from mini_engine.model.registry import SPECS
+from mini_engine.model.model_spec import SPECS
 from tests.support.client import ask_video
 from tests.support.running_server import ROOT, RunningServer
 

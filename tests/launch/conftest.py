@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from mini_engine.config import EngineConfig
-from mini_engine.launch.process_group import ProcessGroup
+from mini_engine.launch.child_processes import ProcessGroup
 
 
 @pytest.fixture

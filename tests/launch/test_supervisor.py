@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 
 from mini_engine.config import EngineConfig
-from mini_engine.launch import process_group, supervisor
+from mini_engine.launch import child_processes, supervisor
+from mini_engine.launch.child_processes import TURNS, ChildProcess, ChildState, ProcessGroup
 from mini_engine.launch.listeners import bind_listeners
-from mini_engine.launch.process_group import TURNS, ChildProcess, ChildState, ProcessGroup
 from mini_engine.launch.server_generation import ServerGeneration
 from mini_engine.launch.supervisor import API_RESTARTS_IN_A_ROW, GenerationOver, Stop, Supervisor
 from mini_engine.messages import MediaCachePlan

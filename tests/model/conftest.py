@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mini_engine.model.config import ModelConfig
-from mini_engine.model.registry import canonical_name
+from mini_engine.model.model_spec import canonical_name
 from tests.model.reference import Prompt
 from tests.support.families import FAMILIES, IMAGE, PATCH_DIM, VIDEO, build, oracle_inputs, placeholders
 

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mini_engine.model.checkpoint import INDEX_FILE, CheckpointError, find_tensors
+from mini_engine.model.model_spec import canonical_name
 from mini_engine.model.parallel import TensorParallel
-from mini_engine.model.registry import canonical_name
 from mini_engine.model.weights import load_model
 
 

@@ -5,8 +5,8 @@ import torch
 
 from mini_engine.model import parallel
 from mini_engine.model.layers import MLP, GatedMLP, pieces_of
+from mini_engine.model.model_spec import canonical_name
 from mini_engine.model.parallel import Placement, TensorParallel
-from mini_engine.model.registry import canonical_name
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import fill_randomly, load_weights
 from tests.model.reference import reference_logits

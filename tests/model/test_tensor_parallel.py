@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mini_engine.model.model_spec import find_spec
 from mini_engine.model.parallel import Placement, TensorParallel
-from mini_engine.model.registry import find_spec
 from mini_engine.model.towers.spread_tower import SpreadTower, share_out
 from mini_engine.model.weights import load_model
 from tests.model.conftest import make_prompts

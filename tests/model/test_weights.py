@@ -15,8 +15,8 @@ from mini_engine.model import weights
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import pieces_of
+from mini_engine.model.model_spec import canonical_name
 from mini_engine.model.parallel import Placement, TensorParallel
-from mini_engine.model.registry import canonical_name
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model, load_weights
 from tests.model.reference import reference_logits
