@@ -54,8 +54,8 @@ def choose(
     else:
         errors = "; ".join(f"{name}: {error}" for name, error in failures.items())
         remedy = "" if mode == "auto" else " Use --mm-tensor-ipc auto."
-        problem = f"no transport reaches every worker of engine {engine}"
-        raise ConfigError(f"--mm-tensor-ipc {mode}: {problem}: {errors}.{remedy}")
+        problem = f"--mm-tensor-ipc {mode}: no transport reaches every worker of engine {engine}"
+        raise ConfigError(f"{problem}: {errors}.{remedy}")
     reason = "asked for by --mm-tensor-ipc" if mode != "auto" else "the first whose probe passed"
     reason += "".join(f"; {failed} failed its probe: {error}" for failed, error in failures.items())
     # Without the errors' texts, which may hold addresses: more people read metrics than logs.

@@ -202,7 +202,7 @@ async def test_stream_that_fails_is_logged_as_one(serve: Serve, log: pytest.LogC
 
 
 async def test_debug_log_has_a_line_for_each_hop_of_a_request(served: Served, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "mini_engine.api")
+    caplog.set_level(logging.DEBUG, "mini_engine")
     await served.post([image(), {"type": "text", "text": "a private matter"}])
     assert (await served.post(max_tokens=0)).status_code == 400
     request_id = served.core.requests[0].request_id

@@ -107,7 +107,7 @@ def test_of_processes_that_are_not_ready_those_that_sleep_are_not_killed(states,
 
 @pytest.fixture
 def short_death(monkeypatch) -> None:
-    monkeypatch.setattr(process_group, "DEATH_SECONDS", 0.5)
+    monkeypatch.setattr(child_processes, "DEATH_SECONDS", 0.5)
 
 
 def test_an_engine_process_that_does_not_die_ends_the_server(short_death, server, processes, monkeypatch, caplog):
