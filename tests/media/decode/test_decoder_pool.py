@@ -276,7 +276,7 @@ async def test_a_lost_decoder_fails_its_item_alone_and_is_replaced(
         await decoders.check()
         with pytest.raises(MediaError if number == signal.SIGSEGV else DecoderUnavailable, match=error):
             await lost
-        assert exits(reason) == counted + 1
+        await eventually(lambda: exits(reason) == counted + 1)
         await decoders.check()
         left = await decoders.settled(len(before | decoders.pids()) - 1)
         assert pid in before and pid not in left
