@@ -29,7 +29,7 @@ from mini_engine.media.sources import fetch as sources
 from mini_engine.media.sources.http_fetch import fetch_http, tls_context
 from mini_engine.media.sources.policy import MediaPolicy, Received
 from mini_engine.messages import Modality
-from mini_engine.protocol.inline_data import DataUrl
+from mini_engine.protocol.body_split import DataUrl
 from mini_engine.protocol.parts import MediaRef
 from mini_engine.protocol.request_clock import RequestClock
 

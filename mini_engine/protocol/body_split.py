@@ -4,18 +4,38 @@ Only the text is decoded as JSON: in it a name that no client can know replaces 
 requests.
 """
 
+from __future__ import annotations
+
 import os
 import re
 from collections.abc import Mapping
 
 import msgspec
 
-from mini_engine.protocol.inline_data import DataUrl
-
 # A key of a part, then the start of its URL. The first quote of the URL begins a string: it follows a colon.
 HEAD = re.compile(rb'"(?:url|image_url|video_url|image|video|file_data)"\s{0,64}:\s{0,64}"(data:[^",]{0,999},)')
 MOST_HEAD = 1200  # bytes that match it
 LEAST_CUT = 1024  # bytes of data that are no text
+
+
+class DataUrl(str):
+    """A `data:` URL of which the data stay where they arrived. As a text it is what stands before the data, with the
+    comma. The data are `whole[begin:end]`, base64 as a JSON string has it: characters may be escaped. It keeps `whole`,
+    which must not change."""
+
+    whole: bytes | bytearray
+    begin: int
+    end: int
+
+    def __new__(cls, head: str, whole: bytes | bytearray, begin: int, end: int) -> DataUrl:
+        url = super().__new__(cls, head)
+        url.whole, url.begin, url.end = whole, begin, end
+        return url
+
+    @property
+    def data(self) -> memoryview:
+        """The data, as they arrived."""
+        return memoryview(self.whole)[self.begin : self.end]
 
 
 class SplitBody:

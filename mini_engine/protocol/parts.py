@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from mini_engine.messages import Modality
-from mini_engine.protocol.inline_data import DataUrl
+from mini_engine.protocol.body_split import DataUrl
 
 Count = Annotated[int, Meta(ge=1, le=10**9)]
 Rate = Annotated[float, Meta(gt=0, le=1e9)]

@@ -1,22 +1,20 @@
 """Reads the bytes of `data:` and `file://` URLs, and checks all media URLs before anything is fetched.
 
-`data:` URLs are decoded here; `local_files.py` reads `file://` URLs and `http_fetch.py` reads `http(s)://` URLs. The
-module does not know the format of the bytes. No error contains a path, an address or a host name.
+`data_url.py` decodes `data:` URLs, `local_files.py` reads `file://` URLs and `http_fetch.py` reads `http(s)://` URLs.
+The module does not know the format of the bytes. No error contains a path, an address or a host name.
 """
 
-import binascii
 from dataclasses import dataclass
-
-import msgspec
 
 from mini_engine.config.decode_limits import DecodeLimits
 from mini_engine.media.decode.item_limits import Guard
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
 from mini_engine.media.media_errors import MediaError
+from mini_engine.media.sources.data_url import decode_base64, parse_data_url
 from mini_engine.media.sources.http_fetch import parse_http
 from mini_engine.media.sources.local_files import fetch_file, file_size
-from mini_engine.media.sources.policy import BLOCK_BYTES, MediaPolicy
-from mini_engine.protocol.inline_data import DataUrl
+from mini_engine.media.sources.policy import MediaPolicy
+from mini_engine.protocol.body_split import DataUrl
 
 # Processors know frames by their indices: those of a video with so many frames per second, to keep the times exact.
 CLOCK = 1000.0
@@ -36,7 +34,7 @@ def fetch(url: str, policy: MediaPolicy, item: str = "media item") -> bytes:
     Raises MediaError, whose text starts with `item`; Shortage if the host is out of a resource."""
     if is_local_file(url):
         return fetch_file(url, policy, item)
-    return _decode_base64(_parse_data_url(url, policy, item), policy, item)
+    return decode_base64(parse_data_url(url, policy, item), policy, item)
 
 
 def has_frames(url: str) -> bool:
@@ -52,7 +50,7 @@ def fetch_frames(
 ) -> tuple[bytes, Frames]:
     """The bytes of the frames of `data:video/jpeg;base64,<frame>,<frame>,...`, vLLM's form, one after another for
     `decode_frames`. All count, at `times` (seconds) if these are given. Raises MediaError."""
-    data = _parse_data_url(url, policy, item)
+    data = parse_data_url(url, policy, item)
     guard, count = Guard(item, limits), data.whole.count(b",", data.begin, data.end) + 1
     guard.check("max_video_frames_kept", count, "frames", "fewer")
     if sampling.start is not None or sampling.end is not None:
@@ -71,7 +69,7 @@ def fetch_frames(
         comma = data.whole.find(b",", begin, data.end)
         end = data.end if comma < 0 else comma
         try:
-            images.append(_decode_base64(DataUrl(url, data.whole, begin, end), policy, item))
+            images.append(decode_base64(DataUrl(url, data.whole, begin, end), policy, item))
         except MediaError as error:
             raise MediaError(item, f"frame {len(images) + 1}: {error.problem}") from error
         begin = end + 1
@@ -100,40 +98,5 @@ def declared_size(url: str, policy: MediaPolicy, item: str = "media item") -> in
         return None
     if is_local_file(url):
         return file_size(url, policy, item)
-    data = _parse_data_url(url, policy, item)
+    data = parse_data_url(url, policy, item)
     return min((data.end - data.begin + 3) // 4 * 3, policy.max_media_bytes)
-
-
-def _parse_data_url(url: str, policy: MediaPolicy, item: str) -> DataUrl:
-    """Checks all but the data."""
-    if url[:5].lower() != "data:":
-        raise MediaError(item, "the URL must start with data:, file://, http:// or https://, or be an absolute path")
-    comma = url.find(",", 0, 1024)
-    if not url[: max(comma, 0)].lower().endswith(";base64"):
-        raise MediaError(item, "a data: URL has the form data:<media type>;base64,<data>")
-    if not isinstance(url, DataUrl):
-        whole = url.encode("ascii", "replace")
-        url = DataUrl(url[: comma + 1], whole, comma + 1, len(whole))
-    policy.check_size((url.end - url.begin) * 2 // 3 - 1024, item)  # 3/4 of the characters; line breaks, escapes
-    return url
-
-
-def _decode_base64(url: DataUrl, policy: MediaPolicy, item: str) -> bytes:
-    blocks: list[bytes] = []
-    rest = b""  # less than one group of four characters, and an escape that a block cuts
-    try:
-        for place in range(url.begin, url.end, BLOCK_BYTES):
-            text = rest + url.whole[place : min(place + BLOCK_BYTES, url.end)]
-            cut = text.rfind(b"\\", -5) if place + BLOCK_BYTES < url.end else -1
-            text, rest = (text[:cut], text[cut:]) if cut >= 0 else (text, b"")
-            if b"\\" in text:
-                text = msgspec.json.decode(b'"%b"' % text, type=str).encode("ascii")
-            text = text.translate(None, b" \t\r\n\f")
-            whole = len(text) // 4 * 4
-            blocks.append(binascii.a2b_base64(text[:whole], strict_mode=True))
-            rest = text[whole:] + rest
-        # The padding may be left out.
-        blocks.append(binascii.a2b_base64(rest + b"=" * (-len(rest) % 4), strict_mode=True))
-    except (binascii.Error, msgspec.DecodeError, UnicodeError) as error:
-        raise MediaError(item, "the data: URL contains invalid base64") from error
-    return policy.checked(b"".join(blocks), item)

@@ -14,7 +14,7 @@ from mini_engine.media.frame_sampling import VideoSampling
 from mini_engine.media.media_errors import MediaError
 from mini_engine.media.sources.fetch import Frames, declared_size, fetch, fetch_frames, is_elsewhere, is_local_file
 from mini_engine.media.sources.policy import MediaPolicy
-from mini_engine.protocol.inline_data import DataUrl
+from mini_engine.protocol.body_split import DataUrl
 
 POLICY = MediaPolicy(None, 1000)
 
