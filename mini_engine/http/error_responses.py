@@ -14,6 +14,7 @@ from mini_engine.protocol.request_clock import RequestClock
 
 logger = logging.getLogger(__name__)
 
+RETRY_AFTER = {429: "1", 503: "5"}  # seconds: many requests take no longer; about what a replacement needs to start
 QUIET_SECONDS = 60.0  # without a shortage, after which the next one is logged again
 REMEDIES = {
     "file descriptors": "raise its limit: ulimit -n, LimitNOFILE=, --ulimit nofile=",
@@ -54,5 +55,8 @@ def report_error(error: Exception, request_id: str, clock: RequestClock | None) 
 
 
 def error_response(error: ApiError) -> Response:
-    """`error` as a response."""
-    return Response(error.encode(), error.status, error.headers, "application/json")
+    """`error` as a response; a 429 or 503 says when to try again."""
+    response = Response(error.encode(), error.status, error.headers, "application/json")
+    if error.status in RETRY_AFTER:
+        response.headers["retry-after"] = RETRY_AFTER[error.status]
+    return response

@@ -9,8 +9,6 @@ from typing import Literal
 
 import msgspec
 
-RETRY_AFTER = {429: "1", 503: "5"}  # seconds: many requests take no longer; about what a replacement needs to start
-
 Code = Literal[
     "context_length_exceeded", "engine_unavailable", "internal_error", "invalid_api_key", "invalid_http",
     "invalid_json", "invalid_media", "invalid_value", "media_too_large", "method_not_allowed",
@@ -46,12 +44,10 @@ class ApiError(Exception):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
-        """`headers` are the response's; a 429 or 503 has `Retry-After` too."""
+        """`headers` are the response's."""
         super().__init__(message)
         self.status = status
-        self.headers = dict(headers or {})
-        if status in RETRY_AFTER:
-            self.headers["retry-after"] = RETRY_AFTER[status]
+        self.headers = headers or {}
         kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
         self.body = ErrorBody(message, kind, param, code)
 
