@@ -34,7 +34,7 @@ from mini_engine.http.admission import body_budget
 from mini_engine.http.body import receive_body
 from mini_engine.http.error_responses import error_response
 from mini_engine.http.routes import playground
-from mini_engine.protocol.api_errors import ApiError, EngineError
+from mini_engine.protocol.api_errors import ENGINE_DIED, ApiError, EngineError
 from mini_engine.protocol.body_split import SplitBody
 
 LEASE_SECONDS = 2.0  # for a host to grant a lease: an unresponsive one costs that once
@@ -103,10 +103,7 @@ class Front:
     async def _answer(self, request: Request) -> Response:
         # Not `request.url`, which has the header Host in it.
         path = request.scope["raw_path"].decode("latin-1")
-        if path not in OPEN_PATHS:
-            self._access.check_host(request.headers)
-        if path not in KEYLESS and request.method != "OPTIONS":  # a browser's preflight has no key
-            self._access.check_key(request.headers)
+        self._access.check(path, request.headers, is_preflight=request.method == "OPTIONS")
         _check_path(path)
         if path == "/health" and request.method in ("GET", "HEAD"):
             return await self._answer_health(request)
@@ -122,8 +119,7 @@ class Front:
             try:
                 response = await self._send(request, body, key, stack)
             except aiohttp.ClientError:
-                text = "The engine that served this request has stopped; send it again later."
-                raise EngineError(text, 502) from None
+                raise EngineError(ENGINE_DIED, 502) from None
             if response is None:
                 raise EngineError("No host has room; send this request again later.", code="overloaded")
             return Forwarded(response, stack.pop_all(), key)

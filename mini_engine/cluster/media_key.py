@@ -12,12 +12,11 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import msgspec
 
-from mini_engine.protocol.body_split import SplitBody
+from mini_engine.protocol.body_split import URL_FIELDS, SplitBody
+from mini_engine.protocol.parts import MAX_URL_CHARACTERS
 from mini_engine.protocol.structure import MAX_STRUCTURE, structure
 
-# Fields of parts, and where each has its URL.
-LOCATIONS = {"video_url": "url", "image_url": "url", "file": "file_data", "video": "url", "image": "url", "url": "url"}
-MAX_URL = 16384  # characters; the engine refuses longer ones
+LOCATIONS = dict.fromkeys(URL_FIELDS, "url") | {"file": "file_data"}  # fields of parts, and where each has its URL
 # Query parameters of signed URLs of Amazon S3, Google Cloud Storage, CloudFront and Azure: new for each request.
 _SIGNATURE = re.compile(
     r"x-(amz|goog)-.*|awsaccesskeyid|googleaccessid|key-pair-id|policy|signature|expires"
@@ -61,7 +60,7 @@ def _identity(url: str) -> bytes:
     """Of a `data:` URL what follows the media type; of another what does not change from request to request."""
     if url.startswith("data:"):
         return url[url.find(",") + 1 :].encode()
-    if len(url) > MAX_URL:
+    if len(url) > MAX_URL_CHARACTERS:  # the engine refuses it
         return url.encode()
     try:
         parts = urlsplit(url)

@@ -34,7 +34,7 @@ from mini_engine.messages import (
     RequestOutput,
     Reserved,
 )
-from mini_engine.protocol.api_errors import ApiError, EngineError, MediaNotSent
+from mini_engine.protocol.api_errors import ENGINE_DIED, ApiError, EngineError, MediaNotSent
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
 from mini_engine.transport.tensor_ipc import TensorIpcSender
@@ -49,7 +49,6 @@ logger = logging.getLogger(__name__)
 LOAD_MARGIN = 4
 LOST_SECONDS = 5.0  # for the supervisor to report the death of an engine that cannot be reached
 METRICS_SECONDS = 1.0  # for the engines to report; Prometheus gives a whole scrape ten
-ENGINE_DIED = "The engine that served this request has stopped; send it again later."
 ENGINE_STOPPED = "The engine has stopped; send this request again later."
 
 

@@ -14,6 +14,7 @@ import socket
 from starlette.datastructures import Headers
 
 from mini_engine.config import EngineConfig
+from mini_engine.http.routes import playground
 from mini_engine.protocol.api_errors import ApiError
 
 CLIENT_BYTES = 8
@@ -33,6 +34,15 @@ class Access:
         if not names and (config.api_key or config.uds or config.ssl_certfile):
             names = ["*"]  # a page of another name has no key, no certificate and no unix socket
         self._names = [name.lower() for name in (*names, *PRIVATE_NAMES, config.host, socket.gethostname())]
+        self._keyless = (*OPEN_PATHS, *(() if config.disable_playground else playground.PATHS))
+
+    def check(self, path: str, headers: Headers, is_preflight: bool = False) -> None:
+        """Raises ApiError for a request that is not answered: see `check_host`; 401 without a valid key. A browser's
+        preflight has no key."""
+        if path not in OPEN_PATHS:
+            self.check_host(headers)
+        if path not in self._keyless and not is_preflight and not self.has_key(headers):
+            raise ApiError(401, WRONG_KEY, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
     def check_host(self, headers: Headers) -> None:
         """Raises ApiError, a 421, for a name that may be another's (DNS rebinding): a web page can have its own name
@@ -52,11 +62,6 @@ class Access:
                 "name, or ask for its IP address."
             )
             raise ApiError(421, text, code="invalid_http")
-
-    def check_key(self, headers: Headers) -> None:
-        """Raises ApiError: 401."""
-        if not self.has_key(headers):
-            raise ApiError(401, WRONG_KEY, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
     def has_key(self, headers: Headers) -> bool:
         """Whether there is a valid key, or none is required. Takes as long for a key that is nearly right as for any

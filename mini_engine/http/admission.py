@@ -84,10 +84,14 @@ class Reservation:
         budget.count(amount)
 
 
+def media_budget(config: EngineConfig) -> Budget:
+    limit, show = int(config.max_inflight_media_gb * 2**30), metrics.inflight_media_bytes.set
+    return Budget(limit, "--max-inflight-media-gb", "inflight_media", show)
+
+
 def body_budget(config: EngineConfig) -> Budget:
-    media, request = int(config.max_inflight_media_gb * 2**30), config.max_request_bytes
-    limit, flag = max((media, "--max-inflight-media-gb"), (request, "--max-request-bytes"))
-    return Budget(limit, flag, "inflight_bodies")
+    media, request = media_budget(config), (config.max_request_bytes, "--max-request-bytes")
+    return Budget(*max((media.limit, media.flag), request), "inflight_bodies")
 
 
 class Places:

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from mini_engine import metrics
 from mini_engine.config import EngineConfig
 from mini_engine.engine_client.engines import EngineClient
-from mini_engine.http.admission import Budget, Places, body_budget
+from mini_engine.http.admission import Budget, Places, body_budget, media_budget
 from mini_engine.media.loader import MediaLoader
 from mini_engine.media.settings import MediaSettingsResolver
 from mini_engine.messages import EngineLimits
@@ -48,7 +47,6 @@ class AppContext(ModelFront):
         cls, front: ModelFront, config: EngineConfig, engines: EngineClient, limits: EngineLimits, incarnation: int
     ) -> AppContext:
         """Of the process `incarnation`, whose engines have these `limits`."""
-        media, flag = int(config.max_inflight_media_gb * 2**30), "--max-inflight-media-gb"
         return cls(
             **vars(front),
             config=config,
@@ -57,7 +55,7 @@ class AppContext(ModelFront):
             sampling=SamplingResolver(front.defaults, limits.max_model_len, front.vocab_size, config.seed, incarnation),
             requests=Budget(config.max_num_queued_reqs, "--max-num-queued-reqs", "queued_requests"),
             bodies=body_budget(config),
-            media_bytes=Budget(media, flag, "inflight_media", metrics.inflight_media_bytes.set),
+            media_bytes=media_budget(config),
             places=Places(config.maximum_concurrent_videos),
         )
 

@@ -1,7 +1,7 @@
 """ASGI middleware around all endpoints: which requests are accepted, how they end, and how errors become responses.
 
 Per request: id, clock, API key, drain, admission by count, disconnect, log line. Knows nothing of the endpoints, and of
-connections only the public methods of `http_server.Connection`.
+connections only the public methods of `connections.Connection`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mini_engine.http.access import OPEN_PATHS, Access
 from mini_engine.http.context import AppContext
 from mini_engine.http.error_responses import error_response, report_error
-from mini_engine.http.routes import playground
 from mini_engine.log import about
 from mini_engine.protocol.api_errors import shutting_down
 from mini_engine.protocol.request_clock import RequestClock
@@ -65,7 +64,6 @@ class RequestMiddleware:
         self._app = app
         self._context = context
         self._access = Access(context.config)
-        self._keyless = (*OPEN_PATHS, *(() if context.config.disable_playground else playground.PATHS))
         self._requests = requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -82,10 +80,7 @@ class RequestMiddleware:
 
     def _admit(self, exchange: Exchange) -> None:
         """Raises ApiError for a request that is not accepted."""
-        if exchange.path not in OPEN_PATHS:
-            self._access.check_host(exchange.headers)
-        if exchange.path not in self._keyless:
-            self._access.check_key(exchange.headers)
+        self._access.check(exchange.path, exchange.headers)
         if self._requests.draining and exchange.path not in ("/live", "/metrics"):
             raise shutting_down()
         if exchange.path not in UNCOUNTED_PATHS:

@@ -17,6 +17,9 @@ Code = Literal[
 ]  # fmt: skip
 
 
+ENGINE_DIED = "The engine that served this request has stopped; send it again later."
+
+
 class ErrorBody(msgspec.Struct, frozen=True):
     """OpenAI's error object."""
 

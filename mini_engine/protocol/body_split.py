@@ -12,8 +12,9 @@ from collections.abc import Mapping
 
 import msgspec
 
+URL_FIELDS = ("image_url", "video_url", "image", "video", "url")  # of parts; and `file_data` of a part's `file`
 # A key of a part, then the start of its URL. The first quote of the URL begins a string: it follows a colon.
-HEAD = re.compile(rb'"(?:url|image_url|video_url|image|video|file_data)"\s{0,64}:\s{0,64}"(data:[^",]{0,999},)')
+HEAD = re.compile(rb'"(?:%b|file_data)"\s{0,64}:\s{0,64}"(data:[^",]{0,999},)' % "|".join(URL_FIELDS).encode())
 MOST_HEAD = 1200  # bytes that match it
 LEAST_CUT = 1024  # bytes of data that are no text
 

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from mini_engine.messages import Modality
-from mini_engine.protocol.body_split import DataUrl
+from mini_engine.protocol.body_split import URL_FIELDS, DataUrl
 
 Count = Annotated[int, Meta(ge=1, le=10**9)]
 Rate = Annotated[float, Meta(gt=0, le=1e9)]
@@ -24,7 +24,8 @@ _SOURCES = {
     "video": ("video_url", "video", "url"),
     "file": ("file",),
 }
-_SOURCE_NAMES = tuple(dict.fromkeys(name for names in _SOURCES.values() for name in names))
+_SOURCE_NAMES = ("text", *URL_FIELDS, "file")
+MAX_URL_CHARACTERS = 16384  # of `file://` and `http(s)://` URLs; `max_media_bytes` limits `data:` URLs
 # Settings of qwen_vl_utils, or of a whole request, that a part does not have.
 _UNSUPPORTED = ("resized_height", "resized_width", "raw_fps", "sample_fps", "num_frames", "start", "end")
 

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 import mini_engine.media.decode.image  # noqa: F401 - registers HEIF with Pillow
-from mini_engine.media.sources.policy import MAX_URL_CHARACTERS
+from mini_engine.protocol.parts import MAX_URL_CHARACTERS
 from tests.support import clips
 from tests.support.corpus import PLAYLISTS, png_of_size
 from tests.support.web import chunked, response

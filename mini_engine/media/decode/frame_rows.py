@@ -25,10 +25,9 @@ _Turn = tuple[bool, bool, bool]  # whether to swap the axes, then to mirror left
 class FrameRows:
     """Keeps the frames at the given places, each as uint8 [H, W, 3], in one array that is made for the first. Turn and
     size are those of the first, which is smaller where all together would exceed the limit; frames of another size are
-    scaled to it. Memory: the array, and one frame while it is converted. Raises MediaError for too many."""
+    scaled to it. Memory: the array, and one frame while it is converted."""
 
     def __init__(self, places: Collection[int], guard: Guard, allocate: Allocate) -> None:
-        guard.check("max_video_frames_kept", len(places), "frames in its sampling", "fewer, or sample fewer")
         self._places, self._guard, self._allocate = frozenset(places), guard, allocate
         self._reformatter = VideoReformatter()
         self._rows: NDArray[np.uint8] | None = None

@@ -84,16 +84,17 @@ class Timeline:
         return self.header_rate if abs(measured - self.header_rate) < 0.02 * self.header_rate else measured
 
     def indices(self) -> NDArray[np.int64]:
-        """Of the frames to keep, ascending. Raises MediaError, also for a video that is too long."""
+        """Of the frames to keep, ascending. Raises MediaError, also for too many, and for a video that is too long."""
         self.guard.check("max_video_seconds", self.times[-1] - self.times[0], "seconds", "a shorter video")
         try:
-            return self.sampling.indices(self.times, self.fps, self.guard.limits.max_video_frames_kept)
+            indices = self.sampling.indices(self.times, self.fps, self.guard.limits.max_video_frames_kept)
         except ValueError as error:
             raise MediaError(self.guard.item, str(error)) from error
+        self.guard.check("max_video_frames_kept", len(indices), "frames in its sampling", "fewer, or sample fewer")
+        return indices
 
     def measure(self, indices: NDArray[np.int64], width: int, height: int, allocate: Allocate) -> NDArray[np.uint8]:
         """The array of the frames at `indices`, of a video of this size, without pixels. Raises MediaError."""
-        self.guard.check("max_video_frames_kept", len(indices), "frames in its sampling", "fewer, or sample fewer")
         width, height = self.guard.fitting_size(len(indices), width, height)
         return allocate((len(indices), height, width))
 

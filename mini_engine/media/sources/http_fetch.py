@@ -23,7 +23,8 @@ from yarl import URL
 
 from mini_engine.launch.shortage import check_descriptors, raise_if_short
 from mini_engine.media.media_errors import MediaError
-from mini_engine.media.sources.policy import BLOCK_BYTES, MAX_URL_CHARACTERS, MediaPolicy, Received
+from mini_engine.media.sources.policy import BLOCK_BYTES, MediaPolicy, Received
+from mini_engine.protocol.parts import MAX_URL_CHARACTERS
 
 # Limit for a name resolution, for a connection with its TLS handshake, and between two reads of a response.
 QUIET_SECONDS = 10.0

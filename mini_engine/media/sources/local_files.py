@@ -14,7 +14,8 @@ from urllib.parse import unquote_to_bytes
 
 from mini_engine.launch.shortage import raise_if_short
 from mini_engine.media.media_errors import MediaError
-from mini_engine.media.sources.policy import MAX_URL_CHARACTERS, MediaPolicy
+from mini_engine.media.sources.policy import MediaPolicy
+from mini_engine.protocol.parts import MAX_URL_CHARACTERS
 
 _NO_SUCH_FILE = "no such regular file under the directory that --allowed-local-media-path names"
 _URL = re.compile("file://(?:localhost)?(/[^?#\x00-\x1f\x7f\ud800-\udfff]*)", re.IGNORECASE)

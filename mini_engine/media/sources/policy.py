@@ -25,7 +25,6 @@ Received = Callable[[int], None]
 Resolver = Callable[[str, int], Sequence[Any]]
 
 BLOCK_BYTES = 1 << 18  # received or decoded at once
-MAX_URL_CHARACTERS = 16384  # of `file://` and `http(s)://` URLs; `max_media_bytes` limits `data:` URLs
 
 # IANA's special-purpose registries, less the globally reachable entries; multicast; deprecated and returned blocks.
 # Not `ipaddress.is_global`, whose table differs between Python versions.

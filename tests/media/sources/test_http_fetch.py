@@ -14,7 +14,8 @@ import pytest
 from mini_engine.media.media_errors import MediaError
 from mini_engine.media.sources import http_fetch
 from mini_engine.media.sources.http_fetch import fetch_http
-from mini_engine.media.sources.policy import BLOCK_BYTES, MAX_URL_CHARACTERS, MediaPolicy, Received
+from mini_engine.media.sources.policy import BLOCK_BYTES, MediaPolicy, Received
+from mini_engine.protocol.parts import MAX_URL_CHARACTERS
 from tests.support.web import WebServer, chunked, make_certificate, response
 
 LIMIT = 1 << 20
