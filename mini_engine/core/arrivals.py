@@ -35,9 +35,6 @@ class Arrivals:
         self._deadlines: dict[str, tuple[float, Request]] = {}  # by id; soonest first, since all time-outs are equal
         self._void: set[int] = set()  # dead incarnations
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def report(self, report: MediaReady | MediaFailed) -> Request | None:
         """A rank has received a message. Returns the request that waits for it."""
         if isinstance(report, MediaFailed):

@@ -27,9 +27,6 @@ class GrammarCompiles:
         self._entries: dict[bytes, _Entry] = {}
         self._numbers = itertools.count(1)
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def acquire(self, parent: Request) -> None:
         """A request and its children follow its grammar, until each is released."""
         digest = parent.new.sampling.grammar

@@ -100,8 +100,7 @@ class Places:
     def __init__(self, limit: int):
         self.limit = limit
         self.num_free = limit
-        self.num_waiting = 0  # requests in the queue
-        self._queue = asyncio.Lock()  # acquired in the order of arrival
+        self.queue = asyncio.Lock()  # acquired in the order of arrival
         self._freed = asyncio.Event()
 
     @contextlib.asynccontextmanager
@@ -110,15 +109,11 @@ class Places:
         request overtakes one with many."""
         needed = min(num_items, self.limit)
         if needed:
-            self.num_waiting += 1
-            try:
-                async with self._queue:
-                    while self.num_free < needed:
-                        self._freed.clear()
-                        await self._freed.wait()
-                    self.num_free -= needed
-            finally:
-                self.num_waiting -= 1
+            async with self.queue:
+                while self.num_free < needed:
+                    self._freed.clear()
+                    await self._freed.wait()
+                self.num_free -= needed
         try:
             yield
         finally:

@@ -7,7 +7,6 @@ the parent-death signal is set; each role's module is imported last.
 import gc
 import importlib
 import logging
-import signal
 import sys
 
 import msgspec
@@ -16,7 +15,7 @@ import zmq
 from mini_engine import log
 from mini_engine.config import ConfigError
 from mini_engine.failpoints import reach_failpoint
-from mini_engine.launch.process_setup import die_with_parent, keep_freed_memory
+from mini_engine.launch.process_setup import die_with_parent, ignore_stop_signals, keep_freed_memory
 from mini_engine.messages import EngineLimits, Hello, Init, Ready, Refused, Role, TransportChoice
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
@@ -87,9 +86,7 @@ class Child:
 def main() -> None:
     spec = msgspec.json.decode(sys.argv[1], type=ChildSpec)
     die_with_parent(spec.parent_pid)
-    # Ctrl-C reaches the whole process group, and so may a service manager's SIGTERM: the supervisor acts on them.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_stop_signals()
     from setproctitle import setproctitle
 
     setproctitle(f"mini-engine: {spec.name}")

@@ -1,4 +1,4 @@
-"""The first steps of a child process: die with its parent, tune malloc.
+"""The first steps of a child process: die with its parent, leave signals to the supervisor, tune malloc.
 
 Imports nothing heavy.
 """
@@ -21,6 +21,12 @@ def die_with_parent(parent_pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def ignore_stop_signals() -> None:
+    """Ctrl-C reaches the whole process group, and so may a service manager's SIGTERM: the supervisor acts on them."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def keep_freed_memory(max_bytes: int = 256 << 20) -> None:

@@ -7,7 +7,7 @@ that the shared files know of it; its vision tower has a file of its own.
 import importlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -48,7 +48,6 @@ class ModelSpec:
         placeholders of its own, at the positions of an image. Otherwise a video has one run, and its time axis counts
         grids, or seconds if there is `VisionConfig.tokens_per_second`.
     text_may_tie: whether `tie_word_embeddings` counts inside of `text_config` too, as transformers has it.
-    canonical_name: turns the name of a weight in its checkpoints into the one that the layers know.
     delta_net: whether some layers of the decoder, by `layer_types`, have a gated delta net in place of attention.
     """
 
@@ -62,7 +61,6 @@ class ModelSpec:
     qk_norm: bool
     mrope_interleaved: bool
     text_may_tie: bool
-    canonical_name: Callable[[str], str] = canonical_name
     attention_gate: bool = False
     norm_offset: bool = False
     delta_net: bool = False
@@ -109,57 +107,44 @@ def _qwen3_5_vision(raw: dict[str, Any]) -> dict[str, Any]:
     return {"position_side": math.isqrt(raw["num_position_embeddings"])}
 
 
-_QWEN2_MEDIA = MediaDefaults(bounds_whole_video=False, frame_factor=2, frame_tokens=(128, 768))
-_QWEN3_MEDIA = MediaDefaults(bounds_whole_video=True, frame_factor=1, frame_tokens=None)
-
+_QWEN2 = ModelSpec(
+    "Qwen2VLForConditionalGeneration",
+    tower="qwen2_vl:Qwen2VisionTower",
+    media=MediaDefaults(bounds_whole_video=False, frame_factor=2, frame_tokens=(128, 768)),
+    vision_activation="quick_gelu",
+    read_vision=_qwen2_vision,
+    text_tells_time=False,
+    qkv_bias=True,
+    qk_norm=False,
+    mrope_interleaved=False,
+    text_may_tie=True,
+)
+_QWEN3 = ModelSpec(
+    "Qwen3VLForConditionalGeneration",
+    tower="qwen3_vl:Qwen3VisionTower",
+    media=MediaDefaults(bounds_whole_video=True, frame_factor=1, frame_tokens=None),
+    vision_activation="gelu_pytorch_tanh",
+    read_vision=_qwen3_vision,
+    text_tells_time=True,
+    qkv_bias=False,
+    qk_norm=True,
+    mrope_interleaved=True,
+    text_may_tie=False,
+)
 _FAMILIES = (
-    ModelSpec(
-        "Qwen2VLForConditionalGeneration",
-        tower="qwen2_vl:Qwen2VisionTower",
-        media=_QWEN2_MEDIA,
-        vision_activation="quick_gelu",
-        read_vision=_qwen2_vision,
-        text_tells_time=False,
-        qkv_bias=True,
-        qk_norm=False,
-        mrope_interleaved=False,
-        text_may_tie=True,
-    ),
-    ModelSpec(
-        "Qwen2_5_VLForConditionalGeneration",
+    _QWEN2,
+    replace(
+        _QWEN2,
+        architecture="Qwen2_5_VLForConditionalGeneration",
         tower="qwen2_5_vl:Qwen2_5VisionTower",
-        media=_QWEN2_MEDIA,
         vision_activation="silu",
         read_vision=_qwen2_5_vision,
-        text_tells_time=False,
-        qkv_bias=True,
-        qk_norm=False,
-        mrope_interleaved=False,
-        text_may_tie=True,
     ),
-    ModelSpec(
-        "Qwen3VLForConditionalGeneration",
-        tower="qwen3_vl:Qwen3VisionTower",
-        media=_QWEN3_MEDIA,
-        vision_activation="gelu_pytorch_tanh",
-        read_vision=_qwen3_vision,
-        text_tells_time=True,
-        qkv_bias=False,
-        qk_norm=True,
-        mrope_interleaved=True,
-        text_may_tie=False,
-    ),
-    ModelSpec(
-        "Qwen3_5ForConditionalGeneration",
-        tower="qwen3_vl:Qwen3VisionTower",
-        media=_QWEN3_MEDIA,
-        vision_activation="gelu_pytorch_tanh",
+    _QWEN3,
+    replace(
+        _QWEN3,
+        architecture="Qwen3_5ForConditionalGeneration",
         read_vision=_qwen3_5_vision,
-        text_tells_time=True,
-        qkv_bias=False,
-        qk_norm=True,
-        mrope_interleaved=True,
-        text_may_tie=False,
         attention_gate=True,
         norm_offset=True,
         delta_net=True,

@@ -17,7 +17,7 @@ from mini_engine.free_memory import available_memory
 from mini_engine.model.checkpoint import CheckpointError, Stored, find_tensors, shorten
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import WeightSlice, pieces_of
-from mini_engine.model.model_spec import find_spec
+from mini_engine.model.model_spec import canonical_name
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 
@@ -59,7 +59,7 @@ def load_model(
     if load_format == "dummy":
         fill_randomly(model)
     else:
-        load_weights(model, path, find_spec([config.architecture]).canonical_name)
+        load_weights(model, path, canonical_name)
     return model.eval()
 
 

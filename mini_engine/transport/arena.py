@@ -116,10 +116,9 @@ class Arena:
 
     def __init__(self, nbytes: int, available: Callable[[], int]):
         """For `nbytes` of tensors in transfer at a time, in whole pages. `available`: see `PageAllocator`."""
-        self._pages = PageAllocator(nbytes, available)
+        self.pages = PageAllocator(nbytes, available)
         self._discarded = 0  # pages that are never released
         self._first_in_queue, self._freed = asyncio.Lock(), asyncio.Event()  # a lock is acquired in order of arrival
-        self.num_waiting = 0  # requests queued for pages
         self.descriptor: int | None = None  # of the memory, from the first `write` on
         self._memory: WritableMemory | None = None
 
@@ -128,27 +127,23 @@ class Arena:
         Cancelling the wait, at any moment, acquires nothing. Raises RequestTooLarge: the arena has fewer pages;
         TransportError: out of memory, and no pages are in use that would become free."""
         needed = sum(map(pages_for, sizes))
-        if needed > self._pages.capacity:
-            raise RequestTooLarge(f"{needed} pages of 64 KB are needed; the arena has {self._pages.capacity}")
-        self.num_waiting += 1
-        try:
-            async with self._first_in_queue:
-                while True:
-                    acquired = [pages for size in sizes if (pages := self._pages.allocate(size)) is not None]
-                    if len(acquired) == len(sizes):
-                        return acquired
-                    for extents in acquired:
-                        self._pages.free(extents)
-                    if self._pages.num_used == self._discarded:
-                        raise TransportError("out of memory, and no tensors are in transfer")
-                    self._freed.clear()
-                    await self._freed.wait()
-        finally:
-            self.num_waiting -= 1
+        if needed > self.pages.capacity:
+            raise RequestTooLarge(f"{needed} pages of 64 KB are needed; the arena has {self.pages.capacity}")
+        async with self._first_in_queue:
+            while True:
+                acquired = [pages for size in sizes if (pages := self.pages.allocate(size)) is not None]
+                if len(acquired) == len(sizes):
+                    return acquired
+                for extents in acquired:
+                    self.pages.free(extents)
+                if self.pages.num_used == self._discarded:
+                    raise TransportError("out of memory, and no tensors are in transfer")
+                self._freed.clear()
+                await self._freed.wait()
 
     def acquire_now(self, nbytes: int) -> list[Extent]:
         """Pages for a probe. Raises TransportError."""
-        extents = self._pages.allocate(nbytes)
+        extents = self.pages.allocate(nbytes)
         if extents is None:
             raise TransportError("out of memory")
         return extents
@@ -158,7 +153,7 @@ class Arena:
         TransportError: no memory for it."""
         try:
             if self._memory is None:  # the first write, by a probe
-                self.descriptor = memory.create_sparse(self._pages.capacity * PAGE_BYTES)
+                self.descriptor = memory.create_sparse(self.pages.capacity * PAGE_BYTES)
                 self._memory = WritableMemory(self.descriptor)
             self._memory.write(extents, content)
         except OSError as error:
@@ -166,22 +161,17 @@ class Arena:
 
     def written(self, extents: Sequence[Extent]) -> None:
         """`write` has returned: these pages have memory."""
-        self._pages.written(extents)
+        self.pages.written(extents)
 
     def release(self, extents: Sequence[Extent]) -> None:
         """No process uses these now: free them."""
-        self._pages.free(extents)
+        self.pages.free(extents)
         self._freed.set()
 
     def discard(self, extents: Sequence[Extent]) -> None:
         """Never reuse these: a rank may still read them after its stream ended."""
         self._discarded += sum(count for _, count in extents)
         self._freed.set()
-
-    @property
-    def num_used(self) -> int:
-        """Pages that are acquired and not released."""
-        return self._pages.num_used
 
     def close_memory(self) -> None:
         """Unmap the memory; the kernel frees it with the last mapping of a rank."""

@@ -20,25 +20,17 @@ _MADV_POPULATE_WRITE = 23  # linux/mman.h, since 5.14; Python has no name for it
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def create_sparse(nbytes: int) -> int:
+def create_sparse(nbytes: int, allocate: bool = False) -> int:
     """Descriptor of `nbytes` of new memory, sealed in size, with pages from `populate_for_writing` on. A read or write
-    of a page without memory allocates it; where there is none the kernel kills a process. Raises OSError: out of
-    descriptors, or `nbytes` is above this process's limit for a file."""
+    of a page without memory allocates it; where there is none the kernel kills a process. With `allocate` all pages
+    have memory: a full machine is an OSError here. Raises OSError: out of descriptors, or `nbytes` is above this
+    process's limit for a file."""
     fd = os.memfd_create("mini-engine", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
-
-
-def create_sealed(nbytes: int) -> int:
-    """As `create_sparse`, with all pages allocated: a full machine means OSError here, and no failed access later."""
-    fd = create_sparse(nbytes)
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
+        if allocate:
+            os.posix_fallocate(fd, 0, nbytes)
     except OSError:
         os.close(fd)
         raise

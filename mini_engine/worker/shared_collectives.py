@@ -160,7 +160,7 @@ def meet(path: Path, rank: int, size: int, patience: float, timeout: float) -> S
             links[other] = link
         own.unlink()
         if rank == 0:
-            fd = memory.create_sealed(_SETS * size * PIECE_BYTES)
+            fd = memory.create_sparse(_SETS * size * PIECE_BYTES, allocate=True)
             opened.callback(os.close, fd)
             for link in links.values():
                 socket.send_fds(link, [_READY], [fd])

@@ -39,7 +39,7 @@ def ranks(runtime: Path) -> Iterator[list[Rank]]:
 def arena() -> Iterator[Arena]:
     made = Arena(4 << 20, lambda: 1 << 40)
     yield made
-    assert made.num_used == 0
+    assert made.pages.num_used == 0
     made.close_memory()
 
 
@@ -80,7 +80,7 @@ async def test_cancelled_copy_frees_its_memory_when_the_thread_has_returned(
     for _ in range(2):
         await asyncio.sleep(0)
     await cancelled(submitting)
-    await eventually(lambda: arena.num_used == 0)
+    await eventually(lambda: arena.pages.num_used == 0)
     assert frames == [] and queue.buffered_tensors == 0
 
 

@@ -48,7 +48,7 @@ async def queued_for_decoding(served: Served, _: SlowWeb) -> Asking:
     served.asking([image(56 + number) for number in range(places.limit)])
     await eventually(lambda: not places.num_free)
     asking = served.asking([image()])
-    await eventually(lambda: places.num_waiting == 1)
+    await eventually(places.queue.locked)
     return asking
 
 

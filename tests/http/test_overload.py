@@ -138,12 +138,12 @@ async def test_web_server_that_hangs_delays_no_other_request(served: Served, web
 
 async def test_large_request_is_not_overtaken_in_the_queue_for_decoding(served: Served) -> None:
     """There are four places. More items than places run alone."""
-    places = served.context.places
+    places, queue = served.context.places, served.context.places.queue
     served.gate.door.clear()
     asking = []
     for waiting, sides in enumerate([(56, 57, 58), range(59, 64), (64,), (65, 66)]):
         asking.append(served.asking([image(side) for side in sides]))
-        await eventually(lambda waiting=waiting: places.num_free <= 1 and places.num_waiting == waiting)
+        await eventually(lambda n=waiting: places.num_free <= 1 and queue.locked() + len(queue._waiters or ()) == n)
     assert (await served.post()).status_code == 200  # needs no place
     await cancelled(asking.pop())
     served.gate.door.set()

@@ -60,7 +60,7 @@ async def test_each_pause_falls_to_its_stage(served: Served) -> None:
     served.gate.door.clear()
     async with served.context.places.hold(4):
         asking = served.asking([image()], n=2, return_timings=True)
-        await eventually(lambda: served.context.places.num_waiting == 1)
+        await eventually(lambda: served.context.places.queue.locked())
         await pause(2)
     await eventually(lambda: served.gate.inside == 1)
     await pause(7)

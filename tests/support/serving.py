@@ -122,7 +122,7 @@ class Served:
             any(engine.requests or engine.preparing for engine in context.engines.engines)
             or self.queue.buffered_tensors
             or context.places.num_free < context.places.limit
-            or context.places.num_waiting
+            or context.places.queue.locked()
             or any(budget.used for budget in (context.media_bytes, context.requests, context.bodies))
             or metric("inflight_media_bytes")
         )

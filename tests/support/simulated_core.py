@@ -157,14 +157,15 @@ class World:
         assert all(self.ends[name] == ["length"] for name in names), self.ends
 
     def assert_at_rest(self):
-        core, links = self.core, self.links
+        core, links, states = self.core, self.links, self.core.states
         assert not core.requests and not core.in_flight and not [*core.scheduler.clients.in_turns()]
-        assert not len(core.arrivals) and core.arrivals.seconds_left() is None
-        assert not len(core.grammars) and not links.grammars
+        assert not core.arrivals._entries and core.arrivals.seconds_left() is None
+        assert not core.grammars._entries and not links.grammars
         assert not links.sequences, "the ranks still keep a sequence"
         assert links.num_grids.keys() == links.encoded.keys(), "the ranks still keep half of an item"
         assert self.pool.num_used == 0
-        assert not core.states.is_needed or core.states.num_free + core.states.num_snapshots == core.limits.num_states
+        kept = len([*states._sequences, *states._unused, *states._snapshots])
+        assert not states.is_needed or kept == core.limits.num_states
         assert core.encoder.num_tokens == core.encoder.num_idle_tokens == sum(links.encoded.values())
         assert core.media.num_references == 0 == core.media.num_bytes_pinned
         if isinstance(core.media, MediaStore):

@@ -85,14 +85,14 @@ async def test_discarded_messages_free_their_pages(ranks: Any, connect: Any, are
     sender = connect("torch_shm", 1)
     outgoing = await sender.reserve([torch.zeros(100_000), torch.zeros(5)])
     outgoing(torch.zeros(100_000))
-    assert (sender.buffered_tensors, sender.buffered_bytes) == (2, 400_020) and arena.num_used == 8
+    assert (sender.buffered_tensors, sender.buffered_bytes) == (2, 400_020) and arena.pages.num_used == 8
     with pytest.raises(TransportError, match="no room was reserved for a tensor of 24 bytes"):
         outgoing(torch.zeros(6))
     with pytest.raises(TransportError):
         outgoing(torch.zeros(2, dtype=torch.complex64))
     outgoing.discard()
     outgoing.discard()
-    assert sender.buffered_tensors == 0 == arena.num_used
+    assert sender.buffered_tensors == 0 == arena.pages.num_used
     sender.consumed([MessageId(API, 1), MessageId(API, 99)])  # unknown: ignored
 
 
@@ -110,12 +110,12 @@ async def test_the_end_of_a_stream_is_reported_once_and_frames_after_it_are_drop
     sent += await send(sender, torch.ones(3))
     assert [(await arrival(first)).message for _ in sent] == [handle.message for handle in sent]
     assert len(ended) == 1 and ended[0].startswith("tensor stream to rank 1 ended: ")
-    used = arena.num_used
+    used = arena.pages.num_used
     outgoing = await sender.reserve([torch.ones(3)])
     sender.close_streams()
-    assert sender.buffered_tensors == 1 and arena.num_used == used + 1
+    assert sender.buffered_tensors == 1 and arena.pages.num_used == used + 1
     outgoing.discard()
-    assert arena.num_used == used, "a rank that lives may read what was sent"
+    assert arena.pages.num_used == used, "a rank that lives may read what was sent"
 
 
 # --- probes ----------------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def test_a_probe_names_the_rank_and_the_reason(ranks: Any, runtime: Path, arena:
     with pytest.raises(TransportError, match="rank 0 of engine 0: connected, but no answer to the probe in time"):
         sender.probe("direct_rpc", 0.1)
     rank.resume.set()
-    assert arena.num_used == 0
+    assert arena.pages.num_used == 0
 
 
 def test_a_probe_without_memory_fails_and_the_other_placement_passes(ranks: Any, arena: Arena) -> None:
@@ -246,7 +246,7 @@ async def test_slots_bring_tensors_and_are_used_again_once_consumed(ranks: Any, 
     assert sender.reserve_slots([torch.zeros(1)]) is None, "all slots are in use"
     discarded.discard()
     sender.consumed([handle.message for handle in handles])
-    assert sender.reserve_slots([torch.zeros(1)] * 3) is not None and arena.num_used == 0
+    assert sender.reserve_slots([torch.zeros(1)] * 3) is not None and arena.pages.num_used == 0
     sender.close_streams()
 
 

@@ -27,11 +27,6 @@ class StatePool:
         """Snapshots that can be found."""
         return len(self._snapshots)
 
-    @property
-    def num_free(self) -> int:
-        """Indices that no sequence has, and that neither hold nor will hold a snapshot."""
-        return len(self._sequences) + len(self._unused)
-
     def allocate(self) -> int:
         """An index for a sequence; there is one."""
         return self._sequences.pop()

@@ -20,7 +20,6 @@ import math
 import mmap
 import os
 import resource
-import signal
 import socket
 import sys
 from typing import Annotated, NoReturn
@@ -32,7 +31,7 @@ from setproctitle import setproctitle
 
 from mini_engine.config.decode_limits import DecodeLimits
 from mini_engine.failpoints import DIRECTORY
-from mini_engine.launch.process_setup import die_with_parent, keep_freed_memory
+from mini_engine.launch.process_setup import die_with_parent, ignore_stop_signals, keep_freed_memory
 from mini_engine.media.decode.item_limits import Guard
 from mini_engine.media.decode.sandbox import enter_sandbox
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
@@ -159,9 +158,7 @@ class _Decoder:
 
 def main() -> NoReturn:
     """Main function of a decoder process; its argument is a `DecoderSpec` as JSON."""
-    # Ctrl-C and a service manager's SIGTERM reach all processes: the supervisor acts on them.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_stop_signals()
     spec = msgspec.json.decode(sys.argv[1], type=DecoderSpec)
     die_with_parent(spec.parent_pid)
     for name in ("animation", "image", "video"):

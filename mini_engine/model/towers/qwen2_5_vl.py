@@ -4,15 +4,11 @@ from torch import nn
 
 from mini_engine.model.layers import GatedMLP, RMSNorm
 from mini_engine.model.parallel import Placement
-from mini_engine.model.towers.vision import NORM_EPS, PatchMerger, VisionTower
+from mini_engine.model.towers.qwen2_vl import Qwen2VisionTower
 
 
-class Qwen2_5VisionTower(VisionTower):
+class Qwen2_5VisionTower(Qwen2VisionTower):
     norm = RMSNorm
 
     def make_mlp(self, source: str, at: Placement) -> nn.Module:
         return GatedMLP(source, self.config.hidden_size, self.config.intermediate_size, bias=True, at=at)
-
-    def make_merger(self, source: str, at: Placement) -> nn.Module:
-        norm = RMSNorm(f"{source}.ln_q", self.config.hidden_size, NORM_EPS, at)
-        return PatchMerger(norm, f"{source}.mlp.0", f"{source}.mlp.2", self.config, at)

@@ -3,20 +3,20 @@
 import torch
 from torch import Tensor, nn
 
-from mini_engine.model.layers import MLP, LayerNorm
+from mini_engine.model.layers import MLP, LayerNorm, RMSNorm
 from mini_engine.model.parallel import Placement
 from mini_engine.model.towers.vision import NORM_EPS, PatchMerger, VisionTower
 
 
 class Qwen2VisionTower(VisionTower):
-    norm = LayerNorm
+    norm: type[LayerNorm | RMSNorm] = LayerNorm
 
     def make_mlp(self, source: str, at: Placement) -> nn.Module:
         size, inner = self.config.hidden_size, self.config.intermediate_size
         return MLP(f"{source}.fc1", f"{source}.fc2", (size, inner, size), quick_gelu, at)
 
     def make_merger(self, source: str, at: Placement) -> nn.Module:
-        norm = LayerNorm(f"{source}.ln_q", self.config.hidden_size, NORM_EPS, at)
+        norm = self.norm(f"{source}.ln_q", self.config.hidden_size, NORM_EPS, at)
         return PatchMerger(norm, f"{source}.mlp.0", f"{source}.mlp.2", self.config, at)
 
 

@@ -28,7 +28,7 @@ from typing import NoReturn
 import msgspec
 from setproctitle import setproctitle
 
-from mini_engine.launch.process_setup import die_with_parent
+from mini_engine.launch.process_setup import die_with_parent, ignore_stop_signals
 from mini_engine.messages import Grammar, GrammarReady
 from mini_engine.worker.sampling.matchers import MaskVocabulary, Matchers, Row
 
@@ -305,9 +305,7 @@ def _limit(connection: int) -> None:
 
 def main() -> NoReturn:
     """Main function of the manager; its argument is a `ManagerSpec` as JSON."""
-    # Ctrl-C and a service manager's SIGTERM reach all processes: the supervisor acts on them.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_stop_signals()
     spec = msgspec.json.decode(sys.argv[1], type=ManagerSpec)
     die_with_parent(spec.parent_pid)
     setproctitle(spec.title)

@@ -77,4 +77,4 @@ def test_the_least_recently_used_snapshot_makes_room():
     assert all(pool.publish(prefix_hash, index) for prefix_hash, index in indices.items())
     assert pool.use(b"a") == indices[b"a"] and pool.reserve() == indices[b"b"]
     assert not pool.publish(b"a", indices[b"b"]), "it is published already"
-    assert (pool.num_snapshots, pool.num_free) == (1, 2)
+    assert (pool.num_snapshots, len(pool._unused)) == (1, 1)
