@@ -12,13 +12,13 @@ import hashlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 import zmq
 import zmq.asyncio
 
 from mini_engine import metrics
-from mini_engine.engine_client.media_store_client import MediaStoreClient
+from mini_engine.engine_client.media_store_client import CacheAccess, MediaStoreClient
 from mini_engine.engine_client.request_sender import RequestSender
 from mini_engine.log import about
 from mini_engine.messages import (
@@ -38,9 +38,6 @@ from mini_engine.protocol.api_errors import ENGINE_DIED, ApiError, EngineError, 
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
 from mini_engine.transport.tensor_ipc import TensorIpcSender
-
-if TYPE_CHECKING:
-    from mini_engine.transport.arena import WritableMemory
 
 logger = logging.getLogger(__name__)
 
@@ -71,14 +68,7 @@ class EngineHandle:
     aborted, or its `MediaMiss`."""
 
     def __init__(
-        self,
-        number: int,
-        socket: zmq.asyncio.Socket,
-        encoder: Encoder,
-        queue: TensorIpcSender,
-        media_capacity: int,
-        store: WritableMemory | None,
-        max_object_bytes: int,
+        self, number: int, socket: zmq.asyncio.Socket, encoder: Encoder, queue: TensorIpcSender, cache: CacheAccess
     ):
         """See `EngineClient`."""
         self.number = number
@@ -90,13 +80,12 @@ class EngineHandle:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # raises EngineLost
         self._socket = socket
         self._encoder = encoder
-        self._metrics = metrics.EngineMetrics(number, media_capacity)
+        self._metrics = metrics.EngineMetrics(number, cache.capacity)
         self._numbers = itertools.count(1)
         self._replies: dict[int, asyncio.Future[ControlReply | None]] = {}  # to control requests, by number
         self._ping: asyncio.Future[ControlReply | None] | None = None
         self._sender = RequestSender(encoder, queue, self._send_frame)
-        is_cached = media_capacity > 0
-        self.media = MediaStoreClient(number, self._send, queue.num_ranks, is_cached, store, max_object_bytes)
+        self.media = MediaStoreClient(number, self._send, queue.num_ranks, cache)
 
     @property
     def load(self) -> int:
@@ -240,12 +229,7 @@ class EngineHandle:
 
 
 class EngineClient:
-    """All engines of this API server. `endpoints` of the cores, `queues` and the memory of their `stores` have the same
-    order.
-
-    `media_capacity`: most bytes of cached media that an engine can read; 0: no engine is asked for media. Items of more
-    than `max_object_bytes` are not stored.
-    """
+    """All engines of this API server. `endpoints` of the cores, `queues` and `caches` have the same order."""
 
     def __init__(
         self,
@@ -253,17 +237,14 @@ class EngineClient:
         encoder: Encoder,
         endpoints: Sequence[str],
         queues: Sequence[TensorIpcSender],
-        *,
-        media_capacity: int,
-        stores: Sequence[WritableMemory | None],
-        max_object_bytes: int = 0,
+        caches: Sequence[CacheAccess],
     ):
         name = sockets.identity(encoder.sender, encoder.incarnation)
         self.preparing: set[Callable[[EngineError], None]] = set()  # each ends a request that no engine has yet
         self.engines = []
-        for number, (endpoint, queue, store) in enumerate(zip(endpoints, queues, stores, strict=True)):
+        for number, (endpoint, queue, cache) in enumerate(zip(endpoints, queues, caches, strict=True)):
             socket = sockets.connect_dealer(context, endpoint, name)
-            self.engines.append(EngineHandle(number, socket, encoder, queue, media_capacity, store, max_object_bytes))
+            self.engines.append(EngineHandle(number, socket, encoder, queue, cache))
 
     def check(self) -> None:
         """Raises EngineError when no engine runs."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -36,6 +37,15 @@ INLINE_COPY_BYTES = 256 << 10  # copies up to this size cost less than handing t
 SHM_STORE = "shm_store"  # beside the transports' names, in the metrics
 
 
+@dataclass(frozen=True)
+class CacheAccess:
+    """What an API server may do with the media cache of one engine."""
+
+    capacity: int  # most bytes of media that the engine can read; 0: it caches none, and is not asked
+    memory: WritableMemory | None = None  # None without a store, as where the ranks keep copies
+    max_object_bytes: int = 0  # larger items are not stored
+
+
 class _Write:
     """The write of one item, for all requests of this API server that bring it meanwhile."""
 
@@ -52,25 +62,13 @@ class MediaStoreClient:
     """Towards one engine. `look_up` and `place` give a request references, which the engine claims with the request;
     `release_aborted` releases those of one that is not sent.
 
-    `send` sends the core a message; it raises EngineError when the engine is down. `is_cached`: whether the engine
-    caches media at all. `memory` is None without a store, as where the ranks keep copies. Items of more than
-    `max_object_bytes` are not stored.
+    `send` sends the core a message; it raises EngineError when the engine is down.
     """
 
-    def __init__(
-        self,
-        engine: int,
-        send: Callable[[AnyMessage], None],
-        num_ranks: int,
-        is_cached: bool,
-        memory: WritableMemory | None,
-        max_object_bytes: int,
-    ):
+    def __init__(self, engine: int, send: Callable[[AnyMessage], None], num_ranks: int, cache: CacheAccess):
         self._send = send
         self._num_ranks = num_ranks
-        self._is_cached = is_cached
-        self._memory = memory
-        self._max_object_bytes = max_object_bytes
+        self._cache = cache
         self._lookups: dict[str, asyncio.Future[Found]] = {}
         self._writes: dict[bytes, _Write] = {}
         self._queries = metrics.mm_cache_queries_total.labels(str(engine))
@@ -78,7 +76,7 @@ class MediaStoreClient:
 
     async def look_up(self, request_id: str, items: Collection[Sequence[bytes]]) -> dict[bytes, CachedMedia]:
         """What is cached, by hash. Each of `items` may have several. Raises EngineError: the engine is down."""
-        if not items or not self._is_cached:
+        if not items or not self._cache.capacity:
             return {}
         self._send(Lookup(request_id, list(dict.fromkeys(media_hash for item in items for media_hash in item))))
         answer = self._lookups[request_id] = asyncio.get_running_loop().create_future()
@@ -93,7 +91,7 @@ class MediaStoreClient:
 
     async def place(self, request: NewRequest) -> NewRequest:
         """`request` with None in place of the tensors that the store holds now. Raises EngineError."""
-        if self._memory is None:
+        if self._cache.memory is None:
             return request
         new = {item.media_hash: item for item in request.media if item.patches is not None and item.cacheable}
         stored = await asyncio.gather(*(self._store(request.request_id, item) for item in new.values()))
@@ -125,7 +123,7 @@ class MediaStoreClient:
     async def _store(self, request_id: str, item: MediaItem) -> bool:
         """Whether the request refers to the item in the store now."""
         nbytes = item.patches.nbytes  # type: ignore[union-attr] # a tensor: see `messages.Tensor`
-        if nbytes > self._max_object_bytes:
+        if nbytes > self._cache.max_object_bytes:
             metrics.ipc_fallbacks_total.labels("store_oversize").inc()
             return False
         outcome = "present"
@@ -165,14 +163,15 @@ class MediaStoreClient:
 
     async def _copied(self, item: MediaItem, reserved: Reserved) -> bool:
         """Copy the item to its pages; False: no memory for them."""
-        assert self._memory is not None
+        memory = self._cache.memory
+        assert memory is not None
         metrics.mm_store_fragmented_total.inc(len(reserved.extents) > 1)
         payload = item.patches.view(-1)  # type: ignore[union-attr]
         try:
             if payload.nbytes <= INLINE_COPY_BYTES:
-                self._memory.write(reserved.extents, payload)
+                memory.write(reserved.extents, payload)
             else:
-                await asyncio.get_running_loop().run_in_executor(None, self._memory.write, reserved.extents, payload)
+                await asyncio.get_running_loop().run_in_executor(None, memory.write, reserved.extents, payload)
         except OSError:
             return False
         return True

@@ -20,6 +20,7 @@ from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.config.decode_limits import DecodeLimits
 from mini_engine.engine_client import transport_probe as transports
 from mini_engine.engine_client.engines import EngineClient, send_now
+from mini_engine.engine_client.media_store_client import CacheAccess
 from mini_engine.engine_client.transport_probe import limit_memory, processor_device, staging_slots
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.http.app import create_app
@@ -126,9 +127,8 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
     context = zmq.asyncio.Context(shadow=child.context)
     stores: list[WritableMemory | None] = [*map(WritableMemory, child.media_stores)] or [None] * len(init.cores)
     capacity, max_bytes = init.media_cache.nbytes, init.config.mm_shm_cache_max_object_size_mb << 20
-    engines = EngineClient(
-        context, child.encoder, init.cores, queues, media_capacity=capacity, stores=stores, max_object_bytes=max_bytes
-    )
+    caches = [CacheAccess(capacity, store, max_bytes) for store in stores]
+    engines = EngineClient(context, child.encoder, init.cores, queues, caches)
     await front.media.decoders.start()
     child.ready(transports=choices)
     link = SupervisorLink(child, engines)

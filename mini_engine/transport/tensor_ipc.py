@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-import math
 import os
 import socket
 import time
@@ -259,11 +258,10 @@ class Received:
         if self.arena is not None:
             return self.arena.rows(self.extents, self.shape, self.dtype, first, stop)
         assert self.content is not None
-        row_bytes = math.prod(self.shape[1:]) * DTYPES[self.dtype].itemsize
-        tensor = self.content[first * row_bytes : stop * row_bytes].view(DTYPES[self.dtype])
+        rows = self.content.view(DTYPES[self.dtype]).view(self.shape)[first:stop]
         if self.copied is not None:
-            self.copied.use(tensor)
-        return tensor.view(stop - first, *self.shape[1:])
+            self.copied.use(rows)
+        return rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import pytest
 import zmq.asyncio
 
 from mini_engine.engine_client.engines import LOAD_MARGIN, EngineClient
+from mini_engine.engine_client.media_store_client import CacheAccess
 from mini_engine.transport.codec import Encoder
 from tests.support.peers import make_queue
 
@@ -22,7 +23,7 @@ async def clients() -> AsyncIterator[list[EngineClient]]:
     context, made = zmq.asyncio.Context(), []
     for number in range(2):
         encoder, queues = Encoder(f"api {number}", 7), [make_queue() for _ in ENDPOINTS]
-        made.append(EngineClient(context, encoder, ENDPOINTS, queues, media_capacity=1 << 30, stores=[None] * 3))
+        made.append(EngineClient(context, encoder, ENDPOINTS, queues, [CacheAccess(1 << 30)] * 3))
     yield made
     for client in made:
         client.close()

@@ -14,7 +14,7 @@ import torch
 from msgspec.structs import replace
 
 from mini_engine.core.caches.media_store import MediaStore
-from mini_engine.engine_client.media_store_client import INLINE_COPY_BYTES, SHM_STORE, MediaStoreClient
+from mini_engine.engine_client.media_store_client import INLINE_COPY_BYTES, SHM_STORE, CacheAccess, MediaStoreClient
 from mini_engine.messages import (
     Abandoned,
     AnyMessage,
@@ -70,7 +70,7 @@ class EngineStore:
         fd = create_sparse(PAGES * PAGE_BYTES)
         self.memory, self.readable = HeldMemory(fd), ReadableMemory(fd)
         os.close(fd)
-        self.client = MediaStoreClient(0, self.send, 2, True, self.memory, 32 * PAGE_BYTES)
+        self.client = MediaStoreClient(0, self.send, 2, CacheAccess(1 << 30, self.memory, 32 * PAGE_BYTES))
         self.holds: type | None = None
         self.held: list[AnyMessage] = []
         self.seen: list[type] = []
@@ -235,7 +235,7 @@ async def test_dead_engine_ends_requests_that_wait_for_its_answer(world: EngineS
 @pytest.mark.parametrize("is_cached", [False, True])
 async def test_without_a_store_nothing_is_reserved_and_without_a_cache_nothing_is_asked(is_cached: bool) -> None:
     sent: list[AnyMessage] = []
-    client = MediaStoreClient(0, sent.append, 2, is_cached, None, 1 << 30)
+    client = MediaStoreClient(0, sent.append, 2, CacheAccess(is_cached << 30))
     asking = asyncio.create_task(client.look_up("asks", [[A]]))
     await settle()
     client.on_found(Found("asks", []))

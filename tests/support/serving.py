@@ -23,6 +23,7 @@ from PIL import Image
 from mini_engine.config import EngineConfig
 from mini_engine.config.decode_limits import DecodeLimits
 from mini_engine.engine_client.engines import EngineClient
+from mini_engine.engine_client.media_store_client import CacheAccess
 from mini_engine.http.app import create_app
 from mini_engine.http.connections import HttpServer
 from mini_engine.http.context import AppContext, ModelFront
@@ -306,7 +307,7 @@ async def serve(
         endpoint = f"ipc://{sockets}/core"
         stack.callback(zmq_context.destroy, linger=0)
         core = stack.enter_context(contextlib.closing(ScriptedCore(zmq_context, endpoint)))
-        engines = EngineClient(zmq_context, encoder, [endpoint], [queue], media_capacity=1 << 30, stores=[None])
+        engines = EngineClient(zmq_context, encoder, [endpoint], [queue], [CacheAccess(1 << 30)])
         stack.callback(engines.close)
         app = create_app(context := make_context(processor, config, media, engines))
         server = HttpServer(app, config, lambda: None)

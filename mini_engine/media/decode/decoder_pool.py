@@ -99,16 +99,11 @@ class DecoderPool:
             DecoderUnavailable: no decoder was free in time, or it was killed or starved from outside.
             OSError: the host gives no process or no memory for it.
         """
-        lease = await self.acquire(job.item, owner)
-        return await lease.decode(job, data)
-
-    async def acquire(self, item: str, owner: str) -> DecoderLease:
-        """A decoder for one job, once a place is free; `item` is for errors. See `decode`."""
         seconds = QUEUE_TIMEOUTS * self.limits.media_decode_timeout
         try:
             place = await self._places.acquire(owner, seconds)
         except TimeoutError:
-            raise DecoderUnavailable(item, f"no media decoder was free within {seconds:g} s; retry later") from None
+            raise DecoderUnavailable(job.item, f"no media decoder was free within {seconds:g} s; retry later") from None
         try:
             if self._idle:
                 child = self._idle[-1]
@@ -119,10 +114,10 @@ class DecoderPool:
         except BaseException as error:
             place.release()
             if isinstance(error, OSError) and shortage_in(error) is None:
-                raise DecoderUnavailable(item, "no media decoder could be started; retry later") from error
+                raise DecoderUnavailable(job.item, "no media decoder could be started; retry later") from error
             raise
         self._ensure_spare()
-        return DecoderLease(self, place, child)
+        return await DecoderLease(self, place, child).decode(job, data)
 
     def release(self, place: Place, child: DecoderProcess) -> None:
         """The job of a lease is done, and nothing refers to its frames."""
@@ -198,7 +193,7 @@ class DecoderPool:
 
 
 class DecoderLease:
-    """A place and a decoder for one job, from `DecoderPool.acquire` to `release`."""
+    """A place and a decoder for one job, from `DecoderPool.decode` to `release`."""
 
     def __init__(self, pool: DecoderPool, place: Place, child: DecoderProcess):
         self._pool, self._place, self._child = pool, place, child

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from io import BytesIO
 from ipaddress import ip_address
+from socket import getaddrinfo
 
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
@@ -104,7 +105,7 @@ class _Resolver(AbstractResolver):
     async def resolve(self, host: str, port: int = 0, family: int = 0) -> list[ResolveResult]:  # noqa: ARG002
         """The addresses to connect to. One forbidden address refuses the host. Raises MediaError, OSError."""
         async with asyncio.timeout(QUIET_SECONDS):
-            infos = await asyncio.get_running_loop().run_in_executor(_LOOKUPS, self.policy.resolve, host, port)
+            infos = await asyncio.get_running_loop().run_in_executor(_LOOKUPS, getaddrinfo, host, port)
         addresses = dict.fromkeys(str(info[4][0]) for info in infos)
         if not all(self.policy.may_connect(ip_address(address)) for address in addresses):
             raise MediaError(self.item, "its host has a private address; list the network in --allowed-media-domains")

@@ -4,13 +4,11 @@ Knows an operator's list of hosts; `fetch.py`, `local_files.py` and `http_fetch.
 """
 
 import re
-import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from pathlib import Path
-from typing import Any
 
 from yarl import URL
 
@@ -21,8 +19,6 @@ AllowedHost = tuple[str, int | None]  # a host as `URL.raw_host` spells it, and 
 Network = IPv4Network | IPv6Network
 # Receives the size of each downloaded block before the block is stored. An exception from it ends the fetch.
 Received = Callable[[int], None]
-# Called in a thread with a host name and a port; returns and raises what `socket.getaddrinfo` does.
-Resolver = Callable[[str, int], Sequence[Any]]
 
 BLOCK_BYTES = 1 << 18  # received or decoded at once
 
@@ -74,13 +70,11 @@ class MediaPolicy:
     allowed_local_media_path: Path | None  # `file://` URLs may read below this directory; None disables them
     max_media_bytes: int  # of one encoded item
     # The hosts that `http(s)://` URLs may name; empty disables them. An entry is a host name without wildcards, or an
-    # address. With `:port` the entry allows one port, otherwise every port. All addresses of a host name must pass
-    # `is_allowed_address`, or be in a network entry, such as `10.0.0.0/8`. An address entry, such as `127.0.0.1:8080`,
-    # allows URLs that contain it, and no host name that resolves to it.
+    # address. With `:port` the entry allows one port, otherwise every port. Each address of a host name must be global
+    # or in a network entry, such as `10.0.0.0/8`. An address entry, such as `127.0.0.1:8080`, allows URLs that contain
+    # it, and no host name that resolves to it.
     allowed_media_domains: Sequence[str] = ()
     media_fetch_timeout: float = 30.0  # seconds for one `http(s)` item, from the name resolution to the last byte
-    resolve: Resolver = socket.getaddrinfo  # called once per URL; the connection goes to an address that it returned
-    is_allowed_address: Callable[[Address], bool] = is_global  # whether a host name may resolve to it
     allowed_hosts: frozenset[AllowedHost | Network] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,7 +86,7 @@ class MediaPolicy:
     def may_connect(self, address: Address) -> bool:
         """Whether a listed host name may resolve to the address."""
         networks = [entry for entry in self.allowed_hosts if not isinstance(entry, tuple)]
-        return self.is_allowed_address(address) or any(address in network for network in networks)
+        return is_global(address) or any(address in network for network in networks)
 
     def check_size(self, nbytes: int, item: str) -> None:
         """Raises MediaError for an item of more bytes than the limit."""
