@@ -107,9 +107,9 @@ class Front:
         _check_path(path)
         if path == "/health" and request.method in ("GET", "HEAD"):
             return await self._answer_health(request)
-        with self._bodies.reserve() as reservation:
+        with self._bodies.reserve() as share:
             has_body = request.method == "POST" and path not in KEYLESS
-            body = await receive_body(request, self._config, reservation) if has_body else SplitBody()
+            body = await receive_body(request, self._config, share) if has_body else SplitBody()
             if FOR_ALL_HOSTS.get(path) == request.method:
                 return await self._answer_for_all(request)
             return await self._forward(request, body.whole, await asyncio.to_thread(media_key, body, path))

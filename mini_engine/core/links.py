@@ -85,6 +85,6 @@ class Links:
             if peer not in self.unresponsive:
                 self.unresponsive.add(peer)
                 text = "%s is unresponsive: %d messages unread, further ones dropped; its requests may hang"
-                logger.error(text, peer.decode(), sockets.HIGH_WATER_MARK)
+                logger.error(text, peer.decode(), sockets.QUEUE_LIMIT)
         except zmq.ZMQError:
             logger.debug("%s exited: %s dropped", peer.decode(), type(body).__name__)

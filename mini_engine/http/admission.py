@@ -44,14 +44,14 @@ class Budget:
     used: int = 0
 
     @contextlib.contextmanager
-    def reserve(self, amount: int = 0) -> Iterator[Reservation]:
-        """Count `amount`, and what `Reservation.receive` adds, while the block runs. Raises as that."""
-        reservation = Reservation(self)
+    def reserve(self, amount: int = 0) -> Iterator[BudgetShare]:
+        """Count `amount`, and what `BudgetShare.receive` adds, while the block runs. Raises as that."""
+        share = BudgetShare(self)
         try:
-            reservation.receive(amount)
-            yield reservation
+            share.receive(amount)
+            yield share
         finally:
-            self.count(-reservation.amount)
+            self.count(-share.amount)
 
     def count(self, change: int) -> None:
         """Change what is in use, whatever the limit."""
@@ -60,7 +60,7 @@ class Budget:
 
 
 @dataclass(eq=False)
-class Reservation:
+class BudgetShare:
     """What one request has of a budget."""
 
     budget: Budget

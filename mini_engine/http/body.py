@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from mini_engine.config import EngineConfig
-from mini_engine.http.admission import Reservation
+from mini_engine.http.admission import BudgetShare
 from mini_engine.protocol.api_errors import ApiError, ErrorResponse, bad_request
 from mini_engine.protocol.body_split import SplitBody
 from mini_engine.protocol.structure import MAX_STRUCTURE, STRUCTURE_LIMIT, structure
@@ -109,16 +109,16 @@ def _invalid_field(problem: str) -> ApiError:
 
 
 async def read_body(request: Request, kind: type[BodyT], context: AppContext) -> BodyT:
-    """The request in the body of an HTTP request. Unlike `Request.body` it keeps the bytes nowhere. Raises ApiError:
+    """The request in the body of an HTTP request. Unlike Starlette it keeps the bytes nowhere. Raises ApiError:
     413, 415, 408; 429 if there is no room for the body beside others; see `decode_body`; and ClientDisconnect."""
-    with context.bodies.reserve() as reservation:
-        body = await receive_body(request, context.config, reservation)
+    with context.bodies.reserve() as share:
+        body = await receive_body(request, context.config, share)
     decode = partial(decode_body, body, kind, context.config.served_names, context.config.max_text_bytes)
     return await run_sized(decode, len(body), INLINE_BYTES)
 
 
-async def receive_body(request: Request, config: EngineConfig, reservation: Reservation) -> SplitBody:
-    """The whole body, counted in `reservation`. uvicorn drops the rest of a refused one. Raises as `read_body`."""
+async def receive_body(request: Request, config: EngineConfig, share: BudgetShare) -> SplitBody:
+    """The whole body, counted in `share`. uvicorn drops the rest of a refused one. Raises as `read_body`."""
     max_bytes, seconds = config.max_request_bytes, config.timeout_client
     check_headers(request.headers, max_bytes)
     body = SplitBody()
@@ -128,7 +128,7 @@ async def receive_body(request: Request, config: EngineConfig, reservation: Rese
             async for block in request.stream():
                 if len(body) + len(block) > max_bytes:
                     raise _too_large(LARGE_BODY.format(max_bytes))
-                reservation.receive(len(block))
+                share.receive(len(block))
                 body.feed(block)
                 if body.text_bytes > config.max_text_bytes:
                     raise _too_large(LARGE_TEXT.format(config.max_text_bytes))

@@ -57,7 +57,7 @@ class ActiveRequests:
 
 class RequestMiddleware:
     """See the module. In `scope["state"]` the application finds `request_id`, `clock`, `cleanup`, an ExitStack, and
-    `end`, which cancels it; for text also `client`, an opaque id, and `choices`, the reservation of the first one. It
+    `end`, which cancels it; for text also `client`, an opaque id, and `choices`, the budget share of the first one. It
     is also cancelled when its client disconnects."""
 
     def __init__(self, app: ASGIApp, context: AppContext, requests: ActiveRequests):

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Batch = list[tuple[MediaRef, "Sequence[MediaSettings]"]]
+FetchGroup = list[tuple[MediaRef, "Sequence[MediaSettings]"]]
 
 INLINE_CHARACTERS = 64 << 10  # `data:` URLs of this length together cost less than handing them to a thread
 ITEM_CHARACTERS = 1 << 10  # what an item costs beside its URL
@@ -122,18 +122,18 @@ class MediaLoader:
         all downloads. Raises MediaError: an item cannot be fetched.
         """
         # Items that follow each other and cost up to INLINE_CHARACTERS together: a task for each costs more than many.
-        batches: list[Batch] = []
+        groups: list[FetchGroup] = []
         room, whole = -1, 0
         for ref, of_item in zip(refs, settings, strict=True):
             is_slow = isinstance(ref.url, DataUrl) or sources.is_elsewhere(ref.url) or sources.is_local_file(ref.url)
             cost = INLINE_CHARACTERS + 1 if is_slow else len(ref.url) + ITEM_CHARACTERS
             room, whole = room - cost, whole + cost
             if room < 0:
-                batches.append([])
+                groups.append([])
                 room = INLINE_CHARACTERS - cost
-            batches[-1].append((ref, of_item))
-        fetched = await _all(self._fetch(batch, received, whole <= INLINE_CHARACTERS) for batch in batches)
-        return [item for batch in fetched for item in batch]
+            groups[-1].append((ref, of_item))
+        fetched = await _all(self._fetch(group, received, whole <= INLINE_CHARACTERS) for group in groups)
+        return [item for group in fetched for item in group]
 
     async def process(
         self, items: Iterable[FetchedItem], clock: RequestClock, owner: str, probe: bool = False
@@ -187,15 +187,15 @@ class MediaLoader:
                 flight.work.cancel()
                 del self._flights[item.media_hash]
 
-    async def _fetch(self, batch: Batch, received: Received, inline: bool) -> list[Candidates]:
+    async def _fetch(self, group: FetchGroup, received: Received, inline: bool) -> list[Candidates]:
         download: bytes | None = None
-        first, _ = batch[0]
+        first, _ = group[0]
         if sources.is_elsewhere(first.url):
             async with self._downloads:
                 download = await fetch_http(first.url, self.policy, first.name, received)
 
         def fetched() -> list[Candidates]:
-            return [self._read(ref, settings, download) for ref, settings in batch]
+            return [self._read(ref, settings, download) for ref, settings in group]
 
         return fetched() if inline else await asyncio.get_running_loop().run_in_executor(self._reading, fetched)
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 import zmq
 
 # Bounds the queue of a peer that does not read; further messages to it are dropped, see `core/links.py`.
-HIGH_WATER_MARK = 100_000
+QUEUE_LIMIT = 100_000
 
 SocketT = TypeVar("SocketT", bound=zmq.Socket)
 
@@ -56,6 +56,6 @@ def connect_dealer(context: zmq.Context[SocketT], endpoint: str, name: bytes, on
 def _configured(context: zmq.Context[SocketT], kind: int) -> SocketT:
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.SNDHWM, QUEUE_LIMIT)
+    socket.setsockopt(zmq.RCVHWM, QUEUE_LIMIT)
     return socket

@@ -61,7 +61,7 @@ def test_messages_received_while_ranks_load_are_kept(runtime, context):
 
 
 def test_unresponsive_api_server_is_logged_once_and_blocks_nothing(runtime, context, monkeypatch, caplog):
-    monkeypatch.setattr(sockets, "HIGH_WATER_MARK", 2)
+    monkeypatch.setattr(sockets, "QUEUE_LIMIT", 2)
     with core_links(runtime, context, 7) as (links, apis):
         apis[7].send(Encoder("api 7", 7).encode(ControlRequest(0, "stats")))
         links.receive(60)
