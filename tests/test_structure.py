@@ -132,6 +132,22 @@ def test_every_module_says_what_it_is():
     assert not silent, silent
 
 
+def test_names_in_docstrings_are_defined_where_they_say():
+    """Each `module.name` and `Class.member`: in a file of that name, or in one with that class."""
+    files, names = dict[str, str](), []
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        for owner in (path.stem, *re.findall(r"^class (\w+)", text, re.MULTILINE)):
+            files[owner] = files.get(owner, "") + text
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                names += re.findall(r"`(\w+)\.(?!py\b|json\b)(\w+)", ast.get_docstring(node) or "")
+    for owner, name in names:
+        definition = rf"^\s*(async def |def |class |self\.)?{name}\b *[:(=,\[]"
+        is_defined = re.search(definition, files.get(owner, ""), re.MULTILINE)
+        assert is_defined or not (owner in files or (name in files and name != name.lower())), f"{owner}.{name}"
+
+
 def test_every_config_field_is_read_somewhere():
     code = "\n".join(path.read_text() for path in FILES if path.parent.name != "config")
     code += (PACKAGE / "config" / "engine_config.py").read_text().partition("def served_names")[2]  # properties

@@ -33,7 +33,7 @@ class DescribedApp(FastAPI):
 
 
 def create_app(context: AppContext) -> FastAPI:
-    """The ASGI application over `context`. `app.state.requests` are its `ActiveRequests`."""
+    """The ASGI application over `context`. Its state has its `ActiveRequests` as `requests`."""
     app = DescribedApp(
         title="mini-engine",
         version=importlib.metadata.version("mini-engine"),

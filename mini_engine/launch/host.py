@@ -21,7 +21,7 @@ MAX_UNIX_PATH = 107  # sun_path without its terminating zero
 
 
 def resolve_model(config: EngineConfig) -> str:
-    """The local directory of `config.model`; a hub name is downloaded once, here, or taken from the hub's cache.
+    """The local directory of MODEL; a hub name is downloaded once, here, or taken from the hub's cache.
     Raises ConfigError: no such directory and no such model on the hub, or with HF_HUB_OFFLINE in its cache."""
     if Path(config.model).is_dir():
         return str(Path(config.model).resolve())

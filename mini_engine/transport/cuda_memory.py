@@ -1,6 +1,6 @@
 """CUDA tensors from an API server's device memory into a rank's, by staging slots: both ends and the CUDA calls.
 
-    sender's stream  copy into slot │ the host waits, sends the head              Consumed: copy into slot ...
+    sender's stream  copy into slot │ the host waits, sends the head              consumed: copy into slot ...
     rank's stream                                       └► copy to own memory │ copied       ▲
     rank's main stream                                                           └► wait │ read ... it is released
 
@@ -8,7 +8,7 @@ A frame's head has the slot's number (`tensor_ipc.py`). The host waits for a dev
 
 - The thread that fills a slot waits for the copy, and the head is sent after that. So no event of this process is
   needed in the ranks: if it were killed in between, their streams would wait forever.
-- A rank that releases a message waits for its copy. So `Consumed`, which the core sends once every rank has reported
+- A rank that releases a message waits for its copy. So `Outputs.consumed`, which the core sends once every rank has reported
   the step that releases the message, means that no rank reads the slot: it needs no event of a rank to be filled again.
 
 The CUDA runtime (cuda.bindings) allocates the slots, not torch: torch's pools may lie in expandable segments, which are

@@ -62,7 +62,7 @@ async def start(context: AppContext, chat: ChatRequest, state: State) -> Answer:
     """Rows 2 to 8 of docs/request-path.md. When this returns the engine has the request.
 
     What the request holds until then, `held` releases; also if it fails or is cancelled. Raises ApiError, MediaError,
-    DecoderUnavailable, Shortage: see `errors.explain`.
+    DecoderUnavailable, Shortage: see `error_responses.report_error`.
     """
     async with contextlib.AsyncExitStack() as held:
         context.engines.preparing.add(state.end)
@@ -108,12 +108,12 @@ async def load_media(
     resolve = partial(context.media_settings.resolve, chat, refs)
     settings = await run_sized(lambda: [*map(resolve, budgets)], len(refs), INLINE_ITEMS)
     # Row 3: room for the media's bytes, the bytes, and their hashes.
-    reservation = held.enter_context(context.media_bytes.reserve(await context.media.known_bytes(refs)))
+    share = held.enter_context(context.media_bytes.reserve(await context.media.known_bytes(refs)))
     clock.enter("fetch")
-    items = await context.media.fetch(refs, zip(*settings, strict=True), reservation.receive)
+    items = await context.media.fetch(refs, zip(*settings, strict=True), share.receive)
     clock.enter("admission")  # row 4: not before, since a web server that hangs would block the queue
     await held.enter_async_context(context.places.hold(len(refs)))
-    request_id, size = state.request_id, reservation.amount
+    request_id, size = state.request_id, share.amount
     logger.debug("%s admitted: %d media items of %d bytes", request_id, len(refs), size, extra=about(request_id))
     clock.enter("other")
     return items

@@ -144,7 +144,7 @@ class _Decoder:
             return DecodeFailed(None)
 
     def _allocate(self, shape: Shape) -> NDArray[np.uint8]:
-        """See `frames.Allocate`."""
+        """See `frame_rows.Allocate`."""
         self._send(Announced(shape))
         return self._output[: 3 * math.prod(shape)].reshape(*shape, 3)
 

@@ -59,7 +59,7 @@ def columns_of(least: int) -> int:
 
 
 class TritonBackend:
-    """See `attention.AttentionBackend`. `longest`: most tokens of a sequence."""
+    """See `sdpa.AttentionBackend`. `longest`: most tokens of a sequence."""
 
     def __init__(self, cache: KVCache, longest: int) -> None:
         self.cache = cache
