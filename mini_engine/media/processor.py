@@ -12,19 +12,19 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mini_engine import metrics
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
+from mini_engine.messages import Modality
 from mini_engine.model.model_spec import find_spec
 
 if TYPE_CHECKING:
     import torch
 
-Kind = Literal["image", "video"]
 Kwargs = Mapping[str, Any]
 
 TIME_TOKENS = 12  # that it takes to write the time of a step
@@ -38,7 +38,7 @@ class MediaSettings:
 
     sampling: VideoSampling
     processor_kwargs: Kwargs  # as given, JSON values, for the media hash
-    calls: Mapping[Kind, Kwargs]  # the arguments of the processor's two halves
+    calls: Mapping[Modality, Kwargs]  # the arguments of the processor's two halves
     video_tokens: int | None = None  # of a video at most: its frames get smaller, and `sampling` takes fewer
     # A part's min_pixels, max_pixels and total_pixels. Of a video they are of its frames, as qwen_vl_utils has it.
     bounds: Mapping[str, int] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class MediaSettings:
 class ProcessedItem:
     """The model's input for one image or video."""
 
-    modality: Kind
+    modality: Modality
     patches: "torch.Tensor"  # uint8 [grid_t * grid_h * grid_w, 3 * temporal_patch_size * patch_size**2], contiguous
     grid_thw: tuple[int, int, int]  # in patches
     num_tokens: int  # placeholders in the prompt, after merging merge_size**2 patches each
@@ -86,7 +86,7 @@ class MediaProcessor:
         self.patch_size = self._video.patch_size  # pixels
         self.token_pixels = (self.patch_size * self._video.merge_size) ** 2  # of each frame, for a token
         video = _call(self._video, device) | {"do_sample_frames": False, "return_metadata": True}
-        self.calls: Mapping[Kind, Kwargs] = {"image": _call(self._image, device), "video": video}
+        self.calls: Mapping[Modality, Kwargs] = {"image": _call(self._image, device), "video": video}
 
     def check(self, settings: MediaSettings) -> None:
         """Runs the processor on a grey image and video, so that bad settings and files fail here: a ValueError."""
@@ -148,7 +148,7 @@ class MediaProcessor:
             high = min(high, max(share, 1))
         return {"shortest_edge": min(low, high), "longest_edge": high}
 
-    def _item(self, kind: Kind, patches: "torch.Tensor", grid: "torch.Tensor", *rest: Any) -> ProcessedItem:
+    def _item(self, kind: Modality, patches: "torch.Tensor", grid: "torch.Tensor", *rest: Any) -> ProcessedItem:
         assert patches.element_size() == 1, f"its patches are {patches.dtype}, not uint8"
         frames, height, width = grid[0].tolist()
         tokens = frames * height * width // self._image.merge_size**2

@@ -43,12 +43,10 @@ def bind_router(context: zmq.Context[SocketT], endpoint: str) -> SocketT:
     return socket
 
 
-def connect_dealer(context: zmq.Context[SocketT], endpoint: str, name: bytes, only_connected: bool = False) -> SocketT:
-    """A DEALER connected to the ROUTER at `endpoint`, known there as `name`. With `only_connected` nothing is queued
-    without a connection: a non-blocking send raises `zmq.Again`."""
+def connect_dealer(context: zmq.Context[SocketT], endpoint: str, name: bytes) -> SocketT:
+    """A DEALER connected to the ROUTER at `endpoint`, known there as `name`."""
     socket = _configured(context, zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, name)
-    socket.setsockopt(zmq.IMMEDIATE, int(only_connected))
     socket.connect(endpoint)
     return socket
 

@@ -1,17 +1,14 @@
 """What the server refuses: URLs, paths, responses, images and videos. `tests/media` has the error of each."""
 
 import io
-import os
 import struct
-from pathlib import Path
 
 import av
 import numpy as np
 from PIL import Image
 
 import mini_engine.media.decode.image  # noqa: F401 - registers HEIF with Pillow
-from mini_engine.protocol.parts import MAX_URL_CHARACTERS
-from tests.support import clips
+from tests.support import bad_urls, clips
 from tests.support.corpus import PLAYLISTS, png_of_size
 from tests.support.web import chunked, response
 
@@ -19,19 +16,8 @@ URLS = """data:video/mp4;base64 data:, data:;base64, data:,YQ== data:;base64,ab*
 data:;base64,%2F%2F4x clip.mp4 ftp://a/ file:///etc/passwd file://a.test/a file:a file:/a file://[ file:///a?x""".split()
 URLS += ["", " data:;base64,YQ==", "data:;base64,\ud800", "data:;base64,QUJD\0QUJD", "file:///a\t/../b"]
 URLS += ["data:" + "x" * 2000 + ";base64,YQ==", "file:///" + "x" * 16384]
-URLS += r"""
-http://other.test/ http://sub.media.test/ http://media.test.other.test/ http://media.test:65536/ http://user@media.test/
-http://media.test@other.test/ http://other.test#@media.test/ http://other.test\@media.test/ http://media.test\.other.test/
-http://media.test%2eother.test/ http://127.0.0.1/ http://[::1/ http:///media.test/ http:media.test/ http:// http://127.1/
-http://2130706433/ http://0x7f.1/ http://media.test./ http://media..test/ http://me%64ia.test/ ws://media.test/""".split()
-URLS += ["http://med\tia.test/", "http://media.test/a\r\nHost: other.test", "http://media.test/a b", "http://\ud800/"]
-URLS += ["http://media.test/\ud800", "http://" + "\ufdfa" * 10000, "http://me\u00addia.test/"]
-URLS += ["http://media.test/" + "x" * MAX_URL_CHARACTERS]
-PATHS = r"""
-/../secret /%2e%2e/secret /%2e%2e%2fsecret /%252e%252e/secret /..%5csecret /..\secret /./../secret //../../secret -too
-/%c0%ae%c0%ae/secret /inner/../../secret /../allowed-too /out /up/secret /up/allowed/../secret /clip%00 /%00 /loop /pipe
-/inner / /missing /clip/x /big /empty""".split()
-PATHS += ["", "/" + "x" * 5000]
+URLS += bad_urls.HTTP_URLS
+PATHS = [*bad_urls.PATHS, "/big", "/empty"]
 
 BODY = bytes(range(256)) * 2000
 OK, CHUNKED = b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -46,20 +32,6 @@ ENDLESS = [(head, bytes(1 << 16)) for head in (OK + b"\r\n", CHUNKED + b"7ffffff
 ENDLESS += [(OK + b"Content-Length: 5000\r\n\r\n", b"x")]
 LOCATIONS = r"""http://other.test:{port}/0 //other.test:{port}/0 file:///etc/passwd data:,x http://private.test:{port}/0
 //other.test\@media.test/""".split()
-
-
-def make_root(base: Path) -> Path:
-    """A directory with regular and special files and links that lead outside, to `secret`."""
-    root = base / "allowed"
-    (root / "inner").mkdir(parents=True)
-    for path in ("secret", "allowed-too", "clip", "allowed/clip", "allowed/inner/clip"):
-        (base / path).write_bytes(b"secret")
-    (root / "big").write_bytes(bytes(1001))
-    (root / "empty").touch()
-    for link, target in {"link": "clip", "out": "../secret", "up": "..", "loop": "loop"}.items():
-        (root / link).symlink_to(target)
-    os.mkfifo(root / "pipe")
-    return root
 
 
 def images() -> list[bytes]:

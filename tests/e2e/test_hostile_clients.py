@@ -20,6 +20,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.e2e import bad_inputs
+from tests.support.bad_urls import make_root
 from tests.support.client import ask_small
 from tests.support.processes import memory
 from tests.support.running_server import RunningServer, message
@@ -58,7 +59,7 @@ def answer(connection: socket.socket, head: str) -> None:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of --allowed-local-media-path."""
-    return bad_inputs.make_root(tmp_path_factory.mktemp("outside"))
+    return make_root(tmp_path_factory.mktemp("outside"), b"secret")
 
 
 @pytest.fixture(scope="module")
