@@ -5,15 +5,10 @@ from __future__ import annotations
 import pytest
 
 from mini_engine.media import settings as media_settings
-from mini_engine.messages import NewRequest
 from tests.support.patience import cancelled, eventually, settle
 from tests.support.serving import MAX_MODEL_LEN, Counted, Served, check_error, image, metric, video
 
 CACHE = ("mm_cache_queries_total{engine=0}", "mm_cache_hits_total{engine=0}", "media_decodes_total")
-
-
-def has_tensors(request: NewRequest) -> list[bool]:
-    return [item.patches is not None for item in request.media]
 
 
 # --- work on items ---------------------------------------------------------------------------------------------------
