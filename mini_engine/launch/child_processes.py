@@ -34,6 +34,7 @@ from mini_engine.transport.codec import Encoder, decode
 
 logger = logging.getLogger(__name__)
 
+CHILD = "mini_engine.launch.child"  # the module that each child runs
 TURNS = 4  # that the shortest of the time-outs is divided into
 DEATH_SECONDS = 30.0  # for a process that was killed to exit: it may have much memory to give back
 
@@ -140,15 +141,12 @@ def catch_stop_signals() -> int:
 class ProcessGroup:
     """All children, of the engines that serve and of those before them, on one ROUTER in `runtime_dir`.
 
-    Each runs `module` in a fresh interpreter. `stop_signals`: see `catch_stop_signals`.
+    Each runs in a fresh interpreter. `stop_signals`: see `catch_stop_signals`.
     """
 
-    def __init__(
-        self, config: EngineConfig, runtime_dir: Path, stop_signals: int, module: str = "mini_engine.launch.child"
-    ):
+    def __init__(self, config: EngineConfig, runtime_dir: Path, stop_signals: int):
         self.children: list[ChildProcess] = []
         self._config = config
-        self._module = module
         self._metrics_dir = runtime_dir / "metrics"
         self._tmpdir = runtime_dir / "tmp"
         self._stop_signals = stop_signals
@@ -187,7 +185,7 @@ class ProcessGroup:
             media_stores=[*media_stores],
         )
         popen = subprocess.Popen(
-            [sys.executable, "-m", self._module, msgspec.json.encode(spec).decode()],
+            [sys.executable, "-m", CHILD, msgspec.json.encode(spec).decode()],
             stdin=subprocess.DEVNULL,
             stdout=2,  # what libraries print is part of the log
             env=environ,

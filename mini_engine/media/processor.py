@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 Kwargs = Mapping[str, Any]
+Calls = Mapping[Modality, Kwargs]
 
 TIME_TOKENS = 12  # that it takes to write the time of a step
 EDGES = ("shortest_edge", "longest_edge")  # transformers' names of the bounds on an item's pixels
@@ -38,7 +39,7 @@ class MediaSettings:
 
     sampling: VideoSampling
     processor_kwargs: Kwargs  # as given, JSON values, for the media hash
-    calls: Mapping[Modality, Kwargs]  # the arguments of the processor's two halves
+    calls: Calls  # the arguments of the processor's two halves
     video_tokens: int | None = None  # of a video at most: its frames get smaller, and `sampling` takes fewer
     # A part's min_pixels, max_pixels and total_pixels. Of a video they are of its frames, as qwen_vl_utils has it.
     bounds: Mapping[str, int] = field(default_factory=dict)
@@ -86,7 +87,7 @@ class MediaProcessor:
         self.patch_size = self._video.patch_size  # pixels
         self.token_pixels = (self.patch_size * self._video.merge_size) ** 2  # of each frame, for a token
         video = _call(self._video, device) | {"do_sample_frames": False, "return_metadata": True}
-        self.calls: Mapping[Modality, Kwargs] = {"image": _call(self._image, device), "video": video}
+        self.calls: Calls = {"image": _call(self._image, device), "video": video}
 
     def check(self, settings: MediaSettings) -> None:
         """Runs the processor on a grey image and video, so that bad settings and files fail here: a ValueError."""

@@ -16,7 +16,7 @@ import msgspec
 
 from mini_engine.config.decode_limits import MOST_FRAMES_KEPT, DecodeLimits
 from mini_engine.media.frame_sampling import VideoSampling
-from mini_engine.media.processor import EDGES, FORWARDED, TIME_TOKENS, Kwargs, MediaProcessor, MediaSettings
+from mini_engine.media.processor import EDGES, FORWARDED, TIME_TOKENS, Calls, Kwargs, MediaProcessor, MediaSettings
 from mini_engine.media.sources.fetch import DEFAULT_FPS, Frames, has_frames
 from mini_engine.messages import CachedMedia, EngineLimits, Modality
 from mini_engine.protocol.api_errors import bad_request
@@ -157,7 +157,7 @@ class MediaSettingsResolver:
             options = _sampling_of_part(ref.settings, sampling, self._processor.step)
             sampling = updated(sampling, options, self._by_rate, ref.name)
         sizes = RequestKwargs(min_pixels=bounds.get("min_pixels"), max_pixels=bounds.get("max_pixels"))
-        calls: Mapping[Modality, Kwargs] = _resized(ref.name, shared.calls, sizes, [ref.modality], max_pixels)
+        calls: Calls = _resized(ref.name, shared.calls, sizes, [ref.modality], max_pixels)
         if is_video and self._processor.defaults.bounds_whole_video:
             calls = shared.calls  # `bounds` are of each frame
         return replace(shared, sampling=sampling, calls=calls, bounds=bounds)
@@ -227,7 +227,7 @@ def at_most(sampling: VideoSampling, frames: int, unset: int) -> VideoSampling:
     return msgspec.structs.replace(sampling, max_frames=greatest, min_frames=least)
 
 
-def _own_calls(processor: MediaProcessor, model_dir: Path) -> Mapping[Modality, Kwargs]:
+def _own_calls(processor: MediaProcessor, model_dir: Path) -> Calls:
     """As the model's files say, or its family's defaults where they only speak of images."""
     tokens, whole = processor.defaults.frame_tokens, model_dir / "processor_config.json"
     in_whole = whole.exists() and "video_processor" in json.loads(whole.read_text())
@@ -251,7 +251,7 @@ def _split(processor_kwargs: Kwargs, io_kwargs: Kwargs) -> tuple[dict[str, Any],
 
 
 def _resized(
-    owner: str, calls: Mapping[Modality, Kwargs], sizes: RequestKwargs, kinds: Iterable[Modality], max_pixels: float = math.inf
+    owner: str, calls: Calls, sizes: RequestKwargs, kinds: Iterable[Modality], max_pixels: float = math.inf
 ) -> dict[Modality, Kwargs]:
     """`calls`, of which those of `kinds` with `sizes`; these make no item larger than `max_pixels`. Raises
     ValueError."""

@@ -8,8 +8,9 @@ A frame's head has the slot's number (`tensor_ipc.py`). The host waits for a dev
 
 - The thread that fills a slot waits for the copy, and the head is sent after that. So no event of this process is
   needed in the ranks: if it were killed in between, their streams would wait forever.
-- A rank that releases a message waits for its copy. So `Outputs.consumed`, which the core sends once every rank has reported
-  the step that releases the message, means that no rank reads the slot: it needs no event of a rank to be filled again.
+- A rank that releases a message waits for its copy. So `Outputs.consumed`, which the core sends once every rank has
+  reported the step that releases the message, means that no rank reads the slot: it needs no event of a rank to be
+  filled again.
 
 The CUDA runtime (cuda.bindings) allocates the slots, not torch: torch's pools may lie in expandable segments, which are
 shared by `pidfd_getfd` or not at all, and torch counts the users of shared memory in a named file, which a SIGKILL

@@ -8,17 +8,19 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from mini_engine.config import EngineConfig
+from mini_engine.launch import child_processes
 from mini_engine.launch.child_processes import ProcessGroup
 
 
 @pytest.fixture
-def make_processes(runtime) -> Iterator[Callable[[EngineConfig], ProcessGroup]]:
+def make_processes(runtime, monkeypatch) -> Iterator[Callable[[EngineConfig], ProcessGroup]]:
     """A group with this configuration, whose children run `program.py`. The test's own signals are left alone."""
+    monkeypatch.setattr(child_processes, "CHILD", "tests.launch.program")
     no_signals = os.eventfd(0)
     made: list[ProcessGroup] = []
 
     def make(config: EngineConfig) -> ProcessGroup:
-        made.append(ProcessGroup(config, runtime, no_signals, "tests.launch.program"))
+        made.append(ProcessGroup(config, runtime, no_signals))
         return made[0]
 
     yield make
