@@ -101,7 +101,7 @@ class Front:
             return error_response(error)
 
     async def _answer(self, request: Request) -> Response:
-        # Not `request.url`, which has the header Host in it.
+        # Not its `url`, which has the header Host in it.
         path = request.scope["raw_path"].decode("latin-1")
         self._access.check(path, request.headers, is_preflight=request.method == "OPTIONS")
         _check_path(path)
