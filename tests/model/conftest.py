@@ -16,11 +16,7 @@ from mini_engine.model.config import ModelConfig
 from mini_engine.model.model_spec import canonical_name
 from tests.model.reference import Prompt
 from tests.support.families import FAMILIES, IMAGE, PATCH_DIM, VIDEO, build, oracle_inputs, placeholders
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> None:
-    torch.set_num_threads(1)
+from tests.support.one_thread import one_thread  # noqa: F401 - a fixture
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,11 @@ from mini_engine.worker.attention.recurrent_states import RecurrentStates
 from mini_engine.worker.attention.sdpa import KVCache, SdpaBackend, empty_blocks
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
+from tests.support.one_thread import one_thread  # noqa: F401 - a fixture
 from tests.worker import tiny
 
 NUM_BLOCKS = 256
 NUM_STATES = 32
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
