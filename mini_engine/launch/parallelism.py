@@ -12,9 +12,10 @@ from mini_engine.config import MAX_ENGINES, EngineConfig
 from mini_engine.free_memory import available_memory, usable_cores
 from mini_engine.model.config import ModelConfig
 
-# Weights of a decoder layer for each thread. A core streams them in 0.75 ms (11 GB/s), some twice as long as Python and
-# torch take for the layer's operators. Measured on two cores with 8 requests at a time, two engines to two threads:
-# requests per second 1.04 to 1.32 up to 6 MiB a layer, 0.83 to 0.92 at 24 MiB.
+# Weights of a decoder layer that are worth a thread. A core streams them in 1.1 ms (11 GB/s), three times as long as
+# Python and torch take for the layer's operators, and threads that wait for each other at each operator cost some, too.
+# Measured on two cores, 8 requests at a time, videos and texts, requests per second of two engines to two threads: 1.04
+# and 1.32 at 4 MiB a layer, 1.22 and 1.23 at 6, 1.22 and 1.07 at 14, 0.83 and 0.92 at 24.
 THREAD_BYTES = 12 << 20
 ENGINE_BYTES = 512 << 20  # of memory, for the processes of an engine beside its weights
 SMALL_MODEL_TOKENS = 1024  # per step of several engines: it is short, and requests of the others do not wait for it

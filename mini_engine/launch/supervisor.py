@@ -62,7 +62,9 @@ def run_server(config: EngineConfig) -> int:
     config = parallelism.settle(config)
     media_cache = host.plan_media_cache(config)
     host.check_tls(config)
-    os.environ["OMP_NUM_THREADS"] = str(parallelism.threads)  # of the children, but for those that need one
+    # Of the workers. How threads wait for each other is left to OpenMP, which keeps them awake for a while: on two
+    # cores GOMP_SPINCOUNT=0 and 1000 made tokens up to 1.9 times as slow, 10000 made no clear difference.
+    os.environ["OMP_NUM_THREADS"] = str(parallelism.threads)
     stop_signals = catch_stop_signals()
     with contextlib.ExitStack() as stack:
         reach_failpoint("binding-sockets")
