@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Report:
     """Start the server, measure in turn, print the table."""
-    flags = server_flags("--launch", args.launch)
+    flags = ["-dp", "1", *server_flags("--launch", args.launch)]
     longest = PROMPT_TOKENS + WARM_UP_STEPS + args.steps
     runner, model = make_runner(parse(flags), [(args.batch, longest)])
     forward = [0.0]

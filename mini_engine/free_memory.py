@@ -1,11 +1,12 @@
-"""How much memory this process may still take: the machine's free memory, within the limits of its control groups. And
-the memory of CUDA devices that is set aside for API servers, which they and the workers must agree on.
+"""How much memory this process may still take, and how many cores: the machine's, within the limits of its control
+groups. And the memory of CUDA devices that is set aside for API servers, which they and the workers must agree on.
 
 Anonymous shared memory is bounded by nothing else: an allocation beyond the machine's memory does not fail, it ends in
 the kernel's OOM killer. So the parts that take much ask here first. Nothing is reserved by asking.
 """
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -31,27 +32,41 @@ def available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     """
     lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
     free = next(int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:")
-    return max(min([free, *(limit - used for limit, used in _cgroups(proc, cgroups))]), 0)
+    for version, directory in control_groups("memory", proc, cgroups):
+        limit, usage, cache = CGROUP_FILES[version]
+        with contextlib.suppress(OSError, ValueError):  # not there, not ours to read, or its limit is "max"
+            maximum, used = (int((directory / name).read_text()) for name in (limit, usage))
+            statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+            free = min(free, maximum - used + int(statistics.get(cache, 0)))
+    return max(free, 0)
 
 
-def _cgroups(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use, in bytes, of each control group around this process whose files can be read.
+def usable_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Cores that this process may keep busy: those of its affinity, within the CPU quota of every control group around
+    it that can be seen from here; 1 at least."""
+    cores = len(os.sched_getaffinity(0))
+    for version, directory in control_groups("cpu", proc, cgroups):
+        names = ["cpu.max"] if version == 2 else ["cpu.cfs_quota_us", "cpu.cfs_period_us"]
+        with contextlib.suppress(OSError, ValueError):  # as above
+            quota, period = map(int, " ".join((directory / name).read_text() for name in names).split())
+            cores = min(cores, quota // period) if quota > 0 else cores  # -1: no quota
+    return max(cores, 1)
+
+
+def control_groups(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple[int, Path]]:
+    """Version and directory of each control group around this process that a controller may limit, the innermost first.
 
     In a container the path in /proc may be the host's while the directory shows the container's own group at its root,
-    so missing files on the way up are skipped.
+    so files on the way up may be missing.
     """
     for line in (proc / "self" / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        root = cgroups / "memory" if controllers else cgroups
-        limit, usage, cache = CGROUP_FILES[1 if controllers else 2]
+        root = cgroups / controller if controllers else cgroups
         group = root / ("" if ".." in path else path.strip("/"))  # "..": outside of this process's namespace
         for directory in (group, *group.parents):
-            with contextlib.suppress(OSError, ValueError):  # not there, not ours to read, or its limit is "max"
-                maximum, used = (int((directory / name).read_text()) for name in (limit, usage))
-                statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-                yield maximum, used - int(statistics.get(cache, 0))
+            yield 1 if controllers else 2, directory
             if directory == root:
                 break
 

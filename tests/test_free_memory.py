@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from mini_engine.config import EngineConfig
-from mini_engine.free_memory import CUDA_CONTEXT_BYTES, available_memory, processor_bytes, processor_memory
+from mini_engine.free_memory import (
+    CUDA_CONTEXT_BYTES,
+    available_memory,
+    processor_bytes,
+    processor_memory,
+    usable_cores,
+)
 
 MIB = 1 << 20
 
@@ -52,6 +59,28 @@ def test_in_a_container_the_root_is_its_own_group(proc: Path, tmp_path: Path, pa
     group(tmp_path / "groups", 2, MIB, 0)
     group(tmp_path / "other", 2, 1, 0)
     assert available_memory(proc, tmp_path / "groups") == MIB
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_cores_within_the_tightest_quota(proc: Path, tmp_path: Path, version: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6))
+    (proc / "self" / "cgroup").write_text("3:cpu,cpuacct:/a/b\n" if version == 1 else "0::/a/b\n")
+    root = tmp_path / "cpu" if version == 1 else tmp_path
+    assert usable_cores(proc, tmp_path) == 6
+    inner, none = root / "a" / "b", "-1" if version == 1 else "max"
+    for directory, quota, cores in (
+        (inner, none, 6),
+        (inner, "450000", 4),
+        (root / "a", "250000", 2),
+        (root, "5000", 1),
+    ):
+        directory.mkdir(parents=True, exist_ok=True)
+        if version == 1:
+            (directory / "cpu.cfs_quota_us").write_text(f"{quota}\n")
+            (directory / "cpu.cfs_period_us").write_text("100000\n")
+        else:
+            (directory / "cpu.max").write_text(f"{quota} 100000\n")
+        assert usable_cores(proc, tmp_path) == cores
 
 
 def test_cuda_memory_of_all_api_servers_is_within_the_budget():

@@ -59,7 +59,7 @@ def application(arguments: Arguments, command: tuple[str, ...] = SERVE) -> Appli
     for name in OWN_FLAGS:
         if getattr(config, name) != getattr(EngineConfig(), name):
             raise ConfigError(f"flags: --{name.replace('_', '-')} is for one engine; see docs/cluster.md#security")
-    at_once = config.step_sequences("cpu", recurrent=False) * config.data_parallel_size
+    at_once = config.step_sequences("cpu", recurrent=False) * config.engines
     fewest = arguments.min_hosts or arguments.hosts
     scaling: dict[str, Any] = {
         "autoscaling_config": AutoscalingConfig(
@@ -82,5 +82,6 @@ def application(arguments: Arguments, command: tuple[str, ...] = SERVE) -> Appli
     fronts = Front.options(  # type: ignore[attr-defined]
         max_ongoing_requests=FRONT_REQUESTS, max_replicas_per_node=1, ray_actor_options={"num_cpus": 0}, **scaling
     )
+    flags += ["--data-parallel-size", str(config.engines)]  # which the limits above count with
     keys = [arguments.api_key] if arguments.api_key else []
     return fronts.bind(engines.bind([*command, *flags]), dataclasses.replace(config, api_key=keys))

@@ -53,7 +53,7 @@ class EngineReplica:
         address = ray.util.get_node_ip_address()
         launcher = [sys.executable, "-c", LAUNCHER, str(os.getpid())]
         environ = {**os.environ, "MINI_ENGINE_API_KEY": key}
-        environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to 1
+        environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to 1; the engine chooses
         self._process = subprocess.Popen(
             [*launcher, *command, "--host", address, "--port", "0"],
             stdout=subprocess.PIPE,

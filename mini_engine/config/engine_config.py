@@ -24,6 +24,11 @@ STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 # recurrent states takes tens of MiB from the start.
 STEP_SEQUENCES, STEP_SEQUENCES_CUDA = 64, 256
 
+# Bytes of the KV caches of all engines on the CPU where no flag says, and how many of them divide it: an eighth holds a
+# long prompt of a small model.
+CPU_CACHE_BYTES, CPU_CACHE_PARTS = 1 << 30, 8
+MAX_ENGINES = 64
+
 AttentionBackendName = Literal["auto", "triton", "sdpa"]
 Dtype = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
 TensorIpc = Literal["auto", "torch_shm", "direct_rpc"]
@@ -83,7 +88,14 @@ class EngineConfig:
     distributed_backend: Literal["auto", "gloo", "nccl", "shm"] = _processes("auto")
     """Backend of collectives between workers: `nccl`, `shm` (shared memory), `gloo`, or `auto`: NCCL on CUDA, shared
     memory on the CPU. With `gloo`, workers may share CUDA devices (slow, for tests)."""
-    data_parallel_size: int = _processes(1, short="-dp", minimum=1, maximum=64)
+    data_parallel_size: int | None = _processes(
+        None,
+        short="-dp",
+        parse_text=parse_length,
+        minimum=1,
+        maximum=MAX_ENGINES,
+        unset="auto: on the CPU by the model's size and the cores, 1 on CUDA",
+    )
     """Data parallel engines, each with its own copy of the model."""
     api_server_count: int = _processes(1, short="-asc", minimum=1, maximum=64)
     """API server processes."""
@@ -152,7 +164,9 @@ class EngineConfig:
         unset=f"{STEP_SEQUENCES_CUDA} on CUDA; {STEP_SEQUENCES} on the CPU and for models with recurrent states",
     )
     """Maximum sequences per step."""
-    max_num_batched_tokens: int | None = _scheduling(None, minimum=1, unset="512 on the CPU, 2048 on CUDA")
+    max_num_batched_tokens: int | None = _scheduling(
+        None, minimum=1, unset="512 on the CPU, 1024 with several engines of a small model; 2048 on CUDA"
+    )
     """Maximum tokens per step; longer prompts are prefilled in chunks."""
     long_prefill_token_threshold: int | None = _scheduling(None, minimum=0, unset="half of --max-num-batched-tokens")
     """Maximum tokens of one prompt per step while other prompts wait; 0: no limit."""
@@ -168,7 +182,7 @@ class EngineConfig:
     block_size: int = _caches(16, minimum=1)
     """Tokens per block of the KV cache."""
     kv_cache_memory_bytes: int | None = _caches(
-        None, minimum=1, unset="1G on the CPU, --gpu-memory-utilization on CUDA"
+        None, minimum=1, unset="1G divided between the engines on the CPU, --gpu-memory-utilization on CUDA"
     )
     """Size of each worker's KV cache; no more than --max-num-seqs sequences of --max-model-len tokens fill."""
     gpu_memory_utilization: float = _caches(0.9, minimum=0.05, maximum=1.0)
@@ -318,6 +332,16 @@ class EngineConfig:
         limits = self.limit_mm_per_prompt.items()
         counts = {name: limit.get("count", ...) if isinstance(limit, dict) else limit for name, limit in limits}
         return {name: count for name, count in counts.items() if count is not ...}
+
+    @property
+    def engines(self) -> int:
+        """Data parallel engines; 1 where that is `auto` and the start has not chosen."""
+        return self.data_parallel_size or 1
+
+    @property
+    def cpu_cache_bytes(self) -> int:
+        """Size of a worker's KV cache on the CPU, snapshots included."""
+        return self.kv_cache_memory_bytes or CPU_CACHE_BYTES // min(self.engines, CPU_CACHE_PARTS)
 
     def sequence_tokens(self, made_for: int) -> int:
         """Most tokens of prompt and output of a model that was made for `made_for`, unless the KV cache holds less."""

@@ -25,7 +25,7 @@ PROBE_SECONDS = 60.0  # the ranks answer as soon as they run, while their model 
 def make_arena(config: EngineConfig) -> Arena:
     """This server's memory for tensors on their way. The other API servers and the engines' stores allocate from the
     same free memory: each may be about to take a step of its mark."""
-    others = (config.api_server_count - 1 + config.data_parallel_size) * HIGH_WATER_PAGES * PAGE_BYTES
+    others = (config.api_server_count - 1 + config.engines) * HIGH_WATER_PAGES * PAGE_BYTES
     return Arena(config.mm_ipc_memory_bytes, lambda: available_memory() - others)
 
 

@@ -54,7 +54,7 @@ def run(child: Child) -> None:
     init = child.init()
     config = init.config
     metrics.engine_restarts.set(init.restarts)
-    sizes = config.api_server_count, config.data_parallel_size, config.tensor_parallel_size
+    sizes = config.api_server_count, config.engines, config.tensor_parallel_size
     metrics.parallel_config_info.labels(*sizes).set(1)
     try:
         front = load(init, int(child.index))

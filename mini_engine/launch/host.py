@@ -78,7 +78,7 @@ def without_effect(config: EngineConfig, cache: MediaCachePlan, limits: EngineLi
         ("state_snapshot_interval", not limits.num_states, "the model has no recurrent states"),
         ("enforce_eager", on_cpu, "CUDA graphs need CUDA"),
         ("mm_encoder_tp_mode", alone, "an engine has one worker"),
-        ("distributed_backend", alone and (on_cpu or config.data_parallel_size == 1), "an engine has one worker"),
+        ("distributed_backend", alone and (on_cpu or config.engines == 1), "an engine has one worker"),
         ("mm_processor_cache_type", cache.kind == "off", "the cache is off"),
         ("mm_shm_cache_max_object_size_mb", cache.kind != "shm", "no cache in shared memory"),
         ("limit_mm_per_prompt", sizes, "only `count` is used"),
@@ -109,7 +109,7 @@ def plan_media_cache(config: EngineConfig) -> MediaCachePlan:
         return MediaCachePlan("off", 0, "--mm-processor-cache-gb 0")
     on_device = config.mm_processor_device == "cuda"
     shared = config.mm_processor_cache_type != "lru" and not on_device
-    holders = config.data_parallel_size * (1 if shared else config.tensor_parallel_size)
+    holders = config.engines * (1 if shared else config.tensor_parallel_size)
     copies = 1 if shared else holders  # each of the size of the flag
     free = available_memory()
     total = int((config.mm_processor_cache_gb or 0) * (1 << 30)) * copies

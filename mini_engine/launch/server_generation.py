@@ -68,10 +68,10 @@ class ServerGeneration:
         config = self.config
         self.directory.mkdir()
         if self.media_cache.kind == "shm":
-            for _ in range(config.data_parallel_size):
+            for _ in range(config.engines):
                 self._media_stores.append(create_sparse(self.media_cache.nbytes))
         self.start_api_servers()  # first: they have the most to import
-        for engine in range(config.data_parallel_size):
+        for engine in range(config.engines):
             self.processes.start("core", str(engine), self.number)
             for rank in range(config.tensor_parallel_size):
                 own = self._media_stores[engine : engine + 1]
@@ -121,7 +121,7 @@ class ServerGeneration:
 
     def _init(self) -> Init:
         config, path = self.config, self.directory
-        engines, ranks = range(config.data_parallel_size), range(config.tensor_parallel_size)
+        engines, ranks = range(config.engines), range(config.tensor_parallel_size)
         places = itertools.product(engines, ranks)
         return Init(
             config=config,

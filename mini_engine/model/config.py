@@ -56,6 +56,12 @@ class TextConfig:
         """Length of the first part of each head, which is rotated."""
         return 2 * sum(self.mrope_section)
 
+    @property
+    def layer_parameters(self) -> int:
+        """Those of the products of one decoder layer with attention; others have about as many."""
+        heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim  # queries and outputs, keys and values
+        return self.hidden_size * (heads + 3 * self.intermediate_size)
+
 
 @dataclass(frozen=True)
 class VisionConfig:
@@ -122,6 +128,14 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: str
     text_tells_time: bool
+
+    @property
+    def parameters(self) -> int:
+        """Those of all products and of the token embeddings, within a few percent."""
+        text, vision = self.text, self.vision
+        tower = vision.depth * vision.hidden_size * (4 * vision.hidden_size + 3 * vision.intermediate_size)
+        embeddings = (1 if self.tie_word_embeddings else 2) * text.vocab_size * text.hidden_size
+        return text.num_layers * text.layer_parameters + tower + embeddings
 
     @classmethod
     def from_dir(cls, path: str | Path) -> "ModelConfig":

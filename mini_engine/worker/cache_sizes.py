@@ -27,7 +27,6 @@ from mini_engine.worker.normalisation import settings_of
 
 logger = logging.getLogger(__name__)
 
-CPU_MEMORY = 1 << 30  # bytes for blocks and snapshots where no flag says how many
 STEP_REMEDY = (
     "lower --max-num-batched-tokens, --max-num-encoder-input-tokens or --max-model-len, or raise --tensor-parallel-size"
 )
@@ -135,7 +134,7 @@ def has_fixed_cache(config: EngineConfig) -> bool:
 def _check_free(config: EngineConfig, nbytes: int, flag: str, device: torch.device) -> None:
     """Raises ConfigError when a cache of that size cannot be had; on the CPU nothing else would, until it is full."""
     if device.type == "cpu":
-        workers = config.tensor_parallel_size * config.data_parallel_size
+        workers = config.tensor_parallel_size * config.engines
         free, scope = available_memory(), f" for each of {workers} workers" if workers > 1 else ""
         short = nbytes * workers > free
     else:
@@ -153,7 +152,7 @@ def _memory(config: EngineConfig, use: MemoryUse | None, states: int) -> tuple[i
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes, f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
     if use is None:
-        return CPU_MEMORY, "the CPU's default"
+        return config.cpu_cache_bytes, "the CPU's default"
     share = config.gpu_memory_utilization
     return use.left(share) - states, f"--gpu-memory-utilization {share:g} ({use})"
 
@@ -170,7 +169,7 @@ def profile(
     grids = worst_grids(config, model.vision, model_dir)
     sequences = config.step_sequences("cuda", model.text.linear is not None)
     step = worst_step(config, sequences, config.sequence_tokens(model.text.max_position_embeddings))
-    ranks = config.tensor_parallel_size * config.data_parallel_size
+    ranks = config.tensor_parallel_size * config.engines
     devices = torch.cuda.device_count()
     workers = -(-ranks // devices)  # more than one only where they share devices
     media = media_bytes(config, model, runner.dtype, media_cache)
@@ -211,7 +210,7 @@ def media_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, ca
     embeddings = config.encoder_cache_tokens * model.vision.row_size * dtype.itemsize
     kept = cache.nbytes if cache.kind == "lru" else 0
     # A rank has a copy of what an API server's slots hold.
-    slots = processor_memory(config).slots // config.data_parallel_size
+    slots = processor_memory(config).slots // config.engines
     return embeddings + kept + config.api_server_count * slots
 
 

@@ -87,7 +87,6 @@ def _run(child: Child) -> None:
     media = receive_media(child, init, engine, rank, device, pinned)
     rows = init.config.step_sequences(device.type, recurrent=False)
     grammars = start_grammars(child, init, engine, rows) if rank == 0 else None  # it loads beside the model
-    torch.set_num_threads(choose_threads(init.config))
     # Most attention weights of a trained model are almost zero; subnormal numbers would double the softmax's time.
     # Before torch starts its threads, which inherit the setting.
     torch.set_flush_denormal(True)
@@ -130,15 +129,6 @@ def load(model_dir: str, config: EngineConfig, tp: TensorParallel, device: torch
             return load_model(model_dir, tp, dtype, device, config.load_format, spread)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
-
-
-def choose_threads(config: EngineConfig) -> int:
-    """Threads for torch's operators: OMP_NUM_THREADS if set, else all cores but one, split over all workers."""
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    if threads.isdigit() and int(threads) > 0:
-        return int(threads)
-    workers = config.tensor_parallel_size * config.data_parallel_size
-    return max(1, (len(os.sched_getaffinity(0)) - 1) // workers)
 
 
 def choose_device(config: EngineConfig, engine: int, rank: int) -> torch.device:

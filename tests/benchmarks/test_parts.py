@@ -35,14 +35,14 @@ def last_line(*argv: str) -> dict:
 
 
 def test_a_launched_server_is_stopped():
-    found = last_line("--launch", "--block-size 8", "--num-prompts", "2")
+    found = last_line("--launch", "-dp 1 --block-size 8", "--num-prompts", "2")
     assert found["environment_of"] == "all" and found["results"]["completed"] == 2
     assert 100 < found["results"]["start_memory_mb"] < found["results"]["peak_memory_mb"] < 10_000
 
 
 @pytest.mark.parametrize(
     ("processes", "command"),
-    [(5, ["--launch", "", "--num-prompts", "5000"]), (3, ["transport", "--payloads", "1", "--repeats", "100000"])],
+    [(5, ["--launch", "-dp 1", "--num-prompts", "5000"]), (3, ["transport", "--payloads", "1", "--repeats", "100000"])],
 )
 def test_the_processes_of_a_killed_benchmark_exit(processes: int, command: list[str]):
     ran = bench(*command)

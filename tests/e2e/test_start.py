@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 
 import pytest
@@ -55,6 +56,23 @@ def test_published_command_lines_start_a_server(name, right):
         assert all("--gpu-memory-utilization" in line for line in useless)
     else:
         assert logged == len(useless) == 0
+
+
+def test_default_flags_start_an_engine_per_core_for_a_small_model():
+    """On two cores, whatever there are."""
+    everywhere = os.sched_getaffinity(0)
+    cores = sorted(everywhere)[:2]
+    os.sched_setaffinity(0, cores)
+    try:
+        with RunningServer("-dp", "auto", "--device", "cpu", environ={"OMP_NUM_THREADS": ""}) as server:
+            workers = [name for name in server.pids() if name.startswith("worker")]
+            question = ask_video(1)
+            assert server.ask(question.text, question.urls) == question.answer
+            assert sorted(workers) == [f"worker {engine}.0" for engine in range(len(cores))]
+            assert server.log.count("on cpu with 1 thread(s)") == len(cores)
+            assert f"supervisor | {len(cores)} engine(s) x 1 worker(s) x 1 thread(s)" in server.log
+    finally:
+        os.sched_setaffinity(0, everywhere)
 
 
 # By the process that finds it: flags, exit status, and what is said.

@@ -254,7 +254,7 @@ class RunningServer:
 
 
 def environment(flags: Sequence[str], environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """That of `serve.py` with these flags: this process's, with `environ` over it.
+    """That of `serve.py` with these flags: this process's, with one engine unless they say, and `environ` over it.
 
     Where there are CUDA devices, but fewer than workers, `--device auto` would refuse to start: such a server uses the
     CPU, unless a flag says on what the workers run, or how they share devices.
@@ -262,9 +262,10 @@ def environment(flags: Sequence[str], environ: Mapping[str, str] | None = None) 
     import torch  # which takes a second, and not all who import this file start a server
 
     sizes = [value for flag, value in itertools.pairwise(flags) if flag in ("-tp", "-dp", "--tensor-parallel-size")]
-    is_short = 0 < torch.cuda.device_count() < math.prod(map(int, sizes))
+    is_short = 0 < torch.cuda.device_count() < math.prod(int(size) for size in sizes if size.isdigit())
     on_cpu = is_short and not {"--device", "--distributed-backend"} & {*flags}
-    return {**os.environ, **({"MINI_ENGINE_DEVICE": "cpu"} if on_cpu else {}), **(environ or {})}
+    own = {"MINI_ENGINE_DATA_PARALLEL_SIZE": "1"} | ({"MINI_ENGINE_DEVICE": "cpu"} if on_cpu else {})
+    return {**os.environ, **own, **(environ or {})}
 
 
 def refused(*flags: str, status: int = 1, command: Sequence[str] = SERVE, environ: dict[str, str] | None = None) -> str:

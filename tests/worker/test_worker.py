@@ -1,6 +1,5 @@
 """What a worker's process chooses before it loads a model. `tests/faults/` shows a rank that loses another."""
 
-import os
 import subprocess
 import sys
 
@@ -11,13 +10,6 @@ from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.worker import worker
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-
-
-@pytest.mark.parametrize(("given", "threads"), [("3", 3), ("", 2), ("0", 2), ("x", 2)])
-def test_threads(given, threads, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", given)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(9))
-    assert worker.choose_threads(EngineConfig(tensor_parallel_size=2, data_parallel_size=2)) == threads
 
 
 def test_collectives():

@@ -289,7 +289,7 @@ def media_directory(init: Init, row_bytes: int, device: str, next_step: StepBuil
     if plan.kind != "shm":
         return RankCopies(plan.nbytes, next_step)
     # The mark of each of the others, stores and arenas, may rise at the same time.
-    others = config.data_parallel_size - 1 + config.api_server_count
+    others = config.engines - 1 + config.api_server_count
     reserve = RESERVE + others * HIGH_WATER_PAGES * PAGE_BYTES
     register = next_step.register_media if device == "cuda" else None
     return MediaStore(plan.nbytes, row_bytes, lambda: available_memory() - reserve, register)
