@@ -75,8 +75,8 @@ def prefill(x: Tensor, gates: Tensor, weights: Weights, shape: StateShape, conv:
 def decode(
     x: Tensor, gates: Tensor, weights: Weights, shape: StateShape, conv: Tensor, delta: Tensor, state_indices: Tensor
 ) -> Tensor:
-    """One token of each of n sequences: `[n, v_heads, v_dim]` in x's dtype. Reads nothing back to the host, so a CUDA
-    graph can hold it.
+    """One token of each of n sequences: `[n, v_heads, v_dim]` in x's dtype. Triton's kernels read nothing back to the
+    host, so a CUDA graph can hold them.
 
     Args:
         x, gates, weights: as for `prefill`, a row for each sequence.
@@ -91,12 +91,19 @@ def decode(
     inputs = torch.cat((conv.index_select(0, state_indices), x.unsqueeze(-1)), dim=-1)
     conv.index_copy_(0, state_indices, inputs[..., 1:])
     q, k, v = _heads(_convolve(inputs, weights.kernel).squeeze(-1), shape)
-    state = delta.index_select(0, state_indices).mul_(g.exp()[..., None, None])
-    # One pass over the states reads for both; what the query sees of this token's own change is added.
-    read_k, read_q = (torch.stack((k, q), dim=2) @ state).unbind(2)
-    change = (v - read_k) * beta.unsqueeze(-1)
-    delta.index_copy_(0, state_indices, state.addcmul_(k.unsqueeze(-1), change.unsqueeze(-2)))
-    return (read_q + (q * k).sum(-1, keepdim=True) * change).to(x.dtype)
+    decay, beta = g.exp().unsqueeze(-1), beta.unsqueeze(-1)
+    # What key and query see, `[n, v_heads, 2, v_dim]`; the first of each two becomes the change.
+    factors = torch.stack((k * decay * -beta, q * decay), dim=2)
+    seen = F.pad((v * beta).unsqueeze(2), (0, 0, 0, 1))
+    # Each state by itself and in place: it comes from memory once, and is in the CPU's cache when it is changed.
+    rows = zip(state_indices.tolist(), decay.unsqueeze(-1), factors, k.unsqueeze(-1), seen, strict=True)
+    for index, kept, factor, key, sight in rows:
+        state = delta[index]
+        sight.baddbmm_(factor, state)
+        state.mul_(kept).addcmul_(key, sight[:, :1])
+    change, read = seen.unbind(2)
+    # What the query sees of this token's own change is added.
+    return torch.addcmul(read, (q * k).sum(-1, keepdim=True), change).to(x.dtype)
 
 
 def _prefill(
