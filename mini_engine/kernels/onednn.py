@@ -5,8 +5,7 @@ torch takes MKL for float32, which uses AVX-512 on Intel's processors only; oneD
 says whether this torch has it.
 
 In bfloat16 both take oneDNN, which rearranges a matrix for its kernel at each product unless the matrix is kept in that
-order (`pack`). On one thread of a server CPU, products of 1, 8, 16, 64 and 512 rows then took 0.65, 0.63, 0.66, 0.87
-and 0.95 of the time.
+order (`pack`); docs/benchmarks.md has the times of both.
 
 oneDNN compiles a kernel for each new shape and keeps the last 1,024, so sizes are rounded up, unless the copy would
 cost more. A call costs more than MKL's, so small products are left to torch.
