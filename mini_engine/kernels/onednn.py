@@ -1,8 +1,11 @@
-"""Matrix products and attention in float32 on a CPU, by oneDNN, which comes with torch.
+"""Matrix products on a CPU, and attention in float32, by oneDNN, which comes with torch.
 
 torch takes MKL for float32, which uses AVX-512 on Intel's processors only; oneDNN uses it on all (docs/benchmarks.md,
 "Products on a CPU"). torch offers it for float32 through one operator, which `torch.compile` is made of; `available`
 says whether this torch has it.
+
+In bfloat16 both take oneDNN, which rearranges a matrix for its kernel at each product unless the matrix is kept in that
+order (`pack`); docs/benchmarks.md has the times of both.
 
 oneDNN compiles a kernel for each new shape and keeps the last 1,024, so sizes are rounded up, unless the copy would
 cost more. A call costs more than MKL's, so small products are left to torch.
@@ -21,12 +24,29 @@ ROWS = 32  # what the number of queries is rounded up to
 LEAST_SCORES = 32 << 10  # queries times keys, for fewer torch's attention is faster
 LEAST_QUERIES = 8
 CACHE_BYTES = 4 << 20  # of scores at once, which stay in the CPU's caches
+LEAST_PACKED = 1 << 20  # values of a matrix; smaller ones stay in the CPU's caches
+PACKED_ROWS = 8  # of x, for which oneDNN chooses the order; it serves any number of rows
+_pack = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
 _multiply = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 def available(x: Tensor) -> bool:
     """Whether this file's functions take `x`."""
     return x.dtype is torch.float32 and x.device.type == "cpu" and _multiply is not None
+
+
+def pack(weight: Tensor) -> Tensor:
+    """A copy of a bfloat16 matrix `[outputs, inputs]` in the order in which `multiply_packed` reads it, an opaque
+    tensor; the matrix itself where this torch or processor has no such order, or the matrix is small."""
+    is_wide = weight.dtype is torch.bfloat16 and weight.device.type == "cpu" and weight.numel() >= LEAST_PACKED
+    if not is_wide or _pack is None or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return weight
+    return _pack(weight, PACKED_ROWS)
+
+
+def multiply_packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`x W^T + b`: `[..., inputs]`, of `pack`, `[outputs]` -> `[..., outputs]`, all in bfloat16."""
+    return _product(x, weight, bias)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -44,7 +44,9 @@ def triton_obstacle(device: torch.device) -> str | None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x W^T + b`: `[..., inputs]`, `[outputs, inputs]`, `[outputs]` -> `[..., outputs]`."""
+    """`x W^T + b`: `[..., inputs]`, `[outputs, inputs]`, `[outputs]` -> `[..., outputs]`. The weight may be packed."""
+    if weight.is_mkldnn:
+        return onednn.multiply_packed(x, weight, bias)
     if x.ndim == 2 and len(x) >= onednn.LEAST_ROWS and onednn.available(x):
         return onednn.linear(x, weight, bias)
     return F.linear(x, weight, bias)

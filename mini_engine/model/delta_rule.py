@@ -7,6 +7,7 @@ All but the convolution is in float32. Knows nothing of models, nor where states
 `kernels/triton_delta_rule.py` computes it; torch's operators here are the reference.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,8 +76,8 @@ def prefill(x: Tensor, gates: Tensor, weights: Weights, shape: StateShape, conv:
 def decode(
     x: Tensor, gates: Tensor, weights: Weights, shape: StateShape, conv: Tensor, delta: Tensor, state_indices: Tensor
 ) -> Tensor:
-    """One token of each of n sequences: `[n, v_heads, v_dim]` in x's dtype. Reads nothing back to the host, so a CUDA
-    graph can hold it.
+    """One token of each of n sequences: `[n, v_heads, v_dim]` in x's dtype. Triton's kernels read nothing back to the
+    host, so a CUDA graph can hold them.
 
     Args:
         x, gates, weights: as for `prefill`, a row for each sequence.
@@ -88,15 +89,22 @@ def decode(
 
         return kernels.decode(x, gates, weights, conv, delta, state_indices, NORM_EPS)
     g, beta = _decay_and_strength(gates, weights)
-    inputs = torch.cat((conv.index_select(0, state_indices), x.unsqueeze(-1)), dim=-1)
-    conv.index_copy_(0, state_indices, inputs[..., 1:])
-    q, k, v = _heads(_convolve(inputs, weights.kernel).squeeze(-1), shape)
-    state = delta.index_select(0, state_indices).mul_(g.exp()[..., None, None])
-    # One pass over the states reads for both; what the query sees of this token's own change is added.
-    read_k, read_q = (torch.stack((k, q), dim=2) @ state).unbind(2)
-    change = (v - read_k) * beta.unsqueeze(-1)
-    delta.index_copy_(0, state_indices, state.addcmul_(k.unsqueeze(-1), change.unsqueeze(-2)))
-    return (read_q + (q * k).sum(-1, keepdim=True) * change).to(x.dtype)
+    q, k, v = _heads(_convolve_next(x, weights.kernel, conv, state_indices), shape)
+    decay, beta = g.exp().unsqueeze(-1), beta.unsqueeze(-1)
+    own = (q * k).sum(-1, keepdim=True)  # what the query sees of this token's own change
+    # Key and query each see a weighted sum of a state's rows: it is added up in registers, where a matrix product of
+    # two rows takes nearly twice as long.
+    factors = torch.stack((k * decay * -beta, q * decay), dim=2).flatten(1, 2)
+    row_indices, seen = _row_indices(shape.v_heads, shape.k_dim, x.device), []
+    # Each state by itself and in place: it comes from memory once, and is in the CPU's cache when it is changed.
+    rows = zip(state_indices.tolist(), decay.unsqueeze(-1), factors, k.unsqueeze(-1), v * beta, own, strict=True)
+    for index, kept, factor, key, value, share in rows:
+        state = delta[index]
+        sums = F.embedding_bag(row_indices, state.flatten(0, 1), mode="sum", per_sample_weights=factor)
+        change, read = sums.view(shape.v_heads, 2, shape.v_dim).unbind(1)
+        state.mul_(kept).addcmul_(key, change.add_(value).unsqueeze(1))
+        seen.append(read.addcmul_(share, change))
+    return torch.stack(seen).to(x.dtype)
 
 
 def _prefill(
@@ -137,6 +145,23 @@ def _decay_and_strength(gates: Tensor, weights: Weights) -> tuple[Tensor, Tensor
 def _convolve(inputs: Tensor, kernel: Tensor) -> Tensor:
     """`[any, channels, n + kernel_size - 1]` -> `[any, channels, n]`, after SiLU."""
     return F.silu(F.conv1d(inputs, kernel.unsqueeze(1), groups=len(kernel)))
+
+
+def _convolve_next(x: Tensor, kernel: Tensor, conv: Tensor, state_indices: Tensor) -> Tensor:
+    """One more input of each sequence, `[n, channels]`, which enters its state -> the same shape, after SiLU."""
+    history = conv.index_select(0, state_indices).unbind(-1)
+    conv.index_copy_(0, state_indices, torch.stack((*history[1:], x), dim=-1))
+    *earlier, last = kernel.float().unbind(1)
+    mixed = x * last
+    for past, tap in zip(history, earlier, strict=True):
+        mixed.addcmul_(past, tap)
+    return F.silu(mixed.to(x.dtype))
+
+
+@functools.cache
+def _row_indices(v_heads: int, k_dim: int, device: torch.device) -> Tensor:
+    """int64 `[2 * v_heads, k_dim]`: twice for each head, the rows of a state `[v_heads * k_dim, v_dim]`."""
+    return torch.arange(v_heads * k_dim, device=device).view(v_heads, k_dim).repeat_interleave(2, dim=0)
 
 
 def _heads(x: Tensor, shape: StateShape) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mini_engine.free_memory import available_memory
 from mini_engine.model.checkpoint import CheckpointError, Stored, find_tensors, shorten
 from mini_engine.model.config import ModelConfig
-from mini_engine.model.layers import WeightSlice, pieces_of
+from mini_engine.model.layers import WeightSlice, pack_weights, pieces_of
 from mini_engine.model.model_spec import canonical_name
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
@@ -60,6 +60,7 @@ def load_model(
         fill_randomly(model)
     else:
         load_weights(model, path, canonical_name)
+    pack_weights(model)
     return model.eval()
 
 

@@ -16,6 +16,17 @@ def test_linear(rows, bias):
     assert onednn.available(x) and not onednn.available(x.bfloat16())
 
 
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 here")
+@pytest.mark.parametrize("rows", [(1,), (8,), (3, 25), (500,)])
+@pytest.mark.parametrize("bias", [None, torch.randn(2048, dtype=torch.bfloat16)])
+def test_packed_weight(rows, bias):
+    weight = torch.randn(2048, 512).bfloat16()
+    x = torch.randn(*rows, 1024).bfloat16()[..., :512]
+    packed = onednn.pack(weight)
+    assert packed.is_mkldnn and packed.dtype == weight.dtype and onednn.pack(weight[:8]).data_ptr() == weight.data_ptr()
+    torch.testing.assert_close(ops.linear(x, packed, bias), F.linear(x, weight, bias), rtol=1e-2, atol=1e-2)
+
+
 def attend(q, k, v, mask=None):
     """`[n, heads, head_dim]` each."""
     out = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), mask, enable_gqa=True)
