@@ -102,8 +102,6 @@ requests_rejected_total = _counter(
 )
 _SUCCESS = "Finished requests; `error`: with a 5xx or an error event."
 request_success_total = _counter("request_success_total", _SUCCESS, "finished_reason", get_args(FinishReason))
-prompt_tokens_total = _counter("prompt_tokens_total", "Prompt tokens of requests with a first token.")
-generation_tokens_total = _counter("generation_tokens_total", "Tokens generated.")
 time_to_first_token_seconds = _histogram("time_to_first_token_seconds", "Time to first token.", _TTFT_BUCKETS)
 inter_token_latency_seconds = _histogram(
     "inter_token_latency_seconds", "Time between tokens of a choice; tokens sent together share it.", _TOKEN_BUCKETS
@@ -159,6 +157,8 @@ _COUNTERS = {  # by field of EngineStats
     "media_evictions": _counter("mm_cache_evictions_total", "Media items evicted from the cache.", "engine"),
     "state_snapshots_taken": _counter("state_snapshots_taken_total", "Snapshots of recurrent states taken.", "engine"),
     "state_snapshot_hits": _counter("state_snapshot_hits_total", "Admissions that began with a snapshot.", "engine"),
+    "prompt_tokens": _counter("prompt_tokens_total", "Prompt tokens computed, or found in the prefix cache.", "engine"),
+    "generation_tokens": _counter("generation_tokens_total", "Tokens generated.", "engine"),
     "preemptions": _counter("num_preemptions_total", "Preempted requests.", "engine"),
 }
 

@@ -18,7 +18,7 @@ metrics.ipc_messages_total.labels("torch_shm").inc(3)
 metrics.ipc_buffered_bytes.set(100)
 engine = metrics.EngineMetrics(0, 1000)
 metrics.EngineMetrics(1, 1000)
-engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 200, 3, 1.5, 5, 10, 4, 3, 2, 1, 6))
+engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 200, 3, 1.5, 5, 10, 4, media_evictions=6))
 engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 200, 3, 1.5))
 metrics.stage_seconds["queue"].observe(1)
 """
@@ -72,8 +72,8 @@ def test_the_files_keep_their_allocated_size_with_64_engines(tmp_path: Path) -> 
 
 def test_a_process_counts_on_in_the_files_of_the_one_before_it(tmp_path: Path) -> None:
     """Whatever it imports first."""
-    count = "from mini_engine import metrics; metrics.prompt_tokens_total.inc(); metrics.EngineMetrics(0, 1000); "
-    count += "print(metrics.samples()['prompt_tokens_total'], metrics.samples()['mm_store_bytes'])"
+    count = "from mini_engine import metrics; metrics.media_decodes_total.inc(); metrics.EngineMetrics(0, 1000); "
+    count += "print(metrics.samples()['media_decodes_total'], metrics.samples()['mm_store_bytes'])"
     assert run("import prometheus_client.multiprocess; " + count, tmp_path, 3) == "[1.0] [1000.0]\n"
     forget_gauges(tmp_path, 3)
     show = "from mini_engine import metrics; print(metrics.samples().get('mm_store_bytes'))"

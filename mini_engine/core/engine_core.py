@@ -251,6 +251,9 @@ class EngineCore:
 
     def _publish(self, request: Request, end: int) -> None:
         """Put the blocks that are full up to token `end` in the prefix cache; start the children after the prompt."""
+        counted = max(request.num_counted, min(end, request.num_prompt))
+        self.scheduler.events["prompt_tokens"] += counted - request.num_counted
+        request.num_counted = counted
         full = end // self.blocks.block_size
         if full > request.num_published:
             hashes = request.block_hashes(self.blocks.block_size)
@@ -282,6 +285,7 @@ class EngineCore:
             self._finish(request, "error", sampled.problem)
             return
         first = not request.num_delivered
+        self.scheduler.events["generation_tokens"] += 1
         request.tokens.append(sampled.token_id)
         reason: FinishReason | None = None
         if sampled.token_id in request.new.sampling.stop_token_ids:

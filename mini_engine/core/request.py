@@ -70,6 +70,7 @@ class Request:
     num_sampled: int = 0  # output tokens sampled by dispatched steps, those not reported yet among them
     blocks: list[int] = dataclasses.field(default_factory=list)
     hashes: list[bytes] = dataclasses.field(default_factory=list)  # of the full blocks of `tokens`
+    num_counted: int = 0  # prompt tokens in `EngineStats.prompt_tokens`: none twice, after a preemption either
     num_published: int = 0  # of `blocks`: those in the prefix cache
     epoch: int = 0  # raised when it loses its blocks
     restarts: bool = True  # its next chunk replaces the ranks' block table for it
@@ -103,6 +104,8 @@ class Request:
 
         parent = sample(new.request_id, new.sampling.seed)
         parent.children = [sample(child.request_id, child.seed, parent) for child in new.children]
+        for child in parent.children:
+            child.num_counted = child.num_prompt  # one prompt, with the parent
         return parent
 
     @property

@@ -55,9 +55,7 @@ class RequestClock:
         if not self._generated:
             self._prompt = prompt
             metrics.time_to_first_token_seconds.observe(now - self._arrived)
-            metrics.prompt_tokens_total.inc(prompt)
         self._generated += generated
-        metrics.generation_tokens_total.inc(generated)
 
     def end(self, reason: FinishReason | None, times: EngineTimes | None = None) -> None:
         """The request is finished; with `times` if it has an answer. Without a reason it is refused, which is not

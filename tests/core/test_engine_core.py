@@ -37,6 +37,23 @@ def test_decodes_go_before_prefills():
     assert [(chunk.request_id, chunk.num_tokens) for chunk in chunks] == [("short", 1), ("long", 7)]
 
 
+def test_tokens_are_counted_as_steps_retire():
+    world = World(max_tokens=8, async_scheduling=False)
+    world.request("long", prompt=20, max_tokens=3, children=[ChildRequest("child", 1)])
+
+    def counted():
+        stats = world.stats()
+        return stats.prompt_tokens, stats.generation_tokens
+
+    seen = [counted()]
+    while world.links.steps:
+        world.links.run_step()
+        seen.append(counted())
+    assert seen[:5] == [(0, 0), (8, 0), (8, 0), (4, 1), (0, 2)] and len(world.ends) == 2
+    world.run_request("again", prompt=20, max_tokens=1)  # its blocks are in the prefix cache
+    assert counted() == (20, 1)
+
+
 def test_request_waits_for_all_ranks_without_blocking_others():
     world = World(ranks=2)
     world.request("video", media=[item(message(1), 1)], ready=False)

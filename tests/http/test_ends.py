@@ -88,7 +88,7 @@ async def answered(served: Served, _: SlowWeb) -> Asking:
 
 
 async def streamed(served: Served, _: SlowWeb) -> Asking:
-    counted = Counted("generation_tokens_total")
+    counted = Counted("time_to_first_token_seconds_count")
     asking = served.asking("hello", stream=True)
     await eventually(lambda: counted.since() != [0])
     return asking

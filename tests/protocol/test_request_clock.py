@@ -27,7 +27,7 @@ async def test_sizes_and_pace_of_a_request_are_counted_at_its_end(served: Served
     names = ("request_prompt_tokens", "request_generation_tokens", "request_time_per_output_token_seconds")
     counted = Counted(*(f"{name}_{part}" for name in names for part in ("sum", "count")))
     first = Counted("time_to_first_token_seconds_sum", "time_to_first_token_seconds_count")
-    generated, begun = Counted("generation_tokens_total"), time.monotonic()
+    arrived, begun = Counted("time_to_first_token_seconds_count", "inter_token_latency_seconds_count"), time.monotonic()
     served.says()
     served.core.hold = True
     asking = served.asking(n=2)
@@ -35,10 +35,10 @@ async def test_sizes_and_pace_of_a_request_are_counted_at_its_end(served: Served
     samples = [request, *as_requests(request)]
     await pause(2)
     sent = time.monotonic()
-    for tokens in ([65], [65, 66]):
+    for tokens, gaps in ([65], 0), ([65, 66], 4):
         for sample in samples:
             await served.core.output(sample, tokens)
-        await eventually(lambda tokens=tokens: generated.since() == [2 * (2 * len(tokens) - 1)])
+        await eventually(lambda gaps=gaps: arrived.since() == [1, gaps])
         await pause(2)
     assert counted.since() == [0] * 6
     seconds, count = first.since()
