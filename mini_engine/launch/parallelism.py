@@ -8,7 +8,7 @@ engine, which works on other requests.
 import dataclasses
 from pathlib import Path
 
-from mini_engine.config import MAX_ENGINES, EngineConfig
+from mini_engine.config import EngineConfig
 from mini_engine.free_memory import available_memory, usable_cores
 from mini_engine.model.config import ModelConfig
 
@@ -18,6 +18,7 @@ from mini_engine.model.config import ModelConfig
 # and 1.32 at 4 MiB a layer, 1.22 and 1.23 at 6, 1.22 and 1.07 at 14, 0.83 and 0.92 at 24.
 THREAD_BYTES = 12 << 20
 ENGINE_BYTES = 512 << 20  # of memory, for the processes of an engine beside its weights
+MAX_ENGINES = 8  # unless a flag says: one API server prepares no more requests of small models; not measured
 SMALL_MODEL_TOKENS = 1024  # per step of several engines: it is short, and requests of the others do not wait for it
 GPUS = [Path("/dev", name) for name in ("nvidiactl", "dxg", "kfd")]  # NVIDIA's, Windows' in its Linux, AMD's
 
