@@ -27,7 +27,6 @@ STEP_SEQUENCES, STEP_SEQUENCES_CUDA = 64, 256
 # Bytes of the KV caches of all engines on the CPU where no flag says, and how many of them divide it: an eighth holds a
 # long prompt of a small model.
 CPU_CACHE_BYTES, CPU_CACHE_PARTS = 1 << 30, 8
-MAX_ENGINES = 64
 
 AttentionBackendName = Literal["auto", "triton", "sdpa"]
 Dtype = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
@@ -93,7 +92,7 @@ class EngineConfig:
         short="-dp",
         parse_text=parse_length,
         minimum=1,
-        maximum=MAX_ENGINES,
+        maximum=64,
         unset="auto: on the CPU by the model's size and the cores, 1 on CUDA",
     )
     """Data parallel engines, each with its own copy of the model."""
