@@ -93,7 +93,7 @@ def test_no_copy_crosses_a_registration(pinned_with, requests: list[tuple[int, i
         held.append(extents)
         while len(held) > in_transfer + 1:
             allocator.free(held.pop(0))
-        readable.register(allocator.mark * PAGE_BYTES)
+        readable.register(allocator.high_water_mark * PAGE_BYTES)
         for first, count in [*extents, (0, (1 << 30) // PAGE_BYTES)]:  # and all, whose end is not registered
             source = readable.read([(first, count)], 0, count * PAGE_BYTES)
             target = torch.empty_like(source)
