@@ -66,6 +66,6 @@ def on_cores(config: EngineConfig, model: ModelConfig, given: int, cores: int, m
     engines = config.data_parallel_size or auto
     threads = given or max(1, min(cores // (engines * ranks), 2 * useful - 1))  # cores that make no engine go to all
     flags = [config.data_parallel_size and "--data-parallel-size", given and "OMP_NUM_THREADS"]
-    work = f"{cores} core(s), and a decoder layer of {layer_bytes / 2**20:.1f} MiB is worth {ranks * useful} thread(s)"
+    work = f"{cores} core(s), and a decoder layer of {layer_bytes / 2**20:.1f} MiB can use {ranks * useful} thread(s)"
     reason = ", ".join([work, *(f"{flag} is set" for flag in flags if flag)])
     return Parallelism(engines, threads, SMALL_MODEL_TOKENS if engines > 1 and useful == 1 else None, reason)
