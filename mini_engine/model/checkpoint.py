@@ -1,19 +1,26 @@
-"""The safetensors files of a model directory: which file holds which tensor.
+"""The safetensors files of a model directory: which file holds which tensor, and where.
 
-Knows nothing of models: a given mapping converts names.
+Knows nothing of models: a given mapping converts names. The format: eight bytes with the length of a header in JSON,
+the header, and the tensors' bytes (https://huggingface.co/docs/safetensors).
 """
 
 import json
+import logging
+import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
+from typing import Any
 
-from safetensors import SafetensorError, safe_open
+logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 # An error that lists thousands of names hides its own message.
 MAX_LISTED = 8
+PROGRESS_SECONDS = 3.0  # between two lines of progress
 
 
 class CheckpointError(ValueError):
@@ -22,12 +29,32 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of a checkpoint. `dtype` is safetensors' name, such as "BF16"."""
+    """One tensor of a checkpoint. `dtype` is safetensors' name, such as "BF16"; `offset`, in bytes, is in the file."""
 
     file: Path
     name: str
     shape: tuple[int, ...]
     dtype: str
+    offset: int
+
+
+class Progress:
+    """Logs from time to time how many of `total` bytes are done, and at the end how long it took."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total, self._done = what, total, 0
+        self._begun = self._logged = time.monotonic()
+
+    def add(self, nbytes: int) -> None:
+        """So many more bytes are done."""
+        self._done += nbytes
+        now = time.monotonic()
+        seconds, total = now - self._begun, self._total / 1e9
+        if self._done == self._total:
+            logger.info("%s: %.2f GB in %.1f s", self._what, total, seconds)
+        elif now - self._logged >= PROGRESS_SECONDS:
+            self._logged, left = now, seconds * (self._total / self._done - 1)
+            logger.info("%s: %.2f of %.2f GB, about %.0f s left", self._what, self._done / 1e9, total, left)
 
 
 def find_tensors(directory: Path, rename: Callable[[str], str]) -> dict[str, Stored]:
@@ -88,8 +115,28 @@ def _files(directory: Path, index: dict[str, str]) -> Iterable[Path]:
 
 def _header(file: Path) -> list[Stored]:
     try:
-        with safe_open(file, framework="pt") as handle:
-            slices = {name: handle.get_slice(name) for name in handle.keys()}
-            return [Stored(file, name, tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()]
-    except (OSError, SafetensorError) as error:
+        with file.open("rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            start = 8 + int.from_bytes(opened.read(8), "little")
+            if start > size:
+                raise ValueError(f"it has {size} bytes")
+            header: dict[str, dict[str, Any]] = json.loads(opened.read(start - 8))
+        header.pop("__metadata__", None)
+        ends = [start + entry["data_offsets"][1] for entry in header.values()]
+        if max(ends, default=start) != size:
+            raise ValueError(f"it has {size} bytes, its tensors end at {max(ends, default=start)}")
+        return [
+            Stored(file, name, tuple(entry["shape"]), entry["dtype"], start + entry["data_offsets"][0])
+            for name, entry in header.items()
+        ]
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise CheckpointError(f"{file} is truncated or not a safetensors file ({error}); download it again") from None
+
+
+def read_into(file: FileIO, offset: int, target: memoryview) -> None:
+    """Fill `target` with a file's bytes from `offset` on. Raises CheckpointError: it has become shorter."""
+    while target:
+        count = os.preadv(file.fileno(), [target], offset)
+        if not count:
+            raise CheckpointError(f"{file.name!s} has become shorter while it was read; download it again")
+        offset, target = offset + count, target[count:]

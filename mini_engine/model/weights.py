@@ -4,24 +4,25 @@ holds, or with random values.
 Which parts these are the layers say (`layers.WeightSlice`); which names a family's checkpoints use says its spec.
 """
 
+import math
 import zlib
 from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from mini_engine.free_memory import available_memory
-from mini_engine.model.checkpoint import CheckpointError, Stored, find_tensors, shorten
+from mini_engine.model.checkpoint import CheckpointError, Progress, Stored, find_tensors, read_into, shorten
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import WeightSlice, pack_weights, pieces_of
 from mini_engine.model.model_spec import canonical_name
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 
-FLOATS = ("F64", "F32", "F16", "BF16")
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DUMMY_SPREAD = 0.035  # of uniform values: their deviation is 0.02, as transformers starts these models
 # A tensor is read, or made, in runs of whole rows, so that what is held beside the parameters stays small.
 RUN_VALUES = 4 << 20
@@ -43,7 +44,8 @@ def load_model(
         path: holds `config.json` and, unless `load_format` is "dummy", the safetensors.
         tp: this rank's place.
         dtype: of the parameters; None takes the checkpoint's own.
-        device: where they are made; each slice is copied there from the mapped file, so no rank holds a second copy.
+        device: where they are made. On a CPU the bytes are read straight into them, unless the dtype differs or a rank
+            holds some columns only: then, as for another device, they come in small runs.
         load_format: "dummy" fills with random values instead, the same model whatever the number of ranks.
         spread_tower: whether this rank holds the whole vision tower; see `Placement`.
 
@@ -74,12 +76,13 @@ def load_weights(model: nn.Module, path: str | Path, canonical_name: Callable[[s
     by_file: dict[Path, list[WeightSlice]] = {}
     for piece in pieces:
         by_file.setdefault(tensors[piece.source].file, []).append(piece)
-    for file, group in by_file.items():
-        with safe_open(file, framework="pt") as opened:
-            for piece in group:
-                stored = opened.get_slice(tensors[piece.source].name)
+    progress = Progress("weights read", sum(piece.target.nbytes for piece in pieces))
+    for path_of_file, group in by_file.items():
+        with FileIO(path_of_file) as file:
+            for piece in sorted(group, key=lambda piece: tensors[piece.source].offset):
                 for index, target in _in_runs(piece):
-                    target.copy_(stored[index])  # a view of the mapped file
+                    _read(file, tensors[piece.source], index, target)
+                    progress.add(target.nbytes)
     for piece in pieces:
         if piece.twin in tensors and not _is_same(piece, tensors[piece.twin]):
             raise CheckpointError(
@@ -92,10 +95,13 @@ def fill_randomly(model: nn.Module) -> None:
     """Fill all parameters with small random values, norms with values near one. A value depends on its tensor's name
     and its place in the whole tensor alone, so that any number of ranks hold the parts of the same model; nothing that
     another rank holds is computed. The numbers are made on the device."""
-    for piece in pieces_of(model):
+    pieces = list(pieces_of(model))
+    progress = Progress("random weights made", sum(piece.target.nbytes for piece in pieces))
+    for piece in pieces:
         is_norm = len(piece.shape) == 1 and piece.source.endswith(".weight")
         for index, target in _in_runs(piece):
             target.copy_(_noise(piece, index)).mul_(DUMMY_SPREAD / 2**15).add_(float(is_norm))
+            progress.add(target.nbytes)
 
 
 def _check(pieces: list[WeightSlice], tensors: dict[str, Stored], path: str | Path) -> None:
@@ -130,9 +136,26 @@ def _check_room(model: nn.Module, path: str | Path) -> None:
 
 def _is_same(piece: WeightSlice, stored: Stored) -> bool:
     """Whether this rank's part of `stored`, in the dtype of the parameters, is what the piece was filled with."""
-    with safe_open(stored.file, framework="pt") as opened:
-        part = opened.get_slice(stored.name)
-        return all(torch.equal(part[index].to(target), target) for index, target in _in_runs(piece))
+    with FileIO(stored.file) as file:
+        for index, target in _in_runs(piece):
+            part = torch.empty_like(target)
+            _read(file, stored, index, part)
+            if not torch.equal(part, target):
+                return False
+    return True
+
+
+def _read(file: FileIO, stored: Stored, index: tuple[slice, ...], target: Tensor) -> None:
+    """Fill `target` with a part of a tensor. Not through a mapping of the file: its page faults cost more than the copy
+    does, and the kernel reads ahead less."""
+    (rows, *others), dtype, whole = index, FLOATS[stored.dtype], target
+    is_direct = target.dtype is dtype and target.device.type == "cpu" and not others and target.is_contiguous()
+    if not is_direct:
+        whole = torch.empty(rows.stop - rows.start, *stored.shape[1:], dtype=dtype)
+    row_bytes = math.prod(stored.shape[1:]) * dtype.itemsize
+    read_into(file, stored.offset + rows.start * row_bytes, whole.view(-1).view(torch.uint8).numpy().data)
+    if not is_direct:
+        target.copy_(whole[(slice(None), *others)])
 
 
 def _in_runs(piece: WeightSlice) -> Iterator[tuple[tuple[slice, ...], Tensor]]:

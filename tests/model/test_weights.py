@@ -166,3 +166,13 @@ def test_runs_of_rows_and_ranks_make_and_read_the_same_weights(copy, monkeypatch
     for rank, load_format in ((0, "auto"), (1, "auto"), (0, "dummy"), (1, "dummy")):
         for piece in pieces_of(load_model(copy, TensorParallel(rank, 2), None, CPU, load_format)):
             assert torch.equal(piece.target, whole[piece.source][piece.index])
+
+
+@pytest.mark.parametrize(("load_format", "what"), [("auto", "weights read"), ("dummy", "random weights made")])
+def test_progress_is_logged_with_an_estimate(load_format, what, checkpoint, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr("mini_engine.model.checkpoint.PROGRESS_SECONDS", 0)
+    load_model(checkpoint.path, TensorParallel(), None, CPU, load_format)
+    *under_way, end = caplog.messages
+    assert all(re.fullmatch(what + r": \d+\.\d\d of \d+\.\d\d GB, about \d+ s left", line) for line in under_way)
+    assert len(under_way) > 3 and re.fullmatch(what + r": \d+\.\d\d GB in \d+\.\d s", end)
