@@ -27,6 +27,8 @@ STEP_SEQUENCES, STEP_SEQUENCES_CUDA = 64, 256
 # Bytes of the KV caches of all engines on the CPU where no flag says, and how many of them divide it: an eighth holds a
 # long prompt of a small model.
 CPU_CACHE_BYTES, CPU_CACHE_PARTS = 1 << 30, 8
+CPU_SEQUENCE_TOKENS = 65536  # most tokens of a request on the CPU where no flag says: a prefill of an hour
+ENCODER_TOKENS = 65536  # of the encoder cache, likewise
 
 AttentionBackendName = Literal["auto", "triton", "sdpa"]
 Dtype = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
@@ -76,7 +78,7 @@ class EngineConfig:
         None,
         parse_text=parse_length,
         minimum=1,
-        unset="auto: the model's context length, or less if the KV cache holds less",
+        unset="auto: the model's context length, on the CPU 65536 at most, or less if the KV cache holds less",
     )
     """Maximum tokens of prompt and output together."""
 
@@ -181,7 +183,10 @@ class EngineConfig:
     block_size: int = _caches(16, minimum=1)
     """Tokens per block of the KV cache."""
     kv_cache_memory_bytes: int | None = _caches(
-        None, minimum=1, unset="1G divided between the engines on the CPU, --gpu-memory-utilization on CUDA"
+        None,
+        minimum=1,
+        unset="on the CPU what one request of --max-model-len needs, at least 1G divided between the engines; "
+        "--gpu-memory-utilization on CUDA",
     )
     """Size of each worker's KV cache; no more than --max-num-seqs sequences of --max-model-len tokens fill."""
     gpu_memory_utilization: float = _caches(0.9, minimum=0.05, maximum=1.0)
@@ -197,7 +202,9 @@ class EngineConfig:
     )
     """Tokens of a prompt between two such snapshots, a multiple of --block-size; there are others at the end of each
     media item, prompt and answer."""
-    encoder_cache_tokens: int = _caches(65536, minimum=1)
+    encoder_cache_tokens: int | None = _caches(
+        None, minimum=1, unset=f"{ENCODER_TOKENS}, or what the KV cache holds if that is less"
+    )
     """Size of the encoder cache in media tokens; also the maximum of one prompt."""
 
     limit_mm_per_prompt: dict[str, Any] = _media({}, parse_text=parse_limits, metavar="JSON", unset="no limit")
@@ -342,9 +349,14 @@ class EngineConfig:
         """Size of a worker's KV cache on the CPU, snapshots included."""
         return self.kv_cache_memory_bytes or CPU_CACHE_BYTES // min(self.engines, CPU_CACHE_PARTS)
 
-    def sequence_tokens(self, made_for: int) -> int:
-        """Most tokens of prompt and output of a model that was made for `made_for`, unless the KV cache holds less."""
-        return self.max_model_len or made_for
+    def sequence_tokens(self, device: str, made_for: int) -> int:
+        """Most tokens of prompt and output on workers on `device`, "cpu" or "cuda", of a model that was made for
+        `made_for`, unless the KV cache holds less."""
+        return self.max_model_len or (min(made_for, CPU_SEQUENCE_TOKENS) if device == "cpu" else made_for)
+
+    def encoder_tokens(self, capacity: int) -> int:
+        """Size of the encoder cache beside a KV cache of so many tokens."""
+        return self.encoder_cache_tokens or min(capacity, ENCODER_TOKENS)
 
     def step_sequences(self, device: str, recurrent: bool) -> int:
         """Most sequences of one step of workers on `device`, "cpu" or "cuda"; `recurrent`: they have states."""

@@ -77,7 +77,7 @@ class EngineCore:
         self.arrivals = Arrivals(config.tensor_parallel_size, next_step)
         self.grammars = GrammarCompiles(next_step)
         self.blocks = BlockPool(limits.num_blocks, limits.block_size)
-        self.encoder = EncoderCache(config.encoder_cache_tokens, next_step)
+        self.encoder = EncoderCache(limits.max_prompt_media_tokens, next_step)
         max_seqs = config.step_sequences(limits.device, recurrent=limits.num_states > 0)
         self.states = StatePool(max_seqs, limits.num_states, limits.state_interval)
         self.scheduler = Scheduler(config, limits, self.blocks, self.encoder, self.states)

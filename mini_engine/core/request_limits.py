@@ -17,7 +17,7 @@ def engine_limits(
 ) -> EngineLimits:
     """Limits of one request: the model's, or less if the KV cache holds less. Raises ConfigError: the KV cache holds
     less than `--max-model-len`."""
-    wanted = config.sequence_tokens(model.text.max_position_embeddings)
+    wanted = config.sequence_tokens(device, model.text.max_position_embeddings)
     capacity = num_blocks * config.block_size
     if config.max_model_len is not None and capacity < wanted:
         raise ConfigError(
@@ -29,7 +29,13 @@ def engine_limits(
         logger.warning(text + "raise --kv-cache-memory-bytes for more", capacity, wanted)
     interval = config.state_snapshot_interval or _snapshot_interval(capacity, num_states, config)
     return EngineLimits(
-        min(wanted, capacity), num_blocks, config.block_size, config.encoder_cache_tokens, device, num_states, interval
+        max_model_len=min(wanted, capacity),
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_prompt_media_tokens=config.encoder_tokens(capacity),
+        device=device,
+        num_states=num_states,
+        state_interval=interval,
     )
 
 

@@ -47,21 +47,32 @@ class Parallelism:
 def choose_parallelism(config: EngineConfig, model: ModelConfig, omp_threads: str) -> Parallelism:
     """For this host. `omp_threads`: the variable OMP_NUM_THREADS, which counts where it is a number above 0."""
     given, cores = int(omp_threads) if omp_threads.isdigit() else 0, usable_cores()
-    if config.device == "cpu" or (config.device == "auto" and not any(path.exists() for path in GPUS)):
+    if runs_on_cpu(config):
         return on_cores(config, model, given, cores, available_memory())
     # Threads only prepare what the device does.
     threads = given or max(1, (cores - 1) // (config.engines * config.tensor_parallel_size))
     return Parallelism(config.engines, threads, None, "the workers may run on a GPU")
 
 
+def runs_on_cpu(config: EngineConfig) -> bool:
+    """Whether the workers certainly do."""
+    return config.device == "cpu" or (config.device == "auto" and not any(path.exists() for path in GPUS))
+
+
+def weight_bytes(config: EngineConfig, model: ModelConfig) -> tuple[int, int]:
+    """Bytes of the weights, within a few percent, and of each of them."""
+    dtype = model.dtype if config.dtype == "auto" else config.dtype
+    itemsize = 4 if dtype in ("float32", "float") else 2
+    return model.parameters * itemsize, itemsize
+
+
 def on_cores(config: EngineConfig, model: ModelConfig, given: int, cores: int, memory: int) -> Parallelism:
     """For workers on this many cores of a CPU. `given`: the threads of each by OMP_NUM_THREADS, or 0; `memory`: bytes
     that are free."""
-    dtype = model.dtype if config.dtype == "auto" else config.dtype
-    itemsize = 4 if dtype in ("float32", "float") else 2
+    weights, itemsize = weight_bytes(config, model)
     ranks, layer_bytes = config.tensor_parallel_size, model.text.layer_parameters * itemsize
     useful = max(1, round(layer_bytes / ranks / THREAD_BYTES))
-    fitting = memory // 2 // (ENGINE_BYTES + model.parameters * itemsize)
+    fitting = memory // 2 // (ENGINE_BYTES + weights)
     auto = max(1, min(cores // (ranks * max(given, useful)), fitting, MAX_ENGINES))
     engines = config.data_parallel_size or auto
     threads = given or max(1, min(cores // (engines * ranks), 2 * useful - 1))  # cores that make no engine go to all

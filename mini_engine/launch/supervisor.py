@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from mini_engine.config import EngineConfig
 from mini_engine.failpoints import reach_failpoint
+from mini_engine.free_memory import available_memory
 from mini_engine.launch import host
 from mini_engine.launch.child_processes import (
     ChildMessage,
@@ -32,6 +33,7 @@ from mini_engine.launch.child_processes import (
     catch_stop_signals,
 )
 from mini_engine.launch.listeners import bind_listeners, leave_port, url_of
+from mini_engine.launch.memory_plan import settle_memory
 from mini_engine.launch.parallelism import choose_parallelism
 from mini_engine.launch.server_generation import ServerGeneration
 from mini_engine.messages import Drain, Refused
@@ -61,6 +63,7 @@ def run_server(config: EngineConfig) -> int:
     parallelism = choose_parallelism(config, model, os.environ.get("OMP_NUM_THREADS", ""))
     config = parallelism.settle(config)
     media_cache = host.plan_media_cache(config)
+    config, memory = settle_memory(config, model, media_cache, available_memory())
     host.check_tls(config)
     # Of the workers. How threads wait for each other is left to OpenMP, which keeps them awake for a while: on two
     # cores GOMP_SPINCOUNT=0 and 1000 made tokens up to 1.9 times as slow, 10000 made no clear difference.
@@ -77,6 +80,8 @@ def run_server(config: EngineConfig) -> int:
         if config.uds is None and config.host in ("0.0.0.0", "::") and not config.api_key:
             logger.warning("--host %s: open to the network; set --api-key, or --host 127.0.0.1", config.host)
         logger.info("%s", parallelism.describe(config))
+        if memory:
+            logger.info("%s", memory)
         logger.info("loading %s (%s) from %s", config.served_names[0], model.architecture, model_dir)
         return Supervisor(ServerGeneration(1, config, model_dir, media_cache, runtime_dir, listeners, processes)).run()
 

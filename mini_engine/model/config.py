@@ -25,6 +25,11 @@ class LinearConfig:
     v_dim: int
     kernel_size: int
 
+    @property
+    def state_bytes(self) -> int:
+        """Of one sequence, within a few percent."""
+        return 4 * len(self.layers) * self.v_heads * self.k_dim * self.v_dim
+
 
 @dataclass(frozen=True)
 class TextConfig:

@@ -14,7 +14,7 @@ from typing import NamedTuple, get_args
 
 import torch
 
-from mini_engine.config import ConfigError, EngineConfig
+from mini_engine.config import ENCODER_TOKENS, ConfigError, EngineConfig
 from mini_engine.free_memory import CUDA_CONTEXT_BYTES, available_memory, processor_bytes, processor_memory
 from mini_engine.messages import Chunk, MediaCachePlan, Modality, NewSequence, SamplingParams, Step
 from mini_engine.model.config import ModelConfig, VisionConfig
@@ -168,7 +168,7 @@ def profile(
     device = runner.device
     grids = worst_grids(config, model.vision, model_dir)
     sequences = config.step_sequences("cuda", model.text.linear is not None)
-    step = worst_step(config, sequences, config.sequence_tokens(model.text.max_position_embeddings))
+    step = worst_step(config, sequences, config.sequence_tokens("cuda", model.text.max_position_embeddings))
     ranks = config.tensor_parallel_size * config.engines
     devices = torch.cuda.device_count()
     workers = -(-ranks // devices)  # more than one only where they share devices
@@ -207,7 +207,7 @@ def media_bytes(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, ca
     """Bytes on a worker's device of media: embeddings, those kept in its own cache, and copies of staging slots."""
     if not _modalities(config):
         return 0
-    embeddings = config.encoder_cache_tokens * model.vision.row_size * dtype.itemsize
+    embeddings = config.encoder_tokens(ENCODER_TOKENS) * model.vision.row_size * dtype.itemsize
     kept = cache.nbytes if cache.kind == "lru" else 0
     # A rank has a copy of what an API server's slots hold.
     slots = processor_memory(config).slots // config.engines
@@ -223,7 +223,7 @@ def worst_grids(config: EngineConfig, vision: VisionConfig, model_dir: str | Pat
         return []
     merge = vision.spatial_merge_size
     pixels = max(_largest_pixels(config, model_dir, modality) for modality in modalities)
-    largest = max(1, min(pixels // (merge * vision.patch_size) ** 2, config.encoder_cache_tokens))
+    largest = max(1, min(pixels // (merge * vision.patch_size) ** 2, config.encoder_tokens(ENCODER_TOKENS)))
     rows = math.isqrt(largest)
     grid = (1, rows * merge, largest // rows * merge)
     count, shares = max(1, config.step_media_tokens("cuda") // largest), _shares(config)

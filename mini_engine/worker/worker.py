@@ -234,7 +234,7 @@ def start_grammars(child: Child, init: Init, engine: int, rows: int) -> Grammars
 
 def longest_sequence(config: EngineConfig, model: VisionLanguageModel) -> int:
     """Tokens of the longest sequence, unless the KV cache holds less."""
-    return config.sequence_tokens(model.config.text.max_position_embeddings)
+    return config.sequence_tokens(next(model.parameters()).device.type, model.config.text.max_position_embeddings)
 
 
 def choose_cache_size(config: EngineConfig, model: VisionLanguageModel, use: MemoryUse | None) -> CacheSize:

@@ -126,7 +126,7 @@ class SimulatedLinks:
         num_tokens = sum(self._encode(item) for item in step.encode)
         is_one_grid = [encode.count for encode in step.encode] == [1]
         assert is_one_grid or num_tokens <= self.config.step_media_tokens("cpu"), "more media than a step's budget"
-        assert sum(self.encoded.values()) <= self.config.encoder_cache_tokens
+        assert sum(self.encoded.values()) <= self.config.encoder_tokens(1 << 20)
         assert sum(chunk.num_tokens for chunk in step.chunks) <= self.config.step_tokens("cpu")
         assert len({chunk.request_id for chunk in step.chunks}) == len(step.chunks) <= self.config.max_num_seqs
         tokens = [token for chunk in step.chunks for token in self._run_chunk(chunk)]

@@ -1,0 +1,44 @@
+"""How large each worker's KV cache is on a CPU where no flag says: the rule of docs/loading.md, "Memory on a CPU"."""
+
+import dataclasses
+
+from mini_engine.config import EngineConfig
+from mini_engine.launch.parallelism import runs_on_cpu, weight_bytes
+from mini_engine.messages import MediaCachePlan
+from mini_engine.model.config import ModelConfig
+
+
+def settle_memory(
+    config: EngineConfig, model: ModelConfig, media: MediaCachePlan, free: int
+) -> tuple[EngineConfig, str]:
+    """The settings with a size of the KV cache, unless a flag gives it or the workers may run on a GPU; and a line for
+    the log. `free`: bytes, before the first process has started."""
+    if config.kv_cache_memory_bytes or config.num_gpu_blocks_override or not runs_on_cpu(config):
+        return config, ""
+    text, engines, ranks = model.text, config.engines, config.tensor_parallel_size
+    weights, itemsize, longest = (
+        *weight_bytes(config, model),
+        config.sequence_tokens("cpu", text.max_position_embeddings),
+    )
+    blocks, layers, states = -(-longest // config.block_size), text.num_layers, 0
+    if text.linear is not None:
+        layers -= len(text.linear.layers)
+        states = config.step_sequences("cpu", recurrent=True) * text.linear.state_bytes
+    stored = media.nbytes * engines * (ranks if media.kind == "lru" else 1)
+    embeddings = config.encoder_tokens(longest) * model.vision.row_size * itemsize * ranks
+    left = free - weights - stored - engines * (embeddings + states)
+    needed = 2 * layers * max(1, text.num_kv_heads // ranks) * text.head_dim * itemsize * blocks * config.block_size
+    if text.linear is not None:
+        needed += needed // 3  # a quarter of the cache is for snapshots
+    size = max(config.cpu_cache_bytes, min(needed, left * 2 // 3 // (engines * ranks)))
+    parts = ((weights, "weights"), (stored, "media cache"), (engines * embeddings, "embeddings"))
+    line = (
+        f"memory: {free / 2**30:.1f} GiB are free; {', '.join(f'{name} {n / 2**30:.1f}' for n, name in parts)}; "
+        f"KV cache of each worker {size / 2**30:.2f} GiB: a request of {longest} tokens needs {needed / 2**30:.2f}, "
+        f"two thirds of what is left are {max(0, left) * 2 / 3 / (engines * ranks) / 2**30:.2f}"
+    )
+    if longest < text.max_position_embeddings and not config.max_model_len:
+        line += f"; --max-model-len allows up to {text.max_position_embeddings} tokens"
+    if size > config.cpu_cache_bytes:
+        config = dataclasses.replace(config, kv_cache_memory_bytes=size)
+    return config, line

@@ -1,0 +1,54 @@
+"""The default sizes of caches on a CPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.runner import CONFIGS
+from mini_engine.config import BUNDLED_MODEL, EngineConfig
+from mini_engine.launch.cli import parse
+from mini_engine.launch.memory_plan import settle_memory
+from mini_engine.messages import MediaCachePlan
+from mini_engine.model.config import ModelConfig
+
+GIB = 1 << 30
+TINY = ModelConfig.from_dir(BUNDLED_MODEL)
+QWEN2_2B, QWEN3_4B, RECURRENT_4B = (
+    ModelConfig.from_dict(json.loads((CONFIGS / f"{name}.json").read_text()))
+    for name in ("Qwen2-VL-2B-Instruct", "Qwen3-VL-4B-Instruct", "Qwen3.5-4B")
+)
+TOKEN_BYTES = 2 * 36 * 8 * 128 * 2  # of Qwen3-VL-4B
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "free", "expected"),
+    [
+        (TINY, "", 20, None),  # 1 GiB holds a request
+        (QWEN3_4B, "", 64, 65536 * TOKEN_BYTES),
+        (QWEN3_4B, "-tp 2", 64, 65536 * TOKEN_BYTES // 2),
+        (QWEN3_4B, "--max-model-len 8191", 64, 8192 * TOKEN_BYTES),
+        (QWEN3_4B, "--max-model-len 100", 64, None),
+        (QWEN3_4B, "", 10, None),
+        (QWEN3_4B, "--kv-cache-memory-bytes 7", 64, 7),
+        (QWEN3_4B, "--device cuda", 64, None),
+        (RECURRENT_4B, "", 64, 65536 * 2 * 8 * 4 * 256 * 2 * 4 // 3),
+    ],
+)
+def test_the_kv_cache_holds_a_request_if_there_is_room(model, flags, free, expected):
+    config, line = settle_memory(parse(flags.split(), {}), model, MediaCachePlan("shm", 4 * GIB, ""), free * GIB)
+    assert config.kv_cache_memory_bytes == expected
+    assert bool(line) == (flags not in ("--kv-cache-memory-bytes 7", "--device cuda"))
+
+
+def test_engines_divide_two_thirds_of_what_is_left():
+    media, sizes = MediaCachePlan("shm", GIB, ""), []
+    for engines in (1, 2):
+        config, line = settle_memory(EngineConfig(data_parallel_size=engines), QWEN3_4B, media, 20 * GIB)
+        assert config.kv_cache_memory_bytes is not None and "--max-model-len allows up to 262144 tokens" in line
+        sizes.append(config.kv_cache_memory_bytes)
+        weights, embeddings = QWEN3_4B.parameters * 2, 65536 * QWEN3_4B.vision.row_size * 2
+        left = 20 * GIB - weights - engines * (GIB + embeddings)
+        assert sizes[-1] == left * 2 // 3 // engines
+    assert 2 * sizes[1] < sizes[0]
