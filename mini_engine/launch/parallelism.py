@@ -8,7 +8,7 @@ engine, which works on other requests.
 import dataclasses
 from pathlib import Path
 
-from mini_engine.config import ConfigError, EngineConfig
+from mini_engine.config import EngineConfig
 from mini_engine.free_memory import available_memory, usable_cores
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.quantization import Quantization, bytes_per_weight
@@ -63,23 +63,20 @@ def runs_on_cpu(config: EngineConfig) -> bool:
 def weight_bytes(config: EngineConfig, model: ModelConfig) -> tuple[int, int]:
     """Bytes of the weights, within a few percent, and of a number of the activations."""
     dtype = model.dtype if config.dtype == "auto" else config.dtype
-    itemsize, held = 4 if dtype in ("float32", "float") else 2, quantization(config, model)
+    itemsize, held = 4 if dtype in ("float32", "float") else 2, _quantization(config, model)
     return model.weight_bytes(itemsize, held.bits, held.head_bits), itemsize
 
 
-def quantization(config: EngineConfig, model: ModelConfig) -> Quantization:
-    """How most of the decoder's matrices are held. Raises ConfigError: the flag does not fit the checkpoint."""
-    try:
-        return Quantization.choose(config.quantization, config.quantize_head, model.quantization, None)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+def _quantization(config: EngineConfig, model: ModelConfig) -> Quantization:
+    """How most of the decoder's matrices are held."""
+    return Quantization.choose(config.quantization, config.quantize_head, model.quantization, None)
 
 
 def on_cores(config: EngineConfig, model: ModelConfig, given: int, cores: int, memory: int) -> Parallelism:
     """For workers on this many cores of a CPU. `given`: the threads of each by OMP_NUM_THREADS, or 0; `memory`: bytes
     that are free."""
     weights, itemsize = weight_bytes(config, model)
-    weight = bytes_per_weight(quantization(config, model).bits, itemsize)
+    weight = bytes_per_weight(_quantization(config, model).bits, itemsize)
     ranks, layer_bytes = config.tensor_parallel_size, model.text.layer_parameters * weight
     useful = max(1, round(layer_bytes / ranks / THREAD_BYTES))
     fitting = memory // 2 // (ENGINE_BYTES + weights)
