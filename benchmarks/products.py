@@ -40,11 +40,11 @@ def _dense(values: Tensor) -> Tensor:
 
 
 def _int8(values: Tensor) -> QuantizedMatrix:
-    return _filled(Int8Matrix(*values.shape, torch.device("cpu")), values)
+    return _filled(Int8Matrix(len(values), values.shape[1], torch.device("cpu")), values)
 
 
 def _int4(values: Tensor) -> QuantizedMatrix:
-    return _filled(Int4Matrix(*values.shape, GROUP, torch.bfloat16, torch.device("cpu")), values)
+    return _filled(Int4Matrix(len(values), values.shape[1], GROUP, torch.bfloat16, torch.device("cpu")), values)
 
 
 def _filled(matrix: QuantizedMatrix, values: Tensor) -> QuantizedMatrix:
