@@ -17,9 +17,9 @@ from mini_engine.free_memory import usable_cores
 from mini_engine.kernels import onednn, ops, quantized
 from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix, QuantizedMatrix
 
-ROWS = (1, 2, 4, 8, 12, 16, 32, 48, 64, 128, 512, 2048)
-BYTES = 192 << 20  # of the dense matrices of a kind
-ROUNDS = 5
+ROWS = (1, 4, 8, 12, 16, 32, 48, 64, 128, 512)
+BYTES = 96 << 20  # of the dense matrices of a kind
+ROUNDS = 4
 GROUP = 128
 
 
