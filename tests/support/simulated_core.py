@@ -53,11 +53,12 @@ class World:
     ):
         sizes = {"max_num_seqs": max_seqs, "max_num_batched_tokens": max_tokens, "max_model_len": blocks * block_size}
         config = EngineConfig(tensor_parallel_size=ranks, block_size=block_size, **sizes, **flags)
-        self.links = SimulatedLinks(config)
+        self.links = links = SimulatedLinks(config)
         self.links.identities |= {incarnation: f"{name}:{incarnation}".encode() for name, incarnation in (API, OTHER)}
         limits = engine_limits(config, model, blocks, "cpu", 0 if snapshots is None else max_seqs + snapshots)
         next_step = StepBuilder()
         self.core = EngineCore(config, model, limits, self.make_media(next_step), self.links, next_step)
+        self.core.scheduler.times.clock = lambda: links.now
         self.pool = self.core.blocks
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, list[str]] = {}

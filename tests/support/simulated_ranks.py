@@ -13,6 +13,7 @@ from collections import deque
 
 from mini_engine.config import EngineConfig
 from mini_engine.messages import (
+    EncodeItem,
     Envelope,
     MediaItem,
     MessageId,
@@ -74,6 +75,8 @@ class SimulatedLinks:
         self.memory: dict[int, bytes] = {}  # of the media store: the hash of what was written to each page
         self.grammars: dict[bytes, int] = {}  # numbers of the orders
         self.compiled: set[bytes] = set()  # of these
+        self.now = 0.0  # by the clock of the simulation
+        self.seconds = (0.02, 0.001, 0.002)  # of a decode step, and for a token of a prompt and a media token beside it
 
     # --- what EngineCore calls
     def receive(self, timeout):
@@ -95,9 +98,19 @@ class SimulatedLinks:
         """All ranks run the oldest dispatched step and report it."""
         step = self.steps.popleft()
         tokens = self._execute(step)
+        self.now += self._seconds(step)
         for rank in range(self.num_ranks):
             result = StepResult(step.number, [] if rank else tokens, rank)
             self.inbox.append(Envelope(f"worker 0.{rank}", 100 + rank, result))
+
+    def _seconds(self, step: Step) -> float:
+        decode, token, media = self.seconds
+        num_prefill = sum(chunk.num_tokens for chunk in step.chunks if chunk.num_tokens > 1)
+        return decode + token * num_prefill + media * sum(map(self._media_tokens, step.encode))
+
+    def _media_tokens(self, encode: EncodeItem) -> int:
+        item = self.started[encode.request_id].new.media[encode.index]
+        return item.num_tokens // item.grid_thw[0] * encode.count
 
     def _execute(self, step: Step) -> list[SampledToken]:
         for request_id in step.finished:
@@ -152,7 +165,7 @@ class SimulatedLinks:
         if done + encode.count == item.grid_thw[0]:
             self.encoded[item.media_hash] = item.num_tokens
             self.num_encoded += 1
-        return item.num_tokens // item.grid_thw[0] * encode.count
+        return self._media_tokens(encode)
 
     def _run_chunk(self, chunk) -> list[SampledToken]:
         sequence = self.sequences[chunk.request_id]
