@@ -80,7 +80,7 @@ class EngineCore:
         self.encoder = EncoderCache(limits.max_prompt_media_tokens, next_step)
         max_seqs = config.step_sequences(limits.device, recurrent=limits.num_states > 0)
         self.states = StatePool(max_seqs, limits.num_states, limits.state_interval)
-        self.scheduler = Scheduler(config, limits, self.blocks, self.encoder, self.states)
+        self.scheduler = Scheduler(config, limits, model.vision.depth, self.blocks, self.encoder, self.states)
         self.in_flight: deque[InFlight] = deque()
         self.max_in_flight = 2 if config.async_scheduling else 1
         self.requests: dict[str, Request] = {}

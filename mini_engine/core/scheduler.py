@@ -21,6 +21,7 @@ from mini_engine.core.step_builder import ChunkWork, Plan
 from mini_engine.core.step_times import StepTimes
 from mini_engine.messages import Chunk, EncodeItem, EngineLimits, MediaItem, NewSequence, StateStart
 
+MOST_UNFINISHED = 4  # temporal grids whose hidden states the ranks keep; further ones are encoded at once
 LEAST_CHUNK = 16  # tokens of a prompt, whatever they cost: fewer take a step for hardly less than these
 
 
@@ -32,9 +33,16 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: EngineConfig, limits: EngineLimits, blocks: BlockPool, encoder: EncoderCache, states: StatePool
+        self,
+        config: EngineConfig,
+        limits: EngineLimits,
+        tower_depth: int,
+        blocks: BlockPool,
+        encoder: EncoderCache,
+        states: StatePool,
     ):
         self.blocks, self.encoder, self.states = blocks, encoder, states
+        self.tower_depth = tower_depth
         self.max_seqs = config.step_sequences(limits.device, states.is_needed)
         self.max_tokens = config.step_tokens(limits.device)
         # A single temporal grid with more tokens is encoded in a step without other media.
@@ -267,23 +275,41 @@ class Scheduler:
         return end
 
     def _encode(self, request: Request, item: MediaItem, entry: EncoderEntry, plan: Plan) -> None:
-        """As many of the item's temporal grids as the budget allows, after those that other steps encode."""
+        """As many of the item's temporal grids as the step has room and time for, after those that other steps encode;
+        or blocks of the tower on one of them, if the whole takes too long or is begun."""
         total = item.grid_thw[0]
         grid_tokens = item.num_tokens // total
-        seconds = grid_tokens * self.times.media
-        allowed = min(plan.encoder_left // grid_tokens, plan.seconds_left / seconds)
+        grids_in_time = plan.seconds_left / (grid_tokens * self.times.media)
+        if entry.num_blocks or (
+            grids_in_time < 1 and not plan.has_prompts and self.encoder.num_unfinished < MOST_UNFINISHED
+        ):
+            least = 0 if plan.has_prompts else 1
+            end = entry.num_blocks + max(least, int(min(1.0, grids_in_time) * self.tower_depth))
+            if end < self.tower_depth:
+                if end > entry.num_blocks:
+                    self._add_slice(request, item, plan, 1, end)
+                return
+            self._add_slice(request, item, plan, 1)
+        allowed = min(plan.encoder_left // grid_tokens, plan.seconds_left / (grid_tokens * self.times.media))
         if allowed < 1 and not plan.has_prompts:
             allowed = 1
-        count = min(total - entry.num_grids, int(allowed))
-        if not count:
-            return
+        if count := min(total - entry.num_grids, int(allowed)):
+            self._add_slice(request, item, plan, count)
+
+    def _add_slice(self, request: Request, item: MediaItem, plan: Plan, count: int, end: int | None = None) -> None:
+        """Encode `count` grids after those that are, up to a block of the tower or to its end."""
         self._serve(request, plan)
-        plan.encode.append(EncodeItem(request.id, request.media.index(item), entry.num_grids, count))
-        plan.num_encoded += count * grid_tokens
-        plan.encoder_left = max(0, plan.encoder_left - count * grid_tokens)
-        plan.tokens_left = max(0, plan.tokens_left - count * grid_tokens)  # the vision tower costs time as well
-        plan.seconds_left = max(0.0, plan.seconds_left - count * seconds)
-        entry.num_grids += count
+        entry, total, depth = self.encoder[item.media_hash], item.grid_thw[0], self.tower_depth
+        begin, index = entry.num_blocks, request.media.index(item)
+        plan.encode.append(EncodeItem(request.id, index, entry.num_grids, count, begin, end))
+        num_tokens = count * item.num_tokens // total * ((depth if end is None else end) - begin) / depth
+        plan.num_encoded += num_tokens
+        plan.encoder_left = max(0, plan.encoder_left - math.ceil(num_tokens))
+        plan.tokens_left = max(0, plan.tokens_left - math.ceil(num_tokens))  # the vision tower costs time as well
+        plan.seconds_left = max(0.0, plan.seconds_left - num_tokens * self.times.media)
+        entry.num_blocks = end or 0
+        if end is None:
+            entry.num_grids += count
         if entry.num_grids == total:
             entry.encoded_by = request.id
             plan.encoded_hashes.append(item.media_hash)

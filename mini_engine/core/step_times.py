@@ -10,6 +10,8 @@ from collections.abc import Iterable
 NUM_SAMPLES = 15  # recent steps that count for each estimate
 QUICK_DECODES = 6  # the prompts of a quick step cost at most so many decode steps
 
+Sample = tuple[float, int, float]
+
 
 class StepTimes:
     """A step takes `decode`, and `token` for each token of prompts, and `media` for each media token, in seconds.
@@ -25,7 +27,8 @@ class StepTimes:
         self.limit = limit
         self.clock = time.monotonic
         self.decode, self.token, self.media = 0.128 / QUICK_DECODES, 0.001, 0.002
-        self._decodes, self._prefills, self._encodes = (deque[tuple[float, int]](maxlen=NUM_SAMPLES) for _ in range(3))
+        # Seconds, tokens of prompts, media tokens; by what the step is a sample of.
+        self._decodes, self._prefills, self._encodes = (deque[Sample](maxlen=NUM_SAMPLES) for _ in range(3))
 
     @property
     def quick(self) -> float:
@@ -38,19 +41,18 @@ class StepTimes:
         step if that is more, since they alone may take longer than the limit."""
         return max(self.limit - self.decode, self.decode) if self.limit else math.inf
 
-    def record(self, seconds: float, num_prefill: int, num_encoded: int) -> None:
+    def record(self, seconds: float, num_prefill: int, num_encoded: float) -> None:
         """A step with so many tokens of prompts, and so many media tokens, took `seconds`."""
-        if num_encoded:
-            self._encodes.append((seconds - num_prefill * self.token, num_encoded))
-            self.media = self._rate(self._encodes)
-        elif num_prefill:
-            self._prefills.append((seconds, num_prefill))
-            self.token = self._rate(self._prefills)
-        else:
-            self._decodes.append((seconds, 1))
-            self.decode = statistics.median(seconds for seconds, _ in self._decodes)
+        samples = self._encodes if num_encoded else self._prefills if num_prefill else self._decodes
+        samples.append((seconds, num_prefill, num_encoded))
+        if self._decodes:
+            self.decode = statistics.median(seconds for seconds, _, _ in self._decodes)
+        if self._prefills:
+            self.token = self._rate((seconds, count) for seconds, count, _ in self._prefills)
+        if self._encodes:
+            self.media = self._rate((seconds - length * self.token, count) for seconds, length, count in self._encodes)
 
-    def _rate(self, samples: Iterable[tuple[float, int]]) -> float:
+    def _rate(self, samples: Iterable[tuple[float, float]]) -> float:
         """Seconds for each of some tokens, beside a decode step: the median, weighted by their number."""
         rates = sorted(((seconds - self.decode) / count, count) for seconds, count in samples)
         half = sum(count for _, count in rates) / 2

@@ -5,7 +5,8 @@ no layer attends across frames. The order of its segments, and of the patches in
 so segments of equal length lie together, and each length is one batched product without padding or mask.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -139,6 +140,11 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[tuple[in
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
+def last_of(blocks: Iterator[Tensor]) -> Tensor:
+    """The last item: the rows of a tower's `run`."""
+    return deque(blocks, maxlen=1).pop()
+
+
 class PatchEmbed(Layer):
     """One linear map of a flattened patch: a convolution whose stride is its kernel. Replicated."""
 
@@ -248,6 +254,10 @@ class VisionTower(nn.Module):
                 processor's order (frame by frame; merge units row by row; the patches of a unit together).
             grids: per item (time, height, width) in patches; n is the sum of their products.
         """
+        return last_of(self.run(patches, grids))
+
+    def run(self, patches: Tensor, grids: Sequence[Grid]) -> Iterator[Tensor]:
+        """`forward` block by block: an item for each, the last of which are the rows, the others hidden states."""
         cfg = self.config
         where = layout(tuple(map(tuple, grids)), cfg.spatial_merge_size, cfg.merged_window, patches.device)
         x = self.embed(patches, where)
@@ -257,6 +267,7 @@ class VisionTower(nn.Module):
         if order is not None:
             in_frames = in_windows[0].index_select(0, order), in_windows[1].index_select(0, order)
         deeper: list[Tensor] = []
+        del patches
         for i, block in enumerate(self.blocks):
             if cfg.window_size is None or i in cfg.full_attention_layers:
                 x = block(x, where.frames, in_frames)
@@ -264,8 +275,10 @@ class VisionTower(nn.Module):
                 x = block(x, where.windows, in_windows)
             if i in cfg.deepstack_layers:
                 deeper.append(self.deepstack[cfg.deepstack_layers.index(i)](x))
+            if i < cfg.depth - 1:
+                yield x
         rows = self.merger(x)
-        return (torch.cat((rows, *deeper), dim=-1) if deeper else rows).index_select(0, where.merged)
+        yield (torch.cat((rows, *deeper), dim=-1) if deeper else rows).index_select(0, where.merged)
 
     def embed(self, patches: Tensor, where: Layout) -> Tensor:
         """The first layer's input, `[n, hidden_size]` in the tower's order."""
