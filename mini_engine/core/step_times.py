@@ -36,10 +36,10 @@ class StepTimes:
         return QUICK_DECODES * self.decode
 
     @property
-    def beside_decodes(self) -> float:
-        """Seconds for prompts and media in a step that decodes: what the decodes leave of the limit, or half of the
-        step if that is more, since they alone may take longer than the limit."""
-        return max(self.limit - self.decode, self.decode) if self.limit else math.inf
+    def beside_others(self) -> float:
+        """Seconds for prompts and media in a step for which others wait: the limit, or those of a decode step if that
+        is more, since with less most of the time would go into reading weights."""
+        return max(self.limit, self.decode) if self.limit else math.inf
 
     def record(self, seconds: float, num_prefill: int, num_encoded: float) -> None:
         """A step with so many tokens of prompts, and so many media tokens, took `seconds`."""

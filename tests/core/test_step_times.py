@@ -43,10 +43,10 @@ def test_a_decode_beside_long_prompts_gets_a_token_within_the_limit(async_schedu
         world.request(f"video {number}", 1000, 20, media, first_token=30 + number)
     begun = world.links.now
     times = decode_beside(world)
-    assert len(times) > 100 and max(b - a for a, b in itertools.pairwise(times)) <= LIMIT + 0.001
-    # 0.1 s of decodes go beside each 0.4 s of prompts.
+    assert len(times) > 80 and max(b - a for a, b in itertools.pairwise(times)) <= LIMIT + SLOW[0] + 0.001
+    # 0.1 s of decodes go beside each 0.5 s of prompts.
     work = 4 * (1000 * SLOW[1] + 200 * SLOW[2])
-    assert times[-1] - begun <= 1.4 * work
+    assert times[-1] - begun <= 1.3 * work
     world.run()
     world.assert_at_rest()
 
@@ -108,4 +108,4 @@ def test_estimates_are_medians_beside_the_decode_step():
         times.record(seconds, 500, 0)
     times.record(2 + 1.1, 100, 100)
     assert (times.token, times.media) == pytest.approx((0.01, 0.02))
-    assert times.beside_decodes == pytest.approx(0.4)
+    assert times.beside_others == LIMIT
