@@ -90,8 +90,7 @@ class Scheduler:
         for request in self.clients.running:
             if request.is_running and request.num_missing == 1:  # it may have been preempted by one before it
                 self._continue(request, plan)
-        if plan.chunks or sum(1 for _ in itertools.islice(self._prefills(), 2)) > 1:
-            plan.seconds_left = min(plan.seconds_left, self.times.beside_others)
+        plan.seconds_left = min(plan.seconds_left, self.times.for_prompts(beside_decodes=bool(plan.chunks)))
         self._prefill_in_turns(plan)
         for request in self.clients.running:
             if request.is_running and request.num_missing > 1 and request.id not in plan.work:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 
 NUM_SAMPLES = 15  # recent steps that count for each estimate
+ALONE = 4  # times as long as beside decodes a step may take without them
 QUICK_DECODES = 6  # the prompts of a quick step cost at most so many decode steps
 
 Sample = tuple[float, int, float]
@@ -35,11 +36,13 @@ class StepTimes:
         """Seconds that the prompts and media of a quick step take at most."""
         return QUICK_DECODES * self.decode
 
-    @property
-    def beside_others(self) -> float:
-        """Seconds for prompts and media in a step for which others wait: the limit, or those of a decode step if that
-        is more, since with less most of the time would go into reading weights."""
-        return max(self.limit, self.decode) if self.limit else math.inf
+    def for_prompts(self, beside_decodes: bool) -> float:
+        """Seconds for prompts and media in a step: the limit, or those of a decode step if that is more, since with
+        less most of the time would go into reading weights. Without decodes only requests that are still to come may
+        wait for the step."""
+        if not self.limit:
+            return math.inf
+        return max(self.limit, self.decode) * (1 if beside_decodes else ALONE)
 
     def record(self, seconds: float, num_prefill: int, num_encoded: float) -> None:
         """A step with so many tokens of prompts, and so many media tokens, took `seconds`."""
