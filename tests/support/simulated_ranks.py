@@ -102,7 +102,6 @@ class SimulatedLinks:
         """All ranks run the oldest dispatched step and report it."""
         step = self.steps.popleft()
         tokens = self._execute(step)
-        self.now += self._seconds(step)
         for rank in range(self.num_ranks):
             result = StepResult(step.number, [] if rank else tokens, rank)
             self.inbox.append(Envelope(f"worker 0.{rank}", 100 + rank, result))
@@ -153,6 +152,7 @@ class SimulatedLinks:
             assert all((rank, message) in self.reported for rank in range(self.num_ranks)), "a rank does not have it"
             assert message not in self.released, "released twice"
             self.released.append(message)
+        self.now += self._seconds(step)
         return tokens
 
     def _encode(self, encode) -> float:
