@@ -1,4 +1,4 @@
-"""Matrix products on a CPU, and attention in float32, by oneDNN, which comes with torch.
+"""Matrix products on a CPU, and attention in float32 and bfloat16, by oneDNN, which comes with torch.
 
 torch takes MKL for float32, which uses AVX-512 on Intel's processors only; oneDNN uses it on all (docs/benchmarks.md,
 "Products on a CPU"). torch offers it for float32 through one operator, which `torch.compile` is made of; `available`
@@ -6,6 +6,10 @@ says whether this torch has it.
 
 In bfloat16 both take oneDNN, which rearranges a matrix for its kernel at each product unless the matrix is kept in that
 order (`pack`); docs/benchmarks.md has the times of both.
+
+In bfloat16 torch multiplies with oneDNN, but its attention multiplies blocks of a few hundred rows and columns, which
+takes twice as long as whole rows of scores. Those can only be had rounded to bfloat16, so `_scores` subtracts from each
+row, before that rounding, about its maximum: large weights are the most accurate ones.
 
 oneDNN compiles a kernel for each new shape and keeps the last 1,024, so sizes are rounded up, unless the copy would
 cost more. A call costs more than MKL's, so small products are left to torch.
@@ -27,11 +31,12 @@ CACHE_BYTES = 4 << 20  # of scores at once, which stay in the CPU's caches
 LEAST_PACKED = 1 << 20  # values of a matrix; smaller ones stay in the CPU's caches
 PACKED_ROWS = 8  # of x, for which oneDNN chooses the order; it serves any number of rows
 _pack = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
+PROBED = 16  # one of so many keys says about how large a query's largest score is
 _multiply = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 def available(x: Tensor) -> bool:
-    """Whether this file's functions take `x`."""
+    """Whether `linear` takes `x`."""
     return x.dtype is torch.float32 and x.device.type == "cpu" and _multiply is not None
 
 
@@ -49,6 +54,17 @@ def multiply_packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _product(x, weight, bias)
 
 
+def attends(x: Tensor) -> bool:
+    """Whether `attend_all` and `Keys` take `x`."""
+    return available(x) or (x.dtype is torch.bfloat16 and x.device.type == "cpu" and _attends_bfloat16())
+
+
+@functools.cache
+def _attends_bfloat16() -> bool:
+    """With AMX torch's own attention packs its blocks, which was not measured."""
+    return _multiply is not None and torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`x W^T + b`: `[n, inputs]`, `[outputs, inputs]`, `[outputs]` -> `[n, outputs]`, all contiguous."""
     missing = -len(x) % 64
@@ -63,13 +79,11 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def attend_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of all queries to all keys, `[n, heads, head_dim]` each -> `[n, heads, head_dim]`."""
-    q, k, v = (q * q.shape[2] ** -0.5).transpose(0, 1).contiguous(), k.transpose(0, 1).contiguous(), v.permute(1, 2, 0)
-    out, count = torch.empty_like(q), 2 * _queries_at_once(2 * k.shape[1])
-    for head, values in enumerate(v.contiguous()):
-        for first in range(0, q.shape[1], count):
-            out[head, first : first + count] = _attend(q[head, first : first + count], k[head], values)
-    return out.transpose(0, 1)
+    """Attention within segments, `[segments, n, heads, head_dim]` each -> `[segments, n, heads * head_dim]`."""
+    queries, keys = (x.transpose(1, 2).flatten(0, 1) for x in (q, k))
+    values = v.permute(0, 2, 3, 1).flatten(0, 1)
+    out = _attend(queries.unsqueeze(2), _with_offsets(keys), values)
+    return out.view(*q.shape[::2], *q.shape[1::2]).transpose(1, 2).flatten(2)
 
 
 class Keys:
@@ -79,49 +93,74 @@ class Keys:
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
-        count, self.kv_heads, dim = keys.shape
-        room = -(-count // TILE) * TILE
-        self._keys = keys.new_zeros(self.kv_heads, room, dim)
-        self._keys[:, :count] = keys.transpose(0, 1)
-        self._values = values.new_zeros(self.kv_heads, dim, room)
-        self._values[:, :, :count] = values.permute(1, 2, 0)
+        missing = -len(keys) % TILE
+        self._keys = _with_offsets(F.pad(keys.transpose(0, 1), (0, 0, 0, missing)))
+        self._values = F.pad(values.permute(1, 2, 0), (0, missing))
 
     def attend(self, queries: Tensor, start: int) -> Tensor:
         """Attention of n <= TILE queries, `[n, heads, head_dim]`, of which query i sees the keys up to number
         `start + i`, that one included -> the same shape."""
-        length, _, dim = queries.shape
+        length = len(queries)
         stop = -(-(start + length) // TILE) * TILE
-        padded = F.pad(queries * dim**-0.5, (0, 0, 0, 0, 0, -length % ROWS))
-        grouped = padded.unflatten(1, (self.kv_heads, -1))
-        out, count = torch.empty_like(grouped), _queries_at_once(stop * grouped.shape[2])
-        for head in range(self.kv_heads):
-            keys, values = self._keys[head, :stop], self._values[head, :, :stop].contiguous()
-            for first in range(0, len(padded), count):
-                rows = slice(first, first + count)
-                part = grouped[rows, head]
-                mask = _causal_mask()[first : first + len(part), :, : stop - start]
-                out[rows, head] = _attend(part.reshape(-1, dim), keys, values, mask).view(part.shape)
-        return out[:length].flatten(1, 2)
+        padded = F.pad(queries, (0, 0, 0, 0, 0, -length % ROWS))
+        grouped = padded.unflatten(1, (len(self._keys), -1)).transpose(0, 1)
+        mask = _causal_mask(queries.dtype)[: len(padded), :, : stop - start]
+        out = _attend(grouped, self._keys[:, :stop], self._values[:, :, :stop], mask)
+        return out.transpose(0, 1)[:length].flatten(1, 2)
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """`[n, head_dim]`, scaled, `[keys, head_dim]` and `[head_dim, keys]` -> `[n, head_dim]`. The mask, `[tokens, 1,
-    last keys]`, is additive; a token has n / tokens queries."""
-    scores = _product(queries, keys)
-    if mask is not None:
-        scores.view(len(mask), -1, len(keys))[:, :, -mask.shape[2] :] += mask
-    return _product(torch.softmax(scores, -1, out=scores), values)
+    """`[heads, n, group, head_dim]`, where a group of query heads shares a key head, keys of `_with_offsets` and values
+    `[heads, head_dim, keys]` -> the same shape as the queries. The mask, `[n, 1, last keys]`, is additive."""
+    out = torch.empty_like(queries)
+    heads, count = _at_once(queries, keys.shape[1])
+    for first in range(0, len(queries), heads):
+        some = slice(first, first + heads)
+        own_keys, own_values = keys[some], values[some].contiguous()
+        for row in range(0, queries.shape[1], count):
+            part = queries[some, row : row + count]
+            scores = _scores(part.flatten(1, 2), own_keys)
+            if mask is not None:
+                scores.view(*part.shape[:3], -1)[..., -mask.shape[2] :] += mask[row : row + count]
+            torch.softmax(scores, -1, out=scores)
+            out[some, row : row + count] = _products(scores, own_values).view(part.shape)
+    return out
 
 
-def _queries_at_once(num_scores: int) -> int:
-    """How many of a tile's queries, with so many float32 scores each, CACHE_BYTES hold."""
-    count = TILE
-    while count > LEAST_QUERIES and count * num_scores * 4 > CACHE_BYTES:
+def _with_offsets(keys: Tensor) -> Tensor:
+    """Keys `[heads, n, head_dim]`, contiguous; in bfloat16 with a column of -1 after them, which `_scores` needs."""
+    return keys.contiguous() if keys.dtype is torch.float32 else F.pad(keys, (0, 1), value=-1)
+
+
+def _scores(queries: Tensor, keys: Tensor) -> Tensor:
+    """Scaled products `[heads, n, keys]`; in bfloat16 less a number for each row, to which a softmax is indifferent."""
+    scale = queries.shape[2] ** -0.5
+    if queries.dtype is torch.float32:
+        return _products(queries * scale, keys)
+    offsets = _products(queries, keys[:, ::PROBED, :-1]).amax(2, keepdim=True)
+    scores = queries.new_empty(*queries.shape[:2], keys.shape[1])
+    return scores.baddbmm_(torch.cat((queries, offsets), 2), keys.transpose(1, 2), beta=0, alpha=scale)
+
+
+def _products(x: Tensor, weights: Tensor) -> Tensor:
+    """`[heads, n, inputs]`, `[heads, outputs, inputs]` -> `[heads, n, outputs]`; in float32 of one head."""
+    if x.dtype is torch.float32:
+        return _product(x[0], weights[0]).unsqueeze(0)
+    return torch.bmm(x, weights.transpose(1, 2))
+
+
+def _at_once(queries: Tensor, num_keys: int) -> tuple[int, int]:
+    """Of how many heads and of how many tokens CACHE_BYTES hold the scores; of one head if there is no product of
+    several."""
+    token_bytes, count = queries.shape[2] * num_keys * queries.element_size(), 2 * TILE
+    while count > LEAST_QUERIES and count * token_bytes > CACHE_BYTES:
         count //= 2
-    return count
+    if queries.dtype is torch.float32:
+        return 1, count
+    return max(1, CACHE_BYTES // (min(count, queries.shape[1]) * token_bytes)), count
 
 
 @functools.cache
-def _causal_mask() -> Tensor:
+def _causal_mask(dtype: torch.dtype) -> Tensor:
     """Additive, `[TILE, 1, 2 * TILE]`: of each query of a tile, from the tile's first key on."""
-    return torch.full((TILE, 2 * TILE), float("-inf")).triu_(1).unsqueeze(1)
+    return torch.full((TILE, 2 * TILE), float("-inf"), dtype=dtype).triu_(1).unsqueeze(1)

@@ -14,6 +14,7 @@ def test_linear(rows, bias):
     x, weight = torch.randn(rows, 96), torch.randn(40, 96)
     torch.testing.assert_close(ops.linear(x, weight, bias), F.linear(x, weight, bias), rtol=1e-5, atol=1e-4)
     assert onednn.available(x) and not onednn.available(x.bfloat16())
+    assert onednn.attends(x) and not onednn.attends(x.half())
 
 
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN has no bfloat16 here")
@@ -33,26 +34,49 @@ def attend(q, k, v, mask=None):
     return out[0].transpose(0, 1)
 
 
-@pytest.mark.parametrize("queries_at_once", [8, 128])
+def error(out, q, k, v, mask=None):
+    """The root mean square."""
+    return (out.double() - attend(*(x.double() for x in (q, k, v)), mask)).square().mean().sqrt()
+
+
+@pytest.fixture(params=[4 << 20, 1 << 16], ids=["one block", "blocks of 8 queries"])
+def cache_bytes(request, monkeypatch):
+    monkeypatch.setattr(onednn, "CACHE_BYTES", request.param)
+
+
+@pytest.mark.usefixtures("cache_bytes")
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
 @pytest.mark.parametrize("start", [0, 16, 128, 1000])
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2)])
-def test_causal_attention(monkeypatch, queries_at_once, start, heads):
+def test_causal_attention(start, heads, dtype, bound):
     """Of one tile of queries that begins anywhere, with more keys after it, which it does not see."""
-    monkeypatch.setattr(onednn, "_queries_at_once", lambda _: queries_at_once)
-    q, k, v = (
-        torch.randn(n, h, 32) for n, h in zip((onednn.TILE, start + 300, start + 300), (*heads, heads[1]), strict=True)
-    )
+    counts = zip((onednn.TILE, start + 300, start + 300), (*heads, heads[1]), strict=True)
+    q, k, v = (torch.randn(n, h, 32).to(dtype) for n, h in counts)
     visible = torch.ones(onednn.TILE, start + 300, dtype=torch.bool).tril_(start)
-    torch.testing.assert_close(onednn.Keys(k, v).attend(q, start), attend(q, k, v, visible), rtol=1e-5, atol=1e-5)
+    assert error(onednn.Keys(k, v).attend(q, start), q, k, v, visible) < bound
 
 
+@pytest.mark.usefixtures("cache_bytes")
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
 @pytest.mark.parametrize("length", [1, 300, 1001])
-def test_full_attention(length):
-    q, k, v = torch.randn(3, length, 3, 16)
-    torch.testing.assert_close(onednn.attend_all(q, k, v), attend(q, k, v), rtol=1e-5, atol=1e-5)
+def test_full_attention(length, dtype, bound):
+    q, k, v = torch.randn(3, 2, length, 3, 16).to(dtype)
+    for i, out in enumerate(onednn.attend_all(q, k, v)):
+        assert error(out.view(length, 3, 16), q[i], k[i], v[i]) < bound
+
+
+@pytest.mark.parametrize(("sharpness", "common"), [(1, 0), (5, 0), (3, 30), (3, 100)])
+def test_scores_in_bfloat16_are_accurate_where_weights_are_large(sharpness, common):
+    """Scores up to 800: keys with much in common, as a bias of a projection makes them."""
+    q, k, v = torch.randn(3, 600, 2, 128)
+    q, k, v = (x.bfloat16() for x in (sharpness * q, k + common * torch.randn(2, 128), v))
+    out = onednn.attend_all(q[None], k[None], v[None]).view(q.shape)
+    assert error(out, q, k, v) < 4 * error(attend(q, k, v), q, k, v)
 
 
 def test_scores_stay_in_the_cache():
-    assert onednn._queries_at_once(2000) == 128
-    assert onednn._queries_at_once(64 << 10) == 16
-    assert onednn._queries_at_once(10 << 20) == 8
+    queries = torch.empty(8, 2400, 1, 64)
+    assert onednn._at_once(queries, 2400) == (1, 256)
+    assert onednn._at_once(queries.bfloat16(), 2400) == (3, 256)
+    assert onednn._at_once(queries, 64 << 10) == (1, 16)
+    assert onednn._at_once(queries.bfloat16(), 10 << 20) == (1, 8)

@@ -130,8 +130,8 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[tuple[in
     for count, length in groups:
         end = start + count * length
         parts = [x[start:end].unflatten(0, (count, length)) for x in (q, k, v)]
-        if length >= LONG_SEGMENT and onednn.available(q):
-            outputs += [onednn.attend_all(*segment).flatten(1) for segment in zip(*parts, strict=True)]
+        if length >= LONG_SEGMENT and onednn.attends(q):
+            outputs.append(onednn.attend_all(*parts).flatten(0, 1))
         else:
             attended = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in parts))
             outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))

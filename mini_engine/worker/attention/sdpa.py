@@ -8,7 +8,7 @@ forms, both by gathering whole blocks and one `scaled_dot_product_attention`:
 - A chunk of one token (decode) goes into a group with others. The query heads that share a key-value head are the query
   rows, the group's sequences are the batch, shorter ones are padded by repeating their own last block.
 - A longer chunk (prefill) is computed alone, in tiles of queries, each with the keys up to its end and a causal mask;
-  on a CPU, tiles of float32 by `kernels/onednn.py` unless they are small.
+  on a CPU, tiles by `kernels/onednn.py` unless they are small or of float16.
 
 The bounds of groups were measured on one thread of a server CPU (8 to 32 sequences of 20 to 2,000 tokens, 4/2 heads of
 32 and 16/2 of 128, float32 and bfloat16). A call costs 15 to 20 us, more than gathering and attending to `PAD_BYTES`:
@@ -259,7 +259,7 @@ class _PrefillChunk:
         used, device = -(-span.context // cache.block_size), cache.storage.device
         blocks = None if span.start == 0 else torch.from_numpy(span.blocks[:used].copy()).to(device)
         done = 0
-        if onednn.available(cache.storage):
+        if onednn.attends(cache.storage):
             last = span.length % TILE
             done = span.length if last * span.context >= onednn.LEAST_SCORES else span.length - last
         masks = causal_tiles(span.start + done, span.length - done, cache.storage.dtype, device)
