@@ -31,7 +31,7 @@ from mini_engine.kernels import ops
 from mini_engine.launch.cli import parse
 from mini_engine.launch.process_setup import keep_freed_memory
 from mini_engine.model.rope import Grid
-from mini_engine.model.towers.vision import VisionTower, layout
+from mini_engine.model.towers.vision import layout
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.worker.model_runner import ModelRunner
 
@@ -139,22 +139,24 @@ def parts(runner: ModelRunner, model: VisionLanguageModel, args: argparse.Namesp
     grid = (1, height, width)
     count = grid[1] * grid[2]
     patches = torch.zeros(count, vision.patch_dim, dtype=torch.uint8)
-    work = tower_work(model.visual, grid, element)
+    work = tower_work(model, grid, element)
     yield Part("tower", count, partial(runner.encode_patches, [patches], [grid]), work)
 
 
-def tower_work(tower: VisionTower, grid: Grid, element: int) -> Work:
-    """Of one item."""
-    cfg, patches = tower.config, grid[0] * grid[1] * grid[2]
+def tower_work(model: VisionLanguageModel, grid: Grid, element: int) -> Work:
+    """Of one item; mergers see a row for each merge unit, learned positions are looked up."""
+    cfg, patches = model.config.vision, grid[0] * grid[1] * grid[2]
     where = layout((grid,), cfg.spatial_merge_size, cfg.merged_window, torch.device("cpu"))
-    each = num_weights(tower.blocks) + num_weights(tower.patch_embed)
-    merged = num_weights(tower.merger) + num_weights(tower.deepstack)
+    merged, per_patch = 0, 0
+    for name, parameter in model.visual.named_parameters():
+        merged += parameter.numel() if "merger" in name or "deepstack" in name else 0
+        per_patch += parameter.numel() if "blocks" in name or "patch_embed" in name else 0
     pairs = 0
     for layer in range(cfg.depth):
         whole = cfg.window_size is None or layer in cfg.full_attention_layers
         pairs += sum(count * length**2 for count, length in (where.frames if whole else where.windows).groups)
-    operations = 2 * patches * (each + merged // cfg.merge_unit) + 4 * pairs * cfg.hidden_size
-    return Work(operations, element * (each + merged))
+    operations = 2 * patches * (per_patch + merged // cfg.merge_unit) + 4 * pairs * cfg.hidden_size
+    return Work(operations, element * (per_patch + merged))
 
 
 def _prefill(runner: ModelRunner, length: int) -> None:
