@@ -80,84 +80,75 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def attend_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention within segments, `[segments, n, heads, head_dim]` each -> `[segments, n, heads * head_dim]`."""
-    queries, keys = (x.transpose(1, 2).flatten(0, 1) for x in (q, k))
-    values = v.permute(0, 2, 3, 1).flatten(0, 1)
-    out = _attend(queries.unsqueeze(2), _with_offsets(keys), values)
-    return out.view(*q.shape[::2], *q.shape[1::2]).transpose(1, 2).flatten(2)
+    queries, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    out = _attend(*_widen(queries, keys), values.contiguous(), 1, None)
+    return out.unflatten(0, (len(q), -1)).transpose(1, 2).flatten(2)
 
 
-class Keys:
-    """Keys and values of one sequence, `[n, kv_heads, head_dim]` each, copied into the order that products need.
+def attend_causally(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    """Attention of `[n, heads, head_dim]` to keys and values `[at least start + n, kv_heads, head_dim]`, of which query
+    i sees those up to number `start + i`, that one included -> the queries' shape. All of them are finite."""
+    length, (_, kv_heads, dim) = len(q), k.shape
+    queries = F.pad(q, (0, 0, 0, 0, 0, -length % ROWS)).unflatten(1, (kv_heads, -1)).transpose(0, 1)
+    keys, values = (F.pad(x.transpose(0, 1), (0, 0, 0, -len(x) % TILE)) for x in (k, v))
+    out = _attend(*_widen(queries.flatten(1, 2), keys), values, queries.shape[2], start)
+    return out.view(kv_heads, -1, queries.shape[2], dim).transpose(0, 1).flatten(1, 2)[:length]
 
-    After the last key there are zeros, up to a multiple of TILE, which `attend` masks.
+
+def _widen(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_attend` takes them, contiguous: in float32 the queries scaled; in bfloat16 one more column, zeros of queries,
+    in whose place `_attend` puts what it subtracts from a row of scores, and -1 of keys."""
+    if queries.dtype is torch.float32:
+        return (queries * queries.shape[-1] ** -0.5).contiguous(), keys.contiguous()
+    return F.pad(queries, (0, 1)), F.pad(keys, (0, 1), value=-1)
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, group: int, start: int | None) -> Tensor:
+    """`[heads, n * group, width]` and `[heads, keys, width]` of `_widen`, `[heads, keys, head_dim]`: `group` query
+    heads of a token share a key head -> `[heads, n * group, head_dim]`. `start`: None where all queries see all keys.
+
+    One head after the other: only so is what a tile of queries sees of the keys contiguous, else torch would copy it.
     """
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        missing = -len(keys) % TILE
-        self._keys = _with_offsets(F.pad(keys.transpose(0, 1), (0, 0, 0, missing)))
-        self._values = F.pad(values.permute(1, 2, 0), (0, missing))
-
-    def attend(self, queries: Tensor, start: int) -> Tensor:
-        """Attention of n <= TILE queries, `[n, heads, head_dim]`, of which query i sees the keys up to number
-        `start + i`, that one included -> the same shape."""
-        length = len(queries)
-        stop = -(-(start + length) // TILE) * TILE
-        padded = F.pad(queries, (0, 0, 0, 0, 0, -length % ROWS))
-        grouped = padded.unflatten(1, (len(self._keys), -1)).transpose(0, 1)
-        mask = _causal_mask(queries.dtype)[: len(padded), :, : stop - start]
-        out = _attend(grouped, self._keys[:, :stop], self._values[:, :, :stop], mask)
-        return out.transpose(0, 1)[:length].flatten(1, 2)
-
-
-def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """`[heads, n, group, head_dim]`, where a group of query heads shares a key head, keys of `_with_offsets` and values
-    `[heads, head_dim, keys]` -> the same shape as the queries. The mask, `[n, 1, last keys]`, is additive."""
-    out = torch.empty_like(queries)
-    heads, count = _at_once(queries, keys.shape[1])
-    for first in range(0, len(queries), heads):
-        some = slice(first, first + heads)
-        own_keys, own_values = keys[some], values[some].contiguous()
-        for row in range(0, queries.shape[1], count):
-            part = queries[some, row : row + count]
-            scores = _scores(part.flatten(1, 2), own_keys)
-            if mask is not None:
-                scores.view(*part.shape[:3], -1)[..., -mask.shape[2] :] += mask[row : row + count]
+    out, count = queries.new_empty(*queries.shape[:2], values.shape[2]), queries.shape[1] // group
+    step = _tokens_at_once(group * keys.shape[1] * keys.element_size(), count if start is None else TILE)
+    for head, own_keys in enumerate(keys):
+        probes = own_keys[::PROBED].contiguous()
+        for first in range(0, count, step):
+            rows = slice(first * group, (first + step) * group)
+            part, stop = queries[head, rows], len(own_keys)
+            if start is not None:
+                stop = min(stop, -(-(start + first + step) // TILE) * TILE)
+            scores = _scores(part, own_keys[:stop], probes[: -(-stop // PROBED)], values.shape[2])
+            if start is not None:
+                mask = _causal_mask(scores.dtype)[: len(part) // group, :, : stop - start - first]
+                scores.view(-1, group, stop)[..., start + first :] += mask
             torch.softmax(scores, -1, out=scores)
-            out[some, row : row + count] = _products(scores, own_values).view(part.shape)
+            _weigh(scores, values[head, :stop], out[head, rows])
     return out
 
 
-def _with_offsets(keys: Tensor) -> Tensor:
-    """Keys `[heads, n, head_dim]`, contiguous; in bfloat16 with a column of -1 after them, which `_scores` needs."""
-    return keys.contiguous() if keys.dtype is torch.float32 else F.pad(keys, (0, 1), value=-1)
-
-
-def _scores(queries: Tensor, keys: Tensor) -> Tensor:
-    """Scaled products `[heads, n, keys]`; in bfloat16 less a number for each row, to which a softmax is indifferent."""
-    scale = queries.shape[2] ** -0.5
+def _scores(queries: Tensor, keys: Tensor, probes: Tensor, dim: int) -> Tensor:
+    """`[n, width]`, `[keys, width]` -> scaled products `[n, keys]`; in bfloat16 less a number for each row, to which a
+    softmax is indifferent: the largest product with one of the `probes`."""
     if queries.dtype is torch.float32:
-        return _products(queries * scale, keys)
-    offsets = _products(queries, keys[:, ::PROBED, :-1]).amax(2, keepdim=True)
-    scores = queries.new_empty(*queries.shape[:2], keys.shape[1])
-    return scores.baddbmm_(torch.cat((queries, offsets), 2), keys.transpose(1, 2), beta=0, alpha=scale)
+        return _product(queries, keys)
+    queries[:, -1] = torch.mm(queries, probes.T).amax(1)
+    return queries.new_empty(len(queries), len(keys)).addmm_(queries, keys.T, beta=0, alpha=dim**-0.5)
 
 
-def _products(x: Tensor, weights: Tensor) -> Tensor:
-    """`[heads, n, inputs]`, `[heads, outputs, inputs]` -> `[heads, n, outputs]`; in float32 of one head."""
-    if x.dtype is torch.float32:
-        return _product(x[0], weights[0]).unsqueeze(0)
-    return torch.bmm(x, weights.transpose(1, 2))
+def _weigh(weights: Tensor, values: Tensor, out: Tensor) -> None:
+    """`[n, keys]`, `[keys, head_dim]` -> `[n, head_dim]`."""
+    if weights.dtype is torch.float32:
+        out.copy_(_product(weights, values.T))
+    else:
+        torch.mm(weights, values, out=out)
 
 
-def _at_once(queries: Tensor, num_keys: int) -> tuple[int, int]:
-    """Of how many heads and of how many tokens CACHE_BYTES hold the scores; of one head if there is no product of
-    several."""
-    token_bytes, count = queries.shape[2] * num_keys * queries.element_size(), 2 * TILE
-    while count > LEAST_QUERIES and count * token_bytes > CACHE_BYTES:
-        count //= 2
-    if queries.dtype is torch.float32:
-        return 1, count
-    return max(1, CACHE_BYTES // (min(count, queries.shape[1]) * token_bytes)), count
+def _tokens_at_once(token_bytes: int, most: int) -> int:
+    """Of how many tokens, at most `most`, CACHE_BYTES hold the scores."""
+    while most > LEAST_QUERIES and most * token_bytes > CACHE_BYTES:
+        most = -(-most // 2)
+    return most
 
 
 @functools.cache

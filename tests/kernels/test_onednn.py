@@ -46,14 +46,15 @@ def cache_bytes(request, monkeypatch):
 
 @pytest.mark.usefixtures("cache_bytes")
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
-@pytest.mark.parametrize("start", [0, 16, 128, 1000])
+@pytest.mark.parametrize(("start", "length"), [(0, 300), (16, 112), (16, 128), (128, 128), (1000, 5)])
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2)])
-def test_causal_attention(start, heads, dtype, bound):
-    """Of one tile of queries that begins anywhere, with more keys after it, which it does not see."""
-    counts = zip((onednn.TILE, start + 300, start + 300), (*heads, heads[1]), strict=True)
-    q, k, v = (torch.randn(n, h, 32).to(dtype) for n, h in counts)
-    visible = torch.ones(onednn.TILE, start + 300, dtype=torch.bool).tril_(start)
-    assert error(onednn.Keys(k, v).attend(q, start), q, k, v, visible) < bound
+def test_causal_attention(start, length, heads, dtype, bound):
+    """Of queries that begin anywhere; after the last one's key there may be more, which none of them sees."""
+    for end in (start + length, start + length + 15):
+        counts = zip((length, end, end), (*heads, heads[1]), strict=True)
+        q, k, v = (torch.randn(n, h, 32).to(dtype) for n, h in counts)
+        visible = torch.ones(length, end, dtype=torch.bool).tril_(start)
+        assert error(onednn.attend_causally(q, k, v, start), q, k, v, visible) < bound
 
 
 @pytest.mark.usefixtures("cache_bytes")
@@ -75,8 +76,6 @@ def test_scores_in_bfloat16_are_accurate_where_weights_are_large(sharpness, comm
 
 
 def test_scores_stay_in_the_cache():
-    queries = torch.empty(8, 2400, 1, 64)
-    assert onednn._at_once(queries, 2400) == (1, 256)
-    assert onednn._at_once(queries.bfloat16(), 2400) == (3, 256)
-    assert onednn._at_once(queries, 64 << 10) == (1, 16)
-    assert onednn._at_once(queries.bfloat16(), 10 << 20) == (1, 8)
+    assert onednn._tokens_at_once(2400, 2400) == 1200
+    assert onednn._tokens_at_once(64 << 10, 128) == 64
+    assert onednn._tokens_at_once(10 << 20, 128) == 8

@@ -273,10 +273,7 @@ class _PrefillChunk:
             own = (keys.index_select(0, self.blocks).flatten(0, 1), values.index_select(0, self.blocks).flatten(0, 1))
         queries, outputs = q[self.rows], []
         if self.by_onednn:
-            laid_out = onednn.Keys(*own)
-            for first in range(0, self.by_onednn, TILE):
-                tile = queries[first : min(first + TILE, self.by_onednn)]
-                outputs.append(laid_out.attend(tile, self.start + first))
+            return [onednn.attend_causally(queries, *own, self.start)]
         # Expanded, not copied: the heads of a group read the same memory.
         k, v = (x.transpose(0, 1).expand(q.shape[1] // kv_heads, -1, -1, -1) for x in own)
         queries, first = queries.unflatten(1, (kv_heads, -1)).permute(2, 1, 0, 3), self.by_onednn
