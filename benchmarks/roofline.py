@@ -1,8 +1,8 @@
 """A model on this CPU, each part against what the machine can do at most. Needs no network and no server.
 
 First the machine: `products`, the operations a second of a product of 2,048 rows with a matrix of 2048 x 8192 in the
-model's dtype; and `streaming`, the bytes a second at which products of one row read 1 GiB of such matrices. Both are
-measured again before each part, since other guests of a host take their share. Then the worker's own `ModelRunner`:
+model's dtype; and `streaming`, the bytes a second at which products of one row read 1 GiB of such matrices, kept as the
+engine keeps its own. Both are measured again before each part, since other guests of a host take their share. Then the worker's own `ModelRunner`:
     decode   a token for each of some sequences of 512
     prefill  a prompt in one step
     tower    one temporal grid of a 640x480 video, two frames, from uint8 patches
@@ -27,7 +27,7 @@ from benchmarks.cli import Report, table
 from benchmarks.runner import CONFIGS, checkpoint, decode, make_runner, num_weights, plain_requests, take
 from benchmarks.server import server_flags
 from mini_engine.config import BUNDLED_MODEL, ConfigError
-from mini_engine.kernels import ops
+from mini_engine.kernels import onednn, ops
 from mini_engine.launch.cli import parse
 from mini_engine.launch.process_setup import keep_freed_memory
 from mini_engine.model.rope import Grid
@@ -108,10 +108,10 @@ def measure(part: Part, dtype: torch.dtype, repeats: int) -> tuple[Rates, float]
     """The machine's rates and the seconds of a part, measured in turn; the first time does not count."""
     x, weight = torch.randn(ROWS, INPUTS).to(dtype), torch.randn(OUTPUTS, INPUTS).to(dtype)
     count = STREAMED_BYTES // (weight.numel() * weight.element_size())
-    streamed = [weight.clone() for _ in range(count)]
+    streamed = [onednn.pack(weight.clone()) for _ in range(count)]
     samples: list[tuple[float, float, float]] = []
     for _ in range(repeats + 1):
-        product = _seconds(lambda: ops.linear(x, weight))
+        product = _seconds(lambda: ops.linear(x, streamed[0]))
         stream = _seconds(lambda: [ops.linear(x[:1], matrix) for matrix in streamed])
         samples.append((product, stream, _seconds(part.run)))
     product, stream, seconds = map(statistics.median, zip(*samples[1:], strict=True))

@@ -1,4 +1,4 @@
-"""Matrix products on a CPU, and attention in float32 and bfloat16, by oneDNN, which comes with torch.
+"""Matrix products, and attention in bfloat16, on a CPU, by oneDNN, which comes with torch.
 
 torch takes MKL for float32, which uses AVX-512 on Intel's processors only; oneDNN uses it on all (docs/benchmarks.md,
 "Products on a CPU"). torch offers it for float32 through one operator, which `torch.compile` is made of; `available`
@@ -7,8 +7,8 @@ says whether this torch has it.
 In bfloat16 both take oneDNN, which rearranges a matrix for its kernel at each product unless the matrix is kept in that
 order (`pack`); docs/benchmarks.md has the times of both.
 
-In bfloat16 torch multiplies with oneDNN, but its attention multiplies blocks of a few hundred rows and columns, which
-takes twice as long as whole rows of scores. Those can only be had rounded to bfloat16, so `_scores` subtracts from each
+torch's attention in bfloat16 multiplies blocks of a few hundred rows and columns, at a third of the speed of products;
+here a product has whole rows of scores. Those can only be had rounded to bfloat16, so `_scores` subtracts from each
 row, before that rounding, about its maximum: large weights are the most accurate ones.
 
 oneDNN compiles a kernel for each new shape and keeps the last 1,024, so sizes are rounded up, unless the copy would
@@ -16,6 +16,7 @@ cost more. A call costs more than MKL's, so small products are left to torch.
 """
 
 import functools
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +26,7 @@ LEAST_ROWS = 48  # of a product
 MOST_ROUNDED = 1024
 TILE = 128  # queries that attend at once, at most, and what the number of keys is rounded up to
 ROWS = 32  # what the number of queries is rounded up to
-LEAST_SCORES = 32 << 10  # queries times keys, for fewer torch's attention is faster
-LEAST_QUERIES = 8
+LEAST_HEAD_DIM, LEAST_QUERIES, LEAST_SCORES = 64, 32, 16 << 10  # for fewer torch's attention is faster
 CACHE_BYTES = 4 << 20  # of scores at once, which stay in the CPU's caches
 LEAST_PACKED = 1 << 20  # values of a matrix; smaller ones stay in the CPU's caches
 PACKED_ROWS = 8  # of x, for which oneDNN chooses the order; it serves any number of rows
@@ -54,15 +54,17 @@ def multiply_packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _product(x, weight, bias)
 
 
-def attends(x: Tensor) -> bool:
-    """Whether `attend_all` and `Keys` take `x`."""
-    return available(x) or (x.dtype is torch.bfloat16 and x.device.type == "cpu" and _attends_bfloat16())
+def attends(x: Tensor, queries: int, keys: int) -> bool:
+    """Whether `attend_all` and `attend_causally` take heads like those of `x`, `[..., head_dim]`, and are faster than
+    torch's attention for so many queries of a sequence and keys."""
+    is_wide = x.dtype is torch.bfloat16 and x.device.type == "cpu" and x.shape[-1] >= LEAST_HEAD_DIM
+    return is_wide and queries >= LEAST_QUERIES and queries * keys >= LEAST_SCORES and _attends_bfloat16()
 
 
 @functools.cache
 def _attends_bfloat16() -> bool:
     """With AMX torch's own attention packs its blocks, which was not measured."""
-    return _multiply is not None and torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
+    return torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -79,79 +81,68 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def attend_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention within segments, `[segments, n, heads, head_dim]` each -> `[segments, n, heads * head_dim]`."""
+    """Attention within segments: bfloat16 `[segments, n, heads, head_dim]` each -> `[segments, n, heads * head_dim]`."""
     queries, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    out = _attend(*_widen(queries, keys), values.contiguous(), 1, None)
-    return out.unflatten(0, (len(q), -1)).transpose(1, 2).flatten(2)
+    out = _attend(queries.unsqueeze(2), keys, values, None)
+    return out.view(*q.shape[::2], *q.shape[1::2]).transpose(1, 2).flatten(2)
 
 
 def attend_causally(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-    """Attention of `[n, heads, head_dim]` to keys and values `[at least start + n, kv_heads, head_dim]`, of which query
-    i sees those up to number `start + i`, that one included -> the queries' shape. All of them are finite."""
-    length, (_, kv_heads, dim) = len(q), k.shape
-    queries = F.pad(q, (0, 0, 0, 0, 0, -length % ROWS)).unflatten(1, (kv_heads, -1)).transpose(0, 1)
+    """Attention of bfloat16 `[n, heads, head_dim]` to keys and values `[at least start + n, kv_heads, head_dim]`, all
+    finite, of which query i sees those up to number `start + i`, that one included -> the queries' shape."""
+    padded = F.pad(q, (0, 0, 0, 0, 0, -len(q) % ROWS))
     keys, values = (F.pad(x.transpose(0, 1), (0, 0, 0, -len(x) % TILE)) for x in (k, v))
-    out = _attend(*_widen(queries.flatten(1, 2), keys), values, queries.shape[2], start)
-    return out.view(kv_heads, -1, queries.shape[2], dim).transpose(0, 1).flatten(1, 2)[:length]
+    out = _attend(padded.unflatten(1, (len(keys), -1)).transpose(0, 1), keys, values, start)
+    return out.transpose(0, 1)[: len(q)].flatten(1, 2)
 
 
-def _widen(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_attend` takes them, contiguous: in float32 the queries scaled; in bfloat16 one more column, zeros of queries,
-    in whose place `_attend` puts what it subtracts from a row of scores, and -1 of keys."""
-    if queries.dtype is torch.float32:
-        return (queries * queries.shape[-1] ** -0.5).contiguous(), keys.contiguous()
-    return F.pad(queries, (0, 1)), F.pad(keys, (0, 1), value=-1)
-
-
-def _attend(queries: Tensor, keys: Tensor, values: Tensor, group: int, start: int | None) -> Tensor:
-    """`[heads, n * group, width]` and `[heads, keys, width]` of `_widen`, `[heads, keys, head_dim]`: `group` query
-    heads of a token share a key head -> `[heads, n * group, head_dim]`. `start`: None where all queries see all keys.
-
-    One head after the other: only so is what a tile of queries sees of the keys contiguous, else torch would copy it.
-    """
-    out, count = queries.new_empty(*queries.shape[:2], values.shape[2]), queries.shape[1] // group
-    step = _tokens_at_once(group * keys.shape[1] * keys.element_size(), count if start is None else TILE)
-    for head, own_keys in enumerate(keys):
-        probes = own_keys[::PROBED].contiguous()
-        for first in range(0, count, step):
-            rows = slice(first * group, (first + step) * group)
-            part, stop = queries[head, rows], len(own_keys)
-            if start is not None:
-                stop = min(stop, -(-(start + first + step) // TILE) * TILE)
-            scores = _scores(part, own_keys[:stop], probes[: -(-stop // PROBED)], values.shape[2])
-            if start is not None:
-                mask = _causal_mask(scores.dtype)[: len(part) // group, :, : stop - start - first]
-                scores.view(-1, group, stop)[..., start + first :] += mask
-            torch.softmax(scores, -1, out=scores)
-            _weigh(scores, values[head, :stop], out[head, rows])
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, start: int | None) -> Tensor:
+    """`[heads, n, group, head_dim]`, where a group of query heads shares a key head, keys and values `[heads, keys,
+    head_dim]` -> the queries' shape. `start`: see `attend_causally`; None where all queries see all keys."""
+    out, length = torch.empty_like(queries, memory_format=torch.contiguous_format), queries.shape[1]
+    # One more column, in which `_scores` puts what it subtracts from a row.
+    queries, keys, values = F.pad(queries, (0, 1)), F.pad(keys, (0, 1), value=-1), values.contiguous()
+    stop, mask = keys.shape[1], None
+    for tile in _slices(0, length, length if start is None else TILE):
+        if start is not None:
+            stop = min(keys.shape[1], -(-(start + tile.stop) // TILE) * TILE)
+            mask = _causal_mask()[:, :, : stop - start - tile.start]
+        heads, count = _at_once(queries[:, tile], stop)
+        for some in _slices(0, len(keys), heads):
+            # Of several heads a part of the keys does not lie together, and torch would transpose it for a product.
+            own_keys, own_values = keys[some, :stop].contiguous(), values[some, :stop]
+            for rows in _slices(tile.start, tile.stop, count):
+                part = queries[some, rows]
+                scores = _scores(part.flatten(1, 2), own_keys, out.shape[3])
+                if mask is not None:
+                    own_mask = mask[rows.start - tile.start : rows.stop - tile.start]
+                    scores.view(*part.shape[:3], stop)[..., -mask.shape[2] :] += own_mask
+                torch.softmax(scores, -1, out=scores)
+                out[some, rows] = torch.bmm(scores, own_values).view(*part.shape[:3], -1)
     return out
 
 
-def _scores(queries: Tensor, keys: Tensor, probes: Tensor, dim: int) -> Tensor:
-    """`[n, width]`, `[keys, width]` -> scaled products `[n, keys]`; in bfloat16 less a number for each row, to which a
-    softmax is indifferent: the largest product with one of the `probes`."""
-    if queries.dtype is torch.float32:
-        return _product(queries, keys)
-    queries[:, -1] = torch.mm(queries, probes.T).amax(1)
-    return queries.new_empty(len(queries), len(keys)).addmm_(queries, keys.T, beta=0, alpha=dim**-0.5)
+def _slices(start: int, stop: int, step: int) -> Iterator[slice]:
+    return (slice(first, min(first + step, stop)) for first in range(start, stop, step))
 
 
-def _weigh(weights: Tensor, values: Tensor, out: Tensor) -> None:
-    """`[n, keys]`, `[keys, head_dim]` -> `[n, head_dim]`."""
-    if weights.dtype is torch.float32:
-        out.copy_(_product(weights, values.T))
-    else:
-        torch.mm(weights, values, out=out)
+def _scores(queries: Tensor, keys: Tensor, head_dim: int) -> Tensor:
+    """Scaled products of `[heads, n, head_dim + 1]` and `[heads, keys, head_dim + 1]`, whose last column is 0 and -1,
+    less a number for each row, to which a softmax is indifferent: the largest product with one of PROBED keys."""
+    queries[..., -1] = torch.bmm(queries, keys[:, ::PROBED].contiguous().mT).amax(2)
+    scores = queries.new_empty(*queries.shape[:2], keys.shape[1])
+    return scores.baddbmm_(queries, keys.mT, beta=0, alpha=head_dim**-0.5)
 
 
-def _tokens_at_once(token_bytes: int, most: int) -> int:
-    """Of how many tokens, at most `most`, CACHE_BYTES hold the scores."""
-    while most > LEAST_QUERIES and most * token_bytes > CACHE_BYTES:
-        most = -(-most // 2)
-    return most
+def _at_once(queries: Tensor, num_keys: int) -> tuple[int, int]:
+    """Of how many heads and of how many tokens, `[heads, n, group, any]`, CACHE_BYTES hold the scores."""
+    token_bytes, count = queries.shape[2] * num_keys * queries.element_size(), queries.shape[1]
+    while count > 1 and count * token_bytes > CACHE_BYTES:
+        count = -(-count // 2)
+    return max(1, CACHE_BYTES // (count * token_bytes)), count
 
 
 @functools.cache
-def _causal_mask(dtype: torch.dtype) -> Tensor:
+def _causal_mask() -> Tensor:
     """Additive, `[TILE, 1, 2 * TILE]`: of each query of a tile, from the tile's first key on."""
-    return torch.full((TILE, 2 * TILE), float("-inf"), dtype=dtype).triu_(1).unsqueeze(1)
+    return torch.full((TILE, 2 * TILE), float("-inf"), dtype=torch.bfloat16).triu_(1).unsqueeze(1)
