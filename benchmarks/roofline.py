@@ -1,8 +1,9 @@
 """A model on this CPU, each part against what the machine can do at most. Needs no network and no server.
 
 First the machine: `products`, the operations a second of a product of 2,048 rows with a matrix of 2048 x 8192 in the
-model's dtype; and `streaming`, the bytes a second at which products of one row read 1 GiB of such matrices, kept as the
-engine keeps its own. Both are measured again before each part, since other guests of a host take their share. Then the worker's own `ModelRunner`:
+model's dtype; and `streaming`, the bytes a second at which products of one row read 512 MiB of such matrices, kept as the
+engine keeps its own. Both are measured again before each part, since other guests of a host take their share. Then the
+worker's own `ModelRunner`:
     decode   a token for each of some sequences of 512
     prefill  a prompt in one step
     tower    one temporal grid of a 640x480 video, two frames, from uint8 patches
@@ -38,7 +39,7 @@ from mini_engine.worker.model_runner import ModelRunner
 CONTEXT = 512  # tokens of a decoding sequence
 HEIGHT, WIDTH = 480, 640
 ROWS, INPUTS, OUTPUTS = 2048, 2048, 8192  # of the product
-STREAMED_BYTES = 1 << 30
+STREAMED_BYTES = 512 << 20
 HEAD = ("part", "size", "ms", "limit ms", "share", "products TFLOP/s", "streaming GB/s")
 
 

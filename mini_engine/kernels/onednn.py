@@ -81,7 +81,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def attend_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention within segments: bfloat16 `[segments, n, heads, head_dim]` each -> `[segments, n, heads * head_dim]`."""
+    """Attention within segments, of bfloat16 `[segments, n, heads, head_dim]` -> `[segments, n, heads * head_dim]`."""
     queries, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     out = _attend(queries.unsqueeze(2), keys, values, None)
     return out.view(*q.shape[::2], *q.shape[1::2]).transpose(1, 2).flatten(2)
