@@ -1,9 +1,9 @@
 """A model on this CPU, each part against what the machine can do at most. Needs no network and no server.
 
 First the machine: `products`, the operations a second of a product of 2,048 rows with a matrix of 2048 x 8192 in the
-model's dtype; and `streaming`, the bytes a second at which products of one row read 512 MiB of such matrices, kept as the
-engine keeps its own. Both are measured again before each part, since other guests of a host take their share. Then the
-worker's own `ModelRunner`:
+model's dtype; and `streaming`, the bytes a second at which products of one row read 512 MiB of such matrices, kept as
+the engine keeps its own. Both are measured again before each part, since other guests of a host take their share. Then
+the worker's own `ModelRunner`:
     decode   a token for each of some sequences of 512
     prefill  a prompt in one step
     tower    one temporal grid of a 640x480 video, two frames, from uint8 patches
