@@ -74,12 +74,13 @@ class Work(NamedTuple):
 
 
 class Part(NamedTuple):
-    """`run` does the work once; `size` is the number of sequences, tokens or patches."""
+    """`run` does the work `times` times; `size` is the number of sequences, tokens or patches."""
 
     name: str
     size: int
     run: Callable[[], object]
     work: Work
+    times: int = 1
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -114,7 +115,7 @@ def measure(part: Part, dtype: torch.dtype, repeats: int) -> tuple[Rates, float]
     for _ in range(repeats + 1):
         product = _seconds(lambda: ops.linear(x, streamed[0]))
         stream = _seconds(lambda: [ops.linear(x[:1], matrix) for matrix in streamed])
-        samples.append((product, stream, _seconds(part.run)))
+        samples.append((product, stream, _seconds(part.run) / part.times))
     product, stream, seconds = map(statistics.median, zip(*samples[1:], strict=True))
     return Rates(2 * ROWS * weight.numel() / product, STREAMED_BYTES / stream), seconds
 
@@ -129,8 +130,8 @@ def parts(runner: ModelRunner, model: VisionLanguageModel, args: argparse.Namesp
     for batch in args.batches:
         with contextlib.closing(decode(runner, plain_requests(batch, CONTEXT), CONTEXT - 1)) as launches:
             operations = batch * (2 * (decoder + head) + pair * CONTEXT)
-            work = Work(args.steps * operations, args.steps * (weights + batch * CONTEXT * cached))
-            yield Part("decode", batch, partial(take, launches, args.steps), work)
+            work = Work(operations, weights + batch * CONTEXT * cached)
+            yield Part("decode", batch, partial(take, launches, args.steps), work, args.steps)
     for length in args.prompts:
         work = Work(2 * (decoder * length + head) + pair * length**2 // 2, weights)
         yield Part("prefill", length, partial(_prefill, runner, length), work)
