@@ -24,7 +24,6 @@ from mini_engine.model.rope import Grid, Rotation, inverse_frequencies
 
 # Fixed in the architecture; not part of the config.
 NORM_EPS = 1e-6
-LONG_SEGMENT = 256  # patches; from here on oneDNN is the faster one
 
 
 @dataclass(frozen=True)
@@ -131,8 +130,8 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[tuple[in
     for count, length in groups:
         end = start + count * length
         parts = [x[start:end].unflatten(0, (count, length)) for x in (q, k, v)]
-        if length >= LONG_SEGMENT and onednn.available(q):
-            outputs += [onednn.attend_all(*segment).flatten(1) for segment in zip(*parts, strict=True)]
+        if onednn.attends(q, length, length):
+            outputs.append(onednn.attend_all(*parts).flatten(0, 1))
         else:
             attended = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in parts))
             outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
