@@ -30,8 +30,8 @@ LEAST_HEAD_DIM, LEAST_QUERIES, LEAST_SCORES = 64, 32, 16 << 10  # for fewer torc
 CACHE_BYTES = 4 << 20  # of scores at once, which stay in the CPU's caches
 LEAST_PACKED = 1 << 20  # values of a matrix; smaller ones stay in the CPU's caches
 PACKED_ROWS = 8  # of x, for which oneDNN chooses the order; it serves any number of rows
-_pack = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
 PROBED = 16  # one of so many keys says about how large a query's largest score is
+_pack = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
 _multiply = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
@@ -88,10 +88,11 @@ def attend_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def attend_causally(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-    """Attention of bfloat16 `[n, heads, head_dim]` to keys and values `[at least start + n, kv_heads, head_dim]`, all
-    finite, of which query i sees those up to number `start + i`, that one included -> the queries' shape."""
-    padded = F.pad(q, (0, 0, 0, 0, 0, -len(q) % ROWS))
-    keys, values = (F.pad(x.transpose(0, 1), (0, 0, 0, -len(x) % TILE)) for x in (k, v))
+    """Attention of bfloat16 `[n, heads, head_dim]` to keys and values `[at least start + n, kv_heads, head_dim]`, of
+    which query i sees those up to number `start + i`, that one included -> the queries' shape."""
+    padded, seen = F.pad(q, (0, 0, 0, 0, 0, -len(q) % ROWS)), start + len(q)
+    # Zeros behind the last key: what else lies there, such as a NaN of another sequence, would count, as 0 times NaN.
+    keys, values = (F.pad(x[:seen].transpose(0, 1), (0, 0, 0, -seen % TILE)) for x in (k, v))
     out = _attend(padded.unflatten(1, (len(keys), -1)).transpose(0, 1), keys, values, start)
     return out.transpose(0, 1)[: len(q)].flatten(1, 2)
 
