@@ -30,6 +30,7 @@ COMMANDS = {
     "sweep": "one flag's values, with a table and a plot",
     "transport": "tensors from one process into all ranks, by each placement of the tensor queue",
     "step": "the engine's overhead per decode step",
+    "roofline": "decode, prefill and vision of a model on this CPU, as shares of what the machine can do",
     "gpu": "decode, prefill and vision of a model on a CUDA device; --check: whether it works",
 }
 FLAG_TEXTS = ("--launch", "--a", "--b", "--flag")  # flags whose value is itself flags

@@ -26,7 +26,7 @@ import torch
 
 from benchmarks import gpu_check
 from benchmarks.cli import Report, table
-from benchmarks.runner import CONFIGS, checkpoint, decode, make_runner, plain_requests, take
+from benchmarks.runner import CONFIGS, checkpoint, decode, make_runner, num_weights, plain_requests, take
 from benchmarks.server import server_flags
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.launch.cli import parse
@@ -134,7 +134,7 @@ def footprint(config: EngineConfig) -> Footprint:
     model = VisionLanguageModel(sizes, Placement(TensorParallel(), dtype, torch.device("meta")))
     cache, state = model.attention_shape, model.state_shape
     token = 2 * cache.layers * cache.kv_heads * cache.head_dim * dtype.itemsize
-    return Footprint(_weights(model) * dtype.itemsize, token, state.nbytes(dtype) if state is not None else 0)
+    return Footprint(num_weights(model) * dtype.itemsize, token, state.nbytes(dtype) if state is not None else 0)
 
 
 def default_model(flags: Sequence[str]) -> str:
@@ -165,7 +165,7 @@ def measure(
         raise ConfigError(f"the weights, {need.weights / 2**30:.1f} GiB, leave no room in {free / 2**30:.1f} GiB")
     sizes = [(batch, context + grown) for batch, context in ((1, PREFILL_TOKENS), *decodes)]
     runner, model = make_runner(config, sizes)
-    weights = _weights(model.decoder) + _weights(model.head)
+    weights = num_weights(model.decoder) + num_weights(model.head)
     for batch, context in decodes:
         with contextlib.closing(decode(runner, plain_requests(batch, context), context - 1)) as launches:
             seconds = _median(partial(take, launches, steps), repeats) / steps
@@ -180,11 +180,7 @@ def measure(
     t, h, w = VIDEO_GRID
     patches = torch.zeros(t * h * w, model.config.vision.patch_dim, dtype=torch.uint8, device=runner.device)
     seconds = _median(partial(runner.encode_patches, [patches], [VIDEO_GRID]), repeats)
-    yield "vision", 1, None, 1000 * seconds, 2 * len(patches) * _weights(model.visual) / seconds / rates.matrix, 0.4
-
-
-def _weights(module: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    yield "vision", 1, None, 1000 * seconds, 2 * len(patches) * num_weights(model.visual) / seconds / rates.matrix, 0.4
 
 
 def _prefill(runner: ModelRunner) -> None:

@@ -53,10 +53,12 @@ def checkpoint(name: str, change: Callable[[Any], None] | None = None) -> Iterat
         yield [folder, "--load-format", "dummy"]
 
 
-def make_runner(config: EngineConfig, batches: Sequence[tuple[int, int]]) -> tuple[ModelRunner, VisionLanguageModel]:
+def make_runner(
+    config: EngineConfig, batches: Sequence[tuple[int, int]], threads: int = 1
+) -> tuple[ModelRunner, VisionLanguageModel]:
     """The runner of a worker alone, with a KV cache and recurrent states for each of `batches`: a number of sequences,
     and most tokens of each; and its model. The contents of media are made up."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     model_dir, device, tp = resolve_model(config), worker.choose_device(config, 0, 0), TensorParallel()
     model = worker.load(model_dir, config, tp, device)
     backend = worker.choose_backend(config.attention_backend, device)
@@ -117,6 +119,11 @@ def decode(
             yield tokens
     finally:
         runner.execute(Step(0, finished=names, evict=[*hashes]))
+
+
+def num_weights(module: torch.nn.Module) -> int:
+    """Of the module and all that it consists of."""
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def take(steps: Iterator[object], count: int) -> None:

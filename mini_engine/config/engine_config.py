@@ -20,6 +20,8 @@ STAGING_SLOTS = 8  # messages in transfer from an API server to an engine at onc
 # Tokens per step where no flag says, by kind of device: enough that a step of a large model is not dominated by its
 # fixed cost, and few enough for a short time between tokens.
 STEP_TOKENS = {"cpu": 512, "cuda": 2048}
+# Seconds of prompts and media in a step with decodes, likewise.
+STEP_SECONDS = {"cpu": 0.5, "cuda": 0.0}
 # Sequences per step, likewise. On CUDA 64 would leave much of a large card unused; but each sequence of a model with
 # recurrent states takes tens of MiB from the start.
 STEP_SEQUENCES, STEP_SEQUENCES_CUDA = 64, 256
@@ -178,6 +180,9 @@ class EngineConfig:
     """Maximum tokens of one prompt per step while other prompts wait; 0: no limit."""
     max_num_encoder_input_tokens: int | None = _scheduling(None, minimum=1, unset="--max-num-batched-tokens")
     """Maximum media tokens encoded per step."""
+    max_step_seconds: float | None = _scheduling(None, minimum=0, unset="0.5 on the CPU, 0 on CUDA")
+    """Seconds that prompts and media take at most, about, in a step with decodes: they are cut to what the workers can
+    compute in that time, as the steps so far have shown. 0: no limit."""
     ignore_priority: bool = _scheduling(False)
     """Ignore the `priority` of requests. Use it where all clients share an API key or a proxy's address."""
     async_scheduling: bool = _scheduling(True)
@@ -371,6 +376,10 @@ class EngineConfig:
     def step_tokens(self, device: str) -> int:
         """Most tokens computed in one step of workers on `device`, "cpu" or "cuda"."""
         return self.max_num_batched_tokens or STEP_TOKENS[device]
+
+    def step_seconds(self, device: str) -> float:
+        """Seconds of prompts and media in a step with decodes on workers on `device`, "cpu" or "cuda"; 0: no limit."""
+        return STEP_SECONDS[device] if self.max_step_seconds is None else self.max_step_seconds
 
     def step_media_tokens(self, device: str) -> int:
         """Most media tokens encoded in one step of workers on `device`, "cpu" or "cuda"."""

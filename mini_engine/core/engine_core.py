@@ -80,7 +80,7 @@ class EngineCore:
         self.encoder = EncoderCache(limits.max_prompt_media_tokens, next_step)
         max_seqs = config.step_sequences(limits.device, recurrent=limits.num_states > 0)
         self.states = StatePool(max_seqs, limits.num_states, limits.state_interval)
-        self.scheduler = Scheduler(config, limits, self.blocks, self.encoder, self.states)
+        self.scheduler = Scheduler(config, limits, model.vision.depth, self.blocks, self.encoder, self.states)
         self.in_flight: deque[InFlight] = deque()
         self.max_in_flight = 2 if config.async_scheduling else 1
         self.requests: dict[str, Request] = {}
@@ -215,6 +215,7 @@ class EngineCore:
         flight = self.next_step.build(plan, is_ping=bool(self.pings and not self.in_flight))
         if flight is None:
             return False
+        flight.begun_at = self.scheduler.times.clock()
         self.in_flight.append(flight)
         self.links.send_step(flight.step)
         return True
@@ -228,7 +229,17 @@ class EngineCore:
             for peer, number in self.pings:
                 self.links.send(peer, ControlReply(number))
             self.pings.clear()
-            self._retire(self.in_flight.popleft())
+            self._record_time(flight := self.in_flight.popleft())
+            self._retire(flight)
+
+    def _record_time(self, flight: InFlight) -> None:
+        """What it took since it was dispatched, or since the step before it has run."""
+        times, plan = self.scheduler.times, flight.plan
+        now = times.clock()
+        if plan.requests:
+            times.record(now - flight.begun_at, plan.num_prefill, plan.num_encoded)
+        if self.in_flight:
+            self.in_flight[0].begun_at = now
 
     def _retire(self, flight: InFlight) -> None:
         """All ranks have run this step: publish what it computed, deliver its tokens, free what no rank will read."""

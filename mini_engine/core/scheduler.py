@@ -4,6 +4,7 @@ It counts tokens and blocks; it knows nothing of sockets, of the model, or of wh
 """
 
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -16,8 +17,12 @@ from mini_engine.core.caches.kv_blocks import BlockPool
 from mini_engine.core.caches.state_snapshots import StatePool
 from mini_engine.core.clients import Clients
 from mini_engine.core.request import Request
-from mini_engine.core.step_builder import QUICK_ENCODER_TOKENS, QUICK_PREFILL_TOKENS, ChunkWork, Plan
+from mini_engine.core.step_builder import ChunkWork, Plan
+from mini_engine.core.step_times import StepTimes
 from mini_engine.messages import Chunk, EncodeItem, EngineLimits, MediaItem, NewSequence, StateStart
+
+MOST_UNFINISHED = 4  # temporal grids whose hidden states the ranks keep; further ones are encoded at once
+LEAST_CHUNK = 16  # tokens of a prompt, whatever they cost: fewer take a step for hardly less than these
 
 
 class Scheduler:
@@ -28,9 +33,16 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: EngineConfig, limits: EngineLimits, blocks: BlockPool, encoder: EncoderCache, states: StatePool
+        self,
+        config: EngineConfig,
+        limits: EngineLimits,
+        tower_depth: int,
+        blocks: BlockPool,
+        encoder: EncoderCache,
+        states: StatePool,
     ):
         self.blocks, self.encoder, self.states = blocks, encoder, states
+        self.tower_depth = tower_depth
         self.max_seqs = config.step_sequences(limits.device, states.is_needed)
         self.max_tokens = config.step_tokens(limits.device)
         # A single temporal grid with more tokens is encoded in a step without other media.
@@ -38,9 +50,10 @@ class Scheduler:
         # Tokens of one prompt in a step while other prompts wait; 0: no limit of its own.
         threshold = config.long_prefill_token_threshold
         self.long_prefill = max(1, self.max_tokens // 2) if threshold is None else threshold
+        self.times = StepTimes(config.step_seconds(limits.device))
         self.clients = Clients()
         self.events: Counter[str] = Counter()  # since the last `EngineStats`, by its fields
-        self._owes_quick = False  # a heavy step was made since the last quick one
+        self._owes_quick = False  # a step with prompts was made since the last quick one
         self._claimant: Request | None = None  # waits for a place or for blocks: see `_preempt_for_claimant`
 
     def remove(self, request: Request) -> None:
@@ -59,31 +72,37 @@ class Scheduler:
         A short request never waits for more than one heavy step: while one runs only a quick step is made, and after it
         short requests are scheduled before the next heavy step.
         """
-        if heavy_in_flight or (
-            self._owes_quick and any(other.num_missing <= QUICK_PREFILL_TOKENS for other in self.clients.waiting)
-        ):
+        if heavy_in_flight or (self._owes_quick and any(map(self._is_quick, self._prefills()))):
             plan = self._plan(quick=True)
             self._owes_quick = heavy_in_flight
             if heavy_in_flight or plan.requests:
                 return plan
         plan = self._plan(quick=False)
-        self._owes_quick = self._owes_quick or plan.heavy
+        self._owes_quick = self._owes_quick or plan.has_prompts
         return plan
 
     def _plan(self, quick: bool) -> Plan:
-        budgets = (QUICK_PREFILL_TOKENS, QUICK_ENCODER_TOKENS) if quick else (self.max_tokens, self.max_encoder_tokens)
-        plan = Plan(quick, self.max_tokens, *budgets)
+        seconds = self.times.quick if quick else math.inf
+        plan = Plan(quick, self.max_tokens, self.max_encoder_tokens, seconds)
         if self._claimant is not None:
             self._preempt_for_claimant(self._claimant, plan)
         # Decodes first, so that no prompt delays the output of others; then prefills.
         for request in self.clients.running:
             if request.is_running and request.num_missing == 1:  # it may have been preempted by one before it
                 self._continue(request, plan)
+        plan.seconds_left = min(plan.seconds_left, self.times.for_prompts(beside_decodes=bool(plan.chunks)))
         self._prefill_in_turns(plan)
         for request in self.clients.running:
             if request.is_running and request.num_missing > 1 and request.id not in plan.work:
                 self._continue(request, plan)
+        seconds = plan.num_prefill * self.times.token + plan.num_encoded * self.times.media
+        plan.heavy = seconds > self.times.quick
         return plan
+
+    def _prefills(self) -> Iterator[Request]:
+        """Waiting requests and running prefills."""
+        running = (request for request in self.clients.running if request.num_missing > 1)
+        return itertools.chain(self.clients.waiting, running)
 
     # --- running -----------------------------------------------------------------------------------------------------
 
@@ -128,7 +147,7 @@ class Scheduler:
         later ones may have to free. No request takes room that a skipped one needs."""
         kept = 0  # room for the skipped requests
         for request in self.clients.in_turns():
-            if not plan.tokens_left:
+            if not self._prompt_tokens_left(plan):
                 return
             if request.is_running:
                 if request.num_missing > 1:
@@ -152,7 +171,7 @@ class Scheduler:
         cached = self._cached_prefix(request)
         request.num_computed = len(cached) * self.blocks.block_size
         length, blocks = 0, None
-        if not plan.quick or self._is_quick(request, plan):
+        if not plan.quick or self._is_quick(request):
             if not request.holds_media:
                 self._reserve_media(request)
             length = self._prepare_chunk(request, plan)
@@ -183,7 +202,7 @@ class Scheduler:
     def _preempt_for_claimant(self, request: Request, plan: Plan) -> None:
         """Preempt a request for one that waits, if that evens out what clients hold. Before anything else, since what
         is in the plan keeps its blocks."""
-        if plan.quick and not self._is_quick(request, plan):
+        if plan.quick and not self._is_quick(request):
             return
         self._claimant = victim = None
         num_blocks = self.blocks.blocks_for(request.num_known)
@@ -194,13 +213,14 @@ class Scheduler:
         if victim is not None and not request.is_running:
             self._preempt(victim)
 
-    def _is_quick(self, request: Request, plan: Plan) -> bool:
-        """Whether a quick step can compute all missing tokens of the request, and encode the media that they need."""
-        if request.num_missing > QUICK_PREFILL_TOKENS:
+    def _is_quick(self, request: Request) -> bool:
+        """Whether a quick step has time for all missing tokens of the request, and for the media that they need."""
+        left = self.times.quick - request.num_missing * self.times.token
+        if left < 0:
             return False
         items = {item.media_hash: item.num_tokens for item, _ in self._items_between(request, request.num_known)}
         unencoded = sum(tokens for media_hash, tokens in items.items() if not self.encoder.holds(media_hash))
-        return unencoded <= plan.encoder_left
+        return unencoded * self.times.media <= left
 
     def _reserve_media(self, request: Request) -> None:
         """Reserve room for it and its children; there is room."""
@@ -229,16 +249,19 @@ class Scheduler:
         missing = request.num_missing
         if request.num_computed >= request.num_prompt and missing <= 1:
             return min(missing, plan.tokens_left)
-        if plan.quick and missing > QUICK_PREFILL_TOKENS:
+        if plan.quick and not self._is_quick(request):
             return 0
-        length = min(missing, plan.tokens_left, plan.prefill_left)
-        if 0 < self.long_prefill < length:
-            prefills = (other for other in self.clients.running if other.num_missing > 1)
-            if any(other is not request for other in itertools.chain(self.clients.waiting, prefills)):
-                length = self.long_prefill
+        length = min(missing, self._prompt_tokens_left(plan))
+        if 0 < self.long_prefill < length and any(other is not request for other in self._prefills()):
+            length = self.long_prefill
         if request.media:
             length = self._encode_until(request, request.num_computed + length, plan) - request.num_computed
-        return min(length, plan.tokens_left)
+        return min(length, self._prompt_tokens_left(plan))
+
+    def _prompt_tokens_left(self, plan: Plan) -> int:
+        """Tokens of prompts for which the step has room and time."""
+        least = 0 if plan.has_prompts else LEAST_CHUNK
+        return min(plan.tokens_left, max(least, int(min(plan.tokens_left, plan.seconds_left / self.times.token))))
 
     def _encode_until(self, request: Request, end: int, plan: Plan) -> int:
         """Encode what a chunk that ends at `end` is the first to need; returns where the chunk has to stop."""
@@ -251,21 +274,41 @@ class Scheduler:
         return end
 
     def _encode(self, request: Request, item: MediaItem, entry: EncoderEntry, plan: Plan) -> None:
-        """As many of the item's temporal grids as the budget allows, after those that other steps encode."""
+        """As many of the item's temporal grids as the step has room and time for, after those that other steps encode;
+        or blocks of the tower on one of them, if the whole takes too long or is begun."""
         total = item.grid_thw[0]
         grid_tokens = item.num_tokens // total
-        allowed = plan.encoder_left // grid_tokens
-        if not allowed and not plan.encode and not plan.quick:
+        grids_in_time = plan.seconds_left / (grid_tokens * self.times.media)
+        if entry.num_blocks or (
+            grids_in_time < 1 and not plan.has_prompts and self.encoder.num_unfinished < MOST_UNFINISHED
+        ):
+            least = 0 if plan.has_prompts else 1
+            end = entry.num_blocks + max(least, int(min(1.0, grids_in_time) * self.tower_depth))
+            if end < self.tower_depth:
+                if end > entry.num_blocks:
+                    self._add_slice(request, item, plan, 1, end)
+                return
+            self._add_slice(request, item, plan, 1)
+        allowed = min(plan.encoder_left // grid_tokens, plan.seconds_left / (grid_tokens * self.times.media))
+        if allowed < 1 and not plan.has_prompts:
             allowed = 1
-        count = min(total - entry.num_grids, allowed)
-        if not count:
-            return
+        if count := min(total - entry.num_grids, int(allowed)):
+            self._add_slice(request, item, plan, count)
+
+    def _add_slice(self, request: Request, item: MediaItem, plan: Plan, count: int, end: int | None = None) -> None:
+        """Encode `count` grids after those that are, up to a block of the tower or to its end."""
         self._serve(request, plan)
-        plan.encode.append(EncodeItem(request.id, request.media.index(item), entry.num_grids, count))
-        plan.num_encoded += count * grid_tokens
-        plan.encoder_left = max(0, plan.encoder_left - count * grid_tokens)
-        plan.tokens_left = max(0, plan.tokens_left - count * grid_tokens)  # the vision tower costs time as well
-        entry.num_grids += count
+        entry, total, depth = self.encoder[item.media_hash], item.grid_thw[0], self.tower_depth
+        begin, index = entry.num_blocks, request.media.index(item)
+        plan.encode.append(EncodeItem(request.id, index, entry.num_grids, count, begin, end))
+        num_tokens = count * item.num_tokens // total * ((depth if end is None else end) - begin) / depth
+        plan.num_encoded += num_tokens
+        plan.encoder_left = max(0, plan.encoder_left - math.ceil(num_tokens))
+        plan.tokens_left = max(0, plan.tokens_left - math.ceil(num_tokens))  # the vision tower costs time as well
+        plan.seconds_left = max(0.0, plan.seconds_left - num_tokens * self.times.media)
+        entry.num_blocks = end or 0
+        if end is None:
+            entry.num_grids += count
         if entry.num_grids == total:
             entry.encoded_by = request.id
             plan.encoded_hashes.append(item.media_hash)
@@ -289,8 +332,8 @@ class Scheduler:
         plan.work[request.id] = ChunkWork(request, request.epoch, end, snapshots)
         plan.tokens_left -= length
         if length > 1:
-            plan.prefill_left -= length
             plan.num_prefill += length
+            plan.seconds_left = max(0.0, plan.seconds_left - length * self.times.token)
         request.restarts = False
         request.num_computed = end
         request.num_sampled += samples

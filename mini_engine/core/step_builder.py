@@ -20,10 +20,6 @@ from mini_engine.messages import (
     Step,
 )
 
-# A step within these takes a few milliseconds on any machine; one beyond them is heavy.
-QUICK_PREFILL_TOKENS = 128
-QUICK_ENCODER_TOKENS = 64
-
 
 @dataclasses.dataclass
 class ChunkWork:
@@ -41,8 +37,8 @@ class Plan:
 
     quick: bool  # only what leaves the step short
     tokens_left: int
-    prefill_left: int
     encoder_left: int
+    seconds_left: float  # for prompts and media
     started: list[NewSequence] = dataclasses.field(default_factory=list)
     states: list[StateStart] = dataclasses.field(default_factory=list)
     encode: list[EncodeItem] = dataclasses.field(default_factory=list)
@@ -51,12 +47,12 @@ class Plan:
     work: dict[str, ChunkWork] = dataclasses.field(default_factory=dict)  # of each chunk, by request id
     requests: dict[str, Request] = dataclasses.field(default_factory=dict)  # with a chunk or an item to encode
     num_prefill: int = 0  # tokens
-    num_encoded: int = 0  # tokens
+    num_encoded: float = 0  # tokens; those of a part of the tower's blocks count in part
+    heavy: bool = False  # short requests must not wait for two such steps
 
     @property
-    def heavy(self) -> bool:
-        """Whether short requests must not wait for two such steps."""
-        return self.num_prefill > QUICK_PREFILL_TOKENS or self.num_encoded > QUICK_ENCODER_TOKENS
+    def has_prompts(self) -> bool:
+        return bool(self.num_prefill or self.num_encoded)
 
 
 @dataclasses.dataclass
@@ -66,6 +62,7 @@ class InFlight:
     step: Step
     plan: Plan
     unreferenced: list[References]  # to cached media; they end when this step retires
+    begun_at: float = 0.0  # when the ranks could begin it, by `StepTimes.clock`
     num_reports: int = 0
     tokens: list[SampledToken] = dataclasses.field(default_factory=list)  # from rank 0
 

@@ -1,4 +1,4 @@
-"""Matrix products on a CPU, and attention in float32, by oneDNN, which comes with torch.
+"""Matrix products, and attention in bfloat16, on a CPU, by oneDNN, which comes with torch.
 
 torch takes MKL for float32, which uses AVX-512 on Intel's processors only; oneDNN uses it on all (docs/benchmarks.md,
 "Products on a CPU"). torch offers it for float32 through one operator, which `torch.compile` is made of; `available`
@@ -7,11 +7,16 @@ says whether this torch has it.
 In bfloat16 both take oneDNN, which rearranges a matrix for its kernel at each product unless the matrix is kept in that
 order (`pack`); docs/benchmarks.md has the times of both.
 
+torch's attention in bfloat16 multiplies blocks of a few hundred rows and columns, at a third of the speed of products;
+here a product has whole rows of scores. Those can only be had rounded to bfloat16, so `_scores` subtracts from each
+row, before that rounding, about its maximum: large weights are the most accurate ones.
+
 oneDNN compiles a kernel for each new shape and keeps the last 1,024, so sizes are rounded up, unless the copy would
 cost more. A call costs more than MKL's, so small products are left to torch.
 """
 
 import functools
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -21,17 +26,17 @@ LEAST_ROWS = 48  # of a product
 MOST_ROUNDED = 1024
 TILE = 128  # queries that attend at once, at most, and what the number of keys is rounded up to
 ROWS = 32  # what the number of queries is rounded up to
-LEAST_SCORES = 32 << 10  # queries times keys, for fewer torch's attention is faster
-LEAST_QUERIES = 8
+LEAST_HEAD_DIM, LEAST_QUERIES, LEAST_SCORES = 64, 32, 16 << 10  # for fewer torch's attention is faster
 CACHE_BYTES = 4 << 20  # of scores at once, which stay in the CPU's caches
 LEAST_PACKED = 1 << 20  # values of a matrix; smaller ones stay in the CPU's caches
 PACKED_ROWS = 8  # of x, for which oneDNN chooses the order; it serves any number of rows
+PROBED = 16  # one of so many keys says about how large a query's largest score is
 _pack = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
 _multiply = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 def available(x: Tensor) -> bool:
-    """Whether this file's functions take `x`."""
+    """Whether `linear` takes `x`."""
     return x.dtype is torch.float32 and x.device.type == "cpu" and _multiply is not None
 
 
@@ -49,6 +54,19 @@ def multiply_packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _product(x, weight, bias)
 
 
+def attends(x: Tensor, queries: int, keys: int) -> bool:
+    """Whether `attend_all` and `attend_causally` take heads like those of `x`, `[..., head_dim]`, and are faster than
+    torch's attention for so many queries of a sequence and keys."""
+    is_wide = x.dtype is torch.bfloat16 and x.device.type == "cpu" and x.shape[-1] >= LEAST_HEAD_DIM
+    return is_wide and queries >= LEAST_QUERIES and queries * keys >= LEAST_SCORES and _attends_bfloat16()
+
+
+@functools.cache
+def _attends_bfloat16() -> bool:
+    """With AMX torch's own attention packs its blocks, which was not measured."""
+    return torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`x W^T + b`: `[n, inputs]`, `[outputs, inputs]`, `[outputs]` -> `[n, outputs]`, all contiguous."""
     missing = -len(x) % 64
@@ -63,65 +81,69 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def attend_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of all queries to all keys, `[n, heads, head_dim]` each -> `[n, heads, head_dim]`."""
-    q, k, v = (q * q.shape[2] ** -0.5).transpose(0, 1).contiguous(), k.transpose(0, 1).contiguous(), v.permute(1, 2, 0)
-    out, count = torch.empty_like(q), 2 * _queries_at_once(2 * k.shape[1])
-    for head, values in enumerate(v.contiguous()):
-        for first in range(0, q.shape[1], count):
-            out[head, first : first + count] = _attend(q[head, first : first + count], k[head], values)
-    return out.transpose(0, 1)
+    """Attention within segments, of bfloat16 `[segments, n, heads, head_dim]` -> `[segments, n, heads * head_dim]`."""
+    queries, keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    out = _attend(queries.unsqueeze(2), keys, values, None)
+    return out.view(*q.shape[::2], *q.shape[1::2]).transpose(1, 2).flatten(2)
 
 
-class Keys:
-    """Keys and values of one sequence, `[n, kv_heads, head_dim]` each, copied into the order that products need.
-
-    After the last key there are zeros, up to a multiple of TILE, which `attend` masks.
-    """
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        count, self.kv_heads, dim = keys.shape
-        room = -(-count // TILE) * TILE
-        self._keys = keys.new_zeros(self.kv_heads, room, dim)
-        self._keys[:, :count] = keys.transpose(0, 1)
-        self._values = values.new_zeros(self.kv_heads, dim, room)
-        self._values[:, :, :count] = values.permute(1, 2, 0)
-
-    def attend(self, queries: Tensor, start: int) -> Tensor:
-        """Attention of n <= TILE queries, `[n, heads, head_dim]`, of which query i sees the keys up to number
-        `start + i`, that one included -> the same shape."""
-        length, _, dim = queries.shape
-        stop = -(-(start + length) // TILE) * TILE
-        padded = F.pad(queries * dim**-0.5, (0, 0, 0, 0, 0, -length % ROWS))
-        grouped = padded.unflatten(1, (self.kv_heads, -1))
-        out, count = torch.empty_like(grouped), _queries_at_once(stop * grouped.shape[2])
-        for head in range(self.kv_heads):
-            keys, values = self._keys[head, :stop], self._values[head, :, :stop].contiguous()
-            for first in range(0, len(padded), count):
-                rows = slice(first, first + count)
-                part = grouped[rows, head]
-                mask = _causal_mask()[first : first + len(part), :, : stop - start]
-                out[rows, head] = _attend(part.reshape(-1, dim), keys, values, mask).view(part.shape)
-        return out[:length].flatten(1, 2)
+def attend_causally(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    """Attention of bfloat16 `[n, heads, head_dim]` to keys and values `[at least start + n, kv_heads, head_dim]`, of
+    which query i sees those up to number `start + i`, that one included -> the queries' shape."""
+    padded, seen = F.pad(q, (0, 0, 0, 0, 0, -len(q) % ROWS)), start + len(q)
+    # Zeros behind the last key: what else lies there, such as a NaN of another sequence, would count, as 0 times NaN.
+    keys, values = (F.pad(x[:seen].transpose(0, 1), (0, 0, 0, -seen % TILE)) for x in (k, v))
+    out = _attend(padded.unflatten(1, (len(keys), -1)).transpose(0, 1), keys, values, start)
+    return out.transpose(0, 1)[: len(q)].flatten(1, 2)
 
 
-def _attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """`[n, head_dim]`, scaled, `[keys, head_dim]` and `[head_dim, keys]` -> `[n, head_dim]`. The mask, `[tokens, 1,
-    last keys]`, is additive; a token has n / tokens queries."""
-    scores = _product(queries, keys)
-    if mask is not None:
-        scores.view(len(mask), -1, len(keys))[:, :, -mask.shape[2] :] += mask
-    return _product(torch.softmax(scores, -1, out=scores), values)
+def _attend(queries: Tensor, keys: Tensor, values: Tensor, start: int | None) -> Tensor:
+    """`[heads, n, group, head_dim]`, where a group of query heads shares a key head, keys and values `[heads, keys,
+    head_dim]` -> the queries' shape. `start`: see `attend_causally`; None where all queries see all keys."""
+    out, length = torch.empty_like(queries, memory_format=torch.contiguous_format), queries.shape[1]
+    # One more column, in which `_scores` puts what it subtracts from a row.
+    queries, keys, values = F.pad(queries, (0, 1)), F.pad(keys, (0, 1), value=-1), values.contiguous()
+    stop, mask = keys.shape[1], None
+    for tile in _slices(0, length, length if start is None else TILE):
+        if start is not None:
+            stop = min(keys.shape[1], -(-(start + tile.stop) // TILE) * TILE)
+            mask = _causal_mask()[:, :, : stop - start - tile.start]
+        heads, count = _at_once(queries[:, tile], stop)
+        for some in _slices(0, len(keys), heads):
+            # Of several heads a part of the keys does not lie together, and torch would transpose it for a product.
+            own_keys, own_values = keys[some, :stop].contiguous(), values[some, :stop]
+            for rows in _slices(tile.start, tile.stop, count):
+                part = queries[some, rows]
+                scores = _scores(part.flatten(1, 2), own_keys, out.shape[3])
+                if mask is not None:
+                    own_mask = mask[rows.start - tile.start : rows.stop - tile.start]
+                    scores.view(*part.shape[:3], stop)[..., -mask.shape[2] :] += own_mask
+                torch.softmax(scores, -1, out=scores)
+                out[some, rows] = torch.bmm(scores, own_values).view(*part.shape[:3], -1)
+    return out
 
 
-def _queries_at_once(num_scores: int) -> int:
-    """How many of a tile's queries, with so many float32 scores each, CACHE_BYTES hold."""
-    count = TILE
-    while count > LEAST_QUERIES and count * num_scores * 4 > CACHE_BYTES:
-        count //= 2
-    return count
+def _slices(start: int, stop: int, step: int) -> Iterator[slice]:
+    return (slice(first, min(first + step, stop)) for first in range(start, stop, step))
+
+
+def _scores(queries: Tensor, keys: Tensor, head_dim: int) -> Tensor:
+    """Scaled products of `[heads, n, head_dim + 1]` and `[heads, keys, head_dim + 1]`, whose last column is 0 and -1,
+    less a number for each row, to which a softmax is indifferent: the largest product with one of PROBED keys."""
+    queries[..., -1] = torch.bmm(queries, keys[:, ::PROBED].contiguous().mT).amax(2)
+    scores = queries.new_empty(*queries.shape[:2], keys.shape[1])
+    return scores.baddbmm_(queries, keys.mT, beta=0, alpha=head_dim**-0.5)
+
+
+def _at_once(queries: Tensor, num_keys: int) -> tuple[int, int]:
+    """Of how many heads and of how many tokens, `[heads, n, group, any]`, CACHE_BYTES hold the scores."""
+    token_bytes, count = queries.shape[2] * num_keys * queries.element_size(), queries.shape[1]
+    while count > 1 and count * token_bytes > CACHE_BYTES:
+        count = -(-count // 2)
+    return max(1, CACHE_BYTES // (count * token_bytes)), count
 
 
 @functools.cache
 def _causal_mask() -> Tensor:
     """Additive, `[TILE, 1, 2 * TILE]`: of each query of a tile, from the tile's first key on."""
-    return torch.full((TILE, 2 * TILE), float("-inf")).triu_(1).unsqueeze(1)
+    return torch.full((TILE, 2 * TILE), float("-inf"), dtype=torch.bfloat16).triu_(1).unsqueeze(1)

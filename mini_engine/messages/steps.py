@@ -36,9 +36,12 @@ class StateStart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EncodeItem(msgspec.Struct, frozen=True, array_like=True):
-    """Run the vision tower on temporal grids `first .. first + count` of media item `index` of a sequence.
+    """Run blocks `begin .. end` of the vision tower on temporal grids `first .. first + count` of media item `index` of
+    a sequence; `end` None: to the last one.
 
     No attention crosses temporal grids, so a long video may be encoded over several steps: in order, each grid once.
+    A single grid may stop between blocks, and goes on in a later step, for any sequence with an item of that hash. The
+    ranks keep its hidden states until then, or until `Step.evict`.
     The embeddings stay in the rank's encoder cache, for every sequence with an item of that hash, until `Step.evict`.
     """
 
@@ -46,6 +49,8 @@ class EncodeItem(msgspec.Struct, frozen=True, array_like=True):
     index: int
     first: int
     count: int
+    begin: int = 0
+    end: int | None = None
 
 
 class KeepMedia(msgspec.Struct, frozen=True, array_like=True):
@@ -70,7 +75,7 @@ class Step(Message, frozen=True):
 
     number: int
     finished: list[str] = []  # forget these sequences
-    evict: list[bytes] = []  # drop these media hashes from the encoder cache
+    evict: list[bytes] = []  # drop these media hashes from the encoder cache, and hidden states
     drop: list[bytes] = []  # drop these kept media
     keep: list[KeepMedia] = []
     unused_grammars: list[bytes] = []  # digests; no sequence follows them any more

@@ -5,7 +5,7 @@ tensor-parallel group makes the same calls with the same arguments and gets the 
 `attend` sees are its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -76,6 +76,10 @@ class VisionLanguageModel(nn.Module):
         """
         unit = self.config.vision.merge_unit
         return list(self.visual(patches, grids).split([t * h * w // unit for t, h, w in grids]))
+
+    def encode_blocks(self, patches: Tensor, grid: Grid) -> Iterator[Tensor]:
+        """`encode_vision` of one item, block by block: an item for each, the last of which are the rows."""
+        return self.visual.run(patches, [grid])
 
     def forward(self, hidden: Tensor, positions: Tensor, attend: Attend, media: Sequence[MediaRows] = ()) -> Tensor:
         """Run the decoder over a flat batch: `[n, hidden_size]`, after the final norm.

@@ -7,7 +7,7 @@ This file knows nothing of sockets or processes, and decides nothing: what runs 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ from mini_engine.messages import Chunk, EncodeItem, MediaItem, SampledToken, Ste
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.rope import Grid
 from mini_engine.model.text import MediaRows
+from mini_engine.model.towers.vision import last_of
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.worker.attention.recurrence import Recurrence, StepHook
 from mini_engine.worker.attention.recurrent_states import RecurrentStates
@@ -119,6 +120,7 @@ class ModelRunner:
         # Rows of the vision tower `[num_tokens, row_size]`, by media hash, for every sequence that has the item. The
         # core keeps the budget of both, and lets no chunk read an item before its last part is encoded.
         self._encoded: dict[bytes, Tensor] = {}
+        self._unfinished: dict[bytes, Iterator[Tensor]] = {}  # the tower's blocks on one grid of an item, by its hash
         self._decode: DecodeBatch | None = None  # the last step's, if it was one
         self._processors: LogitsProcessors | None = None  # the last step's, as long as its batch continues
         self._pending: PendingTokens | None = None  # the last step's, until they are in the sequences
@@ -164,7 +166,8 @@ class ModelRunner:
     def _update_media(self, step: Step) -> None:
         """Drop and keep embeddings and patches; register the media store."""
         for media_hash in step.evict:
-            del self._encoded[media_hash]
+            if self._unfinished.pop(media_hash, None) is None or media_hash in self._encoded:
+                del self._encoded[media_hash]
         if step.high_water_mark is not None:
             self._media.register_store(step.high_water_mark)
         for media_hash in step.drop:
@@ -178,24 +181,47 @@ class ModelRunner:
     def encode_patches(self, raw: Sequence[Tensor], grids: Sequence[Grid]) -> list[Tensor]:
         """Raw uint8 patches of each item, and its (t, h, w) in patches -> its rows `[num_tokens, row_size]`. The
         patches are only read, and may be on the CPU. A collective: every rank makes the same call."""
+        return self._model.encode_vision(self._tower_input(raw, grids), grids)
+
+    def _tower_input(self, raw: Sequence[Tensor], grids: Sequence[Grid]) -> Tensor:
         # Joined while a value is one byte. Normalising copies, so shared memory is not written to.
         moved = [self._to_device(patches) for patches in self._model.own_patches(raw, grids)]
-        joined = moved[0] if len(moved) == 1 else torch.cat(moved)
-        return self._model.encode_vision(self._normalise(joined, self.dtype), grids)
+        return self._normalise(moved[0] if len(moved) == 1 else torch.cat(moved), self.dtype)
 
     def _encode(self, parts: Sequence[EncodeItem]) -> None:
-        """Encode all slices of the step in one call of the vision tower."""
+        """Encode slices of some blocks of the vision tower, then all others of the step in one call of it."""
         if any(part.first for part in parts):
             reach_failpoint("encoding")  # in the middle of an item
-        media = [self._sequences[part.request_id].media[part.index] for part in parts]
-        raw: list[Tensor] = []
-        grids: list[Grid] = []
-        for part, item in zip(parts, media, strict=True):
-            _, h, w = item.grid_thw
-            raw.append(self._patches(item, part.first * h * w, (part.first + part.count) * h * w))
-            grids.append((part.count, h, w))
-        for part, item, rows in zip(parts, media, self.encode_patches(raw, grids), strict=True):
+        whole: list[tuple[EncodeItem, MediaItem]] = []
+        for part in parts:
+            item = self._sequences[part.request_id].media[part.index]
+            if part.begin or part.end is not None:
+                self._encode_blocks(part, item)
+            else:
+                whole.append((part, item))
+        if whole:
+            raw, grids = zip(*(self._slice(part, item) for part, item in whole), strict=True)
+            for (part, item), rows in zip(whole, self.encode_patches(raw, grids), strict=True):
+                keep_rows(self._encoded, item, part.first * item.num_tokens // item.grid_thw[0], rows)
+
+    def _encode_blocks(self, part: EncodeItem, item: MediaItem) -> None:
+        """Go on with a temporal grid, or begin it."""
+        if part.begin == 0:
+            raw, grid = self._slice(part, item)
+            self._unfinished[item.media_hash] = self._model.encode_blocks(self._tower_input([raw], [grid]), grid)
+        blocks = self._unfinished[item.media_hash]
+        if part.end is not None:
+            for _ in range(part.begin, part.end):
+                next(blocks)
+        else:
+            rows = last_of(blocks)
+            del self._unfinished[item.media_hash]
             keep_rows(self._encoded, item, part.first * item.num_tokens // item.grid_thw[0], rows)
+
+    def _slice(self, part: EncodeItem, item: MediaItem) -> tuple[Tensor, Grid]:
+        """The patches of a slice, and their grid."""
+        _, h, w = item.grid_thw
+        return self._patches(item, part.first * h * w, (part.first + part.count) * h * w), (part.count, h, w)
 
     def _patches(self, item: MediaItem, first: int, stop: int) -> Tensor:
         """Rows `first .. stop` of an item's patches, uint8, only to be read: a view, or a copy of what lies in several

@@ -29,7 +29,8 @@ def last_line(*argv: str) -> dict:
         time.sleep(0.1)
     out, err = ran.communicate()
     assert ran.returncode == 0, out + err
-    assert family or argv[0] == "gpu"  # which starts a process only where Triton has something to compile
+    # `roofline` starts no process, and `gpu` only where Triton has something to compile.
+    assert family or argv[0] in ("gpu", "roofline")
     eventually(lambda: not any(map(alive, family)))
     return json.loads(out.splitlines()[-1])
 
@@ -69,6 +70,16 @@ def test_step():
     found = last_line(*command)["results"]
     assert found["batch"] == 3 and 0 < found["forward_ms"] < found["execute_ms"] and found["step_ms"] > 0
     assert found["engine_share"] == pytest.approx(1 - found["forward_ms"] / found["step_ms"], abs=1e-3)
+
+
+def test_roofline():
+    command = ["roofline", "--launch", "--device cpu --dtype bfloat16", "--batches", "1", "3", "--prompts", "300"]
+    found = last_line(*command, "--steps", "2", "--repeats", "1")["results"]
+    assert [(row["part"], row["size"]) for row in found["rows"]] == [
+        ("decode", 1), ("decode", 3), ("prefill", 300), ("tower", 34 * 46)
+    ]  # fmt: skip
+    for row in found["rows"]:
+        assert row["share"] == pytest.approx(row["limit ms"] / row["ms"]) and 0 < row["share"] < 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

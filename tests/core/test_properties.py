@@ -73,6 +73,8 @@ worlds = st.fixed_dictionaries(
         "max_seqs": st.integers(1, 8),
         "max_tokens": st.integers(1, 24),
         "ranks": st.integers(1, 2),
+        # Of the seconds of a step the latter leave time for 16 tokens, or for one block of the vision tower.
+        "seconds": st.sampled_from([(0.02, 0.001, 0.002), (0.02, 0.02, 0.2)]),
         "async_scheduling": st.booleans(),
         "enable_prefix_caching": st.booleans(),
         "encoder_cache_tokens": st.integers(8, 14),

@@ -24,7 +24,11 @@ def test_packed_weight(rows, bias):
     x = torch.randn(*rows, 1024).bfloat16()[..., :512]
     packed = onednn.pack(weight)
     assert packed.is_mkldnn and packed.dtype == weight.dtype and onednn.pack(weight[:8]).data_ptr() == weight.data_ptr()
-    torch.testing.assert_close(ops.linear(x, packed, bias), F.linear(x, weight, bias), rtol=1e-2, atol=1e-2)
+    exact = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    torch.testing.assert_close(ops.linear(x, packed, bias), exact.bfloat16(), rtol=1e-2, atol=1e-2)
+
+
+needs_avx512_bf16 = pytest.mark.skipif(not onednn._attends_bfloat16(), reason="torch's attention is taken here")
 
 
 def attend(q, k, v, mask=None):
@@ -33,26 +37,57 @@ def attend(q, k, v, mask=None):
     return out[0].transpose(0, 1)
 
 
-@pytest.mark.parametrize("queries_at_once", [8, 128])
-@pytest.mark.parametrize("start", [0, 16, 128, 1000])
+def error(out, q, k, v, mask=None):
+    """The root mean square."""
+    return (out.double() - attend(*(x.double() for x in (q, k, v)), mask)).square().mean().sqrt()
+
+
+@pytest.fixture(params=[4 << 20, 1 << 16], ids=["one block", "blocks of 8 queries"])
+def cache_bytes(request, monkeypatch):
+    monkeypatch.setattr(onednn, "CACHE_BYTES", request.param)
+
+
+@pytest.mark.usefixtures("cache_bytes")
+@pytest.mark.parametrize(("start", "length"), [(0, 300), (16, 112), (16, 128), (128, 128), (1000, 5)])
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2)])
-def test_causal_attention(monkeypatch, queries_at_once, start, heads):
-    """Of one tile of queries that begins anywhere, with more keys after it, which it does not see."""
-    monkeypatch.setattr(onednn, "_queries_at_once", lambda _: queries_at_once)
-    q, k, v = (
-        torch.randn(n, h, 32) for n, h in zip((onednn.TILE, start + 300, start + 300), (*heads, heads[1]), strict=True)
-    )
-    visible = torch.ones(onednn.TILE, start + 300, dtype=torch.bool).tril_(start)
-    torch.testing.assert_close(onednn.Keys(k, v).attend(q, start), attend(q, k, v, visible), rtol=1e-5, atol=1e-5)
+def test_causal_attention(start, length, heads):
+    """Of queries that begin anywhere; after the last one's key there may be more, which none of them sees."""
+    for end in (start + length, start + length + 15):
+        counts = zip((length, end, end), (*heads, heads[1]), strict=True)
+        q, k, v = (torch.randn(n, h, 32).bfloat16() for n, h in counts)
+        seen = start + length
+        k[seen:] = v[seen:] = float("nan")
+        visible = torch.ones(length, seen, dtype=torch.bool).tril_(start)
+        assert error(onednn.attend_causally(q, k, v, start), q, k[:seen], v[:seen], visible) < 4e-3
 
 
+@pytest.mark.usefixtures("cache_bytes")
 @pytest.mark.parametrize("length", [1, 300, 1001])
 def test_full_attention(length):
-    q, k, v = torch.randn(3, length, 3, 16)
-    torch.testing.assert_close(onednn.attend_all(q, k, v), attend(q, k, v), rtol=1e-5, atol=1e-5)
+    q, k, v = torch.randn(3, 2, length, 3, 16).bfloat16()
+    for i, out in enumerate(onednn.attend_all(q, k, v)):
+        assert error(out.view(length, 3, 16), q[i], k[i], v[i]) < 4e-3
+
+
+@pytest.mark.parametrize(("sharpness", "common"), [(1, 0), (5, 0), (3, 30), (3, 100)])
+def test_scores_in_bfloat16_are_accurate_where_weights_are_large(sharpness, common):
+    """Scores up to 800: keys with much in common, as a bias of a projection makes them."""
+    q, k, v = torch.randn(3, 600, 2, 128)
+    q, k, v = (x.bfloat16() for x in (sharpness * q, k + common * torch.randn(2, 128), v))
+    out = onednn.attend_all(q[None], k[None], v[None]).view(q.shape)
+    assert error(out, q, k, v) < 4 * error(attend(q, k, v), q, k, v)
 
 
 def test_scores_stay_in_the_cache():
-    assert onednn._queries_at_once(2000) == 128
-    assert onednn._queries_at_once(64 << 10) == 16
-    assert onednn._queries_at_once(10 << 20) == 8
+    queries = torch.empty(8, 2400, 1, 65, dtype=torch.bfloat16)
+    assert onednn._at_once(queries, 2400) == (1, 600)
+    assert onednn._at_once(queries[:, :128], 2400) == (6, 128)
+    assert onednn._at_once(queries[:, :128], 10 << 20) == (1, 1)
+
+
+@needs_avx512_bf16
+def test_small_heads_and_chunks_are_left_to_torch():
+    bfloat16 = torch.empty(1, 64, dtype=torch.bfloat16)
+    assert onednn.attends(bfloat16, 128, 128) and onednn.attends(bfloat16, 32, 1000)
+    assert not onednn.attends(bfloat16, 100, 128) and not onednn.attends(bfloat16, 16, 4000)
+    assert not any(onednn.attends(x, 500, 500) for x in (bfloat16[:, :32], bfloat16.float(), bfloat16.half()))

@@ -41,7 +41,7 @@ def run_tower(path: Path, calls: dict, tp: TensorParallel) -> dict[str, tuple[li
     model = load_model(path, tp, None, CPU, spread_tower=True)
     assert isinstance(model.visual, SpreadTower)
     seen: list[int] = []
-    model.visual.tower.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    model.visual.tower.patch_embed.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
     results: dict[str, tuple[list[Tensor], int]] = {}
     for name, (patches, grids) in calls.items():
         before = sum(seen)

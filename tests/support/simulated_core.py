@@ -46,18 +46,29 @@ BYTES = 4 * MODEL.vision.patch_dim  # of one token
 
 
 class World:
-    """An engine core with simulated ranks and a recording API server; `snapshots`: None without recurrent states."""
+    """An engine core with simulated ranks and a recording API server; `snapshots`: None without recurrent states;
+    `seconds`: see `SimulatedLinks`."""
 
     def __init__(
-        self, blocks=64, block_size=4, max_seqs=8, max_tokens=16, ranks=1, model=MODEL, snapshots=None, **flags
+        self,
+        blocks=64,
+        block_size=4,
+        max_seqs=8,
+        max_tokens=16,
+        ranks=1,
+        model=MODEL,
+        snapshots=None,
+        seconds=(0.02, 0.001, 0.002),
+        **flags,
     ):
         sizes = {"max_num_seqs": max_seqs, "max_num_batched_tokens": max_tokens, "max_model_len": blocks * block_size}
         config = EngineConfig(tensor_parallel_size=ranks, block_size=block_size, **sizes, **flags)
-        self.links = SimulatedLinks(config)
+        self.links = links = SimulatedLinks(config, seconds)
         self.links.identities |= {incarnation: f"{name}:{incarnation}".encode() for name, incarnation in (API, OTHER)}
         limits = engine_limits(config, model, blocks, "cpu", 0 if snapshots is None else max_seqs + snapshots)
         next_step = StepBuilder()
         self.core = EngineCore(config, model, limits, self.make_media(next_step), self.links, next_step)
+        self.core.scheduler.times.clock = lambda: links.now
         self.pool = self.core.blocks
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, list[str]] = {}
@@ -163,6 +174,7 @@ class World:
         assert not core.grammars._entries and not links.grammars
         assert not links.sequences, "the ranks still keep a sequence"
         assert links.num_grids.keys() == links.encoded.keys(), "the ranks still keep half of an item"
+        assert not links.num_blocks, "the ranks still keep hidden states"
         assert self.pool.num_used == 0
         kept = len([*states._sequences, *states._unused, *states._snapshots])
         assert not states.is_needed or kept == core.limits.num_states

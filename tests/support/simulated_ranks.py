@@ -11,8 +11,9 @@ from __future__ import annotations
 import zlib
 from collections import deque
 
-from mini_engine.config import EngineConfig
+from mini_engine.config import BUNDLED_MODEL, EngineConfig
 from mini_engine.messages import (
+    EncodeItem,
     Envelope,
     MediaItem,
     MessageId,
@@ -22,6 +23,9 @@ from mini_engine.messages import (
     StepResult,
     StoreHandle,
 )
+from mini_engine.model.config import ModelConfig
+
+DEPTH = ModelConfig.from_dir(BUNDLED_MODEL).vision.depth
 
 
 def token_of(request_id: str, index: int) -> int:
@@ -53,7 +57,7 @@ class Sequence:
 class SimulatedLinks:
     """In the place of `links.Links`: the test decides which messages arrive and when the ranks run."""
 
-    def __init__(self, config: EngineConfig):
+    def __init__(self, config: EngineConfig, seconds: tuple[float, float, float]):
         self.config, self.block_size, self.num_ranks = config, config.block_size, config.tensor_parallel_size
         self.inbox: list[Envelope] = []
         self.sent: list[tuple[bytes, object]] = []
@@ -66,6 +70,7 @@ class SimulatedLinks:
         self.started: dict[str, Sequence] = {}  # the ended ones too
         self.encoded: dict[bytes, int] = {}  # hash -> tokens
         self.num_grids: dict[bytes, int] = {}  # hash -> temporal grids encoded so far
+        self.num_blocks: dict[bytes, int] = {}  # hash -> blocks of the tower that have run on the grid after these
         self.num_encoded = 0  # items
         self.num_computed = 0
         self.released: list[MessageId] = []
@@ -74,6 +79,8 @@ class SimulatedLinks:
         self.memory: dict[int, bytes] = {}  # of the media store: the hash of what was written to each page
         self.grammars: dict[bytes, int] = {}  # numbers of the orders
         self.compiled: set[bytes] = set()  # of these
+        self.now = 0.0  # by the clock of the simulation
+        self.seconds = seconds  # of a decode step, and for a token of a prompt and a media token beside it
 
     # --- what EngineCore calls
     def receive(self, timeout):
@@ -99,12 +106,23 @@ class SimulatedLinks:
             result = StepResult(step.number, [] if rank else tokens, rank)
             self.inbox.append(Envelope(f"worker 0.{rank}", 100 + rank, result))
 
+    def _seconds(self, step: Step) -> float:
+        decode, token, media = self.seconds
+        num_prefill = sum(chunk.num_tokens for chunk in step.chunks if chunk.num_tokens > 1)
+        return decode + token * num_prefill + media * sum(map(self._media_tokens, step.encode))
+
+    def _media_tokens(self, encode: EncodeItem) -> float:
+        item = self.started[encode.request_id].new.media[encode.index]
+        end = DEPTH if encode.end is None else encode.end
+        return item.num_tokens // item.grid_thw[0] * encode.count * (end - encode.begin) / DEPTH
+
     def _execute(self, step: Step) -> list[SampledToken]:
         for request_id in step.finished:
             del self.sequences[request_id]
         for media_hash in step.evict:
-            del self.num_grids[media_hash]
-            self.encoded.pop(media_hash, None)
+            assert media_hash in self.num_grids or media_hash in self.num_blocks
+            for kept in (self.num_grids, self.num_blocks, self.encoded):
+                kept.pop(media_hash, None)
         for media_hash in step.drop:
             self.kept.remove(media_hash)
         for keep in step.keep:
@@ -134,9 +152,10 @@ class SimulatedLinks:
             assert all((rank, message) in self.reported for rank in range(self.num_ranks)), "a rank does not have it"
             assert message not in self.released, "released twice"
             self.released.append(message)
+        self.now += self._seconds(step)
         return tokens
 
-    def _encode(self, encode) -> int:
+    def _encode(self, encode) -> float:
         """Returns the number of tokens encoded."""
         item = self.sequences[encode.request_id].new.media[encode.index]
         done = self.num_grids.get(item.media_hash, 0)
@@ -147,12 +166,17 @@ class SimulatedLinks:
             assert self.memory[item.patches.extents[0][0]] == item.media_hash, "another item has these pages"
         else:
             assert item.patches.message not in self.released, "encoded after its release"
+        assert encode.begin == self.num_blocks.pop(item.media_hash, 0), "a block is run twice, or left out"
+        if encode.end is not None:
+            assert encode.count == 1 and encode.begin < encode.end < DEPTH
+            self.num_blocks[item.media_hash] = encode.end
+            return self._media_tokens(encode)
         self.num_grids[item.media_hash] = done + encode.count
         assert done + encode.count <= item.grid_thw[0]
         if done + encode.count == item.grid_thw[0]:
             self.encoded[item.media_hash] = item.num_tokens
             self.num_encoded += 1
-        return item.num_tokens // item.grid_thw[0] * encode.count
+        return self._media_tokens(encode)
 
     def _run_chunk(self, chunk) -> list[SampledToken]:
         sequence = self.sequences[chunk.request_id]

@@ -81,10 +81,31 @@ def test_tokens_after_slices(make_runner, expected):
         [[EncodeItem("two", 0, first, 1)] for first in range(9)] + [[image]],
         [[EncodeItem("two", 0, 0, 4)], [EncodeItem("two", 0, 4, 1), image], [EncodeItem("two", 0, 5, 4)]],
         [[EncodeItem("two", 0, 0, 5), image], [EncodeItem("two", 0, 0, 2)], [EncodeItem("two", 0, 2, 7)]],
+        [
+            [EncodeItem("two", 0, 0, 1, 0, 1), image],
+            [EncodeItem("two", 0, 0, 1, 1), EncodeItem("two", 0, 1, 7), EncodeItem("two", 0, 8, 1, 0, 1)],
+            [EncodeItem("two", 0, 8, 1, 1)],
+        ],
     ):
         steps = [Step(1, started=[new]), *(Step(2, encode=items) for items in slices)]
         last = msgspec.structs.replace(prefill(new, 3, 0), started=[])
         assert script.run(make_runner(media), [*steps, last]) == {"two": expected["two"][:1]}
+
+
+def test_an_evicted_item_drops_its_hidden_states(make_runner):
+    media = tiny.MemoryMedia()
+    new = tiny.make_request(media, "video", [(2, 4, 4)])
+    (item,), runner = new.media, make_runner(media)
+    part = EncodeItem("video", 0, 0, 1, 0, 1)
+    runner.execute(Step(1, started=[new], encode=[part]))
+    runner.execute(Step(2, evict=[item.media_hash]))
+    with pytest.raises(KeyError):
+        runner.execute(Step(3, encode=[msgspec.structs.replace(part, begin=1, end=None)]))
+    runner.execute(Step(4, encode=[EncodeItem("video", 0, 0, 1)]))
+    runner.execute(Step(5, encode=[EncodeItem("video", 0, 1, 1, 0, 1)]))
+    runner.execute(Step(6, evict=[item.media_hash]))
+    with pytest.raises(KeyError):
+        runner.execute(Step(7, evict=[item.media_hash]))
 
 
 def test_rows_that_were_encoded_together_are_kept_in_memory_of_each_item():

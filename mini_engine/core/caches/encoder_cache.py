@@ -19,6 +19,7 @@ class EncoderEntry:
     num_tokens: int
     users: int = 0  # requests that have it reserved
     num_grids: int = 0  # temporal grids that dispatched steps encode
+    num_blocks: int = 0  # blocks of the tower that dispatched steps run on the grid after these; 0: not begun
     encoded_by: str | None = None  # the request for which the last of them was dispatched
     ready: bool = False  # that step has retired: any request may rely on it
     ready_at: float = 0.0  # when it retired, by `time.monotonic()`
@@ -45,6 +46,11 @@ class EncoderCache:
     def holds(self, media_hash: bytes) -> bool:
         """Whether all of the item is encoded, or dispatched steps encode it."""
         return media_hash in self._entries and self._entries[media_hash].encoded_by is not None
+
+    @property
+    def num_unfinished(self) -> int:
+        """Temporal grids that the ranks have begun and keep the hidden states of."""
+        return sum(entry.num_blocks > 0 for entry in self._entries.values())
 
     @property
     def num_free(self) -> int:
@@ -114,5 +120,5 @@ class EncoderCache:
     def _drop(self, media_hash: bytes) -> None:
         entry = self._entries.pop(media_hash)
         self.num_tokens -= entry.num_tokens
-        if entry.num_grids:
+        if entry.num_grids or entry.num_blocks:
             self._next_step.evict(media_hash)

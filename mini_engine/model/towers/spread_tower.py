@@ -4,7 +4,8 @@ It saves the two sums per layer over all ranks that sharded weights cost, for me
 layer of a tower attends across temporal grids, so a video may be cut between them. Knows nothing of families.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from mini_engine.model.config import VisionConfig
 from mini_engine.model.parallel import Placement
 from mini_engine.model.rope import Grid
+from mini_engine.model.towers.vision import VisionTower, last_of
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class SpreadTower(nn.Module):
     """Called as the tower that `build` makes, with the same result; a collective."""
 
     def __init__(
-        self, build: Callable[[VisionConfig, Placement], nn.Module], config: VisionConfig, at: Placement
+        self, build: Callable[[VisionConfig, Placement], VisionTower], config: VisionConfig, at: Placement
     ) -> None:
         super().__init__()
         self.config, self.tp = config, at.tp
@@ -70,13 +72,21 @@ class SpreadTower(nn.Module):
 
     def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
         """As `VisionTower.forward`, but every rank passes only its `own_patches` of the call; it gets all rows."""
+        return last_of(self.run(patches, grids))
+
+    def run(self, patches: Tensor, grids: Sequence[Grid]) -> Iterator[Tensor]:
+        """As `VisionTower.run`; a collective at its end."""
         shares = share_out(grids, self.tp.size)
         own = shares[self.tp.rank].grids
         # A rank without a share takes part in the collective all the same, which requires equal shapes.
-        rows = self.tower(patches, own) if own else patches.new_empty(0, self.config.row_size)
+        nothing = itertools.repeat(patches.new_empty(0, self.config.row_size), self.config.depth)
+        blocks = self.tower.run(patches, own) if own else nothing
+        yield from itertools.islice(blocks, self.config.depth - 1)
+        rows = next(blocks)
         counts = [share.num_patches // self.config.merge_unit for share in shares]
         missing = max(counts) - len(rows)
         gathered = self.tp.all_gather(F.pad(rows, (0, 0, 0, missing)) if missing else rows)
         if len(set(counts)) == 1:
-            return gathered.flatten(0, 1)
-        return torch.cat([gathered[rank, :count] for rank, count in enumerate(counts)])
+            yield gathered.flatten(0, 1)
+        else:
+            yield torch.cat([gathered[rank, :count] for rank, count in enumerate(counts)])

@@ -5,7 +5,8 @@ no layer attends across frames. The order of its segments, and of the patches in
 so segments of equal length lie together, and each length is one batched product without padding or mask.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -23,7 +24,6 @@ from mini_engine.model.rope import Grid, Rotation, inverse_frequencies
 
 # Fixed in the architecture; not part of the config.
 NORM_EPS = 1e-6
-LONG_SEGMENT = 256  # patches; from here on oneDNN is the faster one
 
 
 @dataclass(frozen=True)
@@ -130,13 +130,18 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[tuple[in
     for count, length in groups:
         end = start + count * length
         parts = [x[start:end].unflatten(0, (count, length)) for x in (q, k, v)]
-        if length >= LONG_SEGMENT and onednn.available(q):
-            outputs += [onednn.attend_all(*segment).flatten(1) for segment in zip(*parts, strict=True)]
+        if onednn.attends(q, length, length):
+            outputs.append(onednn.attend_all(*parts).flatten(0, 1))
         else:
             attended = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in parts))
             outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
         start = end
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def last_of(blocks: Iterator[Tensor]) -> Tensor:
+    """The last item: the rows of a tower's `run`."""
+    return deque(blocks, maxlen=1).pop()
 
 
 class PatchEmbed(Layer):
@@ -248,6 +253,10 @@ class VisionTower(nn.Module):
                 processor's order (frame by frame; merge units row by row; the patches of a unit together).
             grids: per item (time, height, width) in patches; n is the sum of their products.
         """
+        return last_of(self.run(patches, grids))
+
+    def run(self, patches: Tensor, grids: Sequence[Grid]) -> Iterator[Tensor]:
+        """`forward` block by block: an item for each, the last of which are the rows, the others hidden states."""
         cfg = self.config
         where = layout(tuple(map(tuple, grids)), cfg.spatial_merge_size, cfg.merged_window, patches.device)
         x = self.embed(patches, where)
@@ -257,6 +266,7 @@ class VisionTower(nn.Module):
         if order is not None:
             in_frames = in_windows[0].index_select(0, order), in_windows[1].index_select(0, order)
         deeper: list[Tensor] = []
+        del patches
         for i, block in enumerate(self.blocks):
             if cfg.window_size is None or i in cfg.full_attention_layers:
                 x = block(x, where.frames, in_frames)
@@ -264,8 +274,10 @@ class VisionTower(nn.Module):
                 x = block(x, where.windows, in_windows)
             if i in cfg.deepstack_layers:
                 deeper.append(self.deepstack[cfg.deepstack_layers.index(i)](x))
+            if i < cfg.depth - 1:
+                yield x
         rows = self.merger(x)
-        return (torch.cat((rows, *deeper), dim=-1) if deeper else rows).index_select(0, where.merged)
+        yield (torch.cat((rows, *deeper), dim=-1) if deeper else rows).index_select(0, where.merged)
 
     def embed(self, patches: Tensor, where: Layout) -> Tensor:
         """The first layer's input, `[n, hidden_size]` in the tower's order."""

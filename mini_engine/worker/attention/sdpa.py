@@ -8,7 +8,7 @@ forms, both by gathering whole blocks and one `scaled_dot_product_attention`:
 - A chunk of one token (decode) goes into a group with others. The query heads that share a key-value head are the query
   rows, the group's sequences are the batch, shorter ones are padded by repeating their own last block.
 - A longer chunk (prefill) is computed alone, in tiles of queries, each with the keys up to its end and a causal mask;
-  on a CPU, tiles of float32 by `kernels/onednn.py` unless they are small.
+  a large one on a CPU by `kernels/onednn.py`.
 
 The bounds of groups were measured on one thread of a server CPU (8 to 32 sequences of 20 to 2,000 tokens, 4/2 heads of
 32 and 16/2 of 128, float32 and bfloat16). A call costs 15 to 20 us, more than gathering and attending to `PAD_BYTES`:
@@ -245,12 +245,11 @@ class _DecodeGroup:
 
 @dataclass(frozen=True)
 class _PrefillChunk:
-    """One chunk of several tokens. `blocks` is int64, None where the chunk has nothing before it. oneDNN computes the
-    tiles of its first `by_onednn` tokens; `masks` are those of the tiles after them."""
+    """One chunk of several tokens. `blocks` is int64, None where the chunk has nothing before it. `masks` are those of
+    torch's tiles; there are none where oneDNN attends."""
 
     rows: slice
     start: int
-    by_onednn: int
     blocks: Tensor | None
     masks: list[Tensor]
 
@@ -258,12 +257,9 @@ class _PrefillChunk:
     def of(cls, cache: KVCache, span: Span, first: int) -> _PrefillChunk:
         used, device = -(-span.context // cache.block_size), cache.storage.device
         blocks = None if span.start == 0 else torch.from_numpy(span.blocks[:used].copy()).to(device)
-        done = 0
-        if onednn.available(cache.storage):
-            last = span.length % TILE
-            done = span.length if last * span.context >= onednn.LEAST_SCORES else span.length - last
-        masks = causal_tiles(span.start + done, span.length - done, cache.storage.dtype, device)
-        return cls(slice(first, first + span.length), span.start, done, blocks, masks)
+        by_onednn = onednn.attends(cache.storage, span.length, span.context)
+        masks = [] if by_onednn else causal_tiles(span.start, span.length, cache.storage.dtype, device)
+        return cls(slice(first, first + span.length), span.start, blocks, masks)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
         kv_heads = k.shape[1]
@@ -271,21 +267,16 @@ class _PrefillChunk:
             own = (k[self.rows], v[self.rows])
         else:
             own = (keys.index_select(0, self.blocks).flatten(0, 1), values.index_select(0, self.blocks).flatten(0, 1))
-        queries, outputs = q[self.rows], []
-        if self.by_onednn:
-            laid_out = onednn.Keys(*own)
-            for first in range(0, self.by_onednn, TILE):
-                tile = queries[first : min(first + TILE, self.by_onednn)]
-                outputs.append(laid_out.attend(tile, self.start + first))
+        if not self.masks:
+            return [onednn.attend_causally(q[self.rows], *own, self.start)]
         # Expanded, not copied: the heads of a group read the same memory.
         k, v = (x.transpose(0, 1).expand(q.shape[1] // kv_heads, -1, -1, -1) for x in own)
-        queries, first = queries.unflatten(1, (kv_heads, -1)).permute(2, 1, 0, 3), self.by_onednn
-        for mask in self.masks:
+        queries, outputs = q[self.rows].unflatten(1, (kv_heads, -1)).permute(2, 1, 0, 3), []
+        for first, mask in zip(range(0, queries.shape[2], TILE), self.masks, strict=True):
             count, seen = mask.shape
             tile = queries[:, :, first : first + count]
             out = F.scaled_dot_product_attention(tile, k[:, :, :seen], v[:, :, :seen], attn_mask=mask)
             outputs.append(out.permute(2, 1, 0, 3).flatten(1, 2))
-            first += count
         return outputs
 
 

@@ -1,0 +1,64 @@
+"""What the parts of a step cost in seconds, learned from the steps that have run. Knows nothing of requests."""
+
+import itertools
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterable
+
+NUM_SAMPLES = 15  # recent steps that count for each estimate
+ALONE = 4  # times as long as beside decodes a step may take without them
+QUICK_DECODES = 6  # the prompts of a quick step cost at most so many decode steps
+
+Sample = tuple[float, int, float]
+
+
+class StepTimes:
+    """A step takes `decode`, and `token` for each token of prompts, and `media` for each media token, in seconds.
+
+    Each is a median of recent steps, so that a single step that was held up does not count. Until steps of a kind have
+    run, it is a guess, by which 128 tokens of prompts, or 64 media tokens, are quick.
+
+    Args:
+        limit: see `--max-step-seconds`; 0: none.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.clock = time.monotonic
+        self.decode, self.token, self.media = 0.128 / QUICK_DECODES, 0.001, 0.002
+        # Seconds, tokens of prompts, media tokens; by what the step is a sample of.
+        self._decodes, self._prefills, self._encodes = (deque[Sample](maxlen=NUM_SAMPLES) for _ in range(3))
+
+    @property
+    def quick(self) -> float:
+        """Seconds that the prompts and media of a quick step take at most."""
+        return QUICK_DECODES * self.decode
+
+    def for_prompts(self, beside_decodes: bool) -> float:
+        """Seconds for prompts and media in a step: the limit, or those of a decode step if that is more, since with
+        less most of the time would go into reading weights. Without decodes only requests that are still to come may
+        wait for the step."""
+        if not self.limit:
+            return math.inf
+        return max(self.limit, self.decode) * (1 if beside_decodes else ALONE)
+
+    def record(self, seconds: float, num_prefill: int, num_encoded: float) -> None:
+        """A step with so many tokens of prompts, and so many media tokens, took `seconds`."""
+        samples = self._encodes if num_encoded else self._prefills if num_prefill else self._decodes
+        samples.append((seconds, num_prefill, num_encoded))
+        if self._decodes:
+            self.decode = statistics.median(seconds for seconds, _, _ in self._decodes)
+        if self._prefills:
+            self.token = self._rate((seconds, count) for seconds, count, _ in self._prefills)
+        if self._encodes:
+            self.media = self._rate((seconds - length * self.token, count) for seconds, length, count in self._encodes)
+
+    def _rate(self, samples: Iterable[tuple[float, float]]) -> float:
+        """Seconds for each of some tokens, beside a decode step: the median, weighted by their number."""
+        rates = sorted(((seconds - self.decode) / count, count) for seconds, count in samples)
+        half = sum(count for _, count in rates) / 2
+        before = itertools.accumulate(count for _, count in rates)
+        median = next(rate for (rate, _), total in zip(rates, before, strict=True) if total >= half)
+        return max(median, 1e-9)

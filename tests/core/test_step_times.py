@@ -1,0 +1,111 @@
+"""Steps bounded in time: what decodes wait for, what a prompt alone takes, and how the seconds are learned."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from mini_engine.core.step_times import StepTimes
+from tests.support.simulated_core import World, item, message
+
+LIMIT = 0.5
+SLOW = (0.1, 0.01, 0.02)  # a decode step, a token of a prompt, a media token
+
+
+def slow_world(seconds=SLOW, **more):
+    """One whose steps are slow, and in which a request has been served: its seconds are known."""
+    world = World(blocks=2000, block_size=16, max_tokens=512, seconds=seconds, **more)
+    world.run_request("first", 400, 4, [item(message(100), 2, 40, grids=2)])
+    return world
+
+
+def decode_beside(world, name="text", max_tokens=400):
+    """The times of a request's tokens while others have prompts."""
+    world.request(name, 6, max_tokens, first_token=9)
+    times = []
+    while name not in world.ends:
+        count = len(world.tokens.get(name, ()))
+        world.turn()
+        if len(world.tokens.get(name, ())) > count:
+            times.append(world.links.now)
+        if not [*world.core.scheduler._prefills()] and times:
+            return times
+        world.links.run_step()
+    return times
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_a_decode_beside_long_prompts_gets_a_token_within_the_limit(async_scheduling):
+    world = slow_world(async_scheduling=async_scheduling)
+    for number in range(4):
+        media = [item(message(number), 20, 200, grids=5)]  # 0.8 s for each grid, in four blocks
+        world.request(f"video {number}", 1000, 20, media, first_token=30 + number)
+    begun = world.links.now
+    times = decode_beside(world)
+    assert len(times) > 80 and max(b - a for a, b in itertools.pairwise(times)) <= LIMIT + SLOW[0] + 0.001
+    # 0.1 s of decodes go beside each 0.5 s of prompts.
+    work = 4 * (1000 * SLOW[1] + 200 * SLOW[2])
+    assert times[-1] - begun <= 1.3 * work
+    world.run()
+    world.assert_at_rest()
+
+
+def test_without_decodes_a_step_takes_four_times_the_limit():
+    world = slow_world()
+    world.run_request("second", 400, 4, first_token=40)  # without media, so a token's seconds are known
+    world.request("long", 1500, media=[item(message(1), 2, 600, grids=2)], first_token=50)
+    lengths, seconds = [], []
+    while "long" not in world.tokens:
+        world.turn()
+        lengths += [chunk.num_tokens for chunk in world.links.steps[-1].chunks]
+        begun = world.links.now
+        world.links.run_step()
+        seconds.append(world.links.now - begun)
+    assert sum(length in (199, 200) for length in lengths) >= 4 and 1.9 < max(seconds) <= 4 * LIMIT + SLOW[0] + 0.001
+
+
+@pytest.mark.parametrize("seconds", [SLOW, (0.6, 0.02, 0.04), (0.02, 0.02, 0.04), (0.001, 0.0001, 0.0002)])
+def test_nothing_starves_whatever_a_step_costs(seconds):
+    world = slow_world(seconds)
+    for number in range(3):
+        world.request(f"decode {number}", 5, 3000, first_token=200 + number)
+    for number in range(3):
+        world.request(f"video {number}", 500, 2, [item(message(number), 2, 300, grids=2)], first_token=30 + number)
+    for number in range(100):
+        world.request(f"text {number}", 4, 1, first_token=60 + number)
+        for _ in range(4):
+            world.turn()
+            world.links.run_step()
+    assert {f"video {number}" for number in range(3)} < world.ends.keys()
+    assert {f"text {number}" for number in range(95)} < world.ends.keys()
+
+
+def test_a_short_prompt_overtakes_long_ones_beside_decodes():
+    world = slow_world()
+    world.request("decode", 5, 1000, first_token=7)
+    for number in range(3):
+        world.request(f"long {number}", 2000, first_token=30 + number)
+    for _ in range(10):
+        world.turn()
+        world.links.run_step()
+    begun = world.links.now
+    world.request("text", 50, 1, first_token=90)
+    while "text" not in world.ends:
+        world.turn()
+        world.links.run_step()
+    assert world.links.now - begun <= 5 * LIMIT  # two steps in flight; 50 tokens in two of 40 and one between them
+
+
+def test_estimates_are_medians_beside_the_decode_step():
+    times = StepTimes(LIMIT)
+    times.record(0.16, 6, 0)  # nothing is known of decodes: all is counted as the prompt's
+    for _ in range(5):
+        times.record(0.1, 0, 0)
+    times.record(60, 0, 0)
+    assert times.decode == 0.1
+    for seconds in (5.1, 5.1, 300):
+        times.record(seconds, 500, 0)
+    times.record(2 + 1.1, 100, 100)
+    assert (times.token, times.media) == pytest.approx((0.01, 0.02))
+    assert times.for_prompts(beside_decodes=True) == LIMIT
