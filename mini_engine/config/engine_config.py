@@ -66,6 +66,11 @@ class EngineConfig:
     model's generation_config.json), `vllm` (none), or a directory with such a file."""
     dtype: Dtype = _model("auto")
     """Data type of weights and activations. `auto`: the checkpoint's; `float`: float32; `half`: float16."""
+    quantization: Literal["none", "int8", "int4"] = _model("none", short="-q")
+    """Quantise the decoder of a dense checkpoint while it is read: to 8 bits with a scale per output (`int8`), or to 4
+    with one per 128 inputs (`int4`). Checkpoints that are quantised need no flag."""
+    quantize_head: Literal["int8", "none"] = _model("int8")
+    """Format of the output head where the decoder is quantised and the checkpoint's head is not."""
     load_format: Literal["auto", "safetensors", "dummy"] = _model("auto")
     """Format of the weights: `safetensors`, `auto` (the same), or `dummy` (random, without weight files)."""
     device: Literal["auto", "cpu", "cuda"] = _model("auto")

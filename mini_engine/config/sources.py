@@ -26,8 +26,6 @@ VLLM_FLAGS = {
     "--pipeline-parallel-size": "there is no pipeline parallelism; use --tensor-parallel-size",
     "-pp": "there is no pipeline parallelism; use --tensor-parallel-size",
     "--distributed-executor-backend": "workers are processes of one host; omit the flag",
-    "--quantization": "quantised weights are not supported; --dtype lists the formats",
-    "-q": "quantised weights are not supported; --dtype lists the formats",
     "--kv-cache-dtype": "the KV cache has the format of --dtype",
     "--enable-lora": "LoRA adapters are not supported; merge the adapter into the weights",
     "--tokenizer": "the tokenizer is read from the directory of MODEL",

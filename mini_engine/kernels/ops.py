@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mini_engine.kernels import onednn
 from mini_engine.kernels.staging import to_device
@@ -43,8 +43,11 @@ def triton_obstacle(device: torch.device) -> str | None:
     return None
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x W^T + b`: `[..., inputs]`, `[outputs, inputs]`, `[outputs]` -> `[..., outputs]`. The weight may be packed."""
+def linear(x: Tensor, weight: Tensor | nn.Module, bias: Tensor | None = None) -> Tensor:
+    """`x W^T + b`: `[..., inputs]`, `[outputs, inputs]`, `[outputs]` -> `[..., outputs]`. The weight may be packed,
+    or quantised: then it multiplies by itself, see `quantized.py`."""
+    if isinstance(weight, nn.Module):
+        return weight(x, bias)
     if weight.is_mkldnn:
         return onednn.multiply_packed(x, weight, bias)
     if x.ndim == 2 and len(x) >= onednn.LEAST_ROWS and onednn.available(x):

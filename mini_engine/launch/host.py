@@ -13,6 +13,7 @@ from mini_engine.config import ConfigError, EngineConfig, flag_of
 from mini_engine.free_memory import available_memory
 from mini_engine.messages import EngineLimits, MediaCachePlan
 from mini_engine.model.config import ModelConfig
+from mini_engine.model.quantization import weight_bits
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +40,11 @@ def resolve_model(config: EngineConfig) -> str:
 
 def check_model(model_dir: str, config: EngineConfig) -> ModelConfig:
     """The model's own configuration. The workers find what is wrong with the weights. Raises ConfigError: a file is
-    missing, the architecture is not supported, the heads cannot be divided among the workers, or the context is shorter
-    than `--max-model-len`."""
+    missing, the architecture or quantization is not supported, the heads cannot be divided among the workers, or the
+    context is shorter than `--max-model-len`."""
     try:
         model = ModelConfig.from_dir(model_dir)
+        weight_bits(config.quantization, model.quantization)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the model in {model_dir} cannot be served: {error}") from None
     if not (Path(model_dir) / "tokenizer.json").is_file():

@@ -11,6 +11,7 @@ from pathlib import Path
 from mini_engine.config import EngineConfig
 from mini_engine.free_memory import available_memory, usable_cores
 from mini_engine.model.config import ModelConfig
+from mini_engine.model.quantization import Quantization, bytes_per_weight
 
 # Weights of a decoder layer that are worth a thread. A core streams them in 1.1 ms (11 GB/s), three times as long as
 # Python and torch take for the layer's operators, and threads that wait for each other at each operator cost some, too.
@@ -60,17 +61,23 @@ def runs_on_cpu(config: EngineConfig) -> bool:
 
 
 def weight_bytes(config: EngineConfig, model: ModelConfig) -> tuple[int, int]:
-    """Bytes of the weights, within a few percent, and of each of them."""
+    """Bytes of the weights, within a few percent, and of a number of the activations."""
     dtype = model.dtype if config.dtype == "auto" else config.dtype
-    itemsize = 4 if dtype in ("float32", "float") else 2
-    return model.parameters * itemsize, itemsize
+    itemsize, held = 4 if dtype in ("float32", "float") else 2, _quantization(config, model)
+    return model.weight_bytes(itemsize, held.bits, held.head_bits), itemsize
+
+
+def _quantization(config: EngineConfig, model: ModelConfig) -> Quantization:
+    """How most of the decoder's matrices are held."""
+    return Quantization.choose(config.quantization, config.quantize_head, model.quantization, None)
 
 
 def on_cores(config: EngineConfig, model: ModelConfig, given: int, cores: int, memory: int) -> Parallelism:
     """For workers on this many cores of a CPU. `given`: the threads of each by OMP_NUM_THREADS, or 0; `memory`: bytes
     that are free."""
     weights, itemsize = weight_bytes(config, model)
-    ranks, layer_bytes = config.tensor_parallel_size, model.text.layer_parameters * itemsize
+    weight = bytes_per_weight(_quantization(config, model).bits, itemsize)
+    ranks, layer_bytes = config.tensor_parallel_size, model.text.layer_parameters * weight
     useful = max(1, round(layer_bytes / ranks / THREAD_BYTES))
     fitting = memory // 2 // (ENGINE_BYTES + weights)
     auto = max(1, min(cores // (ranks * max(given, useful)), fitting, MAX_ENGINES))

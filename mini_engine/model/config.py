@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mini_engine.model.model_spec import ModelSpec, find_spec
+from mini_engine.model.quantization import DENSE_BITS, StoredQuantization, bytes_per_weight
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -133,14 +134,17 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: str
     text_tells_time: bool
+    quantization: StoredQuantization | None
 
-    @property
-    def parameters(self) -> int:
-        """Those of all products and of the token embeddings, within a few percent."""
+    def weight_bytes(self, itemsize: int, bits: int = DENSE_BITS, head_bits: int = DENSE_BITS) -> int:
+        """Bytes of the weights in memory, within a few percent: so many for a dense one, so many bits for one of the
+        decoder and of the head."""
         text, vision = self.text, self.vision
         tower = vision.depth * vision.hidden_size * (4 * vision.hidden_size + 3 * vision.intermediate_size)
-        embeddings = (1 if self.tie_word_embeddings else 2) * text.vocab_size * text.hidden_size
-        return text.num_layers * text.layer_parameters + tower + embeddings
+        table = text.vocab_size * text.hidden_size
+        head = 0.0 if self.tie_word_embeddings and head_bits == DENSE_BITS else bytes_per_weight(head_bits, itemsize)
+        decoder = text.num_layers * text.layer_parameters * bytes_per_weight(bits, itemsize)
+        return int(decoder + tower * itemsize + table * (itemsize + head))
 
     @classmethod
     def from_dir(cls, path: str | Path) -> "ModelConfig":
@@ -152,6 +156,7 @@ class ModelConfig:
         """Build from the parsed json. Raises ValueError: an unsupported architecture or setting, a missing field."""
         spec = find_spec(raw.get("architectures"))
         text = raw.get("text_config") or raw
+        stored = raw.get("quantization_config") or text.get("quantization_config")
         try:
             return cls(
                 architecture=spec.architecture,
@@ -164,6 +169,7 @@ class ModelConfig:
                 ),
                 dtype=_dtype(raw, text),
                 text_tells_time=spec.text_tells_time,
+                quantization=StoredQuantization.from_dict(stored) if stored else None,
             )
         except KeyError as error:
             raise ValueError(f"config.json lacks the field {error}") from None

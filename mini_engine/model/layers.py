@@ -4,16 +4,21 @@ A layer says through `pieces()` which rectangle of which checkpoint tensor it ho
 Checkpoint names are in the newer hub layout (`model.language_model.*`, `model.visual.*`, `lm_head.weight`).
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_engine.kernels import onednn, ops
+from mini_engine.kernels.quantized import GROUPS, Int4Matrix, Int8Matrix, MatrixPart, QuantizedMatrix, StackedMatrix
+from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.parallel import Placement
+
+Matrix = nn.Parameter | QuantizedMatrix | StackedMatrix
 
 
 @dataclass(frozen=True)
@@ -23,8 +28,18 @@ class WeightSlice:
     source: str
     shape: tuple[int, ...]  # of the whole checkpoint tensor
     index: tuple[slice, ...]  # this rank's part of it, leading axes
-    target: Tensor  # a view of the parameter, shaped like the part
+    target: Tensor | MatrixPart  # a view of the parameter, shaped like the part
     twin: str | None = None  # another tensor that is this one again: where it is stored at all, it must be the same
+
+    @property
+    def module(self) -> str:
+        """The name without its last part."""
+        return self.source.rpartition(".")[0]
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether a checkpoint may have it quantised."""
+        return len(self.shape) == 2 and self.source.endswith(".weight")
 
 
 @dataclass(frozen=True)
@@ -63,8 +78,64 @@ def pack_weights(module: nn.Module) -> None:
     """Replace the matrices below `module` by copies in the order that products read fastest, one after the other, where
     there is one; see `onednn.pack`. They are opaque, so no weights can be loaded afterwards."""
     for layer in module.modules():
-        if isinstance(layer, ColumnParallel | RowParallel):
+        if isinstance(layer, QuantizedMatrix):
+            layer.pack()
+        if isinstance(layer, ColumnParallel | RowParallel) and isinstance(layer.weight, nn.Parameter):
             layer.weight = nn.Parameter(onednn.pack(layer.weight), requires_grad=False)
+
+
+def make_matrix(sources: Sequence[tuple[str, int]], inputs: int, part: slice, width: int, at: Placement) -> Matrix:
+    """The matrices of these names and numbers of outputs below each other, held as `at.quantization` says: unset where
+    they are dense, zero where they are quantised.
+
+    Args:
+        inputs: length of a row over all ranks.
+        part: the part of it that this rank holds.
+        width: the length of a row here, at least that of the part.
+    """
+    made: list[nn.Parameter | QuantizedMatrix] = []
+    for bits, run in groupby(sources, lambda pair: at.quantization.kind(pair[0]).bits):
+        names, counts = zip(*run, strict=True)
+        outputs = sum(counts)
+        if bits == 4:
+            stored = [at.quantization.kind(name).group or inputs for name in names]
+            group = _group(names[0], math.gcd(*stored), inputs, part, width, at)
+            made.append(Int4Matrix(outputs, width, group, at.dtype, at.device))
+        else:
+            made.append(Int8Matrix(outputs, width, at.device) if bits == 8 else at.empty(outputs, width))
+    return made[0] if len(made) == 1 else StackedMatrix(made)
+
+
+def _group(name: str, stored: int, inputs: int, part: slice, width: int, at: Placement) -> int:
+    """The largest number of inputs that may share a scale, given that `stored` share one in the files: the borders of
+    theirs and of the rank's part are borders. Raises CheckpointError: there is none."""
+    common = math.gcd(stored, part.start, part.stop - part.start, width)
+    if group := next((group for group in GROUPS[1:] if common % group == 0), 0):
+        return group
+    smallest = GROUPS[-1]
+    fitting = [
+        size for size in range(1, at.tp.size) if math.gcd(stored, inputs // size) % smallest == inputs % size == 0
+    ]
+    remedy = (
+        f"set --tensor-parallel-size {fitting[-1]}" if fitting else "choose --quantization int8 or a dense checkpoint"
+    )
+    raise CheckpointError(
+        f"{name}: rows of {inputs} weights cannot be cut for {at.tp.size} worker(s) into groups of {smallest} or more, "
+        f"which torch's 4-bit products need; {remedy}"
+    )
+
+
+def part_of(matrix: Matrix, rows: slice, width: int) -> Tensor | MatrixPart:
+    """The first columns of some rows, to be filled; of a stacked matrix the rows are of one kind."""
+    if isinstance(matrix, StackedMatrix):
+        for below in matrix.matrices:
+            if rows.start < below.shape[0]:
+                return part_of(below, rows, width)
+            rows = slice(rows.start - below.shape[0], rows.stop - below.shape[0])
+    if isinstance(matrix, QuantizedMatrix):
+        return matrix.part(rows, width)
+    assert isinstance(matrix, Tensor)
+    return matrix[rows, :width]
 
 
 class RMSNorm(Layer):
@@ -112,12 +183,13 @@ class ColumnParallel(Layer):
         super().__init__()
         self.rows = tuple(rows)
         outputs = sum(max(r.count, r.padded) for r in self.rows)
-        self.weight = at.empty(outputs, inputs)
+        self.inputs = inputs
+        sources = [(r.source, max(r.count, r.padded)) for r in self.rows]
+        self.weight = make_matrix(sources, inputs, slice(0, inputs), inputs, at)
         self.bias = at.empty(outputs) if bias else None
         if outputs > sum(r.count for r in self.rows):
-            self.weight.zero_()  # the padding stays zero
-            if self.bias is not None:
-                self.bias.zero_()
+            for parameter in self.parameters():
+                parameter.zero_()  # the padding stays zero
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., inputs]` -> `[..., this rank's outputs]`."""
@@ -127,8 +199,8 @@ class ColumnParallel(Layer):
         start = 0
         for r in self.rows:
             here = slice(start, start + r.count)
-            shape = (r.total, self.weight.shape[1])
-            yield WeightSlice(f"{r.source}.weight", shape, (r.part,), self.weight[here])
+            shape = (r.total, self.inputs)
+            yield WeightSlice(f"{r.source}.weight", shape, (r.part,), part_of(self.weight, here, self.inputs))
             if self.bias is not None:
                 yield WeightSlice(f"{r.source}.bias", (r.total,), (r.part,), self.bias[here])
             start += max(r.count, r.padded)
@@ -149,9 +221,10 @@ class RowParallel(Layer):
         super().__init__()
         self.source, self.inputs, self.part, self.tp = source, inputs, part, at.tp
         self.held = part.stop - part.start
-        self.weight = at.empty(outputs, max(self.held, padded))
+        self.outputs = outputs
+        self.weight = make_matrix([(source, outputs)], inputs, part, max(self.held, padded), at)
         self.bias = at.empty(outputs) if bias else None
-        if padded > self.held:
+        if padded > self.held and isinstance(self.weight, nn.Parameter):
             self.weight.zero_()  # the padding stays zero
 
     def forward(self, x: Tensor) -> Tensor:
@@ -163,13 +236,11 @@ class RowParallel(Layer):
         return y if self.bias is None else y + self.bias
 
     def pieces(self) -> Iterator[WeightSlice]:
-        outputs = self.weight.shape[0]
-        rows = slice(0, outputs)
-        yield WeightSlice(
-            f"{self.source}.weight", (outputs, self.inputs), (rows, self.part), self.weight[:, : self.held]
-        )
+        rows = slice(0, self.outputs)
+        held = part_of(self.weight, rows, self.held)
+        yield WeightSlice(f"{self.source}.weight", (self.outputs, self.inputs), (rows, self.part), held)
         if self.bias is not None:
-            yield WeightSlice(f"{self.source}.bias", (outputs,), (rows,), self.bias)
+            yield WeightSlice(f"{self.source}.bias", (self.outputs,), (rows,), self.bias)
 
 
 class GatedMLP(nn.Module):
@@ -219,16 +290,23 @@ class VocabParallelEmbedding(Layer):
 
     Args:
         source, twin: checkpoint names; see `WeightSlice`.
+        is_head: it is no token table; as a head alone it may be quantised.
     """
 
-    def __init__(self, source: str, vocab_size: int, size: int, at: Placement, twin: str | None = None) -> None:
+    def __init__(
+        self, source: str, vocab_size: int, size: int, at: Placement, twin: str | None = None, is_head: bool = False
+    ) -> None:
         super().__init__()
-        self.source, self.twin, self.vocab_size, self.tp = source, twin, vocab_size, at.tp
+        self.source, self.twin, self.vocab_size, self.size, self.tp = source, twin, vocab_size, size, at.tp
         self.part = at.tp.part(vocab_size)
-        self.weight = at.empty(self.part.stop - self.part.start, size)
+        count, whole = self.part.stop - self.part.start, slice(0, size)
+        self.weight: Matrix = (
+            make_matrix([("lm_head", count)], size, whole, size, at) if is_head else at.empty(count, size)
+        )
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """int `[n]` -> `[n, size]`, the same on every rank."""
+        assert isinstance(self.weight, nn.Parameter)
         if self.tp.size == 1:
             return F.embedding(token_ids, self.weight)
         local = token_ids - self.part.start
@@ -250,5 +328,6 @@ class VocabParallelEmbedding(Layer):
         return torch.cat([part[:, : end - start] for part, (start, end) in zip(gathered, ends, strict=True)], dim=-1)
 
     def pieces(self) -> Iterator[WeightSlice]:
-        shape, twin = (self.vocab_size, self.weight.shape[1]), self.twin and f"{self.twin}.weight"
-        yield WeightSlice(f"{self.source}.weight", shape, (self.part,), self.weight, twin)
+        shape, twin = (self.vocab_size, self.size), self.twin and f"{self.twin}.weight"
+        held = part_of(self.weight, slice(0, self.part.stop - self.part.start), self.size)
+        yield WeightSlice(f"{self.source}.weight", shape, (self.part,), held, twin)

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mini_engine.model.quantization import Quantization
+
 # Of what the length of a rank's part of an inner axis is made a multiple, by the device's type. CUDA's fastest matrix
 # kernels want rows that begin at multiples of 16 bytes; a Qwen2.5-VL's tower has an inner size of 3,420.
 GRANULES = {"cuda": 64}
@@ -99,12 +101,14 @@ class TensorParallel:
 @dataclass(frozen=True)
 class Placement:
     """Where parameters are made: in which group, dtype and device. With `spread_tower` each rank of the group holds the
-    whole vision tower and encodes some of the media; otherwise its part of the tower."""
+    whole vision tower and encodes some of the media; otherwise its part of the tower. `quantization` is of
+    matrices, which `layers.make_matrix` makes."""
 
     tp: TensorParallel
     dtype: torch.dtype
     device: torch.device
     spread_tower: bool = False
+    quantization: Quantization = Quantization()
 
     def alone(self) -> "Placement":
         """The same for what each rank holds whole."""

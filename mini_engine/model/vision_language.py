@@ -14,6 +14,7 @@ from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import VocabParallelEmbedding
 from mini_engine.model.model_spec import find_spec
 from mini_engine.model.parallel import Placement
+from mini_engine.model.quantization import DENSE_BITS
 from mini_engine.model.rope import Grid
 from mini_engine.model.text import Attend, Decoder, MediaRows
 from mini_engine.model.towers.spread_tower import SpreadTower
@@ -43,11 +44,13 @@ class VisionLanguageModel(nn.Module):
         tower = find_spec([config.architecture]).load_tower()
         self.visual = SpreadTower(tower, config.vision, at) if at.spread_tower else tower(config.vision, at)
         tied, rows = config.tie_word_embeddings, (text.vocab_size, text.hidden_size)
-        self.embedding = VocabParallelEmbedding(
-            "model.language_model.embed_tokens", *rows, at, twin="lm_head" if tied else None
-        )
+        table = "model.language_model.embed_tokens"
+        self.embedding = VocabParallelEmbedding(table, *rows, at, twin="lm_head" if tied else None)
         self.decoder = Decoder(text, at)
-        self.head = self.embedding if tied else VocabParallelEmbedding("lm_head", *rows, at)
+        # A quantised head is a matrix of its own: of the table only some rows are read.
+        is_shared = tied and at.quantization.kind("lm_head").bits == DENSE_BITS
+        head = table if tied else "lm_head"
+        self.head = self.embedding if is_shared else VocabParallelEmbedding(head, *rows, at, is_head=True)
         kv_heads = at.tp.kv_heads(text.num_kv_heads)
         self.state_shape = self.decoder.state_shape
         layers = text.num_layers - (self.state_shape.layers if self.state_shape else 0)

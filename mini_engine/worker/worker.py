@@ -126,7 +126,8 @@ def load(model_dir: str, config: EngineConfig, tp: TensorParallel, device: torch
         with room_for("the weights", "raise --tensor-parallel-size, or choose --dtype bfloat16", device):
             dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)  # None: the checkpoint's
             spread = config.mm_encoder_tp_mode == "data"
-            return load_model(model_dir, tp, dtype, device, config.load_format, spread)
+            flags = config.quantization, config.quantize_head
+            return load_model(model_dir, tp, dtype, device, config.load_format, spread, *flags)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
 

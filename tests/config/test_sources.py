@@ -80,7 +80,7 @@ def test_unusable_settings_are_named_with_their_file(tmp_path):
         "port: yes\n": ": port: True is not an integer from 0 to 65535",
         "seed: 1.5\n": ": seed: 1.5 is not an integer",
         "api-key: [1]\n": ": api-key: [1] is not a list of strings",
-        "quantization: awq\n": ": quantization: not supported: quantised weights",
+        "quantization: awq\n": ": quantization: 'awq' is not one of none, int8, int4",
         "media-io-kwargs: 3\n": "is not a JSON object",
         "a: {\n": "cannot be read: while parsing",
         "- port\n": "cannot be read: Expected `object | null`, got `array`",

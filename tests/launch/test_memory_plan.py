@@ -48,7 +48,7 @@ def test_engines_divide_two_thirds_of_what_is_left():
         config, line = settle_memory(EngineConfig(data_parallel_size=engines), QWEN3_4B, media, 20 * GIB)
         assert config.kv_cache_memory_bytes is not None and "--max-model-len allows up to 262144 tokens" in line
         sizes.append(config.kv_cache_memory_bytes)
-        weights, embeddings = QWEN3_4B.parameters * 2, 65536 * QWEN3_4B.vision.row_size * 2
+        weights, embeddings = QWEN3_4B.weight_bytes(2), 65536 * QWEN3_4B.vision.row_size * 2
         left = 20 * GIB - weights - engines * (GIB + embeddings)
         assert sizes[-1] == left * 2 // 3 // engines
     assert 2 * sizes[1] < sizes[0]

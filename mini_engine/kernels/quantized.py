@@ -1,0 +1,296 @@
+"""Matrices of weights in 8 or 4 bits, and products with them.
+
+Such a matrix is made empty, filled part by part, then packed once for its products. Weights are quantised by rounding
+to the nearest code. On a CPU the products are torch's, and which one a number of rows takes was measured
+(`benchmarks/products.py`); on other devices the codes are unpacked to the activations' dtype at each product.
+"""
+
+import functools
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+GROUPS = (256, 128, 64, 32)  # inputs that may share a scale of 4-bit codes, those of torch's kernel
+BLOCK = 64  # outputs that lie together in the kernel's order
+FEW_ROWS = 48  # of x, up to which torch's 4-bit kernel is faster than unpacking
+UNPACKED = 512  # outputs unpacked at a time, which stay in the CPU's caches
+PACKED_ROWS = 8  # of x, for which oneDNN chooses the order of 8-bit codes; it serves any number of rows
+SMALLEST = 1e-12  # step of rows and groups that are all zero
+
+
+class Codes(NamedTuple):
+    """A part of a matrix as a checkpoint stores it: 8 bits, or 4 bits where there are `zeros`.
+
+    codes: `[n, k]`; int8 for weights `codes * scales`, uint8 below 16 for weights `(codes - 8) * scales + zeros`.
+    scales, zeros: `[n, groups]`, float; a row has one group in 8 bits.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+
+    def dequantize(self) -> Tensor:
+        """`[n, k]`, float32."""
+        grouped = self.codes.float().unflatten(1, (self.scales.shape[1], -1))
+        if self.zeros is None:
+            return (grouped * self.scales.float().unsqueeze(2)).flatten(1)
+        return ((grouped - 8) * self.scales.float().unsqueeze(2) + self.zeros.float().unsqueeze(2)).flatten(1)
+
+
+class QuantizedMatrix(nn.Module):
+    """A matrix `[outputs, inputs]`, zero until it is filled. Its buffers are all its memory."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.shape = (outputs, inputs)
+
+    @abstractmethod
+    def fill(self, rows: slice, columns: slice, values: Tensor | Codes) -> None:
+        """Set a part, whole groups of it: to codes as they are, or to floating-point values, which are rounded."""
+
+    @abstractmethod
+    def codes_of(self, rows: slice) -> Codes:
+        """The contents of some rows. Only before `pack`."""
+
+    @abstractmethod
+    def pack(self) -> None:
+        """Put the codes in the order of the device's product, in place of what can be filled."""
+
+    @abstractmethod
+    def multiply(self, x: Tensor) -> Tensor:
+        """`[n, inputs]` -> `[n, outputs]`, on a CPU, after `pack`."""
+
+    def part(self, rows: slice, width: int) -> "MatrixPart":
+        """Some rows, the first `width` columns of them."""
+        return MatrixPart(self, rows, width)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """All of it as a dense matrix. Only before `pack`."""
+        return self.codes_of(slice(0, self.shape[0])).dequantize().to(dtype)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`x W^T + b`: `[..., inputs]`, `[outputs]` -> `[..., outputs]`."""
+        if x.device.type != "cpu":
+            return F.linear(x, self.dequantize(x.dtype), bias)
+        y = self.multiply(x.reshape(-1, x.shape[-1]))
+        if bias is not None:
+            y += bias
+        return y.reshape(*x.shape[:-1], self.shape[0])
+
+
+@dataclass(frozen=True)
+class MatrixPart:
+    """Rows of a quantised matrix and their first columns, to be filled as a tensor is."""
+
+    matrix: QuantizedMatrix
+    rows: slice
+    width: int
+    dtype: None = None  # no tensor's bytes can be read straight into it
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows.stop - self.rows.start, self.width
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.matrix.buffers()).device
+
+    @property
+    def nbytes(self) -> int:
+        total = sum(buffer.nbytes for buffer in self.matrix.buffers())
+        return total * self.shape[0] // self.matrix.shape[0]
+
+    def __getitem__(self, rows: slice) -> "MatrixPart":
+        start = self.rows.start
+        return MatrixPart(self.matrix, slice(start + rows.start, start + rows.stop), self.width)
+
+    def copy_(self, values: Tensor) -> None:
+        """Quantise values `[n, width]` into it."""
+        self.fill(slice(0, self.width), values)
+
+    def fill(self, columns: slice, values: Tensor | Codes) -> None:
+        """Set some columns of all its rows."""
+        self.matrix.fill(self.rows, columns, values)
+
+
+class Int8Matrix(QuantizedMatrix):
+    """Codes of 8 bits with a scale for each output. The product rounds each row of x to 8 bits as well, so y differs
+    from a dense product by at most `max|x| / 254 * sum|w|` of its row of x and its row of the matrix."""
+
+    def __init__(self, outputs: int, inputs: int, device: torch.device) -> None:
+        super().__init__(outputs, inputs)
+        self.register_buffer("codes", torch.zeros(outputs, inputs, dtype=torch.int8, device=device))
+        self.register_buffer("scales", torch.zeros(outputs, device=device))
+        self.codes: Tensor
+        self.scales: Tensor
+        self._zero_points: Tensor | None = None  # of packed codes
+
+    def fill(self, rows: slice, columns: slice, values: Tensor | Codes) -> None:
+        if isinstance(values, Tensor):
+            values = Codes(*_round_rows(values.float()))
+        self.codes[rows, columns] = values.codes
+        self.scales[rows] = values.scales[:, 0].to(self.scales)
+
+    def codes_of(self, rows: slice) -> Codes:
+        return Codes(self.codes[rows], self.scales[rows].unsqueeze(1))
+
+    def pack(self) -> None:
+        if self.codes.device.type == "cpu" and _has_vnni():
+            self.codes = torch.ops.onednn.qlinear_prepack(self.codes, [PACKED_ROWS, self.shape[1]])
+            self._zero_points = torch.zeros(self.shape[0], dtype=torch.int32)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        codes, steps = _round_rows(x.float())
+        if self._zero_points is None:
+            y = torch._int_mm(codes, self.codes.T) * self.scales
+        else:
+            # oneDNN has a fast kernel for unsigned activations alone.
+            unsigned = codes.view(torch.uint8).bitwise_xor_(128)
+            weights = self.codes, self.scales, self._zero_points, None
+            y = torch.ops.onednn.qlinear_pointwise(unsigned, 1.0, 128, *weights, 1.0, 0, torch.float32, "none", [], "")
+        return y.mul_(steps).to(x.dtype)
+
+
+class Int4Matrix(QuantizedMatrix):
+    """Codes of 4 bits with a scale and a zero for each `group` inputs of an output, of the dtype of the activations.
+    Codes of checkpoints are kept as they are; only their scales and zeros are rounded to the dtype."""
+
+    def __init__(self, outputs: int, inputs: int, group: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(outputs, inputs)
+        self.group = group
+        # Two columns to a byte, the first in the lower half. 8 is zero.
+        self.register_buffer("codes", torch.full((outputs, inputs // 2), 0x88, dtype=torch.uint8, device=device))
+        groups = outputs, inputs // group
+        self.register_buffer("scales", torch.zeros(groups, dtype=dtype, device=device))
+        self.register_buffer("zeros", torch.zeros(groups, dtype=dtype, device=device))
+        self.codes: Tensor
+        self.scales: Tensor
+        self.zeros: Tensor
+        self._scales_zeros: Tensor | None = None  # `[groups, outputs, 2]`, of packed codes
+
+    def fill(self, rows: slice, columns: slice, values: Tensor | Codes) -> None:
+        if isinstance(values, Tensor):
+            values = _round_groups(values.float(), self.group, self.scales.dtype)
+        assert values.zeros is not None
+        low, high = values.codes[:, ::2], values.codes[:, 1::2]
+        self.codes[rows, columns.start // 2 : columns.stop // 2] = low | (high << 4)
+        groups = slice(columns.start // self.group, -(-columns.stop // self.group))
+        self.scales[rows, groups], self.zeros[rows, groups] = values.scales.to(self.scales), values.zeros.to(self.zeros)
+
+    def codes_of(self, rows: slice) -> Codes:
+        held = self.codes[rows]
+        return Codes(torch.stack((held & 15, held >> 4), dim=2).flatten(1), self.scales[rows], self.zeros[rows])
+
+    def pack(self) -> None:
+        if self.codes.device.type != "cpu":
+            return
+        (outputs, inputs), missing = self.shape, -self.shape[0] % BLOCK
+        packed = torch.empty((outputs + missing) // BLOCK, inputs, BLOCK // 2, dtype=torch.uint8)
+        for start in range(0, outputs, UNPACKED):
+            codes = self.codes_of(slice(start, start + UNPACKED)).codes.int()
+            codes = _in_block_order(F.pad(codes, (0, 0, 0, -len(codes) % BLOCK), value=8))
+            blocks = packed[start // BLOCK : (start + UNPACKED) // BLOCK]
+            blocks.copy_(torch._convert_weight_to_int4pack_for_cpu(codes, 1).view(blocks.shape))
+        both = F.pad(torch.stack((self.scales, self.zeros), dim=2), (0, 0, 0, 0, 0, missing))
+        self._scales_zeros = _in_block_order(both).transpose(0, 1).contiguous()
+        self.codes, self.scales, self.zeros = packed, both[:0], both[:0]
+
+    def multiply(self, x: Tensor) -> Tensor:
+        assert self._scales_zeros is not None
+        if len(x) > FEW_ROWS and _unpacks():
+            return self._multiply_unpacked(x)
+        y = torch._weight_int4pack_mm_for_cpu(
+            x.contiguous(), self.codes.view(-1, self.shape[1] // 2), self.group, self._scales_zeros
+        )
+        return _in_order(y)[:, : self.shape[0]]
+
+    def _multiply_unpacked(self, x: Tensor) -> Tensor:
+        y = x.new_empty(len(x), len(self.codes) * BLOCK)
+        step = UNPACKED // BLOCK
+        for start in range(0, len(self.codes), step):
+            blocks = slice(start, min(start + step, len(self.codes)))
+            torch.mm(x, self._unpack(blocks), out=y[:, blocks.start * BLOCK : blocks.stop * BLOCK])
+        return y[:, : self.shape[0]]
+
+    def _unpack(self, blocks: slice) -> Tensor:
+        """Some blocks of packed outputs: `[inputs, outputs of the blocks]`."""
+        assert self._scales_zeros is not None
+        codes, dtype = _unpack_codes(self.codes[blocks]).to(self._scales_zeros.dtype), self._scales_zeros.dtype
+        count, (groups, _, _) = len(codes), self._scales_zeros.shape
+        ordered = _in_order(
+            self._scales_zeros.transpose(1, 2).flatten(0, 1).unflatten(1, (-1, BLOCK))[:, blocks].flatten(1)
+        )
+        scales, zeros = ordered.view(groups, 2, count, BLOCK).permute(1, 2, 0, 3).unsqueeze(3)
+        unpacked = torch.empty(groups, self.group, count, BLOCK, dtype=dtype)
+        torch.addcmul(zeros, codes.unflatten(1, (groups, -1)), scales, out=unpacked.permute(2, 0, 1, 3))
+        return unpacked.view(self.shape[1], -1)
+
+
+class StackedMatrix(nn.Module):
+    """Matrices of different kinds below each other, `[outputs, inputs]` each, dense or quantised."""
+
+    def __init__(self, matrices: Sequence[nn.Parameter | QuantizedMatrix]) -> None:
+        super().__init__()
+        self.matrices = [*matrices]
+        for number, matrix in enumerate(matrices):
+            setattr(self, f"part{number}", matrix)  # registers its parameters or buffers
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """As of a `QuantizedMatrix`."""
+        y = torch.cat([m(x) if isinstance(m, nn.Module) else F.linear(x, m) for m in self.matrices], dim=-1)
+        return y if bias is None else y.add_(bias)
+
+
+def _round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes int8 `[n, k]` and steps `[n, 1]` of float32 `[n, k]`: the largest value of a row becomes 127."""
+    steps = x.abs().amax(1, keepdim=True).mul_(1 / 127).clamp_(min=SMALLEST)
+    return (x / steps).round_().to(torch.int8), steps
+
+
+def _round_groups(values: Tensor, group: int, dtype: torch.dtype) -> Codes:
+    """4-bit codes of float32 `[n, k]`: 0 is the smallest value of a group, 15 the largest. The codes are chosen for the
+    scales and zeros as `dtype` has them."""
+    grouped = values.unflatten(1, (-1, group))
+    low, high = grouped.aminmax(dim=2, keepdim=True)
+    scales = ((high - low) / 15).clamp_(min=SMALLEST).to(dtype)
+    zeros = (low + 8 * scales.float()).to(dtype)
+    codes = ((grouped - zeros.float()) / scales.float() + 8).round_().clamp_(0, 15).to(torch.uint8)
+    return Codes(codes.flatten(1), scales.squeeze(2), zeros.squeeze(2))
+
+
+def _in_block_order(rows: Tensor) -> Tensor:
+    """Even rows of each block before its odd ones. torch packs row i of a block with row i + 32 in a byte; so
+    neighbours share a byte, and what is unpacked is in order."""
+    return rows.unflatten(0, (-1, BLOCK // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _in_order(columns: Tensor) -> Tensor:
+    """`[n, outputs]` in block order -> in order."""
+    return columns.unflatten(1, (-1, 2, BLOCK // 2)).transpose(2, 3).reshape(columns.shape)
+
+
+def _unpack_codes(packed: Tensor) -> Tensor:
+    """Bytes `[blocks, inputs, 32]` -> bfloat16 `[blocks, inputs, 64]`, codes minus 8. Each half of 32 bits becomes the
+    bits of 128 in bfloat16 with the code as the last ones: 128 + code. torch's conversion takes three times as long."""
+    words = packed.to(torch.int32).mul_(0x1001).bitwise_and_(0x000F000F).bitwise_or_(0x43004300)
+    return words.view(torch.bfloat16).sub_(136)
+
+
+@functools.cache
+def _unpacks() -> bool:
+    """Whether torch packs 4-bit codes for this CPU, with AVX-512, in the order that `_unpack_codes` knows. If not, its
+    kernel computes all rows."""
+    codes = torch.arange(2 * BLOCK * 32).view(2 * BLOCK, 32).mul_(7).remainder_(16).int()
+    packed = torch._convert_weight_to_int4pack_for_cpu(_in_block_order(codes), 1).view(2, 32, BLOCK // 2)
+    return torch.equal(_unpack_codes(packed).transpose(1, 2).flatten(0, 1), codes.to(torch.bfloat16) - 8)
+
+
+@functools.cache
+def _has_vnni() -> bool:
+    """Whether oneDNN multiplies 8-bit integers here without saturating sums of two products at 16 bits."""
+    return hasattr(torch.ops.onednn, "qlinear_prepack") and torch.cpu._is_vnni_supported()

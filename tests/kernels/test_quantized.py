@@ -1,0 +1,78 @@
+"""Products with quantised matrices against dense products with the same values."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mini_engine.kernels import quantized
+from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix, QuantizedMatrix, StackedMatrix
+
+CPU = torch.device("cpu")
+EPSILON = {torch.float32: 2**-24, torch.bfloat16: 2**-9, torch.float16: 2**-12}  # half a unit in the last place, times
+ROWS = (0, 1, 7, quantized.FEW_ROWS, quantized.FEW_ROWS + 1, 200)  # both ways of multiplying
+SIZES = [(64, 128), (1000, 256), (272, 96), (5, 32)]  # no multiples of a block, and of what is unpacked at once
+
+
+def matrix(bits: int, outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> QuantizedMatrix:
+    made = Int8Matrix(outputs, inputs, CPU) if bits == 8 else Int4Matrix(outputs, inputs, 32, dtype, CPU)
+    made.part(slice(0, outputs), inputs).copy_(torch.randn(outputs, inputs))
+    return made
+
+
+@pytest.mark.parametrize("dtype", EPSILON, ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
+def test_products_are_within_their_rounding(bits, outputs, inputs, dtype):
+    """8 bits: x is off by half a step at most. 4 bits in 16-bit floats: the kernel and unpacking round a weight, of
+    which the shift by the zero may be twice as large, and y; each at most by half a unit in the last place."""
+    torch.manual_seed(0)
+    made = matrix(bits, outputs, inputs, dtype)
+    dense = made.dequantize(torch.float64)
+    made.pack()
+    for rows in ROWS:
+        x, bias = torch.randn(rows, inputs).to(dtype), torch.randn(outputs).to(dtype)
+        expected = x.double() @ dense.T + bias.double()
+        bound = 16 * EPSILON[dtype] * (x.double().abs() @ dense.abs().T + expected.abs() + 1)
+        if bits == 8 and rows:
+            bound += x.double().abs().amax(1, keepdim=True) / 254 * dense.abs().sum(1)
+        y = made(x, bias)
+        assert y.dtype is dtype and y.shape == expected.shape
+        assert ((y.double() - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_other_processors_compute_the_same(bits, monkeypatch):
+    """Without VNNI, and where torch packs 4 bits in another order."""
+    made = [matrix(bits, 192, 64) for _ in "ab"]
+    made[1].load_state_dict(made[0].state_dict())
+    x, results = torch.randn(200, 64), []
+    for number, name in enumerate(("", "_has_vnni _unpacks")):
+        for function in name.split():
+            monkeypatch.setattr(quantized, function, lambda: False)
+        made[number].pack()
+        results.append(made[number](x))
+    torch.testing.assert_close(*results)
+
+
+def test_unset_is_zero_and_stacked_matrices_follow_each_other():
+    empty, full, dense = Int4Matrix(40, 64, 32, torch.float32, CPU), matrix(8, 8, 64), torch.randn(3, 64)
+    values = torch.cat((torch.zeros(40, 64), full.dequantize(torch.float32), dense))
+    stacked = StackedMatrix([empty, full, torch.nn.Parameter(dense, requires_grad=False)])
+    assert len([*stacked.parameters()]) == 1 and len([*stacked.buffers()]) == 5
+    for part in (empty, full):
+        part.pack()
+    x = torch.randn(2, 3, 64)
+    bias = torch.randn(51)
+    torch.testing.assert_close(stacked(x, bias), x @ values.T + bias, atol=0.5, rtol=0)
+    assert torch.equal(stacked(x)[..., :40], torch.zeros(2, 3, 40))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_shapes_on_cuda(bits):
+    """The unpacked product, as `dequantize` on the CPU is its reference."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        device = torch.device("cuda")
+        made = Int8Matrix(48, 64, device) if bits == 8 else Int4Matrix(48, 64, 32, torch.bfloat16, device)
+        made.pack()
+        y = made(torch.empty(3, 64, dtype=torch.bfloat16, device=device))
+    assert (y.shape, y.dtype, y.device.type) == ((3, 48), torch.bfloat16, "cuda")

@@ -1,0 +1,246 @@
+"""Quantised checkpoints in their published layouts, written from the formats' descriptions, and quantising at load.
+
+A weight is (code - zero point) * scale. Codes are random, and the dense checkpoint of the same weights is the oracle.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix, MatrixPart, QuantizedMatrix
+from mini_engine.model import quantized_files, weights
+from mini_engine.model.checkpoint import CheckpointError, find_tensors
+from mini_engine.model.config import ModelConfig
+from mini_engine.model.layers import pieces_of
+from mini_engine.model.model_spec import canonical_name
+from mini_engine.model.parallel import TensorParallel
+from mini_engine.model.quantization import SUPPORTED, StoredQuantization
+from mini_engine.model.vision_language import VisionLanguageModel
+from mini_engine.model.weights import load_model
+from tests.model.reference import reference_logits
+
+pytestmark = pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"], indirect=True, scope="session")
+CPU = torch.device("cpu")
+GROUP, BLOCK = 32, 40  # blocks of FP8: the last ones are partial
+AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
+FOUR_BITS = {"num_bits": 4, "type": "int", "group_size": GROUP}
+EIGHT_BITS = {"num_bits": 8, "strategy": "channel"}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False},
+    "gptq_v2": {"quant_method": "gptq", "bits": 4, "desc_act": False, "checkpoint_format": "gptq_v2"},
+    "fp8": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]},
+    "pack": {"format": "pack-quantized", "config_groups": {"group_0": {"weights": FOUR_BITS}}},
+    "pack symmetric": {"format": "pack-quantized", "config_groups": {"group_0": {"weights": FOUR_BITS}}},
+    "float": {"format": "float-quantized", "config_groups": {"group_0": {"weights": EIGHT_BITS}}},
+    "int": {"format": "int-quantized", "config_groups": {"group_0": {"weights": EIGHT_BITS}}},
+}
+IS_4_BITS = {name: not name.startswith(("f", "i")) for name in CONFIGS}
+
+
+def pack(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """`[n, 8 * m]` below 16 -> int32 `[n, m]`, the first of `order` in the lowest bits."""
+    eights = codes.long().unflatten(1, (-1, 8))
+    words = sum(eights[:, :, at] << 4 * i for i, at in enumerate(order))
+    return torch.where(words < 1 << 31, words, words - (1 << 32)).int()
+
+
+def store(form: str, rows: int, columns: int) -> tuple[dict[str, Tensor], Tensor]:
+    """A random matrix: its tensors by the ends of their names, and its values."""
+    if form == "fp8":
+        codes = torch.randn(rows, columns).mul_(100).to(torch.float8_e4m3fn)
+        scales = torch.rand(-(-rows // BLOCK), -(-columns // BLOCK)) * 1e-3 + 1e-4
+        wide = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+        return {"weight": codes, "weight_scale_inv": scales}, codes.float() * wide
+    if not IS_4_BITS[form]:
+        scales = torch.rand(rows, 1) * 1e-3 + 1e-4
+        codes = torch.randn(rows, columns).mul_(100 if form == "float" else 30)
+        codes = codes.to(torch.float8_e4m3fn) if form == "float" else codes.to(torch.int8)
+        return {"weight": codes, "weight_scale": scales}, codes.float() * scales
+    codes, points = torch.randint(0, 16, (rows, columns)), torch.randint(1, 16, (rows, columns // GROUP))
+    scales = (torch.rand(points.shape) * 0.02 + 0.01).half()
+    if form == "pack symmetric":
+        points.fill_(8)
+    values = (codes - points.repeat_interleave(GROUP, 1)) * scales.float().repeat_interleave(GROUP, 1)
+    if form == "awq":
+        stored = {"qweight": pack(codes.T, AWQ), "qzeros": pack(points.T, AWQ), "scales": scales.T}
+    elif form.startswith("gptq"):
+        qzeros = pack(points.T - int(form == "gptq"))
+        stored = {"qweight": pack(codes).T, "qzeros": qzeros, "scales": scales.T, "bias": torch.zeros(rows)}
+        stored["g_idx"] = (torch.arange(columns) // GROUP).int()
+    else:
+        stored = {"weight_packed": pack(codes), "weight_scale": scales, "weight_shape": torch.tensor([rows, columns])}
+        if form == "pack":
+            stored["weight_zero_point"] = pack(points.T).T
+    return stored, values
+
+
+@pytest.fixture
+def source(checkpoint, tmp_path) -> Path:
+    return Path(shutil.copytree(checkpoint.path, tmp_path / "dense"))
+
+
+def is_quantised(name: str) -> bool:
+    """Most of the decoder, and a matrix of the tower. What is merged with a dense matrix is stacked."""
+    if name.endswith(("v_proj.weight", "in_proj_a.weight")):
+        return False
+    return name.endswith("proj.weight") and ".layers." in name or name.endswith("blocks.1.attn.proj.weight")
+
+
+def write(form: str, source: Path, folder: Path) -> Path:
+    """A quantised checkpoint at `folder`; the dense one becomes the same weights."""
+    torch.manual_seed(1)
+    shutil.copytree(source, folder)
+    dense = load_file(source / "model.safetensors")
+    stored: dict[str, Tensor] = {}
+    for name, tensor in sorted(dense.items()):  # a bias before the weight
+        if is_quantised(name):
+            tensors, dense[name] = store(form, *tensor.shape)
+            for end, value in tensors.items():
+                stored.setdefault(f"{name.removesuffix('weight')}{end}", value.contiguous())
+        else:
+            stored[name] = tensor
+    save_file(dense, source / "model.safetensors")
+    save_file(stored, folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "compressed-tensors"} | CONFIGS[form]
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+def values_of(model: VisionLanguageModel) -> dict[str, Tensor]:
+    """The values of a model on one rank that is not packed, by the checkpoint's names, but the head's copy of a tied
+    table."""
+    tensors: dict[str, Tensor] = {}
+    for piece in pieces_of(model):
+        target = piece.target
+        if isinstance(target, MatrixPart):
+            target = target.matrix.codes_of(target.rows).dequantize()
+        tensors.setdefault(piece.source, torch.empty(piece.shape))[piece.index] = target
+    return tensors
+
+
+def assert_close(ours: Tensor, theirs: Tensor, bound: float) -> None:
+    """By the norm of the difference."""
+    assert (ours - theirs).norm() <= bound * theirs.norm()
+
+
+@pytest.mark.parametrize("form", CONFIGS)
+@torch.inference_mode()
+def test_a_published_layout_gives_the_logits_of_its_weights(form, source, tmp_path, prompts, monkeypatch):
+    """Float32: 4 bits are exact. In 8 bits each product rounds x to 1/127 of its largest number, a deviation of 0.29
+    of that step, 0.007 of numbers whose largest is three times their deviation; FP8's weights are rounded likewise.
+    Three layers of four products each add up to 0.035, twice rounded to 0.05."""
+    path = write(form, source, tmp_path / "quantised")
+    dense = load_model(source, TensorParallel(), None, CPU)
+    model = load_model(path, TensorParallel(), None, CPU, quantize_head="none")
+    batch = [prompts["image then video"], prompts["text"]]
+    bound = 1e-5 if IS_4_BITS[form] else 0.05
+    for size in (1 << 30, 29):
+        ours, theirs = (torch.cat(reference_logits(each, batch, size)) for each in (model, dense))
+        assert_close(ours, theirs, bound)
+    kinds = [type(module) for module in model.decoder.modules() if isinstance(module, QuantizedMatrix)]
+    assert {*kinds} == {Int4Matrix if IS_4_BITS[form] else Int8Matrix}
+    assert load_model(path, TensorParallel(), None, CPU, "dummy").decoder.layers[0].mlp.down.weight.shape == (64, 96)
+
+
+@pytest.mark.parametrize("form", CONFIGS)
+def test_parts_of_a_matrix_are_those_of_its_values(form, family, tmp_path, monkeypatch):
+    """Any rows; columns from borders of 32, which may lie within a group; in runs."""
+    monkeypatch.setattr(quantized_files, "RUN_VALUES", 1000)
+    monkeypatch.setattr("tests.model.test_quantization.GROUP", 64)
+    torch.manual_seed(2)
+    tensors, values = store(form, 72, 704)
+    save_file({f"m.{end}": tensor.contiguous() for end, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    config = StoredQuantization.from_dict({"quant_method": "compressed-tensors"} | CONFIGS[form])
+    found = quantized_files.stored_matrices(find_tensors(tmp_path, str), config)["m"]
+    assert found.shape == values.shape and not found.problems(found.shape)
+    for rows, columns in ((slice(0, 72), slice(0, 704)), (slice(5, 27), slice(32, 672))):
+        expected = values[rows, columns]
+        read = torch.full_like(expected, float("nan"))
+        for part_rows, part_columns, part in found.parts(rows, columns, 32):
+            read[part_rows, part_columns] = part if isinstance(part, Tensor) else part.dequantize()
+        torch.testing.assert_close(read, expected, rtol=1e-6, atol=1e-7)
+    if form == "fp8":  # transformers divides the matrix into equal blocks
+        whole = slice(0, 40), slice(0, 640)
+        theirs = Fp8Dequantize(None)._dequantize_one(
+            tensors["weight"][whole], tensors["weight_scale_inv"][:1, :16], torch.float32
+        )
+        torch.testing.assert_close(theirs, values[whole])
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@torch.inference_mode()
+def test_quantising_at_load(bits, load_format, source, prompts, monkeypatch):
+    """In runs of a few rows, without a dense matrix in the decoder. The logits are those of the rounded weights."""
+    monkeypatch.setattr(weights, "RUN_VALUES", 250)
+    arguments = (source, TensorParallel(), None, CPU, load_format, False, bits)
+    model = load_model(*arguments)
+    assert all(parameter.ndim == 1 or len(parameter) < 1000 for parameter in model.decoder.parameters())
+    assert not any(
+        parameter.ndim == 2 and "layers" in name and "kernel" not in name
+        for name, parameter in model.decoder.named_parameters()
+    )
+    assert isinstance(model.head.weight, Int8Matrix) and model.embedding.weight.dtype is torch.float32
+    monkeypatch.setattr(weights, "pack_weights", lambda model: None)
+    unpacked = values_of(load_model(*arguments))
+    original = load_file(source / "model.safetensors") if load_format == "auto" else {}
+    for name, tensor in original.items():
+        error = {"int8": 0.012, "int4": 0.12}[bits]  # 128 normal numbers span 5.4 deviations: 15 steps of 0.36
+        assert_close(unpacked[canonical_name(name)], tensor, error)
+    save_file(unpacked, source / "model.safetensors")
+    dense = load_model(source, TensorParallel(), None, CPU)
+    ours, theirs = (reference_logits(each, [prompts["image"]])[0] for each in (model, dense))
+    assert_close(ours, theirs, 0.05)
+
+
+@pytest.mark.parametrize("form", ["fp8", "int"])
+def test_ranks_hold_the_parts_of_one_matrix(form, source, tmp_path, monkeypatch):
+    path = write(form, source, tmp_path / "quantised")
+    monkeypatch.setattr(weights, "pack_weights", lambda model: None)
+    values = {canonical_name(name): tensor for name, tensor in load_file(source / "model.safetensors").items()}
+    for rank in range(2):
+        for piece in pieces_of(load_model(path, TensorParallel(rank, 2), None, CPU, quantize_head="none")):
+            target = piece.target
+            if isinstance(target, MatrixPart):
+                target = target.matrix.codes_of(target.rows).dequantize()
+            assert_close(target, values[piece.source][piece.index], 0.012 if form == "fp8" else 1e-6)
+
+
+def test_what_cannot_be_cut_names_a_number_of_workers(source, tmp_path):
+    path = write("awq", source, tmp_path / "quantised")
+    for arguments in ((path,), (source, "int4")):
+        with pytest.raises(CheckpointError, match=r"rows of \d+ weights .* 2 worker.* set --tensor-parallel-size 1$"):
+            load_model(arguments[0], TensorParallel(0, 2), None, CPU, "auto", False, *arguments[1:])
+
+
+def test_wrong_tensors_and_options_are_named(source, tmp_path):
+    path = write("gptq", source, tmp_path / "quantised")
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("down_proj.qzeros"))
+    tensors[name] = tensors[name][:, 1:].contiguous()
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"down_proj.qzeros is \(3, 7\), not \(3, 8\)"):
+        load_model(path, TensorParallel(), None, CPU)
+    with pytest.raises(ValueError, match=r"--quantization int8: the checkpoint is quantised already \(gptq\)"):
+        load_model(path, TensorParallel(), None, CPU, "auto", False, "int8")
+    raw = json.loads((path / "config.json").read_text())
+    for change, said in {
+        '{"quant_method": "bitsandbytes"}': "bitsandbytes with this method",
+        '{"quant_method": "gptq", "desc_act": true}': "gptq with desc_act true",
+        '{"quant_method": "gptq", "bits": 8}': "gptq with bits 8",
+        '{"quant_method": "awq", "version": "gemv"}': "awq with version gemv",
+        '{"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}': "format nvfp4-pack-quantized",
+    }.items():
+        with pytest.raises(ValueError) as error:
+            ModelConfig.from_dict(raw | {"quantization_config": json.loads(change)})
+        assert said in str(error.value) and SUPPORTED in str(error.value)
