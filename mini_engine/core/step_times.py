@@ -56,8 +56,11 @@ class StepTimes:
             self.media = self._rate((seconds - length * self.token, count) for seconds, length, count in self._encodes)
 
     def _rate(self, samples: Iterable[tuple[float, float]]) -> float:
-        """Seconds for each of some tokens, beside a decode step: the median, weighted by their number."""
-        rates = sorted(((seconds - self.decode) / count, count) for seconds, count in samples)
+        """Seconds for each of some tokens, beside a decode step: the median, weighted by their number. Few tokens may
+        take no time beside reading the weights, so tokens count as half a decode step at least: otherwise short prompts
+        would make a long one appear to cost nothing."""
+        least = self.decode / 2
+        rates = sorted((max(seconds - self.decode, least) / count, count) for seconds, count in samples)
         half = sum(count for _, count in rates) / 2
         before = itertools.accumulate(count for _, count in rates)
         median = next(rate for (rate, _), total in zip(rates, before, strict=True) if total >= half)
