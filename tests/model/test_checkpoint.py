@@ -67,7 +67,7 @@ def test_a_file_that_is_cut_short_is_named(sharded, kept):
         {"data_offsets": [-4, 0]},
         {"data_offsets": [1 << 40, (1 << 40) + 4]},
         {"dtype": "F64"},
-        {"shape": [1, 1]},
+        {"shape": [2]},
         {"shape": "x"},
         {"data_offsets": [0.5, 4.5]},
     ],
