@@ -287,8 +287,9 @@ class Scheduler:
         if begins and not is_allowed and plan.chunks:
             return
         if entry.num_blocks or (begins and is_allowed):
-            least = 0 if plan.has_prompts else 1
-            end = entry.num_blocks + max(least, int(min(1.0, grids_in_time) * self.tower_depth))
+            # The first of a step has a block whatever it takes, and all blocks whatever the budget of media tokens.
+            least, in_budget = (0, plan.encoder_left / grid_tokens) if plan.has_prompts else (1, 1.0)
+            end = entry.num_blocks + max(least, int(min(in_budget, grids_in_time, 1.0) * self.tower_depth))
             if end < self.tower_depth:
                 if end > entry.num_blocks:
                     self._add_slice(request, item, plan, 1, end)

@@ -51,6 +51,16 @@ def test_a_decode_beside_long_prompts_gets_a_token_within_the_limit(async_schedu
     world.assert_at_rest()
 
 
+def test_a_grid_goes_on_beside_other_media_within_the_budget_of_media_tokens():
+    world = slow_world(async_scheduling=False, max_num_encoder_input_tokens=60)
+    world.run_request("second", 400, 4, first_token=40)  # without media, so a token's seconds are known
+    world.request("large", 300, media=[item(message(1), 20, 120)], first_token=30, client=b"a")
+    world.request("small", 44, media=[item(message(2), 2, 40)], first_token=31, client=b"b")
+    world.turn()
+    assert [encode.end for encode in world.links.steps[0].encode] == [3]  # the small one is first in the next step
+    world.finish("large", "small")  # the ranks check the budget
+
+
 def test_without_decodes_a_step_takes_four_times_the_limit():
     world = slow_world()
     world.run_request("second", 400, 4, first_token=40)  # without media, so a token's seconds are known
