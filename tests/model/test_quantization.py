@@ -5,6 +5,7 @@ A weight is (code - zero point) * scale. Codes are random, and the dense checkpo
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix, MatrixPart, QuantizedMatrix
 from mini_engine.model import quantized_files, weights
-from mini_engine.model.checkpoint import CheckpointError, find_tensors
+from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import pieces_of
 from mini_engine.model.model_spec import canonical_name
@@ -160,8 +161,9 @@ def test_parts_of_a_matrix_are_those_of_its_values(form, family, tmp_path, monke
     tensors, values = store(form, 72, 704)
     save_file({f"m.{end}": tensor.contiguous() for end, tensor in tensors.items()}, tmp_path / "model.safetensors")
     config = StoredQuantization.from_dict({"quant_method": "compressed-tensors"} | CONFIGS[form])
-    found = quantized_files.stored_matrices(find_tensors(tmp_path, str), config)["m"]
-    assert found.shape == values.shape and not found.problems(found.shape)
+    config = replace(config, groups=frozenset())
+    found = quantized_files.find_weights(tmp_path, str, config)["m.weight"]
+    assert isinstance(found, quantized_files.StoredMatrix) and found.shape == values.shape
     for rows, columns in ((slice(0, 72), slice(0, 704)), (slice(5, 27), slice(32, 672))):
         expected = values[rows, columns]
         read = torch.full_like(expected, float("nan"))
@@ -236,7 +238,7 @@ def test_wrong_tensors_and_options_are_named(source, tmp_path):
     raw = json.loads((path / "config.json").read_text())
     for change, said in {
         '{"quant_method": "bitsandbytes"}': "bitsandbytes with this method",
-        '{"quant_method": "gptq", "desc_act": true}': "gptq with desc_act true",
+        '{"quant_method": "gptq", "desc_act": true}': "gptq with desc_act True",
         '{"quant_method": "gptq", "bits": 8}': "gptq with bits 8",
         '{"quant_method": "awq", "version": "gemv"}': "awq with version gemv",
         '{"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}': "format nvfp4-pack-quantized",
