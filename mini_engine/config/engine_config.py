@@ -172,9 +172,7 @@ class EngineConfig:
         unset=f"{STEP_SEQUENCES_CUDA} on CUDA; {STEP_SEQUENCES} on the CPU and for models with recurrent states",
     )
     """Maximum sequences per step."""
-    max_num_batched_tokens: int | None = _scheduling(
-        None, minimum=1, unset="512 on the CPU, 1024 with several engines of a small model; 2048 on CUDA"
-    )
+    max_num_batched_tokens: int | None = _scheduling(None, minimum=1, unset="512 on the CPU, 2048 on CUDA")
     """Maximum tokens per step; longer prompts are prefilled in chunks."""
     long_prefill_token_threshold: int | None = _scheduling(None, minimum=0, unset="half of --max-num-batched-tokens")
     """Maximum tokens of one prompt per step while other prompts wait; 0: no limit."""

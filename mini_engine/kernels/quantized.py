@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-GROUPS = (256, 128, 64, 32)  # inputs that may share a scale of 4-bit codes, those of torch's kernel
+GROUPS = (128, 64, 32)  # inputs that may share a scale of 4-bit codes
 BLOCK = 64  # outputs that lie together in the kernel's order
 FEW_ROWS = 48  # of x, up to which torch's 4-bit kernel is faster than unpacking
 UNPACKED = 512  # outputs unpacked at a time, which stay in the CPU's caches
@@ -43,7 +43,9 @@ class Codes(NamedTuple):
 
 
 class QuantizedMatrix(nn.Module):
-    """A matrix `[outputs, inputs]`, zero until it is filled. Its buffers are all its memory."""
+    """A matrix `[outputs, inputs]`, zero until it is filled. Until it is packed its buffers are all its memory."""
+
+    group = 1  # inputs, at whose multiples parts begin and end
 
     def __init__(self, outputs: int, inputs: int) -> None:
         super().__init__()
@@ -90,7 +92,6 @@ class MatrixPart:
     matrix: QuantizedMatrix
     rows: slice
     width: int
-    dtype: None = None  # no tensor's bytes can be read straight into it
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -112,6 +113,11 @@ class MatrixPart:
     def copy_(self, values: Tensor) -> None:
         """Quantise values `[n, width]` into it."""
         self.fill(slice(0, self.width), values)
+
+    def is_finite(self) -> bool:
+        """Whether its scales and zeros are. They are not if a weight is infinite or not a number."""
+        floats = [buffer for buffer in self.matrix.buffers() if buffer.is_floating_point()]
+        return all(bool(numbers[self.rows].isfinite().all()) for numbers in floats)
 
     def fill(self, columns: slice, values: Tensor | Codes) -> None:
         """Set some columns of all its rows."""

@@ -20,7 +20,6 @@ from mini_engine.model.quantization import Quantization, bytes_per_weight
 THREAD_BYTES = 12 << 20
 ENGINE_BYTES = 512 << 20  # of memory, for the processes of an engine beside its weights
 MAX_ENGINES = 8  # unless a flag says: one API server prepares no more requests of small models; not measured
-SMALL_MODEL_TOKENS = 1024  # per step of several engines: it is short, and requests of the others do not wait for it
 GPUS = [Path("/dev", name) for name in ("nvidiactl", "dxg", "kfd")]  # NVIDIA's, Windows' in its Linux, AMD's
 
 
@@ -30,19 +29,17 @@ class Parallelism:
 
     engines: int
     threads: int  # of torch's operators in each worker
-    step_tokens: int | None  # of each engine, unless a flag says; None: the device's default
     reason: str
 
     def settle(self, config: EngineConfig) -> EngineConfig:
         """The settings with what was chosen in place of what was `auto`."""
-        tokens = config.max_num_batched_tokens or self.step_tokens
-        return dataclasses.replace(config, data_parallel_size=self.engines, max_num_batched_tokens=tokens)
+        return dataclasses.replace(config, data_parallel_size=self.engines)
 
     def describe(self, settled: EngineConfig) -> str:
         """A line for the log."""
         sizes = f"{self.engines} engine(s) x {settled.tensor_parallel_size} worker(s) x {self.threads} thread(s)"
-        cache, tokens = f"{settled.cpu_cache_bytes / 2**20:.0f} MiB of KV cache", settled.step_tokens("cpu")
-        return f"{sizes}, on the CPU {cache} for each worker and {tokens} tokens a step: {self.reason}"
+        cache = f"{settled.cpu_cache_bytes / 2**20:.0f} MiB of KV cache"
+        return f"{sizes}, on the CPU {cache} for each worker: {self.reason}"
 
 
 def choose_parallelism(config: EngineConfig, model: ModelConfig, omp_threads: str) -> Parallelism:
@@ -52,7 +49,7 @@ def choose_parallelism(config: EngineConfig, model: ModelConfig, omp_threads: st
         return on_cores(config, model, given, cores, available_memory())
     # Threads only prepare what the device does.
     threads = given or max(1, (cores - 1) // (config.engines * config.tensor_parallel_size))
-    return Parallelism(config.engines, threads, None, "the workers may run on a GPU")
+    return Parallelism(config.engines, threads, "the workers may run on a GPU")
 
 
 def runs_on_cpu(config: EngineConfig) -> bool:
@@ -86,4 +83,4 @@ def on_cores(config: EngineConfig, model: ModelConfig, given: int, cores: int, m
     flags = [config.data_parallel_size and "--data-parallel-size", given and "OMP_NUM_THREADS"]
     work = f"{cores} core(s), and a decoder layer of {layer_bytes / 2**20:.1f} MiB can use {ranks * useful} thread(s)"
     reason = ", ".join([work, *(f"{flag} is set" for flag in flags if flag)])
-    return Parallelism(engines, threads, SMALL_MODEL_TOKENS if engines > 1 and useful == 1 else None, reason)
+    return Parallelism(engines, threads, reason)

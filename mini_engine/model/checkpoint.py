@@ -16,10 +16,15 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 logger = logging.getLogger(__name__)
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = FLOATS | {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn}
 # An error that lists thousands of names hides its own message.
 MAX_LISTED = 8
 MAX_HEADER_BYTES = 100_000_000  # by the format
@@ -145,10 +150,19 @@ def _bits(dtype: str) -> int:
     return int(found[0]) if found else 8
 
 
-def read_into(file: FileIO, offset: int, target: memoryview) -> None:
-    """Fill `target` with a file's bytes from `offset` on. Raises CheckpointError: it has become shorter."""
-    while target:
-        count = os.preadv(file.fileno(), [target], offset)
-        if not count:
-            raise CheckpointError(f"{file.name!s} has become shorter while it was read; download it again")
-        offset, target = offset + count, target[count:]
+def read_tensor(stored: Stored, rows: slice | None = None, into: Tensor | None = None) -> Tensor:
+    """Some rows of a tensor, by default all; one without axes has one row. `into`: contiguous memory on the CPU, of
+    their shape and dtype, to read them to. Not through a mapping of the file: its page faults cost more than a copy
+    does, and the kernel reads ahead less. Raises CheckpointError: the file has become shorter."""
+    shape, dtype = stored.shape or (1,), DTYPES[stored.dtype]
+    rows = rows or slice(0, shape[0])
+    tensor = torch.empty(rows.stop - rows.start, *shape[1:], dtype=dtype) if into is None else into
+    offset = stored.offset + rows.start * math.prod(shape[1:]) * dtype.itemsize
+    target = tensor.view(-1).view(torch.uint8).numpy().data
+    with FileIO(stored.file) as file:
+        while target:
+            count = os.preadv(file.fileno(), [target], offset)
+            if not count:
+                raise CheckpointError(f"{stored.file} has become shorter while it was read; download it again")
+            offset, target = offset + count, target[count:]
+    return tensor

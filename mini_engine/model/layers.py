@@ -31,16 +31,6 @@ class WeightSlice:
     target: Tensor | MatrixPart  # a view of the parameter, shaped like the part
     twin: str | None = None  # another tensor that is this one again: where it is stored at all, it must be the same
 
-    @property
-    def module(self) -> str:
-        """The name without its last part."""
-        return self.source.rpartition(".")[0]
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether a checkpoint may have it quantised."""
-        return len(self.shape) == 2 and self.source.endswith(".weight")
-
 
 @dataclass(frozen=True)
 class Rows:
@@ -110,12 +100,12 @@ def _group(name: str, stored: int, inputs: int, part: slice, width: int, at: Pla
     """The largest number of inputs that may share a scale, given that `stored` share one in the files: the borders of
     theirs and of the rank's part are borders. Raises CheckpointError: there is none."""
     common = math.gcd(stored, part.start, part.stop - part.start, width)
-    if group := next((group for group in GROUPS[1:] if common % group == 0), 0):
+    if group := next((group for group in GROUPS if common % group == 0), 0):
         return group
     smallest = GROUPS[-1]
-    fitting = [
-        size for size in range(1, at.tp.size) if math.gcd(stored, inputs // size) % smallest == inputs % size == 0
-    ]
+    # A divisor of the number of workers, since it divides the heads as well.
+    sizes = [size for size in range(1, at.tp.size) if at.tp.size % size == inputs % size == 0]
+    fitting = [size for size in sizes if math.gcd(stored, inputs // size) % smallest == 0]
     remedy = (
         f"set --tensor-parallel-size {fitting[-1]}" if fitting else "choose --quantization int8 or a dense checkpoint"
     )
@@ -301,7 +291,7 @@ class VocabParallelEmbedding(Layer):
         self.part = at.tp.part(vocab_size)
         count, whole = self.part.stop - self.part.start, slice(0, size)
         self.weight: Matrix = (
-            make_matrix([("lm_head", count)], size, whole, size, at) if is_head else at.empty(count, size)
+            make_matrix([(source, count)], size, whole, size, at) if is_head else at.empty(count, size)
         )
 
     def forward(self, token_ids: Tensor) -> Tensor:

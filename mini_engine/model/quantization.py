@@ -3,7 +3,7 @@
 Imports no torch. `quantized_files.py` knows how files store such matrices, `kernels/quantized.py` how they multiply.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,7 +13,15 @@ SUPPORTED = (
 )
 BITS = {"none": 16, "int8": 8, "int4": 4}  # by the values of --quantization and --quantize-head
 DENSE_BITS = 16  # stands for any dense dtype
+HEADS = ("lm_head", "model.language_model.embed_tokens")  # where the output head's matrix is, the second if it is tied
 PACKED_FORMATS = {"pack-quantized": 4, "int-quantized": 8, "float-quantized": 8, "naive-quantized": 8}
+# The options of each method that change the files, and the values that are read; the first is the default.
+READ: dict[str, dict[str, Sequence[Any]]] = {
+    "awq": {"bits": (4,), "w_bit": (4,), "version": ("gemm",), "zero_point": (True,)},
+    "gptq": {"bits": (4,), "desc_act": (False, None), "checkpoint_format": ("gptq", "gptq_v2")},
+    "fp8": {"fmt": ("e4m3", None)},
+    "compressed-tensors": {"format": [*PACKED_FORMATS], "transform_config": (None, {}), "kv_cache_scheme": (None,)},
+}
 
 
 class MatrixKind(NamedTuple):
@@ -32,39 +40,41 @@ class StoredQuantization:
         of 0.008 of the weights' deviation to FP8's own of 0.026.
     is_shifted: the files have zero points minus one, as GPTQ's first format does.
     block: outputs and inputs that share a scale in FP8.
+    groups: the numbers of inputs that share a scale in 4 bits, of which a matrix has one; -1 or 0 for all. Empty: any.
     """
 
     method: str
     bits: int
     is_shifted: bool = False
     block: tuple[int, int] = (128, 128)
+    groups: frozenset[int] = frozenset()
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "StoredQuantization":
         """Of the parsed `quantization_config`. Raises ValueError: a method or an option that is not read."""
-        method, bits = str(raw.get("quant_method")), raw.get("bits", raw.get("w_bit", 4))
-        problem: str | None = None
-        if method == "awq":
-            if (version := str(raw.get("version", "gemm")).lower()) != "gemm" or not raw.get("zero_point", True):
-                problem = f"version {version}, zero_point {raw.get('zero_point', True)}"
-        elif method == "gptq":
-            if raw.get("desc_act"):
-                problem = "desc_act true"
-        elif method == "fp8":
-            bits = 8
-            if (form := raw.get("fmt", "e4m3")) != "e4m3":
-                problem = f"fmt {form}"
-        elif method == "compressed-tensors":
-            bits, problem = _compressed_bits(raw)
-        else:
-            problem = "this method"
-        if problem is None and bits != (4 if method in ("awq", "gptq") else bits):
-            problem = f"bits {bits}"
-        if problem is not None:
-            raise ValueError(f"quantization_config: {method} with {problem} is not supported; supported: {SUPPORTED}")
-        height, width = raw.get("weight_block_size") or (128, 128)
-        shifted = method == "gptq" and raw.get("checkpoint_format", "gptq") != "gptq_v2"
-        return cls(method, bits, shifted, (height, width))
+        method, form = str(raw.get("quant_method")), str(raw.get("format", "pack-quantized")).lower()
+        if method not in READ:
+            raise _unsupported(method, "this method")
+        _check_options(method, raw, READ[method])
+        bits, weights = 8 if method == "fp8" else 4, [raw]
+        if method == "compressed-tensors":
+            bits = PACKED_FORMATS[form]
+            groups = [group for group in (raw.get("config_groups") or {}).values() if group.get("weights")]
+            weights = [group["weights"] for group in groups]
+            for group in groups:
+                _check_options(method, group, {"format": (form, None)})
+                # `weight` and `static` leave the inputs in order.
+                options = {"num_bits": (bits,), "actorder": (None, False, "weight", "static")}
+                _check_options(f"{method} in format {form}", group["weights"], options)
+        sizes = [each.get("group_size", each.get("q_group_size")) for each in weights]
+        blocks = [each.get("weight_block_size") or each.get("block_structure") for each in weights]
+        return cls(
+            method,
+            bits,
+            method == "gptq" and raw.get("checkpoint_format") != "gptq_v2",
+            next((tuple(block) for block in blocks if block), (128, 128)),
+            frozenset(-1 if size is None else size for size in sizes) if any(sizes) else frozenset(),
+        )
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,7 @@ class Quantization:
         """Of the matrix of this name. The vision tower is dense in memory, whatever the files have."""
         if source.startswith("model.visual."):
             return MatrixKind(DENSE_BITS)
-        return self.stored.get(source, MatrixKind(self.head_bits if source == "lm_head" else self.bits))
+        return self.stored.get(source, MatrixKind(self.head_bits if source in HEADS else self.bits))
 
     @classmethod
     def choose(
@@ -112,16 +122,12 @@ def bytes_per_weight(bits: int, itemsize: int) -> float:
     return {DENSE_BITS: float(itemsize), 8: 1.0}.get(bits, 0.5 + 2 * itemsize / 128)
 
 
-def _compressed_bits(raw: Mapping[str, Any]) -> tuple[int, str | None]:
-    """Bits of a weight in memory, and what is not read."""
-    form = raw.get("format")
-    if form not in PACKED_FORMATS:
-        return 0, f"format {form}"
-    bits = PACKED_FORMATS[form]
-    for group in raw.get("config_groups", {}).values():
-        weights = group.get("weights") or {}
-        if weights.get("num_bits", bits) != bits:
-            return 0, f"{weights['num_bits']} bits in format {form}"
-        if weights.get("actorder") == "group":
-            return 0, "actorder group"
-    return bits, "a transform_config" if raw.get("transform_config") else None
+def _check_options(method: str, raw: Mapping[str, Any], read: Mapping[str, Sequence[Any]]) -> None:
+    for option, values in read.items():
+        value = raw.get(option, values[0])
+        if (value.lower() if isinstance(value, str) else value) not in values:
+            raise _unsupported(method, f"{option} {value}")
+
+
+def _unsupported(method: str, problem: str) -> ValueError:
+    return ValueError(f"quantization_config: {method} with {problem} is not supported; supported: {SUPPORTED}")

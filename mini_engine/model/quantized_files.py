@@ -15,25 +15,24 @@ weight_zero_point `[outputs / 8, G]`, or 8 |
 A weight is (code - zero point) * scale.
 """
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from io import FileIO
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from mini_engine.kernels.quantized import Codes
-from mini_engine.model.checkpoint import CheckpointError, Stored, read_into
-from mini_engine.model.quantization import MatrixKind, StoredQuantization
+from mini_engine.model.checkpoint import FLOATS, CheckpointError, Stored, find_tensors, read_tensor, shorten
+from mini_engine.model.quantization import SUPPORTED, MatrixKind, StoredQuantization
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn}
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where the 4 bits of each of eight outputs are (AutoAWQ's `pack_intweight`)
 RUN_VALUES = 4 << 20  # weights decoded at once
-ENDS = ("qweight", "weight_packed", "weight")  # of the codes
+# The codes, by the end of their name, and in which dtypes. Other tensors are float, but for packed zero points.
+CODES = {"qweight": ("I32",), "weight_packed": ("I32",), "weight": ("I8", "F8_E4M3")}
+ZERO_POINTS = ("qzeros", "weight_zero_point")
 # What is known from the shapes, and scales of activations, which are quantised by their own values here.
-UNUSED = ("g_idx", "weight_shape", "input_scale", "activation_scale")
+UNUSED = ("g_idx", "weight_shape", "input_scale", "input_zero_point", "activation_scale")
 
 
 @dataclass(frozen=True)
@@ -45,30 +44,56 @@ class StoredMatrix:
     config: StoredQuantization
 
     @property
+    def codes(self) -> Stored:
+        return self.tensors[self._end]
+
+    @property
     def kind(self) -> MatrixKind:
         """How it is held in memory."""
         if self._end == "weight":
             return MatrixKind(8)
-        (_, inputs), groups = (
-            self.shape,
-            self.tensors["weight_scale" if self._end == "weight_packed" else "scales"].shape,
-        )
-        return MatrixKind(4, inputs // groups[self._end == "weight_packed"])
+        scales = self.tensors[self._scale].shape
+        return MatrixKind(4, self.shape[1] // (scales[1] if self._end == "weight_packed" else scales[0]))
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs, by the codes and scales."""
-        first, last = self.tensors[self._end].shape
+        """Outputs and inputs, by the codes."""
+        first, last = self.codes.shape
         if self._end != "qweight":
             return first, last if self._end == "weight" else 8 * last
         return (8 * last, first) if self.config.method == "awq" else (last, 8 * first)
 
-    def problems(self, shape: tuple[int, ...]) -> list[str]:
-        """In words, if it is not of this shape, or tensors of it are missing or have a wrong shape."""
-        if self.shape != shape:
-            return [f"{self.name} is {self.shape}, not {shape}"]
-        wanted = self._shapes()
-        return [f"{self.name}.{end} is missing" for end in wanted if end not in self.tensors] + [
+    def problems(self) -> list[str]:
+        """In words: tensors of it that are missing, do not belong to its format, or have a wrong dtype or shape."""
+        ends = [self._end, self._scale, *(["qzeros"] if self._end == "qweight" else [])]
+        if self._end == "weight_packed" and "weight_zero_point" in self.tensors:
+            ends.append("weight_zero_point")
+        if missing := [end for end in ends if end not in self.tensors]:
+            return [f"{self.name}.{end} is missing" for end in missing]
+        others = self.tensors.keys() - {*ends, *UNUSED, "bias"}
+        problems = [f"{self.name}.{end} beside {self._end}" for end in sorted(others)]
+        for end in ends:
+            stored = self.tensors[end]
+            dtypes = CODES.get(end, CODES["qweight"] if end in ZERO_POINTS else tuple(FLOATS))
+            if stored.dtype not in dtypes or (len(stored.shape) != 2 and (self._end, end) != ("weight", self._scale)):
+                problems.append(f"{self.name}.{end} is {stored.dtype} {stored.shape}")
+        return problems or self._wrong_shapes()
+
+    def _wrong_shapes(self) -> list[str]:
+        (outputs, inputs), scales = self.shape, self.tensors[self._scale].shape
+        if self._end == "weight":
+            height, width = self.config.block
+            allowed = [(-(-outputs // height), -(-inputs // width)), (outputs, 1), (outputs,), (), (1,), (1, 1)]
+            return [] if scales in allowed else [f"{self.name}.{self._scale} is {scales}, not one of {allowed}"]
+        by_outputs = self._end == "weight_packed"
+        groups = scales[1] if by_outputs else scales[0]
+        group = inputs // groups if groups and inputs % groups == 0 else 0
+        if not group or (self.config.groups and group not in {_whole(size, inputs) for size in self.config.groups}):
+            sizes = ", ".join(map(str, sorted(self.config.groups))) or "none"
+            return [f"{self.name} has {inputs} inputs in {groups} groups (group_size: {sizes})"]
+        wanted = {self._scale: (outputs, groups) if by_outputs else (groups, outputs)}
+        wanted |= {"qzeros": (groups, outputs // 8), "weight_zero_point": (-(-outputs // 8), groups)}
+        return [
             f"{self.name}.{end} is {self.tensors[end].shape}, not {shape}"
             for end, shape in wanted.items()
             if end in self.tensors and self.tensors[end].shape != shape
@@ -97,24 +122,14 @@ class StoredMatrix:
 
     @property
     def _end(self) -> str:
-        return next(end for end in ENDS if end in self.tensors)
+        return next(end for end in CODES if end in self.tensors)
 
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        (outputs, inputs), (_, group) = self.shape, self.kind
-        if self._end == "weight":
-            if "weight_scale_inv" in self.tensors or self.config.method == "fp8":
-                height, width = self.config.block
-                return {"weight_scale_inv": (-(-outputs // height), -(-inputs // width))}
-            scale = self.tensors.get("weight_scale")
-            is_one = scale is not None and math.prod(scale.shape) == 1
-            return {"weight_scale": scale.shape if scale is not None and is_one else (outputs, 1)}
-        groups = inputs // group
-        if self._end == "weight_packed":
-            shapes: dict[str, tuple[int, ...]] = {"weight_scale": (outputs, groups)}
-            return shapes | (
-                {"weight_zero_point": (-(-outputs // 8), groups)} if "weight_zero_point" in self.tensors else {}
-            )
-        return {"scales": (groups, outputs), "qzeros": (groups, outputs // 8)}
+    @property
+    def _scale(self) -> str:
+        """The end of the name of its scales."""
+        if self._end == "qweight":
+            return "scales"
+        return "weight_scale_inv" if "weight_scale_inv" in self.tensors else "weight_scale"
 
     def _scales(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Scales and zero points of 4-bit codes, float32 `[rows, groups]`."""
@@ -136,7 +151,7 @@ class StoredMatrix:
 
     def _codes(self, rows: slice, columns: slice) -> Tensor:
         """uint8 `[rows, columns]`."""
-        stored = self.tensors[self._end]
+        stored = self.codes
         if self._end == "weight_packed":
             return _unpack(read_tensor(stored, rows))[:, columns]
         if self.config.method == "awq":
@@ -147,54 +162,60 @@ class StoredMatrix:
 
     def _parts_of_8_bits(self, rows: slice, columns: slice) -> Iterator[tuple[slice, slice, Tensor | Codes]]:
         outputs, inputs = self.shape
-        (end,) = (end for end in ("weight_scale_inv", "weight_scale") if end in self.tensors)
-        scales = read_tensor(self.tensors[end]).float()
+        scales = read_tensor(self.tensors[self._scale]).float()
         scales = scales.view(-1, 1) if scales.ndim < 2 else scales
-        height, width = self.config.block if end == "weight_scale_inv" else (outputs // len(scales), inputs)
+        is_blocks = scales.shape[1] > 1 or 1 < len(scales) < outputs
+        height, width = self.config.block if is_blocks else (outputs // len(scales), inputs)
         step = max(1, RUN_VALUES // inputs)
         of_column = torch.arange(columns.start, columns.stop) // width
         for start in range(rows.start, rows.stop, step):
             run = slice(start, min(start + step, rows.stop))
-            codes = read_tensor(self.tensors["weight"], run)[:, columns]
+            codes = read_tensor(self.codes, run)[:, columns]
             of_row = scales[torch.arange(run.start, run.stop) // height]
-            is_integer = codes.dtype is torch.int8
-            values = Codes(codes, of_row) if is_integer else codes.float() * of_row[:, of_column]
+            is_kept = codes.dtype is torch.int8 and of_row.shape[1] == 1
+            values = Codes(codes, of_row) if is_kept else codes.float() * of_row[:, of_column]
             yield slice(run.start - rows.start, run.stop - rows.start), slice(0, codes.shape[1]), values
 
 
-def stored_matrices(tensors: Mapping[str, Stored], config: StoredQuantization | None) -> dict[str, StoredMatrix]:
-    """The quantised matrices among a checkpoint's tensors, by name."""
-    found: dict[str, dict[str, Stored]] = {}
-    for name, stored in tensors.items() if config is not None else ():
-        module, _, end = name.rpartition(".")
-        if end in ENDS[:2] or (end == "weight" and stored.dtype in ("I8", "F8_E4M3")):
-            found[module] = {}
+def find_weights(
+    directory: Path, rename: Callable[[str], str], config: StoredQuantization | None
+) -> dict[str, Stored | StoredMatrix]:
+    """A checkpoint's tensors as `find_tensors` returns them, but those of a quantised matrix, its bias apart, as one
+    with the name of its weight. Raises CheckpointError as well for matrices whose tensors do not fit each other."""
+    tensors = find_tensors(directory, rename)
+    if config is None:  # what is not dense is refused later
+        return {**tensors}
+    members: dict[str, dict[str, Stored]] = {}
     for name, stored in tensors.items():
         module, _, end = name.rpartition(".")
-        if module in found:
-            found[module][end] = stored
-    assert config is not None or not found
-    return {module: StoredMatrix(module, ends, config) for module, ends in found.items() if config is not None}
+        members.setdefault(module, {})[end] = stored
+    weights: dict[str, Stored | StoredMatrix] = {**tensors}
+    problems: list[str] = []
+    for module, ends in members.items():
+        if any(end in ends and ends[end].dtype not in FLOATS for end in CODES):
+            matrix = StoredMatrix(module, ends, config)
+            problems += matrix.problems()
+            for end in ends.keys() - {"bias"}:
+                del weights[f"{module}.{end}"]
+            weights[f"{module}.weight"] = matrix
+    if problems:
+        raise CheckpointError(
+            f"quantised matrices in {directory}: {shorten(problems)}; download all files again, or choose a checkpoint "
+            f"that is quantised as {SUPPORTED}"
+        )
+    return weights
 
 
-def is_unused(name: str, matrices: Mapping[str, StoredMatrix], tensors: Mapping[str, Stored]) -> bool:
-    """Whether a tensor of a quantised matrix holds nothing that is needed. AutoGPTQ writes a bias, zeros, for all."""
-    module, _, end = name.rpartition(".")
-    if module not in matrices:
-        return False
-    is_empty_bias = end == "bias" and matrices[module].config.method == "gptq" and not read_tensor(tensors[name]).any()
-    return end in UNUSED or is_empty_bias
+def is_empty_bias(name: str, weights: Mapping[str, Stored | StoredMatrix]) -> bool:
+    """Whether it is the bias of a quantised matrix and zero: AutoGPTQ writes one for all."""
+    module, stored = name.removesuffix(".bias"), weights[name]
+    is_quantised = isinstance(weights.get(f"{module}.weight"), StoredMatrix)
+    return is_quantised and isinstance(stored, Stored) and not read_tensor(stored).any()
 
 
-def read_tensor(stored: Stored, rows: slice | None = None) -> Tensor:
-    """Some rows of a tensor, by default all; one without axes has one row."""
-    shape = stored.shape or (1,)
-    rows, dtype = rows or slice(0, shape[0]), DTYPES[stored.dtype]
-    tensor = torch.empty(rows.stop - rows.start, *shape[1:], dtype=dtype)
-    offset = stored.offset + rows.start * math.prod(shape[1:]) * dtype.itemsize
-    with FileIO(stored.file) as file:
-        read_into(file, offset, tensor.view(-1).view(torch.uint8).numpy().data)
-    return tensor
+def _whole(size: int, inputs: int) -> int:
+    """The inputs of a group of a size by config.json, in which -1 and 0 stand for all."""
+    return min(size, inputs) if size > 0 else inputs
 
 
 def _unpack(packed: Tensor) -> Tensor:

@@ -48,8 +48,8 @@ class VisionLanguageModel(nn.Module):
         self.embedding = VocabParallelEmbedding(table, *rows, at, twin="lm_head" if tied else None)
         self.decoder = Decoder(text, at)
         # A quantised head is a matrix of its own: of the table only some rows are read.
-        is_shared = tied and at.quantization.kind("lm_head").bits == DENSE_BITS
         head = table if tied else "lm_head"
+        is_shared = tied and at.quantization.kind(head).bits == DENSE_BITS
         self.head = self.embedding if is_shared else VocabParallelEmbedding(head, *rows, at, is_head=True)
         kv_heads = at.tp.kv_heads(text.num_kv_heads)
         self.state_shape = self.decoder.state_shape

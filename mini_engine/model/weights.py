@@ -5,10 +5,8 @@ Which parts these are the layers say (`layers.WeightSlice`); which names a famil
 """
 
 import itertools
-import math
 import zlib
 from collections.abc import Callable, Iterator
-from io import FileIO
 from pathlib import Path
 from typing import Literal
 
@@ -17,16 +15,15 @@ from torch import Tensor, nn
 
 from mini_engine.free_memory import available_memory
 from mini_engine.kernels.quantized import MatrixPart
-from mini_engine.model.checkpoint import CheckpointError, Progress, Stored, find_tensors, read_into, shorten
+from mini_engine.model.checkpoint import FLOATS, CheckpointError, Progress, Stored, read_tensor, shorten
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import WeightSlice, pack_weights, pieces_of
 from mini_engine.model.model_spec import canonical_name
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.quantization import SUPPORTED, Quantization, StoredQuantization
-from mini_engine.model.quantized_files import StoredMatrix, is_unused, stored_matrices
+from mini_engine.model.quantized_files import StoredMatrix, find_weights, is_empty_bias
 from mini_engine.model.vision_language import VisionLanguageModel
 
-FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DUMMY_SPREAD = 0.035  # of uniform values: their deviation is 0.02, as transformers starts these models
 # A tensor is read, or made, in runs of whole rows, so that what is held beside the parameters stays small.
 RUN_VALUES = 4 << 20
@@ -64,8 +61,8 @@ def load_model(
     config = ModelConfig.from_dir(path)
     stored = None
     if load_format != "dummy":
-        tensors = find_tensors(Path(path), canonical_name)
-        stored = {name: matrix.kind for name, matrix in stored_matrices(tensors, config.quantization).items()}
+        weights = find_weights(Path(path), canonical_name, config.quantization).values()
+        stored = {weight.name: weight.kind for weight in weights if isinstance(weight, StoredMatrix)}
     held = Quantization.choose(quantization, quantize_head, config.quantization, stored)
     dtype = dtype or getattr(torch, config.dtype)
     model = VisionLanguageModel(config, Placement(tp, dtype, device, spread_tower, held))
@@ -89,24 +86,12 @@ def load_weights(
     layers; `quantization` is that of the files. All names and shapes are checked before anything is read. Raises
     CheckpointError naming what is missing, unexpected or wrong, and if a matrix that serves twice is stored twice with
     different values."""
-    tensors = find_tensors(Path(path), canonical_name)
-    matrices = stored_matrices(tensors, quantization)
+    tensors = find_weights(Path(path), canonical_name, quantization)
     pieces = list(pieces_of(model))
-    _check(pieces, tensors, matrices, path)
-    by_file: dict[Path, list[WeightSlice]] = {}
+    _check(pieces, tensors, path)
     progress = Progress("weights read", sum(piece.target.nbytes for piece in pieces))
-    for piece in pieces:
-        if (matrix := matrices.get(piece.module)) is not None and piece.is_matrix:
-            _read_quantised(matrix, piece)
-            progress.add(piece.target.nbytes)
-        else:
-            by_file.setdefault(tensors[piece.source].file, []).append(piece)
-    for path_of_file, group in by_file.items():
-        with FileIO(path_of_file) as file:
-            for piece in sorted(group, key=lambda piece: tensors[piece.source].offset):
-                for index, target in _in_runs(piece):
-                    _read(file, tensors[piece.source], index, target)
-                    progress.add(target.nbytes)
+    for piece in sorted(pieces, key=lambda piece: _place(tensors[piece.source])):
+        _fill(piece, tensors[piece.source], progress)
     for piece in pieces:
         if piece.twin in tensors and not _is_same(piece, tensors[piece.twin]):
             raise CheckpointError(
@@ -129,29 +114,19 @@ def fill_randomly(model: nn.Module) -> None:
             progress.add(target.nbytes)
 
 
-def _check(
-    pieces: list[WeightSlice], tensors: dict[str, Stored], matrices: dict[str, StoredMatrix], path: str | Path
-) -> None:
-    held = {piece.module: piece.shape for piece in pieces if piece.is_matrix and piece.module in matrices}
-    of_matrices = {f"{name}.{end}" for name in held for end in matrices[name].tensors if end != "bias"}
-    shapes = {piece.source: piece.shape for piece in pieces if not (piece.is_matrix and piece.module in matrices)}
+def _check(pieces: list[WeightSlice], tensors: dict[str, Stored | StoredMatrix], path: str | Path) -> None:
+    shapes = {piece.source: piece.shape for piece in pieces}
     shapes |= {piece.twin: piece.shape for piece in pieces if piece.twin in tensors}
     used = {name: tensors[name] for name in shapes if name in tensors}
+    dtypes = {name: stored.dtype for name, stored in used.items() if isinstance(stored, Stored)}
     # Frequencies are computed, and the layers of `mtp` serve speculative decoding.
     ignored = {name for name in tensors if name.endswith(".inv_freq") or name.startswith("mtp.")}
+    others = [name for name in tensors if name not in shapes and name not in ignored]
     names = {
         "missing": [name for name in shapes if name not in tensors],
-        "unexpected": [
-            name
-            for name in tensors
-            if name not in shapes and name not in ignored and name not in of_matrices
-            if not is_unused(name, matrices, tensors)
-        ],
-        "wrong quantised tensors": [
-            problem for name, shape in held.items() for problem in matrices[name].problems(shape)
-        ],
+        "unexpected": [name for name in others if not is_empty_bias(name, tensors)],
         "wrong shape": [f"{n} is {t.shape}, not {shapes[n]}" for n, t in used.items() if t.shape != shapes[n]],
-        "not floating point": [f"{n} is {t.dtype}" for n, t in used.items() if t.dtype not in FLOATS],
+        "not floating point": [f"{name} is {dtype}" for name, dtype in dtypes.items() if dtype not in FLOATS],
     }
     if problems := [f"{kind}: {shorten(of_kind)}" for kind, of_kind in names.items() if of_kind]:
         raise CheckpointError(
@@ -172,12 +147,31 @@ def _check_room(model: nn.Module, path: str | Path) -> None:
         )
 
 
-def _read_quantised(matrix: StoredMatrix, piece: WeightSlice) -> None:
-    """Fill the piece from a matrix that the files have quantised: the codes of a quantised target are theirs, but FP8's
-    are rounded to 8-bit integers."""
+def _place(stored: Stored | StoredMatrix) -> tuple[Path, int]:
+    codes = stored.codes if isinstance(stored, StoredMatrix) else stored
+    return codes.file, codes.offset
+
+
+def _fill(piece: WeightSlice, stored: Stored | StoredMatrix, progress: Progress) -> None:
+    if isinstance(stored, StoredMatrix):
+        _fill_from_codes(piece, stored)
+        progress.add(piece.target.nbytes)
+    else:
+        for index, target in _in_runs(piece):
+            _read(stored, index, target)
+            progress.add(target.nbytes)
+    if isinstance(piece.target, MatrixPart) and not piece.target.is_finite():
+        raise CheckpointError(
+            f"{piece.source} has weights or scales that are infinite or not a number in --dtype; download the "
+            "files again, or choose --dtype bfloat16"
+        )
+
+
+def _fill_from_codes(piece: WeightSlice, matrix: StoredMatrix) -> None:
+    """The codes of a quantised target are those of the files, but FP8's are rounded to 8-bit integers."""
     target, (rows, *others) = piece.target, piece.index
     columns = others[0] if others else slice(0, piece.shape[1])
-    unit = getattr(getattr(target, "matrix", None), "group", 1)
+    unit = target.matrix.group if isinstance(target, MatrixPart) else 1
     for part_rows, part_columns, values in matrix.parts(rows, columns, unit):
         if isinstance(target, MatrixPart):
             target[part_rows].fill(part_columns, values)
@@ -185,29 +179,27 @@ def _read_quantised(matrix: StoredMatrix, piece: WeightSlice) -> None:
             target[part_rows, part_columns] = values if isinstance(values, Tensor) else values.dequantize().to(target)
 
 
-def _is_same(piece: WeightSlice, stored: Stored) -> bool:
+def _is_same(piece: WeightSlice, stored: Stored | StoredMatrix) -> bool:
     """Whether this rank's part of `stored`, in the dtype of the parameters, is what the piece was filled with."""
-    with FileIO(stored.file) as file:
-        for index, target in _in_runs(piece):
-            assert isinstance(target, Tensor)  # a token table
-            part = torch.empty_like(target)
-            _read(file, stored, index, part)
-            if not torch.equal(part, target):
-                return False
+    if isinstance(stored, StoredMatrix):
+        return False
+    for index, target in _in_runs(piece):
+        assert isinstance(target, Tensor)  # a token table
+        part = torch.empty_like(target)
+        _read(stored, index, part)
+        if not torch.equal(part, target):
+            return False
     return True
 
 
-def _read(file: FileIO, stored: Stored, index: tuple[slice, ...], target: Tensor | MatrixPart) -> None:
-    """Fill `target` with a part of a tensor. Not through a mapping of the file: its page faults cost more than the copy
-    does, and the kernel reads ahead less."""
-    (rows, *others), dtype, whole = index, FLOATS[stored.dtype], target
-    is_direct = target.dtype is dtype and target.device.type == "cpu" and not others and target.is_contiguous()
-    if not is_direct or isinstance(whole, MatrixPart):
-        whole = torch.empty(rows.stop - rows.start, *stored.shape[1:], dtype=dtype)
-    row_bytes = math.prod(stored.shape[1:]) * dtype.itemsize
-    read_into(file, stored.offset + rows.start * row_bytes, whole.view(-1).view(torch.uint8).numpy().data)
-    if not is_direct:
-        target.copy_(whole[(slice(None), *others)])
+def _read(stored: Stored, index: tuple[slice, ...], target: Tensor | MatrixPart) -> None:
+    """Fill `target` with a part of a tensor, straight where it is laid out alike."""
+    rows, *others = index
+    if isinstance(target, Tensor) and not others and target.is_contiguous() and target.device.type == "cpu":
+        if target.dtype is FLOATS[stored.dtype]:
+            read_tensor(stored, rows, target)
+            return
+    target.copy_(read_tensor(stored, rows)[(slice(None), *others)])
 
 
 def _in_runs(piece: WeightSlice) -> Iterator[tuple[tuple[slice, ...], Tensor | MatrixPart]]:

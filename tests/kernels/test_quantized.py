@@ -54,6 +54,22 @@ def test_other_processors_compute_the_same(bits, monkeypatch):
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.parametrize("dtype", EPSILON, ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_that_are_not_finite_show_it_and_leave_the_others_alone(bits, dtype):
+    torch.manual_seed(0)
+    made = matrix(bits, 64, 64, dtype)
+    made.pack()
+    for rows in (4, 200):
+        x = torch.randn(rows, 64).to(dtype)
+        x[0] = 0
+        expected = made(x)
+        x[1, 3], x[2, 5] = float("inf"), float("nan")
+        y = made(x)
+        assert not y[0].any() and not y[1:3].isfinite().any()
+        assert torch.equal(y[3:], expected[3:])
+
+
 def test_unset_is_zero_and_stacked_matrices_follow_each_other():
     empty, full, dense = Int4Matrix(40, 64, 32, torch.float32, CPU), matrix(8, 8, 64), torch.randn(3, 64)
     values = torch.cat((torch.zeros(40, 64), full.dequantize(torch.float32), dense))

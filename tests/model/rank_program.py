@@ -1,4 +1,4 @@
-"""The ranks of a tensor-parallel group, run as a program by `test_tensor_parallel.py`: `size directory`.
+"""The ranks of a tensor-parallel group: `run_ranks`, and the program that it starts, `size directory`.
 
 They are forked from one process, which has loaded torch once for all, and die with it.
 
@@ -10,6 +10,7 @@ rank, and how many patches went through this rank's own.
 
 import multiprocessing
 import os
+import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +27,16 @@ from tests.model.reference import Prompt, in_dtype, reference_logits
 
 CHUNK = 29  # tokens of a prompt in a step: ends inside of items
 CPU = torch.device("cpu")
+
+
+def run_ranks(size: int, directory: Path, job: dict) -> tuple[tuple[dict, dict], ...]:
+    """What each rank writes for `job.pt`."""
+    torch.save(job, directory / "job.pt")
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.model.rank_program", str(size), str(directory)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert not done.returncode, done.stderr
+    return tuple(torch.load(directory / f"rank{rank}.pt") for rank in range(size))
 
 
 def run(path: Path, batch: list[Prompt], tp: TensorParallel) -> dict[str, list[Tensor]]:

@@ -5,6 +5,8 @@ A weight is (code - zero point) * scale. Codes are random, and the dense checkpo
 
 import json
 import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +18,30 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix, MatrixPart, QuantizedMatrix
 from mini_engine.model import quantized_files, weights
-from mini_engine.model.checkpoint import CheckpointError, find_tensors
+from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import pieces_of
 from mini_engine.model.model_spec import canonical_name
 from mini_engine.model.parallel import TensorParallel
-from mini_engine.model.quantization import SUPPORTED, StoredQuantization
+from mini_engine.model.quantization import SUPPORTED, StoredQuantization, weight_bits
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
+from tests.model.rank_program import run, run_ranks
 from tests.model.reference import reference_logits
 
-pytestmark = pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"], indirect=True, scope="session")
+FAMILIES = pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"], indirect=True, scope="session")
 CPU = torch.device("cpu")
 GROUP, BLOCK = 32, 40  # blocks of FP8: the last ones are partial
 AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
-FOUR_BITS = {"num_bits": 4, "type": "int", "group_size": GROUP}
+FOUR_BITS = {"num_bits": 4, "type": "int", "group_size": GROUP, "actorder": "weight"}
 EIGHT_BITS = {"num_bits": 8, "strategy": "channel"}
 CONFIGS: dict[str, dict[str, Any]] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False},
+    "gptq whole rows": {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": True},
     "gptq_v2": {"quant_method": "gptq", "bits": 4, "desc_act": False, "checkpoint_format": "gptq_v2"},
     "fp8": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]},
+    "fp8 one scale": {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
     "pack": {"format": "pack-quantized", "config_groups": {"group_0": {"weights": FOUR_BITS}}},
     "pack symmetric": {"format": "pack-quantized", "config_groups": {"group_0": {"weights": FOUR_BITS}}},
     "float": {"format": "float-quantized", "config_groups": {"group_0": {"weights": EIGHT_BITS}}},
@@ -54,8 +59,11 @@ def pack(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
 
 def store(form: str, rows: int, columns: int) -> tuple[dict[str, Tensor], Tensor]:
     """A random matrix: its tensors by the ends of their names, and its values."""
-    if form == "fp8":
+    if form.startswith("fp8"):
         codes = torch.randn(rows, columns).mul_(100).to(torch.float8_e4m3fn)
+        if form == "fp8 one scale":
+            scale = torch.tensor(5e-4)
+            return {"weight": codes, "weight_scale": scale, "input_scale": torch.ones(())}, codes.float() * scale
         scales = torch.rand(-(-rows // BLOCK), -(-columns // BLOCK)) * 1e-3 + 1e-4
         wide = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
         return {"weight": codes, "weight_scale_inv": scales}, codes.float() * wide
@@ -64,17 +72,18 @@ def store(form: str, rows: int, columns: int) -> tuple[dict[str, Tensor], Tensor
         codes = torch.randn(rows, columns).mul_(100 if form == "float" else 30)
         codes = codes.to(torch.float8_e4m3fn) if form == "float" else codes.to(torch.int8)
         return {"weight": codes, "weight_scale": scales}, codes.float() * scales
-    codes, points = torch.randint(0, 16, (rows, columns)), torch.randint(1, 16, (rows, columns // GROUP))
+    group = columns if form == "gptq whole rows" else GROUP
+    codes, points = torch.randint(0, 16, (rows, columns)), torch.randint(1, 16, (rows, columns // group))
     scales = (torch.rand(points.shape) * 0.02 + 0.01).half()
     if form == "pack symmetric":
         points.fill_(8)
-    values = (codes - points.repeat_interleave(GROUP, 1)) * scales.float().repeat_interleave(GROUP, 1)
+    values = (codes - points.repeat_interleave(group, 1)) * scales.float().repeat_interleave(group, 1)
     if form == "awq":
         stored = {"qweight": pack(codes.T, AWQ), "qzeros": pack(points.T, AWQ), "scales": scales.T}
     elif form.startswith("gptq"):
-        qzeros = pack(points.T - int(form == "gptq"))
+        qzeros = pack(points.T - int(form != "gptq_v2"))
         stored = {"qweight": pack(codes).T, "qzeros": qzeros, "scales": scales.T, "bias": torch.zeros(rows)}
-        stored["g_idx"] = (torch.arange(columns) // GROUP).int()
+        stored["g_idx"] = (torch.arange(columns) // group).int()
     else:
         stored = {"weight_packed": pack(codes), "weight_scale": scales, "weight_shape": torch.tensor([rows, columns])}
         if form == "pack":
@@ -94,15 +103,16 @@ def is_quantised(name: str) -> bool:
     return name.endswith("proj.weight") and ".layers." in name or name.endswith("blocks.1.attn.proj.weight")
 
 
-def write(form: str, source: Path, folder: Path) -> Path:
-    """A quantised checkpoint at `folder`; the dense one becomes the same weights."""
+def write(form: str, source: Path, folder: Path, inner: int = 96) -> Path:
+    """A quantised checkpoint at `folder`; the dense one becomes the same weights. `inner`: of the decoder's MLP."""
     torch.manual_seed(1)
     shutil.copytree(source, folder)
     dense = load_file(source / "model.safetensors")
     stored: dict[str, Tensor] = {}
     for name, tensor in sorted(dense.items()):  # a bias before the weight
         if is_quantised(name):
-            tensors, dense[name] = store(form, *tensor.shape)
+            shape = [inner if "mlp" in name and size == 96 else size for size in tensor.shape]
+            tensors, dense[name] = store(form, *shape)
             for end, value in tensors.items():
                 stored.setdefault(f"{name.removesuffix('weight')}{end}", value.contiguous())
         else:
@@ -110,6 +120,7 @@ def write(form: str, source: Path, folder: Path) -> Path:
     save_file(dense, source / "model.safetensors")
     save_file(stored, folder / "model.safetensors")
     raw = json.loads((folder / "config.json").read_text())
+    raw["text_config"]["intermediate_size"] = inner
     raw["quantization_config"] = {"quant_method": "compressed-tensors"} | CONFIGS[form]
     (folder / "config.json").write_text(json.dumps(raw))
     return folder
@@ -132,6 +143,7 @@ def assert_close(ours: Tensor, theirs: Tensor, bound: float) -> None:
     assert (ours - theirs).norm() <= bound * theirs.norm()
 
 
+@FAMILIES
 @pytest.mark.parametrize("form", CONFIGS)
 @torch.inference_mode()
 def test_a_published_layout_gives_the_logits_of_its_weights(form, source, tmp_path, prompts, monkeypatch):
@@ -152,7 +164,7 @@ def test_a_published_layout_gives_the_logits_of_its_weights(form, source, tmp_pa
 
 
 @pytest.mark.parametrize("form", CONFIGS)
-def test_parts_of_a_matrix_are_those_of_its_values(form, family, tmp_path, monkeypatch):
+def test_parts_of_a_matrix_are_those_of_its_values(form, tmp_path, monkeypatch):
     """Any rows; columns from borders of 32, which may lie within a group; in runs."""
     monkeypatch.setattr(quantized_files, "RUN_VALUES", 1000)
     monkeypatch.setattr("tests.model.test_quantization.GROUP", 64)
@@ -160,8 +172,9 @@ def test_parts_of_a_matrix_are_those_of_its_values(form, family, tmp_path, monke
     tensors, values = store(form, 72, 704)
     save_file({f"m.{end}": tensor.contiguous() for end, tensor in tensors.items()}, tmp_path / "model.safetensors")
     config = StoredQuantization.from_dict({"quant_method": "compressed-tensors"} | CONFIGS[form])
-    found = quantized_files.stored_matrices(find_tensors(tmp_path, str), config)["m"]
-    assert found.shape == values.shape and not found.problems(found.shape)
+    config = replace(config, groups=frozenset())
+    found = quantized_files.find_weights(tmp_path, str, config)["m.weight"]
+    assert isinstance(found, quantized_files.StoredMatrix) and found.shape == values.shape
     for rows, columns in ((slice(0, 72), slice(0, 704)), (slice(5, 27), slice(32, 672))):
         expected = values[rows, columns]
         read = torch.full_like(expected, float("nan"))
@@ -176,6 +189,7 @@ def test_parts_of_a_matrix_are_those_of_its_values(form, family, tmp_path, monke
         torch.testing.assert_close(theirs, values[whole])
 
 
+@FAMILIES
 @pytest.mark.parametrize("bits", ["int8", "int4"])
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @torch.inference_mode()
@@ -202,17 +216,19 @@ def test_quantising_at_load(bits, load_format, source, prompts, monkeypatch):
     assert_close(ours, theirs, 0.05)
 
 
-@pytest.mark.parametrize("form", ["fp8", "int"])
-def test_ranks_hold_the_parts_of_one_matrix(form, source, tmp_path, monkeypatch):
-    path = write(form, source, tmp_path / "quantised")
-    monkeypatch.setattr(weights, "pack_weights", lambda model: None)
-    values = {canonical_name(name): tensor for name, tensor in load_file(source / "model.safetensors").items()}
-    for rank in range(2):
-        for piece in pieces_of(load_model(path, TensorParallel(rank, 2), None, CPU, quantize_head="none")):
-            target = piece.target
-            if isinstance(target, MatrixPart):
-                target = target.matrix.codes_of(target.rows).dequantize()
-            assert_close(target, values[piece.source][piece.index], 0.012 if form == "fp8" else 1e-6)
+@pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
+@torch.inference_mode()
+def test_two_ranks_give_the_logits_of_one(source, prompts, tmp_path):
+    """Whole and in chunks. In 4 bits, with groups that the ranks cut, only a head in 8 bits rounds x: sums in another
+    order flip few of its codes. In 8 bits each rank rounds its own part of x: twice 0.035, see above."""
+    paths = {form: write(form, source, tmp_path / form, inner=128) for form in ("int", "fp8", "gptq whole rows")}
+    batch = [prompts["image then video"], prompts["text"]]
+    checkpoints = {form: (path, batch) for form, path in paths.items()}
+    (results, _), _ = run_ranks(2, tmp_path, {"checkpoints": checkpoints, "towers": {}, "calls": {}})
+    for form, bound in {"int": 0.05, "fp8": 0.05, "gptq whole rows": 1e-3}.items():
+        alone = run(paths[form], batch, TensorParallel())
+        for steps in ("batch", "chunked"):
+            assert_close(torch.cat(results[form][steps]), torch.cat(alone[steps]), bound)
 
 
 def test_what_cannot_be_cut_names_a_number_of_workers(source, tmp_path):
@@ -222,25 +238,84 @@ def test_what_cannot_be_cut_names_a_number_of_workers(source, tmp_path):
             load_model(arguments[0], TensorParallel(0, 2), None, CPU, "auto", False, *arguments[1:])
 
 
-def test_wrong_tensors_and_options_are_named(source, tmp_path):
-    path = write("gptq", source, tmp_path / "quantised")
-    file = path / "model.safetensors"
-    tensors = load_file(file)
-    name = next(name for name in tensors if name.endswith("down_proj.qzeros"))
-    tensors[name] = tensors[name][:, 1:].contiguous()
-    save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=r"down_proj.qzeros is \(3, 7\), not \(3, 8\)"):
+WRONG: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
+    "no scales": ("gptq", lambda m: m.pop("scales"), "m.scales is missing"),
+    "no FP8 scales": ("fp8", lambda m: m.pop("weight_scale_inv"), "m.weight_scale is missing"),
+    "shape": ("gptq", lambda m: m.update(qzeros=m["qzeros"][:, 1:]), r"m.qzeros is \(2, 7\), not \(2, 8\)"),
+    "axes": ("awq", lambda m: m.update(qweight=m["qweight"][0]), r"m.qweight is I32 \(8,\)"),
+    "dtype": ("awq", lambda m: m.update(qzeros=m["qzeros"].long()), "m.qzeros is I64"),
+    "dense as well": ("pack", lambda m: m.update(weight=torch.ones(64, 64)), "m.weight beside weight_packed"),
+    "zero points of int8": (
+        "int",
+        lambda m: m.update(weight_zero_point=torch.ones(64, 1)),
+        "m.weight_zero_point beside",
+    ),
+    "reordered": ("pack", lambda m: m.update(weight_g_idx=torch.ones(64)), "m.weight_g_idx beside"),
+    "groups": ("awq", lambda m: m.update(scales=m["scales"][:1]), r"64 inputs in 1 groups \(group_size: 32\)"),
+    "no groups": ("awq", lambda m: m.update(scales=m["scales"][:0]), "64 inputs in 0 groups"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_tensors_are_named(case, tmp_path):
+    form, change, said = WRONG[case]
+    tensors, _ = store(form, 64, 64)
+    change(tensors)
+    save_file({f"m.{end}": tensor.contiguous() for end, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    config = StoredQuantization.from_dict({"quant_method": "compressed-tensors"} | CONFIGS[form])
+    with pytest.raises(CheckpointError, match=said):
+        quantized_files.find_weights(tmp_path, str, config)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(number, source, tmp_path):
+    path = write("pack", source, tmp_path / "quantised")
+    for file, name, flag in (
+        (path / "model.safetensors", "q_proj.weight_scale", "none"),
+        (source / "model.safetensors", "q_proj.weight", "int4"),
+    ):
+        tensors = load_file(file)
+        next(tensor for key, tensor in tensors.items() if key.endswith(name))[1, 0] = number
+        save_file(tensors, file)
+        with pytest.raises(CheckpointError, match=r"q_proj.weight has weights or scales that are infinite"):
+            load_model(file.parent, TensorParallel(), None, CPU, "auto", False, flag)
+
+
+def test_a_quantised_token_table_serves_as_a_tied_head(source, tmp_path, prompts):
+    """With its own codes. A head of its own beside it is refused."""
+    path = write("pack", source, tmp_path / "quantised")
+    files = path / "model.safetensors", source / "model.safetensors"
+    tensors, dense = map(load_file, files)
+    name = next(name for name in dense if name.endswith("embed_tokens.weight"))
+    stored, dense[name] = store("pack", *tensors.pop(name).shape)
+    tensors |= {f"{name.removesuffix('weight')}{end}": tensor.contiguous() for end, tensor in stored.items()}
+    save_file(dense, files[1])
+    save_file(tensors, files[0])
+    ours, theirs = (load_model(each, TensorParallel(), None, CPU) for each in (path, source))
+    assert isinstance(ours.head.weight, Int4Matrix)
+    assert_close(*(torch.cat(reference_logits(model, [prompts["text"]])) for model in (ours, theirs)), 1e-5)
+    save_file(tensors | {f"lm_head.{end}": tensor.clone().contiguous() for end, tensor in stored.items()}, files[0])
+    with pytest.raises(CheckpointError, match="set tie_word_embeddings to false"):
         load_model(path, TensorParallel(), None, CPU)
-    with pytest.raises(ValueError, match=r"--quantization int8: the checkpoint is quantised already \(gptq\)"):
-        load_model(path, TensorParallel(), None, CPU, "auto", False, "int8")
-    raw = json.loads((path / "config.json").read_text())
+
+
+def test_options_that_are_not_read_are_named(checkpoint):
+    raw = json.loads((checkpoint.path / "config.json").read_text())
     for change, said in {
         '{"quant_method": "bitsandbytes"}': "bitsandbytes with this method",
-        '{"quant_method": "gptq", "desc_act": true}': "gptq with desc_act true",
+        '{"quant_method": "gptq", "desc_act": true}': "gptq with desc_act True",
         '{"quant_method": "gptq", "bits": 8}': "gptq with bits 8",
+        '{"quant_method": "gptq", "checkpoint_format": "marlin"}': "gptq with checkpoint_format marlin",
         '{"quant_method": "awq", "version": "gemv"}': "awq with version gemv",
         '{"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}': "format nvfp4-pack-quantized",
+        '{"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8}}}}': "num_bits 8",
+        '{"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 4, "actorder": '
+        '"dynamic"}}}}': "actorder dynamic",
+        '{"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}': "kv_cache_scheme",
     }.items():
         with pytest.raises(ValueError) as error:
             ModelConfig.from_dict(raw | {"quantization_config": json.loads(change)})
         assert said in str(error.value) and SUPPORTED in str(error.value)
+    model = ModelConfig.from_dict(raw | {"quantization_config": {"quant_method": "gptq"}})
+    with pytest.raises(ValueError, match=r"--quantization int8: the checkpoint is quantised already \(gptq\)"):
+        weight_bits("int8", model.quantization)

@@ -1,8 +1,5 @@
 """Two and four processes over gloo give transformers' logits, and rows of a vision tower that is whole on each rank."""
 
-import os
-import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
@@ -15,6 +12,7 @@ from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.towers.spread_tower import SpreadTower, share_out
 from mini_engine.model.weights import load_model
 from tests.model.conftest import make_prompts
+from tests.model.rank_program import run_ranks
 from tests.model.test_logits import BFLOAT16_BOUND
 from tests.support.families import FAMILIES, PATCH_DIM
 
@@ -49,12 +47,7 @@ def ranks(checkpoints, tmp_path_factory, request) -> Ranks:
         "towers": {family: checkpoints[family].path for family in FAMILIES},
         "calls": calls,
     }
-    torch.save(job, directory / "job.pt")
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.model.rank_program", str(size), str(directory)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert not done.returncode, done.stderr
-    results, towers = zip(*(torch.load(directory / f"rank{rank}.pt") for rank in range(size)), strict=True)
+    results, towers = zip(*run_ranks(size, directory, job), strict=True)
     return Ranks(list(results), list(towers), calls)
 
 

@@ -21,6 +21,7 @@ from mini_engine.launch.cli import parse
 from mini_engine.messages import MediaCachePlan, NewSequence
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.parallel import Placement, TensorParallel
+from mini_engine.model.quantization import Quantization
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.worker import cache_sizes as memory
 from mini_engine.worker import worker
@@ -46,7 +47,8 @@ def start(flags: list[str], rank: int) -> tuple[ModelRunner, ModelConfig, memory
     gather = lambda _, tensor: check(tensor)  # noqa: E731
     others: Any = SimpleNamespace(all_reduce=check, broadcast=check, all_gather=gather, gather=gather)
     tp = TensorParallel(rank, size, others)
-    at = Placement(tp, torch.bfloat16, DEVICE, config.mm_encoder_tp_mode == "data")
+    held = Quantization.choose(config.quantization, config.quantize_head, None, None)
+    at = Placement(tp, torch.bfloat16, DEVICE, config.mm_encoder_tp_mode == "data", held)
     model = VisionLanguageModel(ModelConfig.from_dir(config.model), at).eval()
 
     def received(patches: Tensor) -> Tensor:  # as `PinnedMemory.to_device`
@@ -94,6 +96,7 @@ DATA = ["--mm-encoder-tp-mode", "data"]
 TWO_LAYERS = [
     ("Qwen2-VL-2B-Instruct", 2, 1, []), ("Qwen2.5-VL-7B-Instruct", 4, 0, DATA),
     ("Qwen3-VL-4B-Instruct", 1, 0, NO_MEDIA), ("Qwen3.5-4B", 1, 0, []),
+    ("Qwen3-VL-4B-Instruct", 2, 0, ["-q", "int4"]), ("Qwen3.5-4B", 1, 0, ["-q", "int8"]),
 ]  # fmt: skip
 ALL_LAYERS = [(name, size, 0, flags) for name in EVERY for size in (1, 2, 4) for flags in ([], DATA)[:size]]
 
