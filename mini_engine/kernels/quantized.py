@@ -34,12 +34,13 @@ class Codes(NamedTuple):
     scales: Tensor
     zeros: Tensor | None = None
 
-    def dequantize(self) -> Tensor:
-        """`[n, k]`, float32."""
-        grouped = self.codes.float().unflatten(1, (self.scales.shape[1], -1))
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`[n, k]`, computed in float32. On CUDA the result is the only copy: its operators convert in registers."""
+        grouped, scales = self.codes.unflatten(1, (self.scales.shape[1], -1)), self.scales.float().unsqueeze(2)
+        values = torch.empty(grouped.shape, dtype=dtype, device=grouped.device)
         if self.zeros is None:
-            return (grouped * self.scales.float().unsqueeze(2)).flatten(1)
-        return ((grouped - 8) * self.scales.float().unsqueeze(2) + self.zeros.float().unsqueeze(2)).flatten(1)
+            return torch.mul(grouped, scales, out=values).flatten(1)
+        return torch.addcmul(self.zeros.float().unsqueeze(2) - 8 * scales, grouped, scales, out=values).flatten(1)
 
 
 class QuantizedMatrix(nn.Module):
@@ -73,7 +74,7 @@ class QuantizedMatrix(nn.Module):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """All of it as a dense matrix. Only before `pack`."""
-        return self.codes_of(slice(0, self.shape[0])).dequantize().to(dtype)
+        return self.codes_of(slice(0, self.shape[0])).dequantize(dtype)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x W^T + b`: `[..., inputs]`, `[outputs]` -> `[..., outputs]`."""

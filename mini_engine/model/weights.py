@@ -176,7 +176,7 @@ def _fill_from_codes(piece: WeightSlice, matrix: StoredMatrix) -> None:
         if isinstance(target, MatrixPart):
             target[part_rows].fill(part_columns, values)
         else:
-            target[part_rows, part_columns] = values if isinstance(values, Tensor) else values.dequantize().to(target)
+            target[part_rows, part_columns] = values if isinstance(values, Tensor) else values.dequantize(target.dtype)
 
 
 def _is_same(piece: WeightSlice, stored: Stored | StoredMatrix) -> bool:

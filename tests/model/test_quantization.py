@@ -146,7 +146,7 @@ def assert_close(ours: Tensor, theirs: Tensor, bound: float) -> None:
 @FAMILIES
 @pytest.mark.parametrize("form", CONFIGS)
 @torch.inference_mode()
-def test_a_published_layout_gives_the_logits_of_its_weights(form, source, tmp_path, prompts, monkeypatch):
+def test_a_published_layout_gives_the_logits_of_its_weights(form, source, tmp_path, prompts):
     """Float32: 4 bits are exact. In 8 bits each product rounds x to 1/127 of its largest number, a deviation of 0.29
     of that step, 0.007 of numbers whose largest is three times their deviation; FP8's weights are rounded likewise.
     Three layers of four products each add up to 0.035, twice rounded to 0.05."""
