@@ -21,7 +21,7 @@ from mini_engine.core.step_builder import ChunkWork, Plan
 from mini_engine.core.step_times import StepTimes
 from mini_engine.messages import Chunk, EncodeItem, EngineLimits, MediaItem, NewSequence, StateStart
 
-MOST_UNFINISHED = 4  # temporal grids whose hidden states the ranks keep; further ones are encoded at once
+MOST_UNFINISHED = 4  # temporal grids whose hidden states the ranks keep
 LEAST_CHUNK = 16  # tokens of a prompt, whatever they cost: fewer take a step for hardly less than these
 
 
@@ -275,15 +275,21 @@ class Scheduler:
 
     def _encode(self, request: Request, item: MediaItem, entry: EncoderEntry, plan: Plan) -> None:
         """As many of the item's temporal grids as the step has room and time for, after those that other steps encode;
-        or blocks of the tower on one of them, if the whole takes too long or is begun."""
+        or blocks of the tower on one of them, if the whole takes too long or is begun.
+
+        With too many begun, it waits as long as there are decodes: any of those that are begun may wait for what this
+        request holds, but decodes end, and then it is encoded at once."""
         total = item.grid_thw[0]
         grid_tokens = item.num_tokens // total
         grids_in_time = plan.seconds_left / (grid_tokens * self.times.media)
-        if entry.num_blocks or (
-            grids_in_time < 1 and not plan.has_prompts and self.encoder.num_unfinished < MOST_UNFINISHED
-        ):
-            least = 0 if plan.has_prompts else 1
-            end = entry.num_blocks + max(least, int(min(1.0, grids_in_time) * self.tower_depth))
+        begins = not entry.num_blocks and grids_in_time < 1 and not plan.has_prompts
+        is_allowed = self.encoder.num_unfinished < MOST_UNFINISHED
+        if begins and not is_allowed and plan.chunks:
+            return
+        if entry.num_blocks or (begins and is_allowed):
+            # The first of a step has a block whatever it takes, and all blocks whatever the budget of media tokens.
+            least, in_budget = (0, plan.encoder_left / grid_tokens) if plan.has_prompts else (1, 1.0)
+            end = entry.num_blocks + max(least, int(min(in_budget, grids_in_time, 1.0) * self.tower_depth))
             if end < self.tower_depth:
                 if end > entry.num_blocks:
                     self._add_slice(request, item, plan, 1, end)

@@ -11,7 +11,7 @@ NUM_SAMPLES = 15  # recent steps that count for each estimate
 ALONE = 4  # times as long as beside decodes a step may take without them
 QUICK_DECODES = 6  # the prompts of a quick step cost at most so many decode steps
 
-Sample = tuple[float, int, float]
+Sample = tuple[float, int, float]  # seconds, tokens of prompts, media tokens
 
 
 class StepTimes:
@@ -28,8 +28,9 @@ class StepTimes:
         self.limit = limit
         self.clock = time.monotonic
         self.decode, self.token, self.media = 0.128 / QUICK_DECODES, 0.001, 0.002
-        # Seconds, tokens of prompts, media tokens; by what the step is a sample of.
-        self._decodes, self._prefills, self._encodes = (deque[Sample](maxlen=NUM_SAMPLES) for _ in range(3))
+        # By what the step is a sample of.
+        self._decodes = deque[float](maxlen=NUM_SAMPLES)
+        self._prefills, self._encodes = (deque[Sample](maxlen=NUM_SAMPLES) for _ in range(2))
 
     @property
     def quick(self) -> float:
@@ -46,18 +47,22 @@ class StepTimes:
 
     def record(self, seconds: float, num_prefill: int, num_encoded: float) -> None:
         """A step with so many tokens of prompts, and so many media tokens, took `seconds`."""
-        samples = self._encodes if num_encoded else self._prefills if num_prefill else self._decodes
-        samples.append((seconds, num_prefill, num_encoded))
-        if self._decodes:
-            self.decode = statistics.median(seconds for seconds, _, _ in self._decodes)
+        if not (num_prefill or num_encoded):  # most steps: the others' estimates are left as they are
+            self._decodes.append(seconds)
+            self.decode = statistics.median(self._decodes)
+            return
+        (self._encodes if num_encoded else self._prefills).append((seconds, num_prefill, num_encoded))
         if self._prefills:
             self.token = self._rate((seconds, count) for seconds, count, _ in self._prefills)
         if self._encodes:
             self.media = self._rate((seconds - length * self.token, count) for seconds, length, count in self._encodes)
 
     def _rate(self, samples: Iterable[tuple[float, float]]) -> float:
-        """Seconds for each of some tokens, beside a decode step: the median, weighted by their number."""
-        rates = sorted(((seconds - self.decode) / count, count) for seconds, count in samples)
+        """Seconds for each of some tokens, beside a decode step: the median, weighted by their number. Few tokens may
+        take no time beside reading the weights, so tokens count as half a decode step at least: otherwise short prompts
+        would make a long one appear to cost nothing."""
+        least = self.decode / 2
+        rates = sorted((max(seconds - self.decode, least) / count, count) for seconds, count in samples)
         half = sum(count for _, count in rates) / 2
         before = itertools.accumulate(count for _, count in rates)
         median = next(rate for (rate, _), total in zip(rates, before, strict=True) if total >= half)

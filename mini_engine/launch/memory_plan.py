@@ -26,12 +26,12 @@ def settle_memory(
         states = config.step_sequences("cpu", recurrent=True) * text.linear.state_bytes
     stored = media.nbytes * engines * (ranks if media.kind == "lru" else 1)
     embeddings = config.encoder_tokens(longest) * model.vision.row_size * itemsize * ranks
-    left = free - weights - stored - engines * (embeddings + states)
+    left = free - stored - engines * (weights + embeddings + states)
     needed = 2 * layers * max(1, text.num_kv_heads // ranks) * text.head_dim * itemsize * blocks * config.block_size
     if text.linear is not None:
         needed += needed // 3  # a quarter of the cache is for snapshots
     size = max(config.cpu_cache_bytes, min(needed, left * 2 // 3 // (engines * ranks)))
-    parts = ((weights, "weights"), (stored, "media cache"), (engines * embeddings, "embeddings"))
+    parts = ((engines * weights, "weights"), (stored, "media cache"), (engines * embeddings, "embeddings"))
     line = (
         f"memory: {free / 2**30:.1f} GiB are free; {', '.join(f'{name} {n / 2**30:.1f}' for n, name in parts)}; "
         f"KV cache of each worker {size / 2**30:.2f} GiB: a request of {longest} tokens needs {needed / 2**30:.2f}, "

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 DTYPES = FLOATS | {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn}
 # An error that lists thousands of names hides its own message.
 MAX_LISTED = 8
+MAX_HEADER_BYTES = 100_000_000  # by the format
 PROGRESS_SECONDS = 3.0  # between two lines of progress
 
 
@@ -124,19 +126,28 @@ def _header(file: Path) -> list[Stored]:
         with file.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size
             start = 8 + int.from_bytes(opened.read(8), "little")
-            if start > size:
-                raise ValueError(f"it has {size} bytes")
+            if start > min(size, MAX_HEADER_BYTES):
+                raise ValueError(f"it has {size} bytes, its header {start}")
             header: dict[str, dict[str, Any]] = json.loads(opened.read(start - 8))
         header.pop("__metadata__", None)
-        ends = [start + entry["data_offsets"][1] for entry in header.values()]
-        if max(ends, default=start) != size:
-            raise ValueError(f"it has {size} bytes, its tensors end at {max(ends, default=start)}")
-        return [
-            Stored(file, name, tuple(entry["shape"]), entry["dtype"], start + entry["data_offsets"][0])
-            for name, entry in header.items()
-        ]
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        end, tensors = start, []
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            tensors.append(Stored(file, name, tuple(entry["shape"]), entry["dtype"], end))
+            num_bits = math.prod(tensors[-1].shape) * _bits(entry["dtype"])
+            if entry["data_offsets"] != [end - start, end - start + num_bits // 8]:
+                raise ValueError(f"the bytes of {name} do not fit its shape, or do not follow those before them")
+            end += num_bits // 8
+        if end != size:
+            raise ValueError(f"it has {size} bytes, its tensors end at {end}")
+        return tensors
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} is truncated or not a safetensors file ({error}); download it again") from None
+
+
+def _bits(dtype: str) -> int:
+    """Bits of a value, by the dtype's name, such as "BF16", "F8_E4M3" or "BOOL"."""
+    found = re.search(r"\d+", dtype)
+    return int(found[0]) if found else 8
 
 
 def read_tensor(stored: Stored, rows: slice | None = None, into: Tensor | None = None) -> Tensor:

@@ -51,6 +51,16 @@ def test_a_decode_beside_long_prompts_gets_a_token_within_the_limit(async_schedu
     world.assert_at_rest()
 
 
+def test_a_grid_goes_on_beside_other_media_within_the_budget_of_media_tokens():
+    world = slow_world(async_scheduling=False, max_num_encoder_input_tokens=60)
+    world.run_request("second", 400, 4, first_token=40)  # without media, so a token's seconds are known
+    world.request("large", 300, media=[item(message(1), 20, 120)], first_token=30, client=b"a")
+    world.request("small", 44, media=[item(message(2), 2, 40)], first_token=31, client=b"b")
+    world.turn()
+    assert [encode.end for encode in world.links.steps[0].encode] == [3]  # the small one is first in the next step
+    world.finish("large", "small")  # the ranks check the budget
+
+
 def test_without_decodes_a_step_takes_four_times_the_limit():
     world = slow_world()
     world.run_request("second", 400, 4, first_token=40)  # without media, so a token's seconds are known
@@ -109,3 +119,27 @@ def test_estimates_are_medians_beside_the_decode_step():
     times.record(2 + 1.1, 100, 100)
     assert (times.token, times.media) == pytest.approx((0.01, 0.02))
     assert times.for_prompts(beside_decodes=True) == LIMIT
+
+
+def test_short_prompts_that_cost_nothing_do_not_make_a_long_one_cheap():
+    times = StepTimes(LIMIT)
+    for _ in range(15):
+        times.record(0.25, 0, 0)
+        times.record(0.24, 8, 0)  # their products take no time beside reading the weights
+    assert times.token * 64 >= LIMIT
+    for _ in range(10):
+        length = int(LIMIT / times.token)
+        times.record(max(0.25, 0.01 * length), length, 0)  # as a processor computes them
+    assert 0.4 <= 0.01 * length <= LIMIT + 0.25
+
+
+@pytest.mark.parametrize("num_clients", [4, 8])
+def test_a_decode_waits_for_no_whole_grid_however_many_clients_send_videos(num_clients):
+    world = slow_world(max_seqs=20)
+    for number in range(num_clients):
+        media = [item(message(number), 20, 200, grids=4)]  # 1 s for each grid
+        world.request(f"video {number}", 300, 2, media, first_token=30 + number, client=b"%d" % number)
+    times = decode_beside(world)
+    assert len(times) > 40 and max(b - a for a, b in itertools.pairwise(times)) <= LIMIT + SLOW[0] + 0.001
+    world.run()
+    world.assert_at_rest()

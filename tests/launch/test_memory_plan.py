@@ -42,13 +42,12 @@ def test_the_kv_cache_holds_a_request_if_there_is_room(model, flags, free, expec
     assert bool(line) == (flags not in ("--kv-cache-memory-bytes 7", "--device cuda"))
 
 
-def test_engines_divide_two_thirds_of_what_is_left():
-    media, sizes = MediaCachePlan("shm", GIB, ""), []
-    for engines in (1, 2):
-        config, line = settle_memory(EngineConfig(data_parallel_size=engines), QWEN3_4B, media, 20 * GIB)
-        assert config.kv_cache_memory_bytes is not None and "--max-model-len allows up to 262144 tokens" in line
-        sizes.append(config.kv_cache_memory_bytes)
-        weights, embeddings = QWEN3_4B.weight_bytes(2), 65536 * QWEN3_4B.vision.row_size * 2
-        left = 20 * GIB - weights - engines * (GIB + embeddings)
-        assert sizes[-1] == left * 2 // 3 // engines
-    assert 2 * sizes[1] < sizes[0]
+@pytest.mark.parametrize("engines", [1, 2])
+def test_engines_divide_two_thirds_of_what_is_left(engines):
+    """Each has its own weights."""
+    config, free = EngineConfig(data_parallel_size=engines), 20 * GIB * engines
+    config, line = settle_memory(config, QWEN3_4B, MediaCachePlan("shm", GIB, ""), free)
+    weights, embeddings = QWEN3_4B.weight_bytes(2), 65536 * QWEN3_4B.vision.row_size * 2
+    assert config.kv_cache_memory_bytes == (free // engines - weights - GIB - embeddings) * 2 // 3
+    assert f"weights {engines * weights / GIB:.1f}" in line
+    assert "--max-model-len allows up to 262144 tokens" in line

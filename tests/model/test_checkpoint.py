@@ -60,6 +60,36 @@ def test_a_file_that_is_cut_short_is_named(sharded, kept):
     assert "download it again" in refusal(sharded)
 
 
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"data_offsets": [4, 8]},  # another tensor's bytes
+        {"data_offsets": [-4, 0]},
+        {"data_offsets": [1 << 40, (1 << 40) + 4]},
+        {"dtype": "F64"},
+        {"shape": [2]},
+        {"shape": "x"},
+        {"data_offsets": [0.5, 4.5]},
+    ],
+)
+def test_a_header_that_does_not_fit_the_bytes_is_named(lie, tmp_path):
+    header = {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
+    header["b"] = {"dtype": "F16", "shape": [1, 2], "data_offsets": [4, 8]}
+    file = tmp_path / "model.safetensors"
+    for changed in (header, header | {"a": header["a"] | lie}):
+        text = json.dumps(changed).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+        if changed is header:
+            assert [tensor.offset - len(text) - 8 for tensor in find_tensors(tmp_path, str).values()] == [0, 4]
+    assert f"{file} is truncated or not a safetensors file" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000, b"[]", b'{"a": [0, 4]}', b"\xff"])
+def test_a_header_of_another_kind_is_named(text, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    assert "is truncated or not a safetensors file" in refusal(tmp_path)
+
+
 def test_the_index_says_which_of_two_files_holds_a_tensor(sharded, checkpoint):
     index = json.loads((sharded / INDEX_FILE).read_text())["weight_map"]
     name, other = "model.norm.weight", next(file for file in shards(sharded) if file.name != index["model.norm.weight"])
