@@ -198,7 +198,6 @@ def test_quantising_at_load(bits, load_format, source, prompts, monkeypatch):
     monkeypatch.setattr(weights, "RUN_VALUES", 250)
     arguments = (source, TensorParallel(), None, CPU, load_format, False, bits)
     model = load_model(*arguments)
-    assert all(parameter.ndim == 1 or len(parameter) < 1000 for parameter in model.decoder.parameters())
     assert not any(
         parameter.ndim == 2 and "layers" in name and "kernel" not in name
         for name, parameter in model.decoder.named_parameters()
