@@ -16,6 +16,7 @@ from benchmarks.cli import say, table
 from mini_engine.free_memory import usable_cores
 from mini_engine.kernels import onednn, ops, quantized
 from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix, QuantizedMatrix
+from mini_engine.launch.process_setup import keep_freed_memory
 
 ROWS = (1, 4, 8, 12, 16, 32, 48, 64, 128, 512)
 BYTES = 96 << 20  # of the dense matrices of a kind
@@ -66,6 +67,7 @@ def _fastest(matrices: Sequence[Any], x: Tensor) -> float:
 @torch.inference_mode()
 def main() -> None:
     """Measure the largest product of a decoder layer of Qwen3-VL-2B with a thread per core."""
+    keep_freed_memory()  # as a worker does
     torch.set_num_threads(usable_cores())
     sizes = 6144, 2048
     measured = measure(*sizes)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 GROUPS = (128, 64, 32)  # inputs that may share a scale of 4-bit codes
 BLOCK = 64  # outputs that lie together in the kernel's order
-FEW_ROWS = 48  # of x, up to which torch's 4-bit kernel is faster than unpacking
-UNPACKED = 512  # outputs unpacked at a time, which stay in the CPU's caches
+FEW_ROWS = 64  # of x, up to which torch's 4-bit kernel is faster than unpacking
+UNPACKED = 1024  # outputs unpacked at a time, which stay in the CPU's caches
 PACKED_ROWS = 8  # of x, for which oneDNN chooses the order of 8-bit codes; it serves any number of rows
 SMALLEST = 1e-12  # step of rows and groups that are all zero
 
