@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from mini_engine.config import BUNDLED_MODEL, EngineConfig
+from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix
 from mini_engine.launch.host import resolve_model
 from mini_engine.messages import (
     Chunk,
@@ -25,6 +27,7 @@ from mini_engine.messages import (
     TensorHandle,
 )
 from mini_engine.model.parallel import TensorParallel
+from mini_engine.model.quantization import bytes_per_weight
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.worker import worker
 from mini_engine.worker.cache_sizes import CacheSize
@@ -123,7 +126,21 @@ def decode(
 
 def num_weights(module: torch.nn.Module) -> int:
     """Of the module and all that it consists of."""
-    return sum(parameter.numel() for parameter in module.parameters())
+    return sum(parameter.numel() for parameter in module.parameters()) + sum(
+        math.prod(matrix.shape) for matrix in _quantized(module)
+    )
+
+
+def weight_bytes(module: torch.nn.Module, itemsize: int) -> int:
+    """Of the same in memory, where a dense weight has `itemsize` bytes."""
+    dense = itemsize * sum(parameter.numel() for parameter in module.parameters())
+    bits = {Int8Matrix: 8, Int4Matrix: 4}
+    quantized = _quantized(module)
+    return dense + int(sum(math.prod(m.shape) * bytes_per_weight(bits[type(m)], itemsize) for m in quantized))
+
+
+def _quantized(module: torch.nn.Module) -> list[Int8Matrix | Int4Matrix]:
+    return [matrix for matrix in module.modules() if isinstance(matrix, Int8Matrix | Int4Matrix)]
 
 
 def take(steps: Iterator[object], count: int) -> None:

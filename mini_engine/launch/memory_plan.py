@@ -16,10 +16,8 @@ def settle_memory(
     if config.kv_cache_memory_bytes or config.num_gpu_blocks_override or not runs_on_cpu(config):
         return config, ""
     text, engines, ranks = model.text, config.engines, config.tensor_parallel_size
-    weights, itemsize, longest = (
-        *weight_bytes(config, model),
-        config.sequence_tokens("cpu", text.max_position_embeddings),
-    )
+    weights, itemsize = weight_bytes(config, model)
+    longest = config.sequence_tokens("cpu", text.max_position_embeddings)
     blocks, layers, states = -(-longest // config.block_size), text.num_layers, 0
     if text.linear is not None:
         layers -= len(text.linear.layers)
