@@ -52,12 +52,12 @@ def main(argv: Sequence[str]) -> int:
         if args.base_url and flags:
             raise ConfigError(f"{flags[0]}: has no effect with --base-url")
         ids = ids_of(args.input_file)
-        answers = AnswerFile(args.output_file, args.retry_failed)
-        if ids <= answers.done:
-            print(f"{len(ids)} requests, all answered, {answers.failed} failed", file=sys.stderr)
-        else:
-            answer_all(args, flags, answers, ids)
-        return 1 if answers.failed else 0
+        with contextlib.closing(AnswerFile(args.output_file, args.retry_failed)) as answers:
+            if ids <= answers.done:
+                print(f"{len(ids)} requests, all answered, {answers.failed} failed", file=sys.stderr)
+            else:
+                answer_all(args, flags, answers, ids)
+            return 1 if answers.failed else 0
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
         return INTERRUPTED

@@ -4,6 +4,7 @@ A line of the answers is written when its answer arrives, so the order is anothe
 way, leaves whole lines and at most one torn one; the next run goes on from there.
 """
 
+import contextlib
 import fcntl
 import os
 from collections.abc import Iterator
@@ -98,10 +99,23 @@ class AnswerFile:
     def __init__(self, path: Path, retry_failed: bool):
         self.done = set[str]()  # the ids of the answers that it has
         self.failed = 0  # of these, such as have another status than 200
+        copy = path.with_name(path.name + ".tmp")
         try:
-            self._file = path.open("a+b", buffering=0)
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._clean(path, retry_failed)
+            with contextlib.ExitStack() as files:
+                # It stays locked: a process that opens it before the copy takes its place must not append to it.
+                old = files.enter_context(path.open("a+b"))
+                fcntl.flock(old, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                old.seek(0)
+                self._file = files.enter_context(copy.open("wb"))
+                files.callback(copy.unlink, missing_ok=True)
+                for number, line in enumerate(old, 1):
+                    if line.endswith(b"\n"):
+                        self._keep(line, f"{path}, line {number}", retry_failed)
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                fcntl.flock(self._file, fcntl.LOCK_EX)
+                os.replace(copy, path)
+                self.close = files.pop_all().close
         except BlockingIOError:
             raise ConfigError(f"{path}: another process appends to it") from None
         except OSError as error:
@@ -110,29 +124,15 @@ class AnswerFile:
     def append(self, answer: BatchAnswer) -> None:
         """Write a line. Raises OSError."""
         self.failed += answer.status != 200
-        line = msgspec.json.encode(answer) + b"\n"
-        while line:
-            line = line[self._file.write(line) :]
+        self._file.write(msgspec.json.encode(answer) + b"\n")
+        self._file.flush()
 
-    def _clean(self, path: Path, retry_failed: bool) -> None:
-        """Read the answers, and replace the file by one of those that are kept."""
-        copy_path = path.with_name(path.name + ".tmp")
-        copy = copy_path.open("w+b")
-        for number, line in enumerate(path.open("rb"), 1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                answer = msgspec.json.decode(line, type=BatchAnswer)
-            except msgspec.DecodeError:
-                copy_path.unlink()
-                raise ConfigError(f"{path}, line {number}: no answer of a batch; choose another file") from None
-            if answer.status == 200 or not (retry_failed or answer.status in AGAIN):
-                self.done.add(answer.custom_id)
-                self.failed += answer.status != 200
-                copy.write(line)
-        copy.flush()
-        os.fsync(copy.fileno())
-        fcntl.flock(copy, fcntl.LOCK_EX)
-        os.replace(copy_path, path)
-        # The old one stays locked: a process that has opened it meanwhile must not append to it.
-        self._replaced, self._file = self._file, path.open("ab", buffering=0)
+    def _keep(self, line: bytes, place: str, retry_failed: bool) -> None:
+        try:
+            answer = msgspec.json.decode(line, type=BatchAnswer)
+        except msgspec.DecodeError:
+            raise ConfigError(f"{place}: no answer of a batch; choose another file") from None
+        if answer.status == 200 or not (retry_failed or answer.status in AGAIN):
+            self.done.add(answer.custom_id)
+            self.failed += answer.status != 200
+            self._file.write(line)

@@ -87,6 +87,9 @@ class ServerHandle:
         self._pid = os.getpid()
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
+        self._running = set[asyncio.Task[Any]]()
+        self._lock = threading.Lock()
+        self._ended = False  # changed with the lock
         self._ready = concurrent.futures.Future[None]()
         self._failure: Exception = ServerError("closed")
         serving = self._serve() if root else self._serve_own(flags)
@@ -102,10 +105,11 @@ class ServerHandle:
 
     def run(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Run a coroutine that may call `post`. Raises ServerError: the server has ended."""
-        if not self._thread.is_alive():
-            work.close()
-            raise self._failure
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._lock:
+            if not self._ended:
+                return asyncio.run_coroutine_threadsafe(self._run_work(work), self._loop)
+        work.close()
+        raise self._failure
 
     def as_finished(self, works: Iterable[Coroutine[Any, Any, T]], limit: int) -> Iterator[T]:
         """Run coroutines, `limit` at once; yields the results as they come. `works` is iterated in the caller's thread,
@@ -133,17 +137,12 @@ class ServerHandle:
     async def post(self, path: str, body: bytes) -> Reply:
         """Send a request, again if the server is busy or the connection ended. Raises ServerError."""
         repeat = 0
-        try:
-            while True:
-                reply = await self._send(path, body)
-                if repeat >= REPEATS.get(reply.status, 0):
-                    return reply
-                await asyncio.sleep(min(2.0**repeat, LONGEST_PAUSE_SECONDS))
-                repeat += 1
-        except (asyncio.CancelledError, RuntimeError):
-            if self._session.closed:
-                raise self._failure from None
-            raise
+        while True:
+            reply = await self._send(path, body)
+            if repeat >= REPEATS.get(reply.status, 0):
+                return reply
+            await asyncio.sleep(min(2.0**repeat, LONGEST_PAUSE_SECONDS))
+            repeat += 1
 
     def close(self) -> None:
         """End the requests, and the program's own server with all its processes. May be called again."""
@@ -151,6 +150,20 @@ class ServerHandle:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join()
+
+    async def _run_work(self, work: Coroutine[Any, Any, T]) -> T:
+        """Cancelled when the server has ended, it raises why."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self._ended:
+                raise self._failure from None
+            raise
+        finally:
+            self._running.remove(task)
 
     async def _send(self, path: str, body: bytes) -> Reply:
         try:
@@ -176,7 +189,15 @@ class ServerHandle:
             if isinstance(connector, aiohttp.UnixConnector):
                 await self._wait_until_serving()
             self._ready.set_result(None)
-            await self._closing.wait()
+            try:
+                await self._closing.wait()
+            finally:
+                with self._lock:
+                    self._ended = True
+                await asyncio.sleep(0)  # what other threads have just run becomes tasks
+                for task in self._running:
+                    task.cancel()
+                await asyncio.gather(*self._running, return_exceptions=True)
 
     async def _serve_own(self, flags: Sequence[str]) -> None:
         with runtime_directory() as directory:
