@@ -74,7 +74,7 @@ def on_cores(config: EngineConfig, model: ModelConfig, given: int, cores: int, m
     that are free."""
     weights, itemsize = weight_bytes(config, model)
     weight = bytes_per_weight(_quantization(config, model).bits, itemsize)
-    ranks, layer_bytes = config.tensor_parallel_size, model.text.layer_parameters * weight
+    ranks, layer_bytes = config.tensor_parallel_size, model.text.token_parameters * weight
     useful = max(1, round(layer_bytes / ranks / THREAD_BYTES))
     fitting = memory // 2 // (ENGINE_BYTES + weights)
     auto = max(1, min(cores // (ranks * max(given, useful)), fitting, MAX_ENGINES))

@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,16 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of a checkpoint. `dtype` is safetensors' name, such as "BF16"; `offset`, in bytes, is in the file."""
+    """One tensor of a checkpoint. `dtype` is safetensors' name, such as "BF16"; `offset`, in bytes, is in the file.
+    `columns`: which columns of a matrix at `offset` are the rows of this tensor, and how many that matrix has; None: it
+    is the tensor that is there."""
 
     file: Path
     name: str
     shape: tuple[int, ...]
     dtype: str
     offset: int
+    columns: tuple[slice, int] | None = None
 
 
 class Progress:
@@ -156,6 +159,11 @@ def read_tensor(stored: Stored, rows: slice | None = None, into: Tensor | None =
     does, and the kernel reads ahead less. Raises CheckpointError: the file has become shorter."""
     shape, dtype = stored.shape or (1,), DTYPES[stored.dtype]
     rows = rows or slice(0, shape[0])
+    if stored.columns is not None:
+        columns, width = stored.columns
+        whole = read_tensor(replace(stored, shape=(shape[1], width), columns=None))
+        part = whole[:, columns][:, rows].T
+        return part if into is None else into.copy_(part)
     tensor = torch.empty(rows.stop - rows.start, *shape[1:], dtype=dtype) if into is None else into
     offset = stored.offset + rows.start * math.prod(shape[1:]) * dtype.itemsize
     target = tensor.view(-1).view(torch.uint8).numpy().data

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mini_engine.model.model_spec import ModelSpec, find_spec
+from mini_engine.model.model_spec import ExpertLayout, ModelSpec, find_spec
 from mini_engine.model.quantization import DENSE_BITS, StoredQuantization, bytes_per_weight
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -33,11 +33,22 @@ class LinearConfig:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """Of each layer's mixture of experts: how many there are, how many a token gets, and the inner size of the one that
+    all tokens get; 0: there is none."""
+
+    count: int
+    top_k: int
+    shared_size: int
+
+
+@dataclass(frozen=True)
 class TextConfig:
     """Dimensions of the decoder. `mrope_section` counts the rotary frequencies of (time, height, width); they lie one
     section after the other, or interleaved. `qkv_bias`: the projections to queries, keys and values have one;
     `qk_norm`: each head's queries and keys are normed; `attention_gate`: each head's output has a gate; `norm_offset`:
-    the weights of norms are stored minus 1; `linear`: None if all layers have attention."""
+    the weights of norms are stored minus 1; `linear`: None if all layers have attention; `experts`: None if MLPs are
+    dense, otherwise `intermediate_size` is that of an expert."""
 
     vocab_size: int
     hidden_size: int
@@ -56,6 +67,7 @@ class TextConfig:
     attention_gate: bool
     norm_offset: bool
     linear: LinearConfig | None
+    experts: ExpertsConfig | None
 
     @property
     def rotary_dim(self) -> int:
@@ -65,8 +77,17 @@ class TextConfig:
     @property
     def layer_parameters(self) -> int:
         """Those of the products of one decoder layer with attention; others have about as many."""
+        return self._parameters(self.experts.count if self.experts else 1)
+
+    @property
+    def token_parameters(self) -> int:
+        """Those of them that one token is multiplied with."""
+        return self._parameters(self.experts.top_k if self.experts else 1)
+
+    def _parameters(self, experts: int) -> int:
         heads = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim  # queries and outputs, keys and values
-        return self.hidden_size * (heads + 3 * self.intermediate_size)
+        inner = experts * self.intermediate_size + (self.experts.shared_size if self.experts else 0)
+        return self.hidden_size * (heads + 3 * inner)
 
 
 @dataclass(frozen=True)
@@ -189,7 +210,7 @@ def _text_config(raw: dict[str, Any], spec: ModelSpec) -> TextConfig:
     return TextConfig(
         vocab_size=raw["vocab_size"],
         hidden_size=hidden_size,
-        intermediate_size=raw["intermediate_size"],
+        intermediate_size=raw["moe_intermediate_size" if spec.experts else "intermediate_size"],
         num_layers=raw["num_hidden_layers"],
         num_heads=num_heads,
         num_kv_heads=raw.get("num_key_value_heads") or num_heads,
@@ -205,6 +226,19 @@ def _text_config(raw: dict[str, Any], spec: ModelSpec) -> TextConfig:
         attention_gate=spec.attention_gate,
         norm_offset=spec.norm_offset,
         linear=_linear_config(raw) if spec.delta_net else None,
+        experts=_experts_config(raw, spec.experts) if spec.experts else None,
+    )
+
+
+def _experts_config(raw: dict[str, Any], layout: ExpertLayout) -> ExpertsConfig:
+    for name, supported in (("norm_topk_prob", True), ("mlp_only_layers", []), ("decoder_sparse_step", 1)):
+        if raw.get(name, supported) not in (supported, None):
+            raise ValueError(f"{name} {raw[name]} is not supported; supported: {supported}")
+    # transformers writes the second name for some families.
+    return ExpertsConfig(
+        count=raw.get("num_experts") or raw["num_local_experts"],
+        top_k=raw["num_experts_per_tok"],
+        shared_size=raw["shared_expert_intermediate_size"] if layout.shared else 0,
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mini_engine.kernels import onednn, ops
 from mini_engine.kernels.quantized import GROUPS, Int4Matrix, Int8Matrix, MatrixPart, QuantizedMatrix, StackedMatrix
 from mini_engine.model.checkpoint import CheckpointError
-from mini_engine.model.parallel import Placement
+from mini_engine.model.parallel import Placement, TensorParallel
 
 Matrix = nn.Parameter | QuantizedMatrix | StackedMatrix
 
@@ -203,13 +203,16 @@ class RowParallel(Layer):
         inputs: length of x's last axis over all ranks.
         part: the part of it that this rank's x holds.
         padded: length of this rank's x, if that is more; the rest of it counts for nothing.
+        is_summed: whether y is; otherwise it is this rank's term of the sum, without a bias.
     """
 
     def __init__(
-        self, source: str, inputs: int, part: slice, outputs: int, bias: bool, at: Placement, padded: int = 0
-    ) -> None:
+        self, source: str, inputs: int, part: slice, outputs: int, bias: bool, at: Placement, padded: int = 0,
+        is_summed: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.source, self.inputs, self.part, self.tp = source, inputs, part, at.tp
+        self.source, self.inputs, self.part = source, inputs, part
+        self.tp = at.tp if is_summed else TensorParallel()
         self.held = part.stop - part.start
         self.outputs = outputs
         self.weight = make_matrix([(source, outputs)], inputs, part, max(self.held, padded), at)
@@ -237,15 +240,16 @@ class GatedMLP(nn.Module):
     """`down(silu(gate x) * up x)` (SwiGLU, Shazeer 2020), gate and up merged by column, down split by row.
 
     The rank's inner size is padded, see `Placement.padded`, with zeros, of which silu(0) * 0 makes zeros again.
+    `is_summed` is as of `RowParallel`.
     """
 
-    def __init__(self, source: str, size: int, inner: int, bias: bool, at: Placement) -> None:
+    def __init__(self, source: str, size: int, inner: int, bias: bool, at: Placement, is_summed: bool = True) -> None:
         super().__init__()
         part = at.tp.part(inner)
         padded = at.padded(part.stop - part.start)
         rows = [Rows(f"{source}.{name}", inner, part, padded=padded) for name in ("gate_proj", "up_proj")]
         self.gate_up = ColumnParallel(size, rows, bias, at)
-        self.down = RowParallel(f"{source}.down_proj", inner, part, size, bias, at, padded)
+        self.down = RowParallel(f"{source}.down_proj", inner, part, size, bias, at, padded, is_summed)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(ops.silu_mul(self.gate_up(x)))

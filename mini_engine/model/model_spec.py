@@ -37,6 +37,18 @@ class MediaDefaults:
 
 
 @dataclass(frozen=True)
+class ExpertLayout:
+    """What a family's mixtures of experts have beside a router and its experts.
+
+    shared: whether one more expert, with a gate, gets all tokens.
+    transposed: whether published files with all experts of a layer in one tensor have `[inputs, outputs]` of each.
+    """
+
+    shared: bool
+    transposed: bool
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """One supported architecture.
 
@@ -49,6 +61,7 @@ class ModelSpec:
         grids, or seconds if there is `VisionConfig.tokens_per_second`.
     text_may_tie: whether `tie_word_embeddings` counts inside of `text_config` too, as transformers has it.
     delta_net: whether some layers of the decoder, by `layer_types`, have a gated delta net in place of attention.
+    experts: of the mixtures of experts in place of the decoder's MLPs; None: there are none.
     """
 
     architecture: str
@@ -64,6 +77,7 @@ class ModelSpec:
     attention_gate: bool = False
     norm_offset: bool = False
     delta_net: bool = False
+    experts: ExpertLayout | None = None
 
     def load_tower(self) -> Any:
         """The class of its vision tower; imports torch."""
@@ -131,6 +145,14 @@ _QWEN3 = ModelSpec(
     mrope_interleaved=True,
     text_may_tie=False,
 )
+_QWEN3_5 = replace(
+    _QWEN3,
+    architecture="Qwen3_5ForConditionalGeneration",
+    read_vision=_qwen3_5_vision,
+    attention_gate=True,
+    norm_offset=True,
+    delta_net=True,
+)
 _FAMILIES = (
     _QWEN2,
     replace(
@@ -142,12 +164,11 @@ _FAMILIES = (
     ),
     _QWEN3,
     replace(
-        _QWEN3,
-        architecture="Qwen3_5ForConditionalGeneration",
-        read_vision=_qwen3_5_vision,
-        attention_gate=True,
-        norm_offset=True,
-        delta_net=True,
+        _QWEN3, architecture="Qwen3VLMoeForConditionalGeneration", experts=ExpertLayout(shared=False, transposed=True)
+    ),
+    _QWEN3_5,
+    replace(
+        _QWEN3_5, architecture="Qwen3_5MoeForConditionalGeneration", experts=ExpertLayout(shared=True, transposed=False)
     ),
 )
 SPECS = {spec.architecture: spec for spec in _FAMILIES}

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from mini_engine.kernels.quantized import Codes
 from mini_engine.model.checkpoint import FLOATS, CheckpointError, Stored, find_tensors, read_tensor, shorten
+from mini_engine.model.expert_files import ExpertFiles
 from mini_engine.model.quantization import SUPPORTED, MatrixKind, StoredQuantization
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where the 4 bits of each of eight outputs are (AutoAWQ's `pack_intweight`)
@@ -178,11 +179,14 @@ class StoredMatrix:
 
 
 def find_weights(
-    directory: Path, rename: Callable[[str], str], config: StoredQuantization | None
+    directory: Path, rename: Callable[[str], str], config: StoredQuantization | None, experts: ExpertFiles | None = None
 ) -> dict[str, Stored | StoredMatrix]:
-    """A checkpoint's tensors as `find_tensors` returns them, but those of a quantised matrix, its bias apart, as one
-    with the name of its weight. Raises CheckpointError as well for matrices whose tensors do not fit each other."""
+    """A checkpoint's tensors as `find_tensors` returns them, but those of all experts one by one, and those of a
+    quantised matrix, its bias apart, as one with the name of its weight. Raises CheckpointError as well for matrices
+    whose tensors do not fit each other."""
     tensors = find_tensors(directory, rename)
+    if experts is not None:
+        tensors = experts.split(tensors)
     if config is None:  # what is not dense is refused later
         return {**tensors}
     members: dict[str, dict[str, Stored]] = {}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mini_engine.kernels import ops
 from mini_engine.model.config import LinearConfig, TextConfig
 from mini_engine.model.delta_rule import StateShape, Weights
+from mini_engine.model.experts import MixtureOfExperts
 from mini_engine.model.layers import ColumnParallel, GatedMLP, Layer, RMSNorm, RowParallel, Rows, WeightSlice
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.rope import MRope, Rotation
@@ -143,7 +144,11 @@ class DecoderLayer(nn.Module):
         else:
             self.attention = Attention(f"{source}.self_attn", layer - before, config, at)
         self.norm2 = RMSNorm(f"{source}.post_attention_layernorm", size, eps, at, offset)
-        self.mlp = GatedMLP(f"{source}.mlp", size, config.intermediate_size, bias=False, at=at)
+        self.mlp: nn.Module
+        if config.experts:
+            self.mlp = MixtureOfExperts(f"{source}.mlp", size, config.intermediate_size, config.experts, at)
+        else:
+            self.mlp = GatedMLP(f"{source}.mlp", size, config.intermediate_size, bias=False, at=at)
 
     def forward(self, x: Tensor, residual: Tensor | None, turn: Rotation, attend: Attend) -> tuple[Tensor, Tensor]:
         """The layer's input is the sum of x and residual, its output that of the two results; x becomes the input."""

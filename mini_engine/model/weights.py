@@ -17,8 +17,9 @@ from mini_engine.free_memory import available_memory
 from mini_engine.kernels.quantized import MatrixPart
 from mini_engine.model.checkpoint import FLOATS, CheckpointError, Progress, Stored, read_tensor, shorten
 from mini_engine.model.config import ModelConfig
+from mini_engine.model.expert_files import ExpertFiles
 from mini_engine.model.layers import WeightSlice, pack_weights, pieces_of
-from mini_engine.model.model_spec import canonical_name
+from mini_engine.model.model_spec import canonical_name, find_spec
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.quantization import SUPPORTED, Quantization, StoredQuantization
 from mini_engine.model.quantized_files import StoredMatrix, find_weights, is_empty_bias
@@ -59,9 +60,10 @@ def load_model(
         ValueError: unsupported architecture or setting, heads that do not divide.
     """
     config = ModelConfig.from_dir(path)
-    stored = None
+    layout, stored = find_spec([config.architecture]).experts, None
+    experts = ExpertFiles(config.text.hidden_size, layout.transposed) if layout else None
     if load_format != "dummy":
-        weights = find_weights(Path(path), canonical_name, config.quantization).values()
+        weights = find_weights(Path(path), canonical_name, config.quantization, experts).values()
         stored = {weight.name: weight.kind for weight in weights if isinstance(weight, StoredMatrix)}
     held = Quantization.choose(quantization, quantize_head, config.quantization, stored)
     dtype = dtype or getattr(torch, config.dtype)
@@ -71,7 +73,7 @@ def load_model(
     if load_format == "dummy":
         fill_randomly(model)
     else:
-        load_weights(model, path, canonical_name, config.quantization)
+        load_weights(model, path, canonical_name, config.quantization, experts)
     pack_weights(model)
     return model.eval()
 
@@ -81,12 +83,13 @@ def load_weights(
     path: str | Path,
     canonical_name: Callable[[str], str],
     quantization: StoredQuantization | None = None,
+    experts: ExpertFiles | None = None,
 ) -> None:
     """Fill all parameters from a directory. `canonical_name` turns a checkpoint's name of a weight into that of the
-    layers; `quantization` is that of the files. All names and shapes are checked before anything is read. Raises
-    CheckpointError naming what is missing, unexpected or wrong, and if a matrix that serves twice is stored twice with
-    different values."""
-    tensors = find_weights(Path(path), canonical_name, quantization)
+    layers; `quantization` and `experts` are those of the files. All names and shapes are checked before anything is
+    read. Raises CheckpointError naming what is missing, unexpected or wrong, and if a matrix that serves twice is
+    stored twice with different values."""
+    tensors = find_weights(Path(path), canonical_name, quantization, experts)
     pieces = list(pieces_of(model))
     _check(pieces, tensors, path)
     progress = Progress("weights read", sum(piece.target.nbytes for piece in pieces))

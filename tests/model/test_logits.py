@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from mini_engine.model.config import ModelConfig
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
@@ -19,6 +21,12 @@ BOUNDS = {torch.bfloat16: BFLOAT16_BOUND, torch.float16: BFLOAT16_BOUND / 8}  # 
 
 def load(path: Path, dtype: torch.dtype | None = None) -> VisionLanguageModel:
     return load_model(path, TensorParallel(), dtype, CPU)
+
+
+def narrow_error(ours: Tensor, exact: Tensor, config: ModelConfig) -> Tensor:
+    """The largest of a token; of the median token where rounding lets some choose other experts."""
+    errors = (ours.float() - exact).abs().amax(1)
+    return errors.median() if config.text.experts else errors.max()
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +84,7 @@ def test_narrow_dtypes_stay_near(dtype, checkpoint, oracle, prompts):
     assert model.decoder.rope.inv_freq.dtype == model.visual.inv_freq.dtype == torch.float32
     for name, prompt in prompts.items():
         exact = oracle(checkpoint.oracle, prompt)
-        error = (reference_logits(model, [in_dtype(prompt, dtype)])[0].float() - exact).abs().max()
+        error = narrow_error(reference_logits(model, [in_dtype(prompt, dtype)])[0], exact, checkpoint.config)
         assert error < BOUNDS[dtype] * exact.abs().max(), name
 
 

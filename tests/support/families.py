@@ -11,13 +11,20 @@ PATCH_DIM = 3 * 2 * 4 * 4
 Items = Sequence[tuple[Tensor, tuple[int, int, int]]]
 """Patches and grid of each."""
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 
 def make_config(family: str, vocab_size: int, kv_heads: int, tied: bool, patch_size: int = 4, **tokens: int) -> Any:
     """The family's own configuration class; four heads in decoder and vision tower."""
     # Here: the ranks that share this file's numbers need no transformers, which takes seconds to import.
-    from transformers import Qwen2_5_VLConfig, Qwen2VLConfig, Qwen3_5Config, Qwen3VLConfig
+    from transformers import (
+        Qwen2_5_VLConfig,
+        Qwen2VLConfig,
+        Qwen3_5Config,
+        Qwen3_5MoeConfig,
+        Qwen3VLConfig,
+        Qwen3VLMoeConfig,
+    )
 
     text = {
         "vocab_size": vocab_size,
@@ -51,15 +58,24 @@ def make_config(family: str, vocab_size: int, kv_heads: int, tied: bool, patch_s
     text |= {"head_dim": 32, "num_hidden_layers": 3}
     # The table of positions is stretched and shrunk.
     vision |= {"num_position_embeddings": 36}
-    if family == "qwen3_vl":
+    is_mixture = family.endswith("_moe")
+    if is_mixture:
+        del text["intermediate_size"]
+        text |= {"moe_intermediate_size": 96, "num_experts": 7, "num_experts_per_tok": 3}
+    if family.startswith("qwen3_vl"):
         text["rope_parameters"] |= {"mrope_section": [6, 5, 5]}
         # Two of the three layers of the decoder get what is deeper.
         vision |= {"deepstack_visual_indexes": [0, 2]}
-        return Qwen3VLConfig(text_config=text, vision_config=vision, **common)
+        kind = Qwen3VLMoeConfig if is_mixture else Qwen3VLConfig
+        return kind(text_config=text, vision_config=vision, **common)
     text["rope_parameters"] |= {"mrope_section": [3, 3, 2], "partial_rotary_factor": 0.5}
     text |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
     text |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_conv_kernel_dim": 3}
     text |= {"linear_key_head_dim": 8, "linear_value_head_dim": 12}
+    if is_mixture:
+        return Qwen3_5MoeConfig(
+            text_config=text | {"shared_expert_intermediate_size": 32}, vision_config=vision, **common
+        )
     return Qwen3_5Config(text_config=text, vision_config=vision, **common)
 
 
@@ -101,7 +117,7 @@ def build(
         # transformers starts biases at 0 and norms at 1, which would hide a bias added twice. Qwen3.5's decoder stores
         # its norms minus 1; those of the delta nets magnify roundings of small outputs, so they stay small too.
         for name, weight in model.named_parameters():
-            is_small = family == "qwen3_5" and "language_model" in name
+            is_small = family.startswith("qwen3_5") and "language_model" in name
             is_scale = name.endswith("weight") and ("norm" in name or "ln_q" in name) and not is_small
             weight.normal_(1.0 if is_scale else 0.0, deviation)
     return model
