@@ -57,8 +57,9 @@ class QuantizedMatrix(nn.Module):
         """Set a part, whole groups of it: to codes as they are, or to floating-point values, which are rounded."""
 
     @abstractmethod
-    def codes_of(self, rows: slice) -> Codes:
-        """The contents of some rows. Only before `pack`."""
+    def codes_of(self, rows: slice | Tensor) -> Codes:
+        """The contents of some rows, also by their numbers. Only before `pack`, which on a device other than a CPU
+        changes nothing."""
 
     @abstractmethod
     def pack(self) -> None:
@@ -143,7 +144,7 @@ class Int8Matrix(QuantizedMatrix):
         self.codes[rows, columns] = values.codes
         self.scales[rows] = values.scales[:, 0].to(self.scales)
 
-    def codes_of(self, rows: slice) -> Codes:
+    def codes_of(self, rows: slice | Tensor) -> Codes:
         return Codes(self.codes[rows], self.scales[rows].unsqueeze(1))
 
     def pack(self) -> None:
@@ -189,7 +190,7 @@ class Int4Matrix(QuantizedMatrix):
         groups = slice(columns.start // self.group, -(-columns.stop // self.group))
         self.scales[rows, groups], self.zeros[rows, groups] = values.scales.to(self.scales), values.zeros.to(self.zeros)
 
-    def codes_of(self, rows: slice) -> Codes:
+    def codes_of(self, rows: slice | Tensor) -> Codes:
         held = self.codes[rows]
         return Codes(torch.stack((held & 15, held >> 4), dim=2).flatten(1), self.scales[rows], self.zeros[rows])
 

@@ -22,6 +22,9 @@ ROOT = Path(__file__).parents[2]
 BESIDE_TEXT = ("vision_config", "model_type", "architectures", "image_token_id", "video_token_id")
 HUB = {path.stem: json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))}
 QWEN3_5 = {"architectures": ["Qwen3_5ForConditionalGeneration"]}
+QWEN3_5_MOE = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "layer_types": [], "moe_intermediate_size": 8}
+QWEN3_5_MOE |= {f"linear_{name}": 1 for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")}
+QWEN3_5_MOE |= {"linear_conv_kernel_dim": 2}
 EVERY_CONFIG = pytest.mark.parametrize("raw", HUB.values(), ids=HUB)
 
 
@@ -36,6 +39,12 @@ def test_names_and_shapes_are_transformers(raw: dict[str, Any], tmp_path):
     theirs = {canonical_name(name): tuple(tensor.shape) for name, tensor in oracle.state_dict().items()}
     if raw["tie_word_embeddings"]:
         del theirs["lm_head.weight"]
+    for name in [name for name in theirs if ".experts." in name]:
+        count, outputs, inputs = theirs.pop(name)
+        experts, kind = name.rsplit(".", 1)
+        names = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else [kind]
+        each = (outputs // len(names), inputs)
+        theirs |= {f"{experts}.{i}.{own}.weight": each for i in range(count) for own in names}
     assert ours == theirs
     # transformers reads the same numbers out of it that have no shape.
     rope = oracle.config.text_config.rope_parameters
@@ -66,6 +75,9 @@ def test_what_is_tied_is_what_transformers_ties(tied: bool | None, text_tied: bo
         ({"rope_scaling": {"type": "mrope"}}, "lacks the field 'mrope_section'"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"torch_dtype": "int8"}, "dtype 'int8'"),
+        (QWEN3_5_MOE | {"norm_topk_prob": False}, "norm_topk_prob False"),
+        (QWEN3_5_MOE | {"mlp_only_layers": [3]}, r"mlp_only_layers \[3\] is not supported"),
+        (QWEN3_5_MOE | {"num_experts": 4}, "lacks the field 'num_experts_per_tok'"),
         (QWEN3_5, "lacks the field 'layer_types'"),
         (QWEN3_5 | {"layer_types": ["sliding_attention"]}, "layer types {'sliding_attention'} are not supp"),
     ],
@@ -76,9 +88,9 @@ def test_what_cannot_be_served_is_named(change, message):
 
 
 def test_unknown_architecture_error_lists_those_supported():
-    with pytest.raises(ValueError, match="unsupported architecture: Qwen3_5MoeForConditionalGeneration;") as error:
-        ModelConfig.from_dict(HUB["Qwen3.5-4B"] | {"architectures": ["Qwen3_5MoeForConditionalGeneration"]})
-    known = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5")
+    with pytest.raises(ValueError, match="unsupported architecture: Qwen3OmniMoeForConditionalGeneration;") as error:
+        ModelConfig.from_dict(HUB["Qwen3.5-4B"] | {"architectures": ["Qwen3OmniMoeForConditionalGeneration"]})
+    known = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")
     assert set(SPECS) == {f"{name}ForConditionalGeneration" for name in known}
     assert all(name in str(error.value).partition("supported:")[2] for name in SPECS)
 

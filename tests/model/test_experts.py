@@ -1,0 +1,117 @@
+"""Mixtures of experts: all layouts of published files, and the product of groups against one product per expert."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mini_engine.model.experts import Experts, GroupedExperts
+from mini_engine.model.layers import pack_weights
+from mini_engine.model.parallel import Placement, TensorParallel
+from mini_engine.model.quantization import MatrixKind, Quantization
+from mini_engine.model.weights import fill_randomly, load_model
+from tests.model.reference import reference_logits
+
+CPU = torch.device("cpu")
+BOTH = pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe"], indirect=True, scope="session")
+COUNT, SIZE, INNER = 7, 64, 128
+CHOICES = {
+    "a row": [3],
+    "few rows": [0, 0, 2, 5],
+    "all for one": [6] * 20,
+    "one has none": [0] * 5 + [1] * 3 + [3, 4, 5, 6, 6],
+}
+
+
+def by_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those of a checkpoint, each expert's by itself."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts.gate_up" not in name}
+    for name in tensors.keys() - found.keys():
+        down = name.replace("gate_up_proj", "down_proj")
+        for i, (both, own) in enumerate(zip(tensors[name], found.pop(down), strict=True)):
+            for kind, matrix in zip(("gate", "up", "down"), (*both.chunk(2), own), strict=True):
+                found[name.replace("gate_up_proj", f"{i}.{kind}_proj.weight")] = matrix.clone()
+    return found
+
+
+def together(tensors: dict[str, Tensor], is_transposed: bool) -> dict[str, Tensor]:
+    """Those of a checkpoint, a matrix of all experts in one tensor. `_scale_inv` of FP8 alike."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for name in [name for name in tensors if ".experts.0.gate_proj." in name]:
+        for kinds, stacked in ((("gate_proj", "up_proj"), "gate_up_proj"), (("down_proj",), "down_proj")):
+            each = [[name.replace(".0.gate_proj", f".{i}.{kind}") for kind in kinds] for i in range(COUNT)]
+            whole = torch.stack([torch.cat([tensors[own] for own in names]) for names in each])
+            end = name.partition(".gate_proj.weight")[2]
+            target = name.partition(".0.gate_proj")[0] + f".{stacked}{end}"
+            found[target] = (whole.mT if is_transposed else whole).contiguous()
+    return found
+
+
+def write(path: Path, like: Path, tensors: dict[str, Tensor], quantization: dict | None = None) -> Path:
+    shutil.copytree(like, path, ignore=shutil.ignore_patterns("*.safetensors"))
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(raw | ({"quantization_config": quantization} if quantization else {})))
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+@BOTH
+@torch.inference_mode()
+def test_every_layout_of_experts_is_read(checkpoint, family, oracle, prompts, tmp_path):
+    """As transformers saves them, each by itself, and all in one tensor as published, in FP8 too."""
+    separate = by_expert(load_file(checkpoint.path / "model.safetensors"))
+    is_transposed = family == "qwen3_vl_moe"
+    layouts = {
+        "separate": write(tmp_path / "separate", checkpoint.path, separate),
+        "together": write(tmp_path / "together", checkpoint.path, together(separate, is_transposed)),
+    }
+    expected = oracle(checkpoint.oracle, prompts["image"])
+    for path in layouts.values():
+        ours = reference_logits(load_model(path, TensorParallel(), None, CPU), [prompts["image"]])[0]
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
+    fp8 = dict(separate)
+    for name in [name for name in separate if ".experts." in name]:
+        fp8[name] = (separate[name] * 100).to(torch.float8_e4m3fn)
+        outputs, inputs = separate[name].shape
+        fp8[f"{name}_scale_inv"] = torch.rand(outputs // 32, inputs // 32) / 100 + 0.005
+    blocks = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    found = [
+        torch.cat(reference_logits(load_model(write(tmp_path / name, checkpoint.path, tensors, blocks),
+                                              TensorParallel(), None, CPU), [prompts["image"]]))
+        for name, tensors in (("fp8", fp8), ("fp8 together", together(fp8, is_transposed)))
+    ]  # fmt: skip
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("ranks", [1, 2])
+@torch.inference_mode()
+def test_the_product_of_groups_is_that_of_each_expert(bits, ranks):
+    """Of the same random weights, summed over ranks. On a CPU 8 bits round each row, which groups do not."""
+    x = torch.randn(20, SIZE, generator=torch.Generator().manual_seed(1))
+    sums: dict[str, list[Tensor]] = {name: [torch.zeros(()), torch.zeros(())] for name in CHOICES}
+    for rank in range(ranks):
+        at = Placement(TensorParallel(rank, ranks), torch.float32, CPU, quantization=Quantization(bits))
+        for i, kind in enumerate((Experts, GroupedExperts)):
+            experts = kind("experts", SIZE, INNER, COUNT, at)
+            fill_randomly(experts)
+            if kind is Experts:
+                pack_weights(experts)
+            for name, numbers in CHOICES.items():
+                sums[name][i] = sums[name][i] + experts(x[: len(numbers)], torch.tensor(numbers))
+    for ours, theirs in sums.values():
+        assert (ours - theirs).norm() <= (0.05 if bits == 8 else 1e-5) * theirs.norm()
+
+
+def test_groups_of_experts_take_one_kind_of_matrix_and_bfloat16():
+    at = Placement(TensorParallel(), torch.float16, CPU)
+    mixed = Quantization(stored={"experts.2.up_proj": MatrixKind(8)})
+    with pytest.raises(ValueError, match="quantised in different ways, which only --device cpu"):
+        GroupedExperts("experts", SIZE, INNER, COUNT, replace(at, quantization=mixed))
+    with pytest.raises(ValueError, match="set --dtype bfloat16"):
+        GroupedExperts("experts", SIZE, INNER, COUNT, replace(at, device=torch.device("cuda")))
