@@ -26,7 +26,17 @@ import torch
 
 from benchmarks import gpu_check
 from benchmarks.cli import Report, table
-from benchmarks.runner import CONFIGS, checkpoint, decode, make_runner, num_weights, plain_requests, take
+from benchmarks.runner import (
+    CONFIGS,
+    checkpoint,
+    decode,
+    make_runner,
+    num_weights,
+    plain_requests,
+    read_bytes,
+    take,
+    token_weights,
+)
 from benchmarks.server import server_flags
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.launch.cli import parse
@@ -165,17 +175,16 @@ def measure(
         raise ConfigError(f"the weights, {need.weights / 2**30:.1f} GiB, leave no room in {free / 2**30:.1f} GiB")
     sizes = [(batch, context + grown) for batch, context in ((1, PREFILL_TOKENS), *decodes)]
     runner, model = make_runner(config, sizes)
-    weights = num_weights(model.decoder) + num_weights(model.head)
     for batch, context in decodes:
         with contextlib.closing(decode(runner, plain_requests(batch, context), context - 1)) as launches:
             seconds = _median(partial(take, launches, steps), repeats) / steps
         cached = (context + steps * (repeats + 2) // 2) * need.token
-        moved = weights * runner.dtype.itemsize + batch * (cached + 2 * need.state)
+        moved = read_bytes(model, batch, runner.dtype.itemsize) + batch * (cached + 2 * need.state)
         yield "decode", batch, context, 1000 * seconds, moved / seconds / rates.copy, 0.7
     seconds = _median(partial(_prefill, runner), repeats)
     # Of attention, the half that is causal.
     attention = model.attention_shape.layers * model.config.text.num_heads * model.config.text.head_dim * PREFILL_TOKENS
-    work = 2 * PREFILL_TOKENS * (weights + attention)
+    work = 2 * PREFILL_TOKENS * (token_weights(model) + attention)
     yield "prefill", 1, PREFILL_TOKENS, 1000 * seconds, work / seconds / rates.matrix, 0.5
     t, h, w = VIDEO_GRID
     patches = torch.zeros(t * h * w, model.config.vision.patch_dim, dtype=torch.uint8, device=runner.device)

@@ -8,8 +8,9 @@ the worker's own `ModelRunner`:
     prefill  a prompt in one step
     tower    one temporal grid of a 640x480 video, two frames, from uint8 patches
 The least work of a part are its operations, of products and of attention (in a prompt the half that is causal), and the
-bytes of weights, as they are held, and of KV cache that it reads; its limit is the time of the one or of the other,
-whichever is longer. With `OMP_NUM_THREADS` as many threads, otherwise one for each core.
+bytes of weights, as they are held, and of KV cache that it reads, of experts those that its tokens choose; its limit is
+the time of the one or of the other, whichever is longer. With `OMP_NUM_THREADS` as many threads, otherwise one for each
+core.
 
 The aims are 0.8 of the limit in decode and prefill, 0.75 in the tower: the softmax counts as nothing.
 """
@@ -25,7 +26,17 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.cli import Report, table
-from benchmarks.runner import CONFIGS, checkpoint, decode, make_runner, num_weights, plain_requests, take, weight_bytes
+from benchmarks.runner import (
+    CONFIGS,
+    checkpoint,
+    decode,
+    make_runner,
+    num_weights,
+    plain_requests,
+    read_bytes,
+    take,
+    token_weights,
+)
 from benchmarks.server import server_flags
 from mini_engine.config import BUNDLED_MODEL, ConfigError
 from mini_engine.kernels import onednn, ops
@@ -122,18 +133,18 @@ def measure(part: Part, dtype: torch.dtype, repeats: int) -> tuple[Rates, float]
 
 def parts(runner: ModelRunner, model: VisionLanguageModel, args: argparse.Namespace) -> Iterator[Part]:
     """One after the other: each has the whole cache."""
-    decoder, head, element = num_weights(model.decoder), num_weights(model.head), runner.dtype.itemsize
-    weights = weight_bytes(model.decoder, element) + weight_bytes(model.head, element)
+    head, element = num_weights(model.head), runner.dtype.itemsize
+    decoder = token_weights(model) - head
     shape, text = model.attention_shape, model.config.text
     pair = 4 * shape.layers * text.num_heads * shape.head_dim  # operations of a query and a key
     cached = 2 * shape.layers * shape.kv_heads * shape.head_dim * element  # bytes of a token
     for batch in args.batches:
         with contextlib.closing(decode(runner, plain_requests(batch, CONTEXT), CONTEXT - 1)) as launches:
             operations = batch * (2 * (decoder + head) + pair * CONTEXT)
-            work = Work(operations, weights + batch * CONTEXT * cached)
+            work = Work(operations, read_bytes(model, batch, element) + batch * CONTEXT * cached)
             yield Part("decode", batch, partial(take, launches, args.steps), work, args.steps)
     for length in args.prompts:
-        work = Work(2 * (decoder * length + head) + pair * length**2 // 2, weights)
+        work = Work(2 * (decoder * length + head) + pair * length**2 // 2, read_bytes(model, length, element))
         yield Part("prefill", length, partial(_prefill, runner, length), work)
     vision = model.config.vision
     side = vision.patch_size * vision.spatial_merge_size

@@ -26,6 +26,7 @@ from mini_engine.messages import (
     Step,
     TensorHandle,
 )
+from mini_engine.model.experts import MixtureOfExperts
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.quantization import bytes_per_weight
 from mini_engine.model.vision_language import VisionLanguageModel
@@ -86,9 +87,10 @@ def made_up_media() -> Any:
 
 
 def plain_requests(batch: int, context: int) -> list[NewSequence]:
-    """`batch` prompts of `context` tokens, greedy."""
+    """`batch` prompts of `context` tokens that differ, greedy."""
     params = SamplingParams(max_tokens=1 << 20, seed=0, temperature=0.0)
-    return [NewSequence(f"bench-{number}", [7] * context, params, []) for number in range(batch)]
+    prompts = [[(31 * place + 7 * number) % 199 + 7 for place in range(context)] for number in range(batch)]
+    return [NewSequence(f"bench-{number}", prompt, params, []) for number, prompt in enumerate(prompts)]
 
 
 def decode(
@@ -137,6 +139,26 @@ def weight_bytes(module: torch.nn.Module, itemsize: int) -> int:
     bits = {Int8Matrix: 8, Int4Matrix: 4}
     quantized = _quantized(module)
     return dense + int(sum(math.prod(m.shape) * bytes_per_weight(bits[type(m)], itemsize) for m in quantized))
+
+
+def token_weights(model: VisionLanguageModel) -> int:
+    """Of decoder and head, those that one token is multiplied with."""
+    sizes, mixtures = model.config.text.experts, sum(map(num_weights, _mixtures(model)))
+    unread = mixtures - mixtures * sizes.top_k // sizes.count if sizes else 0
+    return num_weights(model.decoder) + num_weights(model.head) - unread
+
+
+def read_bytes(model: VisionLanguageModel, tokens: int, itemsize: int) -> int:
+    """`weight_bytes` of decoder and head that a step of so many tokens reads: of experts the share that is chosen, if
+    each token chooses at random."""
+    sizes, mixtures = model.config.text.experts, sum(weight_bytes(each, itemsize) for each in _mixtures(model))
+    unread = mixtures * (1 - sizes.top_k / sizes.count) ** tokens if sizes else 0
+    return weight_bytes(model.decoder, itemsize) + weight_bytes(model.head, itemsize) - int(unread)
+
+
+def _mixtures(model: VisionLanguageModel) -> list[torch.nn.Module]:
+    """The experts of each layer, without those that all tokens share."""
+    return [module.experts for module in model.decoder.modules() if isinstance(module, MixtureOfExperts)]
 
 
 def _quantized(module: torch.nn.Module) -> list[Int8Matrix | Int4Matrix]:

@@ -279,7 +279,7 @@ def _in_block_order(rows: Tensor) -> Tensor:
 
 def _in_order(columns: Tensor) -> Tensor:
     """`[n, outputs]` in block order -> in order."""
-    return columns.unflatten(1, (-1, 2, BLOCK // 2)).transpose(2, 3).reshape(columns.shape)
+    return columns.view(len(columns), -1, 2, BLOCK // 2).transpose(2, 3).reshape(columns.shape)
 
 
 def _unpack_codes(packed: Tensor) -> Tensor:

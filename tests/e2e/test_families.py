@@ -19,7 +19,7 @@ from tests.support.oracle import exact_seconds
 from tests.support.running_server import RunningServer, message
 
 COUNT = 64
-PATCH_SIZES = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_5": 16}
+PATCH_SIZES = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_5": 16, "qwen3_vl_moe": 16, "qwen3_5_moe": 16}
 # Prompts are cut into chunks in the middle of items.
 SMALL_STEPS = ["--max-num-batched-tokens", "64"]
 MODEL_CARD = ["--mm-processor-kwargs", '{"fps": 2, "do_sample_frames": true}']  # its default
@@ -28,6 +28,8 @@ SERVERS = [
     pytest.param(("qwen3_vl", ["--mm-processor-cache-type", "shm"]), id="qwen3_vl"),
     pytest.param(("qwen3_5", MODEL_CARD), id="qwen3_5"),
     pytest.param(("qwen3_5", ["-tp", "2"]), id="qwen3_5-tp2", marks=pytest.mark.slow),
+    pytest.param(("qwen3_vl_moe", ["-tp", "2"]), id="qwen3_vl_moe-tp2", marks=pytest.mark.slow),
+    pytest.param(("qwen3_5_moe", []), id="qwen3_5_moe"),
     pytest.param(("qwen2_5_vl", []), id="qwen2_5_vl", marks=[pytest.mark.slow, exact_seconds]),
     pytest.param(
         ("qwen3_vl", ["--mm-processor-cache-type", "lru", "-tp", "2"]), id="qwen3_vl-tp2", marks=pytest.mark.slow

@@ -25,8 +25,9 @@ CHAT_TEMPLATE = """\
 {%- if enable_thinking %}{{- '<think>\\n' }}{%- endif %}{%- endif %}
 """
 PROCESSORS = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor"}
-PROCESSORS |= {"qwen3_vl": "Qwen3VLProcessor", "qwen3_5": "Qwen3VLProcessor"}
+PROCESSORS |= dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "Qwen3VLProcessor")
 NAMES = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_5": "Qwen3_5"}
+NAMES |= {"qwen3_vl_moe": "Qwen3VLMoe", "qwen3_5_moe": "Qwen3_5Moe"}
 
 
 def build(directory: Path, family: str = "qwen2_5_vl") -> Path:
