@@ -44,7 +44,11 @@ class Codes(NamedTuple):
 
 
 class QuantizedMatrix(nn.Module):
-    """A matrix `[outputs, inputs]`, zero until it is filled. Until it is packed its buffers are all its memory."""
+    """A matrix `[outputs, inputs]`, zero until it is filled. Until it is packed its buffers are all its memory.
+
+    Scales and zeros start as zeros, so that any codes are. These are left unset: what is not written takes no memory on
+    a CPU, and a model that does not fit is found before it is there.
+    """
 
     group = 1  # inputs, at whose multiples parts begin and end
 
@@ -132,7 +136,7 @@ class Int8Matrix(QuantizedMatrix):
 
     def __init__(self, outputs: int, inputs: int, device: torch.device) -> None:
         super().__init__(outputs, inputs)
-        self.register_buffer("codes", torch.zeros(outputs, inputs, dtype=torch.int8, device=device))
+        self.register_buffer("codes", torch.empty(outputs, inputs, dtype=torch.int8, device=device))
         self.register_buffer("scales", torch.zeros(outputs, device=device))
         self.codes: Tensor
         self.scales: Tensor
@@ -171,8 +175,8 @@ class Int4Matrix(QuantizedMatrix):
     def __init__(self, outputs: int, inputs: int, group: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(outputs, inputs)
         self.group = group
-        # Two columns to a byte, the first in the lower half. 8 is zero.
-        self.register_buffer("codes", torch.full((outputs, inputs // 2), 0x88, dtype=torch.uint8, device=device))
+        # Two columns to a byte, the first in the lower half.
+        self.register_buffer("codes", torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=device))
         groups = outputs, inputs // group
         self.register_buffer("scales", torch.zeros(groups, dtype=dtype, device=device))
         self.register_buffer("zeros", torch.zeros(groups, dtype=dtype, device=device))
@@ -198,15 +202,19 @@ class Int4Matrix(QuantizedMatrix):
         if self.codes.device.type != "cpu":
             return
         (outputs, inputs), missing = self.shape, -self.shape[0] % BLOCK
-        packed = torch.empty((outputs + missing) // BLOCK, inputs, BLOCK // 2, dtype=torch.uint8)
+        shape = (outputs + missing) // BLOCK, inputs, BLOCK // 2
+        # In place where that is possible: half as much again would be lost between blocks of freed memory.
+        packed = torch.empty(shape, dtype=torch.uint8) if missing else self.codes.view(shape)
         for start in range(0, outputs, UNPACKED):
-            codes = self.codes_of(slice(start, start + UNPACKED)).codes.int()
-            codes = _in_block_order(F.pad(codes, (0, 0, 0, -len(codes) % BLOCK), value=8))
+            codes = self.codes_of(slice(start, start + UNPACKED)).codes
+            if len(codes) % BLOCK:
+                codes = F.pad(codes, (0, 0, 0, -len(codes) % BLOCK), value=8)
+            codes = _in_block_order(codes).int()
             blocks = packed[start // BLOCK : (start + UNPACKED) // BLOCK]
             blocks.copy_(torch._convert_weight_to_int4pack_for_cpu(codes, 1).view(blocks.shape))
         both = F.pad(torch.stack((self.scales, self.zeros), dim=2), (0, 0, 0, 0, 0, missing))
         self._scales_zeros = _in_block_order(both).transpose(0, 1).contiguous()
-        self.codes, self.scales, self.zeros = packed, both[:0], both[:0]
+        self.codes, self.scales, self.zeros = packed, both.new_empty(0), both.new_empty(0)
 
     def multiply(self, x: Tensor) -> Tensor:
         assert self._scales_zeros is not None
@@ -279,7 +287,8 @@ def _in_block_order(rows: Tensor) -> Tensor:
 
 def _in_order(columns: Tensor) -> Tensor:
     """`[n, outputs]` in block order -> in order."""
-    return columns.view(len(columns), -1, 2, BLOCK // 2).transpose(2, 3).reshape(columns.shape)
+    blocks = columns.reshape(len(columns), columns.shape[1] // BLOCK, 2, BLOCK // 2)
+    return blocks.transpose(2, 3).reshape(columns.shape)
 
 
 def _unpack_codes(packed: Tensor) -> Tensor:

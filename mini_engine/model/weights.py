@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mini_engine.free_memory import available_memory
-from mini_engine.kernels.quantized import MatrixPart
+from mini_engine.kernels.quantized import Codes, Int8Matrix, MatrixPart, QuantizedMatrix
 from mini_engine.model.checkpoint import FLOATS, CheckpointError, Progress, Stored, read_tensor, shorten
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.expert_files import ExpertFiles
@@ -112,8 +112,11 @@ def fill_randomly(model: nn.Module) -> None:
     for piece in pieces:
         is_norm = len(piece.shape) == 1 and piece.source.endswith(".weight")
         for index, target in _in_runs(piece):
-            values = _noise(piece, index).float().mul_(DUMMY_SPREAD / 2**15).add_(float(is_norm))
-            target.copy_(values)
+            noise = _noise(piece, index)
+            if isinstance(target, MatrixPart):
+                target.fill(slice(0, target.width), _as_codes(noise, target.matrix))
+            else:
+                target.copy_(noise.float().mul_(DUMMY_SPREAD / 2**15).add_(float(is_norm)))
             progress.add(target.nbytes)
 
 
@@ -214,9 +217,17 @@ def _in_runs(piece: WeightSlice) -> Iterator[tuple[tuple[slice, ...], Tensor | M
         yield (run, *others), piece.target[run.start - rows.start : run.stop - rows.start]
 
 
+def _as_codes(noise: Tensor, matrix: QuantizedMatrix) -> Codes:
+    """The first bits of `_noise`: rounding as many values as a large model has takes minutes."""
+    if isinstance(matrix, Int8Matrix):
+        return Codes((noise >> 8).to(torch.int8), torch.full((len(noise), 1), DUMMY_SPREAD / 2**7))
+    scales = torch.full((len(noise), noise.shape[1] // matrix.group), DUMMY_SPREAD / 2**3)
+    return Codes((noise >> 12).add_(8).to(torch.uint8), scales, scales / 2)
+
+
 def _noise(piece: WeightSlice, index: tuple[slice, ...]) -> Tensor:
-    """Integers, uniform from -2**15 to 2**15, of this part of the piece's tensor: the high half of a product of two odd
-    random numbers, one of the row and one of the column, modulo 2**32."""
+    """Integers, uniform from -2**15 to 2**15 - 1, of this part of the piece's tensor: the high half of a product of two
+    odd random numbers, one of the row and one of the column, modulo 2**32."""
     generator = torch.Generator().manual_seed(zlib.crc32(piece.source.encode()))
 
     def odd(count: int) -> Tensor:
