@@ -1,9 +1,9 @@
 """How files store the matrices of a layer's experts.
 
-Each by itself, as all quantised checkpoints but some in FP8 do: `experts.3.gate_proj.weight` `[I, H]`, `up_proj` alike,
-`down_proj` `[H, I]`; the layers use these names. Or those of all experts in one tensor, gate before up, with E experts:
+Each by itself, as in quantised checkpoints but for some in FP8: `mlp.experts.3.gate_proj.weight` and `up_proj` are
+`[I, H]`, `down_proj` is `[H, I]`; the layers use these names. Or those of all E experts in one tensor, gate before up:
 
-| | `experts.gate_up_proj` | `experts.down_proj` |
+| | `mlp.experts.gate_up_proj` | `mlp.experts.down_proj` |
 |---|---|---|
 | as transformers has them | `[E, 2 I, H]` | `[E, H, I]` |
 | transposed | `[E, H, 2 I]` | `[E, I, H]` |

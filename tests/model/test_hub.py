@@ -16,6 +16,7 @@ from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import pieces_of
 from mini_engine.model.model_spec import SPECS, ModelSpec, canonical_name
 from mini_engine.model.parallel import Placement, TensorParallel
+from mini_engine.model.quantization import Quantization
 from mini_engine.model.vision_language import VisionLanguageModel
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +53,16 @@ def test_names_and_shapes_are_transformers(raw: dict[str, Any], tmp_path):
     assert len(model.decoder.rope.inv_freq) == len(oracle.model.language_model.rotary_emb.inv_freq)
     assert tuple(rope["mrope_section"]) == model.config.text.mrope_section
     assert oracle.config.text_config.rms_norm_eps == model.config.text.rms_norm_eps
+
+
+@EVERY_CONFIG
+@pytest.mark.parametrize(("bits", "head_bits"), [(16, 16), (8, 8), (4, 8)])
+def test_bytes_of_weights_are_known_from_the_configuration(raw: dict[str, Any], bits: int, head_bits: int):
+    config, held = ModelConfig.from_dict(raw), Quantization(bits, head_bits)
+    at = Placement(TensorParallel(), torch.bfloat16, torch.device("meta"), quantization=held)
+    model = VisionLanguageModel(config, at)
+    nbytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    assert config.weight_bytes(2, bits, head_bits) == pytest.approx(nbytes, rel=0.12)
 
 
 @EVERY_CONFIG
