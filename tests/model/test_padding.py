@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mini_engine.model import parallel
+from mini_engine.model.expert_files import ExpertFiles
 from mini_engine.model.layers import MLP, GatedMLP, pieces_of
 from mini_engine.model.model_spec import canonical_name
 from mini_engine.model.parallel import Placement, TensorParallel
@@ -34,7 +35,8 @@ def build(checkpoint, rank: int = 0, size: int = 1) -> VisionLanguageModel:
 
 def load(checkpoint, rank: int = 0, size: int = 1) -> VisionLanguageModel:
     model = build(checkpoint, rank, size)
-    load_weights(model, checkpoint.path, canonical_name)
+    experts = ExpertFiles(checkpoint.config.text.hidden_size, transposed=True)
+    load_weights(model, checkpoint.path, canonical_name, experts=experts)
     return model
 
 

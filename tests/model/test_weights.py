@@ -14,12 +14,14 @@ from transformers import AutoModelForImageTextToText
 from mini_engine.model import weights
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import ModelConfig
+from mini_engine.model.expert_files import ExpertFiles
 from mini_engine.model.layers import pieces_of
 from mini_engine.model.model_spec import canonical_name
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model, load_weights
 from tests.model.reference import reference_logits
+from tests.model.test_experts import by_expert
 from tests.support.families import FAMILIES
 
 CPU = torch.device("cpu")
@@ -112,7 +114,7 @@ def test_no_weights_at_all(copy):
 
 
 # What every rank holds whole, beside norms, and biases of sums over the ranks.
-WHOLE = {"model.visual.patch_embed.proj.weight", "model.visual.pos_embed.weight"}
+WHOLE = re.compile(r"visual\.(patch_embed\.proj|pos_embed)\.weight$|mlp\.(gate|shared_expert_gate)\.weight$")
 SPLIT_VECTOR = re.compile(r"(q_proj|k_proj|v_proj|qkv|gate_proj|up_proj|fc1|merger\.mlp\.0)\.bias$|A_log$|dt_bias$")
 
 
@@ -122,19 +124,19 @@ def test_ranks_hold_every_weight_once(name, size, checkpoints):
     """No process group: the parts of all ranks, put back together, are the checkpoint, and all but the little that each
     rank needs is on one rank alone, or on as many as share a key-value head."""
     path = checkpoints[name].path
-    stored = {canonical_name(key): value for key, value in load_file(path / FILE).items()}
+    stored = {canonical_name(key): value for key, value in by_expert(load_file(path / FILE)).items()}
     holders = {key: torch.zeros(value.shape, dtype=torch.int64) for key, value in stored.items()}
     config = ModelConfig.from_dir(path)
     for rank in range(size):
         model = VisionLanguageModel(config, Placement(TensorParallel(rank, size), torch.float32, CPU))
-        load_weights(model, path, canonical_name)
+        load_weights(model, path, canonical_name, experts=ExpertFiles(config.text.hidden_size, transposed=True))
         for piece in pieces_of(model):
             holders[piece.source][piece.index] += 1
             assert torch.equal(piece.target, stored[piece.source][piece.index])
         # Nothing is held beside: the pieces are all that the parameters are.
         assert sum(piece.target.numel() for piece in pieces_of(model)) == sum(p.numel() for p in model.parameters())
     for key, counts in holders.items():
-        is_whole = key in WHOLE or (counts.ndim == 1 and not SPLIT_VECTOR.search(key))
+        is_whole = WHOLE.search(key) or (counts.ndim == 1 and not SPLIT_VECTOR.search(key))
         is_kv = "k_proj" in key or "v_proj" in key
         once = max(1, size // config.text.num_kv_heads) if is_kv else 1
         assert counts.unique().tolist() == [size if is_whole else once], key
