@@ -212,28 +212,27 @@ class MediaLoader:
 
     def _read(self, ref: MediaRef, settings: Sequence[MediaSettings], download: bytes | None) -> Candidates:
         """Read, or take what was downloaded, and hash it."""
-        content = self._content(ref, settings[0], download)
+        url, policy, name, times = ref.url, self.policy, ref.name, settings[0].timestamps
+        if ref.modality == "video" and sources.has_frames(url):
+            sampling = settings[0].sampling
+            data, frames = sources.fetch_frames(url, policy, self.decoders.limits, sampling, name, times)
+            content = Content(content_digest(data, frames.sizes), "", data, frames)
+        elif ref.modality == "video" and times:
+            raise MediaError(name, "timestamps are for a video that is sent as frames; remove them")
+        elif not sources.is_local_file(url):
+            data = sources.fetch_data(url, policy, name) if download is None else download
+            content = Content(content_digest(data), "", data)
+        elif (digest := self._files.digest(url, policy, name)) is not None:
+            content = Content(digest, url, None)
+        else:
+            data, digest = self._files.read(url, policy, name)
+            content = Content(digest, url, data)
         keys = [hash_key(candidate, ref.modality) for candidate in settings]
         hashes = {key: media_hash(content.digest, key) for key in dict.fromkeys(keys)}  # of an image they are the same
         return [
-            FetchedItem(ref.modality, ref.name, content, candidate, hashes[key])
+            FetchedItem(ref.modality, name, content, candidate, hashes[key])
             for candidate, key in zip(settings, keys, strict=True)
         ]
-
-    def _content(self, ref: MediaRef, settings: MediaSettings, download: bytes | None) -> Content:
-        url, policy, name, times = ref.url, self.policy, ref.name, settings.timestamps
-        if ref.modality == "video" and sources.has_frames(url):
-            data, frames = sources.fetch_frames(url, policy, self.decoders.limits, settings.sampling, name, times)
-            return Content(content_digest(data, frames.sizes), "", data, frames)
-        if ref.modality == "video" and times:
-            raise MediaError(name, "timestamps are for a video that is sent as frames; remove them")
-        if sources.is_local_file(url):
-            if (digest := self._files.digest(url, policy, name)) is not None:
-                return Content(digest, url, None)
-            local, digest = self._files.read(url, policy, name)
-            return Content(digest, url, local)
-        data = sources.fetch_data(url, policy, name) if download is None else download
-        return Content(content_digest(data), "", data)
 
     def _read_again(self, item: FetchedItem) -> bytes:
         data, digest = self._files.read(item.content.url, self.policy, item.name)
