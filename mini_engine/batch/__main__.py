@@ -1,0 +1,106 @@
+"""Answer a file of requests: `python -m mini_engine.batch -i requests.jsonl -o answers.jsonl [flags of serve.py]`.
+
+Both files have OpenAI's batch format. A run that was stopped goes on where it stopped when the same command is given
+again: answers in the second file are kept, but for those that are to be asked for again.
+"""
+
+import argparse
+import collections
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from tqdm import tqdm
+
+from mini_engine.batch.request_files import AnswerFile, BatchAnswer, BatchRequest, ids_of, read_requests
+from mini_engine.batch.server_handle import Reply, ServerError, ServerHandle
+from mini_engine.config import ConfigError
+
+INTERRUPTED = 128 + signal.SIGINT
+PROGRESS_SECONDS = 30.0  # between progress lines of a log; a terminal is written to ten times a second
+# Stages of a response's `metrics` by what the progress line calls them.
+STAGES = {"media_decode": "decode", "process": "decode"} | {name: name for name in ("encode", "prefill", "generation")}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Of the flags that are not `serve.py`'s."""
+    found = argparse.ArgumentParser(
+        prog="python -m mini_engine.batch",
+        usage="%(prog)s -i FILE -o FILE [--base-url URL | MODEL and flags of serve.py]",
+        description="Answer a file of requests in OpenAI's batch format. Run again, it skips what is answered.",
+        allow_abbrev=False,
+    )
+    add = found.add_argument
+    add("-i", "--input-file", type=Path, required=True, metavar="FILE", help="Requests: a JSON object per line.")
+    add("-o", "--output-file", type=Path, required=True, metavar="FILE", help="Answers; appended to.")
+    add("--base-url", metavar="URL", help="A running server, without /v1, its key in OPENAI_API_KEY. Default: one "
+        "of this command's own, with the flags of serve.py.")  # fmt: skip
+    add("--retry-failed", action="store_true", help="Ask again where the status is not 200. Without it: where it is "
+        "429 or 500 to 504, or no response came.")  # fmt: skip
+    add("--max-concurrency", type=int, default=64, metavar="N", help="Requests in flight (default: 64).")
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit status: 0, 1 when a request failed or the server ended, 2 for unusable files or flags."""
+    args, flags = parser().parse_known_args(argv)
+    try:
+        if args.base_url and flags:
+            raise ConfigError(f"{flags[0]}: has no effect with --base-url")
+        ids = ids_of(args.input_file)
+        with contextlib.closing(AnswerFile(args.output_file, args.retry_failed)) as answers:
+            if ids <= answers.done:
+                print(f"{len(ids)} requests, all answered, {answers.failed} failed", file=sys.stderr)
+            else:
+                answer_all(args, flags, answers, ids)
+            return 1 if answers.failed else 0
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        return INTERRUPTED
+    except (ConfigError, ServerError, OSError) as error:
+        print(f"mini_engine.batch: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+
+
+def answer_all(args: argparse.Namespace, flags: Sequence[str], answers: AnswerFile, ids: set[str]) -> None:
+    """Send the requests that have no answer, and append the answers. Raises ConfigError, ServerError; OSError: an
+    answer cannot be written."""
+    key = os.environ.get("OPENAI_API_KEY")
+    headers = {"Authorization": f"Bearer {key}"} if key and args.base_url else {}
+    seconds: dict[str, float] = collections.defaultdict(float)
+    interval = 0.1 if sys.stderr.isatty() else PROGRESS_SECONDS
+    with contextlib.closing(ServerHandle(args.base_url and args.base_url.rstrip("/"), flags, headers)) as server:
+        # Other servers refuse the field of this one that asks for the time of each stage.
+        requests = (request for request in read_requests(args.input_file) if request.custom_id not in answers.done)
+        works = (ask(server, request, with_timings=args.base_url is None) for request in requests)
+        num_done = len(ids & answers.done)
+        with tqdm(total=len(ids), initial=num_done, unit=" requests", mininterval=interval) as bar:
+            for answer, timings in server.as_finished(works, args.max_concurrency):
+                answers.append(answer)
+                for stage in STAGES.keys() & timings.keys():
+                    seconds[STAGES[stage]] += timings[stage]
+                whole = sum(seconds.values()) or 1.0
+                shares = [f"{name} {spent / whole:.0%}" for name, spent in seconds.items()]
+                bar.set_postfix_str(", ".join([f"{answers.failed} failed", *shares]), refresh=False)
+                bar.update()
+
+
+async def ask(server: ServerHandle, request: BatchRequest, with_timings: bool) -> tuple[BatchAnswer, dict[str, float]]:
+    """The answer, and the seconds of each stage. Raises ServerError."""
+    body, is_chat = request.body, request.url == "/v1/chat/completions"
+    if body.get("stream"):
+        return BatchAnswer.of(request.custom_id, Reply(400, {"error": {"message": "a batch has no 'stream'"}})), {}
+    adds_timings = with_timings and is_chat and not body.get("return_timings")
+    if adds_timings:
+        body = body | {"return_timings": True}
+    reply = await server.post(request.url, msgspec.json.encode(body))
+    timings = (reply.body.pop if adds_timings else reply.body.get)("metrics", {})
+    return BatchAnswer.of(request.custom_id, reply), timings
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

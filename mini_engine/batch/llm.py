@@ -1,0 +1,183 @@
+"""The engine from Python: `LLM` starts a server of its own, and asks it about texts, images and videos."""
+
+import asyncio
+import base64
+import concurrent.futures
+import io
+import json
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, ClassVar
+from urllib.parse import quote
+
+from tqdm.auto import tqdm
+
+from mini_engine.batch.server_handle import Reply, ServerHandle
+from mini_engine.config import BUNDLED_MODEL
+from mini_engine.launch.cli import settle
+
+MAX_CONCURRENCY = 64  # requests in flight: as many as a step on a CPU has sequences
+ROOT_FLAG = "--allowed-local-media-path=/"
+
+Prompt = Any  # see `LLM`
+
+
+class Media:
+    """An item of a prompt.
+
+    Args:
+        source: a path, a URL (`http(s)://`, `file://`, `data:`), or a file's content as bytes; of an image also a PIL
+            image.
+        settings: such as `fps`, `nframes`, `video_start`, `max_pixels`; docs/api.md lists them.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self, source: str | os.PathLike[str] | bytes | Any, **settings: Any):
+        self.source, self.settings = source, settings
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.source!r:.100})"
+
+    def part(self) -> dict[str, Any]:
+        """The part of a message. Raises OSError, ValueError: the image cannot be encoded."""
+        return {"type": f"{self.kind}_url", f"{self.kind}_url": {"url": self._url()}, **self.settings}
+
+    def _url(self) -> str:
+        source = self.source
+        if isinstance(source, str) and source.startswith(("http://", "https://", "file://", "data:")):
+            return source
+        if isinstance(source, str | os.PathLike):
+            return f"file://{quote(os.path.abspath(os.fsencode(source)))}"
+        if not isinstance(source, bytes):
+            buffer = io.BytesIO()
+            source.save(buffer, "PNG")
+            source = buffer.getvalue()
+        return f"data:{self.kind}/;base64,{base64.b64encode(source).decode()}"
+
+
+class Image(Media):
+    kind = "image"
+
+
+class Video(Media):
+    kind = "video"
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """What became of one prompt."""
+
+    id: int  # the position of the prompt, from 0 on
+    text: str = ""  # of the first choice
+    error: str | None = None  # why there is no answer
+    finish_reason: str | None = None
+    usage: Mapping[str, Any] = field(default_factory=dict)  # tokens
+    timings: Mapping[str, float] = field(default_factory=dict)  # seconds of each stage in the server
+    response: Mapping[str, Any] = field(default_factory=dict)  # all of it: tool calls, thoughts, other choices
+
+
+class LLM:
+    """A model, and the processes that serve it, which end with `close`, with a `with` block, or with the program.
+
+    A prompt is a text; or a list of texts, `Image` and `Video`, which is one message of a user; or a conversation, a
+    list of messages with `role` and `content`, a text or such a list. Fields of a request, such as `temperature` and
+    `max_tokens`, are named as in the body of a chat completion.
+
+    An error of one prompt is in its answer. What all of them would suffer from is raised, as `ServerError`: the end of
+    the server. Methods may be called from any thread. None needs the `__main__` guard of multiprocessing.
+
+    Args:
+        model: directory or hub name.
+        max_concurrency: prompts that are read ahead and in flight.
+        options: flags of `serve.py` with underscores, such as `max_model_len=16384`. Images and videos may be read from
+            anywhere unless `allowed_local_media_path` says otherwise: set it for conversations of other people.
+
+    Raises:
+        ConfigError: unusable options.
+        ServerError: the server did not start.
+    """
+
+    def __init__(self, model: str = BUNDLED_MODEL, *, max_concurrency: int = MAX_CONCURRENCY, **options: Any):
+        flags = [f"--model={model}", *flags_of(options)]
+        if "allowed_local_media_path" not in settle(flags, os.environ).origins:
+            flags.append(ROOT_FLAG)
+        self._max_concurrency = max_concurrency
+        self._server = ServerHandle(flags=flags)
+        self.close = weakref.finalize(self, self._server.close)
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+    def submit(self, prompt: Prompt, **fields: Any) -> concurrent.futures.Future[ChatAnswer]:
+        """Ask about one prompt, without waiting: `result()` waits, `asyncio.wrap_future` lets a coroutine wait, and
+        `cancel()` aborts. Its `id` is 0. Raises ServerError."""
+        return self._server.run(ask(self._server, 0, prompt, fields))
+
+    def stream(self, prompts: Iterable[Prompt], **fields: Any) -> Iterator[ChatAnswer]:
+        """Ask about prompts; yields the answers as they come. At most `max_concurrency` are read ahead, in the caller's
+        thread. Leaving the loop aborts the others. Raises ServerError."""
+        works = (ask(self._server, index, prompt, fields) for index, prompt in enumerate(prompts))
+        return self._server.as_finished(works, self._max_concurrency)
+
+    def chat(self, messages: Sequence[Prompt], *, use_tqdm: bool = True, **fields: Any) -> list[ChatAnswer]:
+        """Ask about prompts, or about one conversation; returns the answers in the order of the prompts, and meanwhile
+        shows a progress bar. Raises ServerError."""
+        prompts = [messages] if is_conversation(messages) else messages
+        answers = tqdm(self.stream(prompts, **fields), total=len(prompts), disable=not use_tqdm, unit=" prompts")
+        return sorted(answers, key=lambda answer: answer.id)
+
+
+def flags_of(options: Mapping[str, Any]) -> Iterator[str]:
+    """The flags of `serve.py` for options; None is the default."""
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if value is True or value is False:
+            yield f"--{flag}" if value else f"--no-{flag}"
+        elif value is not None:
+            yield f"--{flag}={json.dumps(value) if isinstance(value, dict | list) else value}"
+
+
+def is_conversation(prompt: Prompt) -> bool:
+    """Whether it is a list of messages."""
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict) and "role" in prompt[0]
+
+
+async def ask(server: ServerHandle, index: int, prompt: Prompt, fields: Mapping[str, Any]) -> ChatAnswer:
+    """The answer to a prompt. Raises ServerError."""
+    try:
+        body = await asyncio.to_thread(encode_body, prompt, fields)  # base64 and PNG take time
+    except (AttributeError, OSError, TypeError, ValueError) as error:
+        return ChatAnswer(index, error=f"{type(error).__name__}: {error}")
+    return answer_of(index, await server.post("/v1/chat/completions", body))
+
+
+def encode_body(prompt: Prompt, fields: Mapping[str, Any]) -> bytes:
+    """A request for a prompt. Raises TypeError: it has another form; what `Media.part` raises."""
+    messages = prompt if is_conversation(prompt) else [{"role": "user", "content": prompt}]
+    messages = [{**message, "content": _content(message.get("content"))} for message in messages]
+    return json.dumps({"messages": messages, "return_timings": True, **fields}).encode()
+
+
+def _content(content: Any) -> Any:
+    if isinstance(content, Media):
+        content = [content]
+    if not isinstance(content, list | tuple):
+        return content
+    parts = ({"type": "text", "text": part} if isinstance(part, str) else part for part in content)
+    return [part.part() if isinstance(part, Media) else part for part in parts]
+
+
+def answer_of(index: int, reply: Reply) -> ChatAnswer:
+    """The answer in a response to a chat completion without a stream."""
+    if reply.error is not None:
+        return ChatAnswer(index, error=reply.error, response=reply.body)
+    choice, usage, timings = reply.body["choices"][0], reply.body["usage"], reply.body.get("metrics", {})
+    text = choice["message"]["content"] or ""
+    return ChatAnswer(index, text, None, choice["finish_reason"], usage, timings, reply.body)

@@ -1,0 +1,273 @@
+"""Requests to a server, from any thread: to one that runs, or to one of this program's own.
+
+Its own server is `serve.py` in a child process, behind a Unix socket in a directory that only this user can enter. It
+ends with this program, however that ends. HTTP between the two costs a millisecond, and the program gets by without
+torch, without the engine's event loop, and with the same checks and limits as any client.
+"""
+
+import asyncio
+import collections
+import concurrent.futures
+import contextlib
+import itertools
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+
+from mini_engine.config import ConfigError, groups
+from mini_engine.launch.cli import settle
+from mini_engine.launch.host import runtime_directory
+
+T = TypeVar("T")
+
+SERVE = """
+import sys
+from mini_engine.launch.process_setup import die_with_parent
+die_with_parent(int(sys.argv.pop(1)))
+from mini_engine.launch.cli import serve
+sys.exit(serve())
+"""
+OF_THE_PORT = ("Server", "Security")  # groups of settings that have no effect without a port
+# How often a request is sent again after these statuses, 0 being a connection that ended: it may have been the request
+# that ended the process at its other end.
+REPEATS = {0: 4, 429: 12, 503: 12}
+LONGEST_PAUSE_SECONDS = 30.0  # between two of them; the first is 1 s, and each is twice the one before
+CONNECT_SECONDS = 0.05  # between attempts to connect to a server that starts
+STOP_SECONDS = 20.0  # then it is killed
+LINE_BYTES = 1 << 20  # of the log
+LAST_LINES = 20  # of the log, in an error
+
+
+class ServerError(RuntimeError):
+    """The program's own server did not start, or ended. The text has the end of its log."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A response of any status; without one the status is 0 and the body is an error in OpenAI's form."""
+
+    status: int
+    body: dict[str, Any]
+
+    @property
+    def error(self) -> str | None:
+        """Its message, None if the request was answered."""
+        if self.status == 200:
+            return None
+        error = self.body.get("error")
+        return str(error["message"] if isinstance(error, dict) and "message" in error else self.body)
+
+
+class ServerHandle:
+    """A server, and a thread with the event loop of the requests to it.
+
+    Args:
+        root: URL of a running server, without `/v1`.
+        flags: of `serve.py`, for a server of this program's own, instead. Settings of its port are refused.
+        headers: of each request.
+
+    Raises:
+        ConfigError: unusable flags.
+        ServerError: the server did not start.
+    """
+
+    def __init__(self, root: str | None = None, flags: Sequence[str] = (), headers: dict[str, str] | None = None):
+        self._root, self._headers = root or "http://localhost", headers or {}
+        if root is None:
+            check_flags(flags)
+        self._pid = os.getpid()
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        self._running = set[asyncio.Task[Any]]()
+        self._lock = threading.Lock()
+        self._ended = False  # changed with the lock
+        self._ready = concurrent.futures.Future[None]()
+        self._failure: Exception = ServerError("closed")
+        serving = self._serve() if root else self._serve_own(flags)
+        # The kernel kills a child process when the thread that started it ends, so this one is not the caller's. A
+        # daemon, since the interpreter waits for other threads before it runs what closes this.
+        self._thread = threading.Thread(target=self._run_loop, args=(serving,), name="mini-engine", daemon=True)
+        self._thread.start()
+        try:
+            self._ready.result()
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Run a coroutine that may call `post`. Raises ServerError: the server has ended."""
+        with self._lock:
+            if not self._ended:
+                return asyncio.run_coroutine_threadsafe(self._run_work(work), self._loop)
+        work.close()
+        raise self._failure
+
+    def as_finished(self, works: Iterable[Coroutine[Any, Any, T]], limit: int) -> Iterator[T]:
+        """Run coroutines, `limit` at once; yields the results as they come. `works` is iterated in the caller's thread,
+        one for each result: what it is made from may be endless. An end of the iteration cancels those that run."""
+        finished: queue.SimpleQueue[concurrent.futures.Future[T]] = queue.SimpleQueue()
+        running: set[concurrent.futures.Future[T]] = set()
+        source: Iterator[Coroutine[Any, Any, T] | None] = itertools.chain(works, itertools.repeat(None))
+        try:
+            while True:
+                while len(running) < limit and (work := next(source)) is not None:
+                    future = self.run(work)
+                    running.add(future)
+                    future.add_done_callback(finished.put)
+                    if not finished.empty():  # a slow source delays no result by more than one item
+                        break
+                if not running:
+                    return
+                future = finished.get()
+                running.remove(future)
+                yield future.result()
+        finally:
+            for future in running:
+                future.cancel()
+
+    async def post(self, path: str, body: bytes) -> Reply:
+        """Send a request, again if the server is busy or the connection ended. Raises ServerError."""
+        repeat = 0
+        while True:
+            reply = await self._send(path, body)
+            if repeat >= REPEATS.get(reply.status, 0):
+                return reply
+            await asyncio.sleep(min(2.0**repeat, LONGEST_PAUSE_SECONDS))
+            repeat += 1
+
+    def close(self) -> None:
+        """End the requests, and the program's own server with all its processes. May be called again."""
+        if os.getpid() == self._pid:  # not in a fork
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._closing.set)
+            self._thread.join()
+
+    async def _run_work(self, work: Coroutine[Any, Any, T]) -> T:
+        """Cancelled when the server has ended, it raises why."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self._ended:
+                raise self._failure from None
+            raise
+        finally:
+            self._running.remove(task)
+
+    async def _send(self, path: str, body: bytes) -> Reply:
+        try:
+            async with self._session.post(self._root + path, data=body) as response:
+                return Reply(response.status, msgspec.json.decode(await response.read(), type=dict[str, Any]))
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            return Reply(0, {"error": {"message": f"no response: {error or type(error).__name__}"}})
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _run_loop(self, serving: Coroutine[Any, Any, None]) -> None:
+        try:
+            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                runner.run(serving)
+        except Exception as error:  # noqa: BLE001 - the other thread raises it
+            self._ready.set_exception(error)
+
+    async def _serve(self, connector: aiohttp.BaseConnector | None = None) -> None:
+        connector = connector or aiohttp.TCPConnector(limit=0)
+        headers = {"Content-Type": "application/json", **self._headers}
+        timeout = aiohttp.ClientTimeout()  # none: a video may take minutes
+        async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout) as self._session:
+            if isinstance(connector, aiohttp.UnixConnector):
+                await self._wait_until_serving()
+            self._ready.set_result(None)
+            try:
+                await self._closing.wait()
+            finally:
+                with self._lock:
+                    self._ended = True
+                await asyncio.sleep(0)  # what other threads have just run becomes tasks
+                for task in self._running:
+                    task.cancel()
+                await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def _serve_own(self, flags: Sequence[str]) -> None:
+        with runtime_directory() as directory:
+            path = str(directory / "http")
+            async with own_server(["--uds", path, *flags]) as server:
+                serving = asyncio.create_task(self._serve(aiohttp.UnixConnector(path, limit=0)))
+                closing = asyncio.create_task(self._closing.wait())
+                await asyncio.wait([serving, closing, server.exited], return_when=asyncio.FIRST_COMPLETED)
+                if server.exited.done():
+                    self._failure = server.failure()
+                serving.cancel()
+                await asyncio.wait([serving])
+            if not self._ready.done():
+                raise self._failure
+
+    async def _wait_until_serving(self) -> None:
+        """The socket listens from early on, but no process accepts connections before all are ready."""
+        while (await self._send("/tokenize", b'{"prompt": ""}')).status != 200:  # noqa: ASYNC110 - another process
+            await asyncio.sleep(CONNECT_SECONDS)
+
+
+class OwnServer:
+    """A server that this program started."""
+
+    def __init__(self, process: asyncio.subprocess.Process):
+        self._last_lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
+        self._process = process
+        self.exited = asyncio.create_task(self._forward_log())
+
+    async def _forward_log(self) -> None:
+        """Write the server's log to this program's stderr, which in a notebook is no descriptor, until both end."""
+        assert self._process.stderr is not None
+        async for line in self._process.stderr:
+            self._last_lines.append(line.decode(errors="replace"))
+            with contextlib.suppress(OSError, ValueError):  # closed
+                sys.stderr.write(self._last_lines[-1])
+        await self._process.wait()
+
+    def failure(self) -> Exception:
+        """Why it ended by itself."""
+        if self._process.returncode == 2:
+            return ConfigError(self._last_lines[-1].removeprefix("serve.py: ").rstrip())
+        lines = "".join(self._last_lines)
+        return ServerError(f"the server exited with status {self._process.returncode}; the end of its log:\n{lines}")
+
+
+@contextlib.asynccontextmanager
+async def own_server(flags: Sequence[str]) -> AsyncIterator[OwnServer]:
+    """Start a server, and stop it: running requests are aborted. It is killed when the calling thread ends."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", SERVE, str(os.getpid()), *flags),
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, limit=LINE_BYTES,
+        start_new_session=True,  # Ctrl-C is for this program, which may go on
+    )  # fmt: skip
+    server = OwnServer(process)
+    try:
+        yield server
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGINT)
+        if not (await asyncio.wait([server.exited], timeout=STOP_SECONDS))[0]:
+            process.kill()
+            await server.exited
+
+
+def check_flags(flags: Sequence[str]) -> None:
+    """Raises ConfigError: unusable flags or variables, or settings of a port, which the program's own server does not
+    have."""
+    origins = settle(flags, os.environ).origins
+    for group in OF_THE_PORT:
+        for setting in groups()[group]:
+            if setting.name in origins:
+                raise ConfigError(f"{origins[setting.name]}: there is no port here; omit it")

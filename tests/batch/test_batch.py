@@ -1,0 +1,84 @@
+"""Files of requests: `python -m mini_engine.batch`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mini_engine.batch.request_files import AnswerFile, BatchAnswer, ids_of
+from mini_engine.batch.server_handle import Reply
+from mini_engine.config import ConfigError
+from tests.support.processes import alive, descendants, eventually
+
+REQUEST = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("lines", "named"),
+    [([REQUEST, "", {**REQUEST, "url": "/v1/embeddings"}], "line 3"), (["{"], "line 1"), ([REQUEST, REQUEST], "'a'")],
+)
+def test_unusable_requests(tmp_path: Path, lines: list, named: str):
+    with pytest.raises(ConfigError, match=named):
+        ids_of(write(tmp_path / "in.jsonl", *lines))
+
+
+def test_what_is_kept_of_earlier_answers(tmp_path: Path):
+    path = tmp_path / "out.jsonl"
+    first = AnswerFile(path, retry_failed=False)
+    for status in (200, 400, 404, 429, 500, 503, 0):
+        first.append(BatchAnswer.of(f"{status}", Reply(status, {"error": {"message": "x"}})))
+    with pytest.raises(ConfigError, match="another process"):
+        AnswerFile(path, retry_failed=False)
+    first.close()
+    with path.open("a") as file:
+        file.write('{"id": "torn')
+    for retry_failed, kept, num_failed in ((False, {"200", "400", "404"}, 2), (True, {"200"}, 0)):
+        answers = AnswerFile(path, retry_failed)
+        assert answers.done == kept and answers.failed == num_failed
+        answers.close()
+        assert {json.loads(line)["custom_id"] for line in path.read_text().splitlines()} == kept
+    write(path, "{}")
+    with pytest.raises(ConfigError, match="line 1"):
+        AnswerFile(path, retry_failed=False)
+    assert path.read_text() == "{}\n" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_run_that_is_interrupted_is_continued(tmp_path: Path):
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 200, "ignore_eos": True}
+    chats = [{"custom_id": f"chat {i}", "url": "/v1/chat/completions", "body": body} for i in range(60)]
+    stream = {**REQUEST, "custom_id": "stream", "body": {"prompt": "x", "stream": True}}
+    requests = write(tmp_path / "in.jsonl", *chats, REQUEST, stream)
+    path = tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "mini_engine.batch", "-i", requests, "-o", path, "--max-concurrency", "8"]
+    command += ["-dp", "1", "--max-num-seqs", "8"]
+    first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+    def has_answers() -> None:
+        assert path.exists() and path.read_bytes().count(b"\n") > 9
+
+    eventually(has_answers)
+    processes = descendants(first.pid)
+    os.killpg(first.pid, signal.SIGINT)
+    _, log = first.communicate(timeout=60)
+    assert first.returncode == 130 and "the same command goes on" in log, log
+    assert not any(map(alive, processes)) and path.read_bytes().count(b"\n") < len(chats)
+    last = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert last.returncode == 1 and re.search(r"100%.*1 failed, .*prefill \d+%", last.stderr), last.stderr
+    answers = [json.loads(line) for line in path.read_text().splitlines()]
+    by_id = {answer["custom_id"]: answer for answer in answers}
+    assert len(answers) == len(by_id) == 62 and by_id.keys() == {"a", "stream", *(chat["custom_id"] for chat in chats)}
+    assert "no 'stream'" in by_id.pop("stream")["response"]["body"]["error"]["message"]
+    assert all(answer["response"]["status_code"] == 200 and answer["error"] is None for answer in by_id.values())
+    assert not any("metrics" in answer["response"]["body"] for answer in by_id.values())

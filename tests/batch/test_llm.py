@@ -1,0 +1,145 @@
+"""`LLM` with the bundled model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import PIL.Image
+import pytest
+
+from mini_engine import LLM, Image, Video
+from mini_engine.batch.server_handle import ServerError
+from mini_engine.config import ConfigError
+from mini_engine.demo.videos import encode, encode_image, render, render_image
+from tests.support.processes import alive, descendants, eventually
+
+QUESTION = "Describe the video."
+
+# No `__main__` guard, and a thread that ends before the first question.
+SCRIPT = """
+import threading
+from mini_engine import LLM
+maker = threading.Thread(target=lambda: globals().update(llm=LLM(data_parallel_size=1)))
+maker.start()
+maker.join()
+for answer in llm.stream("hello" for _ in iter(int, 1)):
+    print(answer.text, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(data_parallel_size=1, max_concurrency=4) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("media") / "a clip #1?.mp4"
+    path.write_bytes(encode(render(seed=3, colour="red", shape="circle", motion="left")))
+    return path
+
+
+@pytest.fixture(scope="module")
+def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("media") / "picture.png"
+    path.write_bytes(encode_image(render_image(seed=3, colour="blue", shape="square")))
+    return path
+
+
+def test_every_form_of_a_prompt(llm: LLM, clip: Path, picture: Path):
+    conversation = [{"role": "user", "content": [Video(clip), {"type": "text", "text": QUESTION}]}]
+    in_two_turns = [*conversation, {"role": "assistant", "content": "a red circle moving left"}, *conversation]
+    videos = [
+        [Video(clip), QUESTION], [Video(str(clip)), QUESTION], [Video(clip.read_bytes(), nframes=4), QUESTION],
+        [Video(clip.as_uri()), QUESTION], conversation, in_two_turns,
+    ]  # fmt: skip
+    images = [[Image(source), "Describe the image."] for source in (picture, PIL.Image.open(picture))]
+    answers = llm.chat([*videos, *images, "hello"], temperature=0, use_tqdm=False)
+    assert [answer.id for answer in answers] == list(range(9))
+    assert [answer.text for answer in answers[:5]] == ["a red circle moving left"] * 5
+    assert answers[5].text == "first: a red circle moving left; second: a red circle moving left"
+    assert [answer.text for answer in answers[6:8]] == ["a blue square"] * 2
+    assert answers[2].usage["media"][0]["frames"] == 4 and "prefill" in answers[0].timings
+    assert llm.chat(conversation, temperature=0, use_tqdm=False)[0].text == answers[0].text
+
+
+def test_an_error_of_one_prompt_is_in_its_answer(llm: LLM, clip: Path, picture: Path):
+    prompts = [
+        [Video(clip.parent / "none.mp4"), QUESTION], [Video(picture.read_bytes(), fps=-1), QUESTION], [Image(object())],
+        [3], None, [Video(clip), QUESTION],
+    ]  # fmt: skip
+    answers = llm.chat(prompts, max_tokens=32, temperature=0, use_tqdm=False)
+    assert "no such regular file" in answers[0].error and "fps" in answers[1].error and "object" in answers[2].error
+    assert all(answer.error and not answer.text for answer in answers[:5])
+    assert (answers[5].text, answers[5].error) == ("a red circle moving left", None)
+
+
+def test_the_look_ahead_is_bounded_and_an_end_of_the_loop_aborts_the_others(llm: LLM):
+    taken = 0
+
+    def prompts() -> Iterator[str]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield "hello"
+
+    for number, answer in enumerate(llm.stream(prompts(), max_tokens=2)):
+        assert answer.error is None and taken <= number + 4
+        if number == 20:
+            break
+    slow = llm.submit("hello", max_tokens=60_000, ignore_eos=True)
+    quick = llm.submit("hello", max_tokens=1)
+    assert quick.result(60).usage["completion_tokens"] == 1
+    assert slow.cancel()
+
+
+def test_a_coroutine_can_wait(llm: LLM):
+    async def ask_two() -> list[str]:
+        futures = [llm.submit("hello", max_tokens=2, temperature=0) for _ in range(2)]
+        return [answer.text for answer in await asyncio.gather(*map(asyncio.wrap_future, futures))]
+
+    first, second = asyncio.run(ask_two())
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"max_model_length": 5}, "--max-model-length"), ({"port": 80}, "--port"), ({"model": "/nowhere"}, "/nowhere"),
+     ({"quantization": "int8", "model": "/"}, "config.json")],
+)  # fmt: skip
+def test_unusable_options(options: dict, named: str):
+    with pytest.raises(ConfigError, match=named):
+        LLM(**options)
+
+
+def test_a_killed_program_leaves_nothing(tmp_path: Path):
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    program = subprocess.Popen([sys.executable, "-c", SCRIPT], env=environ, stdout=subprocess.PIPE, text=True)
+    assert program.stdout is not None and program.stdout.readline()
+    processes = descendants(program.pid)
+    assert len(processes) > 5
+    program.send_signal(signal.SIGKILL)
+    program.communicate()
+
+    def nothing_is_left() -> None:
+        assert not any(map(alive, processes)) and not list(tmp_path.iterdir())
+
+    eventually(nothing_is_left)
+
+
+def test_the_end_of_the_server_is_raised(llm: LLM):  # the last: the others need the server
+    answers = llm.stream("hello" for _ in iter(int, 1))
+    next(answers)
+    (server,) = [pid for pid in descendants(os.getpid()) if b"--uds" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(server, signal.SIGKILL)
+    with pytest.raises(ServerError, match="exited with status -9"):
+        list(answers)
+    with pytest.raises(ServerError, match="exited with status -9"):
+        llm.submit("hello")
