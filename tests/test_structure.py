@@ -168,7 +168,7 @@ def test_every_path_and_flag_in_the_documents_exists():
         for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text):
             assert (document.parent / path).exists(), f"{document.name} shows {path}"
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text):
-            commands = [path for path in FILES if path.parent.name in ("demo", *BESIDE)]
+            commands = [path for path in FILES if path.parent.name in ("demo", "batch", *BESIDE)]
             known = flag in {*flags, "--no-", "--index-url"} or any(
                 f'"{flag}"' in path.read_text() for path in commands
             )
