@@ -78,7 +78,7 @@ def test_default_flags_start_an_engine_per_core_for_a_small_model():
 # By the process that finds it: flags, exit status, and what is said.
 REFUSED = {
     "the supervisor": (["--mm-processor-cache-gb", "100000"], 2, "--mm-processor-cache-gb: 100000 GiB"),
-    "a worker": (["--block-size", "999999999", "-tp", "2"], 1, "bytes for the KV cache, but one block needs"),
+    "a worker": (["--block-size", "999999999"], 1, "bytes for the KV cache, but one block needs"),
     "a device": (["--device", "cuda", "-tp", "2"], 1, "choose --device cpu"),
     "collectives": (["--distributed-backend", "nccl", "-tp", "2"], 1, "--distributed-backend: nccl needs CUDA devices"),
     "core": (["--max-model-len", "60000", "--num-gpu-blocks-override", "4"], 1, "--max-model-len: the KV cache holds"),
