@@ -29,7 +29,7 @@ class Access:
 
     def __init__(self, config: EngineConfig):
         # Digests have one length, so that the comparison does not show the length of the right key.
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in config.api_key]
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in dict.fromkeys(config.api_key)]
         names = config.allowed_hosts
         if not names and (config.api_key or config.uds or config.ssl_certfile):
             names = ["*"]  # a page of another name has no key, no certificate and no unix socket
@@ -64,10 +64,14 @@ class Access:
             raise ApiError(421, text, code="invalid_http")
 
     def has_key(self, headers: Headers) -> bool:
-        """Whether there is a valid key, or none is required. Takes as long for a key that is nearly right as for any
-        other."""
+        """Whether there is a valid key, or none is required."""
+        return not self._digests or self.key_number(headers) > 0
+
+    def key_number(self, headers: Headers) -> int:
+        """Which of the keys a request has, from 1; 0: none of them. Takes as long for a key that is nearly right as for
+        any other."""
         digest = _key_digest(headers)
-        return not self._digests or any([hmac.compare_digest(digest, valid) for valid in self._digests])
+        return sum([number * hmac.compare_digest(digest, key) for number, key in enumerate(self._digests, 1)])
 
     def client_of(self, headers: Headers, address: tuple[str, int] | None) -> bytes:
         """Names the client of a request that may be answered, by its API key, if there are keys, else by its peer's
