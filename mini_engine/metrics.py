@@ -31,6 +31,7 @@ from mini_engine.launch.metrics_files import DIRECTORY_VARIABLE, NUMBER_VARIABLE
 from mini_engine.messages import EngineStats, FinishReason, TransportName
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+TITLE = b"mini-engine: "  # at the beginning of a process's title
 REGISTRY = CollectorRegistry()
 if NUMBER_VARIABLE in os.environ:  # else prometheus_client would number the files by process id
     value_classes.ValueClass = value_classes.MultiProcessValue(lambda: os.environ[NUMBER_VARIABLE])
@@ -266,12 +267,12 @@ def _process_metrics() -> dict[str, Metric]:
 
 def _processes() -> dict[str, int]:
     supervisor = os.getppid()
-    pids = {"supervisor": supervisor}
-    with contextlib.suppress(FileNotFoundError):  # not every kernel lists children, and they may exit meanwhile
-        for pid in Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split():
-            _, is_ours, title = Path(f"/proc/{pid}/cmdline").read_text().partition("mini-engine: ")
-            if is_ours:
-                pids[title.rstrip("\0")] = int(pid)
+    pids, children = {"supervisor": supervisor}, Path(f"/proc/{supervisor}/task/{supervisor}/children")
+    for pid in children.read_text().split() if children.exists() else ():  # a kernel may have no such file
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just exited
+            title = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if title.startswith(TITLE):
+                pids[title.removeprefix(TITLE).rstrip(b"\0").decode()] = int(pid)
     return pids
 
 

@@ -145,7 +145,7 @@ class EngineConfig:
     have their own name resolve to this server (DNS rebinding)."""
     forwarded_allow_ips: list[str] = _security(["127.0.0.1"], metavar="ADDRESS", unset="127.0.0.1")
     """Addresses and networks, such as 10.0.0.0/8, of reverse proxies, whose header `X-Forwarded-For` says which client
-    a request is from; `*`: any."""
+    a request is from; `*`: any, also at a Unix socket."""
     ssl_keyfile: str | None = _security(None, metavar="FILE", unset="no TLS")
     """TLS private key; with --ssl-certfile."""
     ssl_certfile: str | None = _security(None, metavar="FILE", unset="no TLS")

@@ -36,13 +36,15 @@ class Access:
         self._names = [name.lower() for name in (*names, *PRIVATE_NAMES, config.host, socket.gethostname())]
         self._keyless = (*OPEN_PATHS, *(() if config.disable_playground else playground.PATHS))
 
-    def check(self, path: str, headers: Headers, is_preflight: bool = False) -> None:
-        """Raises ApiError for a request that is not answered: see `check_host`; 401 without a valid key. A browser's
-        preflight has no key."""
+    def check(self, path: str, headers: Headers, is_preflight: bool = False) -> int:
+        """The `key_number`. Raises ApiError for a request that is not answered: see `check_host`; 401 without a valid
+        key. A browser's preflight has no key."""
         if path not in OPEN_PATHS:
             self.check_host(headers)
-        if path not in self._keyless and not is_preflight and not self.has_key(headers):
+        number = self.key_number(headers)
+        if self._digests and not number and path not in self._keyless and not is_preflight:
             raise ApiError(401, WRONG_KEY, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        return number
 
     def check_host(self, headers: Headers) -> None:
         """Raises ApiError, a 421, for a name that may be another's (DNS rebinding): a web page can have its own name
@@ -70,7 +72,7 @@ class Access:
     def key_number(self, headers: Headers) -> int:
         """Which of the keys a request has, from 1; 0: none of them. Takes as long for a key that is nearly right as for
         any other."""
-        digest = _key_digest(headers)
+        digest = _key_digest(headers) if self._digests else b""
         return sum([number * hmac.compare_digest(digest, key) for number, key in enumerate(self._digests, 1)])
 
     def client_of(self, headers: Headers, address: tuple[str, int] | None) -> bytes:

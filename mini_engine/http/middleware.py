@@ -88,9 +88,8 @@ class RequestMiddleware:
 
     def _admit(self, exchange: Exchange) -> None:
         """Raises ApiError for a request that is not accepted."""
-        self._access.check(exchange.path, exchange.headers)
-        if key_number := self._access.key_number(exchange.headers):
-            exchange.caller["api_key"] = key_number
+        if key_number := self._access.check(exchange.path, exchange.headers):
+            exchange.caller["key_number"] = key_number
         if self._requests.draining and exchange.path not in ("/live", "/metrics"):
             raise shutting_down()
         if exchange.path not in UNCOUNTED_PATHS:

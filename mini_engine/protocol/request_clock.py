@@ -87,7 +87,7 @@ class RequestClock:
         metrics.e2e_request_latency_seconds.observe(now - self._arrived)
         metrics.request_prompt_tokens.observe(self._prompt)
         metrics.request_generation_tokens.observe(self._generated.total())
-        metrics.request_max_num_generation_tokens.observe(max(self._generated.values()))
+        metrics.request_max_num_generation_tokens.observe(max(self._generated.values(), default=0))
         metrics.request_params_max_tokens.observe(self.max_tokens)
         if self._gaps:
             metrics.request_time_per_output_token_seconds.observe(self._gap_seconds / self._gaps)

@@ -192,7 +192,7 @@ async def test_log_has_a_line_for_each_request(serve: Serve, log: pytest.LogCapt
         ]
         assert last.startswith(served.core.requests[1].request_id) and last.endswith(", model tiny, cut off")
         assert not any(word in " ".join([*lines, last]) for word in ("private", "secret"))
-        assert [record.caller.get("api_key") for record in log.records] == [1, 1, None, 1]
+        assert [record.caller.get("key_number") for record in log.records] == [1, 1, None, 1]
 
 
 async def test_log_says_who_asked(serve: Serve, log: pytest.LogCaptureFixture) -> None:
@@ -216,13 +216,13 @@ async def test_log_says_who_asked(serve: Serve, log: pytest.LogCaptureFixture) -
     seconds = chat.facts.pop("seconds")
     assert 0 < seconds < PATIENCE
     assert chat.facts == {
-        "request_id": answer.json()["id"], **caller, "api_key": 1, "method": "POST", "path": "/v1/chat/completions",
+        "request_id": answer.json()["id"], **caller, "key_number": 1, "method": "POST", "path": "/v1/chat/completions",
         "status": 200, "model": "alias", **{name: usage[name] for name in ("prompt_tokens", "completion_tokens")},
     }  # fmt: skip
-    assert completion.caller == {"client": "127.0.0.1", "api_key": 1}
+    assert completion.caller == {"client": "127.0.0.1", "key_number": 1}
     sizes = [len(request.prompt_token_ids) for request in served.core.requests[1:]]
     assert (completion.facts["prompt_tokens"], len(sizes)) == (sum(sizes), 2)
-    assert refusal.caller == {**caller, "api_key": 1}, "of the line with the error"
+    assert refusal.caller == {**caller, "key_number": 1}, "of the line with the error"
     assert refusal.facts["code"] == "missing_required_parameter"
 
 
