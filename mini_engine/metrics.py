@@ -11,7 +11,7 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -260,8 +260,9 @@ def _process_metrics() -> dict[str, Metric]:
     families: dict[str, Metric] = {}
     for name, pid in _processes().items():
         for family in ProcessCollector(pid=pid.__index__, registry=None).collect():
-            samples: list[Any] = [sample._replace(labels={"process": name}) for sample in family.samples]
-            families.setdefault(family.name, family).samples = [*families.get(family.name, family).samples, *samples]
+            family.samples = [sample._replace(labels={"process": name}) for sample in family.samples]
+            if (first := families.setdefault(family.name, family)) is not family:
+                first.samples += family.samples
     return families
 
 
