@@ -45,8 +45,10 @@ def report_error(error: Exception, request_id: str, clock: RequestClock | None) 
             logger.error("%s failed", request_id, exc_info=error, extra=about(request_id))
             text = f"Internal error; the server's log has the details under {request_id}."
             answer = ApiError(500, text, code="internal_error")
+    # In a drain, probes of its health and the like come every few seconds.
+    level = logging.DEBUG if clock is None and answer.body.code == "shutting_down" else logging.INFO
     message = "".join(char if char.isprintable() else " " for char in answer.body.message)  # it may quote the request
-    logger.info("%s: %d %s: %s", request_id, answer.status, answer.body.code, message, extra=about(request_id))
+    logger.log(level, "%s: %d %s: %s", request_id, answer.status, answer.body.code, message, extra=about(request_id))
     if clock is not None:
         clock.failed = True
         if answer.status >= 500:
