@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import ipaddress
 import itertools
 import os
 from pathlib import Path
@@ -145,6 +146,9 @@ class EngineConfig:
     """Host names, such as engine.example or *.example, that clients may ask for in the header `Host`, beside IP
     addresses, names without a dot, in .localhost, .local and .internal, and --host; `*`: any. Against web pages that
     have their own name resolve to this server (DNS rebinding)."""
+    forwarded_allow_ips: list[str] = _security(["127.0.0.1"], metavar="ADDRESS", unset="127.0.0.1")
+    """Addresses and networks, such as 10.0.0.0/8, of reverse proxies, whose header `X-Forwarded-For` says which client
+    a request is from; `*`: any, also at a Unix socket."""
     ssl_keyfile: str | None = _security(None, metavar="FILE", unset="no TLS")
     """TLS private key; with --ssl-certfile."""
     ssl_certfile: str | None = _security(None, metavar="FILE", unset="no TLS")
@@ -165,7 +169,9 @@ class EngineConfig:
     log_format: Literal["text", "json"] = _logging("text")
     """Format of log lines: text, or one JSON object per line."""
     enable_log_requests: bool = _logging(False, twins={"--disable-log-requests": False})
-    """Log id, status and duration of each request."""
+    """Log each request at its end: id, client, model, status, tokens and duration."""
+    log_slow_requests: float | None = _logging(None, minimum=0, metavar="SECONDS", unset="no")
+    """Log each request that took so long, likewise, and the seconds of each of its stages."""
     disable_log_stats: bool = _logging(False)
     """Do not log statistics every ten seconds while requests run."""
 
@@ -308,6 +314,11 @@ class EngineConfig:
             raise ConfigError("--uds: a unix socket has neither --host nor --port; keep one of them")
         if any(not name or {"/", ":"} & set(name) for name in self.allowed_hosts):
             raise ConfigError("--allowed-hosts: names only, not empty, without scheme and port")
+        for address in self.forwarded_allow_ips if self.forwarded_allow_ips != ["*"] else ():
+            try:  # uvicorn takes what is neither for a name, which no client has
+                ipaddress.ip_network(address)
+            except ValueError as error:
+                raise ConfigError(f"--forwarded-allow-ips: {error}") from None
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("--ssl-keyfile, --ssl-certfile: set both")
         narrowed = (self.allowed_methods, self.allowed_headers, self.allow_credentials) != (["*"], ["*"], False)

@@ -184,6 +184,7 @@ class HttpServer(uvicorn.Server):
                 limit_concurrency=max_connections,
                 lifespan="off",
                 ws="none",
+                forwarded_allow_ips=config.forwarded_allow_ips,
                 access_log=False,
                 log_config=None,
                 log_level="error",  # its warnings are about single invalid requests: clients could fill the log

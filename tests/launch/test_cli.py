@@ -82,6 +82,7 @@ def test_unusable_flags_are_named():
         "--api-key ''": "--api-key",
         "--uds /tmp/x --port 1": "--uds",
         "--allowed-hosts a/b": "--allowed-hosts",
+        "--forwarded-allow-ips 10.0.0.1/8": "--forwarded-allow-ips",
         "--ssl-keyfile key.pem": "--ssl-certfile",
         "--allowed-methods GET": "--allowed-origins",
         "--state-snapshot-interval 100": "--state-snapshot-interval: not a multiple of --block-size, 16",
