@@ -23,6 +23,7 @@ QUERIES += [(target["expr"], target["legendFormat"]) for panel in PANELS for tar
 def labels(server: RunningServer) -> dict[str, dict[str, set[str]]]:
     """The values of each label, by metric."""
     found: dict[str, dict[str, set[str]]] = {"up": {}}
+    assert server.get("/health").status == 200  # responses are counted from the first of their path
     for family in text_string_to_metric_families(server.get("/metrics").body):
         for sample in family.samples:
             of_metric = found.setdefault(sample.name, {})
@@ -33,7 +34,7 @@ def labels(server: RunningServer) -> dict[str, dict[str, set[str]]]:
 
 def test_every_metric_and_label_of_a_query_is_served(labels):
     for query, text in QUERIES:
-        metrics = re.findall(r"\bmini_engine:\w+|\bup\b", query)
+        metrics = re.findall(r"\bmini_engine:\w+|\bhttp_\w+|\bup\b", query)
         assert metrics and labels.keys() >= {*metrics}, query
         named = {*re.findall(r"(?:{{|\$labels\.)(\w+)", text)}
         for part in re.findall(r"\bby \(([^)]*)\)", query):
