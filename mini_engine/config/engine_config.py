@@ -119,6 +119,9 @@ class EngineConfig:
     """Seconds for running requests after SIGTERM; 0: abort them, as SIGINT does."""
     restart_engine: int = _processes(0, minimum=0, bare="3", metavar="N")
     """Maximum engine restarts in a row; 0: the server exits. The flag alone: 3."""
+    debug: bool = _processes(False)
+    """For `breakpoint()`: all processes share the terminal's input, one engine starts, and time-outs that are not given
+    are as long as they can be, an hour or a day."""
 
     host: str = _server("0.0.0.0")
     """Address to listen on; `::` is all addresses, of IPv6 and IPv4."""
@@ -399,6 +402,12 @@ class EngineConfig:
 def fields() -> list[Setting]:
     """The settings in their order; those of a group are next to each other."""
     return settings_of(EngineConfig)
+
+
+def for_debugging() -> dict[str, Any]:
+    """What `--debug` sets, by field, where nothing else does."""
+    timeouts = [setting for setting in fields() if "timeout" in setting.name and setting.name != "shutdown_timeout"]
+    return {setting.name: setting.maximum for setting in timeouts} | {"data_parallel_size": 1}
 
 
 def groups() -> dict[str, list[Setting]]:

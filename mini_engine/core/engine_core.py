@@ -192,7 +192,8 @@ class EngineCore:
                 self._reject(request)
                 return
             if not self.arrivals.is_ready(messages):
-                self.arrivals.wait(request, min(MEDIA_TIMEOUT_SECONDS, self.config.collective_timeout))
+                limit = self.config.collective_timeout
+                self.arrivals.wait(request, limit if self.config.debug else min(MEDIA_TIMEOUT_SECONDS, limit))
                 return
             self.arrivals.stop_waiting(request)
             for item in request.media:

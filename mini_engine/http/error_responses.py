@@ -50,7 +50,9 @@ def report_error(error: Exception, request_id: str, caller: Mapping[str, Any], c
     message = "".join(char if char.isprintable() else " " for char in answer.body.message)  # it may quote the request
     status, code = answer.status, answer.body.code
     extra = about(request_id, caller, status=status, code=code)
-    logger.info("%s: %d %s: %s", request_id, status, code, message, extra=extra)
+    # In a drain, probes of its health and the like come every few seconds.
+    level = logging.DEBUG if clock is None and code == "shutting_down" else logging.INFO
+    logger.log(level, "%s: %d %s: %s", request_id, status, code, message, extra=extra)
     if clock is not None:
         clock.failed = True
         if answer.status >= 500:

@@ -78,7 +78,10 @@ async def test_every_response_has_a_request_id_of_its_own(served: Served) -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_drain_finishes_what_runs_and_refuses_the_rest(served: Served, stream: bool) -> None:
+async def test_drain_finishes_what_runs_and_refuses_the_rest(
+    served: Served, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     served.core.hold = True
     asking = asyncio.create_task(served.ask(stream=stream))
     request = await served.core.has_requests()
@@ -89,6 +92,8 @@ async def test_drain_finishes_what_runs_and_refuses_the_rest(served: Served, str
     for response in (await served.post(), await served.http.get("/health"), await served.http.get("/v1/models")):
         check_error(response, 503, "shutting_down")
         assert int(response.headers["retry-after"]) > 0
+    refused = [text for text in caplog.messages if ": 503 shutting_down: " in text]
+    assert len(refused) == 2 and all(text.startswith("chatcmpl-") for text in refused), "no line for each probe"
     for path in ("/live", "/metrics"):
         assert (await served.http.get(path)).status_code == 200
     assert len(served.core.requests) == 1 and not draining.done()
