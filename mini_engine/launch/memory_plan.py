@@ -36,10 +36,11 @@ def settle_memory(
         needed += needed // 3  # a quarter of the cache is for snapshots
     size = max(config.cpu_cache_bytes, min(needed, left * 2 // 3 // (engines * ranks)))
     parts = ((engines * weights, "weights"), (stored, "media cache"), (engines * embeddings, "embeddings"))
+    used = ", ".join(f"{name} {nbytes / 2**30:.1f}" for nbytes, name in parts)
     line = (
-        f"memory: {free / 2**30:.1f} GiB are free; {', '.join(f'{name} {n / 2**30:.1f}' for n, name in parts)}; "
-        f"KV cache of each worker {size / 2**30:.2f} GiB: a request of {longest} tokens needs {needed / 2**30:.2f}, "
-        f"two thirds of what is left are {max(0, left) * 2 / 3 / (engines * ranks) / 2**30:.2f}"
+        f"memory: of {free / 2**30:.1f} GiB that are free, {used}; "
+        f"KV cache of each worker {size / 2**30:.2f}: {needed / 2**30:.2f} for a request of {longest:,} tokens, "
+        f"at most {max(0, left) * 2 / 3 / (engines * ranks) / 2**30:.2f}, two thirds of the rest"
     )
     if longest < text.max_position_embeddings and not config.max_model_len:
         line += f"; --max-model-len allows up to {text.max_position_embeddings} tokens"
