@@ -110,7 +110,7 @@ function scaleBars() {
 function levels(timings, usage) {
   const cached = usage.prompt_tokens_details.cached_tokens;
   const entry = (isHit, text) => make("span", isHit ? "chip hit" : "chip", text);
-  const prefix = entry(cached > 0, `prefix cache ${cached} of ${usage.prompt_tokens} tokens`);
+  const prefix = entry(cached > 0, `prefix cache ${cached} of ${usage.prompt_tokens}`);
   if (!usage.media) return [prefix];
   const [stored, encoded] = [timings.media_decode + timings.process === 0, timings.encode === 0];
   return [

@@ -3,17 +3,17 @@
 
 import { markdown, showTimings } from "./answer.js";
 import { ApiError, call, eventsOf, textOf } from "./api.js";
-import { $, copyOf, make, time } from "./elements.js";
+import { $, copyOf, time } from "./elements.js";
 import { attachSample, dataUrl, framesOf, preview, putBack, showError, takeAttached } from "./media.js";
 import { model, watchServer } from "./server.js";
 import { curl, placeholder, python } from "./snippets.js";
 
-const FIRST_QUESTION = "Describe the video.";
 const SAVED = "conversation"; // in the storage of this tab: its texts, neither files nor key
 const TICK = 100; // milliseconds between two views of an answer that arrives
+const LEAST_TOKENS = 5; // after the first, for a rate: fewer may arrive together
 
-// The conversation: {question, media, answer, fields, entry}. `answer` is null of a question without one, which no
-// later request has; `fields` are the settings of its request. The API keeps nothing between requests.
+// The conversation: {question, media, answer, fields, entry, part}. `answer` is null of a question without one, which
+// is in no later request; `fields` are the settings of its request; `part` finds a part of its entry by a class.
 let turns = [];
 let running = null; // the AbortController of the request in progress
 
@@ -63,7 +63,7 @@ function withNames(text, files) {
 
 /** Ask the question of a turn; another answer is replaced by the first token of the new one. */
 async function ask(turn) {
-  const part = (name) => turn.entry.querySelector(`.${name}`);
+  const { part } = turn;
   const files = filesOf(sentWith(turn));
   const run = { stage: "reading files", begun: performance.now(), text: "", thoughts: "", shown: "", count: 0, files };
   setRunning(new AbortController());
@@ -104,46 +104,45 @@ async function ask(turn) {
 /** Take what an event of the stream holds. */
 function receive(event, run, turn) {
   if (event.error) throw new ApiError(event.error.message);
-  const note = turn.entry.querySelector(".note");
   const [choice] = event.choices;
   run.count = event.usage?.completion_tokens ?? run.count;
   if (!run.first) {
     Object.assign(run, { first: performance.now(), stage: "generating" });
-    turn.entry.querySelector(".seen").hidden = true; // it is of the answer before
+    turn.part("seen").hidden = true; // it is of the answer before
   }
   run.text += choice?.delta.content ?? "";
   run.thoughts += choice?.delta.reasoning_content ?? "";
   for (const { function: made } of choice?.delta.tool_calls ?? []) run.thoughts += (made.name ?? "") + made.arguments;
   turn.answer = run.text;
-  if (choice?.finish_reason === "length") note.textContent = "Cut off at the maximum of tokens.";
-  if (event.warnings) note.textContent = withNames(event.warnings.join(" "), run.files);
+  if (choice?.finish_reason === "length") turn.part("note").textContent = "Cut off at the maximum of tokens.";
+  if (event.warnings) turn.part("note").textContent = withNames(event.warnings.join(" "), run.files);
   if (event.metrics) run.report = { timings: event.metrics, usage: event.usage, toFirst: run.first - run.begun };
 }
 
 /** What has arrived, the stage and a clock; then the time to the first token, and the tokens per second from there. */
-function showProgress(turn, run) {
-  const part = (name) => turn.entry.querySelector(`.${name}`);
+function showProgress({ entry, part }, run) {
   const now = performance.now();
   const texts = [run.stage, time((now - run.begun) / 1000)];
-  if (run.first) texts.push(`first token ${time((run.first - run.begun) / 1000)}`);
+  if (run.first) texts.push(`TTFT ${time((run.first - run.begun) / 1000)}`);
   if (now > run.first + TICK) texts.push(perSecond(run.count, (now - run.first) / 1000));
   part("pace").textContent = texts.join(" · ");
   const arrived = run.thoughts + run.text;
   if (!run.first || arrived === run.shown) return;
   run.shown = arrived;
-  follow(turn.entry, () => {
+  follow(entry, () => {
     part("thoughts").textContent = run.thoughts;
     part("answer").replaceChildren(...markdown(run.text));
   });
 }
 
 /** Where the time of an answer went, and the frames that the model saw. */
-function showReport({ entry, media }, { timings, usage, toFirst }) {
-  const pace = [`first token ${time(toFirst / 1000)}`];
-  if (timings.generation) pace.push(perSecond(usage.completion_tokens - 1, timings.generation));
-  showTimings(entry.querySelector(".seen"), timings, usage, pace);
+function showReport({ part, media }, { timings, usage, toFirst }) {
+  const pace = [`TTFT ${time(toFirst / 1000)}`];
+  const later = usage.completion_tokens - 1;
+  if (later >= LEAST_TOKENS) pace.push(perSecond(later, timings.generation));
+  showTimings(part("seen"), timings, usage, pace);
   const seen = usage.media?.slice(-media.length);
-  entry.querySelector(".frames").replaceChildren(...media.map((item, index) => framesOf(item, seen[index])));
+  part("frames").replaceChildren(...media.map((item, index) => framesOf(item, seen[index])));
 }
 
 const perSecond = (count, seconds) => `${(count / seconds).toFixed(count < 10 * seconds ? 1 : 0)} tokens/s`;
@@ -162,12 +161,13 @@ function follow(entry, change) {
 function addTurn({ question, media, answer = null }) {
   const entry = copyOf("turn-template");
   const part = (name) => entry.querySelector(`.${name}`);
-  const turn = { question, media, answer, fields: {}, entry };
+  const turn = { question, media, answer, fields: {}, entry, part };
   part("question").textContent = question;
   part("media").append(...media.map(preview));
   part("answer").append(...markdown(answer ?? ""));
   part("actions").hidden = answer === null;
   part("again").hidden = media.some(({ file }) => !file);
+  part("details").ontoggle = () => entry.scrollIntoView({ block: "nearest" });
   part("again").onclick = () => running ?? ask(turn);
   part("curl").onclick = () => copy(turn, curl);
   part("python").onclick = () => copy(turn, python);
@@ -185,7 +185,7 @@ async function copy(turn, write) {
   };
   addEventListener("copy", fill, { once: true });
   document.execCommand("copy");
-  turn.entry.querySelector(".note").textContent = "Copied.";
+  turn.part("note").textContent = "Copied.";
 }
 
 /** Keep the texts over a reload of this tab. */
@@ -242,7 +242,7 @@ $("fresh").onclick = () => {
 /** A new conversation. */
 function begin() {
   setRunning(null);
-  $("question").value ||= FIRST_QUESTION;
+  $("question").value ||= "Describe the video.";
   return attachSample().catch(() => null); // the page does without
 }
 

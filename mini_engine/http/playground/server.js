@@ -117,13 +117,12 @@ export async function watchServer() {
     }
     const poll = (path) => call(path, { timeout: POLL_TIMEOUT });
     try {
-      model ??= (await (await poll("v1/models")).json()).data[0];
+      if (!model || since) model = (await (await poll("v1/models")).json()).data[0]; // perhaps another after a restart
       $("model").textContent = `${model.id} · ${model.max_model_len.toLocaleString("en")} tokens per request`;
       showServer(samplesOf(await (await poll("metrics")).text()));
       setState("live", "live");
       since = null;
     } catch (error) {
-      model = null; // another may be served next
       since ??= new Date();
       setState("down", `${textOf(error)} (since ${since.toLocaleTimeString("en-GB")})`);
     }

@@ -44,7 +44,7 @@ def data_url(path, media_type):
 client = OpenAI(base_url="${new URL("v1", location.href)}", api_key=os.environ.get("API_KEY", "none"))
 messages = ${literal(messages)}
 fields = ${literal(fields)}
-answer = client.chat.completions.create(model=${literal(model)}, messages=messages, extra_body=fields)
+answer = client.chat.completions.create(model=${literal(model ?? null)}, messages=messages, extra_body=fields)
 print(answer.choices[0].message.content)
 `;
 }
