@@ -18,8 +18,10 @@ function write(body, file, other) {
 
 /** A shell command. */
 export function curl(body) {
-  const file = (name, type) => `"data:${type};base64,$(base64 < '${name.replaceAll("'", "'\\''")}' | tr -d '\\n')"`;
-  const text = write(body, file, (token) => token.replace(/[\\$`]/g, "\\$&"));
+  const escaped = (text) => text.replace(/[\\$`]/g, "\\$&");
+  const quoted = (name) => `'${name.replaceAll("'", "'\\''")}'`;
+  const file = (name, type) => `"data:${escaped(type)};base64,$(base64 < ${quoted(name)} | tr -d '\\n')"`;
+  const text = write(body, file, escaped);
   const access = key ? ' -H "Authorization: Bearer $API_KEY"' : "";
   const url = new URL("v1/chat/completions", location.href);
   return `curl '${url}' -H 'Content-Type: application/json'${access} -d @- <<END\n${text}\nEND\n`;
