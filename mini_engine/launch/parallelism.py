@@ -20,7 +20,7 @@ from mini_engine.model.quantization import Quantization, bytes_per_weight
 THREAD_BYTES = 12 << 20
 ENGINE_BYTES = 512 << 20  # of memory, for the processes of an engine beside its weights
 MAX_ENGINES = 8  # unless a flag says: one API server prepares no more requests of small models; not measured
-GPUS = [Path("/dev", name) for name in ("nvidiactl", "dxg", "kfd")]  # NVIDIA's, Windows' in its Linux, AMD's
+GPUS = [Path("/dev", name) for name in ("nvidiactl", "nvmap", "dxg", "kfd")]  # NVIDIA's, Tegra's, WSL's, AMD's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,12 @@ def choose_parallelism(config: EngineConfig, model: ModelConfig, omp_threads: st
 
 def runs_on_cpu(config: EngineConfig) -> bool:
     """Whether the workers certainly do."""
-    return config.device == "cpu" or (config.device == "auto" and not any(path.exists() for path in GPUS))
+    return config.device == "cpu" or (config.device == "auto" and not has_gpu())
+
+
+def has_gpu() -> bool:
+    """Whether there is a device that may be a GPU; torch may be unable to use it."""
+    return any(path.exists() for path in GPUS)
 
 
 def weight_bytes(config: EngineConfig, model: ModelConfig) -> tuple[int, int]:

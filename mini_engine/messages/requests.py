@@ -193,6 +193,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     media_evictions: int = 0  # cached media dropped to make room
     state_snapshots_taken: int = 0
     state_snapshot_hits: int = 0  # admissions that began with one
+    step_tokens: dict[int, int] = {}  # how many retired steps had so many tokens to compute
 
 
 class Outputs(Message, frozen=True):

@@ -25,6 +25,7 @@ from mini_engine.config import AttentionBackendName, ConfigError, EngineConfig
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.kernels.ops import mask_tokens, triton_obstacle
 from mini_engine.launch.child import Child
+from mini_engine.launch.process_setup import keep_freed_memory
 from mini_engine.messages import Chunk, GrammarReady, Init, NewSequence, Step, WorkerReady
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import ModelConfig
@@ -102,6 +103,8 @@ def _run(child: Child) -> None:
     use = None
     if device.type == "cuda" and not has_fixed_cache(init.config):
         use = profile(init.config, init.model_dir, init.media_cache, model.config, runner_with(CacheSize(1, 1)))
+    if device.type == "cpu":
+        keep_freed_memory()  # the buffers of a step; not those of loading, which lie between the weights
     runner = runner_with(choose_cache_size(init.config, model, use))
     with room_for("CUDA graphs and a first step beside the KV cache", GRAPHS_REMEDY, device):
         record_graphs(runner)

@@ -25,10 +25,12 @@ PYTHON = ".venv/bin/python"
 OUTPUT = "The answer:"  # the line before a block that is no command
 
 # The first line of each block, which a test here runs.
-SERVE = f"{INSTALL.format('.')}{PYTHON} serve.py"
+CAPTION = INSTALL.format(".").removesuffix(" && ")
+OWN_VIDEOS = f"{PYTHON} examples/caption_folder.py ~/Videos --out captions.jsonl --model Qwen/Qwen2.5-VL-3B-Instruct"
+FROM_PYTHON = "from mini_engine import LLM, Video"
+SERVE = f"{PYTHON} serve.py"
 TESTS = INSTALL.format('".[dev]"') + f"{PYTHON} -m pytest"
 RENDER = f"{PYTHON} -m mini_engine.demo --colour red --shape circle --motion left --out clip.mp4"
-CLIENT = "import base64"
 HUB = f"{PYTHON} serve.py Qwen/Qwen2.5-VL-3B-Instruct --max-model-len 16384"
 HELP = f"{PYTHON} serve.py --help cache"
 BENCH = f"{PYTHON} bench.py"
@@ -52,7 +54,7 @@ BLOCKS = blocks()
 
 def shell(commands: str, cwd: Path) -> str:
     """The output of commands in an empty directory, with the project's Python."""
-    commands = re.sub(r" (serve|bench)\.py", rf" {ROOT}/\1.py", commands.replace(PYTHON, sys.executable))
+    commands = re.sub(r" (serve\.py|bench\.py|examples/)", rf" {ROOT}/\1", commands.replace(PYTHON, sys.executable))
     environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(cwd)}
     result = subprocess.run(
         ["bash", "-e", "-c", commands], cwd=cwd, capture_output=True, text=True, timeout=1200, env=environ
@@ -62,11 +64,11 @@ def shell(commands: str, cwd: Path) -> str:
 
 
 def test_every_block_is_run_by_a_test():
-    assert BLOCKS.keys() == {SERVE, TESTS, RENDER, CLIENT, HUB, HELP, BENCH, TRAIN}
+    assert BLOCKS.keys() == {CAPTION, OWN_VIDEOS, FROM_PYTHON, SERVE, TESTS, RENDER, HUB, HELP, BENCH, TRAIN}
 
 
 def test_serve_command(server):
-    """The server of these tests is started by `serve.py` alone. `.ci/run` runs the rest of the line, with more."""
+    """The server of these tests is started by `serve.py` alone. `.ci/run` runs the installation, with more."""
     assert server.ask("Describe the video.", ask_video(1).urls)
     assert RunningServer().command[1] == "serve.py"
 
@@ -89,12 +91,13 @@ def test_video_request_and_its_documented_answer(server, tmp_path):
     assert shown is not None and answer == shown[1]
 
 
-def test_openai_package(server, tmp_path):
-    shell(BLOCKS[RENDER].splitlines()[0], tmp_path)
-    code = BLOCKS[CLIENT]
-    assert "http://localhost:8000/v1" in code
-    (tmp_path / "ask.py").write_text(code.replace("http://localhost:8000/v1", server.url))
-    assert shell(f"{PYTHON} ask.py", tmp_path) == "left\n"
+def test_caption_commands(tmp_path):
+    _, *commands = BLOCKS[CAPTION].splitlines()
+    shell("\n".join(commands), tmp_path)
+    assert len((tmp_path / "captions.jsonl").read_text().splitlines()) == 3
+    (tmp_path / "x.py").write_text(BLOCKS[FROM_PYTHON])
+    answers = shell(f"{PYTHON} x.py", tmp_path).splitlines()
+    assert sorted(answer.split()[0] for answer in answers) == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize("line", range(2))
