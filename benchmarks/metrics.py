@@ -1,11 +1,6 @@
 """From the outcomes of a run to its metrics, under the names of vLLM's serving benchmark, and to a table in its words.
 
-    TTFT  from sending to the first chunk that has `choices`
-    ITL   between two such chunks, all requests together
-    E2EL  from sending to the last event
-    TPOT  (E2EL - TTFT) / (tokens - 1), of requests with two tokens or more
-
-Only requests that were answered to the end count. docs/benchmarks.md says where vLLM's client counts otherwise.
+docs/benchmarks.md defines them, and says where vLLM's client counts otherwise.
 """
 
 import collections
@@ -37,7 +32,7 @@ UNSET = (("max_concurrency", None), ("request_rate", "inf"))
 WIDTH = 50
 SHOWN_ERRORS = 5
 BUSY_SHARE = 0.8  # of the one core that the client can use
-CACHED_SHARE = 0.5
+CACHED_SHARE = 0.5  # of the requests with media, above which a run measured the caches
 
 
 def compute(
