@@ -63,13 +63,8 @@ def shell(commands: str, cwd: Path) -> str:
 
 
 def test_every_block_is_run_by_a_test():
+    """SERVE by the fixture `server`; the installation, with more, by `.ci/run`."""
     assert BLOCKS.keys() == {CAPTION, OWN_VIDEOS, FROM_PYTHON, SERVE, TESTS, RENDER, HUB, HELP, BENCH}
-
-
-def test_serve_command(server):
-    """The server of these tests is started by `serve.py` alone. `.ci/run` runs the installation, with more."""
-    assert server.ask("Describe the video.", ask_video(1).urls)
-    assert RunningServer().command[1] == "serve.py"
 
 
 def test_the_ci_script_runs_the_test_command(tmp_path):
