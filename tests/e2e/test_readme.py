@@ -8,16 +8,15 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from mini_engine.config import BUNDLED_MODEL, EngineConfig
+from benchmarks import cli as bench_cli
+from mini_engine.config import EngineConfig
 from mini_engine.demo import videos
 from mini_engine.launch.cli import parse
 from mini_engine.model.model_spec import SPECS
-from tests.support.client import ask_video
-from tests.support.running_server import ROOT, RunningServer
+from tests.support.running_server import ROOT
 
 README = (ROOT / "README.md").read_text()
 INSTALL = "python3 -m venv .venv && .venv/bin/pip install -e {} && "
@@ -94,15 +93,9 @@ def test_caption_commands(tmp_path):
     assert sorted(answer.split()[0] for answer in answers) == ["0", "1", "2"]
 
 
-@pytest.mark.parametrize("line", range(2))
-@pytest.mark.slow
-def test_serve_another_model(line):
-    """The bundled model stands in for those of the hub: it has their architecture."""
-    _, _, model, *flags = shlex.split(BLOCKS[HUB].splitlines()[line])
-    assert model.startswith("Qwen/") and len(BLOCKS[HUB].splitlines()) == 2
-    asked = ask_video(2)
-    with RunningServer(BUNDLED_MODEL, *flags) as server:
-        assert server.ask(asked.text, asked.urls) == asked.answer
+def test_serve_another_model():
+    for command in BLOCKS[HUB].splitlines():
+        assert parse(shlex.split(command)[2:], {}).model.startswith("Qwen/")
 
 
 def test_help_and_config_file(tmp_path):
@@ -115,23 +108,10 @@ def test_help_and_config_file(tmp_path):
     assert "max-num-seqs: 8  # mine.yaml\n" in shell(f"{use} --print-config", tmp_path)
 
 
-def measured(command: str, cwd: Path, prompts: int) -> dict[str, Any]:
-    """The results of a benchmark with fewer prompts: the last line that it prints."""
-    return json.loads(shell(f"{command} --num-prompts {prompts} --num-warmups 0", cwd).splitlines()[-1])["results"]
-
-
-def test_bench_command(server, tmp_path):
-    command = BLOCKS[BENCH].splitlines()[0]
-    port = server.address[1]
-    results = measured(f"{command} --port {port}", tmp_path, 6)
-    assert results["completed"] == 6 and results["failed"] == 0
-
-
-@pytest.mark.slow
-def test_bench_ab_command(tmp_path):
-    _, command = BLOCKS[BENCH].splitlines()
-    results = measured(command, tmp_path, 6)
-    assert results["ratios"] and results["answers"]["prompts"] == 6
+def test_bench_commands_are_understood():
+    """`tests/benchmarks` runs such commands."""
+    for command in BLOCKS[BENCH].splitlines():
+        bench_cli.parse(shlex.split(command)[2:])
 
 
 @pytest.mark.slow
