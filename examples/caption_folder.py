@@ -25,12 +25,13 @@ KINDS = dict.fromkeys(".avif .bmp .heic .heif .jp2 .jpeg .jpg .png .tif .tiff .w
 def keep_answers(path: Path) -> set[str]:
     """Remove a torn last line and the errors from a file of captions; returns the files that it still has."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    kept = {line: json.loads(line) for line in lines if line.endswith(b"\n")}
-    kept = {line: row for line, row in kept.items() if "text" in row}
-    copy = path.with_name(path.name + ".tmp")
-    copy.write_bytes(b"".join(kept))
-    os.replace(copy, path)  # at once: a process killed here leaves the old file or the new one
-    return {row["file"] for row in kept.values()}
+    rows = {line: json.loads(line) for line in lines if line.endswith(b"\n")}
+    kept = {row["file"]: line for line, row in rows.items() if "error" not in row}
+    if len(kept) < len(lines):
+        copy = path.with_name(path.name + ".tmp")
+        copy.write_bytes(b"".join(kept.values()))
+        os.replace(copy, path)  # at once: a process killed here leaves the old file or the new one
+    return set(kept)
 
 
 def main() -> None:
@@ -43,7 +44,7 @@ def main() -> None:
     options = {name: getattr(settings.config, name) for name in settings.origins}
 
     paths = sorted(path for path in args.folder.rglob("*") if path.suffix.lower() in KINDS)
-    done = keep_answers(args.out)
+    done = keep_answers(args.out.resolve())
     paths = [path for path in paths if str(path.relative_to(args.folder)) not in done]
     with LLM(**options) as llm, args.out.open("a", buffering=1) as out:
         prompts = ([KINDS[path.suffix.lower()](path), args.question] for path in paths)
