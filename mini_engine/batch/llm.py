@@ -6,6 +6,7 @@ import concurrent.futures
 import io
 import json
 import os
+import sys
 import weakref
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -129,7 +130,8 @@ class LLM:
         """Ask about prompts, or about one conversation; returns the answers in the order of the prompts, and meanwhile
         shows a progress bar. Raises ServerError."""
         prompts = [messages] if is_conversation(messages) else messages
-        answers = tqdm(self.stream(prompts, **fields), total=len(prompts), disable=not use_tqdm, unit=" prompts")
+        disable = not use_tqdm or sys.stderr is None
+        answers = tqdm(self.stream(prompts, **fields), total=len(prompts), disable=disable, unit=" prompts")
         return sorted(answers, key=lambda answer: answer.id)
 
 
