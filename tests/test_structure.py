@@ -155,7 +155,7 @@ def test_every_config_field_is_read_somewhere():
 
 
 def test_every_path_and_flag_in_the_documents_exists():
-    others = {"--gpus", "--memory", "--shm-size", "--stop-timeout", "--tmpfs", "--ulimit", "--no-cache-dir"}
+    others = {"--gpus", "--memory", "--shm-size", "--stop-timeout", "--tmpfs", "--ulimit", "--build", "--build-arg"}
     others |= {"--head", "--address", "--resources", "--node-id", "--reason", "--reason-message"}  # of `ray`
     flags = {*re.findall(r"--[a-z-]+", build_parser().format_help()), *others}
     for document in [
@@ -163,7 +163,7 @@ def test_every_path_and_flag_in_the_documents_exists():
         *sorted((ROOT / "docs").glob("*.md")),
     ]:
         text = document.read_text()
-        for path in re.findall(r"`((?:mini_engine|benchmarks|examples|training|tests|docs)/[\w./-]+)`", text):
+        for path in re.findall(r"`((?:mini_engine|benchmarks|examples|training|tests|docs|deploy)/[\w./-]+)`", text):
             assert (ROOT / path).exists(), f"{document.name} names {path}"
         for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text):
             assert (document.parent / path).exists(), f"{document.name} shows {path}"

@@ -54,9 +54,11 @@ def main(argv: Sequence[str]) -> int:
         ids = ids_of(args.input_file)
         with contextlib.closing(AnswerFile(args.output_file, args.retry_failed)) as answers:
             if ids <= answers.done:
-                print(f"{len(ids)} requests, all answered, {answers.failed} failed", file=sys.stderr)
+                print(f"all {len(ids)} requests have an answer", file=sys.stderr)
             else:
                 answer_all(args, flags, answers, ids)
+            if answers.failed:
+                print(f"{answers.failed} failed; --retry-failed asks all of them again", file=sys.stderr)
             return 1 if answers.failed else 0
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import ipaddress
 import itertools
 import os
 from pathlib import Path
@@ -118,6 +119,9 @@ class EngineConfig:
     """Seconds for running requests after SIGTERM; 0: abort them, as SIGINT does."""
     restart_engine: int = _processes(0, minimum=0, bare="3", metavar="N")
     """Maximum engine restarts in a row; 0: the server exits. The flag alone: 3."""
+    debug: bool = _processes(False)
+    """For `breakpoint()`: all processes share the terminal's input, one engine starts, and time-outs that are not given
+    are as long as they can be, an hour or a day."""
 
     host: str = _server("0.0.0.0")
     """Address to listen on; `::` is all addresses, of IPv6 and IPv4."""
@@ -142,6 +146,9 @@ class EngineConfig:
     """Host names, such as engine.example or *.example, that clients may ask for in the header `Host`, beside IP
     addresses, names without a dot, in .localhost, .local and .internal, and --host; `*`: any. Against web pages that
     have their own name resolve to this server (DNS rebinding)."""
+    forwarded_allow_ips: list[str] = _security(["127.0.0.1"], metavar="ADDRESS", unset="127.0.0.1")
+    """Addresses and networks, such as 10.0.0.0/8, of reverse proxies, whose header `X-Forwarded-For` says which client
+    a request is from; `*`: any, also at a Unix socket."""
     ssl_keyfile: str | None = _security(None, metavar="FILE", unset="no TLS")
     """TLS private key; with --ssl-certfile."""
     ssl_certfile: str | None = _security(None, metavar="FILE", unset="no TLS")
@@ -162,7 +169,9 @@ class EngineConfig:
     log_format: Literal["text", "json"] = _logging("text")
     """Format of log lines: text, or one JSON object per line."""
     enable_log_requests: bool = _logging(False, twins={"--disable-log-requests": False})
-    """Log id, status and duration of each request."""
+    """Log each request at its end: id, client, model, status, tokens and duration."""
+    log_slow_requests: float | None = _logging(None, minimum=0, metavar="SECONDS", unset="no")
+    """Log each request that took so long, likewise, and the seconds of each of its stages."""
     disable_log_stats: bool = _logging(False)
     """Do not log statistics every ten seconds while requests run."""
 
@@ -305,6 +314,11 @@ class EngineConfig:
             raise ConfigError("--uds: a unix socket has neither --host nor --port; keep one of them")
         if any(not name or {"/", ":"} & set(name) for name in self.allowed_hosts):
             raise ConfigError("--allowed-hosts: names only, not empty, without scheme and port")
+        for address in self.forwarded_allow_ips if self.forwarded_allow_ips != ["*"] else ():
+            try:  # uvicorn takes what is neither for a name, which no client has
+                ipaddress.ip_network(address)
+            except ValueError as error:
+                raise ConfigError(f"--forwarded-allow-ips: {error}") from None
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("--ssl-keyfile, --ssl-certfile: set both")
         narrowed = (self.allowed_methods, self.allowed_headers, self.allow_credentials) != (["*"], ["*"], False)
@@ -388,6 +402,12 @@ class EngineConfig:
 def fields() -> list[Setting]:
     """The settings in their order; those of a group are next to each other."""
     return settings_of(EngineConfig)
+
+
+def for_debugging() -> dict[str, Any]:
+    """What `--debug` sets, by field, where nothing else does."""
+    timeouts = [setting for setting in fields() if "timeout" in setting.name and setting.name != "shutdown_timeout"]
+    return {setting.name: setting.maximum for setting in timeouts} | {"data_parallel_size": 1}
 
 
 def groups() -> dict[str, list[Setting]]:

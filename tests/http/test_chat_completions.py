@@ -228,9 +228,10 @@ async def test_usage_says_what_the_model_saw(served: Served, stream: bool) -> No
     for is_cached in (False, True):
         answer = await served.ask([image(140), video()], extra_body=FEWER[0], **with_usage(stream))
         usage = (await choices_of(answer)).usage
+        frames = {"frames": 4, "seconds_per_frame": 0.3, "timestamps": [0.0, 0.3, 0.7, 1.1]}
         assert usage.media == [
             {"type": "image", "width": 140, "height": 140, "tokens": 25},
-            {"type": "video", "width": 56, "height": 56, "tokens": 8, "frames": 4, "seconds_per_frame": 0.3},
+            {"type": "video", "width": 56, "height": 56, "tokens": 8, **frames},
         ]
         details = usage.prompt_tokens_details
         assert (details.image_tokens, details.video_tokens) == (25, 8)
