@@ -29,12 +29,13 @@ KINDS = dict.fromkeys(".avif .bmp .heic .heif .jp2 .jpeg .jpg .png .tif .tiff .w
 def keep_answers(path: Path) -> set[str]:
     """Remove a torn last line and the errors from a file of captions; returns the files that it still has."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    kept = {line: json.loads(line) for line in lines if line.endswith(b"\n")}
-    kept = {line: row for line, row in kept.items() if "text" in row}
-    copy = path.with_name(path.name + ".tmp")
-    copy.write_bytes(b"".join(kept))
-    os.replace(copy, path)  # at once: a process killed here leaves the old file or the new one
-    return {row["file"] for row in kept.values()}
+    rows = {line: json.loads(line) for line in lines if line.endswith(b"\n")}
+    kept = {row["file"]: line for line, row in rows.items() if "error" not in row}
+    if len(kept) < len(lines):
+        copy = path.with_name(path.name + ".tmp")
+        copy.write_bytes(b"".join(kept.values()))
+        os.replace(copy, path)  # at once: a process killed here leaves the old file or the new one
+    return set(kept)
 
 
 def main() -> int:
@@ -49,7 +50,7 @@ def main() -> int:
     try:
         settings = settle(flags, os.environ)
         options = {name: getattr(settings.config, name) for name in settings.origins}
-        done, num_failed = keep_answers(args.out), 0
+        done, num_failed = keep_answers(args.out.resolve()), 0
         paths = sorted(path for path in args.folder.rglob("*") if path.suffix.lower() in KINDS)
         left = [path for path in paths if str(path.relative_to(args.folder)) not in done]
         if left:

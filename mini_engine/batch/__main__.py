@@ -75,13 +75,14 @@ def answer_all(args: argparse.Namespace, flags: Sequence[str], answers: AnswerFi
     headers = {"Authorization": f"Bearer {key}"} if key and args.base_url else {}
     seconds: dict[str, float] = collections.defaultdict(float)
     interval = 0.1 if sys.stderr.isatty() else PROGRESS_SECONDS
-    with contextlib.closing(ServerHandle(args.base_url and args.base_url.rstrip("/"), flags, headers)) as server:
+    root = args.base_url and args.base_url.rstrip("/")
+    with contextlib.closing(ServerHandle(root, flags, headers, args.max_concurrency)) as server:
         # Other servers refuse the field of this one that asks for the time of each stage.
         requests = (request for request in read_requests(args.input_file) if request.custom_id not in answers.done)
         works = (ask(server, request, with_timings=args.base_url is None) for request in requests)
         num_done = len(ids & answers.done)
         with tqdm(total=len(ids), initial=num_done, unit=" requests", mininterval=interval) as bar:
-            for answer, timings in server.as_finished(works, args.max_concurrency):
+            for answer, timings in server.as_finished(works):
                 answers.append(answer)
                 for stage in STAGES.keys() & timings.keys():
                     seconds[STAGES[stage]] += timings[stage]
@@ -100,8 +101,7 @@ async def ask(server: ServerHandle, request: BatchRequest, with_timings: bool) -
     if adds_timings:
         body = body | {"return_timings": True}
     reply = await server.post(request.url, msgspec.json.encode(body))
-    timings = (reply.body.pop if adds_timings else reply.body.get)("metrics", {})
-    return BatchAnswer.of(request.custom_id, reply), timings
+    return BatchAnswer.of(request.custom_id, reply), reply.body.pop("metrics", {}) if adds_timings else {}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import functools
 import ipaddress
 import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -303,50 +304,51 @@ class EngineConfig:
     no free slot, or is too large for one, is copied through the host."""
 
     def validate(self) -> None:
-        """Raises ConfigError for the first value that does not fit the others, or names what does not exist."""
-        self._validate_server()
-        self._validate_media()
+        """Raises ConfigError for values that do not fit the others, or name what does not exist; each is a line of the
+        text."""
+        if errors := [*self._server_errors(), *self._media_errors()]:
+            raise ConfigError("\n".join(errors))
 
-    def _validate_server(self) -> None:
+    def _server_errors(self) -> Iterator[str]:
         if not all(self.api_key):
-            raise ConfigError("--api-key: empty; omit the flag to require none")
+            yield "--api-key: empty; omit the flag to require none"
         if self.uds is not None and (self.host, self.port) != (EngineConfig.host, EngineConfig.port):
-            raise ConfigError("--uds: a unix socket has neither --host nor --port; keep one of them")
+            yield "--uds: a unix socket has neither --host nor --port; keep one of them"
         if any(not name or {"/", ":"} & set(name) for name in self.allowed_hosts):
-            raise ConfigError("--allowed-hosts: names only, not empty, without scheme and port")
+            yield "--allowed-hosts: names only, not empty, without scheme and port"
         for address in self.forwarded_allow_ips if self.forwarded_allow_ips != ["*"] else ():
             try:  # uvicorn takes what is neither for a name, which no client has
                 ipaddress.ip_network(address)
             except ValueError as error:
-                raise ConfigError(f"--forwarded-allow-ips: {error}") from None
+                yield f"--forwarded-allow-ips: {error}"
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
-            raise ConfigError("--ssl-keyfile, --ssl-certfile: set both")
+            yield "--ssl-keyfile, --ssl-certfile: set both"
         narrowed = (self.allowed_methods, self.allowed_headers, self.allow_credentials) != (["*"], ["*"], False)
         if narrowed and not self.allowed_origins:
-            raise ConfigError("--allowed-methods, --allowed-headers and --allow-credentials need --allowed-origins")
+            yield "--allowed-methods, --allowed-headers and --allow-credentials need --allowed-origins"
         if (self.state_snapshot_interval or 0) % self.block_size:
-            raise ConfigError(f"--state-snapshot-interval: not a multiple of --block-size, {self.block_size}")
+            yield f"--state-snapshot-interval: not a multiple of --block-size, {self.block_size}"
 
-    def _validate_media(self) -> None:
+    def _media_errors(self) -> Iterator[str]:
         if self.allowed_local_media_path is not None and not os.path.isdir(self.allowed_local_media_path):
-            raise ConfigError(f"--allowed-local-media-path: {self.allowed_local_media_path} is not a directory")
+            yield f"--allowed-local-media-path: {self.allowed_local_media_path} is not a directory"
         if self.media_io_kwargs.keys() - {"video"}:
-            raise ConfigError("--media-io-kwargs: only `video` takes arguments")
+            yield "--media-io-kwargs: only `video` takes arguments"
         for modality, limit in self.item_limits.items():
             if modality not in ("image", "video", "audio") or not isinstance(limit, int) or limit < 0:
                 wrong = f"{modality!r}: {limit!r}"
-                raise ConfigError(f"--limit-mm-per-prompt: {wrong} is not one of image, video with a count >= 0")
+                yield f"--limit-mm-per-prompt: {wrong} is not one of image, video with a count >= 0"
         if self.mm_processor_device == "cpu":
             if self.mm_ipc_gpu_memory_gb is not None:
-                raise ConfigError("--mm-ipc-gpu-memory-gb needs --mm-processor-device cuda")
+                yield "--mm-ipc-gpu-memory-gb needs --mm-processor-device cuda"
             return
         flag = "--mm-processor-device"
         if self.device == "cpu":
-            raise ConfigError(f"{flag}: cuda needs workers on CUDA, not --device cpu; choose cpu")
+            yield f"{flag}: cuda needs workers on CUDA, not --device cpu; choose cpu"
         if self.mm_processor_cache_type == "shm":
-            raise ConfigError(f"{flag}: no CUDA tensors in the shm cache; choose --mm-processor-cache-type lru or auto")
+            yield f"{flag}: no CUDA tensors in the shm cache; choose --mm-processor-cache-type lru or auto"
         if self.mm_tensor_ipc == "direct_rpc":
-            raise ConfigError(f"{flag}: direct_rpc carries no CUDA tensors; choose --mm-tensor-ipc auto")
+            yield f"{flag}: direct_rpc carries no CUDA tensors; choose --mm-tensor-ipc auto"
 
     @property
     def served_names(self) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 from starlette.datastructures import Headers
 
 ID_CHARACTERS = 128  # of a client's request id; more are cut off
-TRACE_PARENT = re.compile(r"[\da-f]{2}-(?!0{32})([\da-f]{32})-[\da-f]{16}-[\da-f]{2}(-.*)?")
+TRACE_PARENT = re.compile(r"(?!ff)[\da-f]{2}-(?!0{32})([\da-f]{32})-(?!0{16})[\da-f]{16}-[\da-f]{2}(-.*)?")
 
 
 def caller_of(headers: Headers, address: tuple[str, int] | None) -> dict[str, Any]:

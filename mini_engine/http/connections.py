@@ -72,11 +72,18 @@ class HttpParser(h11.Connection):
 
 
 class Http(H11Protocol):
-    """uvicorn's protocol, but at exit the server does not wait for the close_notify of idle TLS clients."""
+    """uvicorn's protocol, but clients have IPv4 addresses where they can, and at exit the server does not wait for the
+    close_notify of idle TLS clients."""
 
     def __init__(self, **arguments: Any):
         super().__init__(**arguments)
         self.conn = HttpParser(h11.SERVER, HEADER_BYTES)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """With `--host ::` the peer of an IPv4 connection is written as an IPv6 address (RFC 4291, section 2.5.5.2)."""
+        super().connection_made(transport)
+        if self.client is not None:
+            self.client = (self.client[0].removeprefix("::ffff:"), self.client[1])
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -97,6 +97,8 @@ def test_unusable_flags_are_named():
         with pytest.raises(ConfigError) as raised:
             parse(shlex.split(command), {})
         assert error in str(raised.value), command
+    with pytest.raises(ConfigError, match="(?s)^--uds: .*\n--forwarded-allow-ips: .*\n--media-io-kwargs: "):
+        parse(shlex.split("--uds x --port 1 --forwarded-allow-ips me --media-io-kwargs.image.mode L"), {})
 
 
 def test_debug_lengthens_the_time_outs_that_are_not_given():

@@ -119,7 +119,9 @@ export async function watchServer() {
     try {
       if (!model || since) model = (await (await poll("v1/models")).json()).data[0]; // perhaps another after a restart
       $("model").textContent = `${model.id} · ${model.max_model_len.toLocaleString("en")} tokens per request`;
-      showServer(samplesOf(await (await poll("metrics")).text()));
+      const samples = samplesOf(await (await poll("metrics")).text());
+      if (since) for (const id of ["api-servers", "engines", "transports"]) $(id).replaceChildren(); // likewise
+      showServer(samples);
       setState("live", "live");
       since = null;
     } catch (error) {

@@ -4,7 +4,7 @@ import { key } from "./api.js";
 import { mediaType } from "./media.js";
 
 const TOKENS = /"(?:[^"\\]|\\.)*"|\b(?:true|false|null)\b/g; // of JSON: strings and constants
-const MARK = "\0"; // in no name of a file
+const MARK = `file ${Math.random()} `; // in no text that a person or a model has written before
 
 /** Stands for the `data:` URL of a file in a request that `curl` or `python` gets. */
 export const placeholder = (item) => MARK + item.name + MARK + mediaType(item);
@@ -12,7 +12,7 @@ export const placeholder = (item) => MARK + item.name + MARK + mediaType(item);
 /** The text of a request as JSON, with `file(name, type)` for the placeholders and `other` for other tokens. */
 function write(body, file, other) {
   return JSON.stringify(body, null, 2).replace(TOKENS, (token) => {
-    return token.startsWith('"\\u0000') ? file(...JSON.parse(token).split(MARK).slice(1)) : other(token);
+    return token.startsWith(`"${MARK}`) ? file(...JSON.parse(token).split(MARK).slice(1)) : other(token);
   });
 }
 
