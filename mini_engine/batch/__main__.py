@@ -17,7 +17,7 @@ import msgspec
 from tqdm import tqdm
 
 from mini_engine.batch.request_files import AnswerFile, BatchAnswer, BatchRequest, ids_of, read_requests
-from mini_engine.batch.server_handle import Reply, ServerError, ServerHandle
+from mini_engine.batch.server_handle import MAX_CONCURRENCY, Reply, ServerError, ServerHandle
 from mini_engine.config import ConfigError
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -40,8 +40,9 @@ def parser() -> argparse.ArgumentParser:
     add("--base-url", metavar="URL", help="A running server, without /v1, its key in OPENAI_API_KEY. Default: one "
         "of this command's own, with the flags of serve.py.")  # fmt: skip
     add("--retry-failed", action="store_true", help="Ask again where the status is not 200. Without it: where it is "
-        "429 or 500 to 504, or no response came.")  # fmt: skip
-    add("--max-concurrency", type=int, default=64, metavar="N", help="Requests in flight (default: 64).")
+        "429, 500 or 502 to 504, or no response came.")  # fmt: skip
+    add("--max-concurrency", type=int, default=MAX_CONCURRENCY, metavar="N",
+        help=f"Requests in flight (default: {MAX_CONCURRENCY}).")  # fmt: skip
     return found
 
 

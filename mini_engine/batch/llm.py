@@ -16,11 +16,10 @@ from urllib.parse import quote
 
 from tqdm.auto import tqdm
 
-from mini_engine.batch.server_handle import Reply, ServerHandle
+from mini_engine.batch.server_handle import MAX_CONCURRENCY, Reply, ServerHandle
 from mini_engine.config import BUNDLED_MODEL
 from mini_engine.launch.cli import settle
 
-MAX_CONCURRENCY = 64  # requests in flight: as many as a step on a CPU has sequences
 ROOT_FLAG = "--allowed-local-media-path=/"
 
 Prompt = Any  # see `LLM`

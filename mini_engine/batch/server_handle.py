@@ -36,6 +36,7 @@ die_with_parent(int(sys.argv.pop(1)))
 from mini_engine.launch.cli import serve
 sys.exit(serve())
 """
+MAX_CONCURRENCY = 64  # where nothing else is said: as many requests as a step on a CPU has sequences
 OF_THE_PORT = ("Server", "Security")  # groups of settings that have no effect without a port
 # How often a request is sent again after these statuses, 0 being a connection that ended: it may have been the request
 # that ended the process at its other end.
@@ -86,7 +87,7 @@ class ServerHandle:
         root: str | None = None,
         flags: Sequence[str] = (),
         headers: dict[str, str] | None = None,
-        max_concurrency: int = 1,
+        max_concurrency: int = MAX_CONCURRENCY,
     ):
         self._root, self._headers = root or "http://localhost", headers or {}
         self._max_concurrency = max_concurrency
