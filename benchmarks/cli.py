@@ -1,8 +1,8 @@
 """The command line of `bench.py`: one command for each thing that can be measured; without one it is `serve`.
 
 A command is a module with `add_arguments(parser)` and `run(args) -> Report`, whose docstring is its description; only
-the one that is asked for is imported. It prints a text for people; the last line of stdout is one JSON object. Progress
-goes to stderr.
+the one that is asked for is imported. It prints a text for people; where stdout is no terminal, or with --json, the
+last line is one JSON object. Progress goes to stderr.
 """
 
 import argparse
@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     for failure in report.failures:
         print(f"failed: {failure}")
-    print(json.dumps({**environment(args), **dataclasses.asdict(report)}, default=str), flush=True)
+    if args.json or not sys.stdout.isatty():
+        print(json.dumps({**environment(args), **dataclasses.asdict(report)}, default=str), flush=True)
     return 1 if report.failures else 0
 
 
@@ -88,6 +89,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="bench.py", usage=f"bench.py {name} [flags]", description=command.__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="Print the JSON line on a terminal, too.")
     command.add_arguments(parser)
     parser.set_defaults(regime=name, command=command)
     return parser.parse_args(typed)

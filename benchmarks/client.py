@@ -42,6 +42,7 @@ class Outcome:
     text: str = ""
     prompt_tokens: int = 0
     output_tokens: int = 0
+    num_media: int = 0  # images and videos, from servers that list them
     stages: dict[str, float] | None = None  # the server's own account, in seconds
     error: str | None = None
 
@@ -150,5 +151,6 @@ async def _read(response: aiohttp.ClientResponse, outcome: Outcome) -> None:
         if event.get("usage"):
             outcome.prompt_tokens = event["usage"]["prompt_tokens"]
             outcome.output_tokens = event["usage"]["completion_tokens"]
+            outcome.num_media = len(event["usage"].get("media") or ())
         outcome.stages = event.get("metrics") or outcome.stages
     raise ValueError(f"the stream ended without [DONE] after {len(outcome.chunks)} chunks")

@@ -1,11 +1,6 @@
-"""From the outcomes of a run to its metrics, under the names of vLLM's serving benchmark, and to tables of them.
+"""From the outcomes of a run to its metrics, under the names of vLLM's serving benchmark, and to a table in its words.
 
-    TTFT  from sending to the first chunk that has `choices`
-    ITL   between two such chunks, all requests together
-    E2EL  from sending to the last event
-    TPOT  (E2EL - TTFT) / (tokens - 1), of requests with two tokens or more
-
-Only requests that were answered to the end count. docs/benchmarks.md says where vLLM's client counts otherwise.
+docs/benchmarks.md defines them, and says where vLLM's client counts otherwise.
 """
 
 import collections
@@ -14,18 +9,35 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cli import table
 from benchmarks.client import Outcome, Run
 
-METRICS = ("ttft", "tpot", "itl", "e2el")
+METRICS = {
+    "ttft": "Time to First Token", "tpot": "Time per Output Token (excl. 1st token)", "itl": "Inter-token Latency",
+    "e2el": "End-to-end Latency",
+}  # fmt: skip
+ROWS = {  # in the order and the words of vLLM's table
+    "completed": "Successful requests", "failed": "Failed requests", "max_concurrency": "Maximum request concurrency",
+    "request_rate": "Request rate configured (RPS)", "duration": "Benchmark duration (s)",
+    "total_input_tokens": "Total input tokens", "total_output_tokens": "Total generated tokens",
+    "request_throughput": "Request throughput (req/s)", "request_goodput": "Request goodput (req/s)",
+    "output_throughput": "Output token throughput (tok/s)",
+    "max_output_tokens_per_s": "Peak output token throughput (tok/s)",
+    "max_concurrent_requests": "Peak concurrent requests", "total_token_throughput": "Total token throughput (tok/s)",
+}  # fmt: skip
+OWN_ROWS = {
+    "start_memory_mb": "Server memory at start (MB)", "peak_memory_mb": "Peak server memory (MB)",
+    "client_cpu_share": "Client CPU share (of one core)", "seed": "Random seed",
+}  # fmt: skip
+UNSET = (("max_concurrency", None), ("request_rate", "inf"))
+WIDTH = 50
 SHOWN_ERRORS = 5
 BUSY_SHARE = 0.8  # of the one core that the client can use
+CACHED_SHARE = 0.5  # of the requests with media, above which a run measured the caches
 
 
 def compute(
     run: Run,
     answers: Sequence[str | None] = (),
-    metrics: Iterable[str] = METRICS,
     percentiles: Sequence[float] = (99.0,),
     goodput: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
@@ -33,7 +45,6 @@ def compute(
 
     Args:
         answers: the right ones, None where none is known.
-        metrics: of METRICS, which are reported.
         percentiles: of latencies.
         goodput: ttft, tpot or e2el -> most milliseconds.
     """
@@ -54,14 +65,13 @@ def compute(
     }
     if goodput:
         found["request_goodput"] = sum(_is_good(outcome, goodput) for outcome in done) / run.seconds
-    measured = latencies(done)
-    for metric in metrics:
-        statistics = summary(measured[metric], percentiles)
-        found |= {f"{name}_{metric}_ms": value for name, value in statistics.items()}
+    for metric, values in latencies(done).items():
+        found |= {f"{name}_{metric}_ms": value for name, value in summary(values, percentiles).items()}
     pairs = zip(run.outcomes, answers, strict=False)
     known = [outcome.text.strip() == answer for outcome, answer in pairs if outcome.ok and answer is not None]
     found["accuracy"] = {"right": sum(known), "known": len(known), "share": sum(known) / len(known)} if known else None
     found["stages_ms"] = _stages(done, percentiles)
+    found["cached_media_share"] = _cached_share(done)
     found["client_cpu_share"] = run.cpu_share
     return found
 
@@ -129,27 +139,48 @@ def _stages(done: Sequence[Outcome], percentiles: Sequence[float]) -> dict[str, 
     }
 
 
+def _cached_share(done: Sequence[Outcome]) -> float | None:
+    """The share of requests with media for which the server decoded none or encoded none; None: it does not say."""
+    reported = [one.stages for one in done if one.stages is not None and one.num_media]
+    cached = sum(0 in (stages["media_decode"], stages["encode"]) for stages in reported)
+    return cached / len(reported) if reported else None
+
+
 def failures(outcomes: Sequence[Outcome]) -> list[str]:
     """A sentence for each of the most frequent errors."""
     errors = collections.Counter(outcome.error for outcome in outcomes if outcome.error is not None)
     return [f"{count} of {len(outcomes)} requests: {text}" for text, count in errors.most_common(SHOWN_ERRORS)]
 
 
-def describe(found: Mapping[str, Any], title: str) -> str:
-    """The tables, by the names of the metrics: what is a number, latencies, and stages."""
-    numbers = [[key, value] for key, value in found.items() if not (key.endswith("_ms") or isinstance(value, dict))]
+def describe(found: Mapping[str, Any], metrics: Iterable[str] = METRICS) -> str:
+    """The table of vLLM's serving benchmark with the latencies `metrics`; below it, in its layout, what that lacks."""
+    names = {key: name for key, name in ROWS.items() if (key, found.get(key)) not in UNSET}
+    lines = [f"{' Serving Benchmark Result ':=^{WIDTH}}", *_rows(found, names)]
+    for metric in metrics:
+        statistics = [key.split("_")[0] for key in found if key.endswith(f"_{metric}_ms") and key[:3] != "std"]
+        names = {f"{name}_{metric}_ms": f"{name.capitalize()} {metric.upper()} (ms)" for name in statistics}
+        lines += [f"{METRICS[metric]:-^{WIDTH}}", *_rows(found, names)]
+    lines.append("=" * WIDTH)
     if known := found["accuracy"]:
-        numbers.append(["correct answers", f"{known['right']} of {known['known']}"])
-    lines = [table([title, ""], numbers)]
-    of_metric = {
-        metric: {key.removesuffix(f"_{metric}_ms"): found[key] for key in found if key.endswith(f"_{metric}_ms")}
-        for metric in METRICS
-    }
-    latencies = {metric: statistics for metric, statistics in of_metric.items() if statistics}
-    for head, statistics in (("latencies (ms)", latencies), ("stages in the server (ms)", found["stages_ms"])):
-        if statistics:
-            columns = list(next(iter(statistics.values())))
-            lines += ["", table([head, *columns], [[name, *one.values()] for name, one in statistics.items()])]
+        lines.append(_row("Correct answers", f"{known['right']} of {known['known']}"))
+    lines += _rows(found, OWN_ROWS)
+    if stages := found["stages_ms"]:
+        lines.append(f"{'Server Stages: Mean (ms), Share':-^{WIDTH}}")
+        lines += [_row(stage, f"{one['mean']:<10.2f} {one['share']:.0%}") for stage, one in stages.items()]
     if found["client_cpu_share"] > BUSY_SHARE:
         lines.append("The client was a bottleneck, so latencies include its own. Give it a core, or lower the load.")
+    if (share := found["cached_media_share"] or 0.0) > CACHED_SHARE:
+        lines.append(
+            f"The server had cached the media of {share:.0%} of the requests, so their decoding or encoding was not "
+            "measured. Omit --seed, start a new server, or POST /reset_caches."
+        )
     return "\n".join(lines)
+
+
+def _rows(found: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
+    return [_row(name, found[key]) for key, name in names.items() if key in found]
+
+
+def _row(name: str, value: object) -> str:
+    text = "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+    return f"{name + ':':<40} {text}"

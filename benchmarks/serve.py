@@ -11,6 +11,7 @@ import datetime
 import importlib
 import json
 import math
+import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from benchmarks.server import ENDPOINTS, memory_mb, open_target, peak_memory
 from mini_engine.config import ConfigError
 
 SYNTHETIC_CONCURRENCY = 8
+SEEDS = 10**6  # of which a run without --seed draws one
 USED_BY = {  # flags that only some data sets use
     "dataset_path": READ,
     "no_oversample": READ,
@@ -80,10 +82,11 @@ def measure(args: argparse.Namespace, label: str = "", prompts: Prompts | None =
         "model": target.model,
         "max_concurrency": args.max_concurrency,
         "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
-        **metrics.compute(run, answers, args.percentile_metrics, args.metric_percentiles, dict(args.goodput)),
+        "seed": args.seed,
+        **metrics.compute(run, answers, args.metric_percentiles, dict(args.goodput)),
         **memory,
     }
-    print(metrics.describe(results, label or args.regime), flush=True)
+    print(f"{label}\n" * bool(label) + metrics.describe(results, args.percentile_metrics), flush=True)
     if args.save_result:
         save(args, run, results, label)
     return Measured(prompts, run, results, [f"{label}: {failure}" if label else failure for failure in failures])
@@ -133,7 +136,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "with data from files (default: 1).")  # fmt: skip
     add("--no-oversample", action="store_true", help="Do not repeat prompts if the file has too few; send fewer.")
     add("--disable-shuffle", action="store_true", help="Keep the order of a file's records.")
-    add("--seed", type=int, default=0, help="Random seed (default: 0).")
+    add("--seed", type=int, default=random.randrange(SEEDS),
+        help="Random seed (default: a new one in each run, whose prompts no cache holds).")  # fmt: skip
     _add_traffic_and_results(parser)
 
 
@@ -153,8 +157,8 @@ def _add_traffic_and_results(parser: argparse.ArgumentParser) -> None:
     add("--ignore-eos", action="store_true", help="Generate the maximum of output tokens.")
     add("--extra-body", type=json.loads, default={}, metavar="JSON", help="Additional fields of the request body.")
     add = parser.add_argument_group("results").add_argument
-    add("--percentile-metrics", type=metric_names, default=metrics.METRICS, metavar="NAMES",
-        help="Latencies to report (default: ttft,tpot,itl,e2el).")  # fmt: skip
+    add("--percentile-metrics", type=metric_names, default=["ttft", "tpot", "itl"], metavar="NAMES",
+        help="Latencies in the table, of ttft, tpot, itl and e2el (default: ttft,tpot,itl).")  # fmt: skip
     add("--metric-percentiles", type=percentiles, default=[99.0], metavar="NUMBERS",
         help="Percentiles to report, such as 50,90,99 (default: 99).")  # fmt: skip
     add("--goodput", type=limit, nargs="+", default=[], metavar="NAME:MS",

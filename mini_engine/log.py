@@ -10,8 +10,10 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler
+from types import MappingProxyType
 from typing import Any
 
 QUEUE_LINES = 1000
@@ -19,8 +21,8 @@ FLUSH_SECONDS = 1.0  # that the end of a process waits for the queue, at most
 
 
 class JsonFormatter(logging.Formatter):
-    """A JSON object per line: `time` (RFC 3339, UTC), `level`, `process`, `logger`, `message`, and where there is one
-    `request_id`, `exception`."""
+    """A JSON object per line: `time` (RFC 3339, UTC), `level`, `process`, `logger`, `message`, what `about` says, and
+    where there is one `exception`."""
 
     def __init__(self, process: str):
         super().__init__()
@@ -34,16 +36,27 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        if (request_id := getattr(record, "request_id", None)) is not None:
-            line["request_id"] = request_id
+        line |= getattr(record, "facts", {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line)
 
 
-def about(request_id: str) -> dict[str, str]:
-    """The `extra` of a line about one request, whose id the line names, too."""
-    return {"request_id": request_id}
+class TextFormatter(logging.Formatter):
+    """`HH:MM:SS LEVEL process | text`, and behind it the `caller` of `about`."""
+
+    def __init__(self, process: str):
+        super().__init__(f"%(asctime)s %(levelname)-7s {process} | %(message)s", datefmt="%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name in logging
+        caller = ", ".join(f"{name} {value}" for name, value in getattr(record, "caller", {}).items())
+        return super().formatMessage(record) + (caller and f" ({caller})")
+
+
+def about(request_id: str, caller: Mapping[str, Any] = MappingProxyType({}), **facts: Any) -> dict[str, Any]:
+    """The `extra` of a line about one request: the fields of its JSON object. The text of the line names the id and the
+    `facts`, too, but not the `caller`: see `http/caller.py`."""
+    return {"caller": caller, "facts": {"request_id": request_id, **caller, **facts}}
 
 
 class LineQueue(QueueHandler):
@@ -85,11 +98,10 @@ class LineQueue(QueueHandler):
 
 
 def setup(process: str, level: str, line_format: str) -> None:
-    """Send this process's log to stderr, as `HH:MM:SS LEVEL process | text` or JSON. `process` is e.g. `worker 0.1`;
-    the rest are `--log-level` and `--log-format`."""
-    text = logging.Formatter(f"%(asctime)s %(levelname)-7s {process} | %(message)s", datefmt="%H:%M:%S")
+    """Send this process's log to stderr, as text or JSON. `process` is e.g. `worker 0.1`; the rest are `--log-level`
+    and `--log-format`."""
     handler = LineQueue()
-    handler.setFormatter(JsonFormatter(process) if line_format == "json" else text)
+    handler.setFormatter((JsonFormatter if line_format == "json" else TextFormatter)(process))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

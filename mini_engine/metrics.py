@@ -1,12 +1,16 @@
 """The metrics behind `GET /metrics`, under the prefix `mini_engine:`, by vLLM's names where it has the same metric.
+Those without the prefix are named like those of other servers, as vLLM's are.
 
 Every API server counts into files of its own (`metrics_files.py`), and whichever of them is asked sums over all.
 Without such files, as in tests, the metrics are this process's own. Label values are created at 0, so that a metric can
 be read before its first event. Knows nothing of HTTP.
 """
 
+import bisect
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Literal, get_args
 
 from prometheus_client import (
@@ -15,15 +19,19 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
+    ProcessCollector,
     generate_latest,
     multiprocess,
 )
 from prometheus_client import values as value_classes
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from mini_engine.launch.metrics_files import DIRECTORY_VARIABLE, NUMBER_VARIABLE
 from mini_engine.messages import EngineStats, FinishReason, TransportName
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+TITLE = b"mini-engine: "  # at the beginning of a process's title
 REGISTRY = CollectorRegistry()
 if NUMBER_VARIABLE in os.environ:  # else prometheus_client would number the files by process id
     value_classes.ValueClass = value_classes.MultiProcessValue(lambda: os.environ[NUMBER_VARIABLE])
@@ -47,6 +55,7 @@ _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.
 _E2E_BUCKETS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2, 2.0, 3.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0)
 _STAGE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
+_STEP_SIZES = tuple(float(1 << power) for power in range(15))
 _SIZES = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
 
@@ -100,6 +109,9 @@ inflight_media_bytes = _gauge(
 requests_rejected_total = _counter(
     "requests_rejected_total", "Requests refused: 429, or 503 for lack of host resources.", "reason", REJECTION_REASONS
 )
+http_requests_total = Counter(
+    "http_requests_total", "Responses by the path of their route.", ["handler", "method", "status"], registry=REGISTRY
+)
 _SUCCESS = "Finished requests; `error`: with a 5xx or an error event."
 request_success_total = _counter("request_success_total", _SUCCESS, "finished_reason", get_args(FinishReason))
 time_to_first_token_seconds = _histogram("time_to_first_token_seconds", "Time to first token.", _TTFT_BUCKETS)
@@ -111,6 +123,12 @@ e2e_request_latency_seconds = _histogram(
 )
 request_prompt_tokens = _histogram("request_prompt_tokens", "Prompt tokens per successful request.", _SIZES)
 request_generation_tokens = _histogram("request_generation_tokens", "Tokens generated per successful request.", _SIZES)
+request_max_num_generation_tokens = _histogram(
+    "request_max_num_generation_tokens", "Tokens of the longest choice per successful request.", _SIZES
+)
+request_params_max_tokens = _histogram(
+    "request_params_max_tokens", "Tokens that a choice might have, per successful request.", _SIZES
+)
 request_time_per_output_token_seconds = _histogram(
     "request_time_per_output_token_seconds", "Mean time between tokens per successful request.", _TOKEN_BUCKETS
 )
@@ -133,6 +151,10 @@ engine_restarts = _gauge("engine_restarts", "Restarts of the engines (--restart-
 _PROCESSES = "1 for the numbers of processes: API servers, engines, ranks of each engine."
 _COUNTS = ("api_server_count", "data_parallel_size", "tensor_parallel_size")
 parallel_config_info = _gauge("parallel_config_info", _PROCESSES, "livemax", *_COUNTS)
+_CACHE = "1 for the KV cache of the engine, of which all ranks have so many blocks."
+_CACHE_LABELS = ("engine", "block_size", "num_gpu_blocks", "enable_prefix_caching", "gpu_memory_utilization")
+cache_config_info = _gauge("cache_config_info", _CACHE, "livemax", *_CACHE_LABELS)
+iteration_tokens_total = _histogram("iteration_tokens_total", "Tokens computed per step of an engine.", _STEP_SIZES)
 kv_cache_usage_perc = _engine_gauge("kv_cache_usage_perc", "Fraction of the KV blocks that requests hold.")
 mm_store_bytes = _engine_gauge(
     "mm_store_bytes", "Bytes of the media cache: all items (used), items with references (pinned), free.", "state"
@@ -193,6 +215,10 @@ class EngineMetrics:
         for name, counter in self._counters.items():
             if events := getattr(stats, name):  # spares a write to the file
                 counter.inc(events)
+        for tokens, steps in stats.step_tokens.items():  # `observe` is for a step at a time
+            iteration_tokens_total._sum.inc(tokens * steps)
+            bounds = iteration_tokens_total._upper_bounds
+            iteration_tokens_total._buckets[bisect.bisect_left(bounds, tokens)].inc(steps)
 
 
 def _registry() -> CollectorRegistry:
@@ -214,6 +240,43 @@ def samples() -> dict[str, list[float]]:
     return values
 
 
-def exposition() -> bytes:
+class _Exposed(Collector):
+    """The metrics of all API servers, with the label `model_name`, which no file has to hold, and of all processes."""
+
+    def __init__(self, model_name: str):
+        self._label = {"model_name": model_name}
+
+    def collect(self) -> Iterator[Metric]:
+        for family in _registry().collect():
+            if family.name.startswith("mini_engine:"):
+                family.samples = [sample._replace(labels=self._label | sample.labels) for sample in family.samples]
+            yield family
+        yield from _process_metrics().values()
+
+
+def _process_metrics() -> dict[str, Metric]:
+    """`process_*` of the supervisor, which starts each API server, and of the processes that it has started. Their
+    names are those that `ps` shows."""
+    families: dict[str, Metric] = {}
+    for name, pid in _processes().items():
+        for family in ProcessCollector(pid=pid.__index__, registry=None).collect():
+            family.samples = [sample._replace(labels={"process": name}) for sample in family.samples]
+            if (first := families.setdefault(family.name, family)) is not family:
+                first.samples += family.samples
+    return families
+
+
+def _processes() -> dict[str, int]:
+    supervisor = os.getppid()
+    pids, children = {"supervisor": supervisor}, Path(f"/proc/{supervisor}/task/{supervisor}/children")
+    for pid in children.read_text().split() if children.exists() else ():  # a kernel may have no such file
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just exited
+            title = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if title.startswith(TITLE):
+                pids[title.removeprefix(TITLE).rstrip(b"\0").decode()] = int(pid)
+    return pids
+
+
+def exposition(model_name: str) -> bytes:
     """All metrics in Prometheus's text format, summed over the API servers. Raises OSError: they cannot be read."""
-    return generate_latest(_registry())
+    return generate_latest(_Exposed(model_name))

@@ -37,7 +37,7 @@ def test_every_error_code_is_named() -> None:
 
 
 def test_every_metric_is_named() -> None:
-    served = set(re.findall(r"^# TYPE mini_engine:(\w+) \w+$", metrics.exposition().decode(), re.MULTILINE))
+    served = set(re.findall(r"^# TYPE mini_engine:(\w+) \w+$", metrics.exposition("m").decode(), re.MULTILINE))
     assert {name for name in served if not name.endswith("_created")} == names_below("Metrics")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -12,7 +13,7 @@ import time
 
 import pytest
 
-from mini_engine.log import QUEUE_LINES, LineQueue
+from mini_engine.log import QUEUE_LINES, JsonFormatter, LineQueue, TextFormatter, about
 
 
 def log_lines(handler: LineQueue, count: int) -> None:
@@ -34,6 +35,16 @@ def test_a_pipe_that_is_not_read_delays_nothing_and_missing_lines_are_counted():
     missing = sum(map(int, re.findall(rb"\((\d+) lines of the log could not be written here\)\n", seen)))
     assert missing == handler.dropped
     assert seen.count(b"x" * 200 + b"\n") + missing == 2 * QUEUE_LINES + 1
+
+
+def test_fields_about_a_request_are_an_object_in_json_and_the_end_of_a_text():
+    record = logging.LogRecord("x", logging.INFO, __file__, 1, "req-1: %d", (200,), None)
+    vars(record).update(about("req-1", {"client": "192.0.2.1", "key_number": 2}, status=200))
+    fields = json.loads(JsonFormatter("api 0").format(record))
+    names = ("message", "request_id", "client", "key_number", "status")
+    assert [fields[name] for name in names] == ["req-1: 200", "req-1", "192.0.2.1", 2, 200]
+    text = TextFormatter("api 0").format(record)
+    assert text.endswith(" INFO    api 0 | req-1: 200 (client 192.0.2.1, key_number 2)")
 
 
 @pytest.mark.parametrize("end", ["", "; raise SystemExit(3)", "; logging.shutdown(); os._exit(0)"])

@@ -1,6 +1,8 @@
 """Metrics over several processes, as API servers count them."""
 
+import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from mini_engine import metrics
+from mini_engine.http.app import ROUTERS
+from mini_engine.http.middleware import COUNTED_METHODS, GENERATION_PATHS
 from mini_engine.launch.metrics_files import DIRECTORY_VARIABLE, FILE_BYTES, NUMBER_VARIABLE, forget_gauges, make_files
 from tests.support.shortages import no_descriptors
 
@@ -19,7 +23,7 @@ metrics.ipc_buffered_bytes.set(100)
 engine = metrics.EngineMetrics(0, 1000)
 metrics.EngineMetrics(1, 1000)
 engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 200, 3, 1.5, 5, 10, 4, media_evictions=6))
-engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 200, 3, 1.5))
+engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 200, 3, 1.5, step_tokens={{3: 2, 16: 1}}))
 metrics.stage_seconds["queue"].observe(1)
 """
 
@@ -34,8 +38,12 @@ def run(code: str, directory: Path, number: int = 0) -> str:
 def test_the_metrics_of_all_processes_are_summed(tmp_path: Path) -> None:
     """Counters and histograms; of an engine's gauges the latest value counts."""
     run(COUNT.format(running=5), tmp_path)
-    lines = run(COUNT.format(running=2) + "print(metrics.exposition().decode())", tmp_path, 1).splitlines()
+    lines = run(COUNT.format(running=2) + "print(metrics.exposition('m').decode())", tmp_path, 1).splitlines()
     expected = {
+        'iteration_tokens_total_bucket{le="2.0"} 0.0',
+        'iteration_tokens_total_bucket{le="4.0"} 4.0',
+        'iteration_tokens_total_bucket{le="+Inf"} 6.0',
+        "iteration_tokens_total_sum 44.0",
         'ipc_messages_total{transport="torch_shm"} 6.0',
         'ipc_messages_total{transport="direct_rpc"} 0.0',
         'ipc_fallbacks_total{reason="cuda_ipc"} 0.0',
@@ -50,7 +58,8 @@ def test_the_metrics_of_all_processes_are_summed(tmp_path: Path) -> None:
         'mm_cache_oldest_seconds{engine="0"} 1.5',
         "request_queue_time_seconds_sum 2.0",
     }
-    assert not {f"mini_engine:{line}" for line in expected} - {*lines}
+    with_label = {re.sub(r'{model_name="m"}|,model_name="m"|(?<={)model_name="m",', "", line) for line in lines}
+    assert not {f"mini_engine:{line}" for line in expected} - (with_label - {*lines})
 
 
 def test_an_import_makes_no_files(tmp_path: Path) -> None:
@@ -63,7 +72,13 @@ def test_an_import_makes_no_files(tmp_path: Path) -> None:
 def test_the_files_keep_their_allocated_size_with_64_engines(tmp_path: Path) -> None:
     engine = "metrics.EngineMetrics(engine, 1000)"
     transport = 'metrics.mm_tensor_ipc_info.labels(str(engine), "torch_shm", "x" * 500).set(1)'
-    run(f"from mini_engine import metrics\nfor engine in range(64):\n    {engine}; {transport}", tmp_path)
+    cache = "metrics.cache_config_info.labels(engine, 16, 1234567, True, 0.9).set(1)"
+    routes = [route for router in ROUTERS for route in router.routes]
+    handlers = [(route.path, method) for route in routes for method in route.methods]
+    handlers += itertools.product(("none", *GENERATION_PATHS), (*COUNTED_METHODS, "other"))
+    responses = f"[metrics.http_requests_total.labels(*a, f'{{b}}xx') for a in {handlers} for b in range(2, 6)]"
+    code = f"{responses}\nfor engine in range(64):\n    {engine}; {transport}; {cache}"
+    run(f"from mini_engine import metrics; {code}", tmp_path)
     assert {path.name.rpartition("_")[0]: path.stat().st_size for path in tmp_path.iterdir()} == FILE_BYTES
     assert all(512 * path.stat().st_blocks >= path.stat().st_size for path in tmp_path.iterdir())
     used = {path.name.rpartition("_")[0] for path in tmp_path.iterdir() if path.read_bytes()[:4] != bytes(4)}
@@ -86,5 +101,5 @@ def test_metrics_that_cannot_be_read_are_not_an_empty_page(tmp_path: Path, monke
     run(COUNT.format(running=5), tmp_path)
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
     with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
-        metrics.exposition()
-    assert b"num_requests_running" in metrics.exposition()
+        metrics.exposition("m")
+    assert b"num_requests_running" in metrics.exposition("m")

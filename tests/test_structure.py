@@ -16,7 +16,7 @@ from mini_engine.launch.cli import build_parser
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mini_engine"
-BESIDE = ["benchmarks", "training"]  # may import everything; nothing of the package imports them
+BESIDE = ["benchmarks", "examples", "training"]  # may import everything; nothing of the package imports them
 FILES = sorted(path for part in (PACKAGE, *(ROOT / name for name in BESIDE)) for path in part.rglob("*.py"))
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60
@@ -77,7 +77,7 @@ def test_imports_point_one_way():
 
 
 def test_only_the_cluster_imports_ray_and_only_commands_what_is_beside_the_package():
-    for names, users in (("ray", {"cluster"}), ("|".join(BESIDE), set(BESIDE))):
+    for names, users in (("ray", {"cluster"}), ("|".join(BESIDE), {"benchmarks", "training"})):
         pattern = re.compile(rf"^\s*(from|import) ({names})\b", re.MULTILINE)
         assert {path.parent.name for path in FILES if pattern.search(path.read_text())} == users
 
@@ -155,7 +155,7 @@ def test_every_config_field_is_read_somewhere():
 
 
 def test_every_path_and_flag_in_the_documents_exists():
-    others = {"--gpus", "--memory", "--shm-size", "--stop-timeout", "--tmpfs", "--ulimit", "--no-cache-dir"}
+    others = {"--gpus", "--memory", "--shm-size", "--stop-timeout", "--tmpfs", "--ulimit", "--build", "--build-arg"}
     others |= {"--head", "--address", "--resources", "--node-id", "--reason", "--reason-message"}  # of `ray`
     flags = {*re.findall(r"--[a-z-]+", build_parser().format_help()), *others}
     for document in [
@@ -163,12 +163,12 @@ def test_every_path_and_flag_in_the_documents_exists():
         *sorted((ROOT / "docs").glob("*.md")),
     ]:
         text = document.read_text()
-        for path in re.findall(r"`((?:mini_engine|benchmarks|training|tests|docs)/[\w./-]+)`", text):
+        for path in re.findall(r"`((?:mini_engine|benchmarks|examples|training|tests|docs|deploy)/[\w./-]+)`", text):
             assert (ROOT / path).exists(), f"{document.name} names {path}"
         for path in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text):
             assert (document.parent / path).exists(), f"{document.name} shows {path}"
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text):
-            commands = [path for path in FILES if path.parent.name in ("demo", *BESIDE)]
+            commands = [path for path in FILES if path.parent.name in ("demo", "batch", *BESIDE)]
             known = flag in {*flags, "--no-", "--index-url"} or any(
                 f'"{flag}"' in path.read_text() for path in commands
             )

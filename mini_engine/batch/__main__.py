@@ -17,7 +17,7 @@ import msgspec
 from tqdm import tqdm
 
 from mini_engine.batch.request_files import AnswerFile, BatchAnswer, BatchRequest, ids_of, read_requests
-from mini_engine.batch.server_handle import Reply, ServerError, ServerHandle
+from mini_engine.batch.server_handle import MAX_CONCURRENCY, Reply, ServerError, ServerHandle
 from mini_engine.config import ConfigError
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -40,8 +40,9 @@ def parser() -> argparse.ArgumentParser:
     add("--base-url", metavar="URL", help="A running server, without /v1, its key in OPENAI_API_KEY. Default: one "
         "of this command's own, with the flags of serve.py.")  # fmt: skip
     add("--retry-failed", action="store_true", help="Ask again where the status is not 200. Without it: where it is "
-        "429 or 500 to 504, or no response came.")  # fmt: skip
-    add("--max-concurrency", type=int, default=64, metavar="N", help="Requests in flight (default: 64).")
+        "429, 500 or 502 to 504, or no response came.")  # fmt: skip
+    add("--max-concurrency", type=int, default=MAX_CONCURRENCY, metavar="N",
+        help=f"Requests in flight (default: {MAX_CONCURRENCY}).")  # fmt: skip
     return found
 
 
@@ -54,9 +55,11 @@ def main(argv: Sequence[str]) -> int:
         ids = ids_of(args.input_file)
         with contextlib.closing(AnswerFile(args.output_file, args.retry_failed)) as answers:
             if ids <= answers.done:
-                print(f"{len(ids)} requests, all answered, {answers.failed} failed", file=sys.stderr)
+                print(f"all {len(ids)} requests have an answer", file=sys.stderr)
             else:
                 answer_all(args, flags, answers, ids)
+            if answers.failed:
+                print(f"{answers.failed} failed; --retry-failed asks all of them again", file=sys.stderr)
             return 1 if answers.failed else 0
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
@@ -73,13 +76,14 @@ def answer_all(args: argparse.Namespace, flags: Sequence[str], answers: AnswerFi
     headers = {"Authorization": f"Bearer {key}"} if key and args.base_url else {}
     seconds: dict[str, float] = collections.defaultdict(float)
     interval = 0.1 if sys.stderr.isatty() else PROGRESS_SECONDS
-    with contextlib.closing(ServerHandle(args.base_url and args.base_url.rstrip("/"), flags, headers)) as server:
+    root = args.base_url and args.base_url.rstrip("/")
+    with contextlib.closing(ServerHandle(root, flags, headers, args.max_concurrency)) as server:
         # Other servers refuse the field of this one that asks for the time of each stage.
         requests = (request for request in read_requests(args.input_file) if request.custom_id not in answers.done)
         works = (ask(server, request, with_timings=args.base_url is None) for request in requests)
         num_done = len(ids & answers.done)
         with tqdm(total=len(ids), initial=num_done, unit=" requests", mininterval=interval) as bar:
-            for answer, timings in server.as_finished(works, args.max_concurrency):
+            for answer, timings in server.as_finished(works):
                 answers.append(answer)
                 for stage in STAGES.keys() & timings.keys():
                     seconds[STAGES[stage]] += timings[stage]
@@ -98,8 +102,7 @@ async def ask(server: ServerHandle, request: BatchRequest, with_timings: bool) -
     if adds_timings:
         body = body | {"return_timings": True}
     reply = await server.post(request.url, msgspec.json.encode(body))
-    timings = (reply.body.pop if adds_timings else reply.body.get)("metrics", {})
-    return BatchAnswer.of(request.custom_id, reply), timings
+    return BatchAnswer.of(request.custom_id, reply), reply.body.pop("metrics", {}) if adds_timings else {}
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ import concurrent.futures
 import io
 import json
 import os
+import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, ClassVar
@@ -15,11 +16,10 @@ from urllib.parse import quote
 
 from tqdm.auto import tqdm
 
-from mini_engine.batch.server_handle import Reply, ServerHandle
+from mini_engine.batch.server_handle import MAX_CONCURRENCY, Reply, ServerHandle
 from mini_engine.config import BUNDLED_MODEL
 from mini_engine.launch.cli import settle
 
-MAX_CONCURRENCY = 64  # requests in flight: as many as a step on a CPU has sequences
 ROOT_FLAG = "--allowed-local-media-path=/"
 
 Prompt = Any  # see `LLM`
@@ -54,7 +54,7 @@ class Media:
             return f"file://{quote(os.path.abspath(os.fsencode(source)))}"
         if not isinstance(source, bytes):
             buffer = io.BytesIO()
-            source.save(buffer, "PNG")
+            source.save(buffer, "PNG", compress_level=1)  # a quarter of the default's time, a fifth more bytes
             source = buffer.getvalue()
         return f"data:{self.kind}/;base64,{base64.b64encode(source).decode()}"
 
@@ -105,8 +105,7 @@ class LLM:
         flags = [f"--model={model}", *flags_of(options)]
         if "allowed_local_media_path" not in settle(flags, os.environ).origins:
             flags.append(ROOT_FLAG)
-        self._max_concurrency = max_concurrency
-        self._server = ServerHandle(flags=flags)
+        self._server = ServerHandle(flags=flags, max_concurrency=max_concurrency)
         self.close = weakref.finalize(self, self._server.close)
 
     def __enter__(self) -> "LLM":
@@ -124,13 +123,14 @@ class LLM:
         """Ask about prompts; yields the answers as they come. At most `max_concurrency` are read ahead, in the caller's
         thread. Leaving the loop aborts the others. Raises ServerError."""
         works = (ask(self._server, index, prompt, fields) for index, prompt in enumerate(prompts))
-        return self._server.as_finished(works, self._max_concurrency)
+        return self._server.as_finished(works)
 
     def chat(self, messages: Sequence[Prompt], *, use_tqdm: bool = True, **fields: Any) -> list[ChatAnswer]:
         """Ask about prompts, or about one conversation; returns the answers in the order of the prompts, and meanwhile
         shows a progress bar. Raises ServerError."""
         prompts = [messages] if is_conversation(messages) else messages
-        answers = tqdm(self.stream(prompts, **fields), total=len(prompts), disable=not use_tqdm, unit=" prompts")
+        disable = not use_tqdm or sys.stderr is None
+        answers = tqdm(self.stream(prompts, **fields), total=len(prompts), disable=disable, unit=" prompts")
         return sorted(answers, key=lambda answer: answer.id)
 
 
@@ -149,17 +149,25 @@ def is_conversation(prompt: Prompt) -> bool:
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict) and "role" in prompt[0]
 
 
-async def ask(server: ServerHandle, index: int, prompt: Prompt, fields: Mapping[str, Any]) -> ChatAnswer:
-    """The answer to a prompt. Raises ServerError."""
+def ask(server: ServerHandle, index: int, prompt: Prompt, fields: Mapping[str, Any]) -> Coroutine[Any, Any, ChatAnswer]:
+    """The answer to a prompt, which is encoded before this returns: the program may change it then, or its own working
+    directory. Awaited, it raises ServerError."""
     try:
-        body = await asyncio.to_thread(encode_body, prompt, fields)  # base64 and PNG take time
-    except (AttributeError, OSError, TypeError, ValueError) as error:
-        return ChatAnswer(index, error=f"{type(error).__name__}: {error}")
+        body = encode_body(prompt, fields)
+    except Exception as error:  # noqa: BLE001 - a prompt may hold any object
+        return asyncio.sleep(0, ChatAnswer(index, error=f"{type(error).__name__}: {error}"))
+    return send(server, index, body)
+
+
+async def send(server: ServerHandle, index: int, body: bytes) -> ChatAnswer:
+    """The answer to a request. Raises ServerError."""
     return answer_of(index, await server.post("/v1/chat/completions", body))
 
 
 def encode_body(prompt: Prompt, fields: Mapping[str, Any]) -> bytes:
-    """A request for a prompt. Raises TypeError: it has another form; what `Media.part` raises."""
+    """A request for a prompt. Raises TypeError, ValueError: it has another form; what `Media.part` raises."""
+    if fields.get("stream"):
+        raise ValueError("'stream': an answer comes as a whole; omit it")
     messages = prompt if is_conversation(prompt) else [{"role": "user", "content": prompt}]
     messages = [{**message, "content": _content(message.get("content"))} for message in messages]
     return json.dumps({"messages": messages, "return_timings": True, **fields}).encode()

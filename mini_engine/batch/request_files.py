@@ -16,6 +16,7 @@ import msgspec
 from mini_engine.batch.server_handle import Reply
 from mini_engine.config import ConfigError
 
+ROW_START = b'{"id":"batch_req_'
 AGAIN = (0, 429, 500, 502, 503, 504)  # the request was not the cause, 0: no response
 
 
@@ -57,9 +58,16 @@ class BatchAnswer(msgspec.Struct, frozen=True):
         return self.response.status_code if self.response else 0
 
 
+def refuse_special(path: Path) -> None:
+    """Raises ConfigError: a device or pipe, which can be neither read twice nor replaced."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path}: not a regular file")
+
+
 def read_requests(path: Path) -> Iterator[BatchRequest]:
     """The requests of a file in their order, read as they are iterated. Raises ConfigError: no such file, or a line
     that is no request."""
+    refuse_special(path)
     decoder = msgspec.json.Decoder(BatchRequest)
     try:
         file = path.open("rb")
@@ -71,7 +79,7 @@ def read_requests(path: Path) -> Iterator[BatchRequest]:
                 continue
             try:
                 request = decoder.decode(line)
-            except msgspec.DecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{path}, line {number}: {error}") from None
             yield request
 
@@ -99,6 +107,8 @@ class AnswerFile:
     def __init__(self, path: Path, retry_failed: bool):
         self.done = set[str]()  # the ids of the answers that it has
         self.failed = 0  # of these, such as have another status than 200
+        refuse_special(path)
+        path = path.resolve()  # a link stays one
         copy = path.with_name(path.name + ".tmp")
         try:
             with contextlib.ExitStack() as files:
@@ -109,10 +119,10 @@ class AnswerFile:
                 self._file = files.enter_context(copy.open("wb"))
                 files.callback(copy.unlink, missing_ok=True)
                 for number, line in enumerate(old, 1):
-                    if line.endswith(b"\n"):
-                        self._keep(line, f"{path}, line {number}", retry_failed)
+                    self._keep(line, f"{path}, line {number}", retry_failed)
                 self._file.flush()
                 os.fsync(self._file.fileno())
+                os.fchmod(self._file.fileno(), os.fstat(old.fileno()).st_mode)
                 fcntl.flock(self._file, fcntl.LOCK_EX)
                 os.replace(copy, path)
                 self.close = files.pop_all().close
@@ -128,11 +138,13 @@ class AnswerFile:
         self._file.flush()
 
     def _keep(self, line: bytes, place: str, retry_failed: bool) -> None:
+        if not line.endswith(b"\n") and ROW_START.startswith(line[: len(ROW_START)]):
+            return  # torn
         try:
             answer = msgspec.json.decode(line, type=BatchAnswer)
-        except msgspec.DecodeError:
+        except (ValueError, RecursionError):
             raise ConfigError(f"{place}: no answer of a batch; choose another file") from None
         if answer.status == 200 or not (retry_failed or answer.status in AGAIN):
             self.done.add(answer.custom_id)
             self.failed += answer.status != 200
-            self._file.write(line)
+            self._file.write(line.rstrip(b"\n") + b"\n")

@@ -36,10 +36,11 @@ die_with_parent(int(sys.argv.pop(1)))
 from mini_engine.launch.cli import serve
 sys.exit(serve())
 """
+MAX_CONCURRENCY = 64  # where nothing else is said: as many requests as a step on a CPU has sequences
 OF_THE_PORT = ("Server", "Security")  # groups of settings that have no effect without a port
 # How often a request is sent again after these statuses, 0 being a connection that ended: it may have been the request
 # that ended the process at its other end.
-REPEATS = {0: 4, 429: 12, 503: 12}
+REPEATS = {0: 4, 429: 12, 502: 4, 503: 12}
 LONGEST_PAUSE_SECONDS = 30.0  # between two of them; the first is 1 s, and each is twice the one before
 CONNECT_SECONDS = 0.05  # between attempts to connect to a server that starts
 STOP_SECONDS = 20.0  # then it is killed
@@ -74,14 +75,24 @@ class ServerHandle:
         root: URL of a running server, without `/v1`.
         flags: of `serve.py`, for a server of this program's own, instead. Settings of its port are refused.
         headers: of each request.
+        max_concurrency: coroutines that `as_finished` runs at once.
 
     Raises:
-        ConfigError: unusable flags.
+        ConfigError: unusable flags, or fewer than one at once.
         ServerError: the server did not start.
     """
 
-    def __init__(self, root: str | None = None, flags: Sequence[str] = (), headers: dict[str, str] | None = None):
+    def __init__(
+        self,
+        root: str | None = None,
+        flags: Sequence[str] = (),
+        headers: dict[str, str] | None = None,
+        max_concurrency: int = MAX_CONCURRENCY,
+    ):
         self._root, self._headers = root or "http://localhost", headers or {}
+        self._max_concurrency = max_concurrency
+        if max_concurrency < 1:
+            raise ConfigError(f"max-concurrency is {max_concurrency}: it must be at least 1")
         if root is None:
             check_flags(flags)
         self._pid = os.getpid()
@@ -104,22 +115,26 @@ class ServerHandle:
             raise
 
     def run(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Run a coroutine that may call `post`. Raises ServerError: the server has ended."""
+        """Run a coroutine that may call `post`. Raises ServerError: the server has ended, or this is a fork."""
+        if os.getpid() != self._pid:  # which has no such thread, and maybe a lock that stays locked
+            work.close()
+            raise ServerError("a forked process cannot use the server of its parent; start one of its own")
         with self._lock:
             if not self._ended:
                 return asyncio.run_coroutine_threadsafe(self._run_work(work), self._loop)
         work.close()
-        raise self._failure
+        raise self._failure.with_traceback(None)
 
-    def as_finished(self, works: Iterable[Coroutine[Any, Any, T]], limit: int) -> Iterator[T]:
-        """Run coroutines, `limit` at once; yields the results as they come. `works` is iterated in the caller's thread,
-        one for each result: what it is made from may be endless. An end of the iteration cancels those that run."""
+    def as_finished(self, works: Iterable[Coroutine[Any, Any, T]]) -> Iterator[T]:
+        """Run coroutines, `max_concurrency` at once; yields the results as they come. `works` is iterated in the
+        caller's thread, one for each result: what it is made from may be endless. An end of the iteration cancels those
+        that run."""
         finished: queue.SimpleQueue[concurrent.futures.Future[T]] = queue.SimpleQueue()
         running: set[concurrent.futures.Future[T]] = set()
         source: Iterator[Coroutine[Any, Any, T] | None] = itertools.chain(works, itertools.repeat(None))
         try:
             while True:
-                while len(running) < limit and (work := next(source)) is not None:
+                while len(running) < self._max_concurrency and (work := next(source)) is not None:
                     future = self.run(work)
                     running.add(future)
                     future.add_done_callback(finished.put)
@@ -149,7 +164,8 @@ class ServerHandle:
         if os.getpid() == self._pid:  # not in a fork
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._closing.set)
-            self._thread.join()
+            if threading.current_thread() is not self._thread:  # in which the garbage may be collected
+                self._thread.join()
 
     async def _run_work(self, work: Coroutine[Any, Any, T]) -> T:
         """Cancelled when the server has ended, it raises why."""
@@ -160,7 +176,7 @@ class ServerHandle:
             return await work
         except asyncio.CancelledError:
             if self._ended:
-                raise self._failure from None
+                raise self._failure.with_traceback(None) from None
             raise
         finally:
             self._running.remove(task)
@@ -168,9 +184,14 @@ class ServerHandle:
     async def _send(self, path: str, body: bytes) -> Reply:
         try:
             async with self._session.post(self._root + path, data=body) as response:
-                return Reply(response.status, msgspec.json.decode(await response.read(), type=dict[str, Any]))
+                content = await response.read()
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return Reply(0, {"error": {"message": f"no response: {error or type(error).__name__}"}})
+        try:
+            return Reply(response.status, msgspec.json.decode(content, type=dict[str, Any]))
+        except (ValueError, RecursionError):  # such as a page of a proxy
+            status = 0 if response.status == 200 else response.status
+            return Reply(status, {"error": {"message": f"status {response.status}, no JSON: {content[:200]!r}"}})
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
@@ -194,7 +215,8 @@ class ServerHandle:
             finally:
                 with self._lock:
                     self._ended = True
-                await asyncio.sleep(0)  # what other threads have just run becomes tasks
+                for _ in range(2):  # what other threads have just run becomes tasks, and these begin
+                    await asyncio.sleep(0)
                 for task in self._running:
                     task.cancel()
                 await asyncio.gather(*self._running, return_exceptions=True)
@@ -232,7 +254,7 @@ class OwnServer:
         assert self._process.stderr is not None
         async for line in self._process.stderr:
             self._last_lines.append(line.decode(errors="replace"))
-            with contextlib.suppress(OSError, ValueError):  # closed
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # None, or closed
                 sys.stderr.write(self._last_lines[-1])
         await self._process.wait()
 
@@ -246,10 +268,13 @@ class OwnServer:
 
 @contextlib.asynccontextmanager
 async def own_server(flags: Sequence[str]) -> AsyncIterator[OwnServer]:
-    """Start a server, and stop it: running requests are aborted. It is killed when the calling thread ends."""
+    """Start a server, and stop it: running requests are aborted. It is killed when the calling thread ends. Its modules
+    are found where this program finds its own, and not in the working directory."""
+    paths = os.pathsep.join(map(os.path.abspath, sys.path))
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", SERVE, str(os.getpid()), *flags),
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, limit=LINE_BYTES,
+        env={**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"},
         start_new_session=True,  # Ctrl-C is for this program, which may go on
     )  # fmt: skip
     server = OwnServer(process)

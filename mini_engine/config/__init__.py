@@ -11,6 +11,7 @@ from mini_engine.config.engine_config import (
     EngineConfig,
     TensorIpc,
     fields,
+    for_debugging,
     groups,
 )
 from mini_engine.config.options import ENV_PREFIX, ConfigError, Setting, flag_of

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import ipaddress
 import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -118,6 +120,9 @@ class EngineConfig:
     """Seconds for running requests after SIGTERM; 0: abort them, as SIGINT does."""
     restart_engine: int = _processes(0, minimum=0, bare="3", metavar="N")
     """Maximum engine restarts in a row; 0: the server exits. The flag alone: 3."""
+    debug: bool = _processes(False)
+    """For `breakpoint()`: all processes share the terminal's input, one engine starts, and time-outs that are not given
+    are as long as they can be, an hour or a day."""
 
     host: str = _server("0.0.0.0")
     """Address to listen on; `::` is all addresses, of IPv6 and IPv4."""
@@ -142,6 +147,9 @@ class EngineConfig:
     """Host names, such as engine.example or *.example, that clients may ask for in the header `Host`, beside IP
     addresses, names without a dot, in .localhost, .local and .internal, and --host; `*`: any. Against web pages that
     have their own name resolve to this server (DNS rebinding)."""
+    forwarded_allow_ips: list[str] = _security(["127.0.0.1"], metavar="ADDRESS", unset="127.0.0.1")
+    """Addresses and networks, such as 10.0.0.0/8, of reverse proxies, whose header `X-Forwarded-For` says which client
+    a request is from; `*`: any, also at a Unix socket."""
     ssl_keyfile: str | None = _security(None, metavar="FILE", unset="no TLS")
     """TLS private key; with --ssl-certfile."""
     ssl_certfile: str | None = _security(None, metavar="FILE", unset="no TLS")
@@ -162,7 +170,9 @@ class EngineConfig:
     log_format: Literal["text", "json"] = _logging("text")
     """Format of log lines: text, or one JSON object per line."""
     enable_log_requests: bool = _logging(False, twins={"--disable-log-requests": False})
-    """Log id, status and duration of each request."""
+    """Log each request at its end: id, client, model, status, tokens and duration."""
+    log_slow_requests: float | None = _logging(None, minimum=0, metavar="SECONDS", unset="no")
+    """Log each request that took so long, likewise, and the seconds of each of its stages."""
     disable_log_stats: bool = _logging(False)
     """Do not log statistics every ten seconds while requests run."""
 
@@ -294,45 +304,51 @@ class EngineConfig:
     no free slot, or is too large for one, is copied through the host."""
 
     def validate(self) -> None:
-        """Raises ConfigError for the first value that does not fit the others, or names what does not exist."""
-        self._validate_server()
-        self._validate_media()
+        """Raises ConfigError for values that do not fit the others, or name what does not exist; each is a line of the
+        text."""
+        if errors := [*self._server_errors(), *self._media_errors()]:
+            raise ConfigError("\n".join(errors))
 
-    def _validate_server(self) -> None:
+    def _server_errors(self) -> Iterator[str]:
         if not all(self.api_key):
-            raise ConfigError("--api-key: empty; omit the flag to require none")
+            yield "--api-key: empty; omit the flag to require none"
         if self.uds is not None and (self.host, self.port) != (EngineConfig.host, EngineConfig.port):
-            raise ConfigError("--uds: a unix socket has neither --host nor --port; keep one of them")
+            yield "--uds: a unix socket has neither --host nor --port; keep one of them"
         if any(not name or {"/", ":"} & set(name) for name in self.allowed_hosts):
-            raise ConfigError("--allowed-hosts: names only, not empty, without scheme and port")
+            yield "--allowed-hosts: names only, not empty, without scheme and port"
+        for address in self.forwarded_allow_ips if self.forwarded_allow_ips != ["*"] else ():
+            try:  # uvicorn takes what is neither for a name, which no client has
+                ipaddress.ip_network(address)
+            except ValueError as error:
+                yield f"--forwarded-allow-ips: {error}"
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
-            raise ConfigError("--ssl-keyfile, --ssl-certfile: set both")
+            yield "--ssl-keyfile, --ssl-certfile: set both"
         narrowed = (self.allowed_methods, self.allowed_headers, self.allow_credentials) != (["*"], ["*"], False)
         if narrowed and not self.allowed_origins:
-            raise ConfigError("--allowed-methods, --allowed-headers and --allow-credentials need --allowed-origins")
+            yield "--allowed-methods, --allowed-headers and --allow-credentials need --allowed-origins"
         if (self.state_snapshot_interval or 0) % self.block_size:
-            raise ConfigError(f"--state-snapshot-interval: not a multiple of --block-size, {self.block_size}")
+            yield f"--state-snapshot-interval: not a multiple of --block-size, {self.block_size}"
 
-    def _validate_media(self) -> None:
+    def _media_errors(self) -> Iterator[str]:
         if self.allowed_local_media_path is not None and not os.path.isdir(self.allowed_local_media_path):
-            raise ConfigError(f"--allowed-local-media-path: {self.allowed_local_media_path} is not a directory")
+            yield f"--allowed-local-media-path: {self.allowed_local_media_path} is not a directory"
         if self.media_io_kwargs.keys() - {"video"}:
-            raise ConfigError("--media-io-kwargs: only `video` takes arguments")
+            yield "--media-io-kwargs: only `video` takes arguments"
         for modality, limit in self.item_limits.items():
             if modality not in ("image", "video", "audio") or not isinstance(limit, int) or limit < 0:
                 wrong = f"{modality!r}: {limit!r}"
-                raise ConfigError(f"--limit-mm-per-prompt: {wrong} is not one of image, video with a count >= 0")
+                yield f"--limit-mm-per-prompt: {wrong} is not one of image, video with a count >= 0"
         if self.mm_processor_device == "cpu":
             if self.mm_ipc_gpu_memory_gb is not None:
-                raise ConfigError("--mm-ipc-gpu-memory-gb needs --mm-processor-device cuda")
+                yield "--mm-ipc-gpu-memory-gb needs --mm-processor-device cuda"
             return
         flag = "--mm-processor-device"
         if self.device == "cpu":
-            raise ConfigError(f"{flag}: cuda needs workers on CUDA, not --device cpu; choose cpu")
+            yield f"{flag}: cuda needs workers on CUDA, not --device cpu; choose cpu"
         if self.mm_processor_cache_type == "shm":
-            raise ConfigError(f"{flag}: no CUDA tensors in the shm cache; choose --mm-processor-cache-type lru or auto")
+            yield f"{flag}: no CUDA tensors in the shm cache; choose --mm-processor-cache-type lru or auto"
         if self.mm_tensor_ipc == "direct_rpc":
-            raise ConfigError(f"{flag}: direct_rpc carries no CUDA tensors; choose --mm-tensor-ipc auto")
+            yield f"{flag}: direct_rpc carries no CUDA tensors; choose --mm-tensor-ipc auto"
 
     @property
     def served_names(self) -> list[str]:
@@ -388,6 +404,12 @@ class EngineConfig:
 def fields() -> list[Setting]:
     """The settings in their order; those of a group are next to each other."""
     return settings_of(EngineConfig)
+
+
+def for_debugging() -> dict[str, Any]:
+    """What `--debug` sets, by field, where nothing else does."""
+    timeouts = [setting for setting in fields() if "timeout" in setting.name and setting.name != "shutdown_timeout"]
+    return {setting.name: setting.maximum for setting in timeouts} | {"data_parallel_size": 1}
 
 
 def groups() -> dict[str, list[Setting]]:

@@ -79,30 +79,39 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 
 def from_file(path: str) -> dict[str, Given]:
     """The values of a YAML file, by field. Its keys are flags without their dashes in front, or fields' names. Raises
-    ConfigError: the file cannot be read, or a setting in it is unknown or has a value that cannot be used."""
+    ConfigError: the file cannot be read, or settings in it are unknown or have values that cannot be used; each of them
+    is a line of the text."""
     try:
         values = msgspec.yaml.decode(Path(path).read_bytes(), type=dict[str, Any] | None) or {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"--config: {path} cannot be read: {' '.join(str(error).split())}") from None
-    known, given = {setting.flag: setting for setting in fields()}, {}
+    known, given, errors = {setting.flag: setting for setting in fields()}, {}, []
     for key, value in values.items():
         setting = known.get(flag_of(key))
-        if setting is None:
-            raise ConfigError(f"{path}: {key}: {unknown(flag_of(key))}")
-        if value is not None:
-            given[setting.name] = Given(setting.read(value, f"{path}: {key}"), path)
+        try:
+            if setting is None:
+                errors.append(f"{path}: {key}: {unknown(flag_of(key))}")
+            elif value is not None:
+                given[setting.name] = Given(setting.read(value, f"{path}: {key}"), path)
+        except ConfigError as error:
+            errors.append(str(error))
+    if errors:
+        raise ConfigError("\n".join(errors))
     return given
 
 
-def to_yaml(config: EngineConfig, origins: Mapping[str, str]) -> str:
-    """All settings by group, each with its origin: a file for `--config`, but for what is secret."""
+def to_yaml(config: EngineConfig, origins: Mapping[str, str], changed_only: bool = False) -> str:
+    """All settings by group, or those that are not the defaults, each with its origin: a file for `--config`, but for
+    what is secret."""
     lines: list[str] = []
     for group, settings in groups().items():
-        lines += ["", f"# {group}"]
+        if changed_only:
+            settings = [setting for setting in settings if getattr(config, setting.name) != setting.default]
+        lines += ["", f"# {group}"] if settings else []
         for setting in settings:
             value, key = getattr(config, setting.name), setting.flag[2:]
             text = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=float("inf"))[1:-2]
             line = f"# {key}: not shown" if setting.secret and value else f"{key}: {text}"
             default = f"default: {setting.unset}" if setting.unset else "default"
             lines.append(f"{line}  # {origins.get(setting.name, default)}")
-    return "\n".join(lines[1:]) + "\n"
+    return "".join(f"{line}\n" for line in lines[1:])

@@ -85,6 +85,7 @@ class EngineCore:
         self.max_in_flight = 2 if config.async_scheduling else 1
         self.requests: dict[str, Request] = {}
         self.arrival_numbers = itertools.count()
+        self.step_tokens: Counter[int] = Counter()  # see `EngineStats`
         self.outputs: defaultdict[bytes, Outputs] = defaultdict(Outputs)  # of this turn, by API server
         self.pings: list[tuple[bytes, int]] = []  # peer and number, answered when the next step retires
 
@@ -191,7 +192,8 @@ class EngineCore:
                 self._reject(request)
                 return
             if not self.arrivals.is_ready(messages):
-                self.arrivals.wait(request, min(MEDIA_TIMEOUT_SECONDS, self.config.collective_timeout))
+                limit = self.config.collective_timeout
+                self.arrivals.wait(request, limit if self.config.debug else min(MEDIA_TIMEOUT_SECONDS, limit))
                 return
             self.arrivals.stop_waiting(request)
             for item in request.media:
@@ -238,6 +240,7 @@ class EngineCore:
         now = times.clock()
         if plan.requests:
             times.record(now - flight.begun_at, plan.num_prefill, plan.num_encoded)
+            self.step_tokens[sum(chunk.num_tokens for chunk in plan.chunks)] += 1
         if self.in_flight:
             self.in_flight[0].begun_at = now
 
@@ -375,6 +378,7 @@ class EngineCore:
         running = self.scheduler.clients.num_running
         events, self.scheduler.events = self.scheduler.events, Counter()
         evictions, self.media.num_evictions = self.media.num_evictions, 0
+        step_tokens, self.step_tokens = self.step_tokens, Counter()
         return EngineStats(
             running,
             len(self.requests) - running,
@@ -388,6 +392,7 @@ class EngineCore:
             self.states.num_snapshots,
             **events,
             media_evictions=evictions,
+            step_tokens=step_tokens,
         )
 
 

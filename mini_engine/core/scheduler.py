@@ -90,7 +90,8 @@ class Scheduler:
         for request in self.clients.running:
             if request.is_running and request.num_missing == 1:  # it may have been preempted by one before it
                 self._continue(request, plan)
-        plan.seconds_left = min(plan.seconds_left, self.times.for_prompts(beside_decodes=bool(plan.chunks)))
+        is_alone = not plan.chunks and len([*itertools.islice(self._prefills(), 2)]) < 2
+        plan.seconds_left = min(plan.seconds_left, self.times.for_prompts(bool(plan.chunks), is_alone))
         self._prefill_in_turns(plan)
         for request in self.clients.running:
             if request.is_running and request.num_missing > 1 and request.id not in plan.work:
@@ -274,47 +275,46 @@ class Scheduler:
         return end
 
     def _encode(self, request: Request, item: MediaItem, entry: EncoderEntry, plan: Plan) -> None:
-        """As many of the item's temporal grids as the step has room and time for, after those that other steps encode;
-        or blocks of the tower on one of them, if the whole takes too long or is begun.
+        """Run the tower on the item's next temporal grids: first on the rest of one that is begun, then on whole ones,
+        or on the first blocks of one."""
+        count, end = 1, self.tower_depth
+        while count and end == self.tower_depth and entry.encoded_by is None:
+            count, end = self._grids_in_step(item, entry, plan)
+            if count:
+                self._add_slice(request, item, plan, count, end)
 
-        With too many begun, it waits as long as there are decodes: any of those that are begun may wait for what this
-        request holds, but decodes end, and then it is encoded at once."""
-        total = item.grid_thw[0]
-        grid_tokens = item.num_tokens // total
-        grids_in_time = plan.seconds_left / (grid_tokens * self.times.media)
-        begins = not entry.num_blocks and grids_in_time < 1 and not plan.has_prompts
-        is_allowed = self.encoder.num_unfinished < MOST_UNFINISHED
-        if begins and not is_allowed and plan.chunks:
-            return
-        if entry.num_blocks or (begins and is_allowed):
-            # The first of a step has a block whatever it takes, and all blocks whatever the budget of media tokens.
-            least, in_budget = (0, plan.encoder_left / grid_tokens) if plan.has_prompts else (1, 1.0)
-            end = entry.num_blocks + max(least, int(min(in_budget, grids_in_time, 1.0) * self.tower_depth))
-            if end < self.tower_depth:
-                if end > entry.num_blocks:
-                    self._add_slice(request, item, plan, 1, end)
-                return
-            self._add_slice(request, item, plan, 1)
-        allowed = min(plan.encoder_left // grid_tokens, plan.seconds_left / (grid_tokens * self.times.media))
-        if allowed < 1 and not plan.has_prompts:
-            allowed = 1
-        if count := min(total - entry.num_grids, int(allowed)):
-            self._add_slice(request, item, plan, count)
+    def _grids_in_step(self, item: MediaItem, entry: EncoderEntry, plan: Plan) -> tuple[int, int]:
+        """How many of the item's next grids the step has room and time for, and the block up to which it runs them.
 
-    def _add_slice(self, request: Request, item: MediaItem, plan: Plan, count: int, end: int | None = None) -> None:
-        """Encode `count` grids after those that are, up to a block of the tower or to its end."""
+        A step's first grid has room whatever its tokens, and time for a block whatever that takes. Only such a grid is
+        begun without time for all of it. If too many are begun, it waits as long as there are decodes: any of those may
+        wait for what this request holds, but decodes end, and then it is encoded at once."""
+        depth, is_first = self.tower_depth, not plan.has_prompts
+        grid_tokens = item.num_tokens // item.grid_thw[0]
+        room = plan.encoder_left * depth // grid_tokens  # in blocks, as all below
+        time = plan.seconds_left * depth / (grid_tokens * self.times.media)
+        blocks = int(min(max(room, depth), max(time, 1)) if is_first else min(room, time))
+        if entry.num_blocks:
+            return min(1, blocks), min(depth, entry.num_blocks + blocks)
+        if blocks >= depth:
+            return min(item.grid_thw[0] - entry.num_grids, blocks // depth), depth
+        if is_first and self.encoder.num_unfinished < MOST_UNFINISHED:
+            return 1, blocks
+        return int(is_first and not plan.chunks), depth
+
+    def _add_slice(self, request: Request, item: MediaItem, plan: Plan, count: int, end: int) -> None:
+        """Encode `count` grids after those that are, up to block `end` of the tower."""
         self._serve(request, plan)
         entry, total, depth = self.encoder[item.media_hash], item.grid_thw[0], self.tower_depth
         begin, index = entry.num_blocks, request.media.index(item)
-        plan.encode.append(EncodeItem(request.id, index, entry.num_grids, count, begin, end))
-        num_tokens = count * item.num_tokens // total * ((depth if end is None else end) - begin) / depth
+        plan.encode.append(EncodeItem(request.id, index, entry.num_grids, count, begin, end if end < depth else None))
+        num_tokens = count * item.num_tokens // total * (end - begin) / depth
         plan.num_encoded += num_tokens
         plan.encoder_left = max(0, plan.encoder_left - math.ceil(num_tokens))
         plan.tokens_left = max(0, plan.tokens_left - math.ceil(num_tokens))  # the vision tower costs time as well
         plan.seconds_left = max(0.0, plan.seconds_left - num_tokens * self.times.media)
-        entry.num_blocks = end or 0
-        if end is None:
-            entry.num_grids += count
+        entry.num_grids += count * end // depth
+        entry.num_blocks = end % depth
         if entry.num_grids == total:
             entry.encoded_by = request.id
             plan.encoded_hashes.append(item.media_hash)

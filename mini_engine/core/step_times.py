@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 
 NUM_SAMPLES = 15  # recent steps that count for each estimate
-ALONE = 4  # times as long as beside decodes a step may take without them
+WITHOUT_DECODES = 4  # times as long as beside decodes a step may take
 QUICK_DECODES = 6  # the prompts of a quick step cost at most so many decode steps
 
 Sample = tuple[float, int, float]  # seconds, tokens of prompts, media tokens
@@ -37,13 +37,13 @@ class StepTimes:
         """Seconds that the prompts and media of a quick step take at most."""
         return QUICK_DECODES * self.decode
 
-    def for_prompts(self, beside_decodes: bool) -> float:
+    def for_prompts(self, beside_decodes: bool, is_alone: bool) -> float:
         """Seconds for prompts and media in a step: the limit, or those of a decode step if that is more, since with
         less most of the time would go into reading weights. Without decodes only requests that are still to come may
-        wait for the step."""
-        if not self.limit:
+        wait for the step; few of them do where a single request is there."""
+        if is_alone or not self.limit:
             return math.inf
-        return max(self.limit, self.decode) * (1 if beside_decodes else ALONE)
+        return max(self.limit, self.decode) * (1 if beside_decodes else WITHOUT_DECODES)
 
     def record(self, seconds: float, num_prefill: int, num_encoded: float) -> None:
         """A step with so many tokens of prompts, and so many media tokens, took `seconds`."""

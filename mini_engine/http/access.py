@@ -29,20 +29,22 @@ class Access:
 
     def __init__(self, config: EngineConfig):
         # Digests have one length, so that the comparison does not show the length of the right key.
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in config.api_key]
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in dict.fromkeys(config.api_key)]
         names = config.allowed_hosts
         if not names and (config.api_key or config.uds or config.ssl_certfile):
             names = ["*"]  # a page of another name has no key, no certificate and no unix socket
         self._names = [name.lower() for name in (*names, *PRIVATE_NAMES, config.host, socket.gethostname())]
         self._keyless = (*OPEN_PATHS, *(() if config.disable_playground else playground.PATHS))
 
-    def check(self, path: str, headers: Headers, is_preflight: bool = False) -> None:
-        """Raises ApiError for a request that is not answered: see `check_host`; 401 without a valid key. A browser's
-        preflight has no key."""
+    def check(self, path: str, headers: Headers, is_preflight: bool = False) -> int:
+        """The `key_number`. Raises ApiError for a request that is not answered: see `check_host`; 401 without a valid
+        key. A browser's preflight has no key."""
         if path not in OPEN_PATHS:
             self.check_host(headers)
-        if path not in self._keyless and not is_preflight and not self.has_key(headers):
+        number = self.key_number(headers)
+        if self._digests and not number and path not in self._keyless and not is_preflight:
             raise ApiError(401, WRONG_KEY, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        return number
 
     def check_host(self, headers: Headers) -> None:
         """Raises ApiError, a 421, for a name that may be another's (DNS rebinding): a web page can have its own name
@@ -64,10 +66,14 @@ class Access:
             raise ApiError(421, text, code="invalid_http")
 
     def has_key(self, headers: Headers) -> bool:
-        """Whether there is a valid key, or none is required. Takes as long for a key that is nearly right as for any
-        other."""
-        digest = _key_digest(headers)
-        return not self._digests or any([hmac.compare_digest(digest, valid) for valid in self._digests])
+        """Whether there is a valid key, or none is required."""
+        return not self._digests or self.key_number(headers) > 0
+
+    def key_number(self, headers: Headers) -> int:
+        """Which of the keys a request has, from 1; 0: none of them. Takes as long for a key that is nearly right as for
+        any other."""
+        digest = _key_digest(headers) if self._digests else b""
+        return sum([number * hmac.compare_digest(digest, key) for number, key in enumerate(self._digests, 1)])
 
     def client_of(self, headers: Headers, address: tuple[str, int] | None) -> bytes:
         """Names the client of a request that may be answered, by its API key, if there are keys, else by its peer's

@@ -5,8 +5,11 @@ Parsing, keep-alive, TLS and responses are uvicorn's. Knows of requests only whe
 
 import asyncio
 import contextlib
+import logging
 import resource
 import socket
+import ssl
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -19,11 +22,30 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mini_engine.config import EngineConfig
 from mini_engine.failpoints import reach_failpoint
 
+logger = logging.getLogger(__name__)
+
 STOP_SECONDS = 1  # for responses to end after their requests have been ended, before their tasks are cancelled
 HEADER_BYTES = 16 << 10  # of a request line with its headers, of a chunk's size line, and of trailers
 READ_BYTES = 32 << 10  # parsed at once
 # A chunk takes tens of microseconds, however small: so many may come at once, and one more for each of these bytes.
 MAX_CHUNKS, CHUNK_BYTES = 256, 256
+QUIET_SECONDS = 60.0  # between two lines about clients without TLS: they could fill the log
+
+
+class TlsHandshake(ssl.SSLObject):
+    """A line in the log for plain HTTP on a port with TLS: such a connection ends without a response."""
+
+    _last_line = -QUIET_SECONDS
+
+    def do_handshake(self) -> None:
+        try:
+            super().do_handshake()
+        except ssl.SSLError as error:
+            now = time.monotonic()
+            if error.reason == "HTTP_REQUEST" and now - TlsHandshake._last_line >= QUIET_SECONDS:
+                TlsHandshake._last_line = now
+                logger.warning("closed a connection: plain HTTP on the TLS port; clients must use https://")
+            raise
 
 
 class HttpParser(h11.Connection):
@@ -50,11 +72,18 @@ class HttpParser(h11.Connection):
 
 
 class Http(H11Protocol):
-    """uvicorn's protocol, but at exit the server does not wait for the close_notify of idle TLS clients."""
+    """uvicorn's protocol, but clients have IPv4 addresses where they can, and at exit the server does not wait for the
+    close_notify of idle TLS clients."""
 
     def __init__(self, **arguments: Any):
         super().__init__(**arguments)
         self.conn = HttpParser(h11.SERVER, HEADER_BYTES)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """With `--host ::` the peer of an IPv4 connection is written as an IPv6 address (RFC 4291, section 2.5.5.2)."""
+        super().connection_made(transport)
+        if self.client is not None:
+            self.client = (self.client[0].removeprefix("::ffff:"), self.client[1])
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -162,6 +191,7 @@ class HttpServer(uvicorn.Server):
                 limit_concurrency=max_connections,
                 lifespan="off",
                 ws="none",
+                forwarded_allow_ips=config.forwarded_allow_ips,
                 access_log=False,
                 log_config=None,
                 log_level="error",  # its warnings are about single invalid requests: clients could fill the log
@@ -180,5 +210,7 @@ class HttpServer(uvicorn.Server):
         for listener in sockets or ():
             # Without it, connections that are still closing keep the port from the next server.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if self.config.ssl is not None:
+            self.config.ssl.sslobject_class = TlsHandshake
         await super().startup(sockets)
         self._on_started()

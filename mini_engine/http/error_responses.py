@@ -2,6 +2,8 @@
 
 import logging
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from starlette.responses import Response
 
@@ -24,7 +26,7 @@ REMEDIES = {
 _last_shortage: dict[str, float] = {}  # time by resource
 
 
-def report_error(error: Exception, request_id: str, clock: RequestClock | None) -> ApiError:
+def report_error(error: Exception, request_id: str, caller: Mapping[str, Any], clock: RequestClock | None) -> ApiError:
     """Logs `error`, counts it with the `clock` of a request for text, and returns the error that the client gets."""
     match error:
         case ApiError():
@@ -42,11 +44,15 @@ def report_error(error: Exception, request_id: str, clock: RequestClock | None) 
             metrics.requests_rejected_total.labels("host").inc()
             answer = ApiError(503, str(shortage), code="overloaded")
         case _:
-            logger.error("%s failed", request_id, exc_info=error, extra=about(request_id))
+            logger.error("%s failed", request_id, exc_info=error, extra=about(request_id, caller))
             text = f"Internal error; the server's log has the details under {request_id}."
             answer = ApiError(500, text, code="internal_error")
     message = "".join(char if char.isprintable() else " " for char in answer.body.message)  # it may quote the request
-    logger.info("%s: %d %s: %s", request_id, answer.status, answer.body.code, message, extra=about(request_id))
+    status, code = answer.status, answer.body.code
+    extra = about(request_id, caller, status=status, code=code)
+    # In a drain, probes of its health and the like come every few seconds.
+    level = logging.DEBUG if clock is None and code == "shutting_down" else logging.INFO
+    logger.log(level, "%s: %d %s: %s", request_id, status, code, message, extra=extra)
     if clock is not None:
         clock.failed = True
         if answer.status >= 500:

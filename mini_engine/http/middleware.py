@@ -19,9 +19,11 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mini_engine.http.access import OPEN_PATHS, Access
+from mini_engine.http.caller import caller_of
 from mini_engine.http.context import AppContext
 from mini_engine.http.error_responses import error_response, report_error
 from mini_engine.log import about
+from mini_engine.metrics import http_requests_total
 from mini_engine.protocol.api_errors import shutting_down
 from mini_engine.protocol.request_clock import RequestClock
 
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 UNCOUNTED_PATHS = (*OPEN_PATHS, "/metrics")  # a drain does not wait for them
 GENERATION_PATHS = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}  # and the prefixes of their ids
+COUNTED_METHODS = ("GET", "POST", "HEAD", "OPTIONS")  # by their names; clients may invent others
 
 
 class ActiveRequests:
@@ -56,18 +59,20 @@ class ActiveRequests:
 
 
 class RequestMiddleware:
-    """See the module. In `scope["state"]` the application finds `request_id`, `clock`, `cleanup`, an ExitStack, and
-    `end`, which cancels it; for text also `client`, an opaque id, and `choices`, the budget share of the first one. It
-    is also cancelled when its client disconnects."""
+    """See the module. In `scope["state"]` the application finds `request_id`, `caller`, `clock`, `clocks`, to which it
+    adds those of further prompts, `cleanup`, an ExitStack, and `end`, which cancels it; for text also `client`, an
+    opaque id, and `choices`, the budget share of the first one. It is also cancelled when its client disconnects. It
+    sets `model`, the name that the client asked for."""
 
     def __init__(self, app: ASGIApp, context: AppContext, requests: ActiveRequests):
         self._app = app
         self._context = context
+        self._config = context.config
         self._access = Access(context.config)
         self._requests = requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["root_path"] = self._context.config.root_path
+        scope["root_path"] = self._config.root_path
         exchange = Exchange(scope, receive, send)
         with scope["state"]["connection"].request_in_progress():
             try:
@@ -75,12 +80,16 @@ class RequestMiddleware:
                     self._admit(exchange)
                     await self._app(scope, exchange.receive, exchange.send)
             finally:
-                if self._context.config.enable_log_requests and exchange.path not in OPEN_PATHS:
-                    exchange.log()
+                exchange.count()
+                slow = self._config.log_slow_requests
+                is_slow = slow is not None and exchange.seconds >= slow
+                if (self._config.enable_log_requests or is_slow) and exchange.path not in OPEN_PATHS:
+                    exchange.log(with_stages=is_slow)
 
     def _admit(self, exchange: Exchange) -> None:
         """Raises ApiError for a request that is not accepted."""
-        self._access.check(exchange.path, exchange.headers)
+        if key_number := self._access.check(exchange.path, exchange.headers):
+            exchange.caller["key_number"] = key_number
         if self._requests.draining and exchange.path not in ("/live", "/metrics"):
             raise shutting_down()
         if exchange.path not in UNCOUNTED_PATHS:
@@ -101,7 +110,9 @@ class Exchange:
         path, root = scope["path"], scope["root_path"]  # a proxy may have removed the root, or not
         self.path = path[len(root) :] if root and path.startswith(root + "/") else path
         self.id = f"{GENERATION_PATHS.get(self.path, 'req')}-{uuid.uuid4().hex}"
+        self.caller = caller_of(self.headers, scope["client"])
         self.clock = RequestClock()
+        self._clocks = [self.clock]
         self.cleanup = contextlib.ExitStack()  # at the end of the request, however it ends
         self.receiving = False  # the body
         self._begun = time.monotonic()
@@ -112,7 +123,13 @@ class Exchange:
         self._limit = asyncio.timeout(None)  # ends the application when `end` is called
         self._cause: Exception | None = None  # why `end` was called
         self._disconnect: asyncio.Task[None] | None = None
-        scope["state"] |= {"request_id": self.id, "clock": self.clock, "cleanup": self.cleanup, "end": self.end}
+        scope["state"] |= {"request_id": self.id, "caller": self.caller, "clock": self.clock, "clocks": self._clocks}
+        scope["state"] |= {"cleanup": self.cleanup, "end": self.end}
+
+    @property
+    def seconds(self) -> float:
+        """Since it has arrived."""
+        return time.monotonic() - self._begun
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -153,21 +170,42 @@ class Exchange:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            MutableHeaders(scope=message)["x-request-id"] = self.id
+            MutableHeaders(scope=message)["x-request-id"] = self.caller.get("x_request_id", self.id)
         elif not message.get("more_body", False):
             self._complete = True
             if self._disconnect is not None:
                 self._disconnect.cancel()
         await self._send(message)
 
-    def log(self) -> None:
-        end = "" if self._complete else ", cut off"
-        if self._status == 200 and self.clock.failed:
-            end = ", with an error in its stream"
+    def count(self) -> None:
+        """Count the response, if there is one, by the route's path: those of clients are without number."""
+        method, route = self.scope["method"], self.scope.get("route")
+        path = self.path if self.path in GENERATION_PATHS else "none"  # refused before it was routed
+        if route is not None and method in route.methods:
+            path = route.path
+        if self._status is not None:
+            counted = method if method in COUNTED_METHODS else "other"
+            http_requests_total.labels(path, counted, f"{self._status // 100}xx").inc()
+
+    def log(self, with_stages: bool) -> None:
+        """Log that it has ended; `with_stages`: and where its time went."""
         # The path as it was sent: decoded, it could hold the end of a line.
-        target = f"{self.scope['method']} {self.scope['raw_path'].decode('ascii', 'backslashreplace')}"
-        status, seconds = self._status or 0, time.monotonic() - self._begun
-        logger.info("%s %s: %d after %.3f s%s", self.id, target, status, seconds, end, extra=about(self.id))
+        method, path = self.scope["method"], self.scope["raw_path"].decode("ascii", "backslashreplace")
+        status, seconds = self._status or 0, round(self.seconds, 3)
+        facts: dict[str, Any] = {"method": method, "path": path, "status": status, "seconds": seconds}
+        text = f"{self.id} {method} {path}: {status} after {seconds:.3f} s"
+        if model := self.scope["state"].get("model"):
+            prompt, generated = (sum(counts) for counts in zip(*(clock.usage for clock in self._clocks), strict=True))
+            facts |= {"model": model, "prompt_tokens": prompt, "completion_tokens": generated}
+            text += f", {prompt} + {generated} tokens, model {model}"
+        if self._status == 200 and self.clock.failed:
+            facts["end"] = "with an error in its stream"
+        elif not self._complete:
+            facts["end"] = "cut off"
+        if with_stages:
+            facts["stages"] = self.clock.stages(seconds)
+            text += "".join(f", {stage} {spent:.3f} s" for stage, spent in facts["stages"].items())
+        logger.info("%s", ", ".join(filter(None, (text, facts.get("end")))), extra=about(self.id, self.caller, **facts))
 
     async def _watch(self) -> None:
         await self._disconnected()
@@ -183,7 +221,7 @@ class Exchange:
             if clock is not None:
                 clock.end("abort")
             return
-        api_error = report_error(error, self.id, clock)
+        api_error = report_error(error, self.id, self.caller, clock)
         if self._status is None:
             await error_response(api_error)(self.scope, self.receive, self.send)
         elif not self._complete:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, State
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -60,8 +60,10 @@ class Responder(ABC):
     event_object: str
     logprobs_head: bytes
 
-    def __init__(self, request: GenerationRequest, request_id: str, model: str):
-        self._head = {"id": request_id, "created": int(time.time()), "model": model}
+    def __init__(self, request: GenerationRequest, state: State, model: str):
+        """`state` of the HTTP request, see `middleware.RequestMiddleware`."""
+        self._head = {"id": state.request_id, "created": int(time.time()), "model": model}
+        self._caller = state.caller
         self._stream = bool(request.stream)
         options = request.stream_options or StreamOptions()
         self._include_usage = bool(options.include_usage)
@@ -110,7 +112,7 @@ class Responder(ABC):
         except Exception as error:  # noqa: BLE001 - report_error() logs what it does not know
             if not started:
                 raise
-            yield b"data: " + report_error(error, first.request_id, first.clock).encode() + b"\n\n"
+            yield b"data: " + report_error(error, self._head["id"], self._caller, first.clock).encode() + b"\n\n"
 
     def _event(self, answers: Sequence[Answer], *choices: dict[str, Any], **fields: Any) -> bytes:
         if self._include_usage:
@@ -156,8 +158,8 @@ class ChatResponder(Responder):
     event_object = "chat.completion.chunk"
     logprobs_head = b'{"refusal":null,'
 
-    def __init__(self, request: ChatRequest, request_id: str, model: str):
-        super().__init__(request, request_id, model)
+    def __init__(self, request: ChatRequest, state: State, model: str):
+        super().__init__(request, state, model)
         new_parser = partial(AnswerParser, calls=request.calls_tools)
         self._parsers: dict[int, AnswerParser] = collections.defaultdict(new_parser)  # of the choices that have begun
         self._is_named = isinstance(request.tool_choice, Tool)

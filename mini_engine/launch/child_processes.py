@@ -186,7 +186,7 @@ class ProcessGroup:
         )
         popen = subprocess.Popen(
             [sys.executable, "-m", CHILD, msgspec.json.encode(spec).decode()],
-            stdin=subprocess.DEVNULL,
+            stdin=None if self._config.debug else subprocess.DEVNULL,
             stdout=2,  # what libraries print is part of the log
             env=environ,
             pass_fds=[*media_stores, *([] if listen_fd is None else [listen_fd])],

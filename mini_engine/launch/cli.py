@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mini_engine import log
-from mini_engine.config import ConfigError, EngineConfig, Setting, fields, groups, sources
+from mini_engine.config import ConfigError, EngineConfig, Setting, fields, for_debugging, groups, sources
 from mini_engine.config.sources import CONFIG_ENV, IPC_SWITCH_ENV, Given
 
 INTERRUPTED = 128 + signal.SIGINT  # the exit status of a shell's command that Ctrl-C has ended
@@ -42,6 +42,7 @@ class Settings:
     config: EngineConfig
     origins: dict[str, str]  # of each field that does not have its default, such as `--port`
     print_config: bool
+    changed_only: bool  # it prints what is not the default
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> EngineConfig:
@@ -64,9 +65,15 @@ def settle(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     for setting in fields():
         if setting.name in args:
             given[setting.name] = Given(_from_flags(setting, args[setting.name]), setting.flag)
+    if "debug" in given and given["debug"].value:
+        given = {name: Given(value, "--debug") for name, value in for_debugging().items()} | given
     config = EngineConfig(**{name: value for name, (value, _) in given.items()})
     config.validate()
-    return Settings(config, {name: origin for name, (_, origin) in given.items()}, "print_config" in args)
+    print_config, changed_only = "print_config" in args, "changed_only" in args
+    if changed_only and not print_config:
+        raise ConfigError("--changed-only needs --print-config")
+    origins = {name: origin for name, (_, origin) in given.items()}
+    return Settings(config, origins, print_config, changed_only)
 
 
 def _from_flags(setting: Setting, value: Any) -> Any:
@@ -158,6 +165,8 @@ def _add_command(group: Any) -> None:
     group.add_argument("--config", metavar="FILE", help="YAML file with settings, such as `max-num-seqs: 8`.")
     text = "Show all settings and where each comes from, as a file for --config, and exit."
     group.add_argument("--print-config", action="store_true", default=argparse.SUPPRESS, help=text)
+    text = "With --print-config: only the settings that differ from their defaults."
+    group.add_argument("--changed-only", action="store_true", default=argparse.SUPPRESS, help=text)
 
 
 def _add_setting(group: Any, setting: Setting) -> None:
@@ -196,7 +205,7 @@ def serve() -> int:
     try:
         settings = settle(sys.argv[1:], os.environ)
         if settings.print_config:
-            print(sources.to_yaml(settings.config, settings.origins), end="")
+            print(sources.to_yaml(settings.config, settings.origins, settings.changed_only), end="")
             return 0
         from mini_engine.launch.supervisor import run_server
 
@@ -204,5 +213,6 @@ def serve() -> int:
         return run_server(settings.config)
     except ConfigError as error:
         logging.shutdown()  # first the lines of the log that led to it
-        print(f"serve.py: {error}", file=sys.stderr)
+        for line in str(error).splitlines():
+            print(f"serve.py: {line}", file=sys.stderr)
         return 2

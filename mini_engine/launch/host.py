@@ -1,6 +1,7 @@
 """The start-up checks of what the host has: model, memory and TLS files; and the runtime directory."""
 
 import contextlib
+import importlib.metadata
 import logging
 import os
 import ssl
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from mini_engine.config import ConfigError, EngineConfig, flag_of
 from mini_engine.free_memory import available_memory
+from mini_engine.launch import parallelism
 from mini_engine.messages import EngineLimits, MediaCachePlan
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.quantization import weight_bits
@@ -19,6 +21,15 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MEDIA_CACHE_BYTES = 4 << 30
 MAX_UNIX_PATH = 107  # sun_path without its terminating zero
+
+
+def check_device(config: EngineConfig) -> None:
+    """Raises ConfigError for `--device cuda` where no GPU is in sight, or torch is built without CUDA. The workers find
+    whether the two work together."""
+    torch_version = importlib.metadata.version("torch")
+    if config.device == "cuda" and (not parallelism.has_gpu() or torch_version.endswith("+cpu")):
+        reason = f"torch {torch_version} is built without CUDA" if parallelism.has_gpu() else "no GPU in /dev"
+        raise ConfigError(f"--device cuda: {reason}; choose --device cpu or auto, or give a container its GPUs")
 
 
 def resolve_model(config: EngineConfig) -> str:

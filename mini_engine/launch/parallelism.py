@@ -20,7 +20,7 @@ from mini_engine.model.quantization import Quantization, bytes_per_weight
 THREAD_BYTES = 12 << 20
 ENGINE_BYTES = 512 << 20  # of memory, for the processes of an engine beside its weights
 MAX_ENGINES = 8  # unless a flag says: one API server prepares no more requests of small models; not measured
-GPUS = [Path("/dev", name) for name in ("nvidiactl", "dxg", "kfd")]  # NVIDIA's, Windows' in its Linux, AMD's
+GPUS = [Path("/dev", name) for name in ("nvidiactl", "nvmap", "dxg", "kfd")]  # NVIDIA's, Tegra's, WSL's, AMD's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Parallelism:
         """A line for the log."""
         sizes = f"{self.engines} engine(s) x {settled.tensor_parallel_size} worker(s) x {self.threads} thread(s)"
         cache = f"{settled.cpu_cache_bytes / 2**20:.0f} MiB of KV cache"
-        return f"{sizes}, on the CPU {cache} for each worker: {self.reason}"
+        return f"{sizes} on the CPU, each worker with at least {cache}: {self.reason}"
 
 
 def choose_parallelism(config: EngineConfig, model: ModelConfig, omp_threads: str) -> Parallelism:
@@ -54,7 +54,12 @@ def choose_parallelism(config: EngineConfig, model: ModelConfig, omp_threads: st
 
 def runs_on_cpu(config: EngineConfig) -> bool:
     """Whether the workers certainly do."""
-    return config.device == "cpu" or (config.device == "auto" and not any(path.exists() for path in GPUS))
+    return config.device == "cpu" or (config.device == "auto" and not has_gpu())
+
+
+def has_gpu() -> bool:
+    """Whether there is a device that may be a GPU; torch may be unable to use it."""
+    return any(path.exists() for path in GPUS)
 
 
 def weight_bytes(config: EngineConfig, model: ModelConfig) -> tuple[int, int]:
@@ -81,6 +86,6 @@ def on_cores(config: EngineConfig, model: ModelConfig, given: int, cores: int, m
     engines = config.data_parallel_size or auto
     threads = given or max(1, min(cores // (engines * ranks), 2 * useful - 1))  # cores that make no engine go to all
     flags = [config.data_parallel_size and "--data-parallel-size", given and "OMP_NUM_THREADS"]
-    work = f"{cores} core(s), and a decoder layer of {layer_bytes / 2**20:.1f} MiB can use {ranks * useful} thread(s)"
+    work = f"{cores} core(s), of which a decoder layer of {layer_bytes / 2**20:.1f} MiB can use {ranks * useful}"
     reason = ", ".join([work, *(f"{flag} is set" for flag in flags if flag)])
     return Parallelism(engines, threads, reason)

@@ -30,7 +30,7 @@ def ignore_stop_signals() -> None:
 
 
 def keep_freed_memory(max_bytes: int = 256 << 20) -> None:
-    """Let malloc keep up to `max_bytes` of freed memory, in the whole process. Call it before any thread starts.
+    """Let malloc keep up to `max_bytes` of freed memory, in the whole process. Threads that run keep their own arenas.
 
     One item allocates and frees tens of megabytes, some buffers several times. glibc returns such sizes to the kernel
     at once, and the next item pays for them again page by page: about 10,000 page faults and a third of the time for

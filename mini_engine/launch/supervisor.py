@@ -14,6 +14,7 @@ import math
 import os
 import resource
 import signal
+import termios
 import time
 from typing import NoReturn
 
@@ -58,6 +59,7 @@ def run_server(config: EngineConfig) -> int:
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     reach_failpoint("resolving-model")
+    host.check_device(config)
     model_dir = host.resolve_model(config)
     model = host.check_model(model_dir, config)
     parallelism = choose_parallelism(config, model, os.environ.get("OMP_NUM_THREADS", ""))
@@ -74,6 +76,8 @@ def run_server(config: EngineConfig) -> int:
         listeners = bind_listeners(config)
         if config.uds is not None:
             stack.callback(sockets.BoundPath(config.uds).unlink)
+        if config.debug and os.isatty(0):  # a debugger that is killed leaves it without echo
+            stack.callback(termios.tcsetattr, 0, termios.TCSADRAIN, termios.tcgetattr(0))
         runtime_dir = stack.enter_context(host.runtime_directory())
         reach_failpoint("creating-processes")
         processes = ProcessGroup(config, runtime_dir, stop_signals)
@@ -156,8 +160,9 @@ class Supervisor:
         url = f"{url_of(config, self.listeners[0])}/v1" + ("" if config.disable_playground else " (playground: /)")
         engines = f"{config.engines} engine(s) x {config.tensor_parallel_size} worker(s)"
         processes = f"{config.api_server_count} API server(s), {engines}"
-        blocks = f"{limits.num_blocks} KV blocks of {limits.block_size} tokens"
-        capacity = f"{blocks}, up to {limits.max_model_len} tokens a request"
+        requests = limits.num_blocks * limits.block_size / limits.max_model_len
+        blocks = f"{limits.num_blocks} KV blocks of {limits.block_size} tokens in each engine"
+        capacity = f"{blocks}, {requests:.1f} requests of {limits.max_model_len:,} tokens"
         model = config.served_names[0]
         logger.info("serving %s at %s after %.1f s: %s, %s", model, url, seconds, processes, capacity)
 

@@ -1,15 +1,25 @@
-"""Media hashes: equal hashes of two items of one modality mean equal patches for one model.
+"""Content digests and media hashes: equal hashes of two items of one modality mean equal patches for one model.
 
-A hash covers the item's bytes as fetched and, by its key, all that decides what becomes of them, and the request's
-`cache_salt`: so whatever goes by the hash is shared within one salt. What a client says of an item (`uuid`) does not
-enter: a client could name another client's media. Knows nothing of caches.
+A digest covers the bytes of an item as fetched, which takes a second for a gigabyte. A hash covers a digest and, by its
+key, all that decides what becomes of the bytes, and the request's `cache_salt`: so other settings cost no second
+reading, and whatever goes by the hash is shared within one salt. What a client says of an item (`uuid`) does not enter:
+a client could name another client's media. Knows nothing of caches.
 """
 
 import hashlib
+from collections.abc import Sequence
 
 HASH_BYTES = 16
 
 
-def media_hash(data: bytes, key: bytes) -> bytes:
-    """BLAKE2b of `data` under `key` (RFC 7693), HASH_BYTES long: a second for a gigabyte, without the GIL."""
+def content_digest(data: bytes, frame_sizes: Sequence[int] = ()) -> bytes:
+    """BLAKE2b (RFC 7693), HASH_BYTES long, of the bytes of a file, or of frames one after another with their sizes.
+    Holds no GIL."""
+    sizes = b"".join(size.to_bytes(8, "little") for size in frame_sizes)
+    key = hashlib.blake2b(sizes, digest_size=32).digest() if sizes else b""
     return hashlib.blake2b(data, digest_size=HASH_BYTES, key=key).digest()
+
+
+def media_hash(digest: bytes, key: bytes) -> bytes:
+    """HASH_BYTES for a content digest under the key of its settings."""
+    return hashlib.blake2b(digest, digest_size=HASH_BYTES, key=key).digest()

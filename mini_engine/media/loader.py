@@ -22,11 +22,12 @@ from mini_engine import metrics
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.media.decode.decoder import Job
 from mini_engine.media.decode.decoder_pool import DecoderPool, Decoding
-from mini_engine.media.hashing import media_hash
+from mini_engine.media.hashing import content_digest, media_hash
 from mini_engine.media.media_errors import ItemError, MediaError
 from mini_engine.media.settings import hash_key
 from mini_engine.media.sources import fetch as sources
 from mini_engine.media.sources.http_fetch import fetch_http, tls_context
+from mini_engine.media.sources.local_files import LocalFiles
 from mini_engine.media.sources.policy import MediaPolicy, Received
 from mini_engine.messages import Modality
 from mini_engine.protocol.body_split import DataUrl
@@ -48,19 +49,28 @@ START_SECONDS = 60.0  # for the threads of a pool
 
 
 @dataclass(frozen=True, eq=False)
-class FetchedItem:
-    """An item's bytes and settings, and their 16-byte hash: equal hashes mean equal patches."""
+class Content:
+    """An item as fetched."""
 
-    modality: Modality
-    name: str  # what errors call it
-    data: bytes
-    settings: MediaSettings
-    media_hash: bytes
+    digest: bytes
+    url: str
+    data: bytes | None  # None: of a local file, which is read again if it must be decoded
     frames: sources.Frames | None = None  # `data` are the images of a video, one after another
 
 
+@dataclass(frozen=True, eq=False)
+class FetchedItem:
+    """An item's content and settings, and their 16-byte hash: equal hashes mean equal patches."""
+
+    modality: Modality
+    name: str  # what errors call it
+    content: Content
+    settings: MediaSettings
+    media_hash: bytes
+
+
 Candidates = list[FetchedItem]
-"""One item with each of the settings that it may be used with, and the same bytes."""
+"""One item with each of the settings that it may be used with, and the same content."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +106,7 @@ class MediaLoader:
         self._allow_partial = allow_partial
         self._processing = start_thread_pool(threads, "media")
         self._reading = start_thread_pool(threads, "read")
+        self._files = LocalFiles()
         self._downloads = asyncio.Semaphore(MAX_DOWNLOADS)
         self._flights: dict[bytes, _Flight] = {}
         if policy.allowed_hosts:
@@ -201,26 +212,42 @@ class MediaLoader:
 
     def _read(self, ref: MediaRef, settings: Sequence[MediaSettings], download: bytes | None) -> Candidates:
         """Read, or take what was downloaded, and hash it."""
-        frames, times, sampling = None, settings[0].timestamps, settings[0].sampling
-        if ref.modality == "video" and sources.has_frames(ref.url):
-            data, frames = sources.fetch_frames(ref.url, self.policy, self.decoders.limits, sampling, ref.name, times)
+        url, policy, name, times = ref.url, self.policy, ref.name, settings[0].timestamps
+        if ref.modality == "video" and sources.has_frames(url):
+            sampling = settings[0].sampling
+            data, frames = sources.fetch_frames(url, policy, self.decoders.limits, sampling, name, times)
+            content = Content(content_digest(data, frames.sizes), "", data, frames)
         elif ref.modality == "video" and times:
-            raise MediaError(ref.name, "timestamps are for a video that is sent as frames; remove them")
+            raise MediaError(name, "timestamps are for a video that is sent as frames; remove them")
+        elif not sources.is_local_file(url):
+            data = sources.fetch_data(url, policy, name) if download is None else download
+            content = Content(content_digest(data), "", data)
+        elif (digest := self._files.digest(url, policy, name)) is not None:
+            content = Content(digest, url, None)
         else:
-            data = sources.fetch(ref.url, self.policy, ref.name) if download is None else download
-        keys = [hash_key(candidate, ref.modality, frames) for candidate in settings]
-        hashes = {key: media_hash(data, key) for key in dict.fromkeys(keys)}  # of an image they are the same
+            data, digest = self._files.read(url, policy, name)
+            content = Content(digest, url, data)
+        keys = [hash_key(candidate, ref.modality) for candidate in settings]
+        hashes = {key: media_hash(content.digest, key) for key in dict.fromkeys(keys)}  # of an image they are the same
         return [
-            FetchedItem(ref.modality, ref.name, data, candidate, hashes[key], frames)
+            FetchedItem(ref.modality, name, content, candidate, hashes[key])
             for candidate, key in zip(settings, keys, strict=True)
         ]
 
+    def _read_again(self, item: FetchedItem) -> bytes:
+        data, digest = self._files.read(item.content.url, self.policy, item.name)
+        if digest != item.content.digest:
+            raise MediaError(item.name, "the file was changed while this request was prepared; send the request again")
+        return data
+
     async def _decode_and_process(self, item: FetchedItem, owner: str, probe: bool = False) -> _Processed:
         began = time.monotonic()
-        sampling = item.settings.sampling if item.modality == "video" and item.frames is None else None
-        frames = item.frames.sizes if item.frames else []
-        job = Job(item.name, len(item.data), sampling, self._allow_partial, frames, probe)
-        decoding = await self.decoders.decode(job, item.data, owner)
+        frames, data = item.content.frames, item.content.data
+        if data is None:
+            data = await asyncio.get_running_loop().run_in_executor(self._reading, self._read_again, item)
+        sampling = item.settings.sampling if item.modality == "video" and frames is None else None
+        job = Job(item.name, len(data), sampling, self._allow_partial, frames.sizes if frames else [], probe)
+        decoding = await self.decoders.decode(job, data, owner)
         decoded = time.monotonic()
         settings = item.settings.measuring() if probe else item.settings
         processing = self._processing.submit(self._process_frames, item, decoding, settings)
@@ -236,7 +263,7 @@ class MediaLoader:
 
         reach_failpoint("processing")
         try:
-            video = item.frames.facts if item.frames else decoding.video
+            video = item.content.frames.facts if item.content.frames else decoding.video
             if video is None:
                 return self.processor.process_image(decoding.frames[0], settings)
             return self.processor.process_video(decoding.frames, video, settings)

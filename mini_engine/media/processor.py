@@ -63,6 +63,7 @@ class ProcessedItem:
     missing: str | None = None  # of a video: see `VideoFacts`
     # The item's text in a prompt, one placeholder token for each run of them. None: one run, nothing else.
     placeholder: str | None = None
+    timestamps: list[float] | None = None  # of a video: see `VideoFacts`
 
 
 class MediaProcessor:
@@ -127,7 +128,7 @@ class MediaProcessor:
         seconds = step / out["video_metadata"][0].sampled_fps
         token = self.hf_processor.video_token
         text = re.sub(f"(?:{re.escape(token)})+", token, self.hf_processor.replace_video_token(out, 0))
-        rest = (seconds, video.missing, None if text == token else text)
+        rest = (seconds, video.missing, None if text == token else text, video.timestamps)
         return self._item("video", out["pixel_values_videos"], out["video_grid_thw"], *rest)
 
     def _bounds(self, frames: int, settings: MediaSettings) -> dict[str, int]:

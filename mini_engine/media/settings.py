@@ -17,7 +17,7 @@ import msgspec
 from mini_engine.config.decode_limits import MOST_FRAMES_KEPT, DecodeLimits
 from mini_engine.media.frame_sampling import VideoSampling
 from mini_engine.media.processor import EDGES, FORWARDED, TIME_TOKENS, Calls, Kwargs, MediaProcessor, MediaSettings
-from mini_engine.media.sources.fetch import DEFAULT_FPS, Frames, has_frames
+from mini_engine.media.sources.fetch import DEFAULT_FPS, has_frames
 from mini_engine.messages import CachedMedia, EngineLimits, Modality
 from mini_engine.protocol.api_errors import bad_request
 from mini_engine.protocol.bodies import ChatRequest
@@ -30,11 +30,11 @@ LEAST_STEP_TOKENS = 32  # of Qwen3-VL, as it has for its longest videos
 SAMPLED = "do_sample_frames false is for a video that is sent as frames; of a file it needs num_frames -1"
 
 
-def hash_key(settings: MediaSettings, modality: Modality, frames: Frames | None = None) -> bytes:
+def hash_key(settings: MediaSettings, modality: Modality) -> bytes:
     """What a media hash covers of an item beside its bytes. The salt too; not the model, of which a server has one."""
-    of_videos = [repr(settings.sampling), settings.video_tokens] if modality == "video" else []
+    of_videos = [repr(settings.sampling), settings.video_tokens, settings.timestamps] if modality == "video" else []
     # JSON separates the parts: no two different lists have the same text.
-    parts = [modality, of_videos, settings.processor_kwargs, settings.bounds, repr(frames), settings.cache_salt]
+    parts = [modality, of_videos, settings.processor_kwargs, settings.bounds, settings.cache_salt]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=32).digest()
 
 

@@ -60,12 +60,12 @@ class CachedMedia(msgspec.Struct, frozen=True, array_like=True):
     grid_thw: tuple[int, int, int]
     second_per_grid: float | None
     placeholder: str | None = None  # its text in a prompt, one placeholder token for each run. None: just one run
+    timestamps: list[float] | None = None  # of the sampled frames: seconds after the video's first. None: an image
 
     @classmethod
     def of(cls, item: MediaItem) -> CachedMedia:
-        return cls(
-            item.media_hash, item.modality, item.num_tokens, item.grid_thw, item.second_per_grid, item.placeholder
-        )
+        facts = (item.modality, item.num_tokens, item.grid_thw, item.second_per_grid, item.placeholder, item.timestamps)
+        return cls(item.media_hash, *facts)
 
 
 class Lookup(Message, frozen=True):
@@ -193,6 +193,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     media_evictions: int = 0  # cached media dropped to make room
     state_snapshots_taken: int = 0
     state_snapshot_hits: int = 0  # admissions that began with one
+    step_tokens: dict[int, int] = {}  # how many retired steps had so many tokens to compute
 
 
 class Outputs(Message, frozen=True):

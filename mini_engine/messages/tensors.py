@@ -54,6 +54,7 @@ class MediaItem(msgspec.Struct, frozen=True):
     patches: Tensor | StoreHandle | None
     media_hash: bytes  # 16 bytes, of the media's bytes, the sampling, the processor's settings and the model
     placeholder: str | None = None  # see `CachedMedia`
+    timestamps: list[float] | None = None  # likewise
     cacheable: bool = True  # False: no cache of media keeps it, since no later request will have this hash
 
     @property

@@ -55,6 +55,7 @@ class Progress:
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total, self._done = what, total, 0
         self._begun = self._logged = time.monotonic()
+        self._done_before = 0  # when the last line was logged
 
     def add(self, nbytes: int) -> None:
         """So many more bytes are done."""
@@ -64,7 +65,9 @@ class Progress:
         if self._done == self._total:
             logger.info("%s: %.2f GB in %.1f s", self._what, total, seconds)
         elif now - self._logged >= PROGRESS_SECONDS:
-            self._logged, left = now, seconds * (self._total / self._done - 1)
+            # At the rate since the last line: files are read faster as long as the page cache has them.
+            left = (self._total - self._done) * (now - self._logged) / (self._done - self._done_before)
+            self._logged, self._done_before = now, self._done
             logger.info("%s: %.2f of %.2f GB, about %.0f s left", self._what, self._done / 1e9, total, left)
 
 

@@ -144,6 +144,7 @@ class Answer:
         # Not the request itself: its tensors would stay in memory until the last token.
         self.request_id, self.num_prompt_tokens = request.request_id, len(request.prompt_token_ids)
         self.clock = clock
+        clock.max_tokens = request.sampling.max_tokens
         self.samples = {
             sample_id: Sample(index, sample_id, body, request.sampling, vocabulary, make_thoughts())
             for index, sample_id in enumerate(ids, first_index)

@@ -174,7 +174,7 @@ class ChatRenderer:
                 expanded += run if written_token == token else [written_token]
             patches, cacheable = (None, True) if isinstance(item, CachedMedia) else (item.patches, item.missing is None)
             layout = (modality, offsets, item.num_tokens, item.grid_thw, item.second_per_grid)
-            placed.append(MediaItem(*layout, patches, media_hash, placeholder=text, cacheable=cacheable))
+            placed.append(MediaItem(*layout, patches, media_hash, text, item.timestamps, cacheable))
         return expanded, placed
 
     def _template_message(self, message: ChatMessage) -> dict[str, Any]:
@@ -253,14 +253,15 @@ def prompt_sources(
 
 def media_usage(item: MediaItem, processor: MediaProcessor) -> dict[str, Any]:
     """The item in the response: its size in pixels after sampling and resizing, and its tokens; of a video also its
-    frames, of which the last is repeated to fill the last temporal patch, and the seconds between them."""
+    frames, of which the last is repeated to fill the last temporal patch, the mean seconds between them, and when they
+    are displayed, in seconds after the video's first frame."""
     steps, height, width = item.grid_thw
     size = {"width": width * processor.patch_size, "height": height * processor.patch_size}
     used = {"type": item.modality, **size, "tokens": item.num_tokens}
-    if item.second_per_grid is None:
+    if item.second_per_grid is None or item.timestamps is None:
         return used
-    seconds = round(item.second_per_grid / processor.step, 4)
-    return used | {"frames": steps * processor.step, "seconds_per_frame": seconds}
+    seconds, times = round(item.second_per_grid / processor.step, 4), [round(time, 4) for time in item.timestamps]
+    return used | {"frames": steps * processor.step, "seconds_per_frame": seconds, "timestamps": times}
 
 
 def check_budget(media: Sequence[MediaItem], limits: EngineLimits) -> None:

@@ -8,6 +8,7 @@ nothing of HTTP or media.
 """
 
 import time
+from collections import Counter
 from typing import Literal
 
 from mini_engine import metrics
@@ -23,7 +24,9 @@ class RequestClock:
     def __init__(self) -> None:
         self.failed = False  # an error was sent to the client, perhaps in a stream whose status was 200
         self._arrived = self._entered = time.monotonic()
-        self._prompt = self._generated = 0  # tokens
+        self.max_tokens = 0  # that each choice may have
+        self._prompt = 0  # tokens
+        self._generated: Counter[int] = Counter()  # tokens, by choice
         self._gaps, self._gap_seconds = 0, 0.0  # between tokens of one choice, of all choices
         self._last_token: dict[int, float] = {}  # when it arrived, by choice
         self._ended = False
@@ -55,7 +58,12 @@ class RequestClock:
         if not self._generated:
             self._prompt = prompt
             metrics.time_to_first_token_seconds.observe(now - self._arrived)
-        self._generated += generated
+        self._generated[index] += generated
+
+    @property
+    def usage(self) -> tuple[int, int]:
+        """Tokens of the prompt, once there are some of the answer, and of all choices so far."""
+        return self._prompt, self._generated.total()
 
     def end(self, reason: FinishReason | None, times: EngineTimes | None = None) -> None:
         """The request is finished; with `times` if it has an answer. Without a reason it is refused, which is not
@@ -78,7 +86,9 @@ class RequestClock:
         spent["other"] += now - times.last_token
         metrics.e2e_request_latency_seconds.observe(now - self._arrived)
         metrics.request_prompt_tokens.observe(self._prompt)
-        metrics.request_generation_tokens.observe(self._generated)
+        metrics.request_generation_tokens.observe(self._generated.total())
+        metrics.request_max_num_generation_tokens.observe(max(self._generated.values(), default=0))
+        metrics.request_params_max_tokens.observe(self.max_tokens)
         if self._gaps:
             metrics.request_time_per_output_token_seconds.observe(self._gap_seconds / self._gaps)
         for stage, histogram in metrics.stage_seconds.items():
@@ -87,3 +97,9 @@ class RequestClock:
     def timings(self) -> dict[str, float]:
         """The seconds of each stage, to the microsecond, of a request that has ended with an answer."""
         return {stage: round(seconds, 6) for stage, seconds in self._spent.items()}
+
+    def stages(self, whole: float) -> dict[str, float]:
+        """The stages of a request of `whole` seconds that took a millisecond or more; `rest` is the time after the last
+        of them: until the response was sent, or the request ended without an answer."""
+        stages = self._spent | {"rest": whole - sum(self._spent.values())}
+        return {stage: round(seconds, 3) for stage, seconds in stages.items() if seconds >= 0.001}

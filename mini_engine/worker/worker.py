@@ -25,10 +25,12 @@ from mini_engine.config import AttentionBackendName, ConfigError, EngineConfig
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.kernels.ops import mask_tokens, triton_obstacle
 from mini_engine.launch.child import Child
+from mini_engine.launch.process_setup import keep_freed_memory
 from mini_engine.messages import Chunk, GrammarReady, Init, NewSequence, Step, WorkerReady
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.parallel import TensorParallel
+from mini_engine.model.quantization import DENSE_BITS, weight_bits
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
 from mini_engine.transport import sockets
@@ -102,6 +104,8 @@ def _run(child: Child) -> None:
     use = None
     if device.type == "cuda" and not has_fixed_cache(init.config):
         use = profile(init.config, init.model_dir, init.media_cache, model.config, runner_with(CacheSize(1, 1)))
+    if device.type == "cpu":
+        keep_freed_memory()  # the buffers of a step; not those of loading, which lie between the weights
     runner = runner_with(choose_cache_size(init.config, model, use))
     with room_for("CUDA graphs and a first step beside the KV cache", GRAPHS_REMEDY, device):
         record_graphs(runner)
@@ -243,8 +247,10 @@ def choose_cache_size(config: EngineConfig, model: VisionLanguageModel, use: Mem
     weight, longest, state = next(model.parameters()), longest_sequence(config, model), model.state_shape
     dtype, device = weight.dtype, weight.device
     size = cache_size(config, model.attention_shape, state, dtype, longest, device, use)
+    bits = weight_bits(config.quantization, model.config.quantization)
     place = f"{str(dtype).removeprefix('torch.')} on {device} with {torch.get_num_threads()} thread(s)"
-    logger.info("model loaded: %s, %d KV blocks of %d tokens", place, size.num_blocks, config.block_size)
+    kind = place if bits == DENSE_BITS else f"{bits}-bit decoder, {place}"
+    logger.info("model loaded: %s, %d KV blocks of %d tokens", kind, size.num_blocks, config.block_size)
     if state is not None:
         sequences, mib = config.step_sequences(device.type, recurrent=True), state.nbytes(dtype) / 2**20
         counts = f"{sequences} sequences and {size.num_states - sequences} snapshots"

@@ -21,13 +21,18 @@ REQUEST = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body":
 
 
 def write(path: Path, *lines: object) -> Path:
-    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    text = "".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines)
+    path.write_text(text, errors="surrogateescape")
     return path
 
 
 @pytest.mark.parametrize(
     ("lines", "named"),
-    [([REQUEST, "", {**REQUEST, "url": "/v1/embeddings"}], "line 3"), (["{"], "line 1"), ([REQUEST, REQUEST], "'a'")],
+    [
+        ([REQUEST, "", {**REQUEST, "url": "/v1/embeddings"}], "line 3"),
+        (["\udcff"], "line 1"),
+        ([REQUEST, REQUEST], "'a'"),
+    ],
 )
 def test_unusable_requests(tmp_path: Path, lines: list, named: str):
     with pytest.raises(ConfigError, match=named):
@@ -43,16 +48,34 @@ def test_what_is_kept_of_earlier_answers(tmp_path: Path):
         AnswerFile(path, retry_failed=False)
     first.close()
     with path.open("a") as file:
-        file.write('{"id": "torn')
+        file.write('{"id":"batch_re')
     for retry_failed, kept, num_failed in ((False, {"200", "400", "404"}, 2), (True, {"200"}, 0)):
         answers = AnswerFile(path, retry_failed)
         assert answers.done == kept and answers.failed == num_failed
         answers.close()
         assert {json.loads(line)["custom_id"] for line in path.read_text().splitlines()} == kept
-    write(path, "{}")
+
+
+def test_what_is_no_file_of_answers_stays_as_it_is(tmp_path: Path):
+    path = tmp_path / "a"
+    path.write_text("{}")  # no torn line either
     with pytest.raises(ConfigError, match="line 1"):
         AnswerFile(path, retry_failed=False)
-    assert path.read_text() == "{}\n" and list(tmp_path.iterdir()) == [path]
+    assert path.read_text() == "{}" and list(tmp_path.iterdir()) == [path]
+    path.unlink()
+    os.mkfifo(path)
+    for use in (ids_of, lambda path: AnswerFile(path, retry_failed=False)):
+        with pytest.raises(ConfigError, match="not a regular file"):
+            use(path)
+    assert path.is_fifo()
+
+
+def test_a_link_to_the_answers_and_their_mode_stay(tmp_path: Path):
+    path, link = tmp_path / "a", tmp_path / "link"
+    path.touch(0o600)
+    link.symlink_to(path)
+    AnswerFile(link, retry_failed=False).close()
+    assert link.is_symlink() and path.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_run_that_is_interrupted_is_continued(tmp_path: Path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -21,15 +23,18 @@ from tests.support.processes import alive, descendants, eventually
 
 QUESTION = "Describe the video."
 
-# No `__main__` guard, and a thread that ends before the first question.
+# No `__main__` guard; a thread that ends before the first question, and one that goes on after the main thread's end.
 SCRIPT = """
 import threading
 from mini_engine import LLM
 maker = threading.Thread(target=lambda: globals().update(llm=LLM(data_parallel_size=1)))
 maker.start()
 maker.join()
-for answer in llm.stream("hello" for _ in iter(int, 1)):
-    print(answer.text, flush=True)
+def ask():
+    threading.main_thread().join()
+    for answer in llm.stream("hello" for _ in iter(int, 1)):
+        print(answer.text, flush=True)
+threading.Thread(target=ask).start()
 """
 
 
@@ -70,10 +75,15 @@ def test_every_form_of_a_prompt(llm: LLM, clip: Path, picture: Path):
     assert llm.chat(conversation, temperature=0, use_tqdm=False)[0].text == answers[0].text
 
 
+def nested(depth: int) -> list:
+    """A list in a list, deeper than JSON can be written."""
+    return functools.reduce(lambda inner, _: [inner], range(depth), [])
+
+
 def test_an_error_of_one_prompt_is_in_its_answer(llm: LLM, clip: Path, picture: Path):
     prompts = [
         [Video(clip.parent / "none.mp4"), QUESTION], [Video(picture.read_bytes(), fps=-1), QUESTION], [Image(object())],
-        [3], None, [Video(clip), QUESTION],
+        nested(5000), None, [Video(clip), QUESTION],
     ]  # fmt: skip
     answers = llm.chat(prompts, max_tokens=32, temperature=0, use_tqdm=False)
     assert "no such regular file" in answers[0].error and "fps" in answers[1].error and "object" in answers[2].error
@@ -109,10 +119,26 @@ def test_a_coroutine_can_wait(llm: LLM):
     assert first == second
 
 
+def test_a_fork_is_refused_and_harms_nothing(llm: LLM):
+    def use(errors: multiprocessing.SimpleQueue) -> None:
+        try:
+            llm.submit("hello")
+        except ServerError as error:
+            errors.put(str(error))
+        llm.close()
+
+    context = multiprocessing.get_context("fork")
+    errors = context.SimpleQueue()
+    child = context.Process(target=use, args=(errors,))
+    child.start()
+    child.join()
+    assert "a forked process" in errors.get() and llm.submit("hello", max_tokens=1).result(60).error is None
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
-    [({"max_model_length": 5}, "--max-model-length"), ({"port": 80}, "--port"), ({"model": "/nowhere"}, "/nowhere"),
-     ({"quantization": "int8", "model": "/"}, "config.json")],
+    [({"max_concurrency": 0}, "at least 1"), ({"max_model_length": 5}, "--max-model-length"), ({"port": 80}, "--port"),
+     ({"model": "/nowhere"}, "/nowhere"), ({"quantization": "int8", "model": "/"}, "config.json")],
 )  # fmt: skip
 def test_unusable_options(options: dict, named: str):
     with pytest.raises(ConfigError, match=named):
@@ -120,8 +146,12 @@ def test_unusable_options(options: dict, named: str):
 
 
 def test_a_killed_program_leaves_nothing(tmp_path: Path):
-    environ = {**os.environ, "TMPDIR": str(tmp_path)}
-    program = subprocess.Popen([sys.executable, "-c", SCRIPT], env=environ, stdout=subprocess.PIPE, text=True)
+    (tmp_path / "queue.py").write_text("raise ImportError('the working directory is not searched')")
+    script = tmp_path / "scripts" / "a.py"
+    script.parent.mkdir()
+    script.write_text(SCRIPT)
+    environ = {**os.environ, "TMPDIR": str(tmp_path / "scripts")}
+    program = subprocess.Popen([sys.executable, script], cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True)
     assert program.stdout is not None and program.stdout.readline()
     processes = descendants(program.pid)
     assert len(processes) > 5
@@ -129,7 +159,7 @@ def test_a_killed_program_leaves_nothing(tmp_path: Path):
     program.communicate()
 
     def nothing_is_left() -> None:
-        assert not any(map(alive, processes)) and not list(tmp_path.iterdir())
+        assert not any(map(alive, processes)) and list(script.parent.iterdir()) == [script]
 
     eventually(nothing_is_left)
 

@@ -35,9 +35,9 @@ class Ran:
     def results(self) -> dict[str, Any]:
         return self.last["results"]
 
-    def row(self, name: str) -> list[str]:
-        """The cells of a row of a table."""
-        return next(cells[1:] for cells in map(str.split, self.out.splitlines()) if cells[:1] == [name])
+    def row(self, name: str) -> str:
+        """What the table has beside a name."""
+        return next(line for line in self.out.splitlines() if line.startswith(f"{name}: ")).rpartition(": ")[2].strip()
 
 
 @pytest.fixture

@@ -28,7 +28,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 
 
 def loaded(name: str, *flags: object) -> Prompts:
-    args = parse(["--dataset-name", name, "--num-prompts", "4", "--num-warmups", "0", *map(str, flags)])
+    defaults = ["--num-prompts", "4", "--num-warmups", "0", "--seed", "0"]
+    args = parse(["--dataset-name", name, *defaults, *map(str, flags)])
     serve.check(args)
     return load(args, BUNDLED_NAME)
 

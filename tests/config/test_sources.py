@@ -95,6 +95,25 @@ def test_unusable_settings_are_named_with_their_file(tmp_path):
         assert error in str(raised.value) and "\n" not in str(raised.value)
 
 
+def test_each_unusable_setting_of_a_file_is_a_line(tmp_path):
+    path = tmp_path / "bad.yaml"
+    path.write_text("port: yes\nseed: 1\nmax-num-seq: 3\n")
+    named = [f"serve.py: {path}: {key}: " for key in ("port", "max-num-seq")]
+    ended = subprocess.run([sys.executable, "serve.py", "--config", path], cwd=ROOT, capture_output=True, text=True)
+    lines = ended.stderr.splitlines()
+    assert ended.returncode == 2 and len(lines) == 2
+    assert all(line.startswith(start) for line, start in zip(lines, named, strict=True)), lines
+
+
+def test_what_is_changed_is_a_file_too():
+    argv = ["--port", "3", "--seed", "0", "--log-format", "json"]
+    settings = settle(["--print-config", "--changed-only", *argv], {})
+    assert settings.changed_only
+    expected = "# Server\nport: 3  # --port\n\n# Logging\nlog-format: json  # --log-format\n"
+    assert to_yaml(settings.config, settings.origins, changed_only=True) == expected
+    assert to_yaml(EngineConfig(), {}, changed_only=True) == ""
+
+
 def test_flag_before_variable_before_file(tmp_path):
     path = tmp_path / "all.yaml"
     path.write_text("max-num-seqs: 1\nport: 1\nseed: 1\n")

@@ -65,6 +65,7 @@ def test_without_decodes_a_step_takes_four_times_the_limit():
     world = slow_world()
     world.run_request("second", 400, 4, first_token=40)  # without media, so a token's seconds are known
     world.request("long", 1500, media=[item(message(1), 2, 600, grids=2)], first_token=50)
+    world.request("other", 3000, first_token=80)
     lengths, seconds = [], []
     while "long" not in world.tokens:
         world.turn()
@@ -73,6 +74,22 @@ def test_without_decodes_a_step_takes_four_times_the_limit():
         world.links.run_step()
         seconds.append(world.links.now - begun)
     assert sum(length in (199, 200) for length in lengths) >= 4 and 1.9 < max(seconds) <= 4 * LIMIT + SLOW[0] + 0.001
+
+
+def test_a_single_request_is_limited_by_tokens_alone_until_another_arrives():
+    world = slow_world()
+    world.run_request("second", 400, 4, first_token=40)  # without media, so a token's seconds are known
+    world.request("long", 2000, media=[item(message(1), 2, 400)], first_token=50)
+    seconds = []
+    for turn in range(6):
+        if turn == 3:
+            world.request("other", 3000, first_token=80)
+        world.turn()
+        begun = world.links.now
+        world.links.run_step()
+        seconds.append(world.links.now - begun)
+    assert seconds[:3] == pytest.approx([0.1 + 400 * 0.02 + 112 * 0.01, 0.1 + 5.12, 0.1 + 5.12])
+    assert max(seconds[3:]) <= 4 * LIMIT + SLOW[0] + 0.001
 
 
 @pytest.mark.parametrize("seconds", [SLOW, (0.6, 0.02, 0.04), (0.02, 0.02, 0.04), (0.001, 0.0001, 0.0002)])
@@ -118,7 +135,7 @@ def test_estimates_are_medians_beside_the_decode_step():
         times.record(seconds, 500, 0)
     times.record(2 + 1.1, 100, 100)
     assert (times.token, times.media) == pytest.approx((0.01, 0.02))
-    assert times.for_prompts(beside_decodes=True) == LIMIT
+    assert times.for_prompts(beside_decodes=True, is_alone=False) == LIMIT
 
 
 def test_short_prompts_that_cost_nothing_do_not_make_a_long_one_cheap():

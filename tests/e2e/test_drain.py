@@ -7,10 +7,8 @@ import os
 import re
 import signal
 import socket
-import time
 
-from mini_engine.config import EngineConfig
-from tests.support.client import ENDLESS, TEXT, ClientRequest
+from tests.support.client import TEXT, ClientRequest
 from tests.support.processes import alive, descendants, eventually, stopped
 from tests.support.running_server import CHAT_HEAD, RunningServer
 
@@ -45,18 +43,3 @@ def test_a_drain_finishes_running_requests_and_refuses_new_ones():
         assert server.process.wait(60) == 0
         server.assert_nothing_left(family)
         assert "died" not in server.log and "is killed" not in server.log
-
-
-def test_a_drain_ends_at_the_shutdown_timeout():
-    with RunningServer("--shutdown-timeout", "1") as server:
-        family = descendants(server.process.pid)
-        request = ClientRequest(server, "api 0", TEXT, **ENDLESS)
-        request.read_events(1)
-        begun = time.monotonic()
-        server.process.send_signal(signal.SIGTERM)
-        last = request.response().read().decode().splitlines()[-2:]
-        assert 1 <= time.monotonic() - begun < EngineConfig().shutdown_timeout
-        assert "shutting_down" in " ".join(last), last
-        request.hang_up()
-        assert server.process.wait(60) == 0
-        server.assert_nothing_left(family)

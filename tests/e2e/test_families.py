@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import base64
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from mini_engine.demo import videos
 from mini_engine.media.frame_sampling import VideoSampling
+from mini_engine.media.processor import MediaProcessor
 from mini_engine.prompt.detokenizer import Vocabulary
 from tests.support import families, tiny_processor
 from tests.support.decoding import decode_image, decode_video
+from tests.support.full_call import full_call
 from tests.support.oracle import exact_seconds
 from tests.support.running_server import RunningServer, message
 
@@ -24,7 +24,7 @@ PATCH_SIZES = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_5": 16, 
 SMALL_STEPS = ["--max-num-batched-tokens", "64"]
 MODEL_CARD = ["--mm-processor-kwargs", '{"fps": 2, "do_sample_frames": true}']  # its default
 SERVERS = [
-    pytest.param(("qwen2_vl", ["--mm-processor-cache-type", "lru"]), id="qwen2_vl"),
+    pytest.param(("qwen2_vl", ["--mm-processor-cache-type", "lru"]), id="qwen2_vl", marks=pytest.mark.slow),
     pytest.param(("qwen3_vl", ["--mm-processor-cache-type", "shm"]), id="qwen3_vl"),
     pytest.param(("qwen3_5", MODEL_CARD), id="qwen3_5"),
     pytest.param(("qwen3_5", ["-tp", "2"]), id="qwen3_5-tp2", marks=pytest.mark.slow),
@@ -41,11 +41,12 @@ class Family:
     """A directory with a random model and a real processor, the server of it, and transformers."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        from transformers import AutoModelForImageTextToText, AutoProcessor
+        from transformers import AutoModelForImageTextToText
 
         self.folder = folder
         tiny_processor.build(folder, name)
-        self.hf: Any = AutoProcessor.from_pretrained(str(folder))
+        self.processor = MediaProcessor(folder)
+        self.hf = self.processor.hf_processor
         tokens = {
             "image_token_id": self.hf.image_token_id,
             "video_token_id": self.hf.video_token_id,
@@ -66,25 +67,10 @@ class Family:
         prompt = self.hf.apply_chat_template(
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
         )
-        clips = [decode_video(data, self.sampling) for kind, data in media if kind == "video_url"]
-        images = [decode_image(data) for kind, data in media if kind == "image_url"]
-        metadata = [
-            {
-                "total_num_frames": clip.facts.window_frames,
-                "fps": clip.facts.fps,
-                "duration": clip.facts.total_frames / clip.facts.fps,
-                "frames_indices": np.rint(np.array(clip.facts.timestamps) * clip.facts.fps).astype(int).tolist(),
-            }
-            for clip in clips
+        decoded = [
+            decode_image(data) if kind == "image_url" else decode_video(data, self.sampling) for kind, data in media
         ]
-        inputs = self.hf(
-            text=[prompt],
-            images=images or None,
-            videos=[clip.frames for clip in clips] or None,
-            do_sample_frames=False,
-            video_metadata=metadata or None,
-            return_tensors="pt",
-        )
+        inputs = full_call(self.processor, *decoded, text=prompt)
         output = self.model.generate(**inputs, max_new_tokens=COUNT, do_sample=False, top_k=None, pad_token_id=0)
         return [self.vocabulary.bytes_of(token) for token in output[0, inputs["input_ids"].shape[1] :].tolist()]
 

@@ -19,12 +19,13 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from tests.e2e import bad_inputs
-from tests.support.bad_urls import make_root
+from tests.support import clips
+from tests.support.bad_urls import HTTP_URLS, PATHS, make_root
 from tests.support.client import ask_small
+from tests.support.corpus import PLAYLISTS, png_of_size
 from tests.support.processes import memory
 from tests.support.running_server import RunningServer, message
-from tests.support.web import WebServer
+from tests.support.web import WebServer, response
 
 MAX_MEDIA_BYTES = 32 << 20
 MAX_REQUEST_BYTES = 64 << 20
@@ -40,20 +41,23 @@ WITHOUT_BODY = [
 ]  # fmt: skip
 
 
+OK = b"HTTP/1.1 200 OK\r\n"
+# What the web server sends, and then again and again.
+RESPONSES = {
+    "nothing": (b"", b""), "empty": (response(b""), b""), "404": (response(b"x", "404 x"), b""),
+    "short": (response(b"x", Content_Length="9"), b""),
+    "redirect": (response(status="302 Found", Location="file:///etc/passwd"), b""),
+    "flood": (OK + b"\r\n", bytes(1 << 16)), "drip": (OK + b"Content-Length: 5000\r\n\r\n", b"x"),
+}  # fmt: skip
+
+
 def answer(connection: socket.socket, head: str) -> None:
-    """The web server's response to a GET of `/KIND/NUMBER`."""
-    kind, number = head.split()[1][1:].split("/")
-    if kind == "response":
-        connection.sendall(bad_inputs.RESPONSES[int(number)])
-    elif kind == "redirect":
-        to = bad_inputs.LOCATIONS[int(number)].format(port=connection.getsockname()[1])
-        connection.sendall(f"HTTP/1.1 302 Found\r\nLocation: {to}\r\n\r\n".encode())
-    else:
-        start, piece = bad_inputs.ENDLESS[int(number)]
-        connection.sendall(start)
-        while True:
-            connection.sendall(piece)
-            time.sleep(0.05 if len(piece) < 100 else 0)
+    """The web server's response to a GET of `/NAME`."""
+    start, piece = RESPONSES[head.split()[1][1:]]
+    connection.sendall(start)
+    while piece:
+        connection.sendall(piece)
+        time.sleep(0.05 if len(piece) < 100 else 0)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +110,7 @@ def test_requests_generated_from_openapi_cause_no_500(strict, document, label, m
 
     @seed(1)
     @settings(
-        max_examples=60, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+        max_examples=30, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
     )
     @given(operation.as_strategy(generation_mode=modes.NEGATIVE if manner == "not as described" else modes.POSITIVE))
     def send(case: schemathesis.Case) -> None:
@@ -140,14 +144,16 @@ def asking(*urls: str, kind: str = "video_url") -> Bad:
 
 
 def bad_media(root: Path, port: int) -> Iterator[Bad]:
-    """Of a server that may read `root` and ask the web server at `port`."""
-    for kind, files in (("video_url", bad_inputs.videos()), ("image_url", bad_inputs.images())):
+    """Some of each kind, of a server that may read `root` and ask the web server at `port`; `tests/media` has the error
+    of each, and more of them."""
+    videos = [b"", bytes(4096), clips.encode(3, 4000, 16, codec="mpeg4"), clips.encode(3).replace(b"avc1", b"avs3")]
+    videos += [playlist.format("file:///etc/passwd").encode() for playlist in PLAYLISTS.values()]
+    images = [b"", b"text", png_of_size(10_001, 10_000), png_of_size(10_000, 10_000), png_of_size(0, 100)]
+    for kind, files in (("video_url", videos), ("image_url", images)):
         yield from (asking(f"data:;base64,{base64.b64encode(data).decode()}", kind=kind) for data in files)
-    urls = [*bad_inputs.URLS, *(f"file://{root}{path}" for path in bad_inputs.PATHS)]
-    urls += ["data:;base64," + "A" * (MAX_MEDIA_BYTES * 4 // 3 + 8), "data:," + "%00" * (8 << 20)]
-    answers = {"response": bad_inputs.RESPONSES, "endless": bad_inputs.ENDLESS, "redirect": bad_inputs.LOCATIONS}
-    for kind, kinds in answers.items():
-        urls += [f"http://127.0.0.1:{port}/{kind}/{number}" for number in range(len(kinds))]
+    urls = [*HTTP_URLS, *(f"file://{root}{path}" for path in (*PATHS, "/big", "/empty")), "", "clip.mp4", "ftp://a/"]
+    urls += ["data:;base64," + "A" * (MAX_MEDIA_BYTES * 4 // 3 + 8), "data:," + "%00" * (8 << 20), "data:;base64,a"]
+    urls += [f"http://127.0.0.1:{port}/{name}" for name in RESPONSES]
     urls += [f"http://localhost:{port}/", f"https://127.0.0.1:{port}/", f"http://127.0.0.1:{port ^ 1}/"]
     yield from map(asking, urls)
     yield asking(*["data:,x"] * (MAX_ITEMS + 1))

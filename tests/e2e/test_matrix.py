@@ -23,7 +23,7 @@ from tests.support.client import ClientRequest, Question, ask_video
 from tests.support.processes import eventually
 from tests.support.running_server import CACHES, RunningServer, total
 
-CLIENTS, FEW_CLIENTS = 48, 16
+CLIENTS, FEW_CLIENTS = 48, 9
 AT_ONCE = 4  # for hits: one engine is never so much busier than another that it is passed over
 # Neither embeddings nor KV blocks are kept for long: what is hit is the media.
 FLAGS = ["--encoder-cache-tokens", "256", "--no-enable-prefix-caching"]

@@ -65,9 +65,9 @@ ATTACKS = {
     ),
     "masks that take cubic time": Attack(guided(grammar=CUBIC) | {"n": 6}),
     "masks that take long later on": Attack(guided(json={"$defs": {"n": {"anyOf": ARRAYS}}, "$ref": "#/$defs/n"})),
-    "stop strings that almost occur": Attack({"stop": STOPS, "n": 64, **tokens(100), **guided(regex="é*")}, (200,)),
-    "log probabilities": Attack({"logprobs": True, "top_logprobs": 20, "n": 64, **tokens(100)}, (200,)),
-    "samples with priority": Attack({"n": 128, "priority": -(2**31), **tokens(40)}, (200,), count=2),
+    "stop strings that almost occur": Attack({"stop": STOPS, "n": 64, **tokens(50), **guided(regex="é*")}, (200,)),
+    "log probabilities": Attack({"logprobs": True, "top_logprobs": 20, "n": 64, **tokens(50)}, (200,)),
+    "samples with priority": Attack({"n": 128, "priority": -(2**31), **tokens(20)}, (200,), count=2),
     # Almost as much as a body may have, and more.
     "lists for the template": Attack({"chat_template_kwargs": {"part": [[]] * 60_000}}),
     "empty parts": Attack({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 25_000}]}),

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import io
 import json
+import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -21,8 +25,20 @@ DROP = """([name, data]) => {
     const transfer = new DataTransfer();
     transfer.items.add(new File([Uint8Array.from(atob(data), (one) => one.charCodeAt(0))], name, {type: "video/mp4"}));
     const drop = new DragEvent("drop", {bubbles: true, cancelable: true, dataTransfer: transfer});
-    document.getElementById("drop").dispatchEvent(drop);
+    document.getElementById("composer").dispatchEvent(drop);
 }"""
+PASTE = """async () => {
+    const picture = await new Promise((resolve) => document.createElement("canvas").toBlob(resolve));
+    const clipboardData = new DataTransfer();
+    clipboardData.items.add(new File([picture], "pasted.png", {type: "image/png"}));
+    document.getElementById("question").dispatchEvent(new ClipboardEvent("paste", {bubbles: true, clipboardData}));
+}"""
+# The mean x of the red pixels of each thumbnail.
+REDS = """() => [...document.querySelectorAll(".strip canvas")].map((canvas) => {
+    const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+    const reds = [...Array(data.length / 4).keys()].filter((pixel) => data[4 * pixel] > 2 * data[4 * pixel + 1]);
+    return reds.reduce((sum, pixel) => sum + (pixel % canvas.width), 0) / reds.length;
+})"""
 
 
 @pytest.fixture(scope="module")
@@ -43,99 +59,192 @@ def open_page(browser: playwright.Browser, server: RunningServer, **options: obj
 def page(browser: playwright.Browser, server: RunningServer) -> Iterator[playwright.Page]:
     opened = open_page(browser, server)
     playwright.expect(opened.locator("#state")).to_have_text("live")
+    playwright.expect(opened.locator("#media li")).to_have_count(1)  # the sample
     yield opened
     opened.close()
 
 
-def drop(page: playwright.Page, seed: int, data: bytes | None = None) -> None:
-    """A file: a clip of a red circle that moves to the left, which no other test sends, unless `data` are given."""
-    clip = videos.render(7 * 10**9 + seed, colour="red", shape="circle", motion="left", width=320, height=240)
-    page.evaluate(DROP, ["clip.mp4", base64.b64encode(data or videos.encode(clip)).decode()])
+def clip(seed: int) -> bytes:
+    """A video of a red circle that moves to the left, which no other test sends."""
+    drawn = videos.render(7 * 10**9 + seed, colour="red", shape="circle", motion="left", width=320, height=240)
+    return videos.encode(drawn)
+
+
+def drop(page: playwright.Page, data: bytes) -> None:
+    """The file clip.mp4, which replaces the sample."""
+    page.evaluate(DROP, ["clip.mp4", base64.b64encode(data).decode()])
 
 
 def ask(page: playwright.Page, text: str) -> playwright.Locator:
     """The entry of the new question."""
+    turns = page.locator(".turn")
+    number = turns.count()
     page.get_by_label("Question", exact=True).fill(text)
     page.keyboard.press("Enter")
-    return page.locator(".turn").last
+    return turns.nth(number)
 
 
-def stages(turn: playwright.Locator) -> dict[str, str]:
-    """What is shown of each stage."""
-    return dict(one.rsplit(" ", 1) for one in turn.locator(".legend li.skipped").all_inner_texts())
+def copied(page: playwright.Page, turn: playwright.Locator, button: str) -> str:
+    """What a button of the entry copies, pasted into the question."""
+    turn.get_by_role("button", name=button).click()
+    playwright.expect(turn.locator(".note")).to_have_text("Copied.")
+    question = page.get_by_label("Question", exact=True)
+    question.fill("")
+    question.press("Control+V")
+    return question.input_value()
 
 
-def test_a_second_ask_about_a_dropped_video_hits_the_caches(page, tmp_path):
-    drop(page, 1)
+def skipped(turn: playwright.Locator) -> set[str]:
+    """The stages that took no time."""
+    return {one.rsplit(" ", 1)[0] for one in turn.locator(".legend li.skipped").all_inner_texts()}
+
+
+def run_python(program: str) -> str:
+    """What it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(program, {})
+    return printed.getvalue().strip()
+
+
+def test_the_first_click_asks_about_the_sample_and_shows_the_frames_that_the_model_saw(page):
+    button = page.get_by_role("button", name="Ask", exact=True)
+    button.click()
+    turn = page.locator(".turn")
+    playwright.expect(turn.locator(".answer")).to_have_text("a red circle moving left")
+    playwright.expect(turn.locator(".strip canvas")).to_have_count(8)
+    playwright.expect(button).to_be_focused()
+    times = [float(text.removesuffix(" s")) for text in turn.locator(".strip li").all_inner_texts()]
+    assert times == sorted(set(times)) and times[0] == 0
+    reds = page.evaluate(REDS)
+    assert reds == sorted(reds, reverse=True) and reds[0] - reds[-1] > 20  # it moves to the left, by the frame's pixels
+    playwright.expect(turn.locator(".legend")).to_be_hidden()
+    turn.locator("summary").click()
+    turn.get_by_text("admission").focus()
+    tooltip = "getComputedStyle(document.activeElement, '::after').content"
+    assert "Queued for a place" in page.evaluate(tooltip)
+
+
+def test_a_follow_up_and_an_answer_that_is_replaced_hit_the_caches(page, tmp_path, monkeypatch):
+    drop(page, clip(1))
     first = ask(page, "Describe the video.")
     playwright.expect(first.locator(".answer")).to_have_text("a red circle moving left")
-    playwright.expect(first.locator(".tokens")).to_contain_text("video")
-    assert not {"decode", "encode"} & stages(first).keys()
-    first.get_by_role("button", name="Ask again").click()
-    second = page.locator(".turn").nth(1)
-    playwright.expect(second.locator(".answer")).to_have_text("a red circle moving left")
-    playwright.expect(second.locator(".levels")).to_contain_text("media cache hit")
-    assert {"decode", "process", "encode"} <= stages(second).keys()
+    playwright.expect(first.locator(".frames")).to_contain_text("clip.mp4 as the model sees it: 8 frames of 84 × 56")
+    first.locator("summary").click()
+    assert not {"decode", "encode"} & skipped(first)
+    second = ask(page, "Which way does it move?")
+    playwright.expect(second.locator(".answer")).to_have_text("left")
+    playwright.expect(second.locator(".chips")).to_contain_text("media cache hit")
+    second.locator("summary").click()
     (ROOT / "build").mkdir(exist_ok=True)
     page.wait_for_timeout(2500)  # the numbers of the server are read again, and no longer marked as changed
     picture = page.screenshot(path=ROOT / "build" / "playground.png")  # docs/playground.png is such a picture
     assert max(len(picture), (ROOT / "docs" / "playground.png").stat().st_size) <= PICTURE_BYTES
-    third = ask(page, "Which way does it move?")
-    playwright.expect(third.locator(".answer")).to_have_text("left")
+    again = first.get_by_role("button", name="Ask again")
+    again.click()
+    playwright.expect(first.locator(".chips")).to_contain_text("media cache hit")
+    playwright.expect(first.locator(".former")).to_have_attribute("aria-label", re.compile("^Before: .* decode "))
+    playwright.expect(again).to_be_focused()
+    assert {"decode", "process", "encode"} <= skipped(first) and page.locator(".turn").count() == 2
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "clip.mp4").write_bytes(clip(1))
+    assert run_python(copied(page, second, "Copy as Python")) == "left"
+    command = ["bash", "-c", copied(page, second, "Copy as curl")]
+    if shutil.which("curl"):
+        response = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+        assert response["choices"][0]["message"]["content"] == "left"
+
+
+def test_composer_and_state_stay_on_screen_and_a_reload_keeps_the_texts(page):
+    for question in ("Describe the video.", *["Which way does it move?"] * 5):
+        playwright.expect(ask(page, question).locator(".chips")).to_be_visible()
+    for width in (1280, 390):
+        page.set_viewport_size({"width": width, "height": 800})
+        page.locator(".turn").last.scroll_into_view_if_needed()
+        for place in ("#composer", "#state"):
+            playwright.expect(page.locator(place)).to_be_in_viewport(ratio=1)
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+    page.reload()
+    playwright.expect(page.locator("#turns").get_by_role("heading")).to_have_count(6)
+    playwright.expect(page.locator(".answer").first).to_have_text("a red circle moving left")
+    playwright.expect(page.locator("#media li")).to_have_count(0)  # the sample is for a new conversation
+    page.get_by_role("button", name="New conversation").click()
+    playwright.expect(page.locator("#media li")).to_have_count(1)
 
 
 def test_stop_ends_a_long_answer(page):
-    page.get_by_text("Sampling settings").click()
+    page.get_by_text("Settings").click()
     page.get_by_label("Other fields of the request").fill(json.dumps(ENDLESS))
     turn = ask(page, "tell me")
     running = page.locator("[data-engine] .running")
     playwright.expect(running).to_have_text("1")
+    playwright.expect(turn.locator(".pace")).to_have_text(re.compile(r"^generating · .* s · TTFT .* tokens/s$"))
     page.get_by_role("button", name="Stop").click()
     playwright.expect(turn.locator(".note")).to_have_text("Stopped.")
     playwright.expect(running).to_have_text("0")
 
 
-def test_a_broken_file_shows_the_error_of_the_api(page):
-    drop(page, 2, b"not a video")
+def test_files_that_are_pasted_refused_and_broken(page):
+    page.locator("#files").set_input_files({"name": "notes.txt", "mimeType": "text/plain", "buffer": b"x"})
+    playwright.expect(page.locator("#composer-error")).to_have_text("Neither a video nor an image: notes.txt")
+    page.evaluate(PASTE)
+    playwright.expect(page.locator("#media .name")).to_have_text(re.compile("^pasted.png, "))
+    playwright.expect(ask(page, "What is it?").locator(".strip canvas")).to_have_count(1)
+    drop(page, b"not a video")
     turn = ask(page, "Describe the video.")
-    playwright.expect(turn.get_by_role("alert")).to_contain_text("video 1: cannot be read, or is damaged")
+    playwright.expect(turn.get_by_role("alert")).to_contain_text("clip.mp4: cannot be read, or is damaged")
     page.get_by_role("button", name="Remove clip.mp4").click()
     playwright.expect(page.locator("#media li")).to_have_count(0)
 
 
-def test_html_in_an_answer_stays_text(page):
-    text = '<img src=x onerror="document.title = 1"><b>bold</b>'
+def answer_with(page: playwright.Page, text: str) -> playwright.Locator:
+    """The entry of a question whose answer is this text, which the bundled model cannot be made to write: the browser
+    gets it in the place of the server's response."""
     event = {"choices": [{"index": 0, "delta": {"reasoning_content": text, "content": text}, "finish_reason": "stop"}]}
-    # The bundled model cannot be made to write this: the browser gets it in the place of the server's response.
     stream = {"content_type": "text/event-stream", "body": f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n"}
     page.route("**/v1/chat/completions", lambda route: route.fulfill(**stream))
-    turn = ask(page, text)
+    return ask(page, text)
+
+
+def test_html_in_an_answer_stays_text_and_markdown_does_not(page):
+    text = '<img src=x onerror="document.title = 1"><b>bold</b> [a](javascript:document.title=1)'
+    turn = answer_with(page, text)
     for part in (".question", ".thoughts", ".answer"):
         playwright.expect(turn.locator(part)).to_have_text(text)
-    assert turn.locator("img, b:not(.legend b)").count() == 0 and page.title() == "mini-engine playground"
+    assert turn.locator("img, b, a").count() == 0 and page.title() == "mini-engine playground"
+    turn = answer_with(page, "# One\n\n- **two** `3 * 4`\n- *five*\n\n```\n# six\n```\n7 * 8 * 9\n<i>")
+    playwright.expect(turn.locator(".answer pre")).to_have_text("# six\n")
+    html = "<h4>One</h4><ul><li><strong>two</strong> <code>3 * 4</code></li><li><em>five</em></li></ul>"
+    assert turn.locator(".answer").inner_html().replace("<li></li>", "") == (
+        f"{html}<pre># six\n</pre><p>7 * 8 * 9\n&lt;i&gt;</p>"
+    )
 
 
-@pytest.mark.parametrize("recorder", ["MediaRecorder", "none: the bundled clip"])
-def test_a_moving_shape_on_a_narrow_dark_screen(browser, server, recorder):
+def test_a_moving_shape_on_a_narrow_dark_screen(browser, server):
     page = open_page(browser, server, color_scheme="dark")
     page.set_viewport_size({"width": 390, "height": 800})
-    if recorder != "MediaRecorder":
-        page.evaluate("delete window.MediaRecorder")
     page.get_by_role("button", name="Moving shape").click()
-    playwright.expect(page.locator("#media .name")).to_contain_text("webm" if recorder == "MediaRecorder" else "mp4")
+    playwright.expect(page.locator("#media .name")).to_contain_text("blue square.webm")  # in the place of the sample
     turn = ask(page, "Describe the video.")
-    playwright.expect(turn.locator(".answer")).to_have_text("a red circle moving left")
-    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    playwright.expect(turn.locator(".answer")).to_have_text("a blue square moving up")
+    playwright.expect(turn.locator(".strip canvas")).to_have_count(8)
     page.close()
 
 
-def test_the_key_is_asked_for(browser):
+def test_the_key_is_asked_for_and_a_dead_server_is_grey(browser):
     with RunningServer("--api-key", "none") as server:
         page = open_page(browser, server)
-        for key in ("wrong", "none"):
-            playwright.expect(page.locator("#key-error")).to_contain_text("Incorrect or missing API key")
+        for key, reason in (("wrong", "This server requires an API key."), ("none", "Incorrect or missing API key")):
+            playwright.expect(page.locator("#key-reason")).to_contain_text(reason)
             page.get_by_label("Key", exact=True).fill(key)
             page.keyboard.press("Enter")
         playwright.expect(page.locator("#state")).to_have_text("live")
-        assert page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]") == [0, 0, ""]
+        playwright.expect(ask(page, "Describe the video.").locator(".chips")).to_be_visible()
+        kept = page.evaluate("[JSON.stringify(sessionStorage), localStorage.length, document.cookie]")
+        assert "none" not in kept[0] and kept[1:] == [0, ""]
+        server.stop()
+        playwright.expect(page.locator("#state")).to_have_text(
+            re.compile(r"^The server cannot be reached \(since \d\d:\d\d:\d\d\)$")
+        )
+        playwright.expect(page.locator("#engines")).to_have_css("filter", "grayscale(1)")
         page.close()

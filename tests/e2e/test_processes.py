@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -23,6 +24,15 @@ def test_processes_import_only_what_they_need(server):
     assert maps.keys() == {"api 0", "worker 0.0", "core 0", "supervisor"}
 
 
+def test_metrics_name_the_processes_and_the_cache(server):
+    shown = server.metrics()
+    assert {name for name in shown if name.startswith("process_resident_memory_bytes")} == {
+        f'process_resident_memory_bytes{{process="{name}"}}' for name in server.pids()
+    }
+    (cache,) = [name for name in shown if name.startswith("cache_config_info")]
+    assert re.search(r'block_size="16",.*num_gpu_blocks="[1-9]\d*"', cache)
+
+
 def test_idle_server_uses_little_memory_and_no_cpu(server):
     server.ask("What colour is it?", ask_video(0).urls)
     pids = [server.process.pid, *descendants(server.process.pid)]
@@ -36,10 +46,9 @@ def test_idle_server_uses_little_memory_and_no_cpu(server):
 
     def check() -> bool:
         before, begun = cpu_seconds(), time.monotonic()
-        time.sleep(5)
+        time.sleep(3)
         return cpu_seconds() - before <= 0.01 * (time.monotonic() - begun)
 
-    time.sleep(1)
     eventually(check)  # what ends only then, such as a collection of garbage, is not there all the time
 
 

@@ -71,6 +71,7 @@ def test_default_flags_start_an_engine_per_core_for_a_small_model():
             assert sorted(workers) == [f"worker {engine}.0" for engine in range(len(cores))]
             assert server.log.count("on cpu with 1 thread(s)") == len(cores)
             assert f"supervisor | {len(cores)} engine(s) x 1 worker(s) x 1 thread(s)" in server.log
+            assert "in each engine, 4.0 requests of 65,536 tokens" in server.log
     finally:
         os.sched_setaffinity(0, everywhere)
 
@@ -78,13 +79,14 @@ def test_default_flags_start_an_engine_per_core_for_a_small_model():
 # By the process that finds it: flags, exit status, and what is said.
 REFUSED = {
     "the supervisor": (["--mm-processor-cache-gb", "100000"], 2, "--mm-processor-cache-gb: 100000 GiB"),
-    "a worker": (["--block-size", "999999999", "-tp", "2"], 1, "bytes for the KV cache, but one block needs"),
-    "a device": (["--device", "cuda", "-tp", "2"], 1, "choose --device cpu"),
+    "a device": (["--device", "cuda", "-tp", "2"], 2, "--device cuda: no GPU in /dev; choose --device cpu"),
+    "memory": (["--device", "cpu", "--kv-cache-memory-bytes", "1T"], 2, "--kv-cache-memory-bytes: a KV cache of 1024."),
+    "a worker": (["--block-size", "999999999"], 1, "bytes for the KV cache, but one block needs"),
     "collectives": (["--distributed-backend", "nccl", "-tp", "2"], 1, "--distributed-backend: nccl needs CUDA devices"),
     "core": (["--max-model-len", "60000", "--num-gpu-blocks-override", "4"], 1, "--max-model-len: the KV cache holds"),
     "an API server": (["--mm-processor-kwargs", '{"x": 1}'], 1, "--mm-processor-kwargs has no x; "),
 }
-FAST = ("the supervisor", "a worker")
+FAST = ("the supervisor", "a device", "memory", "a worker")
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from mini_engine.config import EngineConfig
 from tests.faults.load import SOON, ask, fill_log
-from tests.support.client import ENDLESS, TEXT, ask_small, ask_video
+from tests.support.client import ENDLESS, TEXT, ClientRequest, ask_small, ask_video
 from tests.support.processes import alive, descendants, eventually, memory, stopped
 from tests.support.running_server import CHAT_HEAD, START_SECONDS, RunningServer, message
 
@@ -94,7 +95,7 @@ def test_death_of_one_engine_restarts_all():
 def server():
     with RunningServer(
         "--restart-engine", "--health-timeout", "1", "--collective-timeout", "5", "--timeout-client", "4",
-        "--enable-log-requests",
+        "--enable-log-requests", "--shutdown-timeout", "1",
     ) as running:  # fmt: skip
         yield running
 
@@ -137,6 +138,21 @@ def test_an_engine_that_hangs_is_killed_and_handled_as_dead(server):
     assert re.search(rf"core 0 \(pid {core}\) is killed: it was unresponsive for .* core 0 T, worker 0.0 S", server.log)
     eventually(lambda: is_healthy(server), START_SECONDS)
     eventually(lambda: ask(server, ask_small(32_002)).kind == "right")
+
+
+def test_a_drain_ends_at_the_shutdown_timeout(server):
+    """The server's last test."""
+    family = descendants(server.process.pid)
+    request = ClientRequest(server, "api 0", TEXT, **ENDLESS)
+    request.read_events(1)
+    begun = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    last = request.response().read().decode().splitlines()[-2:]
+    assert 1 <= time.monotonic() - begun < EngineConfig().shutdown_timeout
+    assert "shutting_down" in " ".join(last), last
+    request.hang_up()
+    assert server.process.wait(60) == 0
+    server.assert_nothing_left(family)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import gc
 import re
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from mini_engine.http import responses
 from mini_engine.media.loader import MediaLoader
+from mini_engine.media.sources.local_files import SETTLED_NS, LocalFiles
 from mini_engine.protocol.bodies import ChatRequest
 from tests.support import serving
 from tests.support.patience import eventually
@@ -205,15 +207,31 @@ async def test_parts_by_other_names_are_the_same(served: Served, part: Any, kind
     assert others == [first] * len(named)
 
 
+async def test_a_file_is_read_again_only_if_it_must_be_decoded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time_ns() + 2 * SETTLED_NS
+    monkeypatch.setattr(time, "time_ns", lambda: now)
+    (path := served.allowed / "a picture").write_bytes(base64.b64decode(image()["image_url"]["url"].partition(",")[2]))
+    part, reads = {"type": "image_url", "image_url": path.as_uri()}, []
+    read = LocalFiles.read
+    monkeypatch.setattr(LocalFiles, "read", lambda *args: reads.append(args) or read(*args))
+    for keeps, num_reads in ((False, 1), (True, 2), (True, 2)):  # the engine does not have it, twice; then it has it
+        served.core.keeps = keeps
+        assert (await served.post([part])).status_code == 200 and len(reads) == num_reads
+    assert len({request.media[0].media_hash for request in served.core.requests}) == 1
+    monkeypatch.setattr(LocalFiles, "digest", lambda *_: b"of before")
+    assert "was changed" in (await served.post([part])).json()["error"]["message"]
+
+
 @streamed_or_whole
 async def test_usage_says_what_the_model_saw(served: Served, stream: bool) -> None:
     served.core.keeps = True
     for is_cached in (False, True):
         answer = await served.ask([image(140), video()], extra_body=FEWER[0], **with_usage(stream))
         usage = (await choices_of(answer)).usage
+        frames = {"frames": 4, "seconds_per_frame": 0.3, "timestamps": [0.0, 0.3, 0.7, 1.1]}
         assert usage.media == [
             {"type": "image", "width": 140, "height": 140, "tokens": 25},
-            {"type": "video", "width": 56, "height": 56, "tokens": 8, "frames": 4, "seconds_per_frame": 0.3},
+            {"type": "video", "width": 56, "height": 56, "tokens": 8, **frames},
         ]
         details = usage.prompt_tokens_details
         assert (details.image_tokens, details.video_tokens) == (25, 8)

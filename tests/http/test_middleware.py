@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import logging
 import re
 from typing import Any
@@ -11,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from mini_engine.metrics import REGISTRY
 from tests.support.patience import PATIENCE, eventually
 from tests.support.serving import CHAT_HEAD, Serve, Served, chat_body, check_error, choices_of, image
 
@@ -76,7 +78,10 @@ async def test_every_response_has_a_request_id_of_its_own(served: Served) -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_drain_finishes_what_runs_and_refuses_the_rest(served: Served, stream: bool) -> None:
+async def test_drain_finishes_what_runs_and_refuses_the_rest(
+    served: Served, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     served.core.hold = True
     asking = asyncio.create_task(served.ask(stream=stream))
     request = await served.core.has_requests()
@@ -87,6 +92,8 @@ async def test_drain_finishes_what_runs_and_refuses_the_rest(served: Served, str
     for response in (await served.post(), await served.http.get("/health"), await served.http.get("/v1/models")):
         check_error(response, 503, "shutting_down")
         assert int(response.headers["retry-after"]) > 0
+    refused = [text for text in caplog.messages if ": 503 shutting_down: " in text]
+    assert len(refused) == 2 and all(text.startswith("chatcmpl-") for text in refused), "no line for each probe"
     for path in ("/live", "/metrics"):
         assert (await served.http.get(path)).status_code == 200
     assert len(served.core.requests) == 1 and not draining.done()
@@ -180,25 +187,105 @@ async def test_log_has_a_line_for_each_request(serve: Serve, log: pytest.LogCapt
         await anext(stream)
         await stream.close()
         await eventually(lambda: len(log.records) == 4)
+        usage = answer.json()["usage"]
         *lines, last = [record.getMessage() for record in log.records]
-        assert [re.sub(r" after \d+\.\d{3} s$", "", line) for line in lines] == [
-            f"{answer.headers['x-request-id']} POST /v1/chat/completions: 200",
+        tokens = f"{usage['prompt_tokens']} + {usage['completion_tokens']} tokens, model tiny"
+        assert [re.sub(r" after \d+\.\d{3} s", "", line) for line in lines] == [
+            f"{answer.headers['x-request-id']} POST /v1/chat/completions: 200, {tokens}",
             f"{missing.headers['x-request-id']} GET /now%0Ahere: 404",
             f"{outside.headers['x-request-id']} GET /v1/models: 401",
         ]
-        assert last.startswith(served.core.requests[1].request_id) and last.endswith(" s, cut off")
-        assert not any(word in " ".join([*lines, last]) for word in ("private", "secret", "127.0.0.1"))
+        assert last.startswith(served.core.requests[1].request_id) and last.endswith(", model tiny, cut off")
+        assert not any(word in " ".join([*lines, last]) for word in ("private", "secret"))
+        assert [record.caller.get("key_number") for record in log.records] == [1, 1, None, 1]
+
+
+async def test_log_says_who_asked(serve: Serve, log: pytest.LogCaptureFixture) -> None:
+    log.set_level(logging.INFO, "mini_engine.http.error_responses")
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    headers = {"x-forwarded-for": "192.0.2.1", "x-request-id": "job 7, client evil" + "x" * 200}
+    headers["traceparent"] = f"00-{trace}-00f067aa0ba902b7-01"
+    caller = {"client": "192.0.2.1", "x_request_id": "job7,clientevil" + "x" * 113, "trace_id": trace}
+    async with serve(enable_log_requests=True, api_key=KEYS) as served:
+        served.http.headers["authorization"] = f"Bearer {KEYS[0]}"
+        body = chat_body(n=2, model="alias", max_tokens=3)
+        answer = await served.http.post("/v1/chat/completions", json=body, headers=headers)
+        assert answer.headers["x-request-id"] == caller["x_request_id"]
+        assert answer.json()["id"] == served.core.requests[0].request_id
+        prompts = {"prompt": ["x", "x y"], "max_tokens": 2}
+        await served.http.post("/v1/completions", json=prompts, headers={"traceparent": f"00-{'0' * 32}-{'1' * 16}-01"})
+        assert (await served.http.post("/v1/completions", json={}, headers=headers)).status_code == 400
+        await eventually(lambda: len(log.records) == 4)
+    chat, completion, refusal, _ = log.records
+    usage = answer.json()["usage"]
+    seconds = chat.facts.pop("seconds")
+    assert 0 < seconds < PATIENCE
+    assert chat.facts == {
+        "request_id": answer.json()["id"], **caller, "key_number": 1, "method": "POST", "path": "/v1/chat/completions",
+        "status": 200, "model": "alias", **{name: usage[name] for name in ("prompt_tokens", "completion_tokens")},
+    }  # fmt: skip
+    assert completion.caller == {"client": "127.0.0.1", "key_number": 1}
+    sizes = [len(request.prompt_token_ids) for request in served.core.requests[1:]]
+    assert (completion.facts["prompt_tokens"], len(sizes)) == (sum(sizes), 2)
+    assert refusal.caller == {**caller, "key_number": 1}, "of the line with the error"
+    assert refusal.facts["code"] == "missing_required_parameter"
+
+
+async def test_only_allowed_proxies_say_who_asks(serve: Serve, log: pytest.LogCaptureFixture) -> None:
+    async with serve(enable_log_requests=True, forwarded_allow_ips=["192.0.2.0/24"]) as served:
+        await served.http.get("/version", headers={"x-forwarded-for": "192.0.2.1"})
+        await eventually(lambda: bool(log.records))
+    assert log.records[0].caller == {"client": "127.0.0.1"}
+
+
+@pytest.mark.parametrize("seconds", [0, 3600])
+async def test_log_of_slow_requests_has_their_stages(serve: Serve, log: pytest.LogCaptureFixture, seconds: int) -> None:
+    async with serve(log_slow_requests=seconds) as served:
+        await served.post([image()])
+        await eventually(lambda: bool(log.records) or seconds > 0)
+        assert bool(log.records) == (seconds == 0)
+    for record in log.records:
+        stages = record.facts["stages"]
+        assert sum(stages.values()) == pytest.approx(record.facts["seconds"], abs=0.01)
+        assert f", media_decode {stages['media_decode']:.3f} s" in record.getMessage()
+
+
+async def test_responses_are_counted_by_route_and_kind_of_status(serve: Serve) -> None:
+    def counted() -> collections.Counter[tuple[str, ...]]:
+        (family,) = [family for family in REGISTRY.collect() if family.name == "http_requests"]
+        samples = [sample for sample in family.samples if sample.name == "http_requests_total"]
+        return collections.Counter({tuple(sample.labels.values()): sample.value for sample in samples})
+
+    before = counted()
+    async with serve(api_key=["k"], root_path="/engine") as served:
+        await served.post()
+        served.http.headers["authorization"] = "Bearer k"
+        for path in ("/engine/v1/models/tiny", "/v1/models/other", "/a", "/b?c"):
+            await served.http.get(path)
+        await served.http.request("BREW", "/v1/chat/completions")
+        await served.requests.drain()
+        await served.post()
+        since = counted() - before
+    assert since == {
+        ("/v1/chat/completions", "POST", "4xx"): 1,
+        ("/v1/models/{name:path}", "GET", "2xx"): 1,
+        ("/v1/models/{name:path}", "GET", "4xx"): 1,
+        ("none", "GET", "4xx"): 2,
+        ("/v1/chat/completions", "other", "4xx"): 1,
+        ("/v1/chat/completions", "POST", "5xx"): 1,
+    }
 
 
 async def test_stream_that_fails_is_logged_as_one(serve: Serve, log: pytest.LogCaptureFixture) -> None:
     async with serve(enable_log_requests=True) as served:
         served.core.hold = True
-        asking = served.asking(stream=True)
+        stream = await served.ask(stream=True)  # it has begun: before, the error would be the response
         await served.core.end(await served.core.has_requests(), "error")
-        assert (await asking).status_code == 200 and "has aborted" in (await asking).text
+        with pytest.raises(openai.APIError, match="has aborted"):
+            [chunk async for chunk in stream]
         await eventually(lambda: bool(log.records))
     (record,) = log.records
-    assert record.getMessage().endswith(" s, with an error in its stream")
+    assert record.getMessage().endswith(", model tiny, with an error in its stream")
 
 
 async def test_debug_log_has_a_line_for_each_hop_of_a_request(served: Served, caplog: pytest.LogCaptureFixture) -> None:
@@ -210,5 +297,5 @@ async def test_debug_log_has_a_line_for_each_hop_of_a_request(served: Served, ca
     words = [line.removeprefix(request_id + " ").split(",")[0].split(":")[0] for line in hops]
     assert words == ["admitted", "sent to engine 0", "finished"]
     assert re.fullmatch(r"chatcmpl-\w+: 400 invalid_value: Invalid 'max_tokens': .*", refused)
-    assert {record.request_id for record in caplog.records[:-1]} == {request_id}
+    assert {record.facts["request_id"] for record in caplog.records[:-1]} == {request_id}
     assert "private" not in " ".join(hops)

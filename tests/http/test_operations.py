@@ -7,6 +7,7 @@ import logging
 import re
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from mini_engine.engine_client.engines import METRICS_SECONDS
 from mini_engine.http.error_responses import report_error
@@ -76,9 +77,34 @@ async def test_metrics_are_those_of_the_engines_at_this_moment(served: Served) -
     served.core.stats = EngineStats(prefix_cache_queries=10, prefix_cache_hits=4)
     for reads in (1, 2):
         scraped = await served.http.get("/metrics")
-        assert 'mini_engine:prefix_cache_hits_total{engine="0"}' in scraped.text
+        assert 'mini_engine:prefix_cache_hits_total{engine="0",model_name="tiny"}' in scraped.text
         assert scraped.headers["content-type"].startswith("text/plain")
         assert counted.since() == [4 * reads]
+
+
+# What the queries of three of vLLM's dashboards for Grafana choose and group by, after their prefix `vllm:`:
+# performance_statistics and query_statistics in examples/observability/dashboards/grafana, and
+# examples/observability/prometheus_grafana/grafana.json.
+HISTOGRAMS = ("e2e_request_latency_seconds", "time_to_first_token_seconds", "inter_token_latency_seconds")
+SIZES = ("request_prompt_tokens_bucket", "request_generation_tokens_bucket")
+QUERIES: dict[str, set[str]] = {
+    **{f"{name}_{part}": {"model_name"} for name in HISTOGRAMS for part in ("sum", "count")},
+    **{name: {"model_name", "le"} for name in (*SIZES, *(f"{name}_bucket" for name in HISTOGRAMS))},
+    **dict.fromkeys(("prompt_tokens_total", "generation_tokens_total"), {"model_name"}),
+    **dict.fromkeys(("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"), {"model_name"}),
+    "request_success_total": {"model_name", "finished_reason"},
+    **{f"request_{stage}_time_seconds_sum": {"model_name"} for stage in ("queue", "prefill", "decode")},
+    "request_max_num_generation_tokens_sum": {"model_name"},
+    "iteration_tokens_total_count": set(),
+}
+
+
+async def test_queries_of_dashboards_for_vllm_find_their_metrics_and_labels(served: Served) -> None:
+    text = (await served.http.get("/metrics")).text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    labels = {sample.name: sample.labels for sample in samples}
+    assert labels["mini_engine:num_requests_running"] == {"model_name": "tiny", "engine": "0"}
+    assert not {name for name, needed in QUERIES.items() if not needed <= labels[f"mini_engine:{name}"].keys()}
 
 
 async def test_metrics_can_be_read_while_an_engine_is_silent_or_gone(served: Served) -> None:
@@ -153,7 +179,7 @@ async def test_shortage_is_a_503_and_an_unknown_error_is_only_logged(
     error: Exception, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     counted, clock = Counted("request_success_total{finished_reason=error}"), RequestClock()
-    answer = report_error(error, "chatcmpl-1", clock)
+    answer = report_error(error, "chatcmpl-1", {}, clock)
     assert answer.status == status and counted.since() == [1] and clock.failed
     if status == 500:
         assert answer.body.code == "internal_error" and "chatcmpl-1" in answer.body.message

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from itertools import pairwise
+
 import pytest
 
-from mini_engine.http.routes.playground import PATHS
+from mini_engine.http.routes.playground import FOLDER, PATHS
 from tests.support.serving import Serve, Served, check_error
 
 
@@ -25,3 +28,9 @@ async def test_without_the_playground_its_paths_are_like_any_other(serve: Serve)
         check_error(await served.http.get("/"), 404, "unknown_url")
     async with serve(disable_playground=True, api_key=["k"]) as served:
         check_error(await served.http.get("/"), 401, "invalid_api_key")
+
+
+def test_neighbouring_stages_differ_in_lightness() -> None:
+    lightness = re.findall(r"\.(\w+) \{ background: oklch\((\S+)", (FOLDER / "style.css").read_text())
+    assert len(lightness) == 10
+    assert all(abs(float(one) - float(other)) >= 0.1 for (_, one), (_, other) in pairwise(lightness))

@@ -1,4 +1,4 @@
-"""A child process of tests: it exits, sleeps or spins, by the index in its spec, without a handshake."""
+"""A child process of tests: it exits, sleeps, spins or stops at a breakpoint, by its index, without a handshake."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ def main() -> None:
         sys.exit(1)
     if behaviour == "sleeps":
         time.sleep(600)
+    if behaviour == "breaks":
+        breakpoint()
     while behaviour == "spins":
         pass
 

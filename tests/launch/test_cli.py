@@ -78,9 +78,11 @@ def test_unusable_flags_are_named():
         "--limit-mm-per-prompt video=one": "'video=one' is not a JSON object",
         # Values that do not fit each other, or name what does not exist.
         "--allowed-local-media-path /nowhere": "--allowed-local-media-path: /nowhere is not a directory",
+        "--changed-only": "--changed-only needs --print-config",
         "--api-key ''": "--api-key",
         "--uds /tmp/x --port 1": "--uds",
         "--allowed-hosts a/b": "--allowed-hosts",
+        "--forwarded-allow-ips 10.0.0.1/8": "--forwarded-allow-ips",
         "--ssl-keyfile key.pem": "--ssl-certfile",
         "--allowed-methods GET": "--allowed-origins",
         "--state-snapshot-interval 100": "--state-snapshot-interval: not a multiple of --block-size, 16",
@@ -95,6 +97,16 @@ def test_unusable_flags_are_named():
         with pytest.raises(ConfigError) as raised:
             parse(shlex.split(command), {})
         assert error in str(raised.value), command
+    with pytest.raises(ConfigError, match="(?s)^--uds: .*\n--forwarded-allow-ips: .*\n--media-io-kwargs: "):
+        parse(shlex.split("--uds x --port 1 --forwarded-allow-ips me --media-io-kwargs.image.mode L"), {})
+
+
+def test_debug_lengthens_the_time_outs_that_are_not_given():
+    config = parse(["--debug", "--health-timeout", "5"], {})
+    given = (config.collective_timeout, config.startup_timeout, config.health_timeout, config.shutdown_timeout)
+    assert given == (86400, 86400, 5, EngineConfig.shutdown_timeout)
+    assert config.data_parallel_size == 1 and not {60, 120} & {config.media_decode_timeout, config.timeout_client}
+    assert parse(["--no-debug"], {}) == EngineConfig()
 
 
 def test_integers_with_units():

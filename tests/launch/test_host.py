@@ -11,13 +11,13 @@ import huggingface_hub.constants
 import pytest
 
 from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
-from mini_engine.launch import host
+from mini_engine.launch import host, parallelism
 from mini_engine.launch.cli import parse
 from mini_engine.launch.host import check_model, resolve_model, runtime_directory, without_effect
 from mini_engine.messages import EngineLimits, MediaCachePlan
 from tests.support.hub_cache import put_in_cache
 
-# --- the model's files ------------------------------------------------------------------------------------------------
+# --- the device, and the model's files --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -31,6 +31,18 @@ def edit_config(model: Path, vision_heads: int = 4, **text: int) -> None:
     raw["text_config"] |= text
     raw["vision_config"]["num_heads"] = vision_heads
     (model / "config.json").write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "version", "reason"),
+    [("/nowhere", "2.11.0", "no GPU in /dev"), ("/dev/null", "2.11.0+cpu", "torch 2.11.0.cpu is built without CUDA")],
+)
+def test_device_cuda_needs_a_gpu_and_a_torch_for_it(gpu, version, reason, monkeypatch):
+    monkeypatch.setattr(parallelism, "GPUS", [Path(gpu)])
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    with pytest.raises(ConfigError, match=f"^--device cuda: {reason}; choose --device cpu or auto"):
+        host.check_device(EngineConfig(device="cuda"))
+    host.check_device(EngineConfig())
 
 
 def test_a_hub_name_is_found_in_the_cache_without_network(tmp_path, monkeypatch):

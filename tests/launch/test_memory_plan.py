@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks.runner import CONFIGS
-from mini_engine.config import BUNDLED_MODEL, EngineConfig
+from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
 from mini_engine.launch.cli import parse
 from mini_engine.launch.memory_plan import settle_memory
 from mini_engine.messages import MediaCachePlan
@@ -40,6 +40,18 @@ def test_the_kv_cache_holds_a_request_if_there_is_room(model, flags, free, expec
     config, line = settle_memory(parse(flags.split(), {}), model, MediaCachePlan("shm", 4 * GIB, ""), free * GIB)
     assert config.kv_cache_memory_bytes == expected
     assert bool(line) == (flags not in ("--kv-cache-memory-bytes 7", "--device cuda"))
+
+
+@pytest.mark.parametrize(
+    ("flag", "fitting"),
+    [("--kv-cache-memory-bytes", 5 * GIB), ("--num-gpu-blocks-override", 5 * GIB // (8 * TOKEN_BYTES))],
+)
+def test_the_kv_cache_of_a_flag_must_fit_beside_the_weights(flag, fitting):
+    free, no_cache = QWEN3_4B.weight_bytes(2) + 10 * GIB, MediaCachePlan("off", 0, "")
+    config, too_large = (parse(["-tp", "2", flag, str(size)], {}) for size in (fitting, fitting + 1))
+    assert settle_memory(config, QWEN3_4B, no_cache, free) == (config, "")
+    with pytest.raises(ConfigError, match=f"^{flag}: a KV cache of 5.0 GiB for each of 2 worker.s. does not fit"):
+        settle_memory(too_large, QWEN3_4B, no_cache, free)
 
 
 @pytest.mark.parametrize("engines", [1, 2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import signal
 import socket
@@ -49,6 +50,19 @@ def test_of_deaths_found_together_the_killed_process_comes_first(processes: Proc
     wait_for_deaths([follower, killed])
     texts = [gone.text.partition(" (others")[0] for gone in processes.wait(60)]
     assert texts == [f"{killed.title} died: killed by SIGKILL", f"{follower.title} died: exit status 1"]
+
+
+def test_a_breakpoint_reads_the_input_of_the_server(make_processes):
+    read_end, write_end = os.pipe()
+    own = os.dup(0)
+    os.dup2(read_end, 0)
+    child = make_processes(EngineConfig(debug=True)).start("worker", "breaks", 1)
+    os.dup2(own, 0)
+    os.write(write_end, b"import os\nos._exit(7)\n")
+    wait_for_deaths([child])
+    assert child.popen.wait() == 7
+    for fd in (read_end, write_end, own):
+        os.close(fd)
 
 
 def test_a_successor_counts_in_the_files_of_a_dead_api_server_whose_gauges_are_forgotten(processes, runtime):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
-from mini_engine.media.hashing import media_hash
+from mini_engine.media.hashing import content_digest, media_hash
 from mini_engine.media.processor import TIME_TOKENS, MediaProcessor, MediaSettings
 from mini_engine.media.settings import MediaSettingsResolver, RequestKwargs, ServerKwargs, hash_key, updated
 from mini_engine.prompt.renderer import collect_media
@@ -53,7 +53,7 @@ KWARGS = {"max_pixels": 10, "min_pixels": 1}
 
 def video_hash(data: bytes = b"abc", sampling: Any = 8, kwargs: Any = KWARGS) -> bytes:
     sampling = VideoSampling(num_frames=sampling) if isinstance(sampling, int) else sampling
-    return media_hash(data, hash_key(MediaSettings(sampling, kwargs, {}), "video"))
+    return media_hash(content_digest(data), hash_key(MediaSettings(sampling, kwargs, {}), "video"))
 
 
 def test_bytes_and_every_setting_change_the_hash() -> None:

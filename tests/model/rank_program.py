@@ -25,7 +25,7 @@ from mini_engine.model.towers.spread_tower import SpreadTower
 from mini_engine.model.weights import load_model
 from tests.model.reference import Prompt, in_dtype, reference_logits
 
-CHUNK = 29  # tokens of a prompt in a step: ends inside of items
+CHUNK = 50  # tokens of a prompt in a step: ends inside of items
 CPU = torch.device("cpu")
 
 

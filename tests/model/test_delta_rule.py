@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -63,7 +63,7 @@ def close(ours: Tensor, theirs: Tensor, bound: float = 1e-5) -> None:
     torch.testing.assert_close(ours.cpu().float(), theirs, atol=bound, rtol=bound)
 
 
-@settings(max_examples=1 if INTERPRETED else 40)
+@settings(max_examples=40, phases=[Phase.explicit] if INTERPRETED else [*Phase])
 @given(st.lists(st.one_of(st.integers(1, 5), st.integers(60, 70), st.integers(100, 500)), min_size=1, max_size=5))
 @example([1, 63, 64, 65, 200])
 def test_prefill_in_pieces_equals_one_token_after_the_other(device: torch.device, lengths: list[int]):

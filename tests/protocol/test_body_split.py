@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mini_engine.http.body import decode_body
-from mini_engine.media.sources.fetch import fetch
+from mini_engine.media.sources.fetch import fetch_data
 from mini_engine.media.sources.policy import MediaPolicy
 from mini_engine.protocol.api_errors import ApiError
 from mini_engine.protocol.bodies import ChatRequest
@@ -47,7 +47,7 @@ def test_parts_get_their_data_back(part: dict[str, Any], indent: int | None, blo
     for escaped in (body, body.replace("/", "\\/"), body.replace("+", "\\u002B")):  # as PHP and .NET write it
         first, second, text = decode(escaped.encode(), block).messages[0].parts
         data = base64.b64decode(LONG)
-        assert [fetch(part.location, MediaPolicy(None, 2 * len(data))) for part in (first, second)] == [data, data]
+        assert [fetch_data(part.location, MediaPolicy(None, 2 * len(data))) for part in (first, second)] == [data, data]
         assert text.text == "<0> <1>"
     assert split(body.encode(), block).text_bytes < 1000
 
@@ -63,7 +63,7 @@ def test_data_urls_outside_of_parts_are_text() -> None:
     assert request.messages[0].tool_calls and request.tools
     assert json.loads(str(request.messages[0].tool_calls[0].function.arguments)) == {"image": URL}
     assert request.tools[0].function.parameters == {"properties": {}, "url": URL}
-    assert fetch(request.messages[1].parts[0].location, MediaPolicy(None, 10_000)) == base64.b64decode(LONG)
+    assert fetch_data(request.messages[1].parts[0].location, MediaPolicy(None, 10_000)) == base64.b64decode(LONG)
     with pytest.raises(ApiError, match="--max-text-bytes"):
         decode(body.replace(LONG, LONG * 10).encode())
 

@@ -24,31 +24,32 @@ async def pause(pauses: int) -> None:
 
 
 async def test_sizes_and_pace_of_a_request_are_counted_at_its_end(served: Served) -> None:
-    names = ("request_prompt_tokens", "request_generation_tokens", "request_time_per_output_token_seconds")
+    names = ("request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens")
+    names += ("request_params_max_tokens", "request_time_per_output_token_seconds")
     counted = Counted(*(f"{name}_{part}" for name in names for part in ("sum", "count")))
     first = Counted("time_to_first_token_seconds_sum", "time_to_first_token_seconds_count")
     arrived, begun = Counted("time_to_first_token_seconds_count", "inter_token_latency_seconds_count"), time.monotonic()
     served.says()
     served.core.hold = True
-    asking = served.asking(n=2)
+    asking = served.asking(n=2, max_tokens=8)
     request = await served.core.has_requests()
     samples = [request, *as_requests(request)]
     await pause(2)
     sent = time.monotonic()
-    for tokens, gaps in ([65], 0), ([65, 66], 4):
+    for tokens, gaps in ([65], 0), ([65, 66], 4):  # the first choice gets one more at its end
         for sample in samples:
             await served.core.output(sample, tokens)
         await eventually(lambda gaps=gaps: arrived.since() == [1, gaps])
         await pause(2)
-    assert counted.since() == [0] * 6
+    assert counted.since() == [0] * 10
     seconds, count = first.since()
     assert count == 1 and 2 * PAUSE <= seconds <= time.monotonic() - begun - 4 * PAUSE
-    for sample in samples:
-        await served.core.end(sample, "length")
+    await served.core.end(samples[1], "length")
+    await served.core.end(samples[0], "length", tokens=[67])
     await asking
     *sizes, pace, paced = counted.since()
     # After the first token of each choice, a gap of two pauses brought two tokens.
-    assert sizes == [len(request.prompt_token_ids), 1, 6, 1]
+    assert sizes == [len(request.prompt_token_ids), 1, 7, 1, 4, 1, 8, 1]
     assert paced == 1 and PAUSE <= pace <= (time.monotonic() - sent) / 2 - PAUSE
 
 

@@ -170,7 +170,8 @@ class RunningServer:
             return response
 
     def metrics(self, api: str | None = None) -> dict[str, float]:
-        """`/metrics` by name with labels, without the prefix, such as `ipc_messages_total{transport="torch_shm"}`.
+        """`/metrics` by name with labels, without the prefix and the label `model_name`, such as
+        `ipc_messages_total{transport="torch_shm"}`.
 
         A response that may lack a silent engine's part is asked for again.
         """
@@ -179,7 +180,8 @@ class RunningServer:
             assert response.status == 200, response.body
             if response.seconds < 0.9 * ENGINE_SECONDS:
                 break
-        lines = [line.rpartition(" ") for line in response.body.splitlines() if line and not line.startswith("#")]
+        body = re.sub(r'{model_name="[^"]*"}|,model_name="[^"]*"|(?<={)model_name="[^"]*",', "", response.body)
+        lines = [line.rpartition(" ") for line in body.splitlines() if line and not line.startswith("#")]
         return {name.removeprefix("mini_engine:"): float(value) for name, _, value in lines}
 
     def total(self, name: str, api: str | None = None) -> float:

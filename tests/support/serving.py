@@ -355,7 +355,10 @@ def make_context(
 @contextlib.asynccontextmanager
 async def running(server: HttpServer, *background: asyncio.Task[None]) -> AsyncIterator[int]:
     """The server on a port of its own. At its end the tasks in the background end too."""
-    listener = socket.create_server(("127.0.0.1", 0))
+    if socket.has_dualstack_ipv6():  # as with `--host ::`: the addresses of IPv4 clients are written as IPv6 ones
+        listener = socket.create_server(("::ffff:127.0.0.1", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    else:
+        listener = socket.create_server(("127.0.0.1", 0))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await eventually(lambda: server.started)
     try:

@@ -95,8 +95,8 @@ EVERY = [path.stem for path in sorted(CONFIGS.glob("*.json"))]
 DATA = ["--mm-encoder-tp-mode", "data"]
 TWO_LAYERS = [
     ("Qwen2-VL-2B-Instruct", 2, 1, []), ("Qwen2.5-VL-7B-Instruct", 4, 0, DATA),
-    ("Qwen3-VL-4B-Instruct", 1, 0, NO_MEDIA), ("Qwen3.5-4B", 1, 0, []),
-    ("Qwen3-VL-4B-Instruct", 2, 0, ["-q", "int4"]), ("Qwen3.5-4B", 1, 0, ["-q", "int8"]),
+    ("Qwen3-VL-4B-Instruct", 1, 0, NO_MEDIA), ("Qwen3-VL-4B-Instruct", 2, 0, ["-q", "int4"]),
+    ("Qwen3.5-4B", 1, 0, ["-q", "int8"]),
     ("Qwen3-VL-30B-A3B-Instruct", 4, 0, []), ("Qwen3.5-35B-A3B", 1, 0, ["-q", "int4"]),
 ]  # fmt: skip
 ALL_LAYERS = [(name, size, 0, flags) for name in EVERY for size in (1, 2, 4) for flags in ([], DATA)[:size]]

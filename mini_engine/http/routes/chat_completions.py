@@ -53,7 +53,7 @@ async def chat_completions(request: Request) -> Response:
     state.choices.receive(chat.num_choices - 1)
     answer = await start(context, chat, state)
     state.cleanup.enter_context(answer)
-    responder = ChatResponder(chat, state.request_id, context.config.served_names[0])
+    responder = ChatResponder(chat, state, context.config.served_names[0])
     del chat  # its media are as large as text as they are themselves
     return await responder.respond([answer])
 

@@ -32,24 +32,26 @@ async def completions(request: Request) -> Response:
 
     Choice i of prompt p has the index p * n + i. No prompt is sent to an engine unless all are valid.
     """
-    context, request_id = context_of(request), request.state.request_id
+    context, state = context_of(request), request.state
     body = await read_body(request, CompletionRequest, context)
-    request.state.choices.receive(len(body.prompts) * body.num_choices - 1)
-    responder = CompletionResponder(body, request_id, context.config.served_names[0])
+    state.choices.receive(len(body.prompts) * body.num_choices - 1)
+    responder = CompletionResponder(body, state, context.config.served_names[0])
     context.sampling.check(body)
     answers: dict[Answer, NewRequest] = {}
     for number, prompt in enumerate(body.prompts):
         await asyncio.sleep(0)  # each may take some milliseconds
         token_ids = await _encode(context, body, prompt) if isinstance(prompt, str) else _check(context, body, prompt)
-        own_id, client = f"{request_id}-prompt{number}" if number else request_id, request.state.client
-        new = context.sampling.new_request(body, own_id, token_ids, client=client)
-        clock, first_index = RequestClock() if number else request.state.clock, number * body.num_choices
+        own_id = f"{state.request_id}-prompt{number}" if number else state.request_id
+        new = context.sampling.new_request(body, own_id, token_ids, client=state.client)
+        if number:
+            state.clocks.append(RequestClock())
+        clock, first_index = state.clocks[-1], number * body.num_choices
         answers[Answer(body, new, context.vocabulary, clock, first_index=first_index)] = new
     for answer, new in answers.items():
         answer.clock.enter("transport")
         with context.engines.choose(new.request_id, body.num_choices) as engine:
             await engine.submit(answer, new)
-        request.state.cleanup.enter_context(answer)
+        state.cleanup.enter_context(answer)
         answer.clock.enter("other")
     return await responder.respond(list(answers))
 

@@ -96,8 +96,10 @@ async def show_metrics(request: Request) -> Response:
 
     503 when the host gives no descriptors to read them with.
     """
-    await context_of(request).engines.refresh_metrics()
-    return Response(await asyncio.to_thread(metrics.exposition), headers={"content-type": metrics.CONTENT_TYPE})
+    context = context_of(request)
+    await context.engines.refresh_metrics()
+    text = await asyncio.to_thread(metrics.exposition, context.config.served_names[0])
+    return Response(text, headers={"content-type": metrics.CONTENT_TYPE})
 
 
 @router.get("/version")

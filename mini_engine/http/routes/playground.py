@@ -8,7 +8,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 FOLDER = Path(__file__).parent.parent / "playground"
-TYPES = {"index.html": "text/html", "app.js": "text/javascript", "style.css": "text/css", "clip.mp4": "video/mp4"}
+SCRIPTS = ("app", "answer", "api", "elements", "media", "server", "snippets")
+TYPES = {"index.html": "text/html", "style.css": "text/css", "clip.mp4": "video/mp4"}
+TYPES |= {f"{name}.js": "text/javascript" for name in SCRIPTS}
 PATHS = ("/", *(f"/playground/{name}" for name in TYPES))  # no API key: the page asks for it
 
 # Answers are set as text; if one became HTML nevertheless, its scripts would not run and nothing would leave the page.

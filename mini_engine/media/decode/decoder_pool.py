@@ -160,7 +160,8 @@ class DecoderPool:
         try:
             self._keep_idle(await self._start_decoder())
         except Exception as error:  # noqa: BLE001 - the next job tries again, and reports it
-            logger.warning("a spare media decoder cannot be started: %s", error)
+            if not self.is_closed:
+                logger.warning("a spare media decoder cannot be started: %s", error)
 
     def _keep_idle(self, child: DecoderProcess) -> None:
         if child.ending is None:

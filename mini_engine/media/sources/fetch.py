@@ -12,7 +12,7 @@ from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
 from mini_engine.media.media_errors import MediaError
 from mini_engine.media.sources.data_url import decode_base64, parse_data_url
 from mini_engine.media.sources.http_fetch import parse_http
-from mini_engine.media.sources.local_files import fetch_file, file_size
+from mini_engine.media.sources.local_files import file_size
 from mini_engine.media.sources.policy import MediaPolicy
 from mini_engine.protocol.body_split import DataUrl
 
@@ -23,17 +23,15 @@ DEFAULT_FPS = 2.0  # where the sampling has no rate: qwen_vl_utils samples at th
 
 @dataclass(frozen=True)
 class Frames:
-    """A video that is sent as its frames. `repr` enters media hashes."""
+    """A video that is sent as its frames."""
 
     sizes: list[int]  # bytes of each frame
     facts: VideoFacts
 
 
-def fetch(url: str, policy: MediaPolicy, item: str = "media item") -> bytes:
-    """Returns the bytes of a `data:` or `file://` URL, at most `policy.max_media_bytes`. Blocks: call it in a thread.
-    Raises MediaError, whose text starts with `item`; Shortage if the host is out of a resource."""
-    if is_local_file(url):
-        return fetch_file(url, policy, item)
+def fetch_data(url: str, policy: MediaPolicy, item: str = "media item") -> bytes:
+    """Returns the bytes of a `data:` URL, at most `policy.max_media_bytes`. Blocks: call it in a thread. Raises
+    MediaError, whose text starts with `item`."""
     return decode_base64(parse_data_url(url, policy, item), policy, item)
 
 

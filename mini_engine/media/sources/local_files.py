@@ -3,16 +3,22 @@
 All other paths get the same error, so a client cannot find out which paths exist outside the directory.
 """
 
+import functools
 import os
 import re
 import stat
+import threading
+import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import unquote_to_bytes
 
 from mini_engine.launch.shortage import raise_if_short
+from mini_engine.media.hashing import content_digest
 from mini_engine.media.media_errors import MediaError
 from mini_engine.media.sources.policy import MediaPolicy
 from mini_engine.protocol.parts import MAX_URL_CHARACTERS
@@ -20,11 +26,66 @@ from mini_engine.protocol.parts import MAX_URL_CHARACTERS
 _NO_SUCH_FILE = "no such regular file under the directory that --allowed-local-media-path names"
 _URL = re.compile("file://(?:localhost)?(/[^?#\x00-\x1f\x7f\ud800-\udfff]*)", re.IGNORECASE)
 
+LOCAL_TYPES = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay", "tmpfs"}
+SETTLED_NS = 2_000_000_000  # the coarsest time stamps of these file systems, twice
+MAX_DIGESTS = 10_000
 
-def fetch_file(url: str, policy: MediaPolicy, item: str) -> bytes:
-    """Returns the content. Follows symlinks to files below the root. Raises MediaError, Shortage."""
-    with _opened(url, policy, item) as file:
-        return policy.checked(file.readall(), item)
+
+class FileState(NamedTuple):
+    """What the file system says of a file."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+class LocalFiles:
+    """Reads files, and remembers the content digests of those that it has read, by what the file system says of them.
+
+    As git's index does it: a file that was changed has another inode, size, mtime or ctime, if neither time was so
+    recent that another change may have left it as it is. May be called from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._digests: OrderedDict[FileState, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def digest(self, url: str, policy: MediaPolicy, item: str) -> bytes | None:
+        """The content digest of a file, if it is known. Raises MediaError, Shortage, as `read`."""
+        with _opened(url, policy, item) as file, self._lock:
+            state = _state_of(file)
+            if state in self._digests:
+                self._digests.move_to_end(state)
+            return self._digests.get(state)
+
+    def read(self, url: str, policy: MediaPolicy, item: str) -> tuple[bytes, bytes]:
+        """The content, and its digest. Follows symlinks to files below the root. Raises MediaError, Shortage."""
+        with _opened(url, policy, item) as file:
+            before = _state_of(file)
+            data = policy.checked(file.readall(), item)
+            digest = content_digest(data)
+            age = time.time_ns() - max(before.mtime_ns, before.ctime_ns)
+            if _state_of(file) == before and age > SETTLED_NS and _is_local(before.device):
+                with self._lock:
+                    self._digests[before] = digest
+                    if len(self._digests) > MAX_DIGESTS:
+                        self._digests.popitem(last=False)
+        return data, digest
+
+
+def _state_of(file: FileIO) -> FileState:
+    status = os.fstat(file.fileno())
+    return FileState(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+@functools.cache
+def _is_local(device: int) -> bool:
+    """Whether one of LOCAL_TYPES is mounted as this device: others may report times of another host, or late."""
+    name = f"{os.major(device)}:{os.minor(device)}"
+    mounts = (line.split(" - ", 1) for line in Path("/proc/self/mountinfo").read_text().splitlines())
+    return any(mount.split()[2] == name and kind.split()[0] in LOCAL_TYPES for mount, kind in mounts)
 
 
 def file_size(url: str, policy: MediaPolicy, item: str) -> int:

@@ -3,6 +3,7 @@
 import base64
 import os
 import textwrap
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 
 from mini_engine.config.decode_limits import DecodeLimits
 from mini_engine.media.frame_sampling import VideoSampling
+from mini_engine.media.hashing import content_digest
 from mini_engine.media.media_errors import MediaError
-from mini_engine.media.sources.fetch import Frames, declared_size, fetch, fetch_frames, is_elsewhere, is_local_file
+from mini_engine.media.sources.fetch import Frames, declared_size, fetch_data, fetch_frames, is_elsewhere, is_local_file
+from mini_engine.media.sources.local_files import SETTLED_NS, LocalFiles
 from mini_engine.media.sources.policy import MediaPolicy
 from mini_engine.protocol.body_split import DataUrl
 from tests.support.bad_urls import PATHS, make_root
@@ -23,7 +26,7 @@ POLICY = MediaPolicy(None, 1000)
 def test_data_url_is_decoded() -> None:
     text = "//4xMj8+"
     for url in (f"data:video/mp4;base64,{text}", f"DATA:;x=y;BASE64,{text}", "data:;base64," + "\r\n".join(text)):
-        assert fetch(url, POLICY) == b"\xff\xfe12?>"
+        assert fetch_data(url, POLICY) == b"\xff\xfe12?>"
 
 
 def test_invalid_or_disabled_url_is_refused() -> None:
@@ -32,7 +35,7 @@ def test_invalid_or_disabled_url_is_refused() -> None:
     urls += ["ftp://a/", "file:///etc/passwd", " data:;base64,YQ==", "", "data:" + "x" * 2000 + ";base64,YQ=="]
     for url in urls:
         with pytest.raises(MediaError, match="^video 2: "):
-            fetch(url, POLICY, "video 2")
+            fetch_data(url, POLICY, "video 2")
 
 
 @pytest.mark.parametrize("extra", [0, 1, 2])
@@ -42,15 +45,15 @@ def test_data_url_of_several_slices(lines: bool, extra: int) -> None:
     text = base64.b64encode(data).decode().rstrip("=")
     url = "data:;base64," + "\r\n".join(textwrap.wrap(text, 77) if lines else [text])
     policy = MediaPolicy(None, 2 * len(data))
-    assert fetch(url, policy) == data
+    assert fetch_data(url, policy) == data
     assert (declared_size(url, policy) or 0) >= len(data)
     for slash, plus in ((r"\/", "+"), (r"\u002F", r"\u002b")):
         escaped = text.replace("/", slash).replace("+", plus).encode()
-        assert fetch(DataUrl("data:;base64,", escaped, 0, len(escaped)), policy) == data
+        assert fetch_data(DataUrl("data:;base64,", escaped, 0, len(escaped)), policy) == data
 
 
 def test_data_url_above_the_limit_is_refused() -> None:
-    for call, size in ((fetch, 1001), (fetch, 100_000), (declared_size, 100_000)):
+    for call, size in ((fetch_data, 1001), (fetch_data, 100_000), (declared_size, 100_000)):
         with pytest.raises(MediaError, match="--max-media-bytes"):
             call("data:;base64," + base64.b64encode(bytes(size)).decode(), POLICY)
 
@@ -77,17 +80,21 @@ def policy(tmp_path: Path) -> MediaPolicy:
     return MediaPolicy(make_root(tmp_path, b"clip"), 1000)
 
 
+def read(url: str, policy: MediaPolicy, item: str = "media item") -> bytes:
+    return LocalFiles().read(url, policy, item)[0]
+
+
 def test_file_below_the_root_is_read(policy: MediaPolicy) -> None:
     for path in ("/clip", "/inner/../%63lip", "/link", "/inner/%C3%A4%20%3F%23", "//inner//clip"):
         for start in ("file://", "FILE://localhost"):
-            assert fetch(f"{start}{policy.allowed_local_media_path}{path}", policy) == b"clip"
+            assert read(f"{start}{policy.allowed_local_media_path}{path}", policy) == b"clip"
 
 
 def test_every_other_path_gets_the_same_error(policy: MediaPolicy) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for path in PATHS:
         with pytest.raises(MediaError) as caught:
-            fetch(f"file://{policy.allowed_local_media_path}{path}", policy, "image 1")
+            read(f"file://{policy.allowed_local_media_path}{path}", policy, "image 1")
         problem = "no such regular file under the directory that --allowed-local-media-path names"
         assert str(caught.value) == f"image 1: {problem}", path
     assert len(os.listdir("/proc/self/fd")) <= before
@@ -97,7 +104,7 @@ def test_malformed_file_url_is_refused() -> None:
     urls = "file://a.test/a file:a file:/a file://[ file:///a?x file:///a\t/../b".split(" ")
     for url in (*urls, "file:///" + "x" * 16384):
         with pytest.raises(MediaError, match="has the form file:///path/to/file"):
-            fetch(url, MediaPolicy(Path("/"), 1000))
+            read(url, MediaPolicy(Path("/"), 1000))
 
 
 @pytest.mark.usefixtures("policy")
@@ -106,7 +113,27 @@ def test_size_and_kind_of_file(tmp_path: Path) -> None:
     hints["/proc/self/maps"] = "--max-media-bytes"  # stat() reports a size of 0
     for path, hint in hints.items():
         with pytest.raises(MediaError, match=hint):
-            fetch(f"file://{tmp_path / path}", MediaPolicy(Path("/"), 1000))
+            read(f"file://{tmp_path / path}", MediaPolicy(Path("/"), 1000))
+
+
+def test_the_digest_of_a_file_is_known_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, policy, files = tmp_path / "clip", MediaPolicy(tmp_path, 1000), LocalFiles()
+    path.write_bytes(b"first")
+    url, times = path.as_uri(), path.stat()
+    assert files.read(url, policy, "video 1") == (b"first", content_digest(b"first"))
+    assert files.digest(url, policy, "video 1") is None  # it may change within the tick of its time stamps
+    now = time.time_ns() + 2 * SETTLED_NS
+    monkeypatch.setattr(time, "time_ns", lambda: now)
+    files.read(url, policy, "video 1")
+    (tmp_path / "link").symlink_to("clip")
+    for name in (path, tmp_path / "link"):
+        assert files.digest(name.as_uri(), policy, "video 1") == content_digest(b"first")
+    while path.stat().st_ctime_ns == times.st_ctime_ns:
+        path.write_bytes(b"other")
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert files.digest(url, policy, "video 1") is None
+    with pytest.raises(MediaError, match="no such regular file"):
+        files.digest("file:///clip", policy, "video 1")
 
 
 FRAMES = [bytes([number]) * number for number in range(1, 5)]  # frame n has n bytes

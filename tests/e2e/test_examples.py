@@ -1,0 +1,106 @@
+"""The scripts of `examples/`, each run as its docstring says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mini_engine.demo import videos
+from tests.support.processes import alive, descendants, eventually
+from tests.support.running_server import ROOT, RunningServer, environment
+
+PICTURES = ("png", "jpeg", "webp", "gif", "bmp", "tiff")
+
+
+def command(name: str, *args: object) -> dict[str, Any]:
+    """Arguments of `subprocess` for a script."""
+    argv = [sys.executable, str(ROOT / "examples" / name), *map(str, args)]
+    return {"args": argv, "env": environment([]) | {"PYTHONPATH": str(ROOT)}}
+
+
+def output(name: str, *args: object) -> str:
+    """What a script prints; its log is pytest's to show."""
+    return subprocess.run(**command(name, *args), check=True, stdout=subprocess.PIPE, text=True, timeout=240).stdout
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A red circle that moves left."""
+    path = tmp_path_factory.mktemp("clip") / "clip.mp4"
+    path.write_bytes(videos.encode(videos.render(10**9, colour="red", shape="circle", motion="left")))
+    return path
+
+
+def test_ask_video(server: RunningServer, clip: Path) -> None:
+    answer, *timings = output("ask_video.py", clip, "--base-url", server.url).splitlines()
+    assert answer == "a red circle moving left"
+    assert any(re.fullmatch(r" *generation +\d+\.\d{3} s", line) for line in timings)
+
+
+def test_tools(server: RunningServer, clip: Path) -> None:
+    """The model sees the video and the frame that the tool has sent."""
+    *calls, answer = output("tools.py", clip, "--force", "--base-url", server.url).splitlines()
+    assert re.fullmatch(r'frame_at\({"second": \d+}\)', "".join(calls)) and answer.count("a red circle") == 2
+
+
+def test_structured(clip: Path) -> None:
+    shown = dict(line.split(": ") for line in output("structured.py", clip).splitlines())
+    assert shown.keys() == {"motion", "colour", "shape"} and shown["colour"] == "red"
+
+
+def make_folder(folder: Path) -> dict[str, str]:
+    """22 images and videos of all kinds, a broken one and a text; returns the colour that each shows."""
+    shown = {}
+    for number in range(22):
+        path = folder / f"{number % 3}" / f"{number}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if number < 14:
+            clip = videos.render(10**9 + number, num_frames=16)
+            container, codec = videos.PAIRS[number % len(videos.PAIRS)]
+            path, data = path.with_suffix(f".{container}"), videos.encode(clip, container, codec)
+        else:
+            clip = videos.render_image(10**9 + number)
+            kind = PICTURES[number % len(PICTURES)]
+            path, data = path.with_suffix(f".{kind.upper()}"), videos.encode_image(clip, kind)
+        path.write_bytes(data)
+        shown[str(path.relative_to(folder))] = clip.colour
+    (folder / "broken.mp4").write_bytes(data[:100])
+    (folder / "notes.txt").touch()
+    return shown
+
+
+def test_caption_folder_killed_twice_has_each_file_once(tmp_path: Path) -> None:
+    shown, out = make_folder(tmp_path / "in"), tmp_path / "captions.jsonl"
+    flags = ["--question", "What colour is the shape?", "--max-num-seqs", 1]
+    asking = command("caption_folder.py", tmp_path / "in", "--out", out, *flags)
+
+    def rows() -> list[dict[str, str]]:
+        return [json.loads(line) for line in out.read_bytes().splitlines(True) if line.endswith(b"\n")]
+
+    def num_captions() -> int:
+        return sum("text" in row for row in rows())
+
+    out.touch()
+    # While it captions, with a torn line then, and while its server starts.
+    for is_time in (lambda _: num_captions() >= 4, lambda family: len(family) > 4):
+        with subprocess.Popen(**asking, start_new_session=True) as process:
+            while not is_time(family := descendants(process.pid)):
+                assert process.poll() is None
+                time.sleep(0.005)
+            os.killpg(process.pid, signal.SIGKILL)
+        eventually(lambda family=family: not any(map(alive, family)))
+        assert 4 <= num_captions() < len(shown), "killed too late to show something"
+        with out.open("ab") as file:
+            file.write(b'{"file": "0/0')
+    assert subprocess.run(**asking, timeout=240).returncode == 1  # one is broken
+    assert {row["file"]: row["text"] for row in rows() if "text" in row} == shown
+    assert [row["file"] for row in rows() if "error" in row] == ["broken.mp4"] and len(rows()) == 23
