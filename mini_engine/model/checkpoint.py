@@ -66,7 +66,7 @@ class Progress:
             logger.info("%s: %.2f GB in %.1f s", self._what, total, seconds)
         elif now - self._logged >= PROGRESS_SECONDS:
             # At the rate since the last line: files are read faster as long as the page cache has them.
-            left = (self._total - self._done) * (now - self._logged) / (self._done - self._done_before)
+            left = (self._total - self._done) * (now - self._logged) / max(1, self._done - self._done_before)
             self._logged, self._done_before = now, self._done
             logger.info("%s: %.2f of %.2f GB, about %.0f s left", self._what, self._done / 1e9, total, left)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import multiprocessing
 import os
 import signal
@@ -19,7 +20,7 @@ from mini_engine import LLM, Image, Video
 from mini_engine.batch.server_handle import ServerError
 from mini_engine.config import ConfigError
 from mini_engine.demo.videos import encode, encode_image, render, render_image
-from tests.support.processes import alive, descendants, eventually
+from tests.support.processes import alive, descendants, eventually, memory
 
 QUESTION = "Describe the video."
 
@@ -173,3 +174,17 @@ def test_the_end_of_the_server_is_raised(llm: LLM):  # the last: the others need
         list(answers)
     with pytest.raises(ServerError, match="exited with status -9"):
         llm.submit("hello")
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_program_does_not_grow_with_its_prompts():
+    def resident() -> int:
+        return memory(os.getpid(), "VmRSS")
+
+    with LLM(data_parallel_size=1, log_level="warning") as model:
+        prompts = ("hello" if number % 100 == 0 else [Image(None)] for number in range(10**6))
+        answers = model.stream(prompts, max_tokens=1)
+        num_served = sum(answer.error is None for answer in itertools.islice(answers, 10**5))
+        before = resident()
+        num_served += sum(answer.error is None for answer in answers)
+        assert num_served == 10**4 and resident() - before < 8 << 20
