@@ -15,10 +15,13 @@ from torch import Tensor, nn
 
 from mini_engine.kernels import onednn, ops
 from mini_engine.kernels.quantized import GROUPS, Int4Matrix, Int8Matrix, MatrixPart, QuantizedMatrix, StackedMatrix
+from mini_engine.launch.process_setup import return_freed_memory
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.parallel import Placement, TensorParallel
 
 Matrix = nn.Parameter | QuantizedMatrix | StackedMatrix
+
+TRIM_MODULES = 200  # are packed before memory is returned, which takes milliseconds
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,11 @@ def pieces_of(module: nn.Module) -> Iterator[WeightSlice]:
 def pack_weights(module: nn.Module) -> None:
     """Replace the matrices below `module` by copies in the order that products read fastest, one after the other, where
     there is one; see `onednn.pack`. They are opaque, so no weights can be loaded afterwards."""
-    for layer in module.modules():
+    for number, layer in enumerate(module.modules()):
         if isinstance(layer, QuantizedMatrix):
             layer.pack()
+        if number % TRIM_MODULES == 0:  # else a third of the memory of many small matrices would lie free between them
+            return_freed_memory()
         if isinstance(layer, ColumnParallel | RowParallel) and isinstance(layer.weight, nn.Parameter):
             layer.weight = nn.Parameter(onednn.pack(layer.weight), requires_grad=False)
 
