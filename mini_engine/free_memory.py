@@ -6,6 +6,7 @@ the kernel's OOM killer. So the parts that take much ask here first. Nothing is 
 """
 
 import contextlib
+import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,3 +96,9 @@ def processor_bytes(config: EngineConfig, devices: int) -> int:
     if config.mm_processor_device == "cpu":
         return 0
     return -(-config.api_server_count // devices) * (sum(processor_memory(config)) + CUDA_CONTEXT_BYTES)
+
+
+def return_freed_memory() -> None:
+    """Have malloc return to the kernel what lies free between blocks in use. Without effect where the C library has no
+    such call (musl)."""
+    getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)(0)

@@ -42,9 +42,3 @@ def keep_freed_memory(max_bytes: int = 256 << 20) -> None:
     mallopt(M_MMAP_THRESHOLD, 32 << 20)  # glibc's maximum: smaller blocks come from the kept memory
     mallopt(M_TRIM_THRESHOLD, max_bytes)
     mallopt(M_ARENA_MAX, 1)  # threads' own arenas consist of heaps of 64 MiB, which malloc maps and unmaps
-
-
-def return_freed_memory() -> None:
-    """Have malloc return to the kernel what lies free between blocks in use. Without effect where the C library has no
-    such call (musl)."""
-    getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)(0)

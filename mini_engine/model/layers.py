@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mini_engine.free_memory import return_freed_memory
 from mini_engine.kernels import onednn, ops
 from mini_engine.kernels.quantized import GROUPS, Int4Matrix, Int8Matrix, MatrixPart, QuantizedMatrix, StackedMatrix
-from mini_engine.launch.process_setup import return_freed_memory
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.parallel import Placement, TensorParallel
 
