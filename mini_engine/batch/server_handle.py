@@ -168,7 +168,7 @@ class ServerHandle:
                 self._thread.join()
 
     async def _run_work(self, work: Coroutine[Any, Any, T]) -> T:
-        """Cancelled when the server has ended, it raises why."""
+        """`work`, registered while it runs. Raises ServerError instead of CancelledError when the server has ended."""
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)

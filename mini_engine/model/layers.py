@@ -73,7 +73,7 @@ def pack_weights(module: nn.Module) -> None:
     for number, layer in enumerate(module.modules()):
         if isinstance(layer, QuantizedMatrix):
             layer.pack()
-        if number % TRIM_MODULES == 0:  # else a third of the memory of many small matrices would lie free between them
+        if number % TRIM_MODULES == 0:  # small matrices fragment the heap: a third of it was free and not returned
             return_freed_memory()
         if isinstance(layer, ColumnParallel | RowParallel) and isinstance(layer.weight, nn.Parameter):
             layer.weight = nn.Parameter(onednn.pack(layer.weight), requires_grad=False)
