@@ -262,7 +262,7 @@ class EngineClient:
         caches: Sequence[CacheAccess],
     ):
         name = sockets.identity(encoder.sender, encoder.incarnation)
-        self.preparing: set[Callable[[EngineError], None]] = set()  # each ends a request that no engine has yet
+        self._preparing: set[Callable[[EngineError], None]] = set()
         self.engines = []
         for number, (endpoint, queue, cache) in enumerate(zip(endpoints, queues, caches, strict=True)):
             socket = sockets.connect_dealer(context, endpoint, name)
@@ -281,6 +281,15 @@ class EngineClient:
     async def run(self) -> None:
         """Take what the cores send, until cancelled. Raises EngineLost: this process must be replaced."""
         await asyncio.gather(*(engine.lost for engine in self.engines), *(engine.receive() for engine in self.engines))
+
+    @contextlib.contextmanager
+    def preparing(self, end: Callable[[EngineError], None]) -> Iterator[None]:
+        """In this block no engine has the request that `end` ends: it is called when none runs."""
+        self._preparing.add(end)
+        try:
+            yield
+        finally:
+            self._preparing.discard(end)
 
     def choose(self, media_hash: bytes | None = None) -> EngineHandle:
         """The engine for a request whose first item of media has this hash. Raises EngineError: no engine runs.
@@ -335,7 +344,7 @@ class EngineClient:
     def _end_preparing(self) -> None:
         """Without effect while an engine runs."""
         if not self._running and (why := self.engines[0].stopped):
-            for end in list(self.preparing):
+            for end in list(self._preparing):
                 end(why)
 
     @property

@@ -51,9 +51,9 @@ class ScriptedCore:
     `script` gives the token lists that a request is answered with; then it ends with "length", unless `hold` is set:
     then it runs until its `Finish`. Siblings are answered too, in turns; `script` sees each as a request of its own.
 
-    `kept` is its directory, for `Lookup`; what it has of all these items is `held`. Requests are accepted at once, unless
-    `accepts` is off: then when the test calls `accept`, if it does not `turn_down`. With `keeps`, it keeps the tensors of
-    what it accepts.
+    `kept` is its directory, for `Lookup`; what it has of these items is `held`. Requests are accepted at once, unless
+    `accepts` is off: then when the test calls `accept`, if it does not `turn_down`. With `keeps`, it keeps the tensors
+    of what it accepts.
     """
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str):

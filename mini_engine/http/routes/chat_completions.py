@@ -67,16 +67,16 @@ async def start(context: AppContext, chat: ChatRequest, state: State) -> Answer:
     DecoderUnavailable, Shortage: see `error_responses.report_error`.
     """
     async with contextlib.AsyncExitStack() as held:
-        context.engines.preparing.add(state.end)
-        held.callback(context.engines.preparing.discard, state.end)
-        prompt = await render(context, chat)  # before any media: what cannot be rendered costs no decoding
-        items = await load_media(context, prompt, state, held)
-        async with admission(context, items, state):
-            engine = context.engines.choose(items[0][0].media_hash if items else None)
-            answer = await deliver(context, engine, prompt, items, state)
-        if not await answer.is_admitted():
+        with context.engines.preparing(state.end):
+            prompt = await render(context, chat)  # before any media: what cannot be rendered costs no decoding
+            items = await load_media(context, prompt, state, held)
             async with admission(context, items, state):
-                answer = await deliver(context, engine, prompt, items, state, answer.arrival)
+                engine = context.engines.choose(items[0][0].media_hash if items else None)
+                answer = await deliver(context, engine, prompt, items, state)
+        if not await answer.is_admitted():
+            with context.engines.preparing(state.end):
+                async with admission(context, items, state):
+                    answer = await deliver(context, engine, prompt, items, state, answer.arrival)
         return answer
 
 
