@@ -96,8 +96,10 @@ ipc_buffered_tensors = _gauge("ipc_buffered_tensors", "Media tensors in transfer
 mm_tensor_ipc_info = _gauge(
     "mm_tensor_ipc_info", "1 for the transport to an engine, and why.", "livemax", "engine", "transport", "reason"
 )
-mm_cache_queries_total = _counter("mm_cache_queries_total", "Media items looked up in the cache.", "engine")
-mm_cache_hits_total = _counter("mm_cache_hits_total", "Media items found in the cache, and not decoded.", "engine")
+mm_cache_queries_total = _counter("mm_cache_queries_total", "Media items looked up.", "engine")
+mm_cache_hits_total = _counter(
+    "mm_cache_hits_total", "Media items whose patches or embeddings the engine had: not decoded.", "engine"
+)
 mm_store_fragmented_total = _counter("mm_store_fragmented_total", "Media items stored in several extents.")
 media_decodes_total = _counter("media_decodes_total", "Images and videos decoded and processed.")
 media_decoder_exits_total = _counter(
