@@ -19,7 +19,8 @@ from mini_engine.messages.handshake import (
 )  # fmt: skip
 from mini_engine.messages.requests import (
     Abandoned, CachedMedia, ControlReply, ControlRequest, EngineStats, EngineTimes, Finish, FinishReason, Found,
-    FoundMedia, Lookup, MediaMiss, MediaNeeded, NewRequest, Outputs, RequestOutput, Reserve, Reserved, SamplingParams,
+    FoundMedia, Lookup, MediaMiss, MediaNeeded, NewRequest, Outputs, PoolingParams, RequestOutput, Reserve, Reserved,
+    SamplingParams,
     ChildRequest, TokenLogprob, Unreserve, Written,
 )  # fmt: skip
 from mini_engine.messages.steps import (
