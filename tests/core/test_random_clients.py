@@ -180,7 +180,7 @@ def play(kind: str, room: int, timing: int, flags: dict[str, object]) -> int:
         assert media.num_bytes_pinned <= media.num_bytes <= room * item_bytes
         assert kind == "shm" or world.links.kept.issuperset(world.idle), "found before every rank has its copy"
     clients.turn()
-    while clients.prepared or world.core.requests:
+    while clients.prepared or world.core.requests or world.core.in_flight:
         if clients.prepared:
             clients.proceed()
         world.run()
