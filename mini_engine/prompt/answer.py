@@ -152,6 +152,8 @@ class Answer:
         self.finish_at_engine: FinishAtEngine | None = None  # of the engine that was sent the request
         self.media = media
         self.warnings = warnings
+        self.arrival: int | None = None  # of `need_media`
+        self.may_need_media = False  # set if the engine may call it
         self._error: ApiError | None = None
         self._grammar_field = body.grammar_field if request.sampling.grammar else None
         self._waiting: collections.deque[Sample] = collections.deque()  # samples with outputs, each once
@@ -174,6 +176,12 @@ class Answer:
         return self.samples[self.request_id].num_cached_tokens
 
     # --- for the HTTP side -------------------------------------------------------------------------------------------
+
+    async def is_admitted(self) -> bool:
+        """Wait for the first output or a failure if the engine may need the request again; False: it does."""
+        if self.may_need_media:
+            await self.arrived.wait()
+        return self.arrival is None
 
     @property
     def is_waiting(self) -> bool:
@@ -223,6 +231,14 @@ class Answer:
     def fail(self, error: ApiError) -> None:
         """The engine sends no more outputs: fail the request with `error`."""
         self._error = error
+        self.arrived.set()
+
+    def need_media(self, arrival: int) -> None:
+        """The engine sends no outputs: it needs the request again, with all of its media and this `arrival`, as another
+        answer. This one is over, and uncounted."""
+        for sample in self.samples.values():
+            sample.end()
+        self._unfinished, self.arrival = 0, arrival
         self.arrived.set()
 
     def _end(self, reason: FinishReason | None) -> None:

@@ -118,6 +118,7 @@ class SamplingResolver:
         media: Sequence[MediaItem] = (),
         *,
         client: bytes = b"",
+        arrival: int | None = None,
     ) -> NewRequest:
         """The engine's form of `request`, with its expanded prompt. Raises ApiError: 400 as `resolve`, or if the prompt
         has a token that the tokenizer has, but not the model."""
@@ -138,6 +139,7 @@ class SamplingResolver:
             priority=request.priority or 0,
             cache_salt=request.cache_salt or "",
             children=children,
+            arrival=arrival,
             grammar=grammar,
         )
 

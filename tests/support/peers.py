@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import zmq.asyncio
@@ -22,8 +22,10 @@ from mini_engine.messages import (
     EngineTimes,
     Finish,
     Found,
+    FoundMedia,
     Lookup,
     MediaMiss,
+    MediaNeeded,
     NewRequest,
     Outputs,
     RequestOutput,
@@ -49,8 +51,9 @@ class ScriptedCore:
     `script` gives the token lists that a request is answered with; then it ends with "length", unless `hold` is set:
     then it runs until its `Finish`. Siblings are answered too, in turns; `script` sees each as a request of its own.
 
-    `kept` is its directory, for `Lookup`. Requests are accepted at once, unless `accepts` is off: then when the test
-    calls `accept`, if it does not `turn_down`. With `keeps`, it keeps the tensors of what it accepts.
+    `kept` is its directory, for `Lookup`; what it has of these items is `held`. Requests are accepted at once, unless
+    `accepts` is off: then when the test calls `accept`, if it does not `turn_down`. With `keeps`, it keeps the tensors
+    of what it accepts.
     """
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str):
@@ -61,6 +64,7 @@ class ScriptedCore:
         self.accepts = True
         self.keeps = False
         self.kept: dict[bytes, CachedMedia] = {}
+        self.held: Literal["patches", "embeddings", "facts"] = "patches"
         self.look_ups: list[Lookup] = []
         self.unreserved: list[str] = []
         self.replies_to = {"look_up", "ping", "stats", "reset_caches"}
@@ -80,7 +84,8 @@ class ScriptedCore:
                 case Lookup(request_id=request_id, hashes=hashes) as look_up:
                     self.look_ups.append(look_up)
                     if "look_up" in self.replies_to:
-                        await self.send(Found(request_id, [self.kept[one] for one in hashes if one in self.kept]))
+                        known = [self.kept[media_hash] for media_hash in hashes if media_hash in self.kept]
+                        await self.send(Found(request_id, [FoundMedia(facts, self.held) for facts in known]))
                 case Unreserve(request_id=request_id):
                     self.unreserved.append(request_id)
                 case NewRequest() as request:
@@ -97,11 +102,12 @@ class ScriptedCore:
                     if action in self.replies_to:
                         await self.send(ControlReply(number, self.stats if action == "stats" else None))
 
-    async def turn_down(self, request: NewRequest) -> None:
-        """Its tensors cannot be used, or have not come in time."""
+    async def turn_down(self, request: NewRequest, arrival: int | None = None) -> None:
+        """Its tensors cannot be used, or have not come in time; with `arrival`: embeddings have been evicted."""
         for sample in (request, *as_requests(request)):
             self.running.pop(sample.request_id, None)
-        await self.send(MediaMiss(request.request_id))
+        request_id = request.request_id
+        await self.send(MediaMiss(request_id) if arrival is None else MediaNeeded(request_id, arrival))
         await self._consumed(request)
 
     async def accept(self, request: NewRequest) -> None:

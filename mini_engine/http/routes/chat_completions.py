@@ -5,6 +5,7 @@ Each step of the path is a function here, which calls a file of its own. Knows n
 
 import contextlib
 import logging
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -43,6 +44,7 @@ class PromptMedia:
 
     sources: list[Source]
     warnings: list[str]  # a sentence for each item of which a part could not be read
+    on_embeddings: bool  # the engine has embeddings of an item which it may evict, and no patches
 
 
 @router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
@@ -52,27 +54,30 @@ async def chat_completions(request: Request) -> Response:
     chat = await read_body(request, ChatRequest, context)
     state.choices.receive(chat.num_choices - 1)
     answer = await start(context, chat, state)
-    state.cleanup.enter_context(answer)
     responder = ChatResponder(chat, state, context.config.served_names[0])
     del chat  # its media are as large as text as they are themselves
     return await responder.respond([answer])
 
 
 async def start(context: AppContext, chat: ChatRequest, state: State) -> Answer:
-    """Rows 2 to 8 of docs/request-path.md. When this returns the engine has the request.
+    """Rows 2 to 8 of docs/request-path.md. When this returns the engine has the request, and its media for good: if it
+    relied on embeddings that have been evicted, it is sent again with all media, whose bytes are kept until then.
 
     What the request holds until then, `held` releases; also if it fails or is cancelled. Raises ApiError, MediaError,
     DecoderUnavailable, Shortage: see `error_responses.report_error`.
     """
     async with contextlib.AsyncExitStack() as held:
-        context.engines.preparing.add(state.end)
-        held.callback(context.engines.preparing.discard, state.end)
-        prompt = await render(context, chat)  # before any media: what cannot be rendered costs no decoding
-        items = await load_media(context, prompt, state, held)
-        first_hash = items[0][0].media_hash if items else None
-        engine = held.enter_context(context.engines.choose(state.request_id, chat.num_choices, first_hash))
-        media = await look_up(context, engine, items, state) if items else PromptMedia([], [])
-        return await send(context, engine, prompt, media, state)
+        with context.engines.preparing(state.end):
+            prompt = await render(context, chat)  # before any media: what cannot be rendered costs no decoding
+            items = await load_media(context, prompt, state, held)
+            async with admission(context, items, state):
+                engine = context.engines.choose(items[0][0].media_hash if items else None)
+                answer = await deliver(context, engine, prompt, items, state)
+        if not await answer.is_admitted():
+            with context.engines.preparing(state.end):
+                async with admission(context, items, state):
+                    answer = await deliver(context, engine, prompt, items, state, answer.arrival)
+        return answer
 
 
 async def render(context: AppContext, chat: ChatRequest) -> Prompt:
@@ -92,7 +97,7 @@ async def render(context: AppContext, chat: ChatRequest) -> Prompt:
 async def load_media(
     context: AppContext, prompt: Prompt, state: State, held: contextlib.AsyncExitStack
 ) -> list[Candidates]:
-    """Rows 2 to 4 for the media of a prompt, which have room and places until `held` is closed.
+    """Rows 2 and 3 for the media of a prompt, which have room until `held` is closed.
 
     An item has settings as if there was no text; and where these leave too little room for the text, smaller ones. So a
     conversation that gets longer goes on with the videos that its engine has. Raises as `start`.
@@ -111,41 +116,82 @@ async def load_media(
     share = held.enter_context(context.media_bytes.reserve(await context.media.known_bytes(refs)))
     clock.enter("fetch")
     items = await context.media.fetch(refs, zip(*settings, strict=True), share.receive)
-    clock.enter("admission")  # row 4: not before, since a web server that hangs would block the queue
-    await held.enter_async_context(context.places.hold(len(refs)))
     request_id, size = state.request_id, share.amount
-    logger.debug("%s admitted: %d media items of %d bytes", request_id, len(refs), size, extra=about(request_id))
+    logger.debug("%s fetched: %d media items of %d bytes", request_id, len(refs), size, extra=about(request_id))
     clock.enter("other")
     return items
 
 
-async def look_up(context: AppContext, engine: EngineHandle, items: list[Candidates], state: State) -> PromptMedia:
+@contextlib.asynccontextmanager
+async def admission(context: AppContext, items: Sequence[object], state: State) -> AsyncIterator[None]:
+    """Row 4: the places of a prompt's items. Not before they are fetched: a web server that hangs would block the
+    queue."""
+    state.clock.enter("admission")
+    async with context.places.hold(len(items)):
+        state.clock.enter("other")
+        yield
+
+
+async def deliver(
+    context: AppContext,
+    engine: EngineHandle,
+    prompt: Prompt,
+    items: list[Candidates],
+    state: State,
+    arrival: int | None = None,
+) -> Answer:
+    """Rows 5 to 8; with `arrival` for the second time, when embeddings are not enough. Raises as `start`."""
+    with engine.holding(state.request_id, prompt.chat.num_choices):
+        media = await look_up(context, engine, items, state, trusts_embeddings=arrival is None)
+        return await send(context, engine, prompt, media, state, arrival)
+
+
+async def look_up(
+    context: AppContext, engine: EngineHandle, items: list[Candidates], state: State, trusts_embeddings: bool
+) -> PromptMedia:
     """Rows 5 and 6: ask the engine which items it has, then decode and process the others. Raises as `start`."""
     hashes = [tuple(candidate.media_hash for candidate in item) for item in items]
-    cached = await engine.media.look_up(state.request_id, hashes)
+    found = await engine.media.look_up(state.request_id, hashes)
+    enough = ("patches", "embeddings") if trusts_embeddings else ("patches",)
+    held = {media_hash: media.held for media_hash, media in found.items() if media.held in enough}
     chosen = []
     for first, last in ((item[0], item[-1]) for item in items):
-        facts, budget = cached.get(first.media_hash), last.settings.video_tokens or 0
-        chosen.append(first if facts is not None and prompt_tokens(facts) <= budget else last)
-    absent = [item for item in chosen if item.media_hash not in cached]
+        known, budget = found.get(first.media_hash), last.settings.video_tokens or 0
+        fits = known is not None and prompt_tokens(known.facts) <= budget
+        chosen.append(first if fits and (first.media_hash in held or last.media_hash not in held) else last)
+    absent = [item for item in chosen if item.media_hash not in held]
     processed = await context.media.process(absent, state.clock, state.request_id)
     missing = [(item.name, processed[item.media_hash].missing) for item in absent]
-    sources = prompt_sources([item.media_hash for item in chosen], processed, cached)
-    return PromptMedia(sources, [f"{name}: {text}" for name, text in missing if text])
+    facts = {media_hash: found[media_hash].facts for media_hash in held}
+    sources = prompt_sources([item.media_hash for item in chosen], processed, facts)
+    on_embeddings = any(held.get(item.media_hash) == "embeddings" for item in chosen)
+    return PromptMedia(sources, [f"{name}: {text}" for name, text in missing if text], on_embeddings)
 
 
-async def send(context: AppContext, engine: EngineHandle, prompt: Prompt, media: PromptMedia, state: State) -> Answer:
-    """Rows 7 and 8: placeholders at their length, sampling parameters; then tensors and request. Raises as `start`."""
+async def send(
+    context: AppContext,
+    engine: EngineHandle,
+    prompt: Prompt,
+    media: PromptMedia,
+    state: State,
+    arrival: int | None = None,
+) -> Answer:
+    """Rows 7 and 8: placeholders at their length, sampling parameters; then tensors and request, which the answer
+    aborts at the latest at the end of `state.cleanup`. Raises as `start`."""
     chat, clock = prompt.chat, state.clock
     token_ids, items = context.renderer.expand(prompt.token_ids, media.sources)
     check_budget(items, context.limits)
-    request = context.sampling.new_request(chat, state.request_id, token_ids, items, client=state.client)
+    request = context.sampling.new_request(
+        chat, state.request_id, token_ids, items, client=state.client, arrival=arrival
+    )
     usage = [media_usage(item, context.media.processor) for item in items]
     parser = context.renderer.thought_parser(prompt.in_thought)
     answer = Answer(
         chat, request, context.vocabulary, clock, media=usage, warnings=media.warnings, make_thoughts=parser
     )
+    answer.may_need_media = media.on_embeddings
     clock.enter("transport")
     await engine.submit(answer, request)
+    state.cleanup.enter_context(answer)
     clock.enter("other")
     return answer
