@@ -34,6 +34,7 @@ from mini_engine.media.sources.policy import MediaPolicy
 from mini_engine.messages import ControlReply, ControlRequest, Drain, EngineLimits, Init, PeerGone, Serving, Start
 from mini_engine.model.config import ModelConfig
 from mini_engine.prompt.detokenizer import Vocabulary
+from mini_engine.prompt.pooling import Task
 from mini_engine.prompt.renderer import ChatRenderer
 from mini_engine.prompt.sampling_params import SamplingDefaults
 from mini_engine.protocol.api_errors import ApiError, shutting_down
@@ -94,11 +95,15 @@ def load(init: Init, index: int) -> ModelFront:
         template = Path(config.chat_template).read_text(encoding="utf-8") if config.chat_template else None
         renderer = ChatRenderer(processor.hf_processor, template, config.tool_call_parser, config.reasoning_parser)
         vocabulary = Vocabulary(processor.hf_processor.tokenizer)
-        vocab_size = ModelConfig.from_dir(init.model_dir).text.vocab_size
+        text = ModelConfig.from_dir(init.model_dir).text
+        task = Task.of(config, model_dir, text.hidden_size, renderer.tokenizer)
     except (OSError, ValueError, ApiError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     defaults = SamplingDefaults.load(init.model_dir, config.generation_config)
-    return ModelFront(renderer, vocabulary, vocab_size, settings, media_loader(config, index, processor), defaults)
+    if index == 0:
+        logger.info("task: %s (--runner, --convert)", task.kind)
+    media = media_loader(config, index, processor)
+    return ModelFront(renderer, vocabulary, text.vocab_size, settings, media, defaults, task)
 
 
 def media_loader(config: EngineConfig, index: int, processor: MediaProcessor) -> MediaLoader:

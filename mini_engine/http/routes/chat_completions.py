@@ -19,6 +19,7 @@ from mini_engine.http.responses import ChatResponder
 from mini_engine.log import about
 from mini_engine.media.loader import Candidates
 from mini_engine.media.settings import INLINE_ITEMS, prompt_tokens, video_tokens
+from mini_engine.messages import PoolingParams
 from mini_engine.prompt.answer import Answer
 from mini_engine.prompt.renderer import Source, check_budget, collect_media, media_usage, prompt_sources
 from mini_engine.protocol.bodies import ChatRequest
@@ -35,6 +36,7 @@ class Prompt:
     chat: ChatRequest  # with the grammar of its answer
     token_ids: list[int]  # with one placeholder for each item
     in_thought: bool  # the answer begins inside a thought
+    pooling: PoolingParams | None = None  # in the place of an answer
 
 
 @dataclass(frozen=True)
@@ -51,15 +53,15 @@ async def chat_completions(request: Request) -> Response:
     context, state = context_of(request), request.state
     chat = await read_body(request, ChatRequest, context)
     state.choices.receive(chat.num_choices - 1)
-    answer = await start(context, chat, state)
+    answer = await start(context, await render(context, chat), state)
     state.cleanup.enter_context(answer)
     responder = ChatResponder(chat, state, context.config.served_names[0])
     del chat  # its media are as large as text as they are themselves
     return await responder.respond([answer])
 
 
-async def start(context: AppContext, chat: ChatRequest, state: State) -> Answer:
-    """Rows 2 to 8 of docs/request-path.md. When this returns the engine has the request.
+async def start(context: AppContext, prompt: Prompt, state: State) -> Answer:
+    """Rows 2 to 8 of docs/request-path.md, for a rendered prompt. When this returns the engine has the request.
 
     What the request holds until then, `held` releases; also if it fails or is cancelled. Raises ApiError, MediaError,
     DecoderUnavailable, Shortage: see `error_responses.report_error`.
@@ -67,16 +69,16 @@ async def start(context: AppContext, chat: ChatRequest, state: State) -> Answer:
     async with contextlib.AsyncExitStack() as held:
         context.engines.preparing.add(state.end)
         held.callback(context.engines.preparing.discard, state.end)
-        prompt = await render(context, chat)  # before any media: what cannot be rendered costs no decoding
         items = await load_media(context, prompt, state, held)
         first_hash = items[0][0].media_hash if items else None
-        engine = held.enter_context(context.engines.choose(state.request_id, chat.num_choices, first_hash))
+        engine = held.enter_context(context.engines.choose(state.request_id, prompt.chat.num_choices, first_hash))
         media = await look_up(context, engine, items, state) if items else PromptMedia([], [])
         return await send(context, engine, prompt, media, state)
 
 
 async def render(context: AppContext, chat: ChatRequest) -> Prompt:
-    """Row 2: the chat template, and the grammar that the answer follows. Raises ApiError: 400."""
+    """Row 2: the chat template, and the grammar that the answer follows. It comes before any media: what cannot be
+    rendered costs no decoding. Raises ApiError: 400."""
     renderer = context.renderer
 
     def work() -> Prompt:
@@ -139,7 +141,12 @@ async def send(context: AppContext, engine: EngineHandle, prompt: Prompt, media:
     chat, clock = prompt.chat, state.clock
     token_ids, items = context.renderer.expand(prompt.token_ids, media.sources)
     check_budget(items, context.limits)
-    request = context.sampling.new_request(chat, state.request_id, token_ids, items, client=state.client)
+    if prompt.pooling is None:
+        request = context.sampling.new_request(chat, state.request_id, token_ids, items, client=state.client)
+    else:
+        request = context.sampling.pooled_request(
+            chat, state.request_id, token_ids, items, prompt.pooling, client=state.client
+        )
     usage = [media_usage(item, context.media.processor) for item in items]
     parser = context.renderer.thought_parser(prompt.in_thought)
     answer = Answer(
