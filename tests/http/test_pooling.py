@@ -34,8 +34,9 @@ EMBED = (
 )
 RANK = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
-    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: Given a search query, '
-    "retrieve relevant candidates that answer the query.<Query>:{}\n<Document>:{}<|im_end|>\n<|im_start|>assistant\n"
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: '
+    "Given a search query, retrieve relevant candidates that answer the query.<Query>:{}\n<Document>:{}<|im_end|>\n"
+    "<|im_start|>assistant\n"
 )
 
 
