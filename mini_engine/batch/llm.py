@@ -23,6 +23,7 @@ from mini_engine.config import BUNDLED_MODEL
 from mini_engine.launch.cli import settle
 
 ROOT_FLAG = "--allowed-local-media-path=/"
+CHAT = "/v1/chat/completions"
 
 Prompt = Any  # see `LLM`
 
@@ -73,8 +74,6 @@ class Video(Media):
 class ChatAnswer:
     """What became of one prompt."""
 
-    path: ClassVar[str] = "/v1/chat/completions"
-
     id: int  # the position of the prompt, from 0 on
     text: str = ""  # of the first choice
     error: str | None = None  # why there is no answer
@@ -92,42 +91,25 @@ class ChatAnswer:
 
 
 @dataclass(frozen=True)
-class Embedding:
-    """What became of one input."""
+class PooledAnswer:
+    """What became of one input, or one document."""
 
-    path: ClassVar[str] = "/v1/embeddings"
-
-    id: int  # the position of the input, from 0 on
-    vector: Sequence[float] = ()  # of length 1, float32, also for `numpy.asarray`
-    error: str | None = None  # why there is none
+    id: int  # its position, from 0 on
+    vector: Sequence[float] = ()  # the embedding of an input: float32, of length 1; also for `numpy.asarray`
+    score: float = 0.0  # of a document: how well it answers the query, at most 1
+    error: str | None = None  # why there is neither
     usage: Mapping[str, Any] = field(default_factory=dict)
     response: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, index: int, body: Mapping[str, Any]) -> "Embedding":
-        """That in a response in base64."""
-        return cls(index, array.array("f", base64.b64decode(body["data"][0]["embedding"])), None, body["usage"])
+    def of(cls, index: int, body: Mapping[str, Any]) -> "PooledAnswer":
+        """That in a response about one of them, an embedding in base64."""
+        item = body["data"][0]
+        vector = array.array("f", base64.b64decode(item.get("embedding", "")))
+        return cls(index, vector, item.get("score", 0.0), None, body["usage"], body)
 
 
-@dataclass(frozen=True)
-class RankedDocument:
-    """What became of one document."""
-
-    path: ClassVar[str] = "/v1/score"
-
-    id: int  # the position of the document, from 0 on
-    score: float = 0.0  # how well it answers the query, at most 1
-    error: str | None = None  # why there is no score
-    usage: Mapping[str, Any] = field(default_factory=dict)
-    response: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, index: int, body: Mapping[str, Any]) -> "RankedDocument":
-        """That in a response for one document."""
-        return cls(index, body["data"][0]["score"], None, body["usage"])
-
-
-AnswerT = TypeVar("AnswerT", ChatAnswer, Embedding, RankedDocument)
+AnswerT = TypeVar("AnswerT", ChatAnswer, PooledAnswer)
 
 
 class LLM:
@@ -167,12 +149,12 @@ class LLM:
     def submit(self, prompt: Prompt, **fields: Any) -> concurrent.futures.Future[ChatAnswer]:
         """Ask about one prompt, without waiting: `result()` waits, `asyncio.wrap_future` lets a coroutine wait, and
         `cancel()` aborts. Its `id` is 0. Raises ServerError."""
-        return self._server.run(ask(self._server, ChatAnswer, 0, lambda: chat_body(prompt, fields)))
+        return self._server.run(ask(self._server, ChatAnswer, CHAT, 0, lambda: chat_body(prompt, fields)))
 
     def stream(self, prompts: Iterable[Prompt], **fields: Any) -> Iterator[ChatAnswer]:
         """Ask about prompts; yields the answers as they come. At most `max_concurrency` are read ahead, in the caller's
         thread. Leaving the loop aborts the others. Raises ServerError."""
-        return self._stream(ChatAnswer, prompts, lambda prompt: chat_body(prompt, fields))
+        return self._stream(ChatAnswer, CHAT, prompts, lambda prompt: chat_body(prompt, fields))
 
     def chat(self, messages: Sequence[Prompt], *, use_tqdm: bool = True, **fields: Any) -> list[ChatAnswer]:
         """Ask about prompts, or about one conversation; returns the answers in the order of the prompts, and meanwhile
@@ -180,18 +162,18 @@ class LLM:
         prompts = [messages] if is_conversation(messages) else messages
         return self._all(self.stream(prompts, **fields), len(prompts), use_tqdm)
 
-    def embed(self, inputs: Sequence[Prompt], *, use_tqdm: bool = True, **fields: Any) -> list[Embedding]:
+    def embed(self, inputs: Sequence[Prompt], *, use_tqdm: bool = True, **fields: Any) -> list[PooledAnswer]:
         """The embeddings of inputs, which have the form of prompts, in their order; with the option `runner="pooling"`.
         Fields are those of an embeddings request, such as `instruction` and `dimensions`. Raises ServerError."""
 
         def body(item: Prompt) -> dict[str, Any]:
             return {"messages": messages_of(item), **fields, "encoding_format": "base64"}
 
-        return self._all(self._stream(Embedding, inputs, body), len(inputs), use_tqdm)
+        return self._all(self._stream(PooledAnswer, "/v1/embeddings", inputs, body), len(inputs), use_tqdm)
 
     def rank(
         self, query: Prompt, documents: Sequence[Prompt], *, use_tqdm: bool = True, **fields: Any
-    ) -> list[RankedDocument]:
+    ) -> list[PooledAnswer]:
         """Documents by how well they answer a query, the best first and those with an error last; with the option
         `convert="classify"`. Query and documents are texts, or lists of texts, `Image` and `Video`. Fields are those
         of a score request, such as `instruction`. Raises ServerError."""
@@ -199,13 +181,13 @@ class LLM:
         def body(document: Prompt) -> dict[str, Any]:
             return {"queries": {"content": _content(query)}, "documents": {"content": _content(document)}, **fields}
 
-        ranked = self._all(self._stream(RankedDocument, documents, body), len(documents), use_tqdm)
+        ranked = self._all(self._stream(PooledAnswer, "/v1/score", documents, body), len(documents), use_tqdm)
         return sorted(ranked, key=lambda document: (document.error is not None, -document.score))
 
     def _stream(
-        self, kind: type[AnswerT], prompts: Iterable[Prompt], body: Callable[[Prompt], dict[str, Any]]
+        self, kind: type[AnswerT], path: str, prompts: Iterable[Prompt], body: Callable[[Prompt], dict[str, Any]]
     ) -> Iterator[AnswerT]:
-        works = (ask(self._server, kind, index, partial(body, prompt)) for index, prompt in enumerate(prompts))
+        works = (ask(self._server, kind, path, index, partial(body, prompt)) for index, prompt in enumerate(prompts))
         return self._server.as_finished(works)
 
     def _all(self, answers: Iterator[AnswerT], total: int, use_tqdm: bool) -> list[AnswerT]:
@@ -230,7 +212,7 @@ def is_conversation(prompt: Prompt) -> bool:
 
 
 def ask(
-    server: ServerHandle, kind: type[AnswerT], index: int, make_body: Callable[[], dict[str, Any]]
+    server: ServerHandle, kind: type[AnswerT], path: str, index: int, make_body: Callable[[], dict[str, Any]]
 ) -> Coroutine[Any, Any, AnswerT]:
     """The answer to a request, which is made before this returns: the program may change its prompt then, or its own
     working directory. Awaited, it raises ServerError."""
@@ -238,12 +220,12 @@ def ask(
         body = json.dumps(make_body()).encode()
     except Exception as error:  # noqa: BLE001 - a prompt may hold any object
         return asyncio.sleep(0, kind(index, error=f"{type(error).__name__}: {error}"))
-    return send(server, kind, index, body)
+    return send(server, kind, path, index, body)
 
 
-async def send(server: ServerHandle, kind: type[AnswerT], index: int, body: bytes) -> AnswerT:
+async def send(server: ServerHandle, kind: type[AnswerT], path: str, index: int, body: bytes) -> AnswerT:
     """The answer to a request. Raises ServerError."""
-    reply = await server.post(kind.path, body)
+    reply = await server.post(path, body)
     return kind.of(index, reply.body) if reply.error is None else kind(index, error=reply.error, response=reply.body)
 
 

@@ -19,7 +19,7 @@ from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.messages import PoolingParams
 from mini_engine.protocol.bodies import ChatMessage, ChatRequest
 from mini_engine.protocol.parts import Part
-from mini_engine.protocol.pooling_bodies import EmbeddingRequest, Pair, RankingRequest
+from mini_engine.protocol.pooling_bodies import Content, EmbeddingRequest, RankingRequest
 
 TaskKind = Literal["generate", "embed", "classify"]
 
@@ -92,17 +92,17 @@ def ranking_prompts(body: RankingRequest) -> list[ChatRequest]:
     """The conversation about each query and its document, in order. The document is last, so that the others are a
     prefix which all of a query share."""
     system = ChatMessage(role="system", content=JUDGE)
-    return [body.chat(system, _question(body.instruction or RANK, pair)) for pair in body.pairs]
+    return [body.chat(system, _question(body.instruction or RANK, *pair)) for pair in body.pairs]
 
 
-def _question(instruction: str, pair: Pair) -> ChatMessage:
-    query, document = ([_text(NOTHING)] if all(part.text == "" for part in parts) else parts for parts in pair)
-    parts = [_text(f"<Instruct>: {instruction}"), _text("<Query>:"), *query, _text("\n<Document>:"), *document]
-    return ChatMessage(role="user", content=parts)
-
-
-def _text(text: str) -> Part:
-    return Part(type="text", text=text)
+def _question(instruction: str, query: Content, document: Content) -> ChatMessage:
+    head, between, nothing = (
+        Part(type="text", text=text) for text in (f"<Instruct>: {instruction}<Query>:", "\n<Document>:", NOTHING)
+    )
+    query, document = (
+        [nothing] if all(part.text == "" for part in content) else content for content in (query, document)
+    )
+    return ChatMessage(role="user", content=[head, *query, between, *document])
 
 
 # --- what the engine returns ------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The request bodies of embeddings, rankings and scores, as `bodies.py` has the others. Knows nothing of the prompts
 that are made of them (`prompt/pooling.py`)."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -93,76 +93,71 @@ class RankingItem(Struct, frozen=True):
         return [Part(type="text", text=self.content if self.text is None else self.text)]
 
 
-OneItem = str | RankingItem
-Items = str | RankingItem | Annotated[list[OneItem], Meta(min_length=1)]
-Pair = tuple[list[Part], list[Part]]  # the parts of a query, and of a document
+Items = str | RankingItem | Annotated[list[str | RankingItem], Meta(min_length=1)]
+Content = list[Part]  # of a query or a document
 
 
-def parts_of(items: Items | None) -> list[list[Part]]:
-    """The parts of each query or document."""
-    listed: Iterable[OneItem] = items if isinstance(items, list) else [items] if items is not None else []
+def contents_of(*items: Items | None) -> list[Content]:
+    """The parts of each query or document, of the first of the fields that is not None."""
+    given: Any = next((field for field in items if field is not None), [])
+    listed = given if isinstance(given, list) else [given]
     return [[Part(type="text", text=item)] if isinstance(item, str) else item.parts for item in listed]
 
 
 class RankingRequest(PoolingRequest, kw_only=True, frozen=True):
     """The fields of requests for scores of documents."""
 
-    documents: Items | None = None
-
     @property
-    def all_items(self) -> tuple[Items | None, Items | None]:
-        """Queries and documents."""
+    def sides(self) -> tuple[list[Content], list[Content]]:
+        """The queries, and the documents."""
         raise NotImplementedError
 
     @property
     def parts(self) -> Iterator[Part]:
-        return (part for items in self.all_items for parts in parts_of(items) for part in parts)
+        return (part for contents in self.sides for content in contents for part in content)
 
     @property
-    def pairs(self) -> list[Pair]:
+    def pairs(self) -> list[tuple[Content, Content]]:
         """Each document with its query."""
-        queries, documents = map(parts_of, self.all_items)
+        queries, documents = self.sides
         return list(zip(queries * (len(documents) if len(queries) == 1 else 1), documents, strict=True))
 
     def check(self) -> None:
         super().check()
-        queries, documents = map(parts_of, self.all_items)
-        if not queries or not documents:
-            raise bad_request("Send a query and documents.", "documents", "missing_required_parameter")
-        if len(queries) not in (1, len(documents)):
-            text = f"{len(queries)} queries for {len(documents)} documents; send one query, or one for each document."
-            raise bad_request(text, "queries")
-        if len(documents) > MAX_INPUTS:
-            raise bad_request(f"{len(documents)} documents are more than {MAX_INPUTS}; send fewer.", "documents")
+        num_queries, num_documents = map(len, self.sides)
+        if num_queries not in (1, num_documents) or num_documents > MAX_INPUTS:
+            remedy = f"send one query, or one for each document, and at most {MAX_INPUTS} documents"
+            raise bad_request(f"{num_queries} queries for {num_documents} documents: {remedy}.", "documents")
 
 
 class RerankRequest(RankingRequest, kw_only=True, frozen=True):
     """The body of a rerank request, in the form of Jina and Cohere."""
 
-    query: OneItem
+    query: str | RankingItem
+    documents: Items
     top_n: Annotated[int, Meta(ge=0)] | None = None  # 0: all
     return_documents: bool | None = None
 
     @property
-    def all_items(self) -> tuple[Items | None, Items | None]:
-        return self.query, self.documents
+    def sides(self) -> tuple[list[Content], list[Content]]:
+        return contents_of(self.query), contents_of(self.documents)
 
 
 class ScoreRequest(RankingRequest, kw_only=True, frozen=True):
-    """The body of a score request, in vLLM's form."""
+    """The body of a score request, in vLLM's form. `text_1` and `text_2` are older names of the others."""
 
     queries: Items | None = None
-    text_1: Items | None = None  # the older names of `queries` and `documents`
+    documents: Items | None = None
+    text_1: Items | None = None
     text_2: Items | None = None
     encoding_format: Ignored = IGNORED
 
     @property
-    def all_items(self) -> tuple[Items | None, Items | None]:
-        first = self.text_1 if self.queries is None else self.queries
-        return first, self.text_2 if self.documents is None else self.documents
+    def sides(self) -> tuple[list[Content], list[Content]]:
+        return contents_of(self.queries, self.text_1), contents_of(self.documents, self.text_2)
 
     def check(self) -> None:
+        for name, other in (("queries", "text_1"), ("documents", "text_2")):
+            if (getattr(self, name) is None) == (getattr(self, other) is None):
+                raise bad_request(f"Send either '{name}' or '{other}'.", name, "missing_required_parameter")
         super().check()
-        for name, other in (("text_1", "queries"), ("text_2", "documents")):
-            if getattr(self, name) is not None and getattr(self, other) is not None:
-                raise bad_request(f"Send either '{name}' or '{other}', not both.", name)

@@ -50,7 +50,6 @@ class PoolingFamily(Family):
         self.processor = MediaProcessor(self.folder)
         self.hf = self.processor.hf_processor
 
-    @torch.inference_mode()
     def state(self, system: str, content: Content) -> torch.Tensor:
         """The last hidden state of a prompt's last token."""
         parts = [{"type": kind, "text": value} if kind == "text" else {"type": kind} for kind, value in content]
@@ -60,9 +59,11 @@ class PoolingFamily(Family):
         media = [decoders[kind](data) for kind, data in content if kind != "text"]
         return self.model.model(**full_call(self.processor, *media, text=prompt)).last_hidden_state[0, -1]
 
+    @torch.inference_mode()
     def embedding(self, content: Content, system: str = EMBED) -> np.ndarray:
         return torch.nn.functional.normalize(self.state(system, content), dim=0).numpy()
 
+    @torch.inference_mode()
     def score(self, query: Content, document: Content) -> float:
         content = [("text", f"<Instruct>: {RANK}"), ("text", "<Query>:"), *query, ("text", "\n<Document>:"), *document]
         yes, no = (self.model.lm_head.weight[self.hf.tokenizer.get_vocab()[answer]] for answer in ("yes", "no"))

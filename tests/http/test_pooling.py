@@ -173,8 +173,8 @@ async def test_score(ranker: Served, asked: dict[str, Any], pairs: list[tuple[st
     ("/v1/embeddings", {"instruction": "x", "messages": [{"role": "system", "content": "y"}]}, "not both"),
     ("/v1/embeddings", {"messages": [{"role": "user", "content": [{"type": "image", "image": "x:y"}]}]}, "image 1"),
     ("/score", {"queries": ["a", "b"], "documents": ["c"]}, "2 queries for 1 documents"),
-    ("/score", {"queries": "a", "text_1": "b", "documents": "c"}, "not both"),
-    ("/rerank", {"query": "a"}, "a query and documents"),
+    ("/score", {"queries": "a", "text_1": "b", "documents": "c"}, "either 'queries' or 'text_1'"),
+    ("/rerank", {"query": "a"}, "'documents'"),
     ("/rerank", {"query": "a", "documents": [{"text": "b", "content": "c"}]}, "either `text` or `content`"),
     ("/rerank", {"query": "a", "documents": "b", "stream": True}, "Unknown parameter"),
 ])  # fmt: skip

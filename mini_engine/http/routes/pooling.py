@@ -24,7 +24,7 @@ from mini_engine.prompt.pieces import pieces
 from mini_engine.prompt.pooling import embedding, embedding_prompts, ranking_prompts, score
 from mini_engine.protocol.api_errors import bad_request
 from mini_engine.protocol.bodies import ChatRequest
-from mini_engine.protocol.pooling_bodies import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest, parts_of
+from mini_engine.protocol.pooling_bodies import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from mini_engine.protocol.request_clock import RequestClock
 
 PREPARED_AT_ONCE = 16  # inputs of a request; a text takes about a millisecond
@@ -57,7 +57,7 @@ async def rerank(request: Request) -> Response:
     body = await read_body(request, RerankRequest, context_of(request))
     answers = await _pool(request, body, ranking_prompts(body))
     scored = sorted(enumerate(score(answer.pooled) for answer in answers), key=lambda item: item[1], reverse=True)
-    documents = parts_of(body.documents) if body.return_documents is not False else []
+    documents = body.sides[1] if body.return_documents is not False else []
     encoded = bytearray()
     for index, value in scored[: body.top_n or None]:
         result: dict[str, Any] = {"index": index, "relevance_score": value}
