@@ -121,9 +121,10 @@ class FlatBatch:
 
     Tensors are int64 on the CPU: `token_ids` `[n]`, `positions` `[3, n]`, `cache_indices` `[n]` (block * block_size +
     place), `last_rows` `[s]`, the last row of each chunk that samples. `sampled` are the sequences of these, and
-    `stops`, int64 `[s]`, the indices in them of the tokens to be sampled. `parts` are all chunks, those of the first
-    step in a `DecodeBatch`; `in_prompt` those that begin in a prompt: others have no media. `greedy`: no row needs more
-    than its largest logit; `adjusts`: some row's logits are adjusted; `constrained`: some row has a grammar.
+    `stops`, int64 `[s]`, the indices in them of the tokens to be sampled. `pooled` are the rows that end other prompts.
+    `parts` are all chunks, those of the first step in a `DecodeBatch`; `in_prompt` those that begin in a prompt: others
+    have no media. `greedy`: no row needs more than its largest logit; `adjusts`: some row's logits are adjusted;
+    `constrained`: some row has a grammar.
     """
 
     parts: list[ChunkRows]

@@ -8,7 +8,9 @@ from msgspec.structs import replace
 
 from mini_engine.messages import NewSequence, PoolingParams
 from mini_engine.model.parallel import TensorParallel
+from mini_engine.model.weights import load_model
 from mini_engine.worker.shared_collectives import meet
+from tests.support import families
 from tests.support.families import FAMILIES
 from tests.worker import script, tiny
 from tests.worker.conftest import NUM_BLOCKS
@@ -93,3 +95,26 @@ def test_two_ranks_return_the_numbers_once(make_runner, expected, pooled, runtim
     assert second == [{}, {}] and {name: beside[name] for name in expected} == expected
     assert_pooled(beside, pooled, count=12)
     assert_pooled(alone, pooled, count=12)
+
+
+@pytest.mark.parametrize(("tied", "bits"), [(True, "none"), (False, "none"), (True, "int8"), (False, "int8")])
+def test_logits_of_a_sharded_bfloat16_head_are_not_rounded(tied, bits, tmp_path, runtime):
+    """A tied head reads the table, which is not quantised."""
+    families.build("qwen3_vl", tied=tied).save_pretrained(tmp_path)
+    hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    rows, token_ids = torch.tensor([0, 2, 2, 2, 1]), torch.tensor([0, 99, 100, 199, 7])  # the parts meet at 100
+
+    def run(rank: int) -> torch.Tensor:
+        collectives = meet(runtime / "ranks", rank, 2, 60.0, 60.0)
+        tp = TensorParallel(rank, 2, collectives)
+        model = load_model(tmp_path, tp, torch.bfloat16, hidden.device, "auto", False, bits)
+        logits = model.logits_of(hidden, rows, token_ids)
+        collectives.close()
+        return logits
+
+    with ThreadPoolExecutor(2) as pool, torch.inference_mode():
+        logits, _ = pool.map(run, range(2))
+    dense = load_model(tmp_path, TensorParallel(), torch.bfloat16, hidden.device)
+    expected = (hidden[rows].float() * dense.head.weight[token_ids].float()).sum(1)
+    bound = 1e-5 if tied or bits == "none" else 0.02
+    assert logits.dtype is torch.float32 and (logits - expected).abs().max() < bound
