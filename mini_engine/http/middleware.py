@@ -24,7 +24,7 @@ from mini_engine.http.context import AppContext
 from mini_engine.http.error_responses import error_response, report_error
 from mini_engine.log import about
 from mini_engine.metrics import http_requests_total
-from mini_engine.prompt.pooling import TaskKind
+from mini_engine.prompt.pooling import FLAGS, TaskKind
 from mini_engine.protocol.api_errors import ApiError, shutting_down
 from mini_engine.protocol.request_clock import RequestClock
 
@@ -38,9 +38,6 @@ ENGINE_PATHS: dict[str, tuple[str, TaskKind]] = {
     "/v1/embeddings": ("embd", "embed"),
     **dict.fromkeys(("/v1/rerank", "/rerank"), ("rerank", "classify")),
     **dict.fromkeys(("/v1/score", "/score"), ("score", "classify")),
-}
-FLAGS = {"generate": "--runner generate"} | {
-    kind: f"--runner pooling --convert {kind}" for kind in ("embed", "classify")
 }
 COUNTED_METHODS = ("GET", "POST", "HEAD", "OPTIONS")  # by their names; clients may invent others
 

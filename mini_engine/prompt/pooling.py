@@ -22,6 +22,11 @@ from mini_engine.protocol.parts import Part
 from mini_engine.protocol.pooling_bodies import Content, EmbeddingRequest, RankingRequest
 
 TaskKind = Literal["generate", "embed", "classify"]
+FLAGS: dict[TaskKind, str] = {
+    "generate": "--runner generate",
+    "embed": "--runner pooling --convert embed",
+    "classify": "--runner pooling --convert classify",
+}
 
 MODULES = "modules.json"  # sentence-transformers' list of what a checkpoint is made of
 EMBED = "Represent the user's input."

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,19 +16,11 @@ import pytest
 from openai.types import CreateEmbeddingResponse
 
 from mini_engine.config import ConfigError, EngineConfig
+from mini_engine.http.middleware import ENGINE_PATHS
 from mini_engine.prompt.pooling import Task, TaskKind, embedding
+from tests.support import serving
 from tests.support.patience import cancelled
-from tests.support.serving import (
-    HIDDEN_SIZE,
-    MAX_MODEL_LEN,
-    MAX_REQUESTS,
-    Counted,
-    Serve,
-    Served,
-    check_error,
-    image,
-    video,
-)
+from tests.support.serving import HIDDEN_SIZE, MAX_REQUESTS, Counted, Serve, Served, check_error, image
 
 EMBED = (
     "<|im_start|>system\nRepresent the user's input.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -96,13 +89,10 @@ async def test_base64_and_leading_dimensions(embedder: Served) -> None:
     assert answer.data[0].embedding == whole
 
 
-CONTENT = [image(57), {"type": "text", "text": "what"}, video()]
-
-
 async def test_a_conversation_with_media(embedder: Served) -> None:
     """In vLLM's form for Qwen3-VL-Embedding too, and with media that the engine has already."""
     embedder.core.keeps = True
-    user = {"role": "user", "content": CONTENT}
+    user = {"role": "user", "content": [image(57), {"type": "text", "text": "what"}, serving.video()]}
     decoded = Counted("media_decodes_total")
     body = await embed(embedder, messages=[user])
     assert decoded.since() == [2] and body["usage"]["prompt_tokens_details"]["video_tokens"]
@@ -167,7 +157,7 @@ async def test_score(ranker: Served, asked: dict[str, Any], pairs: list[tuple[st
     ("/v1/embeddings", {"input": ["a", 1]}, "cannot be mixed"),
     ("/v1/embeddings", {"input": "a", "dimensions": HIDDEN_SIZE + 1}, f"has {HIDDEN_SIZE}"),
     ("/v1/embeddings", {"input": [10**6]}, "out of range"),
-    ("/v1/embeddings", {"input": [257] * (MAX_MODEL_LEN + 1)}, "--max-model-len"),
+    ("/v1/embeddings", {"input": [257] * (serving.MAX_MODEL_LEN + 1)}, "--max-model-len"),
     ("/v1/embeddings", {"input": ["a"] * (MAX_REQUESTS + 1)}, "--max-num-queued-reqs"),
     ("/v1/embeddings", {"input": ["a"] * 2049}, "2049 inputs are more than 2048"),
     ("/v1/embeddings", {"instruction": "x", "messages": [{"role": "system", "content": "y"}]}, "not both"),
@@ -206,17 +196,8 @@ async def test_a_failure_or_a_disconnect_ends_all_inputs(embedder: Served) -> No
     ({"runner": "pooling", "convert": "classify"}, {"/rerank", "/v1/rerank", "/score", "/v1/score"}),
 ])  # fmt: skip
 async def test_a_server_has_the_endpoints_of_its_task(serve: Serve, settings: Any, offered: set[str]) -> None:
-    paths = [
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/embeddings",
-        "/rerank",
-        "/v1/rerank",
-        "/score",
-        "/v1/score",
-    ]
     async with serve(**settings) as served:
-        for path in paths:
+        for path in ENGINE_PATHS:
             response = await served.http.post(path, json={})
             if path in offered:
                 assert response.status_code == 400
@@ -224,11 +205,9 @@ async def test_a_server_has_the_endpoints_of_its_task(serve: Serve, settings: An
                 check_error(response, 404, "unknown_url", f"{path} needs --runner ")
 
 
-class Answers:
-    """The vocabulary of a tokenizer."""
-
-    def __init__(self, *tokens: str):
-        self.token_to_id = dict(zip(tokens, range(9), strict=False)).get
+def vocabulary(*tokens: str) -> SimpleNamespace:
+    """Of a tokenizer."""
+    return SimpleNamespace(token_to_id={token: number for number, token in enumerate(tokens)}.get)
 
 
 @pytest.mark.parametrize(("flags", "modules", "kind"), [
@@ -244,7 +223,7 @@ def test_the_checkpoint_sets_the_default_task(
 ) -> None:
     if modules is not None:
         (tmp_path / "modules.json").write_text(json.dumps([{"type": name} for name in modules]))
-    task = Task.of(EngineConfig(**flags), tmp_path, 8, Answers("no", "yes"))
+    task = Task.of(EngineConfig(**flags), tmp_path, 8, vocabulary("no", "yes"))
     assert task.kind == kind and task.pooling.token_ids == ([1, 0] if kind == "classify" else [])
 
 
@@ -252,7 +231,7 @@ def test_flags_that_cannot_work_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--convert needs --runner"):
         EngineConfig(runner="generate", convert="embed").validate()
     with pytest.raises(ConfigError, match="lacks"):
-        Task.of(EngineConfig(convert="classify"), tmp_path, 8, Answers("yes"))
+        Task.of(EngineConfig(convert="classify"), tmp_path, 8, vocabulary("yes"))
     (tmp_path / "modules.json").write_text("no JSON")
     with pytest.raises(ConfigError, match="modules.json"):
-        Task.of(EngineConfig(), tmp_path, 8, Answers())
+        Task.of(EngineConfig(), tmp_path, 8, vocabulary())
