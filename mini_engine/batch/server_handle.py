@@ -26,6 +26,7 @@ import msgspec
 from mini_engine.config import ConfigError, groups
 from mini_engine.launch.cli import settle
 from mini_engine.launch.host import runtime_directory
+from mini_engine.launch.process_setup import module_paths
 
 T = TypeVar("T")
 
@@ -268,13 +269,11 @@ class OwnServer:
 
 @contextlib.asynccontextmanager
 async def own_server(flags: Sequence[str]) -> AsyncIterator[OwnServer]:
-    """Start a server, and stop it: running requests are aborted. It is killed when the calling thread ends. Its modules
-    are found where this program finds its own, and not in the working directory."""
-    paths = os.pathsep.join(map(os.path.abspath, sys.path))
+    """Start a server, and stop it: running requests are aborted. It is killed when the calling thread ends."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", SERVE, str(os.getpid()), *flags),
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, limit=LINE_BYTES,
-        env={**os.environ, "PYTHONPATH": paths, "PYTHONSAFEPATH": "1"},
+        env={**os.environ, **module_paths()},
         start_new_session=True,  # Ctrl-C is for this program, which may go on
     )  # fmt: skip
     server = OwnServer(process)

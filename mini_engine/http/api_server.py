@@ -95,15 +95,17 @@ def load(init: Init, index: int) -> ModelFront:
         template = Path(config.chat_template).read_text(encoding="utf-8") if config.chat_template else None
         renderer = ChatRenderer(processor.hf_processor, template, config.tool_call_parser, config.reasoning_parser)
         vocabulary = Vocabulary(processor.hf_processor.tokenizer)
-        text = ModelConfig.from_dir(init.model_dir).text
-        task = Task.of(config, model_dir, text.hidden_size, renderer.tokenizer)
+        model = ModelConfig.from_dir(init.model_dir)
+        vision = model.vision
+        processor.check_sizes(vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
+        task = Task.of(config, model_dir, model.text.hidden_size, renderer.tokenizer)
     except (OSError, ValueError, ApiError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     defaults = SamplingDefaults.load(init.model_dir, config.generation_config)
     if index == 0 and task.kind != "generate":
         logger.info("no text generation: this server runs as with %s", FLAGS[task.kind])
     media = media_loader(config, index, processor)
-    return ModelFront(renderer, vocabulary, text.vocab_size, settings, media, defaults, task)
+    return ModelFront(renderer, vocabulary, model.text.vocab_size, settings, media, defaults, task)
 
 
 def media_loader(config: EngineConfig, index: int, processor: MediaProcessor) -> MediaLoader:

@@ -28,6 +28,7 @@ import zmq
 from mini_engine.config import EngineConfig
 from mini_engine.launch.child import ChildSpec
 from mini_engine.launch.metrics_files import DIRECTORY_VARIABLE, NUMBER_VARIABLE, forget_gauges, make_files
+from mini_engine.launch.process_setup import module_paths
 from mini_engine.messages import AnyMessage, ControlReply, ControlRequest, PeerGone, Role
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
@@ -167,7 +168,8 @@ class ProcessGroup:
         """Start a child that belongs to the engines of this `generation` and inherits these descriptors. Call it from
         the main thread only. Raises OSError: out of processes or descriptors, or no room for the metrics files of an
         API server."""
-        environ, number = {**os.environ, "TMPDIR": str(self._tmpdir)}, None  # what libraries leave there is removed
+        # What libraries leave in TMPDIR is removed.
+        environ, number = {**os.environ, **module_paths(), "TMPDIR": str(self._tmpdir)}, None
         if role == "api":
             taken = {child.metrics_number for child in self.api_servers()}
             number = next(number for number in itertools.count() if number not in taken)

@@ -6,6 +6,7 @@ Imports nothing heavy.
 import ctypes
 import os
 import signal
+import sys
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # glibc's malloc.h
@@ -21,6 +22,12 @@ def die_with_parent(parent_pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def module_paths() -> dict[str, str]:
+    """Environment variables by which a child process finds modules where this process does, and none in the working
+    directory, where a user's `queue.py` would be imported for the standard library's."""
+    return {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "PYTHONSAFEPATH": "1"}
 
 
 def ignore_stop_signals() -> None:

@@ -58,13 +58,14 @@ def test_published_command_lines_start_a_server(name, right):
         assert logged == len(useless) == 0
 
 
-def test_default_flags_start_an_engine_per_core_for_a_small_model():
-    """On two cores, whatever there are."""
+def test_default_flags_start_an_engine_per_core_for_a_small_model(tmp_path):
+    """On two cores, whatever there are; in a directory with a file that is named as a module of the library."""
+    (tmp_path / "queue.py").write_text("raise ImportError('the working directory is not searched')")
     everywhere = os.sched_getaffinity(0)
     cores = sorted(everywhere)[:2]
     os.sched_setaffinity(0, cores)
     try:
-        with RunningServer("-dp", "auto", "--device", "cpu", environ={"OMP_NUM_THREADS": ""}) as server:
+        with RunningServer("-dp", "auto", "--device", "cpu", environ={"OMP_NUM_THREADS": ""}, cwd=tmp_path) as server:
             workers = [name for name in server.pids() if name.startswith("worker")]
             question = ask_video(1)
             assert server.ask(question.text, question.urls) == question.answer

@@ -34,7 +34,7 @@ ROOT = Path(__file__).parent.parent.parent
 START_SECONDS = 240  # on a busy machine
 ENGINE_SECONDS = 1.0  # after which `/metrics` answers without an engine that is silent
 ACCEPT_SECONDS = 1.0  # for which a connection waits for the process that has accepted it
-SERVE = [sys.executable, "serve.py", "--host", "127.0.0.1", "--port", "0"]
+SERVE = [sys.executable, str(ROOT / "serve.py"), "--host", "127.0.0.1", "--port", "0"]
 CHAT_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 # The types of the media cache, and the flags for each.
@@ -53,8 +53,8 @@ GAUGES = (
 class RunningServer:
     """`with RunningServer("-tp", "2") as server:` The log goes to a file, so that no full pipe can stop the server."""
 
-    def __init__(self, *flags: str, environ: dict[str, str] | None = None):
-        self.command = [*SERVE, *flags]
+    def __init__(self, *flags: str, environ: dict[str, str] | None = None, cwd: Path = ROOT):
+        self.command, self.cwd = [*SERVE, *flags], cwd
         self.environ = environment(flags, environ)
         self.client: OpenAI | None = None
 
@@ -88,7 +88,7 @@ class RunningServer:
         own = {"TMPDIR": str(self.tmpdir), "MINI_ENGINE_FAILPOINTS": str(self._failpoints)}
         with self._log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                self.command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=self.environ | own,
+                self.command, cwd=self.cwd, stdout=log, stderr=subprocess.STDOUT, env=self.environ | own,
                 start_new_session=True,
             )  # fmt: skip
 
