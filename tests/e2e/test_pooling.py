@@ -188,22 +188,24 @@ def test_from_python(family: PoolingFamily, tmp_path: Any) -> None:
 
 @pytest.mark.slow
 def test_a_thousand_images_are_embedded_as_fast_as_a_token_is_generated() -> None:
-    """By the bundled model; each image is new to the server."""
+    """By the bundled model, for the same prompts, each image new to the server; the better of two runs counts."""
+    urls = [image_url(videos.render_image(5 * 10**9 + number)) for number in range(1000)]
+    generating, pooling = RunningServer("--runner", "generate"), RunningServer("--runner", "pooling")
+    with generating as generator, pooling as embedder, ThreadPoolExecutor(16) as pool:
 
-    def seconds(*flags: str, path: str, **fields: Any) -> float:
-        bodies = []
-        for number in range(1000):
-            url = image_url(videos.render_image(5 * 10**9 + number))
-            content = [{"type": "image_url", "image_url": {"url": url}}]
-            bodies.append({"messages": [{"role": "user", "content": content}], **fields})
-        with RunningServer(*flags) as server, ThreadPoolExecutor(32) as pool:
-
-            def ask(body: dict[str, Any]) -> None:
+        def seconds(server: RunningServer, path: str, **fields: Any) -> float:
+            def ask(url: str) -> None:
+                user = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+                body = {"messages": [{"role": "system", "content": EMBED}, user], **fields}
                 server.client.post(path, body=body, cast_to=object)
 
+            assert server.get("/reset_caches", method="POST").status == 200
             begun = time.monotonic()
-            list(pool.map(ask, bodies))
+            list(pool.map(ask, urls))
             return time.monotonic() - begun
 
-    generated = seconds("--runner", "generate", path="/chat/completions", max_tokens=1)
-    assert seconds("--runner", "pooling", path="/embeddings") <= generated
+        chat, embed = (generator, "/chat/completions"), (embedder, "/embeddings")
+        runs = [(seconds(*chat, max_tokens=1), seconds(*embed, encoding_format="base64")) for _ in range(2)]
+    generated, embedded = map(min, zip(*runs, strict=True))
+    print(f"requests per second: {1000 / generated:.1f} generated, {1000 / embedded:.1f} embedded")
+    assert embedded <= generated
