@@ -85,8 +85,7 @@ def embedding_prompts(body: EmbeddingRequest) -> list[ChatRequest | list[int]]:
         instruction += "."
     system = ChatMessage(role="system", content=instruction)
     if body.messages is not None:
-        begins = any(message.role in ("system", "developer") for message in body.messages)
-        return [body.chat(*body.messages) if begins else body.chat(system, *body.messages)]
+        return [body.chat(*[system] * (not body.has_system_message), *body.messages)]
     return [
         item if isinstance(item, list) else body.chat(system, ChatMessage(role="user", content=item or NOTHING))
         for item in body.inputs

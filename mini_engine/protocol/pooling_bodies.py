@@ -62,6 +62,10 @@ class EmbeddingRequest(PoolingRequest, kw_only=True, frozen=True):
     continue_final_message: bool | None = None
 
     @property
+    def has_system_message(self) -> bool:
+        return any(message.role in ("system", "developer") for message in self.messages or ())
+
+    @property
     def inputs(self) -> list[str | list[int]]:
         return [] if self.input is None else separate(self.input, "input")
 
@@ -72,7 +76,7 @@ class EmbeddingRequest(PoolingRequest, kw_only=True, frozen=True):
             raise bad_request("Send either 'input' or 'messages'.", "input", "missing_required_parameter")
         if len(self.inputs) > MAX_INPUTS:
             raise bad_request(f"{len(self.inputs)} inputs are more than {MAX_INPUTS}; send fewer.", "input")
-        if self.instruction and any(message.role == "system" for message in self.messages or ()):
+        if self.instruction and self.has_system_message:
             raise bad_request("Send either 'instruction' or a system message, not both.", "instruction")
 
 
