@@ -17,6 +17,7 @@ from mini_engine.protocol.parts import MAX_URL_CHARACTERS
 from mini_engine.protocol.structure import MAX_STRUCTURE, structure
 
 LOCATIONS = dict.fromkeys(URL_FIELDS, "url") | {"file": "file_data"}  # fields of parts, and where each has its URL
+TEXTS = ("prompt", "input", "query", "queries", "text_1")  # fields of requests without messages
 # Query parameters of signed URLs of Amazon S3, Google Cloud Storage, CloudFront and Azure: new for each request.
 _SIGNATURE = re.compile(
     r"x-(amz|goog)-.*|awsaccesskeyid|googleaccessid|key-pair-id|policy|signature|expires"
@@ -26,8 +27,8 @@ _SIGNATURE = re.compile(
 
 
 def media_key(body: SplitBody, path: str) -> str:
-    """The key of a request's JSON body: of its first media item, else of its first message or its prompt; without a
-    body that of its path.
+    """The key of a request's JSON body: of its messages' first media item, else of its first message, its prompt or its
+    query; without a body that of its path.
 
     A body that is not such an object has a key, too: the engine refuses it.
     """
@@ -40,7 +41,8 @@ def media_key(body: SplitBody, path: str) -> str:
         messages = messages if isinstance(messages, list) else []
         for url in _media(messages):
             return _hash(urls[url].data if url in urls else _identity(url))
-        return _hash(msgspec.json.encode(messages[0] if messages else request.get("prompt")))
+        first = messages[0] if messages else next((request[name] for name in TEXTS if name in request), None)
+        return _hash(msgspec.json.encode(first))
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return _hash(path.encode())
 

@@ -65,6 +65,7 @@ class Sample:
         self.completion_tokens = 0  # delivered, up to the one that completes a stop string
         self.num_cached_tokens = 0
         self.times: EngineTimes | None = None  # of the first sample, once its first token arrived
+        self.pooled = b""
         self._detokenizer = Detokenizer(vocabulary, body.skip_special_tokens is not False)
         self._thoughts = thoughts
         self._stops = StopSearch(stop_strings(tuple(body.stop_strings)), include_stop)
@@ -78,6 +79,7 @@ class Sample:
         """Keep `output` until the next `take`."""
         self.num_cached_tokens = output.num_cached_tokens or self.num_cached_tokens
         self.times = output.times or self.times
+        self.pooled = output.pooled
         self._ended = output.finish_reason is not None
         self.outputs.append(output)
 
@@ -174,6 +176,11 @@ class Answer:
     def num_cached_tokens(self) -> int:
         """Tokens of the prompt in the prefix cache; the other samples find there what the first has computed."""
         return self.samples[self.request_id].num_cached_tokens
+
+    @property
+    def pooled(self) -> bytes:
+        """What a request with `pooling` is for, once it is over; see `RequestOutput`."""
+        return self.samples[self.request_id].pooled
 
     # --- for the HTTP side -------------------------------------------------------------------------------------------
 

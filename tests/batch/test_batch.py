@@ -29,7 +29,7 @@ def write(path: Path, *lines: object) -> Path:
 @pytest.mark.parametrize(
     ("lines", "named"),
     [
-        ([REQUEST, "", {**REQUEST, "url": "/v1/embeddings"}], "line 3"),
+        ([REQUEST, "", {**REQUEST, "url": "/v1/images/generations"}], "line 3"),
         (["\udcff"], "line 1"),
         ([REQUEST, REQUEST], "'a'"),
     ],

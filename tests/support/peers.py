@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import zmq.asyncio
 
 from mini_engine.messages import (
@@ -60,6 +61,7 @@ class ScriptedCore:
         self.script: Callable[[NewRequest], list[list[int]]] = lambda request: []
         self.hold = False
         self.cached = 0  # tokens that each prompt finds in the prefix cache
+        self.pool: Callable[[NewRequest], list[float]] = lambda request: []  # what a request with `pooling` is for
         self.stats = EngineStats(kv_blocks_total=8)
         self.accepts = True
         self.keeps = False
@@ -116,6 +118,13 @@ class ScriptedCore:
         self.times[request.request_id] = EngineTimes(*[time.monotonic()] * 2, 0, 0, 0)
         if self.keeps:
             self.kept |= {item.media_hash: CachedMedia.of(item) for item in request.media if item.patches is not None}
+        if request.pooling is not None and not self.hold:
+            pooled = np.array(self.pool(request), "<f4").tobytes()
+            self.running.pop(request.request_id)
+            times = self._times_of(request)
+            output = RequestOutput(request.request_id, [], "stop", None, [], self.cached, times, pooled)
+            await self.send(Outputs(outputs=[output]))
+            return await self._consumed(request)
         for turn in itertools.zip_longest(*map(self.script, samples)):
             for sample, tokens in zip(samples, turn, strict=True):
                 if tokens is not None:

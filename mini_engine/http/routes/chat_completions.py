@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from fastapi import APIRouter, Request
+from msgspec.structs import replace
 from starlette.datastructures import State
 from starlette.responses import Response
 
@@ -20,6 +21,7 @@ from mini_engine.http.responses import ChatResponder
 from mini_engine.log import about
 from mini_engine.media.loader import Candidates
 from mini_engine.media.settings import INLINE_ITEMS, prompt_tokens, video_tokens
+from mini_engine.messages import PoolingParams
 from mini_engine.prompt.answer import Answer
 from mini_engine.prompt.renderer import Source, check_budget, collect_media, media_usage, prompt_sources
 from mini_engine.protocol.bodies import ChatRequest
@@ -36,6 +38,7 @@ class Prompt:
     chat: ChatRequest  # with the grammar of its answer
     token_ids: list[int]  # with one placeholder for each item
     in_thought: bool  # the answer begins inside a thought
+    pooling: PoolingParams | None = None  # in the place of an answer
 
 
 @dataclass(frozen=True)
@@ -53,22 +56,22 @@ async def chat_completions(request: Request) -> Response:
     context, state = context_of(request), request.state
     chat = await read_body(request, ChatRequest, context)
     state.choices.receive(chat.num_choices - 1)
-    answer = await start(context, chat, state)
+    answer = await start(context, await render(context, chat), state)
     responder = ChatResponder(chat, state, context.config.served_names[0])
     del chat  # its media are as large as text as they are themselves
     return await responder.respond([answer])
 
 
-async def start(context: AppContext, chat: ChatRequest, state: State) -> Answer:
-    """Rows 2 to 8 of docs/request-path.md. When this returns the engine has the request, and its media for good: if it
-    relied on embeddings that have been evicted, it is sent again with all media, whose bytes are kept until then.
+async def start(context: AppContext, prompt: Prompt, state: State) -> Answer:
+    """Rows 3 to 8 of docs/request-path.md, for a rendered prompt. When this returns the engine has the request, and its
+    media for good: if it relied on embeddings that have been evicted, it is sent again with all media, whose bytes are
+    kept until then.
 
     What the request holds until then, `held` releases; also if it fails or is cancelled. Raises ApiError, MediaError,
     DecoderUnavailable, Shortage: see `error_responses.report_error`.
     """
     async with contextlib.AsyncExitStack() as held:
         with context.engines.preparing(state.end):
-            prompt = await render(context, chat)  # before any media: what cannot be rendered costs no decoding
             items = await load_media(context, prompt, state, held)
             async with admission(context, items, state):
                 engine = context.engines.choose(items[0][0].media_hash if items else None)
@@ -81,7 +84,8 @@ async def start(context: AppContext, chat: ChatRequest, state: State) -> Answer:
 
 
 async def render(context: AppContext, chat: ChatRequest) -> Prompt:
-    """Row 2: the chat template, and the grammar that the answer follows. Raises ApiError: 400."""
+    """Row 2: the chat template, and the grammar that the answer follows. It comes before any media: what cannot be
+    rendered costs no decoding. Raises ApiError: 400."""
     renderer = context.renderer
 
     def work() -> Prompt:
@@ -181,9 +185,14 @@ async def send(
     chat, clock = prompt.chat, state.clock
     token_ids, items = context.renderer.expand(prompt.token_ids, media.sources)
     check_budget(items, context.limits)
-    request = context.sampling.new_request(
-        chat, state.request_id, token_ids, items, client=state.client, arrival=arrival
-    )
+    if prompt.pooling is None:
+        request = context.sampling.new_request(chat, state.request_id, token_ids, items, client=state.client)
+    else:
+        request = context.sampling.pooled_request(
+            chat, state.request_id, token_ids, items, prompt.pooling, client=state.client
+        )
+    if arrival is not None:
+        request = replace(request, arrival=arrival)
     usage = [media_usage(item, context.media.processor) for item in items]
     parser = context.renderer.thought_parser(prompt.in_thought)
     answer = Answer(
