@@ -54,6 +54,7 @@ class QuantizedMatrix(nn.Module):
     """
 
     group = 1  # inputs, at whose multiples parts begin and end
+    kernel_rows = 0  # of x on CUDA, up to which `multiply` computes; the matrix is unpacked for more
 
     def __init__(self, outputs: int, inputs: int) -> None:
         super().__init__()
@@ -73,11 +74,7 @@ class QuantizedMatrix(nn.Module):
 
     @abstractmethod
     def multiply(self, x: Tensor) -> Tensor:
-        """`[n, inputs]` -> `[n, outputs]`, after `pack`, where the device has a product for so many rows."""
-
-    def has_product(self, rows: int) -> bool:
-        """Whether `multiply` is for so many rows here; if not, the matrix is unpacked."""
-        return next(self.buffers()).device.type == "cpu"
+        """`[n, inputs]` -> `[n, outputs]`, after `pack`; on CUDA for at most `kernel_rows` rows."""
 
     def part(self, rows: slice, width: int) -> "MatrixPart":
         """Some rows, the first `width` columns of them."""
@@ -90,7 +87,7 @@ class QuantizedMatrix(nn.Module):
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x W^T + b`: `[..., inputs]`, `[outputs]` -> `[..., outputs]`."""
         rows = x.reshape(-1, x.shape[-1])
-        if not self.has_product(len(rows)):
+        if x.device.type != "cpu" and not 0 < len(rows) <= self.kernel_rows:
             return F.linear(x, self.dequantize(x.dtype), bias)
         y = self.multiply(rows)
         if bias is not None:
@@ -236,9 +233,7 @@ class Int4Matrix(QuantizedMatrix):
         self.codes = torch._convert_weight_to_int4pack(swapped, self.group // 16)
         self._scales_zeros = torch.stack((self.scales.T, self.zeros.T), dim=2)
         self.scales, self.zeros = (part.T for part in self._scales_zeros.unbind(2))
-
-    def has_product(self, rows: int) -> bool:
-        return super().has_product(rows) or (self._scales_zeros is not None and 0 < rows <= FEW_ROWS)
+        self.kernel_rows = FEW_ROWS
 
     def multiply(self, x: Tensor) -> Tensor:
         assert self._scales_zeros is not None
