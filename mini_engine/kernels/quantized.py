@@ -2,7 +2,8 @@
 
 Such a matrix is made empty, filled part by part, then packed once for its products. Weights are quantised by rounding
 to the nearest code. On a CPU the products are torch's, and which one a number of rows takes was measured
-(`benchmarks/products.py`); on other devices the codes are unpacked to the activations' dtype at each product.
+(`benchmarks/products.py`); on other devices the codes are unpacked to the activations' dtype at each product, but
+for few rows and 4 bits, which torch multiplies. Not yet measured on a device.
 """
 
 import functools
@@ -14,6 +15,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from mini_engine.kernels import ops
 
 GROUPS = (128, 64, 32)  # inputs that may share a scale of 4-bit codes
 BLOCK = 64  # outputs that lie together in the kernel's order
@@ -51,6 +54,7 @@ class QuantizedMatrix(nn.Module):
     """
 
     group = 1  # inputs, at whose multiples parts begin and end
+    kernel_rows = 0  # of x on CUDA, up to which `multiply` computes; the matrix is unpacked for more
 
     def __init__(self, outputs: int, inputs: int) -> None:
         super().__init__()
@@ -62,8 +66,7 @@ class QuantizedMatrix(nn.Module):
 
     @abstractmethod
     def codes_of(self, rows: slice | Tensor) -> Codes:
-        """The contents of some rows, also by their numbers. Only before `pack`, which on a device other than a CPU
-        changes nothing."""
+        """The contents of some rows, also by their numbers. On a CPU only before `pack`."""
 
     @abstractmethod
     def pack(self) -> None:
@@ -71,21 +74,22 @@ class QuantizedMatrix(nn.Module):
 
     @abstractmethod
     def multiply(self, x: Tensor) -> Tensor:
-        """`[n, inputs]` -> `[n, outputs]`, on a CPU, after `pack`."""
+        """`[n, inputs]` -> `[n, outputs]`, after `pack`; on CUDA for at most `kernel_rows` rows."""
 
     def part(self, rows: slice, width: int) -> "MatrixPart":
         """Some rows, the first `width` columns of them."""
         return MatrixPart(self, rows, width)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """All of it as a dense matrix. Only before `pack`."""
+        """All of it as a dense matrix. On a CPU only before `pack`."""
         return self.codes_of(slice(0, self.shape[0])).dequantize(dtype)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x W^T + b`: `[..., inputs]`, `[outputs]` -> `[..., outputs]`."""
-        if x.device.type != "cpu":
+        rows = x.reshape(-1, x.shape[-1])
+        if x.device.type != "cpu" and not 0 < len(rows) <= self.kernel_rows:
             return F.linear(x, self.dequantize(x.dtype), bias)
-        y = self.multiply(x.reshape(-1, x.shape[-1]))
+        y = self.multiply(rows)
         if bias is not None:
             y += bias
         return y.reshape(*x.shape[:-1], self.shape[0])
@@ -195,11 +199,15 @@ class Int4Matrix(QuantizedMatrix):
         self.scales[rows, groups], self.zeros[rows, groups] = values.scales.to(self.scales), values.zeros.to(self.zeros)
 
     def codes_of(self, rows: slice | Tensor) -> Codes:
+        if self.codes.dtype == torch.int32:
+            numbers = torch.arange(self.shape[0], device=self.codes.device)[rows]
+            return Codes(_codes_of_tiles(self.codes, numbers), self.scales[rows], self.zeros[rows])
         held = self.codes[rows]
         return Codes(torch.stack((held & 15, held >> 4), dim=2).flatten(1), self.scales[rows], self.zeros[rows])
 
     def pack(self) -> None:
         if self.codes.device.type != "cpu":
+            self._pack_tiles()
             return
         (outputs, inputs), missing = self.shape, -self.shape[0] % BLOCK
         shape = (outputs + missing) // BLOCK, inputs, BLOCK // 2
@@ -216,8 +224,21 @@ class Int4Matrix(QuantizedMatrix):
         self._scales_zeros = _in_block_order(both).transpose(0, 1).contiguous()
         self.codes, self.scales, self.zeros = packed, both.new_empty(0), both.new_empty(0)
 
+    def _pack_tiles(self) -> None:
+        """In the order of torch's CUDA kernel, which is for bfloat16 and whole tiles of 8 outputs; any others stay."""
+        if self.scales.dtype != torch.bfloat16 or self.shape[0] % 8 or ops.triton_obstacle(self.codes.device):
+            return
+        # torch has the first of two columns in the upper half of a byte.
+        swapped = (self.codes << 4) | (self.codes >> 4)
+        self.codes = torch._convert_weight_to_int4pack(swapped, self.group // 16)
+        self._scales_zeros = torch.stack((self.scales.T, self.zeros.T), dim=2)
+        self.scales, self.zeros = (part.T for part in self._scales_zeros.unbind(2))
+        self.kernel_rows = FEW_ROWS
+
     def multiply(self, x: Tensor) -> Tensor:
         assert self._scales_zeros is not None
+        if x.device.type != "cpu":
+            return torch._weight_int4pack_mm(x.contiguous(), self.codes, self.group, self._scales_zeros)
         if len(x) > FEW_ROWS and _unpacks():
             return self._multiply_unpacked(x)
         y = torch._weight_int4pack_mm_for_cpu(
@@ -277,6 +298,16 @@ def _round_groups(values: Tensor, group: int, dtype: torch.dtype) -> Codes:
     zeros = (low + 8 * scales.float()).to(dtype)
     codes = ((grouped - zeros.float()) / scales.float() + 8).round_().clamp_(0, 15).to(torch.uint8)
     return Codes(codes.flatten(1), scales.squeeze(2), zeros.squeeze(2))
+
+
+def _codes_of_tiles(tiles: Tensor, rows: Tensor) -> Tensor:
+    """Codes uint8 `[rows, inputs]` of int32 `[outputs / 8, inputs / group, 32, group / 32]`, torch's order for CUDA
+    (`matrix_to_m16n8k16_Bint4_layout` of its int4mm.cu). A number is of one output, for two tiles of 16 columns: from
+    its lowest bits, columns 2j and 2j + 8 of the first and of the second tile, then the four that follow those."""
+    count, groups, _, pairs = tiles.shape
+    held = tiles.view(torch.uint8).view(count, groups, 8, 4, pairs, 2, 2)  # 4 numbers j; odd columns; second tiles
+    chosen = held[rows // 8, :, rows % 8]
+    return torch.stack((chosen & 15, chosen >> 4), dim=6).permute(0, 1, 3, 5, 6, 2, 4).flatten(1)
 
 
 def _in_block_order(rows: Tensor) -> Tensor:
