@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 GROUPS = (128, 64, 32)  # inputs that may share a scale of 4-bit codes
 BLOCK = 64  # outputs that lie together in the kernel's order
-FEW_ROWS = 64  # of x, up to which torch's 4-bit kernel is faster than unpacking
-UNPACKED = 2 << 20  # weights unpacked at a time, which stay in the CPU's caches
+FEW_ROWS = 64  # of x, up to which torch's 4-bit kernel is about as fast as unpacking, whatever the matrix's size
+UNPACKED = 2 << 20  # weights packed and unpacked at a time, which stay in the CPU's caches
+LEAST_BLOCKS = 4  # at a time; products with fewer outputs are slow
 PACKED_ROWS = 8  # of x, for which oneDNN chooses the order of 8-bit codes; it serves any number of rows
 SMALLEST = 1e-12  # step of rows and groups that are all zero
 
@@ -198,6 +199,10 @@ class Int4Matrix(QuantizedMatrix):
         held = self.codes[rows]
         return Codes(torch.stack((held & 15, held >> 4), dim=2).flatten(1), self.scales[rows], self.zeros[rows])
 
+    @property
+    def _blocks_at_once(self) -> int:
+        return max(LEAST_BLOCKS, UNPACKED // (BLOCK * self.shape[1]))
+
     def pack(self) -> None:
         if self.codes.device.type != "cpu":
             return
@@ -205,12 +210,13 @@ class Int4Matrix(QuantizedMatrix):
         shape = (outputs + missing) // BLOCK, inputs, BLOCK // 2
         # In place where that is possible: half as much again would be lost between blocks of freed memory.
         packed = torch.empty(shape, dtype=torch.uint8) if missing else self.codes.view(shape)
-        for start in range(0, outputs, UNPACKED):
-            codes = self.codes_of(slice(start, start + UNPACKED)).codes
+        step = self._blocks_at_once * BLOCK
+        for start in range(0, outputs, step):
+            codes = self.codes_of(slice(start, start + step)).codes
             if len(codes) % BLOCK:
                 codes = F.pad(codes, (0, 0, 0, -len(codes) % BLOCK), value=8)
             codes = _in_block_order(codes).int()
-            blocks = packed[start // BLOCK : (start + UNPACKED) // BLOCK]
+            blocks = packed[start // BLOCK : (start + step) // BLOCK]
             blocks.copy_(torch._convert_weight_to_int4pack_for_cpu(codes, 1).view(blocks.shape))
         both = F.pad(torch.stack((self.scales, self.zeros), dim=2), (0, 0, 0, 0, 0, missing))
         self._scales_zeros = _in_block_order(both).transpose(0, 1).contiguous()
@@ -227,7 +233,7 @@ class Int4Matrix(QuantizedMatrix):
 
     def _multiply_unpacked(self, x: Tensor) -> Tensor:
         y = x.new_empty(len(x), len(self.codes) * BLOCK)
-        step = max(4, UNPACKED // (BLOCK * self.shape[1]))
+        step = self._blocks_at_once
         for start in range(0, len(self.codes), step):
             blocks = slice(start, min(start + step, len(self.codes)))
             torch.mm(x, self._unpack(blocks), out=y[:, blocks.start * BLOCK : blocks.stop * BLOCK])
