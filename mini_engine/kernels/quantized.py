@@ -20,8 +20,9 @@ from mini_engine.kernels import ops
 
 GROUPS = (128, 64, 32)  # inputs that may share a scale of 4-bit codes
 BLOCK = 64  # outputs that lie together in the kernel's order
-FEW_ROWS = 64  # of x, up to which torch's 4-bit kernel is faster than unpacking
-UNPACKED = 1024  # outputs unpacked at a time, which stay in the CPU's caches
+FEW_ROWS = 64  # of x, up to which torch's 4-bit kernel is about as fast as unpacking, whatever the matrix's size
+UNPACKED = 2 << 20  # weights packed and unpacked at a time, which stay in the CPU's caches
+LEAST_BLOCKS = 4  # at a time; products with fewer outputs are slow
 PACKED_ROWS = 8  # of x, for which oneDNN chooses the order of 8-bit codes; it serves any number of rows
 SMALLEST = 1e-12  # step of rows and groups that are all zero
 
@@ -205,6 +206,10 @@ class Int4Matrix(QuantizedMatrix):
         held = self.codes[rows]
         return Codes(torch.stack((held & 15, held >> 4), dim=2).flatten(1), self.scales[rows], self.zeros[rows])
 
+    @property
+    def _blocks_at_once(self) -> int:
+        return max(LEAST_BLOCKS, UNPACKED // (BLOCK * self.shape[1]))
+
     def pack(self) -> None:
         if self.codes.device.type != "cpu":
             self._pack_tiles()
@@ -213,12 +218,13 @@ class Int4Matrix(QuantizedMatrix):
         shape = (outputs + missing) // BLOCK, inputs, BLOCK // 2
         # In place where that is possible: half as much again would be lost between blocks of freed memory.
         packed = torch.empty(shape, dtype=torch.uint8) if missing else self.codes.view(shape)
-        for start in range(0, outputs, UNPACKED):
-            codes = self.codes_of(slice(start, start + UNPACKED)).codes
+        step = self._blocks_at_once * BLOCK
+        for start in range(0, outputs, step):
+            codes = self.codes_of(slice(start, start + step)).codes
             if len(codes) % BLOCK:
                 codes = F.pad(codes, (0, 0, 0, -len(codes) % BLOCK), value=8)
             codes = _in_block_order(codes).int()
-            blocks = packed[start // BLOCK : (start + UNPACKED) // BLOCK]
+            blocks = packed[start // BLOCK : (start + step) // BLOCK]
             blocks.copy_(torch._convert_weight_to_int4pack_for_cpu(codes, 1).view(blocks.shape))
         both = F.pad(torch.stack((self.scales, self.zeros), dim=2), (0, 0, 0, 0, 0, missing))
         self._scales_zeros = _in_block_order(both).transpose(0, 1).contiguous()
@@ -248,7 +254,7 @@ class Int4Matrix(QuantizedMatrix):
 
     def _multiply_unpacked(self, x: Tensor) -> Tensor:
         y = x.new_empty(len(x), len(self.codes) * BLOCK)
-        step = UNPACKED // BLOCK
+        step = self._blocks_at_once
         for start in range(0, len(self.codes), step):
             blocks = slice(start, min(start + step, len(self.codes)))
             torch.mm(x, self._unpack(blocks), out=y[:, blocks.start * BLOCK : blocks.stop * BLOCK])
@@ -257,15 +263,10 @@ class Int4Matrix(QuantizedMatrix):
     def _unpack(self, blocks: slice) -> Tensor:
         """Some blocks of packed outputs: `[inputs, outputs of the blocks]`."""
         assert self._scales_zeros is not None
-        codes, dtype = _unpack_codes(self.codes[blocks]).to(self._scales_zeros.dtype), self._scales_zeros.dtype
-        count, (groups, _, _) = len(codes), self._scales_zeros.shape
-        ordered = _in_order(
-            self._scales_zeros.transpose(1, 2).flatten(0, 1).unflatten(1, (-1, BLOCK))[:, blocks].flatten(1)
-        )
-        scales, zeros = ordered.view(groups, 2, count, BLOCK).permute(1, 2, 0, 3).unsqueeze(3)
-        unpacked = torch.empty(groups, self.group, count, BLOCK, dtype=dtype)
-        torch.addcmul(zeros, codes.unflatten(1, (groups, -1)), scales, out=unpacked.permute(2, 0, 1, 3))
-        return unpacked.view(self.shape[1], -1)
+        both = self._scales_zeros[:, blocks.start * BLOCK : blocks.stop * BLOCK]
+        scales, zeros = _in_order(both.permute(2, 0, 1).flatten(0, 1)).unflatten(0, (2, -1, 1))
+        values = _unpack_codes(self.codes[blocks]).to(both.dtype).unflatten(0, (len(both), self.group))
+        return torch.addcmul(zeros, values, scales, out=values).flatten(0, 1)
 
 
 class StackedMatrix(nn.Module):
@@ -323,10 +324,11 @@ def _in_order(columns: Tensor) -> Tensor:
 
 
 def _unpack_codes(packed: Tensor) -> Tensor:
-    """Bytes `[blocks, inputs, 32]` -> bfloat16 `[blocks, inputs, 64]`, codes minus 8. Each half of 32 bits becomes the
+    """Bytes `[blocks, inputs, 32]` -> bfloat16 `[inputs, 64 * blocks]`, codes minus 8. Each half of 32 bits becomes the
     bits of 128 in bfloat16 with the code as the last ones: 128 + code. torch's conversion takes three times as long."""
-    words = packed.to(torch.int32).mul_(0x1001).bitwise_and_(0x000F000F).bitwise_or_(0x43004300)
-    return words.view(torch.bfloat16).sub_(136)
+    words = packed.transpose(0, 1).to(torch.int32, memory_format=torch.contiguous_format)
+    words.mul_(0x1001).bitwise_and_(0x000F000F).bitwise_or_(0x43004300)
+    return words.view(torch.bfloat16).flatten(1).sub_(136)
 
 
 @functools.cache
@@ -335,7 +337,7 @@ def _unpacks() -> bool:
     kernel computes all rows."""
     codes = torch.arange(2 * BLOCK * 32).view(2 * BLOCK, 32).mul_(7).remainder_(16).int()
     packed = torch._convert_weight_to_int4pack_for_cpu(_in_block_order(codes), 1).view(2, 32, BLOCK // 2)
-    return torch.equal(_unpack_codes(packed).transpose(1, 2).flatten(0, 1), codes.to(torch.bfloat16) - 8)
+    return torch.equal(_unpack_codes(packed).T, codes.to(torch.bfloat16) - 8)
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix, QuantizedMatri
 CPU = torch.device("cpu")
 EPSILON = {torch.float32: 2**-24, torch.bfloat16: 2**-9, torch.float16: 2**-12}  # half a unit in the last place, times
 ROWS = (0, 1, 7, quantized.FEW_ROWS, quantized.FEW_ROWS + 1, 200)  # both ways of multiplying
-SIZES = [(64, 128), (1000, 256), (272, 96), (5, 32)]  # no multiples of a block, and of what is unpacked at once
+SIZES = [(64, 128), (1000, 4096), (272, 96), (5, 32)]  # no multiples of a block, and of what is unpacked at once
 
 
 def matrix(bits: int, outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> QuantizedMatrix:
