@@ -11,7 +11,8 @@ import contextlib
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
 import zmq
@@ -23,12 +24,15 @@ from mini_engine.engine_client.request_sender import RequestSender
 from mini_engine.log import about
 from mini_engine.messages import (
     AnyMessage,
+    BindNames,
     ControlReply,
     ControlRequest,
     Finish,
     FinishReason,
     Found,
     MediaMiss,
+    NamedMedia,
+    NamesResolved,
     NewRequest,
     Outputs,
     RequestOutput,
@@ -127,6 +131,11 @@ class EngineHandle:
             with contextlib.suppress(EngineError):
                 self._send(Finish(request_id, reason))
 
+    def bind_names(self, named: dict[bytes, NamedMedia]) -> None:
+        """Have the core bind these names; lost if it is down."""
+        with contextlib.suppress(EngineError):
+            self._send(BindNames(named))
+
     def control(self, action: Literal["ping", "stats", "reset_caches"]) -> asyncio.Future[ControlReply | None]:
         """Send a control request. The future, which must not be cancelled, is None if the engine is down."""
         number, reply = next(self._numbers), asyncio.get_running_loop().create_future()
@@ -191,7 +200,7 @@ class EngineHandle:
                 receiver = self.requests[request_id]
                 self._forget(receiver)
                 receiver.fail(MediaNotSent())
-            case Found():
+            case Found() | NamesResolved():
                 self.media.on_found(body)
             case Reserved():
                 self.media.on_reserved(body)
@@ -261,11 +270,13 @@ class EngineClient:
         await asyncio.gather(*(engine.lost for engine in self.engines), *(engine.receive() for engine in self.engines))
 
     @contextlib.contextmanager
-    def choose(self, request_id: str, samples: int, media_hash: bytes | None = None) -> Iterator[EngineHandle]:
-        """The engine for a request with `samples` samples whose first item of media has this hash.
+    def choose(
+        self, request_id: str, samples: int, digest: bytes | None = None, margin: float = LOAD_MARGIN
+    ) -> Iterator[EngineHandle]:
+        """The engine for a request with `samples` samples whose first item of media has this content digest.
 
-        Without media the one with the fewest unfinished samples. With them, of those with up to `LOAD_MARGIN` more, the
-        one that rendezvous hashing prefers (Thaler and Ravishankar 1998): so all API servers send the same media to the
+        Without media the one with the fewest unfinished samples. With them, of those with up to `margin` more, the one
+        that rendezvous hashing prefers (Thaler and Ravishankar 1998): so all API servers send the same media to the
         same engine, which caches them, without a message between the servers.
 
         The request counts as the engine's from now on; it is submitted inside of the block. If the block fails or is
@@ -273,9 +284,8 @@ class EngineClient:
         """
         self.check()
         engine = min(self._running, key=lambda running: running.load)
-        if media_hash is not None:
-            close = [running for running in self._running if running.load <= engine.load + LOAD_MARGIN]
-            engine = max(close, key=lambda running: hashlib.blake2b(media_hash + bytes([running.number])).digest())
+        if digest is not None:
+            engine = preferred(digest, (running for running in self._running if running.load <= engine.load + margin))
         engine.preparing[request_id] = samples
         try:
             yield engine
@@ -284,6 +294,16 @@ class EngineClient:
             raise
         finally:
             engine.preparing.pop(request_id, None)
+
+    async def resolve_names(self, request_id: str, keys: Iterable[bytes]) -> dict[bytes, NamedMedia]:
+        """What names mean, by key; of each its home knows it. Raises EngineError: no engine runs, or a home dies."""
+        answers = [home.media.resolve_names(request_id, own) for home, own in self._by_home(keys).items()]
+        return {key: media for named in await asyncio.gather(*answers) for key, media in named.items()}
+
+    def bind_names(self, named: Mapping[bytes, NamedMedia]) -> None:
+        """Have the homes bind these. Raises EngineError: no engine runs."""
+        for home, keys in self._by_home(named).items():
+            home.bind_names({key: named[key] for key in keys})
 
     async def refresh_metrics(self) -> None:
         """Bring the engines' metrics up to date; those of an engine that does not answer in time stay as they are."""
@@ -327,9 +347,22 @@ class EngineClient:
             for end in list(self.preparing):
                 end(why)
 
+    def _by_home(self, keys: Iterable[bytes]) -> dict[EngineHandle, list[bytes]]:
+        """The home of each key is the engine that rendezvous hashing prefers, however busy it is."""
+        self.check()
+        homes: defaultdict[EngineHandle, list[bytes]] = defaultdict(list)
+        for key in keys:
+            homes[preferred(key, self._running)].append(key)
+        return homes
+
     @property
     def _running(self) -> list[EngineHandle]:
         return [engine for engine in self.engines if engine.stopped is None]
+
+
+def preferred(key: bytes, engines: Iterable[EngineHandle]) -> EngineHandle:
+    """The one of `engines` that rendezvous hashing gives `key`."""
+    return max(engines, key=lambda engine: hashlib.blake2b(key + bytes([engine.number])).digest())
 
 
 def send_now(socket: zmq.asyncio.Socket, frame: bytes) -> None:

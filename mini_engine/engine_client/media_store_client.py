@@ -22,9 +22,12 @@ from mini_engine.messages import (
     Found,
     Lookup,
     MediaItem,
+    NamedMedia,
+    NamesResolved,
     NewRequest,
     Reserve,
     Reserved,
+    ResolveNames,
     Unreserve,
     Written,
 )
@@ -69,7 +72,7 @@ class MediaStoreClient:
         self._send = send
         self._num_ranks = num_ranks
         self._cache = cache
-        self._lookups: dict[str, asyncio.Future[Found]] = {}
+        self._lookups: dict[str, asyncio.Future[Any]] = {}  # of names, or later of items
         self._writes: dict[bytes, _Write] = {}
         self._queries = metrics.mm_cache_queries_total.labels(str(engine))
         self._hits = metrics.mm_cache_hits_total.labels(str(engine))
@@ -78,16 +81,18 @@ class MediaStoreClient:
         """What is cached, by hash. Each of `items` may have several. Raises EngineError: the engine is down."""
         if not items or not self._cache.capacity:
             return {}
-        self._send(Lookup(request_id, list(dict.fromkeys(media_hash for item in items for media_hash in item))))
-        answer = self._lookups[request_id] = asyncio.get_running_loop().create_future()
-        try:
-            cached = {media.media_hash: media for media in (await answer).items}
-        finally:
-            del self._lookups[request_id]
+        hashes = list(dict.fromkeys(media_hash for item in items for media_hash in item))
+        found: Found = await self._ask(request_id, Lookup(request_id, hashes))
+        cached = {media.media_hash: media for media in found.items}
         distinct = {tuple(item) for item in items}
         self._queries.inc(len(distinct))
         self._hits.inc(sum(any(media_hash in cached for media_hash in item) for item in distinct))
         return cached
+
+    async def resolve_names(self, request_id: str, keys: list[bytes]) -> dict[bytes, NamedMedia]:
+        """What is bound here, by key. Raises EngineError: the engine is down."""
+        resolved: NamesResolved = await self._ask(request_id, ResolveNames(request_id, keys))
+        return resolved.named
 
     async def place(self, request: NewRequest) -> NewRequest:
         """`request` with None in place of the tensors that the store holds now. Raises EngineError."""
@@ -104,8 +109,8 @@ class MediaStoreClient:
         with contextlib.suppress(EngineError):
             self._send(Unreserve(request_id))
 
-    def on_found(self, found: Found) -> None:
-        """The answer to a `Lookup`."""
+    def on_found(self, found: Found | NamesResolved) -> None:
+        """The answer to a `Lookup` or `ResolveNames`."""
         if (answer := self._lookups.get(found.request_id)) is not None and not answer.done():
             answer.set_result(found)
 
@@ -119,6 +124,14 @@ class MediaStoreClient:
         for answer in answers + [write.answer for write in self._writes.values()]:
             if not answer.done():
                 answer.set_exception(error)
+
+    async def _ask(self, request_id: str, question: Lookup | ResolveNames) -> Any:
+        self._send(question)
+        answer = self._lookups[request_id] = asyncio.get_running_loop().create_future()
+        try:
+            return await answer
+        finally:
+            del self._lookups[request_id]
 
     async def _store(self, request_id: str, item: MediaItem) -> bool:
         """Whether the request refers to the item in the store now."""

@@ -54,7 +54,7 @@ class Content:
 
     digest: bytes
     url: str
-    data: bytes | None  # None: of a local file, which is read again if it must be decoded
+    data: bytes | None  # None: of a local file, which is read again if it must be decoded; or of a name
     frames: sources.Frames | None = None  # `data` are the images of a video, one after another
 
 
@@ -114,10 +114,13 @@ class MediaLoader:
 
     async def known_bytes(self, refs: Sequence[MediaRef]) -> int:
         """The most bytes of all items that no other server has. Fetches nothing. Raises MediaError: an item would not
-        be fetched."""
+        be fetched, or has a name alone, which is not resolved."""
 
         def known_bytes() -> int:
-            return sum(sources.declared_size(ref.url, self.policy, ref.name) or 0 for ref in refs)
+            if unknown := [ref.name for ref in refs if not (ref.url or ref.named)]:
+                raise MediaError(unknown[0], "has a `uuid` alone, which means nothing here; send its data or URL")
+            sent = [ref for ref in refs if ref.url]
+            return sum(sources.declared_size(ref.url, self.policy, ref.name) or 0 for ref in sent)
 
         if any(sources.is_local_file(ref.url) for ref in refs):  # the file system may block
             return await asyncio.get_running_loop().run_in_executor(self._reading, known_bytes)
@@ -127,7 +130,7 @@ class MediaLoader:
         self, refs: Iterable[MediaRef], settings: Iterable[Sequence[MediaSettings]], received: Received
     ) -> list[Candidates]:
         """The items in the order of `refs`, with the hashes by all of the `settings` of each. Cancelling it, or the
-        failure of one item, ends the work on the others.
+        failure of one item, ends the work on the others. What is `named` is not fetched.
 
         `received` is called with the size of each block of a download before the block is stored; what it raises ends
         all downloads. Raises MediaError: an item cannot be fetched.
@@ -137,6 +140,7 @@ class MediaLoader:
         room, whole = -1, 0
         for ref, of_item in zip(refs, settings, strict=True):
             is_slow = isinstance(ref.url, DataUrl) or sources.is_elsewhere(ref.url) or sources.is_local_file(ref.url)
+            is_slow = is_slow and ref.named is None
             cost = INLINE_CHARACTERS + 1 if is_slow else len(ref.url) + ITEM_CHARACTERS
             room, whole = room - cost, whole + cost
             if room < 0:
@@ -201,7 +205,7 @@ class MediaLoader:
     async def _fetch(self, group: FetchGroup, received: Received, inline: bool) -> list[Candidates]:
         download: bytes | None = None
         first, _ = group[0]
-        if sources.is_elsewhere(first.url):
+        if sources.is_elsewhere(first.url) and first.named is None:
             async with self._downloads:
                 download = await fetch_http(first.url, self.policy, first.name, received)
 
@@ -213,7 +217,9 @@ class MediaLoader:
     def _read(self, ref: MediaRef, settings: Sequence[MediaSettings], download: bytes | None) -> Candidates:
         """Read, or take what was downloaded, and hash it."""
         url, policy, name, times = ref.url, self.policy, ref.name, settings[0].timestamps
-        if ref.modality == "video" and sources.has_frames(url):
+        if ref.named is not None:
+            content = Content(ref.named.digest, "", None)
+        elif ref.modality == "video" and sources.has_frames(url):
             sampling = settings[0].sampling
             data, frames = sources.fetch_frames(url, policy, self.decoders.limits, sampling, name, times)
             content = Content(content_digest(data, frames.sizes), "", data, frames)

@@ -18,9 +18,9 @@ from mini_engine.messages.handshake import (
     Role, Serving, Start, TransportChoice,
 )  # fmt: skip
 from mini_engine.messages.requests import (
-    Abandoned, CachedMedia, ControlReply, ControlRequest, EngineStats, EngineTimes, Finish, FinishReason, Found,
-    Lookup, MediaMiss, NewRequest, Outputs, RequestOutput, Reserve, Reserved, SamplingParams,
-    ChildRequest, TokenLogprob, Unreserve, Written,
+    Abandoned, BindNames, CachedMedia, ControlReply, ControlRequest, EngineStats, EngineTimes, Finish, FinishReason,
+    Found, Lookup, MediaMiss, NamedMedia, NamesResolved, NewRequest, Outputs, RequestOutput, Reserve, Reserved,
+    ResolveNames, SamplingParams, ChildRequest, TokenLogprob, Unreserve, Written,
 )  # fmt: skip
 from mini_engine.messages.steps import (
     Chunk, EncodeItem, Grammar, GrammarReady, KeepMedia, MediaFailed, MediaReady, NewSequence, SampledToken, StateStart,
@@ -43,7 +43,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 AnyMessage = (
     Hello | Init | Ready | Refused | Start | Serving | Drain | PeerGone
     | NewRequest | Finish | Outputs | MediaMiss | ControlRequest | ControlReply
-    | Lookup | Found | Reserve | Reserved | Written | Abandoned | Unreserve
+    | Lookup | Found | Reserve | Reserved | Written | Abandoned | Unreserve | ResolveNames | NamesResolved | BindNames
     | Step | StepResult | WorkerReady | MediaReady | MediaFailed | GrammarReady
     | TensorMessage | ProbeResult | DeviceSlots
 )  # fmt: skip

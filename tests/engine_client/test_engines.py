@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import AsyncIterator
 
 import pytest
@@ -39,6 +40,12 @@ def choices(client: EngineClient) -> list[int]:
     return chosen
 
 
+def homes(client: EngineClient) -> list[int]:
+    """The engine that keeps what each of `HASHES` as a key of a name means."""
+    by_key = {key: home.number for home, keys in client._by_home(HASHES).items() for key in keys}
+    return [by_key[key] for key in HASHES]
+
+
 async def test_engine_with_the_fewest_samples_is_chosen(clients: list[EngineClient]) -> None:
     client, _ = clients
     with contextlib.ExitStack() as load:
@@ -65,5 +72,8 @@ async def test_clients_prefer_the_same_engine_for_the_same_media_while_its_load_
         assert preferred[0] not in passed
         assert all(now == then for now, then in zip(passed, preferred, strict=True) if then != preferred[0])
         assert choices(another) == preferred
+        with client.choose("named", 1, HASHES[0], margin=math.inf) as engine:
+            assert engine.number == preferred[0], "however busy it is"
+        assert homes(client) == preferred
     client.peer_gone(f"core {preferred[0]}")
-    assert choices(client) == passed, "as when it is busy"
+    assert choices(client) == passed == homes(client), "as when it is busy"

@@ -13,8 +13,10 @@ from typing import Any
 import msgspec
 import zmq.asyncio
 
+from mini_engine.core.caches.media_names import MediaNames
 from mini_engine.messages import (
     AnyMessage,
+    BindNames,
     CachedMedia,
     ControlReply,
     ControlRequest,
@@ -24,9 +26,11 @@ from mini_engine.messages import (
     Found,
     Lookup,
     MediaMiss,
+    NamesResolved,
     NewRequest,
     Outputs,
     RequestOutput,
+    ResolveNames,
     TokenLogprob,
     Unreserve,
 )
@@ -49,8 +53,9 @@ class ScriptedCore:
     `script` gives the token lists that a request is answered with; then it ends with "length", unless `hold` is set:
     then it runs until its `Finish`. Siblings are answered too, in turns; `script` sees each as a request of its own.
 
-    `kept` is its directory, for `Lookup`. Requests are accepted at once, unless `accepts` is off: then when the test
-    calls `accept`, if it does not `turn_down`. With `keeps`, it keeps the tensors of what it accepts.
+    `kept` is its directory, for `Lookup`, and `names` its bindings. Requests are accepted at once, unless `accepts` is
+    off: then when the test calls `accept`, if it does not `turn_down`. With `keeps`, it keeps the tensors of what it
+    accepts.
     """
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str):
@@ -61,6 +66,8 @@ class ScriptedCore:
         self.accepts = True
         self.keeps = False
         self.kept: dict[bytes, CachedMedia] = {}
+        self.names = MediaNames()
+        self.num_resolved = 0  # how often it was asked for names
         self.look_ups: list[Lookup] = []
         self.unreserved: list[str] = []
         self.replies_to = {"look_up", "ping", "stats", "reset_caches"}
@@ -81,6 +88,8 @@ class ScriptedCore:
                     self.look_ups.append(look_up)
                     if "look_up" in self.replies_to:
                         await self.send(Found(request_id, [self.kept[one] for one in hashes if one in self.kept]))
+                case ResolveNames() | BindNames() as message:
+                    await self._handle_names(message)
                 case Unreserve(request_id=request_id):
                     self.unreserved.append(request_id)
                 case NewRequest() as request:
@@ -96,6 +105,13 @@ class ScriptedCore:
                     self.controls[action].append(number)
                     if action in self.replies_to:
                         await self.send(ControlReply(number, self.stats if action == "stats" else None))
+
+    async def _handle_names(self, message: ResolveNames | BindNames) -> None:
+        if isinstance(message, BindNames):
+            self.names.bind(message.named)
+        else:
+            self.num_resolved += 1
+            await self.send(NamesResolved(message.request_id, self.names.resolve(message.keys)))
 
     async def turn_down(self, request: NewRequest) -> None:
         """Its tensors cannot be used, or have not come in time."""

@@ -5,6 +5,8 @@ Each step of the path is a function here, which calls a file of its own. Knows n
 
 import contextlib
 import logging
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,9 +14,10 @@ from fastapi import APIRouter, Request
 from starlette.datastructures import State
 from starlette.responses import Response
 
-from mini_engine.engine_client.engines import EngineHandle
+from mini_engine.engine_client.engines import LOAD_MARGIN, EngineHandle
 from mini_engine.http.body import INLINE_CHARACTERS, read_body, run_sized, takes
 from mini_engine.http.context import AppContext, context_of
+from mini_engine.http.media_names import bind_names, fetch_absent, resolve_names
 from mini_engine.http.responses import ChatResponder
 from mini_engine.log import about
 from mini_engine.media.loader import Candidates
@@ -22,6 +25,7 @@ from mini_engine.media.settings import INLINE_ITEMS, prompt_tokens, video_tokens
 from mini_engine.prompt.answer import Answer
 from mini_engine.prompt.renderer import Source, check_budget, collect_media, media_usage, prompt_sources
 from mini_engine.protocol.bodies import ChatRequest
+from mini_engine.protocol.parts import MediaRef
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +72,13 @@ async def start(context: AppContext, chat: ChatRequest, state: State) -> Answer:
         context.engines.preparing.add(state.end)
         held.callback(context.engines.preparing.discard, state.end)
         prompt = await render(context, chat)  # before any media: what cannot be rendered costs no decoding
-        items = await load_media(context, prompt, state, held)
-        first_hash = items[0][0].media_hash if items else None
-        engine = held.enter_context(context.engines.choose(state.request_id, chat.num_choices, first_hash))
-        media = await look_up(context, engine, items, state) if items else PromptMedia([], [])
+        refs = collect_media(chat.messages, context.config.item_limits)
+        refs = await resolve_names(context, chat, refs, state)
+        items = await load_media(context, prompt, refs, state, held)
+        digest = items[0][0].content.digest if items else None
+        margin = math.inf if any(ref.key for ref in refs) else LOAD_MARGIN  # a name is found where its data went
+        engine = held.enter_context(context.engines.choose(state.request_id, chat.num_choices, digest, margin))
+        media = await look_up(context, engine, refs, items, state) if items else PromptMedia([], [])
         return await send(context, engine, prompt, media, state)
 
 
@@ -90,36 +97,41 @@ async def render(context: AppContext, chat: ChatRequest) -> Prompt:
 
 
 async def load_media(
-    context: AppContext, prompt: Prompt, state: State, held: contextlib.AsyncExitStack
+    context: AppContext, prompt: Prompt, refs: Sequence[MediaRef], state: State, held: contextlib.AsyncExitStack
 ) -> list[Candidates]:
-    """Rows 2 to 4 for the media of a prompt, which have room and places until `held` is closed.
+    """Rows 2 to 4 for the media `refs` of a prompt, which have room and places until `held` is closed. One that is
+    there several times, the same object, is fetched once.
 
     An item has settings as if there was no text; and where these leave too little room for the text, smaller ones. So a
     conversation that gets longer goes on with the videos that its engine has. Raises as `start`.
     """
     chat, limits, clock = prompt.chat, context.limits, state.clock
-    refs = collect_media(chat.messages, context.config.item_limits)
     if not (refs or chat.mm_processor_kwargs or chat.media_io_kwargs):
         return []
     # Clients that mean no limit send the model's length, or more.
     answer_tokens = min(chat.token_limit or 1, limits.max_model_len // 2)
     beside_text = video_tokens(limits, len(prompt.token_ids), answer_tokens, len(refs))
     budgets = dict.fromkeys((video_tokens(limits, 0, 1, 1), beside_text))
-    resolve = partial(context.media_settings.resolve, chat, refs)
-    settings = await run_sized(lambda: [*map(resolve, budgets)], len(refs), INLINE_ITEMS)
+    distinct = {id(ref): ref for ref in refs}
+    sent = [*distinct.values()]
+    resolve = partial(context.media_settings.resolve, chat, sent)
+    settings = await run_sized(lambda: [*map(resolve, budgets)], len(sent), INLINE_ITEMS)
     # Row 3: room for the media's bytes, the bytes, and their hashes.
-    share = held.enter_context(context.media_bytes.reserve(await context.media.known_bytes(refs)))
+    share = held.enter_context(context.media_bytes.reserve(await context.media.known_bytes(sent)))
     clock.enter("fetch")
-    items = await context.media.fetch(refs, zip(*settings, strict=True), share.receive)
+    fetched = await context.media.fetch(sent, zip(*settings, strict=True), share.receive)
     clock.enter("admission")  # row 4: not before, since a web server that hangs would block the queue
     await held.enter_async_context(context.places.hold(len(refs)))
     request_id, size = state.request_id, share.amount
     logger.debug("%s admitted: %d media items of %d bytes", request_id, len(refs), size, extra=about(request_id))
     clock.enter("other")
-    return items
+    items = dict(zip(distinct, fetched, strict=True))
+    return [items[id(ref)] for ref in refs]
 
 
-async def look_up(context: AppContext, engine: EngineHandle, items: list[Candidates], state: State) -> PromptMedia:
+async def look_up(
+    context: AppContext, engine: EngineHandle, refs: Sequence[MediaRef], items: Sequence[Candidates], state: State
+) -> PromptMedia:
     """Rows 5 and 6: ask the engine which items it has, then decode and process the others. Raises as `start`."""
     hashes = [tuple(candidate.media_hash for candidate in item) for item in items]
     cached = await engine.media.look_up(state.request_id, hashes)
@@ -127,8 +139,11 @@ async def look_up(context: AppContext, engine: EngineHandle, items: list[Candida
     for first, last in ((item[0], item[-1]) for item in items):
         facts, budget = cached.get(first.media_hash), last.settings.video_tokens or 0
         chosen.append(first if facts is not None and prompt_tokens(facts) <= budget else last)
-    absent = [item for item in chosen if item.media_hash not in cached]
-    processed = await context.media.process(absent, state.clock, state.request_id)
+    with context.media_bytes.reserve() as share:
+        chosen = await fetch_absent(context, refs, chosen, cached, share.receive)
+        absent = [item for item in chosen if item.media_hash not in cached]
+        processed = await context.media.process(absent, state.clock, state.request_id)
+    bind_names(context, refs, chosen, processed)
     missing = [(item.name, processed[item.media_hash].missing) for item in absent]
     sources = prompt_sources([item.media_hash for item in chosen], processed, cached)
     return PromptMedia(sources, [f"{name}: {text}" for name, text in missing if text])

@@ -1,0 +1,108 @@
+"""Media by name: what the `uuid` of a part means in one request, and from then on in others.
+
+A name means a content digest. All that follows, settings, budgets and caches, is as if the content had been sent, but
+that its bytes are absent: of what the engine does not have, a URL is fetched after all, and a name alone is an error.
+A name is known within one API key and one `cache_salt`.
+"""
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
+
+from starlette.datastructures import State
+
+from mini_engine import metrics
+from mini_engine.http.context import AppContext
+from mini_engine.media.hashing import name_key, url_hash
+from mini_engine.media.loader import FetchedItem
+from mini_engine.media.processor import ProcessedItem
+from mini_engine.media.sources.fetch import is_elsewhere
+from mini_engine.media.sources.policy import Received
+from mini_engine.messages import NamedMedia
+from mini_engine.protocol.api_errors import ApiError, bad_request
+from mini_engine.protocol.bodies import ChatRequest
+from mini_engine.protocol.parts import MediaRef
+
+OPEN = "a `uuid` alone needs a `cache_salt` or an API key, since other clients may use the same; or send the data"
+NOT_FOUND = "this server does not have what this `uuid` names, or not with these settings; send the data"
+AMBIGUOUS = "this `uuid` names another content before in this request; a name has one content"
+
+
+async def resolve_names(context: AppContext, chat: ChatRequest, refs: list[MediaRef], state: State) -> list[MediaRef]:
+    """`refs`, of which those with a `uuid` have a key. A name alone is `named`, and so is a URL that was downloaded
+    under its name before; unless this request has sent the name with data before: then it is that part again, the same
+    object if its settings are the same.
+
+    Raises ApiError: 400 for a name alone that other clients may use; EngineError.
+    """
+    if not any(ref.uuid for ref in refs):
+        return refs
+    client = state.client if context.config.api_key else b""
+    keyed: list[MediaRef] = []
+    sent: dict[bytes, MediaRef] = {}
+    for ref in refs:
+        if ref.uuid is not None:
+            key = name_key(ref.uuid, ref.modality, chat.cache_salt, client)
+            if (first := sent.get(key)) is not None and not ref.url:
+                is_same = ref.settings == first.settings
+                ref = first if is_same else replace(first, name=ref.name, settings=ref.settings)
+            elif not (ref.url or client or chat.cache_salt):
+                raise bad_request(f"{ref.name}: {OPEN}.", "cache_salt", "missing_required_parameter")
+            else:
+                ref = replace(ref, key=key)
+            if ref.url:
+                sent.setdefault(key, ref)
+        keyed.append(ref)
+    keys = {ref.key for ref in keyed if ref.key and (not ref.url or is_elsewhere(ref.url))}
+    named = await context.engines.resolve_names(state.request_id, keys) if keys else {}
+    resolved = {id(ref): replace(ref, named=_meaning(ref, named)) for ref in keyed}
+    return [resolved[id(ref)] for ref in keyed]
+
+
+def _meaning(ref: MediaRef, named: Mapping[bytes, NamedMedia]) -> NamedMedia | None:
+    media = named.get(ref.key) if ref.key else None
+    if ref.key and not ref.url:
+        return media or NamedMedia(ref.key, is_frames=True)  # a digest that nothing is found by
+    return media if media and media.url == url_hash(ref.url) else None
+
+
+async def fetch_absent(
+    context: AppContext,
+    refs: Sequence[MediaRef],
+    items: Sequence[FetchedItem],
+    found: Container[bytes],
+    received: Received,
+) -> list[FetchedItem]:
+    """`items`, those of `refs`, with the bytes of all whose hashes were not `found`; `received` as for
+    `MediaLoader.fetch`. Raises ApiError: 404 for the names alone that were not found, 400 for two contents under one
+    name; MediaError."""
+    named = {id(ref): (ref, item) for ref, item in zip(refs, items, strict=True) if ref.named}
+    absent = {number: pair for number, pair in named.items() if pair[1].media_hash not in found}
+    if unknown := [ref.name for ref, _ in absent.values() if not ref.url]:
+        raise ApiError(404, f"{', '.join(unknown)}: {NOT_FOUND}.", code="media_not_found", param="messages")
+    metrics.media_named_hits_total.inc(len(named) - len(absent))
+    urls = [replace(ref, named=None) for ref, _ in absent.values()]
+    fetched = await context.media.fetch(urls, [[item.settings] for _, item in absent.values()], received)
+    whole = {number: item for number, (item,) in zip(absent, fetched, strict=True)}
+    items = [whole.get(id(ref), item) for ref, item in zip(refs, items, strict=True)]
+    digests: dict[bytes, bytes] = {}
+    for ref, item in zip(refs, items, strict=True):
+        if ref.key and digests.setdefault(ref.key, item.content.digest) != item.content.digest:
+            raise bad_request(f"{ref.name}: {AMBIGUOUS}.", "messages")
+    return items
+
+
+def bind_names(
+    context: AppContext,
+    refs: Sequence[MediaRef],
+    items: Sequence[FetchedItem],
+    processed: Mapping[bytes, ProcessedItem],
+) -> None:
+    """The names of `refs` mean `items` from now on, which are `processed` or were found; but no video of which a part
+    is missing. Raises EngineError."""
+    bindings: dict[bytes, NamedMedia] = {}
+    for ref, item in zip(refs, items, strict=True):
+        is_whole = item.media_hash not in processed or processed[item.media_hash].missing is None
+        if ref.key and ref.url and is_whole:
+            url = url_hash(ref.url) if is_elsewhere(ref.url) else b""
+            bindings[ref.key] = NamedMedia(item.content.digest, url, item.content.frames is not None)
+    context.engines.bind_names(bindings)
