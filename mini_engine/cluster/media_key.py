@@ -41,10 +41,10 @@ def media_key(body: SplitBody, path: str) -> str:
         request = msgspec.json.decode(text, type=dict[str, Any])
         messages = request.get("messages")
         messages = messages if isinstance(messages, list) else []
-        for field, text in _media(messages):
+        for field, known_by in _media(messages):
             if field == "uuid":
-                return _hash(msgspec.json.encode([text, request.get("cache_salt")]))
-            return _hash(urls[text].data if text in urls else _identity(text))
+                return _hash(msgspec.json.encode([known_by, request.get("cache_salt")]))
+            return _hash(urls[known_by].data if known_by in urls else _identity(known_by))
         return _hash(msgspec.json.encode(messages[0] if messages else request.get("prompt")))
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return _hash(path.encode())

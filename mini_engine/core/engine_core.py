@@ -29,7 +29,7 @@ from mini_engine.launch.child import Child
 from mini_engine.log import about
 from mini_engine.messages import (
     Abandoned,
-    BindNames,
+    BindName,
     ControlReply,
     ControlRequest,
     EngineLimits,
@@ -149,8 +149,8 @@ class EngineCore:
                 media.abandoned(number)
             case ResolveNames(request_id=request_id, keys=keys):
                 self.links.send(peer, NamesResolved(request_id, self.names.resolve(keys)))
-            case BindNames(named=named):
-                self.names.bind(named)
+            case BindName(key=key, media=named):
+                self.names.bind(key, named)
 
     def _handle_control(self, control: ControlRequest, peer: bytes) -> None:
         if control.action == "ping":

@@ -11,8 +11,7 @@ import contextlib
 import hashlib
 import itertools
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, Protocol
 
 import zmq
@@ -24,14 +23,12 @@ from mini_engine.engine_client.request_sender import RequestSender
 from mini_engine.log import about
 from mini_engine.messages import (
     AnyMessage,
-    BindNames,
     ControlReply,
     ControlRequest,
     Finish,
     FinishReason,
     Found,
     MediaMiss,
-    NamedMedia,
     NamesResolved,
     NewRequest,
     Outputs,
@@ -130,11 +127,6 @@ class EngineHandle:
         if request_id in self.requests:
             with contextlib.suppress(EngineError):
                 self._send(Finish(request_id, reason))
-
-    def bind_names(self, named: dict[bytes, NamedMedia]) -> None:
-        """Have the core bind these names; lost if it is down."""
-        with contextlib.suppress(EngineError):
-            self._send(BindNames(named))
 
     def control(self, action: Literal["ping", "stats", "reset_caches"]) -> asyncio.Future[ControlReply | None]:
         """Send a control request. The future, which must not be cancelled, is None if the engine is down."""
@@ -295,15 +287,10 @@ class EngineClient:
         finally:
             engine.preparing.pop(request_id, None)
 
-    async def resolve_names(self, request_id: str, keys: Iterable[bytes]) -> dict[bytes, NamedMedia]:
-        """What names mean, by key; of each its home knows it. Raises EngineError: no engine runs, or a home dies."""
-        answers = [home.media.resolve_names(request_id, own) for home, own in self._by_home(keys).items()]
-        return {key: media for named in await asyncio.gather(*answers) for key, media in named.items()}
-
-    def bind_names(self, named: Mapping[bytes, NamedMedia]) -> None:
-        """Have the homes bind these. Raises EngineError: no engine runs."""
-        for home, keys in self._by_home(named).items():
-            home.bind_names({key: named[key] for key in keys})
+    def home_of(self, key: bytes) -> EngineHandle:
+        """The engine that keeps what the name with this key means, however busy it is. Raises EngineError."""
+        self.check()
+        return preferred(key, self._running)
 
     async def refresh_metrics(self) -> None:
         """Bring the engines' metrics up to date; those of an engine that does not answer in time stay as they are."""
@@ -346,14 +333,6 @@ class EngineClient:
         if not self._running and (why := self.engines[0].stopped):
             for end in list(self.preparing):
                 end(why)
-
-    def _by_home(self, keys: Iterable[bytes]) -> dict[EngineHandle, list[bytes]]:
-        """The home of each key is the engine that rendezvous hashing prefers, however busy it is."""
-        self.check()
-        homes: defaultdict[EngineHandle, list[bytes]] = defaultdict(list)
-        for key in keys:
-            homes[preferred(key, self._running)].append(key)
-        return homes
 
     @property
     def _running(self) -> list[EngineHandle]:

@@ -18,6 +18,7 @@ from mini_engine import metrics
 from mini_engine.messages import (
     Abandoned,
     AnyMessage,
+    BindName,
     CachedMedia,
     Found,
     Lookup,
@@ -93,6 +94,11 @@ class MediaStoreClient:
         """What is bound here, by key. Raises EngineError: the engine is down."""
         resolved: NamesResolved = await self._ask(request_id, ResolveNames(request_id, keys))
         return resolved.named
+
+    def bind_name(self, key: bytes, media: NamedMedia) -> None:
+        """From now on the name with this key means `media`. Lost if the engine is down."""
+        with contextlib.suppress(EngineError):
+            self._send(BindName(key, media))
 
     async def place(self, request: NewRequest) -> NewRequest:
         """`request` with None in place of the tensors that the store holds now. Raises EngineError."""

@@ -5,12 +5,15 @@ that its bytes are absent: of what the engine does not have, a URL is fetched af
 A name is known within one API key and one `cache_salt`.
 """
 
+import asyncio
+from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 from starlette.datastructures import State
 
 from mini_engine import metrics
+from mini_engine.engine_client.engines import EngineHandle
 from mini_engine.http.context import AppContext
 from mini_engine.media.hashing import name_key, url_hash
 from mini_engine.media.loader import FetchedItem
@@ -52,8 +55,11 @@ async def resolve_names(context: AppContext, chat: ChatRequest, refs: list[Media
             if ref.url:
                 sent.setdefault(key, ref)
         keyed.append(ref)
-    keys = {ref.key for ref in keyed if ref.key and (not ref.url or is_elsewhere(ref.url))}
-    named = await context.engines.resolve_names(state.request_id, keys) if keys else {}
+    homes: defaultdict[EngineHandle, list[bytes]] = defaultdict(list)
+    for key in {ref.key for ref in keyed if ref.key and (not ref.url or is_elsewhere(ref.url))}:
+        homes[context.engines.home_of(key)].append(key)
+    answers = await asyncio.gather(*(home.media.resolve_names(state.request_id, keys) for home, keys in homes.items()))
+    named = {key: media for answer in answers for key, media in answer.items()}
     resolved = {id(ref): replace(ref, named=_meaning(ref, named)) for ref in keyed}
     return [resolved[id(ref)] for ref in keyed]
 
@@ -99,10 +105,10 @@ def bind_names(
 ) -> None:
     """The names of `refs` mean `items` from now on, which are `processed` or were found; but no video of which a part
     is missing. Raises EngineError."""
-    bindings: dict[bytes, NamedMedia] = {}
     for ref, item in zip(refs, items, strict=True):
         is_whole = item.media_hash not in processed or processed[item.media_hash].missing is None
         if ref.key and ref.url and is_whole:
             url = url_hash(ref.url) if is_elsewhere(ref.url) else b""
-            bindings[ref.key] = NamedMedia(item.content.digest, url, item.content.frames is not None)
-    context.engines.bind_names(bindings)
+            media = NamedMedia(item.content.digest, url, item.content.frames is not None)
+            if media != ref.named:
+                context.engines.home_of(ref.key).media.bind_name(ref.key, media)

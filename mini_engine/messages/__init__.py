@@ -17,10 +17,11 @@ from mini_engine.messages.handshake import (
     Drain, EngineLimits, Hello, Init, MediaCachePlan, PeerGone, RankAddress, Ready, Refused,
     Role, Serving, Start, TransportChoice,
 )  # fmt: skip
+from mini_engine.messages.names import BindName, NamedMedia, NamesResolved, ResolveNames
 from mini_engine.messages.requests import (
-    Abandoned, BindNames, CachedMedia, ControlReply, ControlRequest, EngineStats, EngineTimes, Finish, FinishReason,
-    Found, Lookup, MediaMiss, NamedMedia, NamesResolved, NewRequest, Outputs, RequestOutput, Reserve, Reserved,
-    ResolveNames, SamplingParams, ChildRequest, TokenLogprob, Unreserve, Written,
+    Abandoned, CachedMedia, ControlReply, ControlRequest, EngineStats, EngineTimes, Finish, FinishReason, Found,
+    Lookup, MediaMiss, NewRequest, Outputs, RequestOutput, Reserve, Reserved, SamplingParams,
+    ChildRequest, TokenLogprob, Unreserve, Written,
 )  # fmt: skip
 from mini_engine.messages.steps import (
     Chunk, EncodeItem, Grammar, GrammarReady, KeepMedia, MediaFailed, MediaReady, NewSequence, SampledToken, StateStart,
@@ -43,7 +44,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 AnyMessage = (
     Hello | Init | Ready | Refused | Start | Serving | Drain | PeerGone
     | NewRequest | Finish | Outputs | MediaMiss | ControlRequest | ControlReply
-    | Lookup | Found | Reserve | Reserved | Written | Abandoned | Unreserve | ResolveNames | NamesResolved | BindNames
+    | Lookup | Found | Reserve | Reserved | Written | Abandoned | Unreserve | ResolveNames | NamesResolved | BindName
     | Step | StepResult | WorkerReady | MediaReady | MediaFailed | GrammarReady
     | TensorMessage | ProbeResult | DeviceSlots
 )  # fmt: skip

@@ -125,34 +125,6 @@ class MediaMiss(Message, frozen=True):
     request_id: str
 
 
-class NamedMedia(msgspec.Struct, frozen=True, array_like=True):
-    """What a name that a client gave to an image or video means: see `core/caches/media_names.py`."""
-
-    digest: bytes  # of the content; for a name without a meaning one that no content has
-    url: bytes = b""  # hash of the `http(s)://` URL that the content was downloaded from
-    is_frames: bool = False  # a video that was sent as its frames
-
-
-class ResolveNames(Message, frozen=True):
-    """API server -> core: what do these names mean? By their keys."""
-
-    request_id: str
-    keys: list[bytes]
-
-
-class NamesResolved(Message, frozen=True):
-    """Core -> API server: answer to `ResolveNames`, of those that mean something."""
-
-    request_id: str
-    named: dict[bytes, NamedMedia]
-
-
-class BindNames(Message, frozen=True):
-    """API server -> core: these names mean this from now on. No answer."""
-
-    named: dict[bytes, NamedMedia]
-
-
 class Finish(Message, frozen=True):
     """API server -> core: end this request: stop string found, or client gone. Ignored after its end."""
 

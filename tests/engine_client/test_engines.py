@@ -42,8 +42,7 @@ def choices(client: EngineClient) -> list[int]:
 
 def homes(client: EngineClient) -> list[int]:
     """The engine that keeps what each of `HASHES` as a key of a name means."""
-    by_key = {key: home.number for home, keys in client._by_home(HASHES).items() for key in keys}
-    return [by_key[key] for key in HASHES]
+    return [client.home_of(key).number for key in HASHES]
 
 
 async def test_engine_with_the_fewest_samples_is_chosen(clients: list[EngineClient]) -> None:

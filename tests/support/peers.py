@@ -16,7 +16,7 @@ import zmq.asyncio
 from mini_engine.core.caches.media_names import MediaNames
 from mini_engine.messages import (
     AnyMessage,
-    BindNames,
+    BindName,
     CachedMedia,
     ControlReply,
     ControlRequest,
@@ -88,7 +88,7 @@ class ScriptedCore:
                     self.look_ups.append(look_up)
                     if "look_up" in self.replies_to:
                         await self.send(Found(request_id, [self.kept[one] for one in hashes if one in self.kept]))
-                case ResolveNames() | BindNames() as message:
+                case ResolveNames() | BindName() as message:
                     await self._handle_names(message)
                 case Unreserve(request_id=request_id):
                     self.unreserved.append(request_id)
@@ -106,9 +106,9 @@ class ScriptedCore:
                     if action in self.replies_to:
                         await self.send(ControlReply(number, self.stats if action == "stats" else None))
 
-    async def _handle_names(self, message: ResolveNames | BindNames) -> None:
-        if isinstance(message, BindNames):
-            self.names.bind(message.named)
+    async def _handle_names(self, message: ResolveNames | BindName) -> None:
+        if isinstance(message, BindName):
+            self.names.bind(message.key, message.media)
         else:
             self.num_resolved += 1
             await self.send(NamesResolved(message.request_id, self.names.resolve(message.keys)))

@@ -1,12 +1,12 @@
 """Media by name: which content a client means by the `uuid` of a part.
 
-A binding has one home, the engine core that all API servers choose by its key alone (`EngineClient.resolve_names`), so
+A binding has one home, the engine core that all API servers choose by its key alone (`EngineClient.home_of`), so
 any of them resolves what another has bound, and none keeps anything. The content itself is elsewhere, or nowhere: this
 says what it is, and the media caches say whether they have it. Knows neither names nor clients, only keys.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from mini_engine.messages import NamedMedia
 
@@ -22,15 +22,15 @@ class MediaNames:
     def resolve(self, keys: Iterable[bytes]) -> dict[bytes, NamedMedia]:
         """The known ones of these, which are used now."""
         named = {key: self._named[key] for key in keys if key in self._named}
-        self.bind(named)
+        for key in named:
+            self._named.move_to_end(key)
         return named
 
-    def bind(self, named: Mapping[bytes, NamedMedia]) -> None:
-        """Each of these means this from now on, whatever it meant before."""
-        for key, media in named.items():
-            self._named[key] = media
-            self._named.move_to_end(key)
-        while len(self._named) > MAX_NAMES:
+    def bind(self, key: bytes, media: NamedMedia) -> None:
+        """The name with this key means this from now on, whatever it meant before."""
+        self._named[key] = media
+        self._named.move_to_end(key)
+        if len(self._named) > MAX_NAMES:
             self._named.popitem(last=False)
 
     def reset(self) -> None:
