@@ -22,6 +22,12 @@ def asking(
     return ClientRequest(server, api, question, messages=[{"role": "user", "content": content}], cache_salt=salt)
 
 
+def assert_not_found(request: ClientRequest) -> None:
+    response = request.response()
+    assert response.status == 404 and b"media_not_found" in response.read()
+    request.hang_up()
+
+
 def test_names_are_known_to_all_api_servers_and_survive_the_one_that_was_sent_the_data() -> None:
     """Four names, so that some have their home at the engine that has the item, and others at the other one."""
     with RunningServer("-tp", "1", "-dp", "2", "--api-server-count", "3") as server:
@@ -39,10 +45,7 @@ def test_names_are_known_to_all_api_servers_and_survive_the_one_that_was_sent_th
             assert asking(server, api, uuid, question).answer() == question.answer
         assert server.total("media_decodes_total", "api 1") == decodes
         uuid, question = next(iter(QUESTIONS.items()))
-        refused = asking(server, "api 1", uuid, question, salt="another")
-        response = refused.response()
-        assert response.status == 404 and b"media_not_found" in response.read()
-        refused.hang_up()
+        assert_not_found(asking(server, "api 1", uuid, question, salt="another"))
         server.get("/reset_caches", method="POST")
-        assert asking(server, "api 2", uuid, question).response().status == 404
+        assert_not_found(asking(server, "api 2", uuid, question))
         server.assert_at_rest("api 1")
