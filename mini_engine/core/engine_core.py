@@ -236,7 +236,7 @@ class EngineCore:
         """A rank has run a step. Those that all ranks have run retire, in the order of dispatch."""
         flight = next(flight for flight in self.in_flight if flight.step.number == result.number)
         flight.num_reports += 1
-        flight.tokens = result.tokens or flight.tokens
+        flight.result = flight.result if result.rank else result
         while self.in_flight and self.in_flight[0].num_reports == self.config.tensor_parallel_size:
             for peer, number in self.pings:
                 self.links.send(peer, ControlReply(number))
@@ -264,9 +264,13 @@ class EngineCore:
             if work.epoch == work.request.epoch:  # else it has ended, or lost its blocks, while the step ran
                 self._publish(work.request, work.end)
             self._publish_snapshots(work)
-        for sampled in flight.tokens:
+        assert flight.result is not None, "all ranks have reported"
+        for sampled in flight.result.tokens:
             if (request := self.requests.get(sampled.request_id)) is not None:  # else it ended while the step ran
                 self._deliver(request, sampled)
+        for request_id, pooled in flight.result.pooled.items():
+            if (request := self.requests.get(request_id)) is not None:
+                self._deliver_pooled(request, pooled)
         for message in flight.step.release:
             if (peer := self.links.identities.get(message.incarnation)) is not None:  # else its sender is dead
                 self.outputs[peer].consumed.append(message)
@@ -330,6 +334,13 @@ class EngineCore:
         self.outputs[request.peer].outputs.append(output)
         if reason is not None:
             self._remove(request)
+
+    def _deliver_pooled(self, request: Request, pooled: bytes) -> None:
+        """Send its only output."""
+        times, cached = request.times_so_far(self.encoder.ready_since(request.media_tokens)), request.num_cached or 0
+        output = RequestOutput(request.id, [], "stop", num_cached_tokens=cached, times=times, pooled=pooled)
+        self.outputs[request.peer].outputs.append(output)
+        self._remove(request)
 
     # --- end of a request --------------------------------------------------------------------------------------------
 

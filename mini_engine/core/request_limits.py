@@ -9,6 +9,7 @@ from mini_engine.model.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
+MOST_POOLED_TOKENS = 16  # their rows of the head take less memory than the logits of a sampled token
 LEAST_SNAPSHOT_INTERVAL = 256  # tokens; requests diverge at places that have snapshots of their own, seldom elsewhere
 
 
@@ -50,16 +51,19 @@ def problem_with(new: NewRequest, model: ModelConfig, limits: EngineLimits) -> s
 
     API servers check the same; a rank that failed in the middle of a step would end the engine.
     """
-    length = len(new.prompt_token_ids)
-    if not length or new.sampling.max_tokens < 1:
+    length, max_tokens, pooled = len(new.prompt_token_ids), new.sampling.max_tokens, new.pooling
+    if not length or max_tokens < 1:
         return "the prompt is empty, or max_tokens is below 1"
-    if length + new.sampling.max_tokens > limits.max_model_len:
-        return f"{length} prompt tokens and {new.sampling.max_tokens} output tokens exceed {limits.max_model_len}"
+    if pooled is not None and (max_tokens > 1 or new.children or len(pooled.token_ids) > MOST_POOLED_TOKENS):
+        return f"pooling with several outputs, or with more than {MOST_POOLED_TOKENS} tokens"
+    num_outputs = max_tokens if pooled is None else 0
+    if length + num_outputs > limits.max_model_len:
+        return f"{length} prompt tokens and {num_outputs} output tokens exceed {limits.max_model_len}"
     if min(new.prompt_token_ids) < 0 or max(new.prompt_token_ids) >= model.text.vocab_size:
         return f"a prompt token id is out of range [0, {model.text.vocab_size - 1}]"
-    barred = {*new.sampling.stop_token_ids, *new.sampling.logit_bias}
-    if barred and not 0 <= min(barred) <= max(barred) < model.text.vocab_size:
-        return f"a stop_token_ids or logit_bias token id is out of range [0, {model.text.vocab_size - 1}]"
+    named = {*new.sampling.stop_token_ids, *new.sampling.logit_bias, *(pooled.token_ids if pooled is not None else ())}
+    if named and not 0 <= min(named) <= max(named) < model.text.vocab_size:
+        return f"a stop_token_ids, logit_bias or pooling token id is out of range [0, {model.text.vocab_size - 1}]"
     distinct = {item.media_hash: item.num_tokens for item in new.media}
     if sum(distinct.values()) > limits.max_prompt_media_tokens:
         return f"its media take {sum(distinct.values())} tokens, more than {limits.max_prompt_media_tokens}"

@@ -373,5 +373,6 @@ class Scheduler:
             sampling = request.new.sampling
             if request.seed != sampling.seed:
                 sampling = msgspec.structs.replace(sampling, seed=request.seed)
-            plan.started.append(NewSequence(request.id, request.new.prompt_token_ids, sampling, request.media))
+            new = NewSequence(request.id, request.new.prompt_token_ids, sampling, request.media, request.new.pooling)
+            plan.started.append(new)
             request.announced = True

@@ -15,9 +15,9 @@ from mini_engine.messages import (
     KeepMedia,
     MessageId,
     NewSequence,
-    SampledToken,
     StateStart,
     Step,
+    StepResult,
 )
 
 
@@ -64,7 +64,7 @@ class InFlight:
     unreferenced: list[References]  # to cached media; they end when this step retires
     begun_at: float = 0.0  # when the ranks could begin it, by `StepTimes.clock`
     num_reports: int = 0
-    tokens: list[SampledToken] = dataclasses.field(default_factory=list)  # from rank 0
+    result: StepResult | None = None  # of rank 0
 
 
 class StepBuilder:

@@ -11,7 +11,8 @@ import contextlib
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Protocol
 
 import zmq
@@ -263,13 +264,13 @@ class EngineClient:
 
     @contextlib.contextmanager
     def choose(
-        self, request_id: str, samples: int, digest: bytes | None = None, margin: float = LOAD_MARGIN
+        self, request_id: str, samples: int, digest: bytes | None = None, is_named: bool = False
     ) -> Iterator[EngineHandle]:
         """The engine for a request with `samples` samples whose first item of media has this content digest.
 
-        Without media the one with the fewest unfinished samples. With them, of those with up to `margin` more, the one
-        that rendezvous hashing prefers (Thaler and Ravishankar 1998): so all API servers send the same media to the
-        same engine, which caches them, without a message between the servers.
+        Without media the one with the fewest unfinished samples. With them, of those with up to `LOAD_MARGIN` more, the
+        one that rendezvous hashing prefers (Thaler and Ravishankar 1998): so all API servers send the same media to the
+        same engine, which caches them, without a message between the servers. With `is_named` whatever its load.
 
         The request counts as the engine's from now on; it is submitted inside of the block. If the block fails or is
         cancelled, the engine releases the media that the request refers to. Raises EngineError: no engine runs.
@@ -277,7 +278,7 @@ class EngineClient:
         self.check()
         engine = min(self._running, key=lambda running: running.load)
         if digest is not None:
-            engine = preferred(digest, (running for running in self._running if running.load <= engine.load + margin))
+            engine = self.preferred(digest, math.inf if is_named else engine.load + LOAD_MARGIN)
         engine.preparing[request_id] = samples
         try:
             yield engine
@@ -287,10 +288,12 @@ class EngineClient:
         finally:
             engine.preparing.pop(request_id, None)
 
-    def home_of(self, key: bytes) -> EngineHandle:
-        """The engine that keeps what the name with this key means, however busy it is. Raises EngineError."""
+    def preferred(self, key: bytes, most: float = math.inf) -> EngineHandle:
+        """The engine that rendezvous hashing gives `key`, of those with up to `most` unfinished samples. Raises
+        EngineError: no engine runs."""
         self.check()
-        return preferred(key, self._running)
+        running = [running for running in self._running if running.load <= most]
+        return max(running, key=lambda running: hashlib.blake2b(key + bytes([running.number])).digest())
 
     async def refresh_metrics(self) -> None:
         """Bring the engines' metrics up to date; those of an engine that does not answer in time stay as they are."""
@@ -337,11 +340,6 @@ class EngineClient:
     @property
     def _running(self) -> list[EngineHandle]:
         return [engine for engine in self.engines if engine.stopped is None]
-
-
-def preferred(key: bytes, engines: Iterable[EngineHandle]) -> EngineHandle:
-    """The one of `engines` that rendezvous hashing gives `key`."""
-    return max(engines, key=lambda engine: hashlib.blake2b(key + bytes([engine.number])).digest())
 
 
 def send_now(socket: zmq.asyncio.Socket, frame: bytes) -> None:

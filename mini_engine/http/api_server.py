@@ -94,11 +94,15 @@ def load(init: Init, index: int) -> ModelFront:
         template = Path(config.chat_template).read_text(encoding="utf-8") if config.chat_template else None
         renderer = ChatRenderer(processor.hf_processor, template, config.tool_call_parser, config.reasoning_parser)
         vocabulary = Vocabulary(processor.hf_processor.tokenizer)
-        vocab_size = ModelConfig.from_dir(init.model_dir).text.vocab_size
+        model = ModelConfig.from_dir(init.model_dir)
+        vision = model.vision
+        processor.check_sizes(vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
     except (OSError, ValueError, ApiError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     defaults = SamplingDefaults.load(init.model_dir, config.generation_config)
-    return ModelFront(renderer, vocabulary, vocab_size, settings, media_loader(config, index, processor), defaults)
+    return ModelFront(
+        renderer, vocabulary, model.text.vocab_size, settings, media_loader(config, index, processor), defaults
+    )
 
 
 def media_loader(config: EngineConfig, index: int, processor: MediaProcessor) -> MediaLoader:

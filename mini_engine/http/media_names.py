@@ -21,6 +21,7 @@ from mini_engine.media.processor import ProcessedItem
 from mini_engine.media.sources.fetch import is_elsewhere
 from mini_engine.media.sources.policy import Received
 from mini_engine.messages import NamedMedia
+from mini_engine.prompt.renderer import collect_media
 from mini_engine.protocol.api_errors import ApiError, bad_request
 from mini_engine.protocol.bodies import ChatRequest
 from mini_engine.protocol.parts import MediaRef
@@ -30,13 +31,14 @@ NOT_FOUND = "this server does not have what this `uuid` names, or not with these
 AMBIGUOUS = "this `uuid` names another content before in this request; a name has one content"
 
 
-async def resolve_names(context: AppContext, chat: ChatRequest, refs: list[MediaRef], state: State) -> list[MediaRef]:
-    """`refs`, of which those with a `uuid` have a key. A name alone is `named`, and so is a URL that was downloaded
-    under its name before; unless this request has sent the name with data before: then it is that part again, the same
-    object if its settings are the same.
+async def resolve_names(context: AppContext, chat: ChatRequest, state: State) -> list[MediaRef]:
+    """The media of a conversation, of which those with a `uuid` have a key. A name alone is `named`, and so is a URL
+    that was downloaded under its name before; unless this request has sent the name with data before: then it is that
+    part again, the same object if its settings are the same.
 
-    Raises ApiError: 400 for a name alone that other clients may use; EngineError.
+    Raises ApiError: 400 for too many items, and for a name alone that other clients may use; EngineError.
     """
+    refs = collect_media(chat.messages, context.config.item_limits)
     if not any(ref.uuid for ref in refs):
         return refs
     client = state.client if context.config.api_key else b""
@@ -57,7 +59,7 @@ async def resolve_names(context: AppContext, chat: ChatRequest, refs: list[Media
         keyed.append(ref)
     homes: defaultdict[EngineHandle, list[bytes]] = defaultdict(list)
     for key in {ref.key for ref in keyed if ref.key and (not ref.url or is_elsewhere(ref.url))}:
-        homes[context.engines.home_of(key)].append(key)
+        homes[context.engines.preferred(key)].append(key)
     answers = await asyncio.gather(*(home.media.resolve_names(state.request_id, keys) for home, keys in homes.items()))
     named = {key: media for answer in answers for key, media in answer.items()}
     resolved = {id(ref): replace(ref, named=_meaning(ref, named)) for ref in keyed}
@@ -111,4 +113,4 @@ def bind_names(
             url = url_hash(ref.url) if is_elsewhere(ref.url) else b""
             media = NamedMedia(item.content.digest, url, item.content.frames is not None)
             if media != ref.named:
-                context.engines.home_of(ref.key).media.bind_name(ref.key, media)
+                context.engines.preferred(ref.key).media.bind_name(ref.key, media)

@@ -25,8 +25,12 @@ class HostCopy:
             self._done = torch.cuda.Event(blocking=True)
             self._done.record()
 
-    def values(self) -> Any:
-        """Waits for them; nested as the tensor is."""
+    def tensor(self) -> Tensor:
+        """Waits for them. What was on the host already is not copied."""
         if self._done is not None:
             self._done.synchronize()
-        return self._host.tolist()
+        return self._host
+
+    def values(self) -> Any:
+        """Waits for them; nested as the tensor is."""
+        return self.tensor().tolist()

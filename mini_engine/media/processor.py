@@ -90,6 +90,14 @@ class MediaProcessor:
         video = _call(self._video, device) | {"do_sample_frames": False, "return_metadata": True}
         self.calls: Calls = {"image": _call(self._image, device), "video": video}
 
+    def check_sizes(self, *model_sizes: int) -> None:
+        """Raises ValueError: the model has another patch size, temporal patch size or merge size."""
+        sizes = (self.patch_size, self.step, self._image.merge_size)
+        if sizes != model_sizes:
+            names = "patch_size, temporal_patch_size and merge_size"
+            problem = f"the processor has {names} {sizes}, the model {model_sizes}"
+            raise ValueError(f"{problem}; copy the processor files from the model's source")
+
     def check(self, settings: MediaSettings) -> None:
         """Runs the processor on a grey image and video, so that bad settings and files fail here: a ValueError."""
         with _explained("the model's processor fails on a grey image or video; check --mm-processor-kwargs"):

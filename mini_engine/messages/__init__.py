@@ -20,7 +20,7 @@ from mini_engine.messages.handshake import (
 from mini_engine.messages.names import BindName, NamedMedia, NamesResolved, ResolveNames
 from mini_engine.messages.requests import (
     Abandoned, CachedMedia, ControlReply, ControlRequest, EngineStats, EngineTimes, Finish, FinishReason, Found,
-    Lookup, MediaMiss, NewRequest, Outputs, RequestOutput, Reserve, Reserved, SamplingParams,
+    Lookup, MediaMiss, NewRequest, Outputs, PoolingParams, RequestOutput, Reserve, Reserved, SamplingParams,
     ChildRequest, TokenLogprob, Unreserve, Written,
 )  # fmt: skip
 from mini_engine.messages.steps import (

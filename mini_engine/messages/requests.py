@@ -30,6 +30,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     grammar: bytes = b""  # digest of `NewRequest.grammar`, client and cache salt, which share it; empty: any output
 
 
+class PoolingParams(msgspec.Struct, frozen=True, array_like=True):
+    """What to return of a prompt's last token, instead of sampling: float32 numbers."""
+
+    token_ids: list[int] = []  # empty: its hidden state after the last norm; else the logits of these tokens
+
+
 class ChildRequest(msgspec.Struct, frozen=True, array_like=True):
     """A further sample (`n` > 1) of a request, which differs in id and seed."""
 
@@ -42,13 +48,14 @@ class NewRequest(Message, frozen=True):
 
     request_id: str
     prompt_token_ids: list[int]
-    sampling: SamplingParams
+    sampling: SamplingParams = SamplingParams(max_tokens=1, seed=0)  # left out with `pooling`
     media: list[MediaItem] = []
     client: bytes = b""  # opaque; clients take turns
     priority: int = 0  # lower goes first, of one client's
     cache_salt: str = ""  # prefix-cache blocks are shared only within one salt
     children: list[ChildRequest] = []  # each ends in a finish message of its own
     grammar: str = ""  # in llguidance's Lark: an output matches it, then a stop token ends it; empty: any output
+    pooling: PoolingParams | None = None  # sample nothing, and have no children: one output ends it
 
 
 class CachedMedia(msgspec.Struct, frozen=True, array_like=True):
@@ -167,6 +174,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[list[TokenLogprob]] = []  # if asked for, of each of `token_ids`: its own, then the likeliest
     num_cached_tokens: int = 0  # with the first tokens: how many of the prompt's tokens the prefix cache held
     times: EngineTimes | None = None  # with the first and the last tokens of a request, but not of its children
+    pooled: bytes = b""  # of a request with `pooling`, little-endian float32: hidden_size numbers, or one of each token
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):

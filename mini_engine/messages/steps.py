@@ -2,7 +2,7 @@
 
 import msgspec
 
-from mini_engine.messages.requests import SamplingParams, TokenLogprob
+from mini_engine.messages.requests import PoolingParams, SamplingParams, TokenLogprob
 from mini_engine.messages.tensors import MediaItem, Message, MessageId, TensorHandle
 
 
@@ -13,6 +13,7 @@ class NewSequence(msgspec.Struct, frozen=True):
     prompt_token_ids: list[int]
     sampling: SamplingParams
     media: list[MediaItem]
+    pooling: PoolingParams | None = None  # with it the last chunk of the prompt samples nothing: `StepResult.pooled`
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
@@ -97,11 +98,12 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(Message, frozen=True):
-    """Rank -> core, in step order. Rank 0 sends the tokens, the others an empty list."""
+    """Rank -> core, in step order. Rank 0 sends the tokens and the pooled numbers, the others none."""
 
     number: int
     tokens: list[SampledToken] = []
     rank: int = 0
+    pooled: dict[str, bytes] = {}  # by request id, see `RequestOutput`
 
 
 class WorkerReady(Message, frozen=True):

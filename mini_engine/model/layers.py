@@ -326,6 +326,14 @@ class VocabParallelEmbedding(Layer):
         ends = pairwise(self.vocab_size * rank // size for rank in range(size + 1))
         return torch.cat([part[:, : end - start] for part, (start, end) in zip(gathered, ends, strict=True)], dim=-1)
 
+    def project_to(self, x: Tensor, rows: Tensor, token_ids: Tensor) -> Tensor:
+        """See `VisionLanguageModel.logits_of`."""
+        if isinstance(self.weight, nn.Parameter):
+            # Few rows of the head, in float32: bfloat16 would round a difference of two logits to an eighth.
+            return (x[rows].float() * self(token_ids).float()).sum(-1)
+        scores = self.project(x)
+        return x.new_zeros(len(rows)).float() if scores is None else scores[rows, token_ids].float()
+
     def pieces(self) -> Iterator[WeightSlice]:
         shape, twin = (self.vocab_size, self.size), self.twin and f"{self.twin}.weight"
         held = part_of(self.weight, slice(0, self.part.stop - self.part.start), self.size)

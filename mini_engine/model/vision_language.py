@@ -95,3 +95,9 @@ class VisionLanguageModel(nn.Module):
     def logits(self, rows: Tensor) -> Tensor | None:
         """`[rows, hidden_size]` -> `[rows, vocab_size]` in the parameters' dtype, on rank 0; None on the others."""
         return self.head.project(rows)
+
+    def logits_of(self, hidden: Tensor, rows: Tensor, token_ids: Tensor) -> Tensor:
+        """`[n, hidden_size]`, int `[k]` and int `[k]` -> float32 `[k]`, of each of the rows the logit of its token, on
+        rank 0; what the others get has no meaning. A collective."""
+        head = self.embedding if self.config.tie_word_embeddings else self.head  # the table is not quantised
+        return head.project_to(hidden, rows, token_ids)

@@ -28,17 +28,18 @@ class SequenceState:
     tokens: int64, room for the prompt and all of its output; known up to the one sampled last.
     blocks: int64, the block table: the first `num_blocks` count.
     state_index: of its recurrent state, if any.
+    pooling: what the end of its prompt returns, if it samples nothing.
     problem: why its grammar can be followed no further, as a text for the client; on rank 0.
     """
 
     def __init__(self, new: NewSequence, vision: VisionConfig, block_size: int) -> None:
         self.request_id = new.request_id
-        self.sampling = RowSampling.of(new.sampling)
+        self.sampling, self.pooling = RowSampling.of(new.sampling), new.pooling
         self.problem = ""
         self._followed = 0  # tokens of the output that the grammar's process knows
         self.media = new.media
         self.prompt_length = len(new.prompt_token_ids)
-        longest = self.prompt_length + new.sampling.max_tokens
+        longest = self.prompt_length + (new.sampling.max_tokens if new.pooling is None else 0)
         self.tokens = np.empty(longest, dtype=np.int64)
         self.tokens[: self.prompt_length] = new.prompt_token_ids
         self.blocks = np.empty(-(-longest // block_size), dtype=np.int64)
@@ -101,6 +102,18 @@ class ChunkRows(NamedTuple):
     first: int
     stop: int
 
+    @property
+    def last_row(self) -> int:
+        return self.first + self.chunk.num_tokens - 1
+
+
+class PooledRow(NamedTuple):
+    """A row of the batch that ends the prompt of a request with `PoolingParams`."""
+
+    request_id: str
+    row: int
+    token_ids: list[int]
+
 
 @dataclass(frozen=True)
 class FlatBatch:
@@ -108,14 +121,16 @@ class FlatBatch:
 
     Tensors are int64 on the CPU: `token_ids` `[n]`, `positions` `[3, n]`, `cache_indices` `[n]` (block * block_size +
     place), `last_rows` `[s]`, the last row of each chunk that samples. `sampled` are the sequences of these, and
-    `stops`, int64 `[s]`, the indices in them of the tokens to be sampled. `parts` are all chunks, those of the first
-    step in a `DecodeBatch`; `in_prompt` those that begin in a prompt: others have no media. `greedy`: no row needs more
-    than its largest logit; `adjusts`: some row's logits are adjusted; `constrained`: some row has a grammar.
+    `stops`, int64 `[s]`, the indices in them of the tokens to be sampled. `pooled` are the rows that end other prompts.
+    `parts` are all chunks, those of the first step in a `DecodeBatch`; `in_prompt` those that begin in a prompt: others
+    have no media. `greedy`: no row needs more than its largest logit; `adjusts`: some row's logits are adjusted;
+    `constrained`: some row has a grammar.
     """
 
     parts: list[ChunkRows]
     in_prompt: list[ChunkRows]
     sampled: list[SequenceState]
+    pooled: list[PooledRow]
     stops: np.ndarray
     token_ids: Tensor
     positions: Tensor
@@ -169,17 +184,22 @@ def build_batch(work: Iterable[tuple[Chunk, SequenceState]], block_size: int) ->
     """The batch of chunks whose blocks are already in their sequences' tables."""
     parts = lay_out(work)
     rows = torch.from_numpy(token_rows(parts, block_size))
-    sampled = [part for part in parts if part.chunk.samples]
+    sampled = [part for part in parts if part.chunk.samples and part.sequence.pooling is None]
     choices = [part.sequence.sampling for part in sampled]
     return FlatBatch(
         parts=parts,
         in_prompt=[part for part in parts if part.chunk.start < part.sequence.prompt_length],
         sampled=[part.sequence for part in sampled],
+        pooled=[
+            PooledRow(part.sequence.request_id, part.last_row, part.sequence.pooling.token_ids)
+            for part in parts
+            if part.chunk.samples and part.sequence.pooling is not None
+        ],
         stops=np.array([part.stop for part in sampled], dtype=np.int64),
         token_ids=rows[0],
         positions=rows[1:4],
         cache_indices=rows[4],
-        last_rows=torch.tensor([part.first + part.chunk.num_tokens - 1 for part in sampled], dtype=torch.int64),
+        last_rows=torch.tensor([part.last_row for part in sampled], dtype=torch.int64),
         greedy=all(sampling.plain for sampling in choices),
         constrained=any(sampling.params.grammar for sampling in choices),
         adjusts=any(sampling.adjusts for sampling in choices),

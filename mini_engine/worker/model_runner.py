@@ -30,6 +30,7 @@ from mini_engine.worker.attention.sdpa import AttentionBackend, StepAttention
 from mini_engine.worker.batch import DecodeBatch, FlatBatch, SequenceState, build_batch
 from mini_engine.worker.media_inputs import MediaInputs
 from mini_engine.worker.normalisation import Normalisation
+from mini_engine.worker.pooling import PooledNumbers
 from mini_engine.worker.sampling import sampler
 from mini_engine.worker.sampling.grammar import Grammars, Masks
 from mini_engine.worker.sampling.penalties import LogitsProcessors
@@ -39,14 +40,18 @@ if TYPE_CHECKING:
 
 
 class PendingTokens:
-    """The tokens of a step, in transfer to the host.
+    """The tokens of a step, and its pooled numbers, in transfer to the host.
 
     Args:
         tokens: int64, those of `batch.sampled`, in order.
         sampled: with their logprobs; None on a rank that reports nothing.
+        pooled: likewise.
     """
 
-    def __init__(self, tokens: Tensor, batch: FlatBatch, sampled: sampler.Sampled | None) -> None:
+    def __init__(
+        self, tokens: Tensor, batch: FlatBatch, sampled: sampler.Sampled | None, pooled: PooledNumbers | None
+    ) -> None:
+        self._pooled = pooled
         self._tokens, self._sequences, self._sampled = HostCopy(tokens), batch.sampled, sampled
         self._stops: list[int] = batch.stops.tolist()  # now: a decode batch is advanced in place
         self._result: list[SampledToken] | None = None
@@ -63,10 +68,14 @@ class PendingTokens:
                     self._result.append(token)
         return self._result
 
+    def pooled(self) -> dict[str, bytes]:
+        """See `StepResult.pooled`; waits for the numbers."""
+        return self._pooled.result() if self._pooled is not None else {}
+
 
 class Launched:
-    """A step that the host has launched. `done`: when the device has completed it; None: on the CPU. `result` lacks the
-    tokens, which `pending` has."""
+    """A step that the host has launched. `done`: when the device has completed it; None: on the CPU. `result` lacks
+    what `pending` has."""
 
     def __init__(self, result: StepResult, pending: PendingTokens | None, device: torch.device) -> None:
         self._result, self._pending = result, pending
@@ -77,10 +86,12 @@ class Launched:
 
     def result(self) -> StepResult:
         """Waits for the device."""
-        tokens = self._pending.result() if self._pending is not None else []
+        result = self._result
+        if self._pending is not None:
+            result = msgspec.structs.replace(result, tokens=self._pending.result(), pooled=self._pending.pooled())
         if self.done is not None:
             self.done.synchronize()
-        return msgspec.structs.replace(self._result, tokens=tokens)
+        return result
 
 
 class ModelRunner:
@@ -273,7 +284,7 @@ class ModelRunner:
             self._snapshot_single_tokens(states, chunks)
         if is_beside:
             self._model_seconds = time.monotonic() - begun
-        return self._sample(hidden, batch, masks) if batch.sampled else None
+        return self._finish(hidden, batch, masks) if batch.sampled or batch.pooled else None
 
     def _snapshot_single_tokens(self, states: RecurrentStates, chunks: Sequence[Chunk]) -> None:
         """Once all layers have run; the snapshots of longer chunks are `Recurrence`'s."""
@@ -289,19 +300,28 @@ class ModelRunner:
             for token, rows in part.sequence.embeddings_within(part.chunk.start, part.stop, self._encoded)
         ]
 
-    def _sample(self, hidden: Tensor, batch: FlatBatch, masks: Future[Masks | None] | None) -> PendingTokens:
-        """The next token of every chunk that samples, kept on every rank, reported by rank 0."""
+    def _finish(self, hidden: Tensor, batch: FlatBatch, masks: Future[Masks | None] | None) -> PendingTokens:
+        """The next token of every chunk that samples, kept on every rank, and pooled numbers; reported by rank 0."""
+        pooled = PooledNumbers(self._model, hidden, batch.pooled) if batch.pooled else None
+        tokens, sampled = torch.empty(0, dtype=torch.int64), None
+        if batch.sampled:
+            tokens, sampled = self._sample(hidden, batch, masks)
+        self._enter_tokens()  # of the step before, in order
+        if self._decode is not None:
+            self._decode.feed(tokens)
+        self._pending = PendingTokens(tokens, batch, sampled, None if self._tp.rank else pooled)
+        return self._pending
+
+    def _sample(
+        self, hidden: Tensor, batch: FlatBatch, masks: Future[Masks | None] | None
+    ) -> tuple[Tensor, sampler.Sampled | None]:
+        """int64 `[s]`, the tokens of `batch.sampled`; on rank 0 with what it reports of them."""
         if len(batch.sampled) != len(hidden):
             hidden = hidden.index_select(0, to_device(batch.last_rows, self.device))
         logits = self._model.logits(hidden)
         sampled = None if logits is None else self._choose(logits, batch, masks)
         own = torch.empty(len(hidden), dtype=torch.int64, device=self.device) if sampled is None else sampled.tokens
-        tokens = self._tp.broadcast(own)
-        self._enter_tokens()  # of the step before, in order
-        if self._decode is not None:
-            self._decode.feed(tokens)
-        self._pending = PendingTokens(tokens, batch, sampled)
-        return self._pending
+        return self._tp.broadcast(own), sampled
 
     def _choose(self, logits: Tensor, batch: FlatBatch, masks: Future[Masks | None] | None) -> sampler.Sampled:
         if batch.greedy:

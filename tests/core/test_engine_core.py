@@ -11,6 +11,7 @@ from mini_engine.messages import (
     Envelope,
     MediaFailed,
     MediaReady,
+    PoolingParams,
     SampledToken,
     Step,
     StepResult,
@@ -52,6 +53,17 @@ def test_tokens_are_counted_as_steps_retire():
     assert seen[:5] == [(0, 0), (8, 0), (8, 0), (4, 1), (0, 2)] and len(world.ends) == 2
     world.run_request("again", prompt=20, max_tokens=1)  # its blocks are in the prefix cache
     assert counted() == (20, 1)
+
+
+def test_a_pooled_request_ends_with_one_output_and_no_token():
+    world = World(blocks=64, block_size=4)
+    for name in ("cold", "warm"):
+        world.request(name, prompt=256, max_tokens=1, pooling=PoolingParams())  # as long as the model
+        world.run()
+        assert (world.ends[name], world.tokens[name], world.pooled[name]) == (["stop"], [], name.encode())
+        assert len(world.times[name]) == 1 and world.stats().generation_tokens == 0
+    assert world.cached == {"cold": 0, "warm": 252}, "at least one token is computed"
+    world.assert_at_rest()
 
 
 def test_request_waits_for_all_ranks_without_blocking_others():

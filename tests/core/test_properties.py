@@ -14,7 +14,7 @@ from collections.abc import Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mini_engine.messages import ChildRequest, ControlRequest, Finish, MediaReady, MessageId
+from mini_engine.messages import ChildRequest, ControlRequest, Finish, MediaReady, MessageId, PoolingParams
 from tests.support.simulated_core import API, MODEL, TIMED, World, item
 from tests.support.simulated_ranks import token_of
 
@@ -34,6 +34,7 @@ class RequestLoad:
     abort: int | None = None  # after this many turns
     stops: bool = False  # at the third token
     grammar: str = ""  # "bad": cannot be followed
+    pools: bool = False  # instead of all that concerns an output
 
 
 loads = st.builds(
@@ -50,10 +51,14 @@ loads = st.builds(
     stops=st.booleans(),
     grammar=st.sampled_from(["", "", "good", "fine", "bad"]),
 )
+pooled = loads.map(
+    lambda load: dataclasses.replace(load, output=1, num_children=0, stops=False, grammar="", pools=True)
+)
 
 # Samples of one prompt about few videos, and urgent text that takes all blocks: each cache forgets what another holds.
 videos, children = st.sampled_from([[3], [7]]), st.integers(1, 2)
 familiar = st.builds(RequestLoad, st.just(14), children, st.integers(0, 40), videos, num_children=children)
+familiar_pooled = st.builds(RequestLoad, st.just(14), st.just(1), st.integers(0, 40), videos, pools=st.just(True))
 clients = st.sampled_from([b"", b"a"])
 hungry = st.builds(
     RequestLoad,
@@ -102,6 +107,7 @@ def send(world: World, name: str, message: MessageId, load: RequestLoad) -> bool
         "client": load.client,
         "children": [ChildRequest(f"{name}-{i}", i) for i in range(load.num_children)],
         "grammar": load.grammar,
+        "pooling": PoolingParams() if load.pools else None,
         "stop": [token_of(name, 2)] if load.stops else [],
     }
     world.request(name, load.prompt, load.output, media, load.first_token, ready=False, **more)
@@ -172,7 +178,11 @@ def assert_answered(world: World, request_id: str, load: RequestLoad) -> None:
     for name in [request_id, *(f"{request_id}-{i}" for i in range(load.num_children))]:
         expected = [token_of(name, index) for index in range(load.output)]
         expected = expected[: expected.index(stop) + 1] if stop in expected else expected
-        if load.grammar == "bad":
+        if load.pools:
+            assert not world.tokens[name] and world.ends[name] in (["stop"], ["abort"])
+            assert world.pooled.get(name) == (name.encode() if world.ends[name] == ["stop"] else None)
+            assert load.abort is not None or world.ends[name] == ["stop"]
+        elif load.grammar == "bad":
             assert not world.tokens[name] and world.ends[name] in (["error"], ["abort"])
         elif load.abort is None or name != request_id:
             assert world.tokens[name] == expected and world.ends[name] in (["length"], ["stop"])
@@ -181,14 +191,14 @@ def assert_answered(world: World, request_id: str, load: RequestLoad) -> None:
 
 
 @settings(max_examples=250, deadline=None)
-@given(loads=st.lists(loads, min_size=1, max_size=10), flags=worlds, timing=st.integers(0, 2**32))
+@given(loads=st.lists(loads | pooled, min_size=1, max_size=10), flags=worlds, timing=st.integers(0, 2**32))
 def test_any_load_finishes_every_request_once_with_its_tokens(loads, flags, timing):
     play(loads, flags, timing)
 
 
 @settings(max_examples=100, deadline=None)
 @given(
-    loads=st.lists(st.one_of(familiar, familiar, hungry), min_size=6, max_size=12),
+    loads=st.lists(st.one_of(familiar, familiar, hungry, familiar_pooled), min_size=6, max_size=12),
     flags=small_worlds,
     timing=st.integers(0, 2**32),
 )

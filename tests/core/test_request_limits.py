@@ -7,7 +7,7 @@ import pytest
 
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.core.request_limits import engine_limits, problem_with
-from mini_engine.messages import MessageId, NewRequest, SamplingParams
+from mini_engine.messages import MessageId, NewRequest, PoolingParams, SamplingParams
 from tests.support.simulated_core import API, MODEL, TIMED, World, item
 
 MESSAGE = MessageId(API[1], 1)
@@ -46,6 +46,10 @@ BAD = {
     "no token": NewRequest("r", [], SamplingParams(4, 1)),
     "no answer wanted": request([], [5, 6], max_tokens=0),
     "longer than the model": request([], [5] * 200, max_tokens=100),
+    "a pooled prompt longer than the model": NewRequest("r", [5] * 257, pooling=PoolingParams()),
+    "several outputs of a pooled prompt": NewRequest("r", [5], SamplingParams(2, 1), pooling=PoolingParams()),
+    "a logit of a token outside of the vocabulary": NewRequest("r", [5], pooling=PoolingParams([-1])),
+    "more logits than a step has memory for": NewRequest("r", [5], pooling=PoolingParams([5] * 17)),
 }
 
 

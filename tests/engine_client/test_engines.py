@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import AsyncIterator
 
 import pytest
@@ -42,7 +41,7 @@ def choices(client: EngineClient) -> list[int]:
 
 def homes(client: EngineClient) -> list[int]:
     """The engine that keeps what each of `HASHES` as a key of a name means."""
-    return [client.home_of(key).number for key in HASHES]
+    return [client.preferred(key).number for key in HASHES]
 
 
 async def test_engine_with_the_fewest_samples_is_chosen(clients: list[EngineClient]) -> None:
@@ -71,7 +70,7 @@ async def test_clients_prefer_the_same_engine_for_the_same_media_while_its_load_
         assert preferred[0] not in passed
         assert all(now == then for now, then in zip(passed, preferred, strict=True) if then != preferred[0])
         assert choices(another) == preferred
-        with client.choose("named", 1, HASHES[0], margin=math.inf) as engine:
+        with client.choose("named", 1, HASHES[0], is_named=True) as engine:
             assert engine.number == preferred[0], "however busy it is"
         assert homes(client) == preferred
     client.peer_gone(f"core {preferred[0]}")

@@ -50,6 +50,13 @@ def test_patches_equal_those_of_a_full_call(processor):
         assert (item.second_per_grid, item.placeholder, item.missing) == (None, None, None)
 
 
+def test_a_processor_of_another_family_is_refused(processor):
+    sizes = processor.patch_size, processor.step
+    processor.check_sizes(*sizes, 2)
+    with pytest.raises(ValueError, match="the processor has patch_size"):
+        processor.check_sizes(*sizes, 1)
+
+
 def test_prompts_equal_those_of_a_full_call(processor):
     """Two videos, of uneven times and of a window, and an image."""
     renderer, hf = ChatRenderer(processor.hf_processor), processor.hf_processor

@@ -74,6 +74,7 @@ class World:
         self.ends: dict[str, list[str]] = {}
         self.errors: dict[str, str | None] = {}
         self.times: dict[str, list[EngineTimes]] = {}
+        self.pooled: dict[str, bytes] = {}
         self.cached: Counter[str] = Counter()
         self.consumed: list[MessageId] = []
         self.rejected: list[str] = []
@@ -133,6 +134,7 @@ class World:
         request_id = output.request_id
         assert request_id not in self.ends, "an output after the end"
         self.tokens.setdefault(request_id, []).extend(output.token_ids)
+        self.pooled |= {request_id: output.pooled} if output.pooled else {}
         self.cached[request_id] += output.num_cached_tokens
         if output.times is not None:
             self.times.setdefault(request_id, []).append(output.times)

@@ -101,10 +101,10 @@ class SimulatedLinks:
     def run_step(self) -> None:
         """All ranks run the oldest dispatched step and report it."""
         step = self.steps.popleft()
-        tokens = self._execute(step)
+        result = self._execute(step)
         for rank in range(self.num_ranks):
-            result = StepResult(step.number, [] if rank else tokens, rank)
-            self.inbox.append(Envelope(f"worker 0.{rank}", 100 + rank, result))
+            own = StepResult(step.number, rank=rank) if rank else result
+            self.inbox.append(Envelope(f"worker 0.{rank}", 100 + rank, own))
 
     def _seconds(self, step: Step) -> float:
         decode, token, media = self.seconds
@@ -116,7 +116,8 @@ class SimulatedLinks:
         end = DEPTH if encode.end is None else encode.end
         return item.num_tokens // item.grid_thw[0] * encode.count * (end - encode.begin) / DEPTH
 
-    def _execute(self, step: Step) -> list[SampledToken]:
+    def _execute(self, step: Step) -> StepResult:
+        """What rank 0 reports."""
         for request_id in step.finished:
             del self.sequences[request_id]
         for media_hash in step.evict:
@@ -147,13 +148,15 @@ class SimulatedLinks:
         assert sum(self.encoded.values()) <= self.config.encoder_tokens(1 << 20)
         assert sum(chunk.num_tokens for chunk in step.chunks) <= self.config.step_tokens("cpu")
         assert len({chunk.request_id for chunk in step.chunks}) == len(step.chunks) <= self.config.max_num_seqs
-        tokens = [token for chunk in step.chunks for token in self._run_chunk(chunk)]
+        result = StepResult(step.number)
+        for chunk in step.chunks:
+            self._run_chunk(chunk, result)
         for message in step.release:
             assert all((rank, message) in self.reported for rank in range(self.num_ranks)), "a rank does not have it"
             assert message not in self.released, "released twice"
             self.released.append(message)
         self.now += self._seconds(step)
-        return tokens
+        return result
 
     def _encode(self, encode) -> float:
         """Returns the number of tokens encoded."""
@@ -178,7 +181,7 @@ class SimulatedLinks:
             self.num_encoded += 1
         return self._media_tokens(encode)
 
-    def _run_chunk(self, chunk) -> list[SampledToken]:
+    def _run_chunk(self, chunk, result: StepResult) -> None:
         sequence = self.sequences[chunk.request_id]
         sequence.table = ([] if chunk.restart else sequence.table) + chunk.block_ids
         end, known = chunk.start + chunk.num_tokens, len(sequence.contents)
@@ -201,9 +204,11 @@ class SimulatedLinks:
             self.states[index] = sequence.contents[place - 1]
         self.num_computed += chunk.num_tokens
         assert chunk.samples == (end == known)
-        if not chunk.samples:
-            return []
-        token = token_of(chunk.request_id, sequence.num_sampled)
-        sequence.append(token)
-        sequence.num_sampled += 1
-        return [SampledToken(chunk.request_id, token)]
+        if chunk.samples and sequence.new.pooling is not None:
+            assert end == len(sequence.new.prompt_token_ids), "pooled past the end of the prompt"
+            result.pooled[chunk.request_id] = chunk.request_id.encode()
+        elif chunk.samples:
+            token = token_of(chunk.request_id, sequence.num_sampled)
+            sequence.append(token)
+            sequence.num_sampled += 1
+            result.tokens.append(SampledToken(chunk.request_id, token))

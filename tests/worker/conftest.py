@@ -36,13 +36,17 @@ def model(checkpoint: Path) -> VisionLanguageModel:
 
 @pytest.fixture(scope="session")
 def make_runner(checkpoint: Path, model: VisionLanguageModel) -> Callable[..., ModelRunner]:
-    def make(media: tiny.MemoryMedia, block_size: int = 16, num_blocks: int = NUM_BLOCKS) -> ModelRunner:
-        shape, cpu = model.attention_shape, torch.device("cpu")
-        states = make_states(model, cpu)
+    def make(
+        media: tiny.MemoryMedia, block_size: int = 16, num_blocks: int = NUM_BLOCKS, tp: TensorParallel | None = None
+    ) -> ModelRunner:
+        part = load_model(checkpoint, tp, None, torch.device("cpu")) if tp else model
+        shape, cpu = part.attention_shape, torch.device("cpu")
+        states = make_states(part, cpu)
         cache = KVCache(empty_blocks(shape, num_blocks, block_size, torch.float32, cpu), states=states)
         # What an earlier owner may have left: nothing of it may reach a result.
         cache.storage.fill_(float("nan"))
-        return ModelRunner(model, SdpaBackend(cache), media, Normalisation.from_dir(checkpoint), TensorParallel())
+        normalise = Normalisation.from_dir(checkpoint)
+        return ModelRunner(part, SdpaBackend(cache), media, normalise, tp or TensorParallel())
 
     return make
 

@@ -3,6 +3,9 @@
 import random
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from mini_engine.messages import Chunk, EncodeItem, NewSequence, StateStart, Step
 from mini_engine.worker.model_runner import Launched, ModelRunner
@@ -11,7 +14,7 @@ from mini_engine.worker.model_runner import Launched, ModelRunner
 class _Running:
     def __init__(self, new: NewSequence, count: int) -> None:
         self.new = new
-        self.total = len(new.prompt_token_ids) + count
+        self.total = len(new.prompt_token_ids) + (count if new.pooling is None else 1)
         self.computed = 0
         self.known = len(new.prompt_token_ids)
         self.blocks: list[int] = []
@@ -28,7 +31,7 @@ def write_steps(
     num_blocks: int,
     preempt_at: Sequence[int] = (),
 ) -> list[Step]:
-    """`count` tokens for each request, chunks cut to `budget` tokens a step, blocks dealt in random order.
+    """`count` tokens for each request that samples, chunks cut to `budget` tokens a step, blocks dealt in random order.
 
     At the steps in `preempt_at` the first running sequence loses its blocks and its state and starts again. An item is
     encoded when the first chunk needs it, and evicted with the last of the requests that have it.
@@ -86,9 +89,10 @@ def _announce(one: _Running, step: Step, stop: int, encoded: set[bytes]) -> None
         one.announced += 1
 
 
-def run(runner: ModelRunner, steps: Sequence[Step], ahead: int = 0) -> dict[str, list[int]]:
-    """Execute the steps; tokens by request. `ahead`: steps that are launched before the result of one is asked for."""
-    tokens: dict[str, list[int]] = {}
+def run(runner: ModelRunner, steps: Sequence[Step], ahead: int = 0) -> dict[str, list[Any]]:
+    """Execute the steps; tokens, or pooled numbers, by request. `ahead`: steps that are launched before the result of
+    one is asked for."""
+    tokens: dict[str, list[Any]] = {}
     launched: deque[tuple[int, Launched]] = deque()
     for step in [*steps, *[None] * ahead]:
         if step is not None:
@@ -100,5 +104,8 @@ def run(runner: ModelRunner, steps: Sequence[Step], ahead: int = 0) -> dict[str,
         assert result.number == number
         for sampled in result.tokens:
             tokens.setdefault(sampled.request_id, []).append(sampled.token_id)
+        for name, numbers in result.pooled.items():
+            assert name not in tokens, "two outputs"
+            tokens[name] = np.frombuffer(numbers, "<f4").tolist()
     assert not launched
     return tokens

@@ -104,17 +104,31 @@ def mixed_requests(media: MemoryMedia, family: str = "qwen2_5_vl", **sampling: A
     return [make_request(media, name, pieces, family, **sampling) for name, pieces in shapes.items()]
 
 
-def generate(folder: Path, media: MemoryMedia, request: NewSequence, count: int, **more: Any) -> list[int]:
-    """The greedy continuation by transformers' own `generate`, which gets `more`."""
+def oracle(folder: Path, media: MemoryMedia, request: NewSequence) -> tuple[Any, dict[str, Any]]:
+    """transformers' own model, and its arguments for the request."""
     # Here: the ranks that share this file need no transformers, which takes seconds to import.
     from transformers import AutoModelForImageTextToText
 
-    oracle = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     normalise = Normalisation.from_dir(folder)
     ids, items = torch.tensor([request.prompt_token_ids]), {"image": [], "video": []}
     for item in request.media:
         items[item.modality].append((normalise(media.tensor(item.patches), torch.float32), item.grid_thw))
-    inputs = families.oracle_inputs(oracle.config, ids, items["image"], items["video"], [1.0] * len(items["video"]))
-    common = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
-    output = oracle.generate(input_ids=ids, max_new_tokens=count, **common, **inputs, **more)
-    return output[0, ids.shape[1] :].tolist()
+    inputs = families.oracle_inputs(model.config, ids, items["image"], items["video"], [1.0] * len(items["video"]))
+    return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids), **inputs}
+
+
+def generate(folder: Path, media: MemoryMedia, request: NewSequence, count: int, **more: Any) -> list[int]:
+    """The greedy continuation by transformers' own `generate`, which gets `more`."""
+    model, inputs = oracle(folder, media, request)
+    output = model.generate(**inputs, max_new_tokens=count, do_sample=False, pad_token_id=0, **more)
+    return output[0, len(request.prompt_token_ids) :].tolist()
+
+
+@torch.no_grad()
+def pool(folder: Path, media: MemoryMedia, request: NewSequence) -> Tensor:
+    """By transformers: the last token's hidden state, or the logits of some tokens."""
+    model, inputs = oracle(folder, media, request)
+    state = model.model(**inputs).last_hidden_state[0, -1]
+    assert request.pooling is not None
+    return model.lm_head(state)[request.pooling.token_ids] if request.pooling.token_ids else state

@@ -1,6 +1,6 @@
 """Media by name: which content a client means by the `uuid` of a part.
 
-A binding has one home, the engine core that all API servers choose by its key alone (`EngineClient.home_of`), so
+A binding has one home, the engine core that all API servers choose by its key alone (`EngineClient.preferred`), so
 any of them resolves what another has bound, and none keeps anything. The content itself is elsewhere, or nowhere: this
 says what it is, and the media caches say whether they have it. Knows neither names nor clients, only keys.
 """

@@ -5,7 +5,6 @@ Each step of the path is a function here, which calls a file of its own. Knows n
 
 import contextlib
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.datastructures import State
 from starlette.responses import Response
 
-from mini_engine.engine_client.engines import LOAD_MARGIN, EngineHandle
+from mini_engine.engine_client.engines import EngineHandle
 from mini_engine.http.body import INLINE_CHARACTERS, read_body, run_sized, takes
 from mini_engine.http.context import AppContext, context_of
 from mini_engine.http.media_names import bind_names, fetch_absent, resolve_names
@@ -23,7 +22,7 @@ from mini_engine.log import about
 from mini_engine.media.loader import Candidates
 from mini_engine.media.settings import INLINE_ITEMS, prompt_tokens, video_tokens
 from mini_engine.prompt.answer import Answer
-from mini_engine.prompt.renderer import Source, check_budget, collect_media, media_usage, prompt_sources
+from mini_engine.prompt.renderer import Source, check_budget, media_usage, prompt_sources
 from mini_engine.protocol.bodies import ChatRequest
 from mini_engine.protocol.parts import MediaRef
 
@@ -72,12 +71,11 @@ async def start(context: AppContext, chat: ChatRequest, state: State) -> Answer:
         context.engines.preparing.add(state.end)
         held.callback(context.engines.preparing.discard, state.end)
         prompt = await render(context, chat)  # before any media: what cannot be rendered costs no decoding
-        refs = collect_media(chat.messages, context.config.item_limits)
-        refs = await resolve_names(context, chat, refs, state)
+        refs = await resolve_names(context, chat, state)
         items = await load_media(context, prompt, refs, state, held)
         digest = items[0][0].content.digest if items else None
-        margin = math.inf if any(ref.key for ref in refs) else LOAD_MARGIN  # a name is found where its data went
-        engine = held.enter_context(context.engines.choose(state.request_id, chat.num_choices, digest, margin))
+        is_named = any(ref.key for ref in refs)
+        engine = held.enter_context(context.engines.choose(state.request_id, chat.num_choices, digest, is_named))
         media = await look_up(context, engine, refs, items, state) if items else PromptMedia([], [])
         return await send(context, engine, prompt, media, state)
 
@@ -99,8 +97,7 @@ async def render(context: AppContext, chat: ChatRequest) -> Prompt:
 async def load_media(
     context: AppContext, prompt: Prompt, refs: Sequence[MediaRef], state: State, held: contextlib.AsyncExitStack
 ) -> list[Candidates]:
-    """Rows 2 to 4 for the media `refs` of a prompt, which have room and places until `held` is closed. One that is
-    there several times, the same object, is fetched once.
+    """Rows 2 to 4 for the media `refs` of a prompt, which have room and places until `held` is closed.
 
     An item has settings as if there was no text; and where these leave too little room for the text, smaller ones. So a
     conversation that gets longer goes on with the videos that its engine has. Raises as `start`.
@@ -112,21 +109,18 @@ async def load_media(
     answer_tokens = min(chat.token_limit or 1, limits.max_model_len // 2)
     beside_text = video_tokens(limits, len(prompt.token_ids), answer_tokens, len(refs))
     budgets = dict.fromkeys((video_tokens(limits, 0, 1, 1), beside_text))
-    distinct = {id(ref): ref for ref in refs}
-    sent = [*distinct.values()]
-    resolve = partial(context.media_settings.resolve, chat, sent)
-    settings = await run_sized(lambda: [*map(resolve, budgets)], len(sent), INLINE_ITEMS)
+    resolve = partial(context.media_settings.resolve, chat, refs)
+    settings = await run_sized(lambda: [*map(resolve, budgets)], len(refs), INLINE_ITEMS)
     # Row 3: room for the media's bytes, the bytes, and their hashes.
-    share = held.enter_context(context.media_bytes.reserve(await context.media.known_bytes(sent)))
+    share = held.enter_context(context.media_bytes.reserve(await context.media.known_bytes(refs)))
     clock.enter("fetch")
-    fetched = await context.media.fetch(sent, zip(*settings, strict=True), share.receive)
+    items = await context.media.fetch(refs, zip(*settings, strict=True), share.receive)
     clock.enter("admission")  # row 4: not before, since a web server that hangs would block the queue
     await held.enter_async_context(context.places.hold(len(refs)))
     request_id, size = state.request_id, share.amount
     logger.debug("%s admitted: %d media items of %d bytes", request_id, len(refs), size, extra=about(request_id))
     clock.enter("other")
-    items = dict(zip(distinct, fetched, strict=True))
-    return [items[id(ref)] for ref in refs]
+    return items
 
 
 async def look_up(

@@ -1,0 +1,120 @@
+"""What requests return that sample nothing: transformers' hidden states and logits of the prompt's last token."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from msgspec.structs import replace
+
+from mini_engine.messages import NewSequence, PoolingParams
+from mini_engine.model.parallel import TensorParallel
+from mini_engine.model.weights import load_model
+from mini_engine.worker.shared_collectives import meet
+from tests.support import families
+from tests.support.families import FAMILIES
+from tests.worker import script, tiny
+from tests.worker.conftest import NUM_BLOCKS
+
+COUNT = 20
+KINDS = {"state": PoolingParams(), "logits": PoolingParams([7, 3])}
+
+on_qwen3_vl = pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True, scope="session")
+
+
+def pooled_requests(media: tiny.MemoryMedia, family: str, *kinds: str) -> list[NewSequence]:
+    return [
+        replace(new, request_id=f"{new.request_id} {kind}", pooling=KINDS[kind])
+        for kind in kinds
+        for new in tiny.mixed_requests(media, family)
+    ]
+
+
+@pytest.fixture(scope="session")
+def pooled(family, checkpoint) -> dict[str, torch.Tensor]:
+    """What transformers makes of each of `pooled_requests`."""
+    media = tiny.MemoryMedia()
+    return {new.request_id: tiny.pool(checkpoint, media, new) for new in pooled_requests(media, family, *KINDS)}
+
+
+def assert_pooled(results: dict[str, list[float]], pooled: dict[str, torch.Tensor], count: int) -> None:
+    found = [name for name in results if name in pooled]
+    assert len(found) == count
+    for name in found:
+        torch.testing.assert_close(torch.tensor(results[name]), pooled[name], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES, indirect=True, scope="session")
+@pytest.mark.parametrize(("budget", "ahead", "preempt_at"), [(64, 2, (3, 9)), (100_000, 1, ())])
+def test_numbers_are_those_of_transformers_beside_decodes(
+    budget, ahead, preempt_at, family, make_runner, expected, pooled
+):
+    """In chunks, while others decode, after restarts with other blocks; and all in one step."""
+    media = tiny.MemoryMedia()
+    requests = [*tiny.mixed_requests(media, family), *pooled_requests(media, family, *KINDS)]
+    steps = script.write_steps(requests, COUNT, budget, 16, NUM_BLOCKS, preempt_at)
+    results = script.run(make_runner(media), steps, ahead)
+    assert_pooled(results, pooled, count=12)
+    assert {name: results[name] for name in expected} == expected
+
+
+@on_qwen3_vl
+def test_a_pooled_prompt_may_be_cut_anywhere(make_runner, pooled):
+    for budget in range(1, 70):
+        media = tiny.MemoryMedia()
+        requests = [new for new in pooled_requests(media, "qwen3_vl", "state") if new.request_id == "two state"]
+        steps = script.write_steps(requests, 1, budget, 16, NUM_BLOCKS)
+        assert_pooled(script.run(make_runner(media), steps), pooled, count=1)
+
+
+@on_qwen3_vl
+def test_32_pooled_prompts_in_a_step(make_runner, pooled):
+    media = tiny.MemoryMedia()
+    requests = [new for copy in range(3) for new in pooled_requests(media, "qwen3_vl", *KINDS)]
+    names = [new.request_id for new in requests]
+    requests = [replace(new, request_id=f"{number}") for number, new in enumerate(requests[:32])]
+    results = script.run(make_runner(media), script.write_steps(requests, 1, 100_000, 16, NUM_BLOCKS))
+    for number, numbers in results.items():
+        assert_pooled({names[int(number)]: numbers}, pooled, count=1)
+
+
+@on_qwen3_vl
+def test_two_ranks_return_the_numbers_once(make_runner, expected, pooled, runtime):
+    """In steps that sample as well, and in steps that do not."""
+
+    def run(rank: int) -> list[dict[str, list]]:
+        collectives, media = meet(runtime / "ranks", rank, 2, 60.0, 60.0), tiny.MemoryMedia()
+        runner, results = make_runner(media, tp=TensorParallel(rank, 2, collectives)), []
+        for others in (tiny.mixed_requests(media, "qwen3_vl"), []):
+            requests = others + pooled_requests(media, "qwen3_vl", *KINDS)
+            results.append(script.run(runner, script.write_steps(requests, COUNT, 64, 16, NUM_BLOCKS), ahead=1))
+        collectives.close()
+        return results
+
+    with ThreadPoolExecutor(2) as pool:
+        (beside, alone), second = pool.map(run, range(2))
+    assert second == [{}, {}] and {name: beside[name] for name in expected} == expected
+    assert_pooled(beside, pooled, count=12)
+    assert_pooled(alone, pooled, count=12)
+
+
+@pytest.mark.parametrize(("tied", "bits"), [(True, "none"), (False, "none"), (True, "int8"), (False, "int8")])
+def test_logits_of_a_sharded_bfloat16_head_are_not_rounded(tied, bits, tmp_path, runtime):
+    """A tied head reads the table, which is not quantised."""
+    families.build("qwen3_vl", tied=tied).save_pretrained(tmp_path)
+    hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    rows, token_ids = torch.tensor([0, 2, 2, 2, 1]), torch.tensor([0, 99, 100, 199, 7])  # the parts meet at 100
+
+    def run(rank: int) -> torch.Tensor:
+        collectives = meet(runtime / "ranks", rank, 2, 60.0, 60.0)
+        tp = TensorParallel(rank, 2, collectives)
+        model = load_model(tmp_path, tp, torch.bfloat16, hidden.device, "auto", False, bits)
+        logits = model.logits_of(hidden, rows, token_ids)
+        collectives.close()
+        return logits
+
+    with ThreadPoolExecutor(2) as pool, torch.inference_mode():
+        logits, _ = pool.map(run, range(2))
+    dense = load_model(tmp_path, TensorParallel(), torch.bfloat16, hidden.device)
+    expected = (hidden[rows].float() * dense.head.weight[token_ids].float()).sum(1)
+    bound = 1e-5 if tied or bits == "none" else 0.02
+    assert logits.dtype is torch.float32 and (logits - expected).abs().max() < bound
