@@ -43,7 +43,6 @@ from mini_engine.messages import (
     MediaFailed,
     MediaMiss,
     MediaReady,
-    NamesResolved,
     NewRequest,
     Outputs,
     PeerGone,
@@ -148,7 +147,7 @@ class EngineCore:
             case Abandoned(number=number) if isinstance(media, MediaStore):
                 media.abandoned(number)
             case ResolveNames(request_id=request_id, keys=keys):
-                self.links.send(peer, NamesResolved(request_id, self.names.resolve(keys)))
+                self.links.send(peer, self.names.resolve(request_id, keys))
             case BindName(key=key, media=named):
                 self.names.bind(key, named)
 

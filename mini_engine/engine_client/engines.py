@@ -263,22 +263,20 @@ class EngineClient:
         await asyncio.gather(*(engine.lost for engine in self.engines), *(engine.receive() for engine in self.engines))
 
     @contextlib.contextmanager
-    def choose(
-        self, request_id: str, samples: int, digest: bytes | None = None, is_named: bool = False
-    ) -> Iterator[EngineHandle]:
+    def choose(self, request_id: str, samples: int, digest: bytes = b"", named: bool = False) -> Iterator[EngineHandle]:
         """The engine for a request with `samples` samples whose first item of media has this content digest.
 
         Without media the one with the fewest unfinished samples. With them, of those with up to `LOAD_MARGIN` more, the
         one that rendezvous hashing prefers (Thaler and Ravishankar 1998): so all API servers send the same media to the
-        same engine, which caches them, without a message between the servers. With `is_named` whatever its load.
+        same engine, which caches them, without a message between the servers. With `named` whatever its load.
 
         The request counts as the engine's from now on; it is submitted inside of the block. If the block fails or is
         cancelled, the engine releases the media that the request refers to. Raises EngineError: no engine runs.
         """
         self.check()
         engine = min(self._running, key=lambda running: running.load)
-        if digest is not None:
-            engine = self.preferred(digest, math.inf if is_named else engine.load + LOAD_MARGIN)
+        if digest:
+            engine = self.preferred(digest, math.inf if named else engine.load + LOAD_MARGIN)
         engine.preparing[request_id] = samples
         try:
             yield engine
@@ -289,8 +287,7 @@ class EngineClient:
             engine.preparing.pop(request_id, None)
 
     def preferred(self, key: bytes, most: float = math.inf) -> EngineHandle:
-        """The engine that rendezvous hashing gives `key`, of those with up to `most` unfinished samples. Raises
-        EngineError: no engine runs."""
+        """The engine that rendezvous hashing gives `key`, of those with up to `most` samples. Raises EngineError."""
         self.check()
         running = [running for running in self._running if running.load <= most]
         return max(running, key=lambda running: hashlib.blake2b(key + bytes([running.number])).digest())

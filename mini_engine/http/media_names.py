@@ -1,14 +1,16 @@
 """Media by name: what the `uuid` of a part means in one request, and from then on in others.
 
 A name means a content digest. All that follows, settings, budgets and caches, is as if the content had been sent, but
-that its bytes are absent: of what the engine does not have, a URL is fetched after all, and a name alone is an error.
+that its bytes are absent: for what the engine does not have, the request is prepared again with its URL, and a name
+alone is an error.
 A name is known within one API key and one `cache_salt`.
 """
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from starlette.datastructures import State
 
@@ -19,16 +21,38 @@ from mini_engine.media.hashing import name_key, url_hash
 from mini_engine.media.loader import FetchedItem
 from mini_engine.media.processor import ProcessedItem
 from mini_engine.media.sources.fetch import is_elsewhere
-from mini_engine.media.sources.policy import Received
 from mini_engine.messages import NamedMedia
 from mini_engine.prompt.renderer import collect_media
 from mini_engine.protocol.api_errors import ApiError, bad_request
 from mini_engine.protocol.bodies import ChatRequest
 from mini_engine.protocol.parts import MediaRef
 
+T = TypeVar("T")
+
 OPEN = "a `uuid` alone needs a `cache_salt` or an API key, since other clients may use the same; or send the data"
 NOT_FOUND = "this server does not have what this `uuid` names, or not with these settings; send the data"
 AMBIGUOUS = "this `uuid` names another content before in this request; a name has one content"
+
+
+class UrlsAbsent(Exception):
+    """The engine does not have what some URLs were downloaded as: prepare the request again, with `refs`."""
+
+    def __init__(self, refs: list[MediaRef]):
+        super().__init__()
+        self.refs = refs
+
+
+async def with_names(
+    context: AppContext, chat: ChatRequest, state: State, prepare: Callable[[Sequence[MediaRef]], Awaitable[T]]
+) -> T:
+    """What `prepare` returns for the media of a conversation. Again from their download on, if the engine does not have
+    those of some URLs: not in the midst of it, since a web server that hangs must hold up no other request."""
+    refs = await resolve_names(context, chat, state)
+    while True:
+        try:
+            return await prepare(refs)
+        except UrlsAbsent as absent:
+            refs = absent.refs
 
 
 async def resolve_names(context: AppContext, chat: ChatRequest, state: State) -> list[MediaRef]:
@@ -73,30 +97,21 @@ def _meaning(ref: MediaRef, named: Mapping[bytes, NamedMedia]) -> NamedMedia | N
     return media if media and media.url == url_hash(ref.url) else None
 
 
-async def fetch_absent(
-    context: AppContext,
-    refs: Sequence[MediaRef],
-    items: Sequence[FetchedItem],
-    found: Container[bytes],
-    received: Received,
-) -> list[FetchedItem]:
-    """`items`, those of `refs`, with the bytes of all whose hashes were not `found`; `received` as for
-    `MediaLoader.fetch`. Raises ApiError: 404 for the names alone that were not found, 400 for two contents under one
-    name; MediaError."""
-    named = {id(ref): (ref, item) for ref, item in zip(refs, items, strict=True) if ref.named}
-    absent = {number: pair for number, pair in named.items() if pair[1].media_hash not in found}
-    if unknown := [ref.name for ref, _ in absent.values() if not ref.url]:
+def check_named(refs: Sequence[MediaRef], items: Sequence[FetchedItem], found: Container[bytes]) -> None:
+    """Checks that the `items` of `refs` have bytes, or that their hashes were `found`. Raises ApiError: 404 for names
+    alone of others, 400 for two contents under one name; UrlsAbsent."""
+    named = {id(ref): (ref, item.media_hash in found) for ref, item in zip(refs, items, strict=True) if ref.named}
+    absent = [ref for ref, is_found in named.values() if not is_found]
+    if unknown := [ref.name for ref in absent if not ref.url]:
         raise ApiError(404, f"{', '.join(unknown)}: {NOT_FOUND}.", code="media_not_found", param="messages")
-    metrics.media_named_hits_total.inc(len(named) - len(absent))
-    urls = [replace(ref, named=None) for ref, _ in absent.values()]
-    fetched = await context.media.fetch(urls, [[item.settings] for _, item in absent.values()], received)
-    whole = {number: item for number, (item,) in zip(absent, fetched, strict=True)}
-    items = [whole.get(id(ref), item) for ref, item in zip(refs, items, strict=True)]
+    if absent:
+        fetched = {id(ref): replace(ref, named=None) for ref in absent}
+        raise UrlsAbsent([fetched.get(id(ref), ref) for ref in refs])
     digests: dict[bytes, bytes] = {}
     for ref, item in zip(refs, items, strict=True):
         if ref.key and digests.setdefault(ref.key, item.content.digest) != item.content.digest:
             raise bad_request(f"{ref.name}: {AMBIGUOUS}.", "messages")
-    return items
+    metrics.media_named_hits_total.inc(len(named))
 
 
 def bind_names(

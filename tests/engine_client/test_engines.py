@@ -70,7 +70,7 @@ async def test_clients_prefer_the_same_engine_for_the_same_media_while_its_load_
         assert preferred[0] not in passed
         assert all(now == then for now, then in zip(passed, preferred, strict=True) if then != preferred[0])
         assert choices(another) == preferred
-        with client.choose("named", 1, HASHES[0], is_named=True) as engine:
+        with client.choose("named", 1, HASHES[0], named=True) as engine:
             assert engine.number == preferred[0], "however busy it is"
         assert homes(client) == preferred
     client.peer_gone(f"core {preferred[0]}")

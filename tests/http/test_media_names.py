@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.patience import eventually
 from tests.support.serving import CLIP, Counted, Serve, Served, SlowWeb, check_error, image, png, video
 
 COUNTS = ("media_decodes_total", "media_named_hits_total")
@@ -126,7 +127,7 @@ async def test_one_error_lists_all_names_that_are_not_found(served: Served) -> N
 async def test_request_without_names_asks_for_none(served: Served) -> None:
     await served.post([image(), named(image()), video()])
     assert served.core.num_resolved == 0, "data need no answer"
-    assert len(served.core.names.resolve([*served.core.names._named])) == 1
+    assert len(served.core.names._named) == 1
 
 
 # --- URLs -------------------------------------------------------------------------------------------------------------
@@ -148,6 +149,20 @@ async def test_url_is_downloaded_once_under_its_name(served: Served, web: SlowWe
     assert (await served.post([named(other)])).status_code == 200
     assert (await served.post([part])).status_code == 200
     assert web.dialled == 4, "a name stands for the URL that it came with last"
+
+
+async def test_download_after_all_holds_up_no_other_request(serve: Serve, web: SlowWeb) -> None:
+    async with serve(maximum_concurrent_videos=1) as served:
+        web.go.set()
+        await served.post([named(web.part)])
+        web.go.clear()
+        web.asked.clear()
+        asking = served.asking([named(web.part)])
+        await eventually(web.asked.is_set)
+        assert (await served.post([image(84)])).status_code == 200
+        assert len(served.core.unreserved) == 1 and not asking.done()
+        web.go.set()
+        assert (await asking).status_code == 200
 
 
 async def test_policy_holds_for_a_url_that_is_not_downloaded(served: Served, web: SlowWeb) -> None:

@@ -26,7 +26,6 @@ from mini_engine.messages import (
     Found,
     Lookup,
     MediaMiss,
-    NamesResolved,
     NewRequest,
     Outputs,
     RequestOutput,
@@ -111,7 +110,7 @@ class ScriptedCore:
             self.names.bind(message.key, message.media)
         else:
             self.num_resolved += 1
-            await self.send(NamesResolved(message.request_id, self.names.resolve(message.keys)))
+            await self.send(self.names.resolve(message.request_id, message.keys))
 
     async def turn_down(self, request: NewRequest) -> None:
         """Its tensors cannot be used, or have not come in time."""

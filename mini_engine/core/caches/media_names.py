@@ -8,7 +8,7 @@ says what it is, and the media caches say whether they have it. Knows neither na
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from mini_engine.messages import NamedMedia
+from mini_engine.messages import NamedMedia, NamesResolved
 
 MAX_NAMES = 1 << 16  # of some 400 bytes each
 
@@ -19,12 +19,12 @@ class MediaNames:
     def __init__(self) -> None:
         self._named: OrderedDict[bytes, NamedMedia] = OrderedDict()
 
-    def resolve(self, keys: Iterable[bytes]) -> dict[bytes, NamedMedia]:
+    def resolve(self, request_id: str, keys: Iterable[bytes]) -> NamesResolved:
         """The known ones of these, which are used now."""
         named = {key: self._named[key] for key in keys if key in self._named}
         for key in named:
             self._named.move_to_end(key)
-        return named
+        return NamesResolved(request_id, named)
 
     def bind(self, key: bytes, media: NamedMedia) -> None:
         """The name with this key means this from now on, whatever it meant before."""

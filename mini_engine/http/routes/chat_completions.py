@@ -16,7 +16,7 @@ from starlette.responses import Response
 from mini_engine.engine_client.engines import EngineHandle
 from mini_engine.http.body import INLINE_CHARACTERS, read_body, run_sized, takes
 from mini_engine.http.context import AppContext, context_of
-from mini_engine.http.media_names import bind_names, fetch_absent, resolve_names
+from mini_engine.http.media_names import bind_names, check_named, with_names
 from mini_engine.http.responses import ChatResponder
 from mini_engine.log import about
 from mini_engine.media.loader import Candidates
@@ -71,11 +71,16 @@ async def start(context: AppContext, chat: ChatRequest, state: State) -> Answer:
         context.engines.preparing.add(state.end)
         held.callback(context.engines.preparing.discard, state.end)
         prompt = await render(context, chat)  # before any media: what cannot be rendered costs no decoding
-        refs = await resolve_names(context, chat, state)
+        return await with_names(context, chat, state, partial(prepare, context, prompt, state))
+
+
+async def prepare(context: AppContext, prompt: Prompt, state: State, refs: Sequence[MediaRef]) -> Answer:
+    """Rows 2 to 8 for a prompt with these media. Raises as `start`, and as `check_named`."""
+    async with contextlib.AsyncExitStack() as held:
         items = await load_media(context, prompt, refs, state, held)
-        digest = items[0][0].content.digest if items else None
+        digest = items[0][0].content.digest if items else b""
         is_named = any(ref.key for ref in refs)
-        engine = held.enter_context(context.engines.choose(state.request_id, chat.num_choices, digest, is_named))
+        engine = held.enter_context(context.engines.choose(state.request_id, prompt.chat.num_choices, digest, is_named))
         media = await look_up(context, engine, refs, items, state) if items else PromptMedia([], [])
         return await send(context, engine, prompt, media, state)
 
@@ -133,10 +138,9 @@ async def look_up(
     for first, last in ((item[0], item[-1]) for item in items):
         facts, budget = cached.get(first.media_hash), last.settings.video_tokens or 0
         chosen.append(first if facts is not None and prompt_tokens(facts) <= budget else last)
-    with context.media_bytes.reserve() as share:
-        chosen = await fetch_absent(context, refs, chosen, cached, share.receive)
-        absent = [item for item in chosen if item.media_hash not in cached]
-        processed = await context.media.process(absent, state.clock, state.request_id)
+    check_named(refs, chosen, cached)
+    absent = [item for item in chosen if item.media_hash not in cached]
+    processed = await context.media.process(absent, state.clock, state.request_id)
     bind_names(context, refs, chosen, processed)
     missing = [(item.name, processed[item.media_hash].missing) for item in absent]
     sources = prompt_sources([item.media_hash for item in chosen], processed, cached)

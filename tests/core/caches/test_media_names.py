@@ -35,10 +35,10 @@ def test_the_names_that_were_used_last_are_kept(actions: list[list[bytes] | tupl
                 names.bind(*action)
             else:
                 known = {key: model[key] for key in action if key in model}
-                assert names.resolve(action) == known
+                assert names.resolve("r", action).named == known
             model = {key: media for key, media in model.items() if key not in known} | known
             model = dict([*model.items()][-ROOM:])
-        assert names.resolve([*model, b"unknown"]) == model
+        assert names.resolve("r", [*model, b"unknown"]).named == model
         assert len(names._named) == len(model)
 
 
