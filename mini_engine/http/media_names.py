@@ -8,9 +8,8 @@ A name is known within one API key and one `cache_salt`.
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 from starlette.datastructures import State
 
@@ -27,8 +26,6 @@ from mini_engine.protocol.api_errors import ApiError, bad_request
 from mini_engine.protocol.bodies import ChatRequest
 from mini_engine.protocol.parts import MediaRef
 
-T = TypeVar("T")
-
 OPEN = "a `uuid` alone needs a `cache_salt` or an API key, since other clients may use the same; or send the data"
 NOT_FOUND = "this server does not have what this `uuid` names, or not with these settings; send the data"
 AMBIGUOUS = "this `uuid` names another content before in this request; a name has one content"
@@ -40,19 +37,6 @@ class UrlsAbsent(Exception):
     def __init__(self, refs: list[MediaRef]):
         super().__init__()
         self.refs = refs
-
-
-async def with_names(
-    context: AppContext, chat: ChatRequest, state: State, prepare: Callable[[Sequence[MediaRef]], Awaitable[T]]
-) -> T:
-    """What `prepare` returns for the media of a conversation. Again from their download on, if the engine does not have
-    those of some URLs: not in the midst of it, since a web server that hangs must hold up no other request."""
-    refs = await resolve_names(context, chat, state)
-    while True:
-        try:
-            return await prepare(refs)
-        except UrlsAbsent as absent:
-            refs = absent.refs
 
 
 async def resolve_names(context: AppContext, chat: ChatRequest, state: State) -> list[MediaRef]:

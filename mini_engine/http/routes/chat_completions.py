@@ -16,7 +16,7 @@ from starlette.responses import Response
 from mini_engine.engine_client.engines import EngineHandle
 from mini_engine.http.body import INLINE_CHARACTERS, read_body, run_sized, takes
 from mini_engine.http.context import AppContext, context_of
-from mini_engine.http.media_names import bind_names, check_named, with_names
+from mini_engine.http.media_names import UrlsAbsent, bind_names, check_named, resolve_names
 from mini_engine.http.responses import ChatResponder
 from mini_engine.log import about
 from mini_engine.media.loader import Candidates
@@ -67,22 +67,20 @@ async def start(context: AppContext, chat: ChatRequest, state: State) -> Answer:
     What the request holds until then, `held` releases; also if it fails or is cancelled. Raises ApiError, MediaError,
     DecoderUnavailable, Shortage: see `error_responses.report_error`.
     """
-    async with contextlib.AsyncExitStack() as held:
-        context.engines.preparing.add(state.end)
-        held.callback(context.engines.preparing.discard, state.end)
-        prompt = await render(context, chat)  # before any media: what cannot be rendered costs no decoding
-        return await with_names(context, chat, state, partial(prepare, context, prompt, state))
-
-
-async def prepare(context: AppContext, prompt: Prompt, state: State, refs: Sequence[MediaRef]) -> Answer:
-    """Rows 2 to 8 for a prompt with these media. Raises as `start`, and as `check_named`."""
-    async with contextlib.AsyncExitStack() as held:
-        items = await load_media(context, prompt, refs, state, held)
-        digest = items[0][0].content.digest if items else b""
-        is_named = any(ref.key for ref in refs)
-        engine = held.enter_context(context.engines.choose(state.request_id, prompt.chat.num_choices, digest, is_named))
-        media = await look_up(context, engine, refs, items, state) if items else PromptMedia([], [])
-        return await send(context, engine, prompt, media, state)
+    prompt = await render(context, chat)  # before any media: what cannot be rendered costs no decoding
+    refs = await resolve_names(context, chat, state)
+    while True:
+        try:
+            async with contextlib.AsyncExitStack() as held:
+                context.engines.preparing.add(state.end)
+                held.callback(context.engines.preparing.discard, state.end)
+                items = await load_media(context, prompt, refs, state, held)
+                digest, named = items[0][0].content.digest if items else b"", any(ref.key for ref in refs)
+                engine = held.enter_context(context.engines.choose(state.request_id, chat.num_choices, digest, named))
+                media = await look_up(context, engine, refs, items, state) if items else PromptMedia([], [])
+                return await send(context, engine, prompt, media, state)
+        except UrlsAbsent as absent:  # again from row 3 on: a web server that hangs must not block places
+            refs = absent.refs
 
 
 async def render(context: AppContext, chat: ChatRequest) -> Prompt:
