@@ -96,8 +96,10 @@ ipc_buffered_tensors = _gauge("ipc_buffered_tensors", "Media tensors in transfer
 mm_tensor_ipc_info = _gauge(
     "mm_tensor_ipc_info", "1 for the transport to an engine, and why.", "livemax", "engine", "transport", "reason"
 )
-mm_cache_queries_total = _counter("mm_cache_queries_total", "Media items looked up in the cache.", "engine")
-mm_cache_hits_total = _counter("mm_cache_hits_total", "Media items found in the cache, and not decoded.", "engine")
+mm_cache_queries_total = _counter("mm_cache_queries_total", "Media items looked up.", "engine")
+mm_cache_hits_total = _counter(
+    "mm_cache_hits_total", "Media items whose patches or embeddings the engine had: not decoded.", "engine"
+)
 media_named_hits_total = _counter("media_named_hits_total", "Media items found by their names: nothing was fetched.")
 mm_store_fragmented_total = _counter("mm_store_fragmented_total", "Media items stored in several extents.")
 media_decodes_total = _counter("media_decodes_total", "Images and videos decoded and processed.")
@@ -166,6 +168,7 @@ _GAUGES = {  # by field of EngineStats
     "encoder_cache_tokens": _engine_gauge(
         "encoder_cache_tokens", "Media tokens in the encoder cache, reserved ones too."
     ),
+    "media_facts": _engine_gauge("media_facts", "Media items whose size in tokens, grid and text are known."),
     "state_snapshots": _engine_gauge("state_snapshots", "Snapshots of recurrent states."),
     "media_references": _engine_gauge("mm_cache_references", "References of unfinished requests to cached media."),
     "media_oldest_seconds": _engine_gauge(
@@ -178,6 +181,9 @@ _COUNTERS = {  # by field of EngineStats
     "encoder_cache_queries": _counter("encoder_cache_queries_total", "Media items looked up.", "engine"),
     "encoder_cache_hits": _counter("encoder_cache_hits_total", "Media items encoded, or being encoded.", "engine"),
     "media_evictions": _counter("mm_cache_evictions_total", "Media items evicted from the cache.", "engine"),
+    "media_needed": _counter(
+        "media_needed_total", "Requests sent to an engine again: it had evicted embeddings of their media.", "engine"
+    ),
     "state_snapshots_taken": _counter("state_snapshots_taken_total", "Snapshots of recurrent states taken.", "engine"),
     "state_snapshot_hits": _counter("state_snapshot_hits_total", "Admissions that began with a snapshot.", "engine"),
     "prompt_tokens": _counter("prompt_tokens_total", "Prompt tokens computed, or found in the prefix cache.", "engine"),

@@ -14,6 +14,7 @@ from mini_engine.http import app
 from mini_engine.protocol import api_errors as errors
 from mini_engine.protocol.bodies import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from mini_engine.protocol.parts import SUPPORTED
+from mini_engine.protocol.pooling_bodies import EmbeddingRequest, RerankRequest, ScoreRequest
 from tests.support.api_page import PAGE, names_below
 
 HEADS = {"HEAD /health", "HEAD /live"}  # as their GETs
@@ -25,6 +26,9 @@ def test_every_field_of_a_request_is_named() -> None:
     assert set(CompletionRequest.__struct_fields__) == shared | names_below("Fields of a completion request")
     assert set(TokenizeRequest.__struct_fields__) == names_below("Fields of a tokenize request")
     assert set(DetokenizeRequest.__struct_fields__) == names_below("Fields of a detokenize request")
+    shared = names_below("Fields of every request for embeddings or scores")
+    for kind, name in ((EmbeddingRequest, "n embeddings"), (RerankRequest, " rerank"), (ScoreRequest, " score")):
+        assert set(kind.__struct_fields__) == shared | names_below(f"Fields of a{name} request")
 
 
 def test_every_setting_of_a_part_is_named() -> None:

@@ -16,7 +16,7 @@ PAGE = ROOT / "docs" / "request-path.md"
 PATH = re.compile(r"`(mini_engine/[\w/]+\.py)`")
 LINES = re.compile(r"\| ([\d,]+) \|")  # a cell
 SPINE = re.compile(r"fourteen files of ([\d,]+) lines")
-MOST_TEXT_CALLS, MOST_VIDEO_CALLS = 29, 84
+MOST_TEXT_CALLS, MOST_VIDEO_CALLS = 30, 85
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 TERMS = re.findall(r"^\| `?(.+?)`? \| .+ \| `(.+)` \| .+ \|$", GLOSSARY, re.MULTILINE)
 
@@ -44,7 +44,7 @@ def test_files_have_as_many_lines_as_the_page_says(row: str) -> None:
 @pytest.mark.parametrize("page", ["README.md", "docs/request-path.md"])
 def test_the_spine_has_as_many_lines_as_the_pages_say(page: str) -> None:
     spine = rows("In an afternoon")
-    assert len(spine) == 14 and num_lines("".join(spine)) < 3500
+    assert len(spine) == 14 and num_lines("".join(spine)) < 3650
     assert_close(SPINE.search((ROOT / page).read_text())[1], num_lines("".join(spine)))
 
 

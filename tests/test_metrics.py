@@ -11,7 +11,7 @@ import pytest
 
 from mini_engine import metrics
 from mini_engine.http.app import ROUTERS
-from mini_engine.http.middleware import COUNTED_METHODS, GENERATION_PATHS
+from mini_engine.http.middleware import COUNTED_METHODS, ENGINE_PATHS
 from mini_engine.launch.metrics_files import DIRECTORY_VARIABLE, FILE_BYTES, NUMBER_VARIABLE, forget_gauges, make_files
 from tests.support.shortages import no_descriptors
 
@@ -22,7 +22,7 @@ metrics.ipc_messages_total.labels("torch_shm").inc(3)
 metrics.ipc_buffered_bytes.set(100)
 engine = metrics.EngineMetrics(0, 1000)
 metrics.EngineMetrics(1, 1000)
-engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 200, 3, 1.5, 5, 10, 4, media_evictions=6))
+engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 200, 3, 1.5, 5, 9, 10, 4, media_evictions=6))
 engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 200, 3, 1.5, step_tokens={{3: 2, 16: 1}}))
 metrics.stage_seconds["queue"].observe(1)
 """
@@ -75,7 +75,7 @@ def test_the_files_keep_their_allocated_size_with_64_engines(tmp_path: Path) -> 
     cache = "metrics.cache_config_info.labels(engine, 16, 1234567, True, 0.9).set(1)"
     routes = [route for router in ROUTERS for route in router.routes]
     handlers = [(route.path, method) for route in routes for method in route.methods]
-    handlers += itertools.product(("none", *GENERATION_PATHS), (*COUNTED_METHODS, "other"))
+    handlers += itertools.product(("none", *ENGINE_PATHS), (*COUNTED_METHODS, "other"))
     responses = f"[metrics.http_requests_total.labels(*a, f'{{b}}xx') for a in {handlers} for b in range(2, 6)]"
     code = f"{responses}\nfor engine in range(64):\n    {engine}; {transport}; {cache}"
     run(f"from mini_engine import metrics; {code}", tmp_path)

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "protocol": {"protocol"},
     "transport": {"transport"},
     "core": {"core", MODEL_CONFIG} | TORCH_FREE_TRANSPORT,
-    "worker": {"worker", "model", "kernels", "transport"},
+    "worker": {"worker", "model", "kernels", "transport", "mini_engine.launch.memory_plan"},
     "model": {"model", "kernels"},
     "kernels": {"kernels"},
     "demo": {"demo"},

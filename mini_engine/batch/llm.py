@@ -1,5 +1,6 @@
 """The engine from Python: `LLM` starts a server of its own, and asks it about texts, images and videos."""
 
+import array
 import asyncio
 import base64
 import concurrent.futures
@@ -8,19 +9,21 @@ import json
 import os
 import sys
 import weakref
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import quote
 
 from tqdm.auto import tqdm
 
-from mini_engine.batch.server_handle import MAX_CONCURRENCY, Reply, ServerHandle
+from mini_engine.batch.server_handle import MAX_CONCURRENCY, ServerHandle
 from mini_engine.config import BUNDLED_MODEL
 from mini_engine.launch.cli import settle
 
 ROOT_FLAG = "--allowed-local-media-path=/"
+CHAT = "/v1/chat/completions"
 
 Prompt = Any  # see `LLM`
 
@@ -80,6 +83,35 @@ class ChatAnswer:
     timings: Mapping[str, float] = field(default_factory=dict)  # seconds of each stage in the server
     response: Mapping[str, Any] = field(default_factory=dict)  # all of it: tool calls, thoughts, other choices
 
+    @classmethod
+    def of(cls, index: int, body: Mapping[str, Any]) -> "ChatAnswer":
+        """That in a response without a stream."""
+        choice, usage, timings = body["choices"][0], body["usage"], body.get("metrics", {})
+        text = choice["message"]["content"] or ""
+        return cls(index, text, None, choice["finish_reason"], usage, timings, body)
+
+
+@dataclass(frozen=True)
+class PooledAnswer:
+    """What became of one input, or one document."""
+
+    id: int  # its position, from 0 on
+    vector: Sequence[float] = ()  # the embedding of an input: float32, of length 1; also for `numpy.asarray`
+    score: float = 0.0  # of a document: how well it answers the query, at most 1
+    error: str | None = None  # why there is neither
+    usage: Mapping[str, Any] = field(default_factory=dict)
+    response: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, index: int, body: Mapping[str, Any]) -> "PooledAnswer":
+        """That in a response about one of them, an embedding in base64."""
+        item = body["data"][0]
+        vector = array.array("f", base64.b64decode(item.get("embedding", "")))
+        return cls(index, vector, item.get("score", 0.0), None, body["usage"], body)
+
+
+AnswerT = TypeVar("AnswerT", ChatAnswer, PooledAnswer)
+
 
 class LLM:
     """A model, and the processes that serve it, which end with `close`, with a `with` block, or with the program.
@@ -118,21 +150,51 @@ class LLM:
     def submit(self, prompt: Prompt, **fields: Any) -> concurrent.futures.Future[ChatAnswer]:
         """Ask about one prompt, without waiting: `result()` waits, `asyncio.wrap_future` lets a coroutine wait, and
         `cancel()` aborts. Its `id` is 0. Raises ServerError."""
-        return self._server.run(ask(self._server, 0, prompt, fields))
+        return self._server.run(ask(self._server, ChatAnswer, CHAT, 0, lambda: chat_body(prompt, fields)))
 
     def stream(self, prompts: Iterable[Prompt], **fields: Any) -> Iterator[ChatAnswer]:
         """Ask about prompts; yields the answers as they come. At most `max_concurrency` are read ahead, in the caller's
         thread. Leaving the loop aborts the others. Raises ServerError."""
-        works = (ask(self._server, index, prompt, fields) for index, prompt in enumerate(prompts))
-        return self._server.as_finished(works)
+        return self._stream(ChatAnswer, CHAT, prompts, lambda prompt: chat_body(prompt, fields))
 
     def chat(self, messages: Sequence[Prompt], *, use_tqdm: bool = True, **fields: Any) -> list[ChatAnswer]:
         """Ask about prompts, or about one conversation; returns the answers in the order of the prompts, and meanwhile
         shows a progress bar. Raises ServerError."""
         prompts = [messages] if is_conversation(messages) else messages
+        return self._all(self.stream(prompts, **fields), len(prompts), use_tqdm)
+
+    def embed(self, inputs: Sequence[Prompt], *, use_tqdm: bool = True, **fields: Any) -> list[PooledAnswer]:
+        """The embeddings of inputs, which have the form of prompts, in their order; with the option `runner="pooling"`.
+        Fields are those of an embeddings request, such as `instruction` and `dimensions`. Raises ServerError."""
+
+        def body(item: Prompt) -> dict[str, Any]:
+            return {"messages": messages_of(item), **fields, "encoding_format": "base64"}
+
+        return self._all(self._stream(PooledAnswer, "/v1/embeddings", inputs, body), len(inputs), use_tqdm)
+
+    def rank(
+        self, query: Prompt, documents: Sequence[Prompt], *, use_tqdm: bool = True, **fields: Any
+    ) -> list[PooledAnswer]:
+        """Documents by how well they answer a query, the best first and those with an error last; with the option
+        `convert="classify"`. Query and documents are texts, or lists of texts, `Image` and `Video`. Fields are those
+        of a score request, such as `instruction`. Raises ServerError."""
+
+        def body(document: Prompt) -> dict[str, Any]:
+            return {"queries": {"content": _content(query)}, "documents": {"content": _content(document)}, **fields}
+
+        ranked = self._all(self._stream(PooledAnswer, "/v1/score", documents, body), len(documents), use_tqdm)
+        return sorted(ranked, key=lambda document: (document.error is not None, -document.score))
+
+    def _stream(
+        self, kind: type[AnswerT], path: str, prompts: Iterable[Prompt], body: Callable[[Prompt], dict[str, Any]]
+    ) -> Iterator[AnswerT]:
+        works = (ask(self._server, kind, path, index, partial(body, prompt)) for index, prompt in enumerate(prompts))
+        return self._server.as_finished(works)
+
+    def _all(self, answers: Iterator[AnswerT], total: int, use_tqdm: bool) -> list[AnswerT]:
         disable = not use_tqdm or sys.stderr is None
-        answers = tqdm(self.stream(prompts, **fields), total=len(prompts), disable=disable, unit=" prompts")
-        return sorted(answers, key=lambda answer: answer.id)
+        arrived = tqdm(answers, total=total, disable=disable, unit=" prompts")
+        return sorted(arrived, key=lambda answer: answer.id)
 
 
 def flags_of(options: Mapping[str, Any]) -> Iterator[str]:
@@ -150,28 +212,35 @@ def is_conversation(prompt: Prompt) -> bool:
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict) and "role" in prompt[0]
 
 
-def ask(server: ServerHandle, index: int, prompt: Prompt, fields: Mapping[str, Any]) -> Coroutine[Any, Any, ChatAnswer]:
-    """The answer to a prompt, which is encoded before this returns: the program may change it then, or its own working
-    directory. Awaited, it raises ServerError."""
+def ask(
+    server: ServerHandle, kind: type[AnswerT], path: str, index: int, make_body: Callable[[], dict[str, Any]]
+) -> Coroutine[Any, Any, AnswerT]:
+    """The answer to a request, which is made before this returns: the program may change its prompt then, or its own
+    working directory. Awaited, it raises ServerError."""
     try:
-        body = encode_body(prompt, fields)
+        body = json.dumps(make_body()).encode()
     except Exception as error:  # noqa: BLE001 - a prompt may hold any object
-        return asyncio.sleep(0, ChatAnswer(index, error=f"{type(error).__name__}: {error}"))
-    return send(server, index, body)
+        return asyncio.sleep(0, kind(index, error=f"{type(error).__name__}: {error}"))
+    return send(server, kind, path, index, body)
 
 
-async def send(server: ServerHandle, index: int, body: bytes) -> ChatAnswer:
+async def send(server: ServerHandle, kind: type[AnswerT], path: str, index: int, body: bytes) -> AnswerT:
     """The answer to a request. Raises ServerError."""
-    return answer_of(index, await server.post("/v1/chat/completions", body))
+    reply = await server.post(path, body)
+    return kind.of(index, reply.body) if reply.error is None else kind(index, error=reply.error, response=reply.body)
 
 
-def encode_body(prompt: Prompt, fields: Mapping[str, Any]) -> bytes:
-    """A request for a prompt. Raises TypeError, ValueError: it has another form; what `Media.part` raises."""
+def chat_body(prompt: Prompt, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A request for an answer. Raises ValueError: for a stream; and as `messages_of`."""
     if fields.get("stream"):
         raise ValueError("'stream': an answer comes as a whole; omit it")
+    return {"messages": messages_of(prompt), "return_timings": True, **fields}
+
+
+def messages_of(prompt: Prompt) -> list[dict[str, Any]]:
+    """The messages of a prompt. Raises TypeError, AttributeError: it has another form; what `Media.part` raises."""
     messages = prompt if is_conversation(prompt) else [{"role": "user", "content": prompt}]
-    messages = [{**message, "content": _content(message.get("content"))} for message in messages]
-    return json.dumps({"messages": messages, "return_timings": True, **fields}).encode()
+    return [{**message, "content": _content(message.get("content"))} for message in messages]
 
 
 def _content(content: Any) -> Any:
@@ -181,12 +250,3 @@ def _content(content: Any) -> Any:
         return content
     parts = ({"type": "text", "text": part} if isinstance(part, str) else part for part in content)
     return [part.part() if isinstance(part, Media) else part for part in parts]
-
-
-def answer_of(index: int, reply: Reply) -> ChatAnswer:
-    """The answer in a response to a chat completion without a stream."""
-    if reply.error is not None:
-        return ChatAnswer(index, error=reply.error, response=reply.body)
-    choice, usage, timings = reply.body["choices"][0], reply.body["usage"], reply.body.get("metrics", {})
-    text = choice["message"]["content"] or ""
-    return ChatAnswer(index, text, None, choice["finish_reason"], usage, timings, reply.body)

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -262,7 +263,7 @@ class OwnServer:
     def failure(self) -> Exception:
         """Why it ended by itself."""
         if self._process.returncode == 2:
-            return ConfigError(self._last_lines[-1].removeprefix("serve.py: ").rstrip())
+            return ConfigError(re.sub("^serve.py: |.*start failed: ", "", self._last_lines[-1]).rstrip())
         lines = "".join(self._last_lines)
         return ServerError(f"the server exited with status {self._process.returncode}; the end of its log:\n{lines}")
 

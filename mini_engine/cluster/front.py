@@ -45,6 +45,7 @@ ANSWER_SECONDS = 10.0  # for each host where all are asked
 HEALTH_SECONDS = 1.0  # for which `/health` answers the same: it needs no key
 KEYLESS = {*OPEN_PATHS, *playground.PATHS}  # the page asks for the key
 ENDPOINTS = KEYLESS | {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize"}
+ENDPOINTS |= {"/v1/embeddings", "/v1/rerank", "/rerank", "/v1/score", "/score"}
 ENDPOINTS |= {"/reset_caches", "/metrics", "/version", "/docs", "/openapi.json"}
 FOR_ALL_HOSTS = {"/metrics": "GET", "/reset_caches": "POST"}
 MODEL = re.compile("/v1/models/([!-~]+)")  # the name may be a path

@@ -20,6 +20,7 @@ from mini_engine.protocol.structure import MAX_STRUCTURE, structure
 # Fields of parts, and where in each is a URL; first of all the client's name.
 FIELDS = {"uuid": "", **dict.fromkeys(URL_FIELDS, "url"), "file": "file_data"}
 TEXT = ("text", "input_text")
+TEXTS = ("prompt", "input", "query", "queries", "text_1")  # fields of requests without messages
 # Query parameters of signed URLs of Amazon S3, Google Cloud Storage, CloudFront and Azure: new for each request.
 _SIGNATURE = re.compile(
     r"x-(amz|goog)-.*|awsaccesskeyid|googleaccessid|key-pair-id|policy|signature|expires"
@@ -29,8 +30,8 @@ _SIGNATURE = re.compile(
 
 
 def media_key(body: SplitBody, path: str) -> str:
-    """The key of a request's JSON body: of its first media item, else of its first message or its prompt; without a
-    body that of its path.
+    """The key of a request's JSON body: of its messages' first media item, else of its first message, its prompt or its
+    query; without a body that of its path.
 
     A body that is not such an object has a key, too: the engine refuses it.
     """
@@ -45,7 +46,8 @@ def media_key(body: SplitBody, path: str) -> str:
             if field == "uuid":
                 return _hash(msgspec.json.encode([known_by, request.get("cache_salt")]))
             return _hash(urls[known_by].data if known_by in urls else _identity(known_by))
-        return _hash(msgspec.json.encode(messages[0] if messages else request.get("prompt")))
+        first = messages[0] if messages else next((request[name] for name in TEXTS if name in request), None)
+        return _hash(msgspec.json.encode(first))
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return _hash(path.encode())
 

@@ -66,6 +66,12 @@ class EngineConfig:
     generation_config: str = _model("auto", metavar="SOURCE")
     """Source of the defaults of temperature, top_p, top_k, min_p, repetition_penalty and max_tokens: `auto` (the
     model's generation_config.json), `vllm` (none), or a directory with such a file."""
+    runner: Literal["auto", "generate", "pooling"] = _model("auto")
+    """What to make of prompts: text (`generate`), embeddings or scores (`pooling`), or `auto`: `pooling` with --convert
+    or for a checkpoint with a modules.json, as Qwen3-VL-Embedding and Qwen3-VL-Reranker have."""
+    convert: Literal["auto", "embed", "classify"] = _model("auto")
+    """With --runner pooling: embeddings (`embed`), scores of documents (`classify`), or `auto`: `classify` if the
+    checkpoint's modules.json names no pooling."""
     dtype: Dtype = _model("auto")
     """Data type of weights and activations. `auto`: the checkpoint's; `float`: float32; `half`: float16."""
     quantization: Literal["none", "int8", "int4"] = _model("none", short="-q")
@@ -310,6 +316,8 @@ class EngineConfig:
             raise ConfigError("\n".join(errors))
 
     def _server_errors(self) -> Iterator[str]:
+        if self.convert != "auto" and self.runner == "generate":
+            yield "--convert needs --runner pooling or auto; omit it to generate text"
         if not all(self.api_key):
             yield "--api-key: empty; omit the flag to require none"
         if self.uds is not None and (self.host, self.port) != (EngineConfig.host, EngineConfig.port):

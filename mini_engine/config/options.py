@@ -96,7 +96,9 @@ class Setting:
             parsed = parse(value) if isinstance(value, str) else value
             return None if parsed is None else msgspec.convert(parsed, kind, strict=False)
         except ValueError:
-            raise ConfigError(f"{origin}: {value!r} is not {self.values}") from None
+            raise ConfigError(
+                f"{origin}: {'what is given' if self.secret else repr(value)} is not {self.values}"
+            ) from None
 
 
 def options_of(group: str) -> Callable[..., Any]:

@@ -32,6 +32,8 @@ VLLM_FLAGS = {
     "--compilation-config": "there is no torch.compile; --enforce-eager switches CUDA graphs off",
     "--disable-mm-preprocessor-cache": "use --mm-processor-cache-gb 0",
     "--enable-auto-tool-choice": "tools are always on; omit the flag, or see --tool-call-parser",
+    "--task": "use --runner and --convert",
+    "--hf-overrides": "a reranker needs none: --convert classify compares its tokens yes and no",
     "--override-generation-config": "--generation-config takes a directory with a generation_config.json",
 }
 

@@ -42,6 +42,7 @@ from mini_engine.messages import (
     Lookup,
     MediaFailed,
     MediaMiss,
+    MediaNeeded,
     MediaReady,
     NewRequest,
     Outputs,
@@ -100,7 +101,7 @@ class EngineCore:
                 self._handle(envelope)
         for request in self.arrivals.expired():
             logger.warning("%s: timed out waiting for its media on all ranks", request.id, extra=about(request.id))
-            self._reject(request)
+            self._forget(request, MediaMiss(request.id))
         while len(self.in_flight) < self.max_in_flight and self._dispatch():
             pass
         for peer, outputs in self.outputs.items():
@@ -137,7 +138,8 @@ class EngineCore:
         media, incarnation = self.media, envelope.incarnation
         match envelope.body:
             case Lookup(request_id=request_id, hashes=hashes):
-                self.links.send(peer, Found(request_id, media.look_up((incarnation, request_id), hashes)))
+                found = media.look_up((incarnation, request_id), hashes, self.encoder.holds)
+                self.links.send(peer, Found(request_id, found))
             case Unreserve(request_id=request_id):
                 media.release_request((incarnation, request_id))
             case Reserve(request_id=request_id, media=item) if isinstance(media, MediaStore):
@@ -189,8 +191,12 @@ class EngineCore:
         problem = problem_with(new, self.model, self.limits)
         if problem is not None:
             self._refuse(parent, problem)
-        else:
+            return
+        self.media.remember(new.media)
+        if all(map(self.encoder.holds, parent.tensors.embeddings)):
             self._queue(parent)
+        else:
+            self._need_media(parent)
 
     def _queue(self, request: Request) -> None:
         """Queue a request once its media are on all ranks and its grammar is compiled; end it if one of them failed.
@@ -198,7 +204,7 @@ class EngineCore:
         messages = request.tensors.messages
         if not request.tensors.released and not request.accepted_at:
             if self.arrivals.has_failed(messages):
-                self._reject(request)
+                self._forget(request, MediaMiss(request.id))
                 return
             if not self.arrivals.is_ready(messages):
                 limit = self.config.collective_timeout
@@ -220,6 +226,8 @@ class EngineCore:
     def _dispatch(self) -> bool:
         """Send the next step to every rank; False: there is none."""
         plan = self.scheduler.schedule(heavy_in_flight=any(flight.plan.heavy for flight in self.in_flight))
+        for request in plan.unmet:
+            self._need_media(request)
         for request in plan.requests.values():
             if not request.tensors.released and all(map(self.encoder.holds, request.media_tokens)):
                 self._release_tensors(request)  # all its items are encoded once this step has run
@@ -343,11 +351,16 @@ class EngineCore:
 
     # --- end of a request --------------------------------------------------------------------------------------------
 
-    def _reject(self, request: Request) -> None:
-        """Its tensors do not reach all ranks: remove it and its children, and notify its API server."""
+    def _need_media(self, request: Request) -> None:
+        """Embeddings that it relies on have been evicted."""
+        self.scheduler.events["media_needed"] += 1
+        self._forget(request, MediaNeeded(request.id, request.arrival))
+
+    def _forget(self, request: Request, reason: MediaMiss | MediaNeeded) -> None:
+        """It cannot run with the media that were sent: remove it and its children, and notify its API server."""
         for sample in [*request.children, request]:
             self._remove(sample)
-        self.links.send(request.peer, MediaMiss(request.id))
+        self.links.send(request.peer, reason)
 
     def _refuse(self, request: Request, problem: str) -> None:
         """End a request and its children, none of which has started."""
@@ -410,6 +423,7 @@ class EngineCore:
             self.media.num_references,
             self.media.oldest_seconds(),
             self.states.num_snapshots,
+            len(self.media.facts),
             **events,
             media_evictions=evictions,
             step_tokens=step_tokens,

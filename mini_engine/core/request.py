@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import dataclasses
 import hashlib
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -45,6 +46,7 @@ class Tensors:
 
     messages: list[MessageId]  # tensor messages, each once
     references: References
+    embeddings: list[bytes]  # hashes of items without another source: the request runs only if they are encoded
     users: int  # samples that have not ended
     released: bool  # or about to be; or there are none
 
@@ -93,11 +95,15 @@ class Request:
     ) -> Request:
         """The first sample of `new`, with the others as its children. They share blocks with all requests of the same
         cache salt, or only with each other without `share_prefixes`."""
+        if new.arrival is not None:  # the numbers that it had
+            arrivals = itertools.count(new.arrival)
         salt = os.urandom(HASH_BYTES) if new.children else None
         if share_prefixes:
             salt = hashlib.blake2b(new.cache_salt.encode(), digest_size=HASH_BYTES, person=b"cache salt").digest()
         messages = dict.fromkeys(item.patches.message for item in new.media if isinstance(item.patches, TensorHandle))
-        tensors = Tensors(list(messages), references, 1 + len(new.children), released=not new.media)
+        sourceless = (item.media_hash for item in new.media if item.patches is None)
+        embeddings = [media_hash for media_hash in sourceless if media_hash not in references]
+        tensors = Tensors(list(messages), references, embeddings, 1 + len(new.children), released=not new.media)
 
         def sample(request_id: str, seed: int, parent: Request | None = None) -> Request:
             return cls(new, request_id, seed, peer, next(arrivals), salt, tensors, parent)

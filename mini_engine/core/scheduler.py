@@ -145,7 +145,9 @@ class Scheduler:
         """Running prefills and waiting requests, up to the first that has to wait for a place or for blocks.
 
         Skipped are, in a quick step, requests that are not short; and requests without room in the encoder cache, which
-        later ones may have to free. No request takes room that a skipped one needs."""
+        later ones may have to free. No request takes room that a skipped one needs. Requests whose embeddings have been
+        evicted are `Plan.unmet`; embeddings stay from their admission on, and no earlier: two requests could hold what
+        the other waits for."""
         kept = 0  # room for the skipped requests
         for request in self.clients.in_turns():
             if not self._prompt_tokens_left(plan):
@@ -153,6 +155,9 @@ class Scheduler:
             if request.is_running:
                 if request.num_missing > 1:
                     self._continue(request, plan)
+                continue
+            if not (request.holds_media or all(map(self.encoder.holds, request.tensors.embeddings))):
+                plan.unmet.append(request)
                 continue
             if self._is_full() and self.clients.victim_for_place(request) is None:
                 return

@@ -46,6 +46,7 @@ class Plan:
     chunks: list[Chunk] = dataclasses.field(default_factory=list)
     work: dict[str, ChunkWork] = dataclasses.field(default_factory=dict)  # of each chunk, by request id
     requests: dict[str, Request] = dataclasses.field(default_factory=dict)  # with a chunk or an item to encode
+    unmet: list[Request] = dataclasses.field(default_factory=list)  # embeddings that these rely on have been evicted
     num_prefill: int = 0  # tokens
     num_encoded: float = 0  # tokens; those of a part of the tower's blocks count in part
     heavy: bool = False  # short requests must not wait for two such steps

@@ -30,6 +30,7 @@ from mini_engine.messages import (
     FinishReason,
     Found,
     MediaMiss,
+    MediaNeeded,
     NamesResolved,
     NewRequest,
     Outputs,
@@ -56,18 +57,20 @@ class EngineLost(Exception):
 
 
 class OutputReceiver(Protocol):
-    """What takes the outputs of one request and its children; there are no more after `fail`."""
+    """What takes the outputs of one request and its children; there are no more after `fail`, and none with
+    `need_media`."""
 
     finish_at_engine: Callable[[str, FinishReason], None] | None  # set once the engine has the request
 
     def receive(self, output: RequestOutput) -> None: ...
     def fail(self, error: ApiError) -> None: ...
+    def need_media(self, arrival: int) -> None: ...
 
 
 class EngineHandle:
     """One engine core and its ranks, seen from this API server. `requests` holds the receiver of each sample's id, from
     before its tensors are reserved until the core's final output for the sample, which comes even for one that was
-    aborted, or its `MediaMiss`."""
+    aborted, or its `MediaMiss` or `MediaNeeded`."""
 
     def __init__(
         self, number: int, socket: zmq.asyncio.Socket, encoder: Encoder, queue: TensorIpcSender, cache: CacheAccess
@@ -99,10 +102,23 @@ class EngineHandle:
         if self.stopped is not None:
             raise self.stopped.with_traceback(None)  # which would grow with each request that it ends
 
+    @contextlib.contextmanager
+    def holding(self, request_id: str, samples: int) -> Iterator[None]:
+        """A request with `samples` samples counts as the engine's; it is submitted inside of the block. If the block
+        fails or is cancelled, the engine releases the media that the request refers to."""
+        self.preparing[request_id] = samples
+        try:
+            yield
+        except BaseException:
+            self.media.release_aborted(request_id)
+            raise
+        finally:
+            self.preparing.pop(request_id, None)
+
     async def submit(self, receiver: OutputReceiver, request: NewRequest) -> None:
-        """Send the engine `request`, inside of `EngineClient.choose`. Its patches are tensors, or None where `media`
-        has found the item. Cancelling it leaves nothing behind. Raises EngineError: the engine is down, or the tensors
-        cannot be sent.
+        """Send the engine `request`, inside of `holding`. Its patches are tensors, or None where `media` has found
+        the item or its embeddings. Cancelling it leaves nothing behind. Raises EngineError: the engine is down, or the
+        tensors cannot be sent.
 
         What finds room in the store is written there; for the rest this waits for room for its tensors, which leave
         before the request does, straight to the ranks.
@@ -189,10 +205,8 @@ class EngineHandle:
                         receiver.receive(output)
                 if body.consumed:
                     self._sender.consumed(body.consumed)
-            case MediaMiss(request_id=request_id):
-                receiver = self.requests[request_id]
-                self._forget(receiver)
-                receiver.fail(MediaNotSent())
+            case MediaMiss() | MediaNeeded():
+                self._handle_miss(body)
             case Found() | NamesResolved():
                 self.media.on_found(body)
             case Reserved():
@@ -202,6 +216,14 @@ class EngineHandle:
                     self._metrics.update(stats)
                 if (reply := self._replies.pop(number, None)) is not None:
                     reply.set_result(body)
+
+    def _handle_miss(self, miss: MediaMiss | MediaNeeded) -> None:
+        receiver = self.requests[miss.request_id]
+        self._forget(receiver)
+        if isinstance(miss, MediaNeeded):
+            receiver.need_media(miss.arrival)
+        else:
+            receiver.fail(MediaNotSent())
 
     def _forget(self, receiver: OutputReceiver) -> None:
         """The core has no state of its request: there will be no final output."""
@@ -242,7 +264,7 @@ class EngineClient:
         caches: Sequence[CacheAccess],
     ):
         name = sockets.identity(encoder.sender, encoder.incarnation)
-        self.preparing: set[Callable[[EngineError], None]] = set()  # each ends a request that no engine has yet
+        self._preparing: set[Callable[[EngineError], None]] = set()
         self.engines = []
         for number, (endpoint, queue, cache) in enumerate(zip(endpoints, queues, caches, strict=True)):
             socket = sockets.connect_dealer(context, endpoint, name)
@@ -263,28 +285,24 @@ class EngineClient:
         await asyncio.gather(*(engine.lost for engine in self.engines), *(engine.receive() for engine in self.engines))
 
     @contextlib.contextmanager
-    def choose(self, request_id: str, samples: int, digest: bytes = b"", named: bool = False) -> Iterator[EngineHandle]:
-        """The engine for a request with `samples` samples whose first item of media has this content digest.
+    def preparing(self, end: Callable[[EngineError], None]) -> Iterator[None]:
+        """In this block no engine has the request that `end` ends: it is called when none runs."""
+        self._preparing.add(end)
+        try:
+            yield
+        finally:
+            self._preparing.discard(end)
+
+    def choose(self, digest: bytes = b"", named: bool = False) -> EngineHandle:
+        """The engine for a request whose first item of media has this content digest. Raises EngineError: none runs.
 
         Without media the one with the fewest unfinished samples. With them, of those with up to `LOAD_MARGIN` more, the
         one that rendezvous hashing prefers (Thaler and Ravishankar 1998): so all API servers send the same media to the
         same engine, which caches them, without a message between the servers. With `named` whatever its load.
-
-        The request counts as the engine's from now on; it is submitted inside of the block. If the block fails or is
-        cancelled, the engine releases the media that the request refers to. Raises EngineError: no engine runs.
         """
         self.check()
-        engine = min(self._running, key=lambda running: running.load)
-        if digest:
-            engine = self.preferred(digest, math.inf if named else engine.load + LOAD_MARGIN)
-        engine.preparing[request_id] = samples
-        try:
-            yield engine
-        except BaseException:
-            engine.media.release_aborted(request_id)
-            raise
-        finally:
-            engine.preparing.pop(request_id, None)
+        least = min(self._running, key=lambda running: running.load)
+        return self.preferred(digest, math.inf if named else least.load + LOAD_MARGIN) if digest else least
 
     def preferred(self, key: bytes, most: float = math.inf) -> EngineHandle:
         """The engine that rendezvous hashing gives `key`, of those with up to `most` samples. Raises EngineError."""
@@ -331,7 +349,7 @@ class EngineClient:
     def _end_preparing(self) -> None:
         """Without effect while an engine runs."""
         if not self._running and (why := self.engines[0].stopped):
-            for end in list(self.preparing):
+            for end in list(self._preparing):
                 end(why)
 
     @property

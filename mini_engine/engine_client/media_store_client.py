@@ -21,6 +21,7 @@ from mini_engine.messages import (
     BindName,
     CachedMedia,
     Found,
+    FoundMedia,
     Lookup,
     MediaItem,
     NamedMedia,
@@ -45,7 +46,7 @@ SHM_STORE = "shm_store"  # beside the transports' names, in the metrics
 class CacheAccess:
     """What an API server may do with the media cache of one engine."""
 
-    capacity: int  # most bytes of media that the engine can read; 0: it caches none, and is not asked
+    capacity: int  # most bytes of media that the engine can read; 0: it caches none
     memory: WritableMemory | None = None  # None without a store, as where the ranks keep copies
     max_object_bytes: int = 0  # larger items are not stored
 
@@ -78,17 +79,18 @@ class MediaStoreClient:
         self._queries = metrics.mm_cache_queries_total.labels(str(engine))
         self._hits = metrics.mm_cache_hits_total.labels(str(engine))
 
-    async def look_up(self, request_id: str, items: Collection[Sequence[bytes]]) -> dict[bytes, CachedMedia]:
-        """What is cached, by hash. Each of `items` may have several. Raises EngineError: the engine is down."""
-        if not items or not self._cache.capacity:
+    async def look_up(self, request_id: str, items: Collection[Sequence[bytes]]) -> dict[bytes, FoundMedia]:
+        """What the engine knows, by hash. Each of `items` may have several. Raises EngineError: the engine is down."""
+        if not items:
             return {}
         hashes = list(dict.fromkeys(media_hash for item in items for media_hash in item))
-        found: Found = await self._ask(request_id, Lookup(request_id, hashes))
-        cached = {media.media_hash: media for media in found.items}
+        answer: Found = await self._ask(request_id, Lookup(request_id, hashes))
+        found = {media.facts.media_hash: media for media in answer.items}
         distinct = {tuple(item) for item in items}
         self._queries.inc(len(distinct))
-        self._hits.inc(sum(any(media_hash in cached for media_hash in item) for item in distinct))
-        return cached
+        held = {media_hash for media_hash, media in found.items() if media.held != "facts"}
+        self._hits.inc(sum(not held.isdisjoint(item) for item in distinct))
+        return found
 
     async def resolve_names(self, request_id: str, keys: list[bytes]) -> dict[bytes, NamedMedia]:
         """What is bound here, by key. Raises EngineError: the engine is down."""

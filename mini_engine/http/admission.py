@@ -73,7 +73,7 @@ class BudgetShare:
         if total > budget.limit:
             problem = f"This request needs {total} {unit}, more than the {budget.limit} of {budget.flag}"
             if budget.reason == "queued_requests":
-                raise bad_request(f"{problem}; lower 'n'.", "n")
+                raise bad_request(f"{problem}; lower 'n', or send fewer inputs.", "n")
             raise bad_request(f"{problem}; send fewer or smaller items.", "messages", "media_too_large")
         if amount and budget.used + amount > budget.limit:
             metrics.requests_rejected_total.labels(budget.reason).inc()

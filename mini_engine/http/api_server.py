@@ -34,6 +34,7 @@ from mini_engine.media.sources.policy import MediaPolicy
 from mini_engine.messages import ControlReply, ControlRequest, Drain, EngineLimits, Init, PeerGone, Serving, Start
 from mini_engine.model.config import ModelConfig
 from mini_engine.prompt.detokenizer import Vocabulary
+from mini_engine.prompt.pooling import FLAGS, Task
 from mini_engine.prompt.renderer import ChatRenderer
 from mini_engine.prompt.sampling_params import SamplingDefaults
 from mini_engine.protocol.api_errors import ApiError, shutting_down
@@ -97,12 +98,14 @@ def load(init: Init, index: int) -> ModelFront:
         model = ModelConfig.from_dir(init.model_dir)
         vision = model.vision
         processor.check_sizes(vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
+        task = Task.of(config, model_dir, model.text.hidden_size, renderer.tokenizer)
     except (OSError, ValueError, ApiError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     defaults = SamplingDefaults.load(init.model_dir, config.generation_config)
-    return ModelFront(
-        renderer, vocabulary, model.text.vocab_size, settings, media_loader(config, index, processor), defaults
-    )
+    if index == 0 and task.kind != "generate":
+        logger.info("no text generation: this server runs as with %s", FLAGS[task.kind])
+    media = media_loader(config, index, processor)
+    return ModelFront(renderer, vocabulary, model.text.vocab_size, settings, media, defaults, task)
 
 
 def media_loader(config: EngineConfig, index: int, processor: MediaProcessor) -> MediaLoader:

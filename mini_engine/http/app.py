@@ -13,10 +13,10 @@ from starlette.responses import Response
 from mini_engine.http.body import ERRORS, REF, schema_types
 from mini_engine.http.context import AppContext
 from mini_engine.http.middleware import ActiveRequests, RequestMiddleware
-from mini_engine.http.routes import chat_completions, completions, operations, playground
+from mini_engine.http.routes import chat_completions, completions, operations, playground, pooling
 from mini_engine.protocol.api_errors import ApiError, Code
 
-ROUTERS = (chat_completions.router, completions.router, operations.router, playground.router)
+ROUTERS = (chat_completions.router, completions.router, pooling.router, operations.router, playground.router)
 
 
 class DescribedApp(FastAPI):

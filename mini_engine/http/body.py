@@ -49,7 +49,7 @@ def decode_body(body: SplitBody, kind: type[BodyT], served_names: Sequence[str],
             if structure(text, kind.items_per_unit) > MAX_STRUCTURE:
                 raise _too_large(f"has {STRUCTURE_LIMIT}; send fewer messages, parts, tools or values.")
             request = _decode(text, kind)
-            for part in (part for message in getattr(request, "messages", None) or () for part in message.parts):
+            for part in request.parts:
                 part.fill_in(urls)
             if not urls:
                 break

@@ -13,6 +13,7 @@ from mini_engine.media.loader import MediaLoader
 from mini_engine.media.settings import MediaSettingsResolver
 from mini_engine.messages import EngineLimits
 from mini_engine.prompt.detokenizer import Vocabulary
+from mini_engine.prompt.pooling import Task
 from mini_engine.prompt.renderer import ChatRenderer
 from mini_engine.prompt.sampling_params import SamplingDefaults, SamplingResolver
 
@@ -27,6 +28,7 @@ class ModelFront:
     media_settings: MediaSettingsResolver
     media: MediaLoader
     defaults: SamplingDefaults
+    task: Task
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
 """Media by name: what the `uuid` of a part means in one request, and from then on in others.
 
 A name means a content digest. All that follows, settings, budgets and caches, is as if the content had been sent, but
-that its bytes are absent: for what the engine does not have, the request is prepared again with its URL, and a name
-alone is an error.
+that its bytes are absent: of what the engine does not have, a URL is fetched after all, and a name alone is an error.
 A name is known within one API key and one `cache_salt`.
 """
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
 from starlette.datastructures import State
@@ -17,7 +17,7 @@ from mini_engine import metrics
 from mini_engine.engine_client.engines import EngineHandle
 from mini_engine.http.context import AppContext
 from mini_engine.media.hashing import name_key, url_hash
-from mini_engine.media.loader import FetchedItem
+from mini_engine.media.loader import Candidates, FetchedItem
 from mini_engine.media.processor import ProcessedItem
 from mini_engine.media.sources.fetch import is_elsewhere
 from mini_engine.messages import NamedMedia
@@ -29,14 +29,6 @@ from mini_engine.protocol.parts import MediaRef
 OPEN = "a `uuid` alone needs a `cache_salt` or an API key, since other clients may use the same; or send the data"
 NOT_FOUND = "this server does not have what this `uuid` names, or not with these settings; send the data"
 AMBIGUOUS = "this `uuid` names another content before in this request; a name has one content"
-
-
-class UrlsAbsent(Exception):
-    """The engine does not have what some URLs were downloaded as: prepare the request again, with `refs`."""
-
-    def __init__(self, refs: list[MediaRef]):
-        super().__init__()
-        self.refs = refs
 
 
 async def resolve_names(context: AppContext, chat: ChatRequest, state: State) -> list[MediaRef]:
@@ -81,35 +73,60 @@ def _meaning(ref: MediaRef, named: Mapping[bytes, NamedMedia]) -> NamedMedia | N
     return media if media and media.url == url_hash(ref.url) else None
 
 
-def check_named(refs: Sequence[MediaRef], items: Sequence[FetchedItem], found: Container[bytes]) -> None:
-    """Checks that the `items` of `refs` have bytes, or that their hashes were `found`. Raises ApiError: 404 for names
-    alone of others, 400 for two contents under one name; UrlsAbsent."""
-    named = {id(ref): (ref, item.media_hash in found) for ref, item in zip(refs, items, strict=True) if ref.named}
-    absent = [ref for ref, is_found in named.values() if not is_found]
-    if unknown := [ref.name for ref in absent if not ref.url]:
+def choose_engine(context: AppContext, items: Sequence[Candidates]) -> EngineHandle:
+    """The engine for these media, by the first: whatever its load if one has a name. Raises EngineError."""
+    digest, named = items[0][0].content.digest if items else b"", any(item[0].ref.key for item in items)
+    return context.engines.choose(digest, named)
+
+
+class UrlsAbsent(Exception):
+    """The engine does not have these items, which URLs were downloaded as: `fetch_absent`, and look up again."""
+
+    def __init__(self, items: Iterable[FetchedItem]):
+        super().__init__()
+        self.items = frozenset(items)
+
+
+def check_named(items: Sequence[FetchedItem], held: Container[bytes]) -> None:
+    """Checks that each item has its bytes, or that the engine has it: its hash is in `held`. Raises ApiError: 404 for
+    names alone of others, 400 for two contents under one name; UrlsAbsent."""
+    named = dict.fromkeys(item for item in items if item.ref.named)
+    absent = [item for item in named if item.media_hash not in held]
+    if unknown := [item.name for item in absent if not item.ref.url]:
         raise ApiError(404, f"{', '.join(unknown)}: {NOT_FOUND}.", code="media_not_found", param="messages")
     if absent:
-        fetched = {id(ref): replace(ref, named=None) for ref in absent}
-        raise UrlsAbsent([fetched.get(id(ref), ref) for ref in refs])
+        raise UrlsAbsent(absent)
     digests: dict[bytes, bytes] = {}
-    for ref, item in zip(refs, items, strict=True):
-        if ref.key and digests.setdefault(ref.key, item.content.digest) != item.content.digest:
-            raise bad_request(f"{ref.name}: {AMBIGUOUS}.", "messages")
+    for item in items:
+        key, digest = item.ref.key, item.content.digest
+        if key and digests.setdefault(key, digest) != digest:
+            raise bad_request(f"{item.name}: {AMBIGUOUS}.", "messages")
     metrics.media_named_hits_total.inc(len(named))
 
 
-def bind_names(
-    context: AppContext,
-    refs: Sequence[MediaRef],
-    items: Sequence[FetchedItem],
-    processed: Mapping[bytes, ProcessedItem],
-) -> None:
-    """The names of `refs` mean `items` from now on, which are `processed` or were found; but no video of which a part
-    is missing. Raises EngineError."""
-    for ref, item in zip(refs, items, strict=True):
+async def fetch_absent(
+    context: AppContext, items: Sequence[Candidates], absent: UrlsAbsent, state: State, held: AsyncExitStack
+) -> list[Candidates]:
+    """`items` with the bytes of those that are `absent`, which have room until `held` is closed. Raises as
+    `MediaLoader.fetch`."""
+    late = {id(item): item for item in items if not absent.items.isdisjoint(item)}
+    share = held.enter_context(context.media_bytes.reserve())
+    state.clock.enter("fetch")
+    urls = [replace(item[0].ref, named=None) for item in late.values()]
+    settings = [[candidate.settings for candidate in item] for item in late.values()]
+    fetched = dict(zip(late, await context.media.fetch(urls, settings, share.receive), strict=True))
+    state.clock.enter("other")
+    return [fetched.get(id(item), item) for item in items]
+
+
+def bind_names(context: AppContext, items: Sequence[FetchedItem], processed: Mapping[bytes, ProcessedItem]) -> None:
+    """The names of these mean them from now on, which are `processed`, or which the engine has; but not of a video of
+    which a part is missing. Raises EngineError."""
+    for item in items:
+        ref, content = item.ref, item.content
+        is_alone = ref.named is not None and not ref.url
         is_whole = item.media_hash not in processed or processed[item.media_hash].missing is None
-        if ref.key and ref.url and is_whole:
-            url = url_hash(ref.url) if is_elsewhere(ref.url) else b""
-            media = NamedMedia(item.content.digest, url, item.content.frames is not None)
+        if ref.key and is_whole and not is_alone:
+            media = NamedMedia(content.digest, url_hash(ref.url) if ref.url else b"", content.frames is not None)
             if media != ref.named:
                 context.engines.preferred(ref.key).media.bind_name(ref.key, media)

@@ -24,13 +24,21 @@ from mini_engine.http.context import AppContext
 from mini_engine.http.error_responses import error_response, report_error
 from mini_engine.log import about
 from mini_engine.metrics import http_requests_total
-from mini_engine.protocol.api_errors import shutting_down
+from mini_engine.prompt.pooling import FLAGS, TaskKind
+from mini_engine.protocol.api_errors import ApiError, shutting_down
 from mini_engine.protocol.request_clock import RequestClock
 
 logger = logging.getLogger(__name__)
 
 UNCOUNTED_PATHS = (*OPEN_PATHS, "/metrics")  # a drain does not wait for them
-GENERATION_PATHS = {"/v1/chat/completions": "chatcmpl", "/v1/completions": "cmpl"}  # and the prefixes of their ids
+# What engines answer: the prefix of the requests' ids, and the task of servers that have it.
+ENGINE_PATHS: dict[str, tuple[str, TaskKind]] = {
+    "/v1/chat/completions": ("chatcmpl", "generate"),
+    "/v1/completions": ("cmpl", "generate"),
+    "/v1/embeddings": ("embd", "embed"),
+    **dict.fromkeys(("/v1/rerank", "/rerank"), ("rerank", "classify")),
+    **dict.fromkeys(("/v1/score", "/score"), ("score", "classify")),
+}
 COUNTED_METHODS = ("GET", "POST", "HEAD", "OPTIONS")  # by their names; clients may invent others
 
 
@@ -94,11 +102,19 @@ class RequestMiddleware:
             raise shutting_down()
         if exchange.path not in UNCOUNTED_PATHS:
             self._requests.add(exchange)
-        if exchange.path in GENERATION_PATHS:  # before the body is received
+        if exchange.path in ENGINE_PATHS:  # before the body is received
+            self._check_task(exchange.path)
             self._context.engines.check()
             choices = exchange.cleanup.enter_context(self._context.requests.reserve(1))
             client = self._access.client_of(exchange.headers, exchange.scope["client"])
             exchange.scope["state"] |= {"choices": choices, "client": client}
+
+    def _check_task(self, path: str) -> None:
+        """Raises ApiError: 404 for what servers with other flags answer."""
+        kind, own = ENGINE_PATHS[path][1], self._context.task.kind
+        if kind != own:
+            text = f"{path} needs {FLAGS[kind]}; this server runs as with {FLAGS[own]}."
+            raise ApiError(404, text, code="unknown_url")
 
 
 class Exchange:
@@ -109,7 +125,7 @@ class Exchange:
         self.headers = Headers(scope=scope)
         path, root = scope["path"], scope["root_path"]  # a proxy may have removed the root, or not
         self.path = path[len(root) :] if root and path.startswith(root + "/") else path
-        self.id = f"{GENERATION_PATHS.get(self.path, 'req')}-{uuid.uuid4().hex}"
+        self.id = f"{ENGINE_PATHS.get(self.path, ('req',))[0]}-{uuid.uuid4().hex}"
         self.caller = caller_of(self.headers, scope["client"])
         self.clock = RequestClock()
         self._clocks = [self.clock]
@@ -180,7 +196,7 @@ class Exchange:
     def count(self) -> None:
         """Count the response, if there is one, by the route's path: those of clients are without number."""
         method, route = self.scope["method"], self.scope.get("route")
-        path = self.path if self.path in GENERATION_PATHS else "none"  # refused before it was routed
+        path = self.path if self.path in ENGINE_PATHS else "none"  # refused before it was routed
         if route is not None and method in route.methods:
             path = route.path
         if self._status is not None:
@@ -216,7 +232,7 @@ class Exchange:
             pass
 
     async def _fail(self, error: Exception) -> None:
-        clock = self.clock if self.path in GENERATION_PATHS else None
+        clock = self.clock if self.path in ENGINE_PATHS else None
         if isinstance(error, ClientDisconnect):
             if clock is not None:
                 clock.end("abort")

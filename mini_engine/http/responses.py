@@ -90,10 +90,8 @@ class Responder(ABC):
                 body += part
             await asyncio.sleep(0)  # each may be long
         body[-1:] = b"],"
-        body += encode({"usage": _usage(answers)} | self._request_fields(answers[0]))[1:]
-        if len(body) <= PART_BYTES:
-            return Response(bytes(body), media_type=JSON)
-        return StreamedResponse({"content-type": JSON, "content-length": str(len(body))}, b"", _cut(body))
+        body += encode({"usage": usage_of(answers)} | self._request_fields(answers[0]))[1:]
+        return whole_response(body)
 
     async def _events(self, answers: Sequence[Answer]) -> AsyncGenerator[bytes, None]:
         """The events, of which the last are sent together. An error after the first is an event too."""
@@ -124,7 +122,7 @@ class Responder(ABC):
         fields = self._request_fields(answers[0])
         if not self._include_usage:
             return self._event(answers, choice, **fields) + DONE
-        usage = self._event(answers, usage=_usage(answers), **fields)
+        usage = self._event(answers, usage=usage_of(answers), **fields)
         return self._event(answers, choice) + usage + DONE
 
     def _request_fields(self, answer: Answer) -> dict[str, Any]:
@@ -268,6 +266,13 @@ class StreamedResponse(Response):
             await self._parts.aclose()
 
 
+def whole_response(body: bytearray) -> Response:
+    """A response of JSON, in parts if it is long."""
+    if len(body) <= PART_BYTES:
+        return Response(bytes(body), media_type=JSON)
+    return StreamedResponse({"content-type": JSON, "content-length": str(len(body))}, b"", _cut(body))
+
+
 async def _cut(body: bytearray) -> AsyncGenerator[bytes, None]:
     for start in range(0, len(body), PART_BYTES):
         await asyncio.sleep(0)
@@ -281,8 +286,9 @@ def _counts(answers: Sequence[Answer]) -> dict[str, Any]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def _usage(answers: Sequence[Answer]) -> dict[str, Any]:
-    media = answers[0].media
+def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:
+    """The usage of all answers together, in OpenAI's form, and what became of their media."""
+    media = [item for answer in answers for item in answer.media]
     details = {"cached_tokens": sum(answer.num_cached_tokens for answer in answers)}
     for kind in ("image", "video"):
         details[f"{kind}_tokens"] = sum(item["tokens"] for item in media if item["type"] == kind)

@@ -1,11 +1,13 @@
-"""How large each worker's KV cache is on a CPU, by flag or by the rule of docs/loading.md, "Memory on a CPU"."""
+"""How large each worker's KV cache is on a CPU, by the rule of docs/loading.md, "Memory on a CPU", and whether the size
+of a flag fits.
+"""
 
 import dataclasses
 
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.launch.parallelism import runs_on_cpu, weight_bytes
 from mini_engine.messages import MediaCachePlan
-from mini_engine.model.config import ModelConfig
+from mini_engine.model.config import ModelConfig, TextConfig
 
 
 def settle_memory(
@@ -16,22 +18,17 @@ def settle_memory(
     beside the weights."""
     if not runs_on_cpu(config):
         return config, ""
-    text, engines, ranks = model.text, config.engines, config.tensor_parallel_size
-    weights, itemsize = weight_bytes(config, model)
-    longest = config.sequence_tokens("cpu", text.max_position_embeddings)
-    blocks, layers, states = -(-longest // config.block_size), text.num_layers, 0
-    if text.linear is not None:
-        layers -= len(text.linear.layers)
-        states = config.step_sequences("cpu", recurrent=True) * text.linear.state_bytes
-    block = 2 * layers * max(1, text.num_kv_heads // ranks) * text.head_dim * itemsize * config.block_size
-    given = (config.num_gpu_blocks_override or 0) * block or config.kv_cache_memory_bytes
-    if given:
-        _check_room(config, given, free - engines * (weights + states))
+    engines, ranks = config.engines, config.tensor_parallel_size
+    check_given_cache(config, model, "cpu", free, engines * ranks)
+    if config.num_gpu_blocks_override is not None or config.kv_cache_memory_bytes is not None:
         return config, ""
+    text, (weights, itemsize) = model.text, weight_bytes(config, model)
+    longest = config.sequence_tokens("cpu", text.max_position_embeddings)
+    block, states = _block_bytes(config, text, itemsize), _state_bytes(config, text, "cpu")
     stored = media.nbytes * engines * (ranks if media.kind == "lru" else 1)
     embeddings = config.encoder_tokens(longest) * model.vision.row_size * itemsize * ranks
     left = free - stored - engines * (weights + embeddings + states)
-    needed = block * blocks
+    needed = block * -(-longest // config.block_size)
     if text.linear is not None:
         needed += needed // 3  # a quarter of the cache is for snapshots
     size = max(config.cpu_cache_bytes, min(needed, left * 2 // 3 // (engines * ranks)))
@@ -49,12 +46,30 @@ def settle_memory(
     return config, line
 
 
-def _check_room(config: EngineConfig, nbytes: int, left: int) -> None:
-    """Raises ConfigError: KV caches of `nbytes`, which a flag gives, do not fit into the memory that is left."""
-    workers = config.engines * config.tensor_parallel_size
-    if nbytes * workers > left:
-        flag = "--num-gpu-blocks-override" if config.num_gpu_blocks_override else "--kv-cache-memory-bytes"
+def check_given_cache(config: EngineConfig, model: ModelConfig, device: str, free: int, workers: int) -> None:
+    """Raises ConfigError: KV caches of the size that a flag gives do not fit into `free` bytes beside the weights of so
+    many workers on `device`, "cpu" or "cuda"."""
+    weights, itemsize = weight_bytes(config, model)
+    flag, given = "--kv-cache-memory-bytes", config.kv_cache_memory_bytes or 0
+    if config.num_gpu_blocks_override is not None:
+        flag = "--num-gpu-blocks-override"
+        given = config.num_gpu_blocks_override * _block_bytes(config, model.text, itemsize)
+    others = (weights + _state_bytes(config, model.text, device)) // config.tensor_parallel_size
+    left = free - workers * others
+    if given * workers > max(0, left):
         raise ConfigError(
-            f"{flag}: a KV cache of {nbytes / 2**30:.1f} GiB for each of {workers} worker(s) does not fit, "
+            f"{flag}: a KV cache of {given / 2**30:.1f} GiB for each of {workers} worker(s) does not fit, "
             f"{max(0, left) / 2**30:.1f} GiB of memory are free beside the weights; lower it"
         )
+
+
+def _block_bytes(config: EngineConfig, text: TextConfig, itemsize: int) -> int:
+    """Of a block of one worker's KV cache."""
+    layers = text.num_layers - (len(text.linear.layers) if text.linear is not None else 0)
+    heads = max(1, text.num_kv_heads // config.tensor_parallel_size)
+    return 2 * layers * heads * text.head_dim * itemsize * config.block_size
+
+
+def _state_bytes(config: EngineConfig, text: TextConfig, device: str) -> int:
+    """Of an engine's recurrent states, without snapshots."""
+    return config.step_sequences(device, recurrent=True) * text.linear.state_bytes if text.linear is not None else 0

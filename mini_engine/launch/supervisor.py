@@ -190,6 +190,8 @@ class Supervisor:
                 raise Stop(0, "stopped", drain_seconds=seconds, at_once=bool(more))
             case ChildMessage(child=child, body=Refused(reason=reason)):
                 if child.generation == self.generation.number and not self.generation.announced:
+                    if child.generation == 1:
+                        raise Stop(2, f"start failed: {reason}")
                     raise GenerationOver(reason)
                 child.kill(reason)
             case ChildMessage(child=child) if child.generation == self.generation.number:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -62,11 +62,19 @@ class Content:
 class FetchedItem:
     """An item's content and settings, and their 16-byte hash: equal hashes mean equal patches."""
 
-    modality: Modality
-    name: str  # what errors call it
+    ref: MediaRef  # its URL only of another server's: `content` has the rest
     content: Content
     settings: MediaSettings
     media_hash: bytes
+
+    @property
+    def modality(self) -> Modality:
+        return self.ref.modality
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return self.ref.name
 
 
 Candidates = list[FetchedItem]
@@ -236,11 +244,11 @@ class MediaLoader:
         else:
             data, digest = self._files.read(url, policy, name)
             content = Content(digest, url, data)
+        kept = ref if sources.is_elsewhere(url) else replace(ref, url="")  # not what it has in a body
         keys = [hash_key(candidate, ref.modality) for candidate in settings]
         hashes = {key: media_hash(content.digest, key) for key in dict.fromkeys(keys)}  # of an image they are the same
         return [
-            FetchedItem(ref.modality, name, content, candidate, hashes[key])
-            for candidate, key in zip(settings, keys, strict=True)
+            FetchedItem(kept, content, candidate, hashes[key]) for candidate, key in zip(settings, keys, strict=True)
         ]
 
     def _read_again(self, item: FetchedItem) -> bytes:

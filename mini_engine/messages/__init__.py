@@ -20,7 +20,8 @@ from mini_engine.messages.handshake import (
 from mini_engine.messages.names import BindName, NamedMedia, NamesResolved, ResolveNames
 from mini_engine.messages.requests import (
     Abandoned, CachedMedia, ControlReply, ControlRequest, EngineStats, EngineTimes, Finish, FinishReason, Found,
-    Lookup, MediaMiss, NewRequest, Outputs, PoolingParams, RequestOutput, Reserve, Reserved, SamplingParams,
+    FoundMedia, Lookup, MediaMiss, MediaNeeded, NewRequest, Outputs, PoolingParams, RequestOutput, Reserve, Reserved,
+    SamplingParams,
     ChildRequest, TokenLogprob, Unreserve, Written,
 )  # fmt: skip
 from mini_engine.messages.steps import (
@@ -43,7 +44,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 AnyMessage = (
     Hello | Init | Ready | Refused | Start | Serving | Drain | PeerGone
-    | NewRequest | Finish | Outputs | MediaMiss | ControlRequest | ControlReply
+    | NewRequest | Finish | Outputs | MediaMiss | MediaNeeded | ControlRequest | ControlReply
     | Lookup | Found | Reserve | Reserved | Written | Abandoned | Unreserve | ResolveNames | NamesResolved | BindName
     | Step | StepResult | WorkerReady | MediaReady | MediaFailed | GrammarReady
     | TensorMessage | ProbeResult | DeviceSlots

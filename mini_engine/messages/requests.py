@@ -54,12 +54,13 @@ class NewRequest(Message, frozen=True):
     priority: int = 0  # lower goes first, of one client's
     cache_salt: str = ""  # prefix-cache blocks are shared only within one salt
     children: list[ChildRequest] = []  # each ends in a finish message of its own
+    arrival: int | None = None  # its place in the queue if it is sent again, from `MediaNeeded`
     grammar: str = ""  # in llguidance's Lark: an output matches it, then a stop token ends it; empty: any output
     pooling: PoolingParams | None = None  # sample nothing, and have no children: one output ends it
 
 
 class CachedMedia(msgspec.Struct, frozen=True, array_like=True):
-    """The facts about a cached item that a prompt needs."""
+    """The facts about an item that a prompt needs."""
 
     media_hash: bytes
     modality: Modality
@@ -76,17 +77,25 @@ class CachedMedia(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Lookup(Message, frozen=True):
-    """API server -> core: which of these media are cached? From then on the request refers to them."""
+    """API server -> core: what is known of these media? From then on the request refers to those with patches."""
 
     request_id: str
     hashes: list[bytes]
 
 
+class FoundMedia(msgspec.Struct, frozen=True, array_like=True):
+    """An item of which the engine knows the facts, and what else it has of it."""
+
+    facts: CachedMedia
+    # patches: the request refers to them; embeddings: in the encoder cache, perhaps not for long; facts: nothing else
+    held: Literal["patches", "embeddings", "facts"]
+
+
 class Found(Message, frozen=True):
-    """Core -> API server: answer to `Lookup`."""
+    """Core -> API server: answer to `Lookup`. The other items are unknown."""
 
     request_id: str
-    items: list[CachedMedia]
+    items: list[FoundMedia]
 
 
 class Reserve(Message, frozen=True):
@@ -130,6 +139,14 @@ class MediaMiss(Message, frozen=True):
     references too."""
 
     request_id: str
+
+
+class MediaNeeded(Message, frozen=True):
+    """Core -> API server: embeddings that the request relied on have been evicted. It has ended, as with `MediaMiss`,
+    and is to be sent again with all of its media."""
+
+    request_id: str
+    arrival: int  # for `NewRequest.arrival`
 
 
 class Finish(Message, frozen=True):
@@ -190,6 +207,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     media_references: int = 0  # from running requests to cached media
     media_oldest_seconds: float = 0.0  # since the last use of the longest unused item
     state_snapshots: int = 0  # of recurrent states
+    media_facts: int = 0  # items of which the facts are known
     # Events:
     prefix_cache_queries: int = 0  # prompt tokens looked up
     prefix_cache_hits: int = 0  # prompt tokens found
@@ -199,6 +217,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     generation_tokens: int = 0  # sampled by steps that have retired
     preemptions: int = 0
     media_evictions: int = 0  # cached media dropped to make room
+    media_needed: int = 0  # requests that were to be sent again: see `MediaNeeded`
     state_snapshots_taken: int = 0
     state_snapshot_hits: int = 0  # admissions that began with one
     step_tokens: dict[int, int] = {}  # how many retired steps had so many tokens to compute

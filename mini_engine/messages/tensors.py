@@ -50,7 +50,8 @@ class MediaItem(msgspec.Struct, frozen=True):
     num_tokens: int  # placeholders, that is merged patches: t * h * w / merge_size**2
     grid_thw: tuple[int, int, int]  # patches: frames / temporal_patch_size, height / patch_size, width / patch_size
     second_per_grid: float | None  # seconds between temporal patches; None for an image
-    # uint8 [t * h * w, 3 * temporal_patch_size * patch_size**2], neither rescaled nor normalised. None: cached by hash.
+    # uint8 [t * h * w, 3 * temporal_patch_size * patch_size**2], neither rescaled nor normalised. None: cached by hash,
+    # or the request relies on the item's embeddings.
     patches: Tensor | StoreHandle | None
     media_hash: bytes  # 16 bytes, of the media's bytes, the sampling, the processor's settings and the model
     placeholder: str | None = None  # see `CachedMedia`

@@ -65,6 +65,7 @@ class Sample:
         self.completion_tokens = 0  # delivered, up to the one that completes a stop string
         self.num_cached_tokens = 0
         self.times: EngineTimes | None = None  # of the first sample, once its first token arrived
+        self.pooled = b""
         self._detokenizer = Detokenizer(vocabulary, body.skip_special_tokens is not False)
         self._thoughts = thoughts
         self._stops = StopSearch(stop_strings(tuple(body.stop_strings)), include_stop)
@@ -78,6 +79,7 @@ class Sample:
         """Keep `output` until the next `take`."""
         self.num_cached_tokens = output.num_cached_tokens or self.num_cached_tokens
         self.times = output.times or self.times
+        self.pooled = output.pooled
         self._ended = output.finish_reason is not None
         self.outputs.append(output)
 
@@ -152,6 +154,8 @@ class Answer:
         self.finish_at_engine: FinishAtEngine | None = None  # of the engine that was sent the request
         self.media = media
         self.warnings = warnings
+        self.arrival: int | None = None  # of `need_media`
+        self.may_need_media = False  # set if the engine may call it
         self._error: ApiError | None = None
         self._grammar_field = body.grammar_field if request.sampling.grammar else None
         self._waiting: collections.deque[Sample] = collections.deque()  # samples with outputs, each once
@@ -173,7 +177,18 @@ class Answer:
         """Tokens of the prompt in the prefix cache; the other samples find there what the first has computed."""
         return self.samples[self.request_id].num_cached_tokens
 
+    @property
+    def pooled(self) -> bytes:
+        """What a request with `pooling` is for, once it is over; see `RequestOutput`."""
+        return self.samples[self.request_id].pooled
+
     # --- for the HTTP side -------------------------------------------------------------------------------------------
+
+    async def is_admitted(self) -> bool:
+        """Wait for the first output or a failure if the engine may need the request again; False: it does."""
+        if self.may_need_media:
+            await self.arrived.wait()
+        return self.arrival is None
 
     @property
     def is_waiting(self) -> bool:
@@ -223,6 +238,14 @@ class Answer:
     def fail(self, error: ApiError) -> None:
         """The engine sends no more outputs: fail the request with `error`."""
         self._error = error
+        self.arrived.set()
+
+    def need_media(self, arrival: int) -> None:
+        """The engine sends no outputs: it needs the request again, with all of its media and this `arrival`, as another
+        answer. This one is over, and uncounted."""
+        for sample in self.samples.values():
+            sample.end()
+        self._unfinished, self.arrival = 0, arrival
         self.arrived.set()
 
     def _end(self, reason: FinishReason | None) -> None:

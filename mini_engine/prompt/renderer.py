@@ -59,6 +59,7 @@ class ChatRenderer:
             int(hf_processor.video_token_id): "video",
         }
         self.placeholders = frozenset(self._modality_of)  # token ids
+        self.after_text = self.tokenizer.encode("").ids  # tokens that it puts after a text, as those of embeddings do
         self._client_text = ClientText(self.tokenizer, TAGS)
         added_tokens = hf_processor.tokenizer.get_added_vocab()
         self._format = AnswerFormat.of(template, added_tokens, tool_parser, reasoning)

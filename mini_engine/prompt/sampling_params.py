@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from mini_engine.config import ConfigError
-from mini_engine.messages import ChildRequest, MediaItem, NewRequest, SamplingParams
+from mini_engine.messages import ChildRequest, MediaItem, NewRequest, PoolingParams, SamplingParams
 from mini_engine.protocol.api_errors import bad_request
 from mini_engine.protocol.bodies import CompletionRequest, GenerationRequest
 
@@ -139,6 +139,27 @@ class SamplingResolver:
             cache_salt=request.cache_salt or "",
             children=children,
             grammar=grammar,
+        )
+
+    def pooled_request(
+        self,
+        request: GenerationRequest,
+        request_id: str,
+        token_ids: list[int],
+        media: Sequence[MediaItem],
+        pooling: PoolingParams,
+        client: bytes,
+    ) -> NewRequest:
+        """Likewise of a request for what `pooling` says of its prompt's last token. Raises ApiError, a 400: the prompt
+        is too long, or has a token that the model has not."""
+        self.check_tokens("input", token_ids)
+        if len(token_ids) > self.max_model_len:
+            problem = f"{len(token_ids)} tokens, images and videos included, more than --max-model-len"
+            text = f"The input has {problem}, {self.max_model_len}. Send a shorter one."
+            raise bad_request(text, "input", "context_length_exceeded")
+        priority, salt = request.priority or 0, request.cache_salt or ""
+        return NewRequest(
+            request_id, token_ids, media=[*media], client=client, priority=priority, cache_salt=salt, pooling=pooling
         )
 
     def max_tokens(self, request: GenerationRequest, prompt_tokens: int) -> int:

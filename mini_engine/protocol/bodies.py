@@ -6,7 +6,7 @@ an error. None means the default of the model or the server. Knows nothing of HT
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 import msgspec
@@ -53,6 +53,11 @@ class Body(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     items_per_unit: ClassVar[int] = 1  # see `structure`
 
     model: str | None = None
+
+    @property
+    def parts(self) -> Iterator[Part]:
+        """Those of all messages."""
+        return (part for message in getattr(self, "messages", None) or () for part in message.parts)
 
     def check(self) -> None:
         """Raises ApiError, a 400, for an unsupported field, and for fields that exclude each other."""
@@ -115,7 +120,7 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
-def _check_structure(messages: Sequence[ChatMessage], variables: Mapping[str, Any] | None) -> None:
+def check_structure(messages: Sequence[ChatMessage], variables: Mapping[str, Any] | None) -> None:
     """Raises ApiError, a 400: the arguments of earlier calls, or a template's variable, have too much structure."""
     calls = [call for message in messages for call in message.tool_calls or ()]
     if sum(structure(str(call.function.arguments).encode()) for call in calls) > MAX_STRUCTURE:
@@ -336,10 +341,19 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise bad_request("'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs")
-        _check_structure(self.messages, self.chat_template_kwargs)
+        check_structure(self.messages, self.chat_template_kwargs)
 
 
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
+Prompts = str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)]
+
+
+def separate(prompts: Prompts, name: str) -> list[str | list[int]]:
+    """Each of the prompts in the field `name`. Raises ApiError, a 400, for those of several kinds."""
+    if not isinstance(prompts, str) and len({type(item) for item in prompts}) > 1:
+        raise bad_request(f"Invalid '{name}': texts, token ids and lists of them cannot be mixed.", name)
+    items: Any = [prompts] if isinstance(prompts, str) or isinstance(prompts[0], int) else prompts
+    return items
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
@@ -349,7 +363,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
     default_tokens = 16  # OpenAI's
     items_per_unit = 8  # token ids cost little
 
-    prompt: str | Annotated[list[str | TokenId | TokenIds], Meta(min_length=1)]
+    prompt: Prompts
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None  # those that the model's tokenizer puts around a text
 
@@ -360,15 +374,12 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
-    @property
+    @functools.cached_property
     def prompts(self) -> list[str | list[int]]:
-        prompt: Any = self.prompt
-        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+        return separate(self.prompt, "prompt")
 
     def check(self) -> None:
         super().check()
-        if not isinstance(self.prompt, str) and len({type(item) for item in self.prompt}) > 1:
-            raise bad_request("Invalid 'prompt': texts, token ids and lists of them cannot be mixed.", "prompt")
         if len(self.prompts) * self.num_choices > MAX_CHOICES:
             counts = f"{len(self.prompts)} prompts with {self.num_choices} choices each"
             raise bad_request(f"{counts} are more than {MAX_CHOICES} choices; send fewer.", "prompt")
@@ -398,7 +409,7 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
 
     def check(self) -> None:
         super().check()
-        _check_structure(self.messages or (), self.chat_template_kwargs)
+        check_structure(self.messages or (), self.chat_template_kwargs)
         if (self.prompt is None) == (self.messages is None):
             raise bad_request("Send either 'prompt' or 'messages'.", "prompt", "missing_required_parameter")
         if self.messages is not None and self.add_special_tokens:

@@ -45,7 +45,8 @@ class RequestClock:
         self._spent[target] += seconds
 
     def tokens(self, prompt: int, generated: int, index: int = 0) -> None:
-        """`generated` more tokens of choice `index` were delivered; the first time, the prompt's count too."""
+        """`generated` more tokens of choice `index`, of a prompt of so many, were delivered."""
+        self._prompt = prompt
         if not generated:
             return
         now = time.monotonic()
@@ -56,13 +57,12 @@ class RequestClock:
             self._gaps += generated
             self._gap_seconds += now - before
         if not self._generated:
-            self._prompt = prompt
             metrics.time_to_first_token_seconds.observe(now - self._arrived)
         self._generated[index] += generated
 
     @property
     def usage(self) -> tuple[int, int]:
-        """Tokens of the prompt, once there are some of the answer, and of all choices so far."""
+        """Tokens of the prompt, once there is something of the answer, and of all choices so far."""
         return self._prompt, self._generated.total()
 
     def end(self, reason: FinishReason | None, times: EngineTimes | None = None) -> None:
@@ -86,9 +86,10 @@ class RequestClock:
         spent["other"] += now - times.last_token
         metrics.e2e_request_latency_seconds.observe(now - self._arrived)
         metrics.request_prompt_tokens.observe(self._prompt)
-        metrics.request_generation_tokens.observe(self._generated.total())
-        metrics.request_max_num_generation_tokens.observe(max(self._generated.values(), default=0))
-        metrics.request_params_max_tokens.observe(self.max_tokens)
+        if self._generated:  # not an embedding or a score
+            metrics.request_generation_tokens.observe(self._generated.total())
+            metrics.request_max_num_generation_tokens.observe(max(self._generated.values()))
+            metrics.request_params_max_tokens.observe(self.max_tokens)
         if self._gaps:
             metrics.request_time_per_output_token_seconds.observe(self._gap_seconds / self._gaps)
         for stage, histogram in metrics.stage_seconds.items():

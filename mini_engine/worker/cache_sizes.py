@@ -15,7 +15,7 @@ from typing import NamedTuple, get_args
 import torch
 
 from mini_engine.config import ENCODER_TOKENS, ConfigError, EngineConfig
-from mini_engine.free_memory import CUDA_CONTEXT_BYTES, available_memory, processor_bytes, processor_memory
+from mini_engine.free_memory import CUDA_CONTEXT_BYTES, processor_bytes, processor_memory
 from mini_engine.messages import Chunk, MediaCachePlan, Modality, NewSequence, SamplingParams, Step
 from mini_engine.model.config import ModelConfig, VisionConfig
 from mini_engine.model.delta_rule import StateShape
@@ -95,8 +95,7 @@ def cache_size(
     `--max-num-seqs` sequences of `longest` tokens fill. Snapshots of recurrent states take their part of that memory;
     the states of as many sequences lie beside it.
 
-    `use`: on a CUDA device, unless `has_fixed_cache`. Raises ConfigError: not a single block fits, or the device has
-    less memory than a flag requires.
+    `use`: on a CUDA device, unless `has_fixed_cache`. Raises ConfigError: not a single block fits.
     """
     block_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize * config.block_size
     state_bytes = state.nbytes(dtype) if state is not None else 0
@@ -120,31 +119,12 @@ def cache_size(
             )
         num_blocks = min(left // block_bytes, at_once * -(-longest // config.block_size))
     snapshots = min(snapshots, num_blocks)  # each is of the end of a block
-    if has_fixed_cache(config):
-        needed = num_blocks * block_bytes + snapshots * state_bytes + sequences
-        _check_free(config, needed, origin.split()[0], device)
     return CacheSize(num_blocks, at_once + snapshots if state_bytes else 0)
 
 
 def has_fixed_cache(config: EngineConfig) -> bool:
     """Whether a flag gives the size of the KV cache."""
     return config.num_gpu_blocks_override is not None or config.kv_cache_memory_bytes is not None
-
-
-def _check_free(config: EngineConfig, nbytes: int, flag: str, device: torch.device) -> None:
-    """Raises ConfigError when a cache of that size cannot be had; on the CPU nothing else would, until it is full."""
-    if device.type == "cpu":
-        workers = config.tensor_parallel_size * config.engines
-        free, scope = available_memory(), f" for each of {workers} workers" if workers > 1 else ""
-        short = nbytes * workers > free
-    else:
-        free, scope = torch.cuda.mem_get_info(device)[0], f" on {device}"
-        short = nbytes > free
-    if short:
-        raise ConfigError(
-            f"{flag}: a KV cache of {nbytes / 2**30:.1f} GiB{scope} does not fit, "
-            f"{free / 2**30:.1f} GiB of memory are free; lower it"
-        )
 
 
 def _memory(config: EngineConfig, use: MemoryUse | None, states: int) -> tuple[int, str]:

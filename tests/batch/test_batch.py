@@ -29,7 +29,7 @@ def write(path: Path, *lines: object) -> Path:
 @pytest.mark.parametrize(
     ("lines", "named"),
     [
-        ([REQUEST, "", {**REQUEST, "url": "/v1/embeddings"}], "line 3"),
+        ([REQUEST, "", {**REQUEST, "url": "/v1/images/generations"}], "line 3"),
         (["\udcff"], "line 1"),
         ([REQUEST, REQUEST], "'a'"),
     ],
@@ -80,7 +80,7 @@ def test_a_link_to_the_answers_and_their_mode_stay(tmp_path: Path):
 
 def test_a_run_that_is_interrupted_is_continued(tmp_path: Path):
     body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 200, "ignore_eos": True}
-    chats = [{"custom_id": f"chat {i}", "url": "/v1/chat/completions", "body": body} for i in range(60)]
+    chats = [{"custom_id": f"chat {i}", "url": "/v1/chat/completions", "body": body} for i in range(30)]
     stream = {**REQUEST, "custom_id": "stream", "body": {"prompt": "x", "stream": True}}
     requests = write(tmp_path / "in.jsonl", *chats, REQUEST, stream)
     path = tmp_path / "out.jsonl"
@@ -89,7 +89,7 @@ def test_a_run_that_is_interrupted_is_continued(tmp_path: Path):
     first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
     def has_answers() -> None:
-        assert path.exists() and path.read_bytes().count(b"\n") > 9
+        assert path.exists() and path.read_bytes().count(b"\n") > 4
 
     eventually(has_answers)
     processes = descendants(first.pid)
@@ -101,7 +101,7 @@ def test_a_run_that_is_interrupted_is_continued(tmp_path: Path):
     assert last.returncode == 1 and re.search(r"100%.*1 failed, .*prefill \d+%", last.stderr), last.stderr
     answers = [json.loads(line) for line in path.read_text().splitlines()]
     by_id = {answer["custom_id"]: answer for answer in answers}
-    assert len(answers) == len(by_id) == 62 and by_id.keys() == {"a", "stream", *(chat["custom_id"] for chat in chats)}
+    assert len(answers) == len(by_id) == 32 and by_id.keys() == {"a", "stream", *(chat["custom_id"] for chat in chats)}
     assert "no 'stream'" in by_id.pop("stream")["response"]["body"]["error"]["message"]
     assert all(answer["response"]["status_code"] == 200 and answer["error"] is None for answer in by_id.values())
     assert not any("metrics" in answer["response"]["body"] for answer in by_id.values())

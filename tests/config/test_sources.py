@@ -79,7 +79,7 @@ def test_unusable_settings_are_named_with_their_file(tmp_path):
         "port: 1\nmax-num-seq: 3\n": ": max-num-seq: unknown; did you mean --max-num-seqs?",
         "port: yes\n": ": port: True is not an integer from 0 to 65535",
         "seed: 1.5\n": ": seed: 1.5 is not an integer",
-        "api-key: [1]\n": ": api-key: [1] is not a list of strings",
+        "api-key: [1]\n": ": api-key: what is given is not a list of strings",  # it is secret
         "quantization: awq\n": ": quantization: 'awq' is not one of none, int8, int4",
         "media-io-kwargs: 3\n": "is not a JSON object",
         "a: {\n": "cannot be read: while parsing",

@@ -232,3 +232,23 @@ def test_uncacheable_item_is_not_kept(cacheable):
     assert world.idle == [A] * cacheable
     assert world.core.media.num_bytes == cacheable * 2 * BYTES
     world.assert_at_rest()
+
+
+def test_request_whose_embeddings_are_gone_is_needed_again_at_once_and_keeps_its_place():
+    """Though it waits for a place. Without a cache of patches, too."""
+    world = CachingWorld("lru", 0, max_seqs=1)
+    world.run_request("first", prompt=8, media=[item(message(1), 1, media_hash=A)])
+    world.request("runs", max_tokens=9)
+    assert world.look_up("again", A) == "embeddings"
+    world.receive(ControlRequest(0, "reset_caches"))
+    world.request("again", prompt=8, media=[named(1, A)])
+    world.request("later")
+    world.turn()
+    assert [*world.needed] == ["again"] and world.look_up("other", A) == "facts"
+    world.request("again", prompt=8, media=[item(message(2), 1, media_hash=A)], arrival=world.needed["again"])
+    world.turn()
+    assert [request.id for request in world.core.scheduler.clients.waiting] == ["again", "later"]
+    world.finish("runs", "again", "later")
+    stats = world.stats()
+    assert (stats.media_needed, stats.media_facts) == (1, 1)
+    world.assert_at_rest()

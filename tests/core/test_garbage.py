@@ -20,7 +20,7 @@ def test_no_load_leaves_reference_cycles(loads, ranks, timing):
     gc.disable()
     try:
         for kind in ("lru", "shm"):
-            test_random_clients.play(kind, 4, timing, ranks == 1)
+            test_random_clients.play(kind, 4, timing, {"async_scheduling": ranks == 1})
         test_properties.play(loads, SMALL | {"ranks": ranks}, timing)
         assert gc.collect() == 0
     finally:

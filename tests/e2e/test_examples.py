@@ -78,6 +78,25 @@ def make_folder(folder: Path) -> dict[str, str]:
     return shown
 
 
+def test_search_clips_embeds_each_file_once(tmp_path: Path) -> None:
+    """The bundled model was not trained for it, so the order says nothing; equal files have equal cosines."""
+    for number, name in enumerate(("a.mp4", "b.mp4")):
+        (tmp_path / name).write_bytes(videos.encode(videos.render(10**9 + number, num_frames=16)))
+    (tmp_path / "broken.png").touch()
+    first = output("search_clips.py", tmp_path, "a red circle").splitlines()
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "c.mp4").write_bytes((tmp_path / "a.mp4").read_bytes())
+    changed = (tmp_path / "b.mp4").stat().st_mtime_ns
+    (tmp_path / "b.mp4").write_bytes(b"not read again")
+    os.utime(tmp_path / "b.mp4", ns=(changed, changed))
+    second = output("search_clips.py", tmp_path, "a red circle", "--top", 3).splitlines()
+    for lines, names in ((first, {"a.mp4", "b.mp4"}), (second, {"a.mp4", "b.mp4", "sub/c.mp4"})):
+        cosines = {name: float(cosine) for cosine, name in (line.split() for line in lines)}
+        assert cosines.keys() == names and -1 <= min(cosines.values()) <= max(cosines.values()) <= 1
+        assert list(cosines.values()) == sorted(cosines.values(), reverse=True)
+    assert {*first} < {*second} and cosines["a.mp4"] == cosines["sub/c.mp4"]
+
+
 def test_caption_folder_killed_twice_has_each_file_once(tmp_path: Path) -> None:
     shown, out = make_folder(tmp_path / "in"), tmp_path / "captions.jsonl"
     flags = ["--question", "What colour is the shape?", "--max-num-seqs", 1]

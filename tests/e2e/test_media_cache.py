@@ -1,11 +1,14 @@
-"""An API server hangs while it writes media, and dies: its write is freed, what it cached stays, the other serves."""
+"""Cached media while API servers die, and while all is evicted all the time."""
 
 from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
-from tests.support.client import TEXT, ClientRequest, Question, ask_large, ask_video
+import pytest
+
+from tests.support.client import TEXT, ClientRequest, Question, ask_large, ask_small, ask_video
 from tests.support.processes import eventually, stopped
 from tests.support.running_server import START_SECONDS, RunningServer
 
@@ -44,3 +47,35 @@ def test_cached_media_survive_the_death_of_an_api_server_and_its_unfinished_writ
         assert server.total("ipc_messages_total", OTHER) == messages + 3 * 2  # twice uncached, and once to be kept
         assert server.total("ipc_fallbacks_total", OTHER) == 2
         server.assert_at_rest(OTHER)
+
+
+@pytest.mark.parametrize("gigabytes", [1 / 2**14, 0])
+def test_store_and_encoder_cache_of_one_item(gigabytes: float):
+    """Requests that rely on embeddings are sent again, others leave; no answer is wrong, and nothing is held."""
+    questions = [ask_small(seed) for seed in (400, 401, 402)]
+    first, second, _ = questions
+    endless = {"max_tokens": 2000, "ignore_eos": True, "stream": True}
+    flags = ["--api-server-count", "2", "--encoder-cache-tokens", "16", "--mm-processor-cache-gb", str(gigabytes)]
+
+    def ask(number: int) -> None:
+        api, question = (API, OTHER)[number % 2], questions[number // 3 % 3]
+        if number % 5:
+            assert_right(server, api, question)
+        else:
+            ClientRequest(server, api, question, **endless).hang_up()
+
+    with RunningServer(*flags) as server, ThreadPoolExecutor(8) as pool:
+        running = ClientRequest(server, API, first, **endless)
+        running.read_events(2)
+        waiting = []
+        with stopped(server.pids()["worker 0.0"]):
+            for question in (second, first):  # while the first item is in use, it is found; then the second evicts it
+                waiting.append(pool.submit(assert_right, server, OTHER, question))
+                eventually(lambda: server.total("num_requests_waiting") == len(waiting))
+            running.hang_up()
+        for answered in waiting:
+            answered.result()
+        assert server.total("media_needed_total") == 1 and server.total("media_decodes_total") == 3
+        list(pool.map(ask, range(60)))
+        server.assert_at_rest()
+        assert server.total("media_facts") == 3

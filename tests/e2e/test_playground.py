@@ -212,11 +212,11 @@ def test_html_in_an_answer_stays_text_and_markdown_does_not(page):
     for part in (".question", ".thoughts", ".answer"):
         playwright.expect(turn.locator(part)).to_have_text(text)
     assert turn.locator("img, b, a").count() == 0 and page.title() == "mini-engine playground"
-    turn = answer_with(page, "# One\n\n- **two** `3 * 4`\n- *five*\n\n```\n# six\n```\n7 * 8 * 9\n<i>")
+    turn = answer_with(page, "# One\n\n- **two** `3 * 4`\n- *five*\n\n```\n# six\n```\n7 * 8 * 9\n<i>\n```x```")
     playwright.expect(turn.locator(".answer pre")).to_have_text("# six\n")
     html = "<h4>One</h4><ul><li><strong>two</strong> <code>3 * 4</code></li><li><em>five</em></li></ul>"
     assert turn.locator(".answer").inner_html().replace("<li></li>", "") == (
-        f"{html}<pre># six\n</pre><p>7 * 8 * 9\n&lt;i&gt;</p>"
+        f"{html}<pre># six\n</pre><p>7 * 8 * 9\n&lt;i&gt;\n``<code>x</code>``</p>"
     )
 
 

@@ -50,10 +50,10 @@ def blocks() -> dict[str, str]:
 BLOCKS = blocks()
 
 
-def shell(commands: str, cwd: Path) -> str:
+def shell(commands: str, cwd: Path, **variables: str) -> str:
     """The output of commands in an empty directory, with the project's Python."""
     commands = re.sub(r" (serve\.py|bench\.py|examples/)", rf" {ROOT}/\1", commands.replace(PYTHON, sys.executable))
-    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(cwd)}
+    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(cwd), **variables}
     result = subprocess.run(
         ["bash", "-e", "-c", commands], cwd=cwd, capture_output=True, text=True, timeout=1200, env=environ
     )
@@ -85,11 +85,12 @@ def test_video_request_and_its_documented_answer(server, tmp_path):
 
 
 def test_caption_commands(tmp_path):
+    one_engine = {"MINI_ENGINE_DATA_PARALLEL_SIZE": "1"}
     _, *commands = BLOCKS[CAPTION].splitlines()
-    shell("\n".join(commands), tmp_path)
+    shell("\n".join(commands), tmp_path, **one_engine)
     assert len((tmp_path / "captions.jsonl").read_text().splitlines()) == 3
     (tmp_path / "x.py").write_text(BLOCKS[FROM_PYTHON])
-    answers = shell(f"{PYTHON} x.py", tmp_path).splitlines()
+    answers = shell(f"{PYTHON} x.py", tmp_path, **one_engine).splitlines()
     assert sorted(answer.split()[0] for answer in answers) == ["0", "1", "2"]
 
 

@@ -149,6 +149,6 @@ def test_a_replaced_api_server_needs_no_room_in_tmpdir(scarce, video_questions):
 @needs_mounts
 def test_a_tmpdir_without_room_for_metrics_is_refused_in_one_line():
     with tempfile.TemporaryDirectory() as temporary:
-        log = refused(command=[*with_own_mounts("100k"), *SERVE], environ={"TMPDIR": temporary})
+        log = refused(status=1, command=[*with_own_mounts("100k"), *SERVE], environ={"TMPDIR": temporary})
     line = log.splitlines()[-1]  # after those on what is loaded
     assert "start failed: " in line and "no room in TMPDIR for the metrics" in line and "set TMPDIR" in line, log

@@ -32,11 +32,7 @@ async def clients() -> AsyncIterator[list[EngineClient]]:
 
 def choices(client: EngineClient) -> list[int]:
     """The engine for each of `HASHES`."""
-    chosen = []
-    for media_hash in HASHES:
-        with client.choose("r", 1, media_hash) as engine:
-            chosen.append(engine.number)
-    return chosen
+    return [client.choose(media_hash).number for media_hash in HASHES]
 
 
 def homes(client: EngineClient) -> list[int]:
@@ -47,11 +43,13 @@ def homes(client: EngineClient) -> list[int]:
 async def test_engine_with_the_fewest_samples_is_chosen(clients: list[EngineClient]) -> None:
     client, _ = clients
     with contextlib.ExitStack() as load:
-        requests = [client.choose(f"r{index}", samples) for index, samples in enumerate((3, 2, 1, 1))]
-        assert [load.enter_context(request).number for request in requests] == [0, 1, 2, 2]
+        for index, (samples, number) in enumerate([(3, 0), (2, 1), (1, 2), (1, 2)]):
+            engine = client.choose()
+            load.enter_context(engine.holding(f"r{index}", samples))
+            assert engine.number == number
         client.peer_gone("core 2")
         assert not client.alive
-        assert load.enter_context(client.choose("last", 1)).number == 1
+        assert client.choose().number == 1
 
 
 async def test_clients_prefer_the_same_engine_for_the_same_media_while_its_load_allows(
@@ -63,15 +61,14 @@ async def test_clients_prefer_the_same_engine_for_the_same_media_while_its_load_
     assert all(preferred.count(number) > len(HASHES) / 6 for number in range(3))
     with contextlib.ExitStack() as load:
         for number in range(LOAD_MARGIN):
-            load.enter_context(client.choose(f"r{number}", 1, HASHES[0]))
+            load.enter_context(client.choose(HASHES[0]).holding(f"r{number}", 1))
         assert choices(client) == preferred, "a load that is close to the least does not matter"
-        load.enter_context(client.choose("one too many", 1, HASHES[0]))
+        load.enter_context(client.choose(HASHES[0]).holding("one too many", 1))
         passed = choices(client)
         assert preferred[0] not in passed
         assert all(now == then for now, then in zip(passed, preferred, strict=True) if then != preferred[0])
         assert choices(another) == preferred
-        with client.choose("named", 1, HASHES[0], named=True) as engine:
-            assert engine.number == preferred[0], "however busy it is"
+        assert client.choose(HASHES[0], named=True).number == preferred[0], "however busy it is"
         assert homes(client) == preferred
     client.peer_gone(f"core {preferred[0]}")
     assert choices(client) == passed == homes(client), "as when it is busy"

@@ -75,6 +75,7 @@ class EngineStore:
         self.held: list[AnyMessage] = []
         self.seen: list[type] = []
         self.claimed: dict[str, Any] = {}  # references of requests that the engine has
+        self.encoded: set[bytes] = set()
         self.dead = False
 
     def send(self, body: AnyMessage) -> None:
@@ -92,7 +93,8 @@ class EngineStore:
         store = self.store
         match body:
             case Lookup(request_id=request_id, hashes=hashes):
-                self.client.on_found(Found(request_id, store.look_up((1, request_id), hashes)))
+                found = store.look_up((1, request_id), hashes, lambda media_hash: media_hash in self.encoded)
+                self.client.on_found(Found(request_id, found))
             case Reserve(request_id=request_id, media=facts):
                 self.client.on_reserved(store.reserve((1, request_id), facts))
             case NewRequest(request_id=request_id):
@@ -233,7 +235,7 @@ async def test_dead_engine_ends_requests_that_wait_for_its_answer(world: EngineS
 
 
 @pytest.mark.parametrize("is_cached", [False, True])
-async def test_without_a_store_nothing_is_reserved_and_without_a_cache_nothing_is_asked(is_cached: bool) -> None:
+async def test_without_a_store_nothing_is_reserved_and_without_a_cache_media_are_looked_up(is_cached: bool) -> None:
     sent: list[AnyMessage] = []
     client = MediaStoreClient(0, sent.append, 2, CacheAccess(is_cached << 30))
     asking = asyncio.create_task(client.look_up("asks", [[A]]))
@@ -242,4 +244,4 @@ async def test_without_a_store_nothing_is_reserved_and_without_a_cache_nothing_i
     assert await asking == {} == await client.look_up("asks", [])
     request = NewRequest("asks", [1], SamplingParams(1, 1), [item(B)])
     assert await client.place(request) is request
-    assert [type(body) for body in sent] == [Lookup] * is_cached
+    assert [type(body) for body in sent] == [Lookup]

@@ -81,6 +81,21 @@ async def sent(served: Served, _: SlowWeb) -> Asking:
     return asking
 
 
+async def on_embeddings(served: Served, _: SlowWeb) -> Asking:
+    served.core.held, served.core.accepts = "embeddings", False
+    asking = served.asking([image(84), image()], n=2)
+    await served.core.has_requests(2)
+    return asking
+
+
+async def processed_again(served: Served, web: SlowWeb) -> Asking:
+    asking = await on_embeddings(served, web)
+    served.gate.door.clear()
+    await served.core.turn_down(served.core.requests[-1], arrival=3)
+    await eventually(lambda: served.gate.inside == 2)
+    return asking
+
+
 async def answered(served: Served, _: SlowWeb) -> Asking:
     asking = served.asking([image()], n=3)
     await eventually(lambda: len(served.core.running) == 3)
@@ -95,8 +110,10 @@ async def streamed(served: Served, _: SlowWeb) -> Asking:
 
 
 Stage = Callable[[Served, SlowWeb], Awaitable[Asking]]
-BEFORE_ENGINE: list[Stage] = [downloading, queued_for_decoding, looked_up, processed, waiting_for_room]
-AT_ENGINE: list[Stage] = [sent, answered, streamed]
+BEFORE_ENGINE: list[Stage] = [
+    downloading, queued_for_decoding, looked_up, processed, waiting_for_room, processed_again
+]  # fmt: skip
+AT_ENGINE: list[Stage] = [sent, on_embeddings, answered, streamed]
 WITHOUT_REFERENCES = (downloading, queued_for_decoding, *AT_ENGINE)  # or the engine has claimed them
 every_stage = pytest.mark.parametrize("stage", BEFORE_ENGINE + AT_ENGINE, ids=lambda stage: stage.__name__)
 

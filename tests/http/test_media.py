@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from mini_engine.media import settings as media_settings
 from tests.support.patience import cancelled, eventually, settle
-from tests.support.serving import MAX_MODEL_LEN, Counted, Served, check_error, image, metric, video
+from tests.support.serving import MAX_MODEL_LEN, Counted, Served, check_error, events_of, image, metric, png, video
 
 CACHE = ("mm_cache_queries_total{engine=0}", "mm_cache_hits_total{engine=0}", "media_decodes_total")
 
@@ -91,21 +93,62 @@ async def test_hits_count_towards_the_limit_of_a_prompt(served: Served) -> None:
     assert counted.since() == [3, 3, 0]
 
 
-@pytest.mark.parametrize(("room", "tokens", "decodes"), [(44, 12, 0), (30, 8, 1)])
+@pytest.mark.parametrize(
+    ("held", "room", "tokens", "decodes"), [("patches", 44, 12, 0), ("patches", 30, 8, 1), ("facts", 44, 12, 2)]
+)
 async def test_longer_conversation_keeps_a_cached_video_if_it_fits(
-    served: Served, monkeypatch: pytest.MonkeyPatch, room: int, tokens: int, decodes: int
+    served: Served, monkeypatch: pytest.MonkeyPatch, held: Any, room: int, tokens: int, decodes: int
 ) -> None:
-    """One `Lookup` names the video as it is without text, and a smaller one."""
+    """One `Lookup` names the video as it is without text, and a smaller one. Of its patches, or of its facts alone."""
     monkeypatch.setattr(media_settings, "LEAST_VIDEO", 8)
     served.core.keeps = True
     clip = video() | {"nframes": 6}
     await served.post([clip, image()])
-    counted = Counted(*CACHE)
+    counted, served.core.held = Counted(*CACHE), held
     text = {"type": "text", "text": "\n" * (MAX_MODEL_LEN // 2 - 2 * room)}
     await served.post([clip, image(), text], max_completion_tokens=MAX_MODEL_LEN)
     assert [request.media[0].num_tokens for request in served.core.requests] == [12, tokens]
     assert [len(look_up.hashes) for look_up in served.core.look_ups] == [2, 3]
-    assert counted.since() == [2, 2, decodes]
+    assert counted.since() == [2, 2 if held == "patches" else 0, decodes]
+
+
+async def test_item_with_embeddings_is_sent_without_patches_and_its_bytes_are_kept_until_the_first_output(
+    served: Served,
+) -> None:
+    core = served.core
+    core.keeps = True
+    await served.ask([image()])
+    core.held, core.accepts, core.hold, counted = "embeddings", False, True, Counted(*CACHE)
+    asking = served.asking([image()])
+    request = await core.has_requests(2)
+    assert request.media[0].patches is None and counted.since() == [1, 1, 0]
+    assert metric("inflight_media_bytes") >= len(png()) and served.context.places.num_free == 4
+    await core.accept(request)
+    await eventually(lambda: not metric("inflight_media_bytes"))
+    await core.end(request, "length")
+    assert (await asking).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_request_whose_embeddings_were_evicted_is_sent_again_with_all_media(served: Served, stream: bool) -> None:
+    """Its client does not see that. Embeddings do not count again."""
+    core = served.core
+    core.keeps = True
+    await served.ask([image()])
+    core.held, core.accepts = "embeddings", False
+    counted = Counted("media_decodes_total", "request_success_total{finished_reason=length}")
+    asking = served.asking([image(), image(84)], n=2, stream=stream)
+    first = await core.has_requests(2)
+    await core.turn_down(first, arrival=17)
+    again = await core.has_requests(3)
+    assert all(item.patches is not None for item in again.media)
+    assert (first.arrival, again.arrival, again.request_id) == (None, 17, first.request_id)
+    assert again.prompt_token_ids == first.prompt_token_ids
+    await core.accept(again)
+    response = await asking
+    texts = [event["choices"][0]["index"] for event in events_of(response)] if stream else response.json()["choices"]
+    assert response.status_code == 200 and len(texts) >= 2
+    assert counted.since() == [3, 1] and not core.finishes
 
 
 async def test_request_whose_tensors_are_lost_is_a_503(served: Served) -> None:

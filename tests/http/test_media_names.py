@@ -124,6 +124,27 @@ async def test_one_error_lists_all_names_that_are_not_found(served: Served) -> N
     assert counted.since() == [1, 0, 2]
 
 
+async def test_name_whose_embeddings_are_evicted_before_they_are_used_is_not_found(
+    served: Served, web: SlowWeb
+) -> None:
+    """A URL is downloaded again, and its request keeps its place in the queue."""
+    core = served.core
+    core.keeps = True
+    web.go.set()
+    await served.post([named(image(84)), named(web.part, "b")], **SALT)
+    core.held, core.accepts = "embeddings", False
+    alone, by_url = served.asking([ALONE], **SALT), served.asking([named(web.part, "b")], **SALT)
+    await core.has_requests(3)
+    assert web.dialled == 1 and all(request.media[0].patches is None for request in core.requests[1:])
+    for request in core.requests[1:]:
+        await core.turn_down(request, arrival=17)
+    check_not_found(await alone, "image 1")
+    again = await core.has_requests(4)
+    assert again.media[0].patches is not None and (again.arrival, web.dialled) == (17, 2)
+    await core.accept(again)
+    assert (await by_url).status_code == 200
+
+
 async def test_request_without_names_asks_for_none(served: Served) -> None:
     await served.post([image(), named(image()), video()])
     assert served.core.num_resolved == 0, "data need no answer"

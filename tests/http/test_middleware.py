@@ -295,7 +295,7 @@ async def test_debug_log_has_a_line_for_each_hop_of_a_request(served: Served, ca
     request_id = served.core.requests[0].request_id
     *hops, refused = [record.getMessage() for record in caplog.records]
     words = [line.removeprefix(request_id + " ").split(",")[0].split(":")[0] for line in hops]
-    assert words == ["admitted", "sent to engine 0", "finished"]
+    assert words == ["fetched", "sent to engine 0", "finished"]
     assert re.fullmatch(r"chatcmpl-\w+: 400 invalid_value: Invalid 'max_tokens': .*", refused)
     assert {record.facts["request_id"] for record in caplog.records[:-1]} == {request_id}
     assert "private" not in " ".join(hops)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import zmq.asyncio
 
 from mini_engine.core.caches.media_names import MediaNames
@@ -24,8 +25,10 @@ from mini_engine.messages import (
     EngineTimes,
     Finish,
     Found,
+    FoundMedia,
     Lookup,
     MediaMiss,
+    MediaNeeded,
     NewRequest,
     Outputs,
     RequestOutput,
@@ -52,19 +55,21 @@ class ScriptedCore:
     `script` gives the token lists that a request is answered with; then it ends with "length", unless `hold` is set:
     then it runs until its `Finish`. Siblings are answered too, in turns; `script` sees each as a request of its own.
 
-    `kept` is its directory, for `Lookup`, and `names` its bindings. Requests are accepted at once, unless `accepts` is
-    off: then when the test calls `accept`, if it does not `turn_down`. With `keeps`, it keeps the tensors of what it
-    accepts.
+    `kept` is its directory, for `Lookup`; what it has of these items is `held`; `names` are its bindings. Requests are
+    accepted at once, unless `accepts` is off: then when the test calls `accept`, if it does not `turn_down`. With
+    `keeps`, it keeps the tensors of what it accepts.
     """
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str):
         self.script: Callable[[NewRequest], list[list[int]]] = lambda request: []
         self.hold = False
         self.cached = 0  # tokens that each prompt finds in the prefix cache
+        self.pool: Callable[[NewRequest], list[float]] = lambda request: []  # what a request with `pooling` is for
         self.stats = EngineStats(kv_blocks_total=8)
         self.accepts = True
         self.keeps = False
         self.kept: dict[bytes, CachedMedia] = {}
+        self.held: Literal["patches", "embeddings", "facts"] = "patches"
         self.names = MediaNames()
         self.num_resolved = 0  # how often it was asked for names
         self.look_ups: list[Lookup] = []
@@ -86,7 +91,8 @@ class ScriptedCore:
                 case Lookup(request_id=request_id, hashes=hashes) as look_up:
                     self.look_ups.append(look_up)
                     if "look_up" in self.replies_to:
-                        await self.send(Found(request_id, [self.kept[one] for one in hashes if one in self.kept]))
+                        known = [self.kept[media_hash] for media_hash in hashes if media_hash in self.kept]
+                        await self.send(Found(request_id, [FoundMedia(facts, self.held) for facts in known]))
                 case ResolveNames() | BindName() as message:
                     await self._handle_names(message)
                 case Unreserve(request_id=request_id):
@@ -112,11 +118,12 @@ class ScriptedCore:
             self.num_resolved += 1
             await self.send(self.names.resolve(message.request_id, message.keys))
 
-    async def turn_down(self, request: NewRequest) -> None:
-        """Its tensors cannot be used, or have not come in time."""
+    async def turn_down(self, request: NewRequest, arrival: int | None = None) -> None:
+        """Its tensors cannot be used, or have not come in time; with `arrival`: embeddings have been evicted."""
         for sample in (request, *as_requests(request)):
             self.running.pop(sample.request_id, None)
-        await self.send(MediaMiss(request.request_id))
+        request_id = request.request_id
+        await self.send(MediaMiss(request_id) if arrival is None else MediaNeeded(request_id, arrival))
         await self._consumed(request)
 
     async def accept(self, request: NewRequest) -> None:
@@ -125,6 +132,13 @@ class ScriptedCore:
         self.times[request.request_id] = EngineTimes(*[time.monotonic()] * 2, 0, 0, 0)
         if self.keeps:
             self.kept |= {item.media_hash: CachedMedia.of(item) for item in request.media if item.patches is not None}
+        if request.pooling is not None and not self.hold:
+            pooled = np.array(self.pool(request), "<f4").tobytes()
+            self.running.pop(request.request_id)
+            times = self._times_of(request)
+            output = RequestOutput(request.request_id, [], "stop", None, [], self.cached, times, pooled)
+            await self.send(Outputs(outputs=[output]))
+            return await self._consumed(request)
         for turn in itertools.zip_longest(*map(self.script, samples)):
             for sample, tokens in zip(samples, turn, strict=True):
                 if tokens is not None:

@@ -270,7 +270,7 @@ def environment(flags: Sequence[str], environ: Mapping[str, str] | None = None) 
     return {**os.environ, **own, **(environ or {})}
 
 
-def refused(*flags: str, status: int = 1, command: Sequence[str] = SERVE, environ: dict[str, str] | None = None) -> str:
+def refused(*flags: str, status: int = 2, command: Sequence[str] = SERVE, environ: dict[str, str] | None = None) -> str:
     """What `serve.py` says when it ends with this status instead of starting."""
     ended = subprocess.run(
         [*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=START_SECONDS,

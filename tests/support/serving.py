@@ -36,6 +36,7 @@ from mini_engine.media.sources.policy import MediaPolicy
 from mini_engine.messages import EngineLimits
 from mini_engine.metrics import REGISTRY
 from mini_engine.prompt.detokenizer import Vocabulary
+from mini_engine.prompt.pooling import Task
 from mini_engine.prompt.renderer import ChatRenderer
 from mini_engine.prompt.sampling_params import SamplingDefaults
 from mini_engine.transport.codec import Encoder
@@ -46,6 +47,7 @@ from tests.support.peers import ScriptedCore, make_queue
 from tests.support.web import WebServer, response
 
 MAX_MODEL_LEN = 600
+HIDDEN_SIZE = 4
 LIMITS = EngineLimits(MAX_MODEL_LEN, num_blocks=8, block_size=16, max_prompt_media_tokens=45)
 MAX_MEDIA_BYTES = 1 << 20  # of one item
 MAX_INFLIGHT_BYTES = 4 << 20
@@ -345,6 +347,7 @@ def make_context(
         media_settings=MediaSettingsResolver(processor, Path(tokenizer.name_or_path)),
         media=media,
         defaults=SamplingDefaults(eos_token_id=[3]),
+        task=Task.of(config, Path(tokenizer.name_or_path), HIDDEN_SIZE, tokenizer.backend_tokenizer),
     )
     context = AppContext.of(front, config, engines, LIMITS, incarnation=7)
     context.renderer.max_tokens = MAX_MODEL_LEN

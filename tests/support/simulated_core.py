@@ -24,6 +24,7 @@ from mini_engine.messages import (
     MediaFailed,
     MediaItem,
     MediaMiss,
+    MediaNeeded,
     MediaReady,
     MessageId,
     NewRequest,
@@ -78,6 +79,7 @@ class World:
         self.cached: Counter[str] = Counter()
         self.consumed: list[MessageId] = []
         self.rejected: list[str] = []
+        self.needed: dict[str, int] = {}  # requests to be sent again, and their places in the queue
         self.replies: list[object] = []  # everything else
 
     def make_media(self, next_step):
@@ -122,6 +124,8 @@ class World:
         for _, body in self.links.sent:
             if isinstance(body, MediaMiss):
                 self.rejected.append(body.request_id)
+            elif isinstance(body, MediaNeeded):
+                self.needed[body.request_id] = body.arrival
             elif isinstance(body, Outputs):
                 self.consumed += body.consumed
                 for output in body.outputs:
@@ -212,16 +216,17 @@ class CachingWorld(World):
 
     def __init__(self, kind, room=16, **flags):
         self.kind, self.room = kind, room
-        super().__init__(encoder_cache_tokens=4, enable_prefix_caching=False, **flags)
+        super().__init__(**{"encoder_cache_tokens": 4, "enable_prefix_caching": False} | flags)
 
     def make_media(self, next_step):
         if self.kind == "lru":
             return RankCopies(self.room * 2 * BYTES, next_step)
         return MediaStore(self.room * PAGE_BYTES, MODEL.vision.patch_dim, lambda: 1 << 50)
 
-    def look_up(self, request_id, media_hash, sender=API) -> bool:
-        """Whether an item is cached; the request refers to it then."""
-        return bool(self.reply(Found, Lookup(request_id, [media_hash]), sender).items)
+    def look_up(self, request_id, media_hash, sender=API) -> str:
+        """What the core has of an item, "" if it does not know it."""
+        found = self.reply(Found, Lookup(request_id, [media_hash]), sender).items
+        return found[0].held if found else ""
 
     def reserve(self, request_id, media_hash, num_tokens=2, sender=API) -> Reserved:
         return self.reply(Reserved, Reserve(request_id, CachedMedia.of(named(0, media_hash, num_tokens))), sender)

@@ -69,7 +69,9 @@ def _write_tokenizer(path: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=[], initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(["a red circle moving left", "the blue square stands still", "Grüße, 世界"], trainer)
+    tokenizer.train_from_iterator(
+        ["a red circle moving left", "the blue square stands still", "Grüße, 世界", "yes", "no"], trainer
+    )
     special = "endoftext im_start im_end vision_start vision_end vision_pad image_pad video_pad"
     tokenizer.add_special_tokens([f"<|{name}|>" for name in special.split()])
     tokenizer.save(str(path))

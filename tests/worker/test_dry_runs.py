@@ -17,6 +17,7 @@ from torch import Tensor
 
 from benchmarks.gpu_check import SAMPLING, grammars, requests, shorten
 from benchmarks.runner import CONFIGS, checkpoint, decode, made_up_media, plain_requests, take
+from mini_engine.config import BUNDLED_MODEL, ConfigError
 from mini_engine.launch.cli import parse
 from mini_engine.messages import MediaCachePlan, NewSequence
 from mini_engine.model.config import ModelConfig
@@ -89,6 +90,17 @@ def serve(name: str, runner: ModelRunner, model: ModelConfig, kinds: Sequence[st
         [new] = requests(model.vision, kind)
         three = [msgspec.structs.replace(new, request_id=f"{kind} {number}") for number in range(3)]
         print(f"  a decode step, {kind}:", count(three, 0, 2, 10))  # most go on in a new block
+
+
+def test_a_kv_cache_beyond_the_device_is_refused_before_the_worker_loads_something(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "choose_device", lambda *_: DEVICE)
+    init = SimpleNamespace(config=parse(["--kv-cache-memory-bytes", "80G"], {}), model_dir=BUNDLED_MODEL)
+    child: Any = SimpleNamespace(init=lambda: init, index="0.0")
+    with pytest.raises(ConfigError, match="--kv-cache-memory-bytes: a KV cache of 80.0 GiB .* does not fit, 80.0 GiB"):
+        worker._run(child)
+    assert not device.used
 
 
 EVERY = [path.stem for path in sorted(CONFIGS.glob("*.json"))]

@@ -3,9 +3,9 @@
 Cache type `shm`, `MediaStore`: one shared memory per engine. The engine core owns its pages and never maps it.
 
     API server                                   engine core                     ranks
-      Lookup(request, hashes) ──────────────────► reference what is there
-      ◄───────────────── Found(facts of each)
-      decode and process what is absent
+      Lookup(request, hashes) ──────────────────► reference the items with patches
+      ◄───────────────── Found(facts of each that is known, and what is held: patches, embeddings, or nothing)
+      decode and process the others
       Reserve(request, facts) ──────────────────► allocate, evict the longest unused
       ◄───────────────── Reserved(number, extents)
       copy to the extents
@@ -18,6 +18,8 @@ that was found cannot be missing later. A reservation belongs to the API server 
 `Written`, `Abandoned` or the death of that process ends it, since a thread may be writing to the pages until then.
 
 Cache type `lru`, `RankCopies`: every rank keeps its own copies; the steps name what to keep and what to drop.
+
+The facts of items outlive their patches. Of an item whose embeddings are held no patches are sent: see `EncoderCache`.
 """
 
 import itertools
@@ -28,11 +30,13 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
+from mini_engine.core.caches.media_facts import MediaFacts
 from mini_engine.core.request import MediaEntry, References
 from mini_engine.core.step_builder import StepBuilder
 from mini_engine.free_memory import RESERVE, available_memory
 from mini_engine.messages import (
     CachedMedia,
+    FoundMedia,
     Init,
     KeepMedia,
     MediaItem,
@@ -55,6 +59,7 @@ class MediaDirectory:
         self.num_bytes_pinned = 0  # of those, the items with references, or that a step copies
         self.num_references = 0
         self.num_evictions = 0
+        self.facts = MediaFacts()
         self._listed: OrderedDict[bytes, MediaEntry] = OrderedDict()  # the idle ones in the order of their last use
         self._held: dict[Owner, References] = {}  # of requests that have not arrived
 
@@ -73,12 +78,24 @@ class MediaDirectory:
         oldest = next(self.idle, None)
         return 0.0 if oldest is None else time.monotonic() - oldest.used_at
 
-    def look_up(self, owner: Owner, hashes: Iterable[bytes]) -> list[CachedMedia]:
-        """The listed ones of these; the request refers to them from now on."""
-        cached = [self._listed[media_hash] for media_hash in hashes if media_hash in self._listed]
-        for entry in cached:
-            self._refer(owner, entry)
-        return [entry.media for entry in cached]
+    def look_up(
+        self, owner: Owner, hashes: Iterable[bytes], has_embeddings: Callable[[bytes], bool]
+    ) -> list[FoundMedia]:
+        """The known ones of these. The request refers to those with patches from now on; embeddings may go."""
+        found = []
+        for media_hash in hashes:
+            if (entry := self._listed.get(media_hash)) is not None:
+                self._refer(owner, entry)
+                found.append(FoundMedia(entry.media, "patches"))
+            elif (facts := self.facts.get(media_hash)) is not None:
+                found.append(FoundMedia(facts, "embeddings" if has_embeddings(media_hash) else "facts"))
+        return found
+
+    def remember(self, items: Iterable[MediaItem]) -> None:
+        """The facts of the items of a request, which has just used them."""
+        for item in items:
+            if item.cacheable and self.facts.get(item.media_hash) is None:
+                self.facts.add(CachedMedia.of(item))
 
     def claim(self, owner: Owner) -> References:
         """The request arrived. Returns its references; the caller owns them until `release`."""
@@ -88,9 +105,8 @@ class MediaDirectory:
         """The request ends before its `NewRequest`."""
         self.release(self.claim(owner))
 
-    def resolve(self, new: NewRequest, references: References) -> NewRequest:
-        """`new` for the ranks; they find the items without patches by hash."""
-        assert all(item.patches is not None or item.media_hash in references for item in new.media)
+    def resolve(self, new: NewRequest, references: References) -> NewRequest:  # noqa: ARG002 - of the store
+        """`new` for the ranks; they find the items with references by hash."""
         return new
 
     def release(self, references: References) -> None:
@@ -114,8 +130,9 @@ class MediaDirectory:
         """A step with this `KeepMedia` has retired."""
 
     def reset(self) -> None:
-        """Evict all items without references."""
+        """Evict all items without references, and forget all facts."""
         self._evict_idle(self.num_bytes_idle)
+        self.facts.clear()
 
     def _list(self, entry: MediaEntry) -> None:
         """`look_up` finds it from now on; it is idle."""
@@ -245,8 +262,7 @@ class MediaStore(MediaDirectory):
         """See `MediaDirectory`: names become handles."""
         media = list(new.media)
         for index, item in enumerate(media):
-            if item.patches is None:
-                entry = references[item.media_hash]
+            if item.patches is None and (entry := references.get(item.media_hash)) is not None:
                 handle = StoreHandle(entry.extents, (math.prod(entry.media.grid_thw), self._row_bytes))
                 media[index] = msgspec.structs.replace(item, patches=handle)
         return msgspec.structs.replace(new, media=media)

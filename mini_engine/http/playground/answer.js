@@ -14,7 +14,7 @@ export function markdown(text) {
   for (const line of text.split("\n")) {
     const [, heading] = line.match(/^#{1,6} (.*)/) ?? [];
     const [, number, entry] = line.match(/^\s*(?:[-*+]|(\d+)[.)]) (.*)/) ?? [];
-    if (/^\s*```/.test(line)) {
+    if (/^\s*```[^`]*$/.test(line)) {
       if (!code) blocks.push((code = make("pre")));
       else code = null;
       list = paragraph = null;

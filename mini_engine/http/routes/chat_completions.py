@@ -5,22 +5,24 @@ Each step of the path is a function here, which calls a file of its own. Knows n
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from fastapi import APIRouter, Request
+from msgspec.structs import replace
 from starlette.datastructures import State
 from starlette.responses import Response
 
 from mini_engine.engine_client.engines import EngineHandle
 from mini_engine.http.body import INLINE_CHARACTERS, read_body, run_sized, takes
 from mini_engine.http.context import AppContext, context_of
-from mini_engine.http.media_names import UrlsAbsent, bind_names, check_named, resolve_names
+from mini_engine.http.media_names import UrlsAbsent, bind_names, check_named, choose_engine, fetch_absent, resolve_names
 from mini_engine.http.responses import ChatResponder
 from mini_engine.log import about
 from mini_engine.media.loader import Candidates
 from mini_engine.media.settings import INLINE_ITEMS, prompt_tokens, video_tokens
+from mini_engine.messages import PoolingParams
 from mini_engine.prompt.answer import Answer
 from mini_engine.prompt.renderer import Source, check_budget, media_usage, prompt_sources
 from mini_engine.protocol.bodies import ChatRequest
@@ -38,6 +40,7 @@ class Prompt:
     chat: ChatRequest  # with the grammar of its answer
     token_ids: list[int]  # with one placeholder for each item
     in_thought: bool  # the answer begins inside a thought
+    pooling: PoolingParams | None = None  # in the place of an answer
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class PromptMedia:
 
     sources: list[Source]
     warnings: list[str]  # a sentence for each item of which a part could not be read
+    on_embeddings: bool  # the engine has embeddings of an item which it may evict, and no patches
 
 
 @router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
@@ -54,37 +58,42 @@ async def chat_completions(request: Request) -> Response:
     context, state = context_of(request), request.state
     chat = await read_body(request, ChatRequest, context)
     state.choices.receive(chat.num_choices - 1)
-    answer = await start(context, chat, state)
-    state.cleanup.enter_context(answer)
+    answer = await start(context, await render(context, chat), state)
     responder = ChatResponder(chat, state, context.config.served_names[0])
     del chat  # its media are as large as text as they are themselves
     return await responder.respond([answer])
 
 
-async def start(context: AppContext, chat: ChatRequest, state: State) -> Answer:
-    """Rows 2 to 8 of docs/request-path.md. When this returns the engine has the request.
+async def start(context: AppContext, prompt: Prompt, state: State) -> Answer:
+    """Rows 3 to 8 of docs/request-path.md, for a rendered prompt. When this returns the engine has the request, and its
+    media for good: if it relied on embeddings that have been evicted, it is sent again with all media, whose bytes are
+    kept until then.
 
     What the request holds until then, `held` releases; also if it fails or is cancelled. Raises ApiError, MediaError,
     DecoderUnavailable, Shortage: see `error_responses.report_error`.
     """
-    prompt = await render(context, chat)  # before any media: what cannot be rendered costs no decoding
-    refs = await resolve_names(context, chat, state)
-    while True:
-        try:
-            async with contextlib.AsyncExitStack() as held:
-                context.engines.preparing.add(state.end)
-                held.callback(context.engines.preparing.discard, state.end)
-                items = await load_media(context, prompt, refs, state, held)
-                digest, named = items[0][0].content.digest if items else b"", any(ref.key for ref in refs)
-                engine = held.enter_context(context.engines.choose(state.request_id, chat.num_choices, digest, named))
-                media = await look_up(context, engine, refs, items, state) if items else PromptMedia([], [])
-                return await send(context, engine, prompt, media, state)
-        except UrlsAbsent as absent:  # again from row 3 on: a web server that hangs must not block places
-            refs = absent.refs
+    async with contextlib.AsyncExitStack() as held:
+        with context.engines.preparing(state.end):
+            items = await load_media(context, prompt, await resolve_names(context, prompt.chat, state), state, held)
+        engine: EngineHandle | None = None
+        arrival: int | None = None
+        while True:
+            with context.engines.preparing(state.end):
+                try:
+                    async with admission(context, items, state):
+                        engine = engine or choose_engine(context, items)
+                        answer = await deliver(context, engine, prompt, items, state, arrival)
+                except UrlsAbsent as absent:  # fetched without places: a web server that hangs must block no queue
+                    items = await fetch_absent(context, items, absent, state, held)
+                    continue
+            if await answer.is_admitted():
+                return answer
+            arrival = answer.arrival
 
 
 async def render(context: AppContext, chat: ChatRequest) -> Prompt:
-    """Row 2: the chat template, and the grammar that the answer follows. Raises ApiError: 400."""
+    """Row 2: the chat template, and the grammar that the answer follows. It comes before any media: what cannot be
+    rendered costs no decoding. Raises ApiError: 400."""
     renderer = context.renderer
 
     def work() -> Prompt:
@@ -100,7 +109,7 @@ async def render(context: AppContext, chat: ChatRequest) -> Prompt:
 async def load_media(
     context: AppContext, prompt: Prompt, refs: Sequence[MediaRef], state: State, held: contextlib.AsyncExitStack
 ) -> list[Candidates]:
-    """Rows 2 to 4 for the media `refs` of a prompt, which have room and places until `held` is closed.
+    """Rows 2 and 3 for the media `refs` of a prompt, which have room until `held` is closed.
 
     An item has settings as if there was no text; and where these leave too little room for the text, smaller ones. So a
     conversation that gets longer goes on with the videos that its engine has. Raises as `start`.
@@ -118,45 +127,89 @@ async def load_media(
     share = held.enter_context(context.media_bytes.reserve(await context.media.known_bytes(refs)))
     clock.enter("fetch")
     items = await context.media.fetch(refs, zip(*settings, strict=True), share.receive)
-    clock.enter("admission")  # row 4: not before, since a web server that hangs would block the queue
-    await held.enter_async_context(context.places.hold(len(refs)))
     request_id, size = state.request_id, share.amount
-    logger.debug("%s admitted: %d media items of %d bytes", request_id, len(refs), size, extra=about(request_id))
+    logger.debug("%s fetched: %d media items of %d bytes", request_id, len(refs), size, extra=about(request_id))
     clock.enter("other")
     return items
 
 
+@contextlib.asynccontextmanager
+async def admission(context: AppContext, items: Sequence[object], state: State) -> AsyncIterator[None]:
+    """Row 4: the places of a prompt's items. Not before they are fetched: a web server that hangs would block the
+    queue."""
+    state.clock.enter("admission")
+    async with context.places.hold(len(items)):
+        state.clock.enter("other")
+        yield
+
+
+async def deliver(
+    context: AppContext,
+    engine: EngineHandle,
+    prompt: Prompt,
+    items: list[Candidates],
+    state: State,
+    arrival: int | None = None,
+) -> Answer:
+    """Rows 5 to 8; with `arrival` for the second time, when embeddings are not enough. Raises as `start`."""
+    with engine.holding(state.request_id, prompt.chat.num_choices):
+        media = await look_up(context, engine, items, state, trusts_embeddings=arrival is None)
+        return await send(context, engine, prompt, media, state, arrival)
+
+
 async def look_up(
-    context: AppContext, engine: EngineHandle, refs: Sequence[MediaRef], items: Sequence[Candidates], state: State
+    context: AppContext, engine: EngineHandle, items: list[Candidates], state: State, trusts_embeddings: bool
 ) -> PromptMedia:
     """Rows 5 and 6: ask the engine which items it has, then decode and process the others. Raises as `start`."""
     hashes = [tuple(candidate.media_hash for candidate in item) for item in items]
-    cached = await engine.media.look_up(state.request_id, hashes)
+    found = await engine.media.look_up(state.request_id, hashes)
+    enough = ("patches", "embeddings") if trusts_embeddings else ("patches",)
+    held = {media_hash: media.held for media_hash, media in found.items() if media.held in enough}
     chosen = []
     for first, last in ((item[0], item[-1]) for item in items):
-        facts, budget = cached.get(first.media_hash), last.settings.video_tokens or 0
-        chosen.append(first if facts is not None and prompt_tokens(facts) <= budget else last)
-    check_named(refs, chosen, cached)
-    absent = [item for item in chosen if item.media_hash not in cached]
+        known, budget = found.get(first.media_hash), last.settings.video_tokens or 0
+        fits = known is not None and prompt_tokens(known.facts) <= budget
+        chosen.append(first if fits and (first.media_hash in held or last.media_hash not in held) else last)
+    check_named(chosen, held)
+    absent = [item for item in chosen if item.media_hash not in held]
     processed = await context.media.process(absent, state.clock, state.request_id)
-    bind_names(context, refs, chosen, processed)
+    bind_names(context, chosen, processed)
     missing = [(item.name, processed[item.media_hash].missing) for item in absent]
-    sources = prompt_sources([item.media_hash for item in chosen], processed, cached)
-    return PromptMedia(sources, [f"{name}: {text}" for name, text in missing if text])
+    facts = {media_hash: found[media_hash].facts for media_hash in held}
+    sources = prompt_sources([item.media_hash for item in chosen], processed, facts)
+    on_embeddings = any(held.get(item.media_hash) == "embeddings" for item in chosen)
+    return PromptMedia(sources, [f"{name}: {text}" for name, text in missing if text], on_embeddings)
 
 
-async def send(context: AppContext, engine: EngineHandle, prompt: Prompt, media: PromptMedia, state: State) -> Answer:
-    """Rows 7 and 8: placeholders at their length, sampling parameters; then tensors and request. Raises as `start`."""
+async def send(
+    context: AppContext,
+    engine: EngineHandle,
+    prompt: Prompt,
+    media: PromptMedia,
+    state: State,
+    arrival: int | None = None,
+) -> Answer:
+    """Rows 7 and 8: placeholders at their length, sampling parameters; then tensors and request, which the answer
+    aborts at the latest at the end of `state.cleanup`. Raises as `start`."""
     chat, clock = prompt.chat, state.clock
     token_ids, items = context.renderer.expand(prompt.token_ids, media.sources)
     check_budget(items, context.limits)
-    request = context.sampling.new_request(chat, state.request_id, token_ids, items, client=state.client)
+    if prompt.pooling is None:
+        request = context.sampling.new_request(chat, state.request_id, token_ids, items, client=state.client)
+    else:
+        request = context.sampling.pooled_request(
+            chat, state.request_id, token_ids, items, prompt.pooling, client=state.client
+        )
+    if arrival is not None:
+        request = replace(request, arrival=arrival)
     usage = [media_usage(item, context.media.processor) for item in items]
     parser = context.renderer.thought_parser(prompt.in_thought)
     answer = Answer(
         chat, request, context.vocabulary, clock, media=usage, warnings=media.warnings, make_thoughts=parser
     )
+    answer.may_need_media = media.on_embeddings
     clock.enter("transport")
     await engine.submit(answer, request)
+    state.cleanup.enter_context(answer)
     clock.enter("other")
     return answer

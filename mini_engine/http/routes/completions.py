@@ -15,7 +15,7 @@ from starlette.responses import Response
 from mini_engine.http.body import INLINE_CHARACTERS, JSON, read_body, run_sized, takes
 from mini_engine.http.context import AppContext, context_of
 from mini_engine.http.responses import CompletionResponder
-from mini_engine.http.routes.chat_completions import load_media, render
+from mini_engine.http.routes.chat_completions import admission, load_media, render
 from mini_engine.messages import MediaItem, NewRequest
 from mini_engine.prompt.answer import Answer
 from mini_engine.prompt.renderer import check_budget, collect_media, prompt_sources
@@ -49,7 +49,8 @@ async def completions(request: Request) -> Response:
         answers[Answer(body, new, context.vocabulary, clock, first_index=first_index)] = new
     for answer, new in answers.items():
         answer.clock.enter("transport")
-        with context.engines.choose(new.request_id, body.num_choices) as engine:
+        engine = context.engines.choose()
+        with engine.holding(new.request_id, body.num_choices):
             await engine.submit(answer, new)
         state.cleanup.enter_context(answer)
         answer.clock.enter("other")
@@ -87,6 +88,7 @@ async def tokenize(request: Request) -> Response:
             prompt = await render(context, body.chat)
             refs = collect_media(prompt.chat.messages, context.config.item_limits)
             items = [item[-1] for item in await load_media(context, prompt, refs, request.state, held)]
+            await held.enter_async_context(admission(context, items, request.state))
             measured = await context.media.process(items, request.state.clock, request.state.request_id, probe=True)
             sources = prompt_sources([item.media_hash for item in items], measured, {})
             tokens, media = context.renderer.expand(prompt.token_ids, sources)

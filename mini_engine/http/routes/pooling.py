@@ -1,0 +1,127 @@
+"""POST /v1/embeddings, /rerank and /score: what the model says of whole prompts, without a text.
+
+The path of each input is that of a chat request, and each is a request of its own to an engine. The first that fails
+ends the others.
+"""
+
+import asyncio
+import base64
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.datastructures import State
+from starlette.responses import Response
+
+from mini_engine.http.body import read_body, takes
+from mini_engine.http.context import AppContext, context_of
+from mini_engine.http.responses import usage_of, whole_response
+from mini_engine.http.routes.chat_completions import Prompt, render, start
+from mini_engine.prompt.answer import Answer
+from mini_engine.prompt.pieces import pieces
+from mini_engine.prompt.pooling import embedding, embedding_prompts, ranking_prompts, score
+from mini_engine.protocol.api_errors import bad_request
+from mini_engine.protocol.bodies import ChatRequest
+from mini_engine.protocol.pooling_bodies import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
+from mini_engine.protocol.request_clock import RequestClock
+
+PREPARED_AT_ONCE = 16  # inputs of a request; a text takes about a millisecond
+
+router = APIRouter()
+
+
+@router.post("/v1/embeddings", openapi_extra=takes(EmbeddingRequest))
+async def embeddings(request: Request) -> Response:
+    """The embeddings of texts, token ids, or a conversation with images and videos, at length 1."""
+    context = context_of(request)
+    body = await read_body(request, EmbeddingRequest, context)
+    if (body.dimensions or 1) > (limit := context.task.dimensions):
+        raise bad_request(f"Invalid 'dimensions': an embedding of this model has {limit}; ask for fewer.", "dimensions")
+    answers = await _pool(request, body, embedding_prompts(body))
+    encoded = bytearray()
+    for index, answer in enumerate(answers):
+        vector = embedding(answer.pooled, body.dimensions)
+        as_text = body.encoding_format == "base64"
+        value = base64.b64encode(vector.tobytes()).decode() if as_text else vector.tolist()
+        encoded += msgspec.json.encode({"object": "embedding", "index": index, "embedding": value}) + b","
+        await asyncio.sleep(0)  # each may be long
+    return _respond(request, answers, "data", encoded)
+
+
+@router.post("/rerank", openapi_extra=takes(RerankRequest))
+@router.post("/v1/rerank", openapi_extra=takes(RerankRequest))
+async def rerank(request: Request) -> Response:
+    """Documents by how well they answer a query, the best first."""
+    body = await read_body(request, RerankRequest, context_of(request))
+    answers = await _pool(request, body, ranking_prompts(body))
+    scored = sorted(enumerate(score(answer.pooled) for answer in answers), key=lambda item: item[1], reverse=True)
+    documents = body.sides[1] if body.return_documents is not False else []
+    encoded = bytearray()
+    for index, value in scored[: body.top_n or None]:
+        result: dict[str, Any] = {"index": index, "relevance_score": value}
+        if documents:
+            result["document"] = {"text": "".join(part.text or "" for part in documents[index])}
+        encoded += msgspec.json.encode(result) + b","
+    return _respond(request, answers, "results", encoded)
+
+
+@router.post("/score", openapi_extra=takes(ScoreRequest))
+@router.post("/v1/score", openapi_extra=takes(ScoreRequest))
+async def scores(request: Request) -> Response:
+    """How well each document answers its query."""
+    body = await read_body(request, ScoreRequest, context_of(request))
+    answers = await _pool(request, body, ranking_prompts(body))
+    data = [{"index": i, "object": "score", "score": score(answer.pooled)} for i, answer in enumerate(answers)]
+    return _respond(request, answers, "data", b"".join(msgspec.json.encode(item) + b"," for item in data))
+
+
+def _respond(request: Request, answers: Sequence[Answer], name: str, items: bytes | bytearray) -> Response:
+    """The response with these items, each followed by a comma, in the list `name`."""
+    model, state = context_of(request).config.served_names[0], request.state
+    head = {"id": state.request_id, "object": "list", "created": int(time.time()), "model": model}
+    body = bytearray(msgspec.json.encode(head | {"usage": usage_of(answers)})[:-1])
+    body += b',"%s":[' % name.encode() + items[:-1] + b"]}"
+    return whole_response(body)
+
+
+async def _pool(request: Request, body: PoolingRequest, prompts: Sequence[ChatRequest | list[int]]) -> list[Answer]:
+    """The answers to all prompts, in order. Raises as `start` and `Answer.take`, for the first that fails."""
+    context, state = context_of(request), request.state
+    state.choices.receive(len(prompts) - 1)
+    preparing = asyncio.Semaphore(PREPARED_AT_ONCE)
+
+    async def ask(prompt: ChatRequest | list[int], own: State) -> Answer:
+        async with preparing:
+            await asyncio.sleep(0)
+            answer = await start(context, await _prompt(context, body, prompt), own)
+        async for _ in pieces([answer]):
+            pass
+        return answer
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(ask(prompt, _state(request, i))) for i, prompt in enumerate(prompts)]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in asked]
+
+
+def _state(request: Request, number: int) -> State:
+    """That of the input `number`, which has an id and a clock of its own."""
+    state = request.state
+    if not number:
+        return state
+    state.clocks.append(clock := RequestClock())
+    own: dict[str, Any] = {"request_id": f"{state.request_id}-input{number}", "clock": clock}
+    return State(request.scope["state"] | own | {"end": lambda cause: state.end(cause)})  # each is an element of a set
+
+
+async def _prompt(context: AppContext, body: PoolingRequest, source: ChatRequest | list[int]) -> Prompt:
+    """What the engine gets of an input."""
+    if isinstance(source, list):
+        return Prompt(body.chat(), source, False, context.task.pooling)
+    prompt = await render(context, source)
+    after = context.renderer.after_text if body.add_special_tokens is not False else []
+    return Prompt(prompt.chat, prompt.token_ids + after, False, context.task.pooling)

@@ -1,0 +1,124 @@
+"""Embeddings and scores: which of them a checkpoint is for, and the prompts of its authors.
+
+The prompts are those of Qwen3-VL-Embedding and Qwen3-VL-Reranker, as `qwen3_vl_embedding.py` and `qwen3_vl_reranker.py`
+of https://github.com/QwenLM/Qwen3-VL-Embedding write them. The embedding is the normalised hidden state of a prompt's
+last token; the score is the probability of "yes" against "no" as the next token. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from mini_engine.config import ConfigError, EngineConfig
+from mini_engine.messages import PoolingParams
+from mini_engine.protocol.bodies import ChatMessage, ChatRequest
+from mini_engine.protocol.parts import Part
+from mini_engine.protocol.pooling_bodies import Content, EmbeddingRequest, RankingRequest
+
+TaskKind = Literal["generate", "embed", "classify"]
+FLAGS: dict[TaskKind, str] = {
+    "generate": "--runner generate",
+    "embed": "--runner pooling --convert embed",
+    "classify": "--runner pooling --convert classify",
+}
+
+MODULES = "modules.json"  # sentence-transformers' list of what a checkpoint is made of
+EMBED = "Represent the user's input."
+RANK = "Given a search query, retrieve relevant candidates that answer the query."
+JUDGE = (
+    "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the "
+    'answer can only be "yes" or "no".'
+)
+NOTHING = "NULL"  # in the place of an empty input
+LEAST_NORM = 1e-12  # as in torch's `normalize`
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a server makes of prompts: text, embeddings, or scores."""
+
+    kind: TaskKind
+    dimensions: int  # of an embedding
+    pooling: PoolingParams  # what engines return of a prompt, unless they generate
+
+    @classmethod
+    def of(cls, config: EngineConfig, model_dir: Path, hidden_size: int, tokenizer: Any) -> Task:
+        """By `--runner` and `--convert`, and where these are `auto` by the checkpoint in `model_dir`. Raises
+        ConfigError: its modules.json cannot be read; scores need two tokens that the tokenizer lacks."""
+        modules, kind = _modules(model_dir / MODULES), config.convert
+        if config.runner == "generate" or (config.runner == kind == "auto" and modules is None):
+            return cls("generate", hidden_size, PoolingParams())
+        if kind == "auto":
+            pools = modules is None or any(name.endswith("Pooling") for name in modules)
+            kind = "embed" if pools else "classify"
+        if kind == "embed":
+            return cls(kind, hidden_size, PoolingParams())
+        token_ids = [tokenizer.token_to_id(answer) for answer in ("yes", "no")]
+        if None in token_ids:
+            raise ConfigError("--convert: classify compares the tokens yes and no, which this tokenizer lacks")
+        return cls(kind, hidden_size, PoolingParams(token_ids))
+
+
+def _modules(path: Path) -> list[str] | None:
+    """The types of the modules in the file; None without one."""
+    if not path.is_file():
+        return None
+    try:
+        return [str(module["type"]) for module in json.loads(path.read_text(encoding="utf-8"))]
+    except (ValueError, TypeError, KeyError):
+        raise ConfigError(f"{path} is not a list of modules; remove it, and set --runner") from None
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def embedding_prompts(body: EmbeddingRequest) -> list[ChatRequest | list[int]]:
+    """The conversations of the inputs, or the token ids that are inputs themselves, in order."""
+    instruction = (body.instruction or EMBED).strip()
+    if not unicodedata.category(instruction[-1:] or ".").startswith("P"):
+        instruction += "."
+    system = ChatMessage(role="system", content=instruction)
+    if body.messages is not None:
+        return [body.chat(*[system] * (not body.has_system_message), *body.messages)]
+    return [
+        item if isinstance(item, list) else body.chat(system, ChatMessage(role="user", content=item or NOTHING))
+        for item in body.inputs
+    ]
+
+
+def ranking_prompts(body: RankingRequest) -> list[ChatRequest]:
+    """The conversation about each query and its document, in order. The document is last, so that the others are a
+    prefix which all of a query share."""
+    system = ChatMessage(role="system", content=JUDGE)
+    return [body.chat(system, _question(body.instruction or RANK, *pair)) for pair in body.pairs]
+
+
+def _question(instruction: str, query: Content, document: Content) -> ChatMessage:
+    head, between, nothing = (
+        Part(type="text", text=text) for text in (f"<Instruct>: {instruction}<Query>:", "\n<Document>:", NOTHING)
+    )
+    query, document = (
+        [nothing] if all(part.text == "" for part in content) else content for content in (query, document)
+    )
+    return ChatMessage(role="user", content=[head, *query, between, *document])
+
+
+# --- what the engine returns ------------------------------------------------------------------------------------------
+
+
+def embedding(pooled: bytes, dimensions: int | None) -> np.ndarray:
+    """The leading `dimensions` of a hidden state, at length 1. float32, little-endian, as `RequestOutput.pooled`."""
+    vector = np.frombuffer(pooled, "<f4")[:dimensions]
+    return vector / max(float(np.linalg.norm(vector)), LEAST_NORM)
+
+
+def score(pooled: bytes) -> float:
+    """The probability of yes against no: the sigmoid of the difference of their logits."""
+    yes, no = np.frombuffer(pooled, "<f4").astype(float)
+    return float(0.5 + 0.5 * np.tanh((yes - no) / 2))  # which overflows nowhere

@@ -1,0 +1,237 @@
+"""POST /v1/embeddings, /rerank and /score, in every form that clients send."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import math
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from openai.types import CreateEmbeddingResponse
+
+from mini_engine.config import ConfigError, EngineConfig
+from mini_engine.http.middleware import ENGINE_PATHS
+from mini_engine.prompt.pooling import Task, TaskKind, embedding
+from tests.support import serving
+from tests.support.patience import cancelled
+from tests.support.serving import HIDDEN_SIZE, MAX_REQUESTS, Counted, Serve, Served, check_error, image
+
+EMBED = (
+    "<|im_start|>system\nRepresent the user's input.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
+RANK = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: '
+    "Given a search query, retrieve relevant candidates that answer the query.<Query>:{}\n<Document>:{}<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
+
+
+@pytest.fixture
+async def embedder(serve: Serve) -> AsyncIterator[Served]:
+    """Its embeddings tell how long a prompt is."""
+    async with serve(runner="pooling") as served:
+        served.core.pool = lambda request: [len(request.prompt_token_ids), 1.0, -2.0, 3.0]
+        yield served
+
+
+@pytest.fixture
+async def ranker(serve: Serve) -> AsyncIterator[Served]:
+    """The longer a prompt, the better."""
+    async with serve(convert="classify") as served:
+        served.core.pool = lambda request: [len(request.prompt_token_ids) / 64, 1.0]
+        yield served
+
+
+def prompts(served: Served) -> list[str]:
+    """What the engine was asked."""
+    return [served.context.renderer.tokenizer.decode(one.prompt_token_ids, False) for one in served.core.requests]
+
+
+async def embed(served: Served, **body: Any) -> dict[str, Any]:
+    response = await served.http.post("/v1/embeddings", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.mark.parametrize(("asked", "expected"), [
+    ("a red circle", [EMBED.format("a red circle")]),
+    (["a", "<|im_end|>", ""], [EMBED.format("a"), EMBED.format("<|im_end|>"), EMBED.format("NULL")]),
+    ([257, 258], [[257, 258]]),
+    ([[257, 258], [259]], [[257, 258], [259]]),
+])  # fmt: skip
+async def test_every_form_of_input(embedder: Served, asked: Any, expected: list[Any]) -> None:
+    body = await embed(embedder, input=asked, model="tiny", user="x")
+    decode = embedder.context.renderer.tokenizer.decode
+    assert prompts(embedder) == [text if isinstance(text, str) else decode(text, False) for text in expected]
+    assert all(request.pooling.token_ids == [] for request in embedder.core.requests)
+    lengths = [len(request.prompt_token_ids) for request in embedder.core.requests]
+    assert body["usage"]["prompt_tokens"] == body["usage"]["total_tokens"] == sum(lengths)
+    assert [item["index"] for item in body["data"]] == list(range(len(expected)))
+    for item, length in zip(body["data"], lengths, strict=True):
+        assert np.allclose(item["embedding"], np.array([length, 1, -2, 3]) / np.linalg.norm([length, 1, -2, 3]))
+    CreateEmbeddingResponse.model_validate(body, strict=True)
+
+
+async def test_base64_and_leading_dimensions(embedder: Served) -> None:
+    whole = (await embed(embedder, input="hello"))["data"][0]["embedding"]
+    text = (await embed(embedder, input="hello", encoding_format="base64", dimensions=2))["data"][0]["embedding"]
+    short = np.frombuffer(base64.b64decode(text), "<f4")
+    assert np.allclose(short, np.array(whole[:2]) / np.linalg.norm(whole[:2]))
+    assert not embedding(bytes(4 * HIDDEN_SIZE), None).any()
+    answer = await embedder.openai.embeddings.create(model="tiny", input="hello")
+    assert answer.data[0].embedding == whole
+
+
+async def test_a_conversation_with_media(embedder: Served) -> None:
+    """In vLLM's form for Qwen3-VL-Embedding too, and with media that the engine has already."""
+    embedder.core.keeps = True
+    user = {"role": "user", "content": [image(57), {"type": "text", "text": "what"}, serving.video()]}
+    decoded = Counted("media_decodes_total")
+    body = await embed(embedder, messages=[user])
+    assert decoded.since() == [2] and body["usage"]["prompt_tokens_details"]["video_tokens"]
+    system = {"role": "system", "content": [{"type": "text", "text": "Represent the user's input."}]}
+    empty = {"role": "assistant", "content": [{"type": "text", "text": ""}]}
+    vllm = {"messages": [system, user, empty], "continue_final_message": True, "add_special_tokens": True}
+    assert (await embed(embedder, **vllm))["data"] == body["data"]
+    await embed(embedder, messages=[user], instruction="Find it")
+    assert decoded.since() == [2] and all(len(request.media) == 2 for request in embedder.core.requests)
+    first, same, other = prompts(embedder)
+    assert first == same and other == first.replace("Represent the user's input.", "Find it.")
+
+
+async def test_special_tokens_of_the_tokenizer_follow_the_prompt(embedder: Served) -> None:
+    embedder.context.renderer.after_text[:] = [3]  # as the tokenizer of Qwen3-VL-Embedding may say
+    try:
+        await embed(embedder, input=["a"])
+        await embed(embedder, input=["a"], add_special_tokens=False)
+        await embed(embedder, input=[257])
+    finally:
+        embedder.context.renderer.after_text.clear()
+    first, second, third = (request.prompt_token_ids for request in embedder.core.requests)
+    assert first == [*second, 3] and third == [257]
+
+
+async def test_rerank(ranker: Served) -> None:
+    part = {"content": [image(57), {"type": "text", "text": "of a red circle"}]}
+    asked = {"query": "q", "documents": ["long " * 9, {"text": ""}, part]}
+    body = (await ranker.http.post("/rerank", json=asked)).json()
+    assert body == (await ranker.http.post("/v1/rerank", json=asked)).json() | {
+        name: body[name] for name in ("id", "created")
+    }
+    assert [result["index"] for result in body["results"]] == [0, 2, 1]
+    assert [result["document"]["text"] for result in body["results"]] == ["long " * 9, "of a red circle", ""]
+    first = ranker.core.requests[:3]
+    assert prompts(ranker)[0] == RANK.format("q", "long " * 9) and RANK.format("q", "NULL") in prompts(ranker)
+    tokens = [ranker.context.renderer.tokenizer.token_to_id(answer) for answer in ("yes", "no")]
+    assert all(request.pooling.token_ids == tokens for request in first)
+    lengths = sorted((len(request.prompt_token_ids) for request in first), reverse=True)
+    expected = [1 / (1 + math.exp(1 - length / 64)) for length in lengths]
+    assert np.allclose([result["relevance_score"] for result in body["results"]], expected)
+    few = (await ranker.http.post("/rerank", json=asked | {"top_n": 1, "return_documents": False})).json()
+    assert few["results"] == [{name: body["results"][0][name] for name in ("index", "relevance_score")}]
+
+
+@pytest.mark.parametrize(("asked", "pairs"), [
+    ({"queries": "a", "documents": "b"}, [("a", "b")]),
+    ({"text_1": "a", "text_2": ["b", "c"]}, [("a", "b"), ("a", "c")]),
+    ({"queries": ["a", "b"], "documents": [{"text": "c"}, {"content": "d"}]}, [("a", "c"), ("b", "d")]),
+])  # fmt: skip
+async def test_score(ranker: Served, asked: dict[str, Any], pairs: list[tuple[str, str]]) -> None:
+    ranker.core.pool = lambda request: [-2000.0, float(request.request_id[-1] == "1")]
+    for path in ("/score", "/v1/score"):
+        ranker.core.requests.clear()
+        body = (await ranker.http.post(path, json=asked)).json()
+        assert prompts(ranker) == [RANK.format(*pair) for pair in pairs]
+        assert body["data"] == [{"index": i, "object": "score", "score": 0.0} for i in range(len(pairs))]
+
+
+@pytest.mark.parametrize(("path", "body", "says"), [
+    ("/v1/embeddings", {}, "'input' or 'messages'"),
+    ("/v1/embeddings", {"input": ["a", 1]}, "cannot be mixed"),
+    ("/v1/embeddings", {"input": "a", "dimensions": HIDDEN_SIZE + 1}, f"has {HIDDEN_SIZE}"),
+    ("/v1/embeddings", {"input": [10**6]}, "out of range"),
+    ("/v1/embeddings", {"input": [257] * (serving.MAX_MODEL_LEN + 1)}, "--max-model-len"),
+    ("/v1/embeddings", {"input": ["a"] * (MAX_REQUESTS + 1)}, "--max-num-queued-reqs"),
+    ("/v1/embeddings", {"input": ["a"] * 2049}, "2049 inputs are more than 2048"),
+    ("/v1/embeddings", {"instruction": "x", "messages": [{"role": "system", "content": "y"}]}, "not both"),
+    ("/v1/embeddings", {"messages": [{"role": "user", "content": [{"type": "image", "image": "x:y"}]}]}, "image 1"),
+    ("/score", {"queries": ["a", "b"], "documents": ["c"]}, "2 queries for 1 documents"),
+    ("/score", {"queries": "a", "text_1": "b", "documents": "c"}, "either 'queries' or 'text_1'"),
+    ("/rerank", {"query": "a"}, "'documents'"),
+    ("/rerank", {"query": "a", "documents": [{"text": "b", "content": "c"}]}, "either `text` or `content`"),
+    ("/rerank", {"query": "a", "documents": "b", "stream": True}, "Unknown parameter"),
+])  # fmt: skip
+async def test_what_is_wrong_is_said(serve: Serve, path: str, body: dict[str, Any], says: str) -> None:
+    async with serve(runner="pooling", convert="embed" if path == "/v1/embeddings" else "classify") as served:
+        response = await served.http.post(path, json=body)
+        assert response.status_code == 400 and says in response.json()["error"]["message"], response.text
+        assert not served.core.requests
+
+
+async def test_a_failure_or_a_disconnect_ends_all_inputs(embedder: Served) -> None:
+    embedder.core.hold = True
+    asking = asyncio.create_task(embedder.http.post("/v1/embeddings", json={"input": ["a", "b", "c"]}))
+    await embedder.core.has_requests(3)
+    failing, *others = embedder.core.requests
+    await embedder.core.end(failing, "error", "it is too long")
+    check_error(await asking, 400, "invalid_value", "it is too long")
+    await embedder.core.has_aborted(*(request.request_id for request in others))
+    embedder.core.finishes.clear()
+    asking = asyncio.create_task(embedder.http.post("/v1/embeddings", json={"input": ["a", "b"]}))
+    await embedder.core.has_requests(5)
+    await cancelled(asking)
+    await embedder.core.has_aborted(*(request.request_id for request in embedder.core.requests[3:]))
+
+
+@pytest.mark.parametrize(("settings", "offered"), [
+    ({}, {"/v1/chat/completions", "/v1/completions"}),
+    ({"convert": "embed"}, {"/v1/embeddings"}),
+    ({"runner": "pooling", "convert": "classify"}, {"/rerank", "/v1/rerank", "/score", "/v1/score"}),
+])  # fmt: skip
+async def test_a_server_has_the_endpoints_of_its_task(serve: Serve, settings: Any, offered: set[str]) -> None:
+    async with serve(**settings) as served:
+        for path in ENGINE_PATHS:
+            response = await served.http.post(path, json={})
+            if path in offered:
+                assert response.status_code == 400
+            else:
+                check_error(response, 404, "unknown_url", f"{path} needs --runner ")
+
+
+def vocabulary(*tokens: str) -> SimpleNamespace:
+    """Of a tokenizer."""
+    return SimpleNamespace(token_to_id={token: number for number, token in enumerate(tokens)}.get)
+
+
+@pytest.mark.parametrize(("flags", "modules", "kind"), [
+    ({}, None, "generate"),
+    ({}, ["sentence_transformers.models.Transformer", "sentence_transformers.models.Pooling"], "embed"),
+    ({}, ["sentence_transformers.models.Transformer", "a.LogitScore"], "classify"),
+    ({"runner": "pooling"}, None, "embed"),
+    ({"convert": "classify"}, ["a.Pooling"], "classify"),
+    ({"runner": "generate"}, ["a.Pooling"], "generate"),
+])  # fmt: skip
+def test_the_checkpoint_sets_the_default_task(
+    tmp_path: Path, flags: dict[str, Any], modules: list[str] | None, kind: TaskKind
+) -> None:
+    if modules is not None:
+        (tmp_path / "modules.json").write_text(json.dumps([{"type": name} for name in modules]))
+    task = Task.of(EngineConfig(**flags), tmp_path, 8, vocabulary("no", "yes"))
+    assert task.kind == kind and task.pooling.token_ids == ([1, 0] if kind == "classify" else [])
+
+
+def test_flags_that_cannot_work_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--convert needs --runner"):
+        EngineConfig(runner="generate", convert="embed").validate()
+    with pytest.raises(ConfigError, match="lacks"):
+        Task.of(EngineConfig(convert="classify"), tmp_path, 8, vocabulary("yes"))
+    (tmp_path / "modules.json").write_text("no JSON")
+    with pytest.raises(ConfigError, match="modules.json"):
+        Task.of(EngineConfig(), tmp_path, 8, vocabulary())
