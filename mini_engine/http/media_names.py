@@ -7,7 +7,7 @@ A name is known within one API key and one `cache_salt`.
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence, Set
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
@@ -80,11 +80,12 @@ def choose_engine(context: AppContext, items: Sequence[Candidates]) -> EngineHan
 
 
 class UrlsAbsent(Exception):
-    """The engine does not have these items, which URLs were downloaded as: `fetch_absent`, and look up again."""
+    """The engine does not have what URLs with the names of these `keys` were downloaded as: `fetch_absent`, and look up
+    again."""
 
-    def __init__(self, items: Iterable[FetchedItem]):
+    def __init__(self, keys: Set[bytes | None]):
         super().__init__()
-        self.items = frozenset(items)
+        self.keys = keys
 
 
 def check_named(items: Sequence[FetchedItem], held: Container[bytes]) -> None:
@@ -95,7 +96,7 @@ def check_named(items: Sequence[FetchedItem], held: Container[bytes]) -> None:
     if unknown := [item.name for item in absent if not item.ref.url]:
         raise ApiError(404, f"{', '.join(unknown)}: {NOT_FOUND}.", code="media_not_found", param="messages")
     if absent:
-        raise UrlsAbsent(absent)
+        raise UrlsAbsent({item.ref.key for item in absent})
     digests: dict[bytes, bytes] = {}
     for item in items:
         key, digest = item.ref.key, item.content.digest
@@ -107,9 +108,9 @@ def check_named(items: Sequence[FetchedItem], held: Container[bytes]) -> None:
 async def fetch_absent(
     context: AppContext, items: Sequence[Candidates], absent: UrlsAbsent, state: State, held: AsyncExitStack
 ) -> list[Candidates]:
-    """`items` with the bytes of those that are `absent`, which have room until `held` is closed. Raises as
-    `MediaLoader.fetch`."""
-    late = {id(item): item for item in items if not absent.items.isdisjoint(item)}
+    """`items` with the bytes of all URLs with the names that are `absent`, which have room until `held` is closed: of
+    one URL no part means what was downloaded before, and another what is there now. Raises as `MediaLoader.fetch`."""
+    late = {id(item): item for item in items if item[0].ref.url and item[0].ref.key in absent.keys}
     share = held.enter_context(context.media_bytes.reserve())
     state.clock.enter("fetch")
     urls = [replace(item[0].ref, named=None) for item in late.values()]

@@ -172,6 +172,18 @@ async def test_url_is_downloaded_once_under_its_name(served: Served, web: SlowWe
     assert web.dialled == 4, "a name stands for the URL that it came with last"
 
 
+async def test_parts_of_one_url_are_downloaded_again_together(served: Served, web: SlowWeb) -> None:
+    """Or one would mean what was downloaded before, and the other what is there now."""
+    web.go.set()
+    served.core.keeps = True
+    part = named(web.part)
+    await served.post([part])
+    web.body = png(84)
+    assert (await served.post([part, {**ALONE, "max_pixels": 3136}])).status_code == 200
+    (before,), (now, resized) = hashes(served)
+    assert len({before, now, resized}) == 3
+
+
 async def test_download_after_all_holds_up_no_other_request(serve: Serve, web: SlowWeb) -> None:
     async with serve(maximum_concurrent_videos=1) as served:
         web.go.set()
