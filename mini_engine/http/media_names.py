@@ -42,35 +42,31 @@ async def resolve_names(context: AppContext, chat: ChatRequest, state: State) ->
     if not any(ref.uuid for ref in refs):
         return refs
     client = state.client if context.config.api_key else b""
-    keyed: list[MediaRef] = []
+    keys = [name_key(ref.uuid, ref.modality, chat.cache_salt, client) if ref.uuid else b"" for ref in refs]
+    homes: defaultdict[EngineHandle, list[bytes]] = defaultdict(list)
+    for key in {key for ref, key in zip(refs, keys, strict=True) if key and (not ref.url or is_elsewhere(ref.url))}:
+        homes[context.engines.preferred(key)].append(key)
+    answers = await asyncio.gather(*(home.media.resolve_names(state.request_id, own) for home, own in homes.items()))
+    named = {key: media for answer in answers for key, media in answer.items()}
+    resolved: list[MediaRef] = []
     sent: dict[bytes, MediaRef] = {}
-    for ref in refs:
-        if ref.uuid is not None:
-            key = name_key(ref.uuid, ref.modality, chat.cache_salt, client)
-            if (first := sent.get(key)) is not None and not ref.url:
-                is_same = ref.settings == first.settings
-                ref = first if is_same else replace(first, name=ref.name, settings=ref.settings)
-            elif not (ref.url or client or chat.cache_salt):
-                raise bad_request(f"{ref.name}: {OPEN}.", "cache_salt", "missing_required_parameter")
-            else:
-                ref = replace(ref, key=key)
+    for ref, key in zip(refs, keys, strict=True):
+        if key and not ref.url and (first := sent.get(key)) is not None:
+            ref = first if ref.settings == first.settings else replace(first, name=ref.name, settings=ref.settings)
+        elif key and not (ref.url or client or chat.cache_salt):
+            raise bad_request(f"{ref.name}: {OPEN}.", "cache_salt", "missing_required_parameter")
+        elif key:
+            ref = replace(ref, key=key, named=_meaning(ref.url, key, named.get(key)))
             if ref.url:
                 sent.setdefault(key, ref)
-        keyed.append(ref)
-    homes: defaultdict[EngineHandle, list[bytes]] = defaultdict(list)
-    for key in {ref.key for ref in keyed if ref.key and (not ref.url or is_elsewhere(ref.url))}:
-        homes[context.engines.preferred(key)].append(key)
-    answers = await asyncio.gather(*(home.media.resolve_names(state.request_id, keys) for home, keys in homes.items()))
-    named = {key: media for answer in answers for key, media in answer.items()}
-    resolved = {id(ref): replace(ref, named=_meaning(ref, named)) for ref in keyed}
-    return [resolved[id(ref)] for ref in keyed]
+        resolved.append(ref)
+    return resolved
 
 
-def _meaning(ref: MediaRef, named: Mapping[bytes, NamedMedia]) -> NamedMedia | None:
-    media = named.get(ref.key) if ref.key else None
-    if ref.key and not ref.url:
-        return media or NamedMedia(ref.key, is_frames=True)  # a digest that nothing is found by
-    return media if media and media.url == url_hash(ref.url) else None
+def _meaning(url: str, key: bytes, bound: NamedMedia | None) -> NamedMedia | None:
+    if not url:
+        return bound or NamedMedia(key, is_frames=True)  # a digest that nothing is found by
+    return bound if bound and bound.url == url_hash(url) else None
 
 
 def choose_engine(context: AppContext, items: Sequence[Candidates]) -> EngineHandle:
