@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
+
+from PIL import Image
 
 from tests.support.client import ClientRequest, Question, ask_small
 from tests.support.processes import eventually
 from tests.support.running_server import START_SECONDS, RunningServer
+from tests.support.web import WebServer, response
 
 QUESTIONS = {f"clip-{number}": ask_small(9200 + number) for number in range(4)}
 
@@ -49,3 +53,25 @@ def test_names_are_known_to_all_api_servers_and_survive_the_one_that_was_sent_th
         server.get("/reset_caches", method="POST")
         assert_not_found(asking(server, "api 2", uuid, question))
         server.assert_at_rest("api 1")
+
+
+def test_url_that_has_changed_is_kept_where_its_name_is_looked_for() -> None:
+    """At the engine that the new content prefers, which is not that of the old one."""
+    contents = []
+    for grey in (0, 40):
+        Image.new("L", (84, 84), grey).save(file := io.BytesIO(), "PNG")
+        contents.append(file.getvalue())
+    with (
+        WebServer(lambda connection, _: connection.sendall(response(contents[0]))) as web,
+        RunningServer("-tp", "1", "-dp", "2", "--allowed-media-domains", "127.0.0.1") as server,
+    ):
+        url = ("image_url", f"http://127.0.0.1:{web.port}/")
+        question = Question("What is it?", "", [url], more={"max_tokens": 1})
+        for _ in range(2):
+            asking(server, None, "a", question, whole=True).reply()
+        assert web.dialled == 1
+        contents.pop(0)
+        small = Question("What is it?", "", [url], more={"max_tokens": 1, "mm_processor_kwargs": {"max_pixels": 3136}})
+        for whole in (True, False):
+            asking(server, None, "a", small, whole).reply()
+        assert web.dialled == 2

@@ -75,13 +75,14 @@ async def start(context: AppContext, prompt: Prompt, state: State) -> Answer:
     async with contextlib.AsyncExitStack() as held:
         with context.engines.preparing(state.end):
             items = await load_media(context, prompt, await resolve_names(context, prompt.chat, state), state, held)
-        engine: EngineHandle | None = None
+        engine: EngineHandle
         arrival: int | None = None
         while True:
             with context.engines.preparing(state.end):
                 try:
                     async with admission(context, items, state):
-                        engine = engine or choose_engine(context, items)
+                        if arrival is None:  # else its place in the queue is at the engine that it had
+                            engine = choose_engine(context, items)
                         answer = await deliver(context, engine, prompt, items, state, arrival)
                 except UrlsAbsent as absent:  # fetched without places: a web server that hangs must block no queue
                     items = await fetch_absent(context, items, absent, state, held)
