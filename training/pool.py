@@ -18,11 +18,11 @@ from training.data import Item, make_item
 CHUNK = 64
 
 
-def make_chunk(index: int, folder: Path, base: int = 0) -> Path:
-    """Render chunk `index` (seeds from `base` on) into a file of `folder`, unless it is there; returns its path."""
-    path = folder / f"{base}-{index:05d}.pickle"
+def make_chunk(index: int, folder: Path) -> Path:
+    """Render chunk `index` into a file of `folder`, unless it is there; returns its path."""
+    path = folder / f"{index:05d}.pickle"
     if not path.exists():
-        items = [make_item(base + index * CHUNK + offset) for offset in range(CHUNK)]
+        items = [make_item(index * CHUNK + offset) for offset in range(CHUNK)]
         partial = path.with_suffix(".part")
         partial.write_bytes(pickle.dumps(items))
         os.replace(partial, path)

@@ -29,8 +29,8 @@ from transformers import PreTrainedTokenizerFast
 
 from training import evaluate, forward
 from training import model as demo_model
-from training.data import Item, Sample, Writer, moment, varied
-from training.pool import CHUNK, Pool, load_chunk, make_chunk
+from training.data import Item, Sample, Writer, make_item, moment, varied
+from training.pool import Pool
 
 PARTS = ("model", "average", "head", "muon", "adamw")  # of a checkpoint: attributes of a trainer
 
@@ -149,20 +149,12 @@ class Trainer:
         return share
 
 
-def held_out(settings: Settings, folder: Path) -> list[Item]:
-    """Items of seeds that no training pool reaches."""
-    folder.mkdir(parents=True, exist_ok=True)
-    chunks = math.ceil(settings.held_out / CHUNK)
-    paths = [make_chunk(index, folder, evaluate.FRESH_SEEDS) for index in range(chunks)]
-    return [item for path in paths for item in load_chunk(path)][: settings.held_out]
-
-
 def train(trainer: Trainer, out: Path, workers: int) -> None:
     """Train to the last step, publishing into `out` on the way."""
     settings = trainer.settings
     pool = Pool(trainer.work / "pool", settings.pool, workers)
     try:
-        tests = held_out(settings, trainer.work / "pool")
+        tests = [make_item(evaluate.FRESH_SEEDS + number) for number in range(settings.held_out)]  # in no pool
         bar = tqdm(total=settings.steps, initial=trainer.step, unit="step")
         mean = np.zeros(2)
         while trainer.step < settings.steps:

@@ -2,7 +2,8 @@
 
 Such a matrix is made empty, filled part by part, then packed once for its products. Weights are quantised by rounding
 to the nearest code. On a CPU the products are torch's, and which one a number of rows takes was measured
-(`benchmarks/products.py`); on other devices the codes are unpacked to the activations' dtype at each product.
+(`benchmarks/products.py`); on other devices the codes are unpacked to the activations' dtype at each product, but
+for few rows and 4 bits, which torch multiplies. Not yet measured on a device.
 """
 
 import functools
@@ -15,10 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mini_engine.kernels import ops
+
 GROUPS = (128, 64, 32)  # inputs that may share a scale of 4-bit codes
 BLOCK = 64  # outputs that lie together in the kernel's order
-FEW_ROWS = 64  # of x, up to which torch's 4-bit kernel is faster than unpacking
-UNPACKED = 1024  # outputs unpacked at a time, which stay in the CPU's caches
+FEW_ROWS = 64  # of x, up to which torch's 4-bit kernel is about as fast as unpacking, or faster
+UNPACKED = 2 << 20  # weights packed and unpacked at a time, which stay in the CPU's caches
+LEAST_BLOCKS = 4  # at a time; products with fewer outputs are slow
 PACKED_ROWS = 8  # of x, for which oneDNN chooses the order of 8-bit codes; it serves any number of rows
 SMALLEST = 1e-12  # step of rows and groups that are all zero
 
@@ -51,6 +55,7 @@ class QuantizedMatrix(nn.Module):
     """
 
     group = 1  # inputs, at whose multiples parts begin and end
+    kernel_rows = 0  # of x on CUDA, up to which `multiply` computes; the matrix is unpacked for more
 
     def __init__(self, outputs: int, inputs: int) -> None:
         super().__init__()
@@ -62,8 +67,7 @@ class QuantizedMatrix(nn.Module):
 
     @abstractmethod
     def codes_of(self, rows: slice | Tensor) -> Codes:
-        """The contents of some rows, also by their numbers. Only before `pack`, which on a device other than a CPU
-        changes nothing."""
+        """The contents of some rows, also by their numbers. On a CPU only before `pack`."""
 
     @abstractmethod
     def pack(self) -> None:
@@ -71,21 +75,22 @@ class QuantizedMatrix(nn.Module):
 
     @abstractmethod
     def multiply(self, x: Tensor) -> Tensor:
-        """`[n, inputs]` -> `[n, outputs]`, on a CPU, after `pack`."""
+        """`[n, inputs]` -> `[n, outputs]`, after `pack`; on CUDA for at most `kernel_rows` rows."""
 
     def part(self, rows: slice, width: int) -> "MatrixPart":
         """Some rows, the first `width` columns of them."""
         return MatrixPart(self, rows, width)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """All of it as a dense matrix. Only before `pack`."""
+        """All of it as a dense matrix. On a CPU only before `pack`."""
         return self.codes_of(slice(0, self.shape[0])).dequantize(dtype)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x W^T + b`: `[..., inputs]`, `[outputs]` -> `[..., outputs]`."""
-        if x.device.type != "cpu":
+        rows = x.reshape(-1, x.shape[-1])
+        if x.device.type != "cpu" and not 0 < len(rows) <= self.kernel_rows:
             return F.linear(x, self.dequantize(x.dtype), bias)
-        y = self.multiply(x.reshape(-1, x.shape[-1]))
+        y = self.multiply(rows)
         if bias is not None:
             y += bias
         return y.reshape(*x.shape[:-1], self.shape[0])
@@ -195,29 +200,51 @@ class Int4Matrix(QuantizedMatrix):
         self.scales[rows, groups], self.zeros[rows, groups] = values.scales.to(self.scales), values.zeros.to(self.zeros)
 
     def codes_of(self, rows: slice | Tensor) -> Codes:
+        if self.codes.dtype == torch.int32:
+            numbers = torch.arange(self.shape[0], device=self.codes.device)[rows]
+            return Codes(_codes_of_tiles(self.codes, numbers), self.scales[rows], self.zeros[rows])
         held = self.codes[rows]
         return Codes(torch.stack((held & 15, held >> 4), dim=2).flatten(1), self.scales[rows], self.zeros[rows])
 
+    @property
+    def _blocks_at_once(self) -> int:
+        return max(LEAST_BLOCKS, UNPACKED // (BLOCK * self.shape[1]))
+
     def pack(self) -> None:
         if self.codes.device.type != "cpu":
+            self._pack_tiles()
             return
         (outputs, inputs), missing = self.shape, -self.shape[0] % BLOCK
         shape = (outputs + missing) // BLOCK, inputs, BLOCK // 2
         # In place where that is possible: half as much again would be lost between blocks of freed memory.
         packed = torch.empty(shape, dtype=torch.uint8) if missing else self.codes.view(shape)
-        for start in range(0, outputs, UNPACKED):
-            codes = self.codes_of(slice(start, start + UNPACKED)).codes
+        step = self._blocks_at_once * BLOCK
+        for start in range(0, outputs, step):
+            codes = self.codes_of(slice(start, start + step)).codes
             if len(codes) % BLOCK:
                 codes = F.pad(codes, (0, 0, 0, -len(codes) % BLOCK), value=8)
             codes = _in_block_order(codes).int()
-            blocks = packed[start // BLOCK : (start + UNPACKED) // BLOCK]
+            blocks = packed[start // BLOCK : (start + step) // BLOCK]
             blocks.copy_(torch._convert_weight_to_int4pack_for_cpu(codes, 1).view(blocks.shape))
         both = F.pad(torch.stack((self.scales, self.zeros), dim=2), (0, 0, 0, 0, 0, missing))
         self._scales_zeros = _in_block_order(both).transpose(0, 1).contiguous()
         self.codes, self.scales, self.zeros = packed, both.new_empty(0), both.new_empty(0)
 
+    def _pack_tiles(self) -> None:
+        """In the order of torch's CUDA kernel, which is for bfloat16 and whole tiles of 8 outputs; any others stay."""
+        if self.scales.dtype != torch.bfloat16 or self.shape[0] % 8 or ops.triton_obstacle(self.codes.device):
+            return
+        # torch has the first of two columns in the upper half of a byte.
+        swapped = (self.codes << 4) | (self.codes >> 4)
+        self.codes = torch._convert_weight_to_int4pack(swapped, self.group // 16)
+        self._scales_zeros = torch.stack((self.scales.T, self.zeros.T), dim=2)
+        self.scales, self.zeros = (part.T for part in self._scales_zeros.unbind(2))
+        self.kernel_rows = FEW_ROWS
+
     def multiply(self, x: Tensor) -> Tensor:
         assert self._scales_zeros is not None
+        if x.device.type != "cpu":
+            return torch._weight_int4pack_mm(x.contiguous(), self.codes, self.group, self._scales_zeros)
         if len(x) > FEW_ROWS and _unpacks():
             return self._multiply_unpacked(x)
         y = torch._weight_int4pack_mm_for_cpu(
@@ -227,7 +254,7 @@ class Int4Matrix(QuantizedMatrix):
 
     def _multiply_unpacked(self, x: Tensor) -> Tensor:
         y = x.new_empty(len(x), len(self.codes) * BLOCK)
-        step = UNPACKED // BLOCK
+        step = self._blocks_at_once
         for start in range(0, len(self.codes), step):
             blocks = slice(start, min(start + step, len(self.codes)))
             torch.mm(x, self._unpack(blocks), out=y[:, blocks.start * BLOCK : blocks.stop * BLOCK])
@@ -236,15 +263,10 @@ class Int4Matrix(QuantizedMatrix):
     def _unpack(self, blocks: slice) -> Tensor:
         """Some blocks of packed outputs: `[inputs, outputs of the blocks]`."""
         assert self._scales_zeros is not None
-        codes, dtype = _unpack_codes(self.codes[blocks]).to(self._scales_zeros.dtype), self._scales_zeros.dtype
-        count, (groups, _, _) = len(codes), self._scales_zeros.shape
-        ordered = _in_order(
-            self._scales_zeros.transpose(1, 2).flatten(0, 1).unflatten(1, (-1, BLOCK))[:, blocks].flatten(1)
-        )
-        scales, zeros = ordered.view(groups, 2, count, BLOCK).permute(1, 2, 0, 3).unsqueeze(3)
-        unpacked = torch.empty(groups, self.group, count, BLOCK, dtype=dtype)
-        torch.addcmul(zeros, codes.unflatten(1, (groups, -1)), scales, out=unpacked.permute(2, 0, 1, 3))
-        return unpacked.view(self.shape[1], -1)
+        both = self._scales_zeros[:, blocks.start * BLOCK : blocks.stop * BLOCK]
+        scales, zeros = _in_order(both.permute(2, 0, 1).flatten(0, 1)).unflatten(0, (2, -1, 1))
+        values = _unpack_codes(self.codes[blocks]).to(both.dtype).unflatten(0, (len(both), self.group))
+        return torch.addcmul(zeros, values, scales, out=values).flatten(0, 1)
 
 
 class StackedMatrix(nn.Module):
@@ -279,6 +301,16 @@ def _round_groups(values: Tensor, group: int, dtype: torch.dtype) -> Codes:
     return Codes(codes.flatten(1), scales.squeeze(2), zeros.squeeze(2))
 
 
+def _codes_of_tiles(tiles: Tensor, rows: Tensor) -> Tensor:
+    """Codes uint8 `[rows, inputs]` of int32 `[outputs / 8, inputs / group, 32, group / 32]`, torch's order for CUDA
+    (`matrix_to_m16n8k16_Bint4_layout` of its int4mm.cu). A number is of one output, for two tiles of 16 columns: from
+    its lowest bits, columns 2j and 2j + 8 of the first and of the second tile, then the four that follow those."""
+    count, groups, _, pairs = tiles.shape
+    held = tiles.view(torch.uint8).view(count, groups, 8, 4, pairs, 2, 2)  # 4 numbers j; odd columns; second tiles
+    chosen = held[rows // 8, :, rows % 8]
+    return torch.stack((chosen & 15, chosen >> 4), dim=6).permute(0, 1, 3, 5, 6, 2, 4).flatten(1)
+
+
 def _in_block_order(rows: Tensor) -> Tensor:
     """Even rows of each block before its odd ones. torch packs row i of a block with row i + 32 in a byte; so
     neighbours share a byte, and what is unpacked is in order."""
@@ -292,10 +324,11 @@ def _in_order(columns: Tensor) -> Tensor:
 
 
 def _unpack_codes(packed: Tensor) -> Tensor:
-    """Bytes `[blocks, inputs, 32]` -> bfloat16 `[blocks, inputs, 64]`, codes minus 8. Each half of 32 bits becomes the
+    """Bytes `[blocks, inputs, 32]` -> bfloat16 `[inputs, 64 * blocks]`, codes minus 8. Each half of 32 bits becomes the
     bits of 128 in bfloat16 with the code as the last ones: 128 + code. torch's conversion takes three times as long."""
-    words = packed.to(torch.int32).mul_(0x1001).bitwise_and_(0x000F000F).bitwise_or_(0x43004300)
-    return words.view(torch.bfloat16).sub_(136)
+    words = packed.transpose(0, 1).to(torch.int32, memory_format=torch.contiguous_format)
+    words.mul_(0x1001).bitwise_and_(0x000F000F).bitwise_or_(0x43004300)
+    return words.view(torch.bfloat16).flatten(1).sub_(136)
 
 
 @functools.cache
@@ -304,7 +337,7 @@ def _unpacks() -> bool:
     kernel computes all rows."""
     codes = torch.arange(2 * BLOCK * 32).view(2 * BLOCK, 32).mul_(7).remainder_(16).int()
     packed = torch._convert_weight_to_int4pack_for_cpu(_in_block_order(codes), 1).view(2, 32, BLOCK // 2)
-    return torch.equal(_unpack_codes(packed).transpose(1, 2).flatten(0, 1), codes.to(torch.bfloat16) - 8)
+    return torch.equal(_unpack_codes(packed).T, codes.to(torch.bfloat16) - 8)
 
 
 @functools.cache

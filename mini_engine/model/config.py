@@ -235,10 +235,11 @@ def _experts_config(raw: dict[str, Any], layout: ExpertLayout) -> ExpertsConfig:
         if raw.get(name, supported) not in (supported, None):
             raise ValueError(f"{name} {raw[name]} is not supported; supported: {supported}")
     # transformers writes the second name for some families.
+    count, top_k = raw.get("num_experts") or raw["num_local_experts"], raw["num_experts_per_tok"]
+    if not 1 <= top_k <= count:
+        raise ValueError(f"num_experts_per_tok {top_k} is not between 1 and the number of experts, {count}")
     return ExpertsConfig(
-        count=raw.get("num_experts") or raw["num_local_experts"],
-        top_k=raw["num_experts_per_tok"],
-        shared_size=raw["shared_expert_intermediate_size"] if layout.shared else 0,
+        count=count, top_k=top_k, shared_size=raw["shared_expert_intermediate_size"] if layout.shared else 0
     )
 
 

@@ -50,7 +50,7 @@ def _views(stored: Stored, parts: int, is_transposed: bool) -> Iterator[list[Sto
     """For each expert its matrices `[outputs, inputs]`, of which `parts` are below each other, or side by side."""
     count, first, last = stored.shape
     width, inputs = (last, first) if is_transposed else (first, last)
-    outputs = width // parts
+    outputs = -(-width // parts)  # rounded up: an odd width is a wrong shape
     for expert in range(count):
         views = []
         for start in range(0, outputs * parts, outputs):

@@ -1,4 +1,4 @@
-"""`bench.py` inside this process, a server of the bundled model, and a server that fails as it is asked to."""
+"""`bench.py` inside this process, and a server that fails as it is asked to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from benchmarks import cli
-from tests.support.running_server import RunningServer
 
 USAGE = {"choices": [], "usage": {"prompt_tokens": 10, "completion_tokens": 6}}
 
@@ -52,12 +51,6 @@ def bench(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ran]]:
 
     yield run
     signal.signal(signal.SIGTERM, before)
-
-
-@pytest.fixture(scope="session")
-def server() -> Iterator[RunningServer]:
-    with RunningServer() as running:
-        yield running
 
 
 class BrokenServer(ThreadingHTTPServer):

@@ -58,7 +58,8 @@ def test_checks_of_the_model_on_the_cpu(monkeypatch):
     """Where all ways to compute are one."""
     monkeypatch.setattr(gpu_check, "DEVICE", torch.device("cpu"))
     assert gpu_check.tokens().startswith("60 of 5 requests, the same by --device cpu, --no-enforce-eager, ")
-    assert "outputs of modules" in gpu_check.layers("Qwen3-VL-4B-Instruct", "bfloat16")
+    for name, *flags in (("Qwen3-VL-4B-Instruct",), ("Qwen3-VL-30B-A3B-Instruct", "-q", "int4")):
+        assert "outputs of modules" in gpu_check.layers(name, "bfloat16", *flags)
     monkeypatch.setitem(gpu_check.BOUNDS, "bfloat16", 1e-4)
     with pytest.raises(AssertionError, match="^the output of visual.patch_embed differs by .*, more than 0.0001"):
         gpu_check.layers("Qwen3-VL-4B-Instruct", "bfloat16")

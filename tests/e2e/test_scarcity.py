@@ -55,8 +55,9 @@ needs_mounts = pytest.mark.skipif(not MOUNTS, reason="this user may not mount a 
 
 @pytest.fixture(scope="module")
 def scarce() -> Iterator[RunningServer]:
-    """A server with 256 descriptors in each process; and, with mounts, without /dev/shm."""
-    server = RunningServer("-tp", "2", "--api-server-count", "2")
+    """A server with 256 descriptors in each process; and, with mounts, without /dev/shm. Its model is quantised, and
+    answers as well."""
+    server = RunningServer("-tp", "2", "--api-server-count", "2", "--quantization", "int8")
     server.command = [*MOUNTS, "sh", "-c", 'ulimit -n 256; exec "$@"', "sh", *server.command]
     with server:
         server.client.close()  # its connection would count

@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mini_engine.model import parallel
+from mini_engine.model.checkpoint import Stored
+from mini_engine.model.expert_files import ExpertFiles
 from mini_engine.model.experts import Experts, GroupedExperts
 from mini_engine.model.layers import pack_weights
 from mini_engine.model.parallel import Placement, TensorParallel
@@ -87,6 +89,12 @@ def test_every_layout_of_experts_is_read(checkpoint, family, oracle, prompts, tm
         for name, tensors in (("fp8", fp8), ("fp8 together", together(fp8, is_transposed)))
     ]  # fmt: skip
     assert torch.equal(*found)
+
+
+def test_a_tensor_of_all_experts_with_an_odd_row_has_a_wrong_shape():
+    stored = Stored(Path("file"), "model.mlp.experts.gate_up_proj", (COUNT, 2 * INNER + 1, SIZE), "F32", 0)
+    split = ExpertFiles(SIZE, transposed=False).split({stored.name: stored})
+    assert {tensor.shape for tensor in split.values()} == {(INNER + 1, SIZE)}
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])

@@ -90,6 +90,7 @@ def test_what_is_tied_is_what_transformers_ties(tied: bool | None, text_tied: bo
         (QWEN3_5_MOE | {"norm_topk_prob": False}, "norm_topk_prob False"),
         (QWEN3_5_MOE | {"mlp_only_layers": [3]}, r"mlp_only_layers \[3\] is not supported"),
         (QWEN3_5_MOE | {"num_experts": 4}, "lacks the field 'num_experts_per_tok'"),
+        (QWEN3_5_MOE | {"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok 5 is not between 1 and .* 4"),
         (QWEN3_5, "lacks the field 'layer_types'"),
         (QWEN3_5 | {"layer_types": ["sliding_attention"]}, "layer types {'sliding_attention'} are not supp"),
     ],
