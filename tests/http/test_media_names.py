@@ -182,7 +182,8 @@ async def test_download_after_all_holds_up_no_other_request(serve: Serve, web: S
         asking = served.asking([named(web.part)])
         await eventually(web.asked.is_set)
         assert (await served.post([image(84)])).status_code == 200
-        assert len(served.core.unreserved) == 1 and not asking.done()
+        await eventually(lambda: len(served.core.unreserved) == 1)
+        assert not asking.done()
         web.go.set()
         assert (await asking).status_code == 200
 
