@@ -34,7 +34,7 @@ AMBIGUOUS = "this `uuid` names another content before in this request; a name ha
 async def resolve_names(context: AppContext, chat: ChatRequest, state: State) -> list[MediaRef]:
     """The media of a conversation, of which those with a `uuid` have a key. A name alone is `named`, and so is a URL
     that was downloaded under its name before; unless this request has sent the name with data before: then it is that
-    part again, the same object if its settings are the same.
+    part again, by its `name` too if its settings are the same.
 
     Raises ApiError: 400 for too many items, and for a name alone that other clients may use; EngineError.
     """
@@ -106,14 +106,14 @@ async def fetch_absent(
 ) -> list[Candidates]:
     """`items` with the bytes of all URLs with the names that are `absent`, which have room until `held` is closed: of
     one URL no part means what was downloaded before, and another what is there now. Raises as `MediaLoader.fetch`."""
-    late = {id(item): item for item in items if item[0].ref.url and item[0].ref.key in absent.keys}
+    late = {item[0].name: item for item in items if item[0].ref.url and item[0].ref.key in absent.keys}
     share = held.enter_context(context.media_bytes.reserve())
     state.clock.enter("fetch")
     urls = [replace(item[0].ref, named=None) for item in late.values()]
     settings = [[candidate.settings for candidate in item] for item in late.values()]
     fetched = dict(zip(late, await context.media.fetch(urls, settings, share.receive), strict=True))
     state.clock.enter("other")
-    return [fetched.get(id(item), item) for item in items]
+    return [fetched.get(item[0].name, item) for item in items]
 
 
 def bind_names(context: AppContext, items: Sequence[FetchedItem], processed: Mapping[bytes, ProcessedItem]) -> None:

@@ -127,7 +127,7 @@ class MediaLoader:
         def known_bytes() -> int:
             if unknown := [ref.name for ref in refs if not (ref.url or ref.named)]:
                 raise MediaError(unknown[0], "has a `uuid` alone, which means nothing here; send its data or URL")
-            sent = {id(ref): ref for ref in refs if ref.url}
+            sent = {ref.name: ref for ref in refs if ref.url}
             return sum(sources.declared_size(ref.url, self.policy, ref.name) or 0 for ref in sent.values())
 
         if any(sources.is_local_file(ref.url) for ref in refs):  # the file system may block
@@ -138,8 +138,8 @@ class MediaLoader:
         self, refs: Sequence[MediaRef], settings: Iterable[Sequence[MediaSettings]], received: Received
     ) -> list[Candidates]:
         """The items in the order of `refs`, with the hashes by all of the `settings` of each. Cancelling it, or the
-        failure of one item, ends the work on the others. What is `named` is not fetched, what is
-        there several times, the same object, only once.
+        failure of one item, ends the work on the others. What is `named` is not fetched, and what is there several
+        times, under one `name`, only once.
 
         `received` is called with the size of each block of a download before the block is stored; what it raises ends
         all downloads. Raises MediaError: an item cannot be fetched.
@@ -147,7 +147,7 @@ class MediaLoader:
         # Items that follow each other and cost up to INLINE_CHARACTERS together: a task for each costs more than many.
         groups: list[FetchGroup] = []
         room, whole = -1, 0
-        distinct = {id(ref): (ref, of_item) for ref, of_item in zip(refs, settings, strict=True)}
+        distinct = {ref.name: (ref, of_item) for ref, of_item in zip(refs, settings, strict=True)}
         for ref, of_item in distinct.values():
             is_slow = isinstance(ref.url, DataUrl) or sources.is_elsewhere(ref.url) or sources.is_local_file(ref.url)
             is_slow = is_slow and ref.named is None
@@ -159,7 +159,7 @@ class MediaLoader:
             groups[-1].append((ref, of_item))
         fetched = await _all(self._fetch(group, received, whole <= INLINE_CHARACTERS) for group in groups)
         items = dict(zip(distinct, (item for group in fetched for item in group), strict=True))
-        return [items[id(ref)] for ref in refs]
+        return [items[ref.name] for ref in refs]
 
     async def process(
         self, items: Iterable[FetchedItem], clock: RequestClock, owner: str, probe: bool = False
