@@ -33,8 +33,8 @@ AMBIGUOUS = "this `uuid` names another content before in this request; a name ha
 
 async def resolve_names(context: AppContext, chat: ChatRequest, state: State) -> list[MediaRef]:
     """The media of a conversation, of which those with a `uuid` have a key. A name alone is `named`, and so is a URL
-    that was downloaded under its name before; unless this request has sent the name with data before: then it is that
-    part again, by its `name` too if its settings are the same.
+    that was downloaded under its name before; unless this request has sent the name with data, or this URL, before:
+    then it is that part again, by its `name` too if its settings are the same.
 
     Raises ApiError: 400 for too many items, and for a name alone that other clients may use; EngineError.
     """
@@ -51,7 +51,8 @@ async def resolve_names(context: AppContext, chat: ChatRequest, state: State) ->
     resolved: list[MediaRef] = []
     sent: dict[bytes, MediaRef] = {}
     for ref, key in zip(refs, keys, strict=True):
-        if key and not ref.url and (first := sent.get(key)) is not None:
+        first = sent.get(key)
+        if first and (not ref.url or (ref.url == first.url and is_elsewhere(ref.url))):
             ref = first if ref.settings == first.settings else replace(first, name=ref.name, settings=ref.settings)
         elif key and not (ref.url or client or chat.cache_salt):
             raise bad_request(f"{ref.name}: {OPEN}.", "cache_salt", "missing_required_parameter")

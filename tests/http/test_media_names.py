@@ -160,7 +160,7 @@ async def test_url_is_downloaded_once_under_its_name(served: Served, web: SlowWe
     served.core.keeps = True
     part, counted = named(web.part), Counted(*COUNTS)
     for _ in range(2):
-        assert (await served.post([part])).status_code == 200
+        assert (await served.post([part, part])).status_code == 200
     assert (web.dialled, counted.since()) == (1, [1, 1])
     served.core.kept.clear()
     web.body = png(84)  # now another image
