@@ -277,8 +277,9 @@ class EngineConfig:
     prompts."""
     max_inflight_media_gb: float = _admission(4.0, minimum=0.001)
     """Maximum GiB per API server of encoded media, reserved before the download and held until the request is sent to
-    an engine. Decoded frames count until they are processed. Request bodies in transfer may take as much again. A
-    request that does not fit beside others is refused with 429."""
+    an engine; until its first output if that has only embeddings of an item. Decoded frames count until they are
+    processed. Request bodies in transfer may take as much again. A request that does not fit beside others is refused
+    with 429."""
     max_request_bytes: int = _admission(1 << 30, minimum=1)
     """Maximum size of a request body; media in `data:` URLs take 4/3 of their size."""
     max_text_bytes: int = _admission(4 << 20, minimum=1)
