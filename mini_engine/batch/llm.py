@@ -33,8 +33,8 @@ class Media:
 
     Args:
         source: a path, a URL (`http(s)://`, `file://`, `data:`), or a file's content as bytes; of an image also a PIL
-            image.
-        settings: such as `fps`, `nframes`, `video_start`, `max_pixels`; docs/api.md lists them.
+            image. None: what had the same `uuid` before.
+        settings: such as `fps`, `nframes`, `video_start`, `max_pixels`; docs/api.md lists them. And its `uuid`.
     """
 
     kind: ClassVar[str]
@@ -47,7 +47,8 @@ class Media:
 
     def part(self) -> dict[str, Any]:
         """The part of a message. Raises OSError, ValueError: the image cannot be encoded."""
-        return {"type": f"{self.kind}_url", f"{self.kind}_url": {"url": self._url()}, **self.settings}
+        is_name = self.source is None and "uuid" in self.settings
+        return {"type": f"{self.kind}_url", f"{self.kind}_url": None if is_name else self._url(), **self.settings}
 
     def _url(self) -> str:
         source = self.source

@@ -1,4 +1,5 @@
-"""The key by which requests are routed: equal for requests that share their first media item.
+"""The key by which requests are routed: equal for requests that share their first media item, by its `uuid` if it has
+one, since only the host that was sent its data knows what the name means.
 
 It names no content: hosts hash what they fetch, with the request's `cache_salt`, so a wrong key costs a decode, never a
 wrong answer, and requests with other salts on the same host share nothing.
@@ -16,7 +17,9 @@ from mini_engine.protocol.body_split import URL_FIELDS, SplitBody
 from mini_engine.protocol.parts import MAX_URL_CHARACTERS
 from mini_engine.protocol.structure import MAX_STRUCTURE, structure
 
-LOCATIONS = dict.fromkeys(URL_FIELDS, "url") | {"file": "file_data"}  # fields of parts, and where each has its URL
+# Fields of parts, and where in each is a URL; first of all the client's name.
+FIELDS = {"uuid": "", **dict.fromkeys(URL_FIELDS, "url"), "file": "file_data"}
+TEXT = ("text", "input_text")
 TEXTS = ("prompt", "input", "query", "queries", "text_1")  # fields of requests without messages
 # Query parameters of signed URLs of Amazon S3, Google Cloud Storage, CloudFront and Azure: new for each request.
 _SIGNATURE = re.compile(
@@ -39,23 +42,26 @@ def media_key(body: SplitBody, path: str) -> str:
         request = msgspec.json.decode(text, type=dict[str, Any])
         messages = request.get("messages")
         messages = messages if isinstance(messages, list) else []
-        for url in _media(messages):
-            return _hash(urls[url].data if url in urls else _identity(url))
+        for field, known_by in _media(messages):
+            if field == "uuid":
+                return _hash(msgspec.json.encode([known_by, request.get("cache_salt")]))
+            return _hash(urls[known_by].data if known_by in urls else _identity(known_by))
         first = messages[0] if messages else next((request[name] for name in TEXTS if name in request), None)
         return _hash(msgspec.json.encode(first))
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return _hash(path.encode())
 
 
-def _media(messages: list[Any]) -> Iterator[str]:
+def _media(messages: list[Any]) -> Iterator[tuple[str, str]]:
+    """By which field each item is known, and the name or URL there."""
     for message in messages:
         parts = message.get("content") if isinstance(message, dict) else None
         for part in parts if isinstance(parts, list) else ():
-            for field, inner in LOCATIONS.items() if isinstance(part, dict) else ():
+            for field, inner in FIELDS.items() if isinstance(part, dict) and part.get("type") not in TEXT else ():
                 location = part.get(field)
-                url = location.get(inner) if isinstance(location, dict) else location
-                if isinstance(url, str):
-                    yield url
+                text = location.get(inner) if isinstance(location, dict) else location
+                if isinstance(text, str):
+                    yield field, text
 
 
 def _identity(url: str) -> bytes:

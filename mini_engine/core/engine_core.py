@@ -15,6 +15,7 @@ from mini_engine.config import EngineConfig
 from mini_engine.core.arrivals import Arrivals
 from mini_engine.core.caches.encoder_cache import EncoderCache
 from mini_engine.core.caches.kv_blocks import BlockPool
+from mini_engine.core.caches.media_names import MediaNames
 from mini_engine.core.caches.media_store import MediaDirectory, MediaStore, media_directory
 from mini_engine.core.caches.state_snapshots import StatePool
 from mini_engine.core.grammar_compiles import GrammarCompiles
@@ -28,6 +29,7 @@ from mini_engine.launch.child import Child
 from mini_engine.log import about
 from mini_engine.messages import (
     Abandoned,
+    BindName,
     ControlReply,
     ControlRequest,
     EngineLimits,
@@ -47,6 +49,7 @@ from mini_engine.messages import (
     PeerGone,
     RequestOutput,
     Reserve,
+    ResolveNames,
     SampledToken,
     StepResult,
     TensorHandle,
@@ -75,6 +78,7 @@ class EngineCore:
     ):
         self.config, self.model, self.limits = config, model, limits
         self.media, self.links, self.next_step = media, links, next_step
+        self.names = MediaNames()
         self.arrivals = Arrivals(config.tensor_parallel_size, next_step)
         self.grammars = GrammarCompiles(next_step)
         self.blocks = BlockPool(limits.num_blocks, limits.block_size)
@@ -144,6 +148,10 @@ class EngineCore:
                 media.written(number, [(incarnation, request_id) for request_id in request_ids])
             case Abandoned(number=number) if isinstance(media, MediaStore):
                 media.abandoned(number)
+            case ResolveNames(request_id=request_id, keys=keys):
+                self.links.send(peer, self.names.resolve(request_id, keys))
+            case BindName(key=key, media=named):
+                self.names.bind(key, named)
 
     def _handle_control(self, control: ControlRequest, peer: bytes) -> None:
         if control.action == "ping":
@@ -154,6 +162,7 @@ class EngineCore:
             self.blocks.forget_prefixes()
             self.encoder.forget_unused()
             self.media.reset()
+            self.names.reset()
             self.links.send(peer, ControlReply(control.number))
 
     def _on_api_server_gone(self, sender: str, incarnation: int) -> None:

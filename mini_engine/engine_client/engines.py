@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Protocol
 
@@ -30,6 +31,7 @@ from mini_engine.messages import (
     Found,
     MediaMiss,
     MediaNeeded,
+    NamesResolved,
     NewRequest,
     Outputs,
     RequestOutput,
@@ -205,7 +207,7 @@ class EngineHandle:
                     self._sender.consumed(body.consumed)
             case MediaMiss() | MediaNeeded():
                 self._handle_miss(body)
-            case Found():
+            case Found() | NamesResolved():
                 self.media.on_found(body)
             case Reserved():
                 self.media.on_reserved(body)
@@ -291,19 +293,22 @@ class EngineClient:
         finally:
             self._preparing.discard(end)
 
-    def choose(self, media_hash: bytes | None = None) -> EngineHandle:
-        """The engine for a request whose first item of media has this hash. Raises EngineError: no engine runs.
+    def choose(self, digest: bytes = b"", named: bool = False) -> EngineHandle:
+        """The engine for a request whose first item of media has this content digest. Raises EngineError: none runs.
 
         Without media the one with the fewest unfinished samples. With them, of those with up to `LOAD_MARGIN` more, the
         one that rendezvous hashing prefers (Thaler and Ravishankar 1998): so all API servers send the same media to the
-        same engine, which caches them, without a message between the servers.
+        same engine, which caches them, without a message between the servers. With `named` whatever its load.
         """
         self.check()
-        engine = min(self._running, key=lambda running: running.load)
-        if media_hash is not None:
-            close = [running for running in self._running if running.load <= engine.load + LOAD_MARGIN]
-            engine = max(close, key=lambda running: hashlib.blake2b(media_hash + bytes([running.number])).digest())
-        return engine
+        least = min(self._running, key=lambda running: running.load)
+        return self.preferred(digest, math.inf if named else least.load + LOAD_MARGIN) if digest else least
+
+    def preferred(self, key: bytes, most: float = math.inf) -> EngineHandle:
+        """The engine that rendezvous hashing gives `key`, of those with up to `most` samples. Raises EngineError."""
+        self.check()
+        running = [running for running in self._running if running.load <= most]
+        return max(running, key=lambda running: hashlib.blake2b(key + bytes([running.number])).digest())
 
     async def refresh_metrics(self) -> None:
         """Bring the engines' metrics up to date; those of an engine that does not answer in time stay as they are."""

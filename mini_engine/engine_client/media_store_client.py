@@ -18,14 +18,18 @@ from mini_engine import metrics
 from mini_engine.messages import (
     Abandoned,
     AnyMessage,
+    BindName,
     CachedMedia,
     Found,
     FoundMedia,
     Lookup,
     MediaItem,
+    NamedMedia,
+    NamesResolved,
     NewRequest,
     Reserve,
     Reserved,
+    ResolveNames,
     Unreserve,
     Written,
 )
@@ -70,7 +74,7 @@ class MediaStoreClient:
         self._send = send
         self._num_ranks = num_ranks
         self._cache = cache
-        self._lookups: dict[str, asyncio.Future[Found]] = {}
+        self._lookups: dict[str, asyncio.Future[Any]] = {}  # of names, or later of items
         self._writes: dict[bytes, _Write] = {}
         self._queries = metrics.mm_cache_queries_total.labels(str(engine))
         self._hits = metrics.mm_cache_hits_total.labels(str(engine))
@@ -79,17 +83,24 @@ class MediaStoreClient:
         """What the engine knows, by hash. Each of `items` may have several. Raises EngineError: the engine is down."""
         if not items:
             return {}
-        self._send(Lookup(request_id, list(dict.fromkeys(media_hash for item in items for media_hash in item))))
-        answer = self._lookups[request_id] = asyncio.get_running_loop().create_future()
-        try:
-            found = {media.facts.media_hash: media for media in (await answer).items}
-        finally:
-            del self._lookups[request_id]
+        hashes = list(dict.fromkeys(media_hash for item in items for media_hash in item))
+        answer: Found = await self._ask(request_id, Lookup(request_id, hashes))
+        found = {media.facts.media_hash: media for media in answer.items}
         distinct = {tuple(item) for item in items}
         self._queries.inc(len(distinct))
         held = {media_hash for media_hash, media in found.items() if media.held != "facts"}
         self._hits.inc(sum(not held.isdisjoint(item) for item in distinct))
         return found
+
+    async def resolve_names(self, request_id: str, keys: list[bytes]) -> dict[bytes, NamedMedia]:
+        """What is bound here, by key. Raises EngineError: the engine is down."""
+        resolved: NamesResolved = await self._ask(request_id, ResolveNames(request_id, keys))
+        return resolved.named
+
+    def bind_name(self, key: bytes, media: NamedMedia) -> None:
+        """From now on the name with this key means `media`. Lost if the engine is down."""
+        with contextlib.suppress(EngineError):
+            self._send(BindName(key, media))
 
     async def place(self, request: NewRequest) -> NewRequest:
         """`request` with None in place of the tensors that the store holds now. Raises EngineError."""
@@ -106,8 +117,8 @@ class MediaStoreClient:
         with contextlib.suppress(EngineError):
             self._send(Unreserve(request_id))
 
-    def on_found(self, found: Found) -> None:
-        """The answer to a `Lookup`."""
+    def on_found(self, found: Found | NamesResolved) -> None:
+        """The answer to a `Lookup` or `ResolveNames`."""
         if (answer := self._lookups.get(found.request_id)) is not None and not answer.done():
             answer.set_result(found)
 
@@ -121,6 +132,14 @@ class MediaStoreClient:
         for answer in answers + [write.answer for write in self._writes.values()]:
             if not answer.done():
                 answer.set_exception(error)
+
+    async def _ask(self, request_id: str, question: Lookup | ResolveNames) -> Any:
+        self._send(question)
+        answer = self._lookups[request_id] = asyncio.get_running_loop().create_future()
+        try:
+            return await answer
+        finally:
+            del self._lookups[request_id]
 
     async def _store(self, request_id: str, item: MediaItem) -> bool:
         """Whether the request refers to the item in the store now."""

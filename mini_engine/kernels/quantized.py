@@ -20,7 +20,7 @@ from mini_engine.kernels import ops
 
 GROUPS = (128, 64, 32)  # inputs that may share a scale of 4-bit codes
 BLOCK = 64  # outputs that lie together in the kernel's order
-FEW_ROWS = 64  # of x, up to which torch's 4-bit kernel is about as fast as unpacking, whatever the matrix's size
+FEW_ROWS = 64  # of x, up to which torch's 4-bit kernel is about as fast as unpacking, or faster
 UNPACKED = 2 << 20  # weights packed and unpacked at a time, which stay in the CPU's caches
 LEAST_BLOCKS = 4  # at a time; products with fewer outputs are slow
 PACKED_ROWS = 8  # of x, for which oneDNN chooses the order of 8-bit codes; it serves any number of rows

@@ -3,11 +3,13 @@
 A digest covers the bytes of an item as fetched, which takes a second for a gigabyte. A hash covers a digest and, by its
 key, all that decides what becomes of the bytes, and the request's `cache_salt`: so other settings cost no second
 reading, and whatever goes by the hash is shared within one salt. What a client says of an item (`uuid`) does not enter:
-a client could name another client's media. Knows nothing of caches.
+a client could name another client's media. A name has a key of its own, for a digest. Knows nothing of caches.
 """
 
 import hashlib
 from collections.abc import Sequence
+
+import msgspec
 
 HASH_BYTES = 16
 
@@ -18,6 +20,17 @@ def content_digest(data: bytes, frame_sizes: Sequence[int] = ()) -> bytes:
     sizes = b"".join(size.to_bytes(8, "little") for size in frame_sizes)
     key = hashlib.blake2b(sizes, digest_size=32).digest() if sizes else b""
     return hashlib.blake2b(data, digest_size=HASH_BYTES, key=key).digest()
+
+
+def name_key(uuid: str, modality: str, cache_salt: str | None, client: bytes) -> bytes:
+    """HASH_BYTES for a client's name of an item. `client` is a hash of its API key; empty where none is needed."""
+    parts = msgspec.msgpack.encode([uuid, modality, cache_salt, client])
+    return hashlib.blake2b(parts, digest_size=HASH_BYTES, person=b"name").digest()
+
+
+def url_hash(url: str) -> bytes:
+    """HASH_BYTES for a URL."""
+    return hashlib.blake2b(url.encode(), digest_size=HASH_BYTES, person=b"url").digest()
 
 
 def media_hash(digest: bytes, key: bytes) -> bytes:

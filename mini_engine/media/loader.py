@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -54,7 +54,7 @@ class Content:
 
     digest: bytes
     url: str
-    data: bytes | None  # None: of a local file, which is read again if it must be decoded
+    data: bytes | None  # None: of a local file, which is read again if it must be decoded; or of a name
     frames: sources.Frames | None = None  # `data` are the images of a video, one after another
 
 
@@ -62,11 +62,19 @@ class Content:
 class FetchedItem:
     """An item's content and settings, and their 16-byte hash: equal hashes mean equal patches."""
 
-    modality: Modality
-    name: str  # what errors call it
+    ref: MediaRef  # its URL only of another server's: `content` has the rest
     content: Content
     settings: MediaSettings
     media_hash: bytes
+
+    @property
+    def modality(self) -> Modality:
+        return self.ref.modality
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return self.ref.name
 
 
 Candidates = list[FetchedItem]
@@ -114,20 +122,24 @@ class MediaLoader:
 
     async def known_bytes(self, refs: Sequence[MediaRef]) -> int:
         """The most bytes of all items that no other server has. Fetches nothing. Raises MediaError: an item would not
-        be fetched."""
+        be fetched, or has a name alone, which is not resolved."""
 
         def known_bytes() -> int:
-            return sum(sources.declared_size(ref.url, self.policy, ref.name) or 0 for ref in refs)
+            if unknown := [ref.name for ref in refs if not (ref.url or ref.named)]:
+                raise MediaError(unknown[0], "has a `uuid` alone, which means nothing here; send its data or URL")
+            sent = {id(ref): ref for ref in refs if ref.url}
+            return sum(sources.declared_size(ref.url, self.policy, ref.name) or 0 for ref in sent.values())
 
         if any(sources.is_local_file(ref.url) for ref in refs):  # the file system may block
             return await asyncio.get_running_loop().run_in_executor(self._reading, known_bytes)
         return known_bytes()
 
     async def fetch(
-        self, refs: Iterable[MediaRef], settings: Iterable[Sequence[MediaSettings]], received: Received
+        self, refs: Sequence[MediaRef], settings: Iterable[Sequence[MediaSettings]], received: Received
     ) -> list[Candidates]:
         """The items in the order of `refs`, with the hashes by all of the `settings` of each. Cancelling it, or the
-        failure of one item, ends the work on the others.
+        failure of one item, ends the work on the others. What is `named` is not fetched, what is
+        there several times, the same object, only once.
 
         `received` is called with the size of each block of a download before the block is stored; what it raises ends
         all downloads. Raises MediaError: an item cannot be fetched.
@@ -135,8 +147,10 @@ class MediaLoader:
         # Items that follow each other and cost up to INLINE_CHARACTERS together: a task for each costs more than many.
         groups: list[FetchGroup] = []
         room, whole = -1, 0
-        for ref, of_item in zip(refs, settings, strict=True):
+        distinct = {id(ref): (ref, of_item) for ref, of_item in zip(refs, settings, strict=True)}
+        for ref, of_item in distinct.values():
             is_slow = isinstance(ref.url, DataUrl) or sources.is_elsewhere(ref.url) or sources.is_local_file(ref.url)
+            is_slow = is_slow and ref.named is None
             cost = INLINE_CHARACTERS + 1 if is_slow else len(ref.url) + ITEM_CHARACTERS
             room, whole = room - cost, whole + cost
             if room < 0:
@@ -144,7 +158,8 @@ class MediaLoader:
                 room = INLINE_CHARACTERS - cost
             groups[-1].append((ref, of_item))
         fetched = await _all(self._fetch(group, received, whole <= INLINE_CHARACTERS) for group in groups)
-        return [item for group in fetched for item in group]
+        items = dict(zip(distinct, (item for group in fetched for item in group), strict=True))
+        return [items[id(ref)] for ref in refs]
 
     async def process(
         self, items: Iterable[FetchedItem], clock: RequestClock, owner: str, probe: bool = False
@@ -201,7 +216,7 @@ class MediaLoader:
     async def _fetch(self, group: FetchGroup, received: Received, inline: bool) -> list[Candidates]:
         download: bytes | None = None
         first, _ = group[0]
-        if sources.is_elsewhere(first.url):
+        if sources.is_elsewhere(first.url) and first.named is None:
             async with self._downloads:
                 download = await fetch_http(first.url, self.policy, first.name, received)
 
@@ -213,7 +228,9 @@ class MediaLoader:
     def _read(self, ref: MediaRef, settings: Sequence[MediaSettings], download: bytes | None) -> Candidates:
         """Read, or take what was downloaded, and hash it."""
         url, policy, name, times = ref.url, self.policy, ref.name, settings[0].timestamps
-        if ref.modality == "video" and sources.has_frames(url):
+        if ref.named is not None:
+            content = Content(ref.named.digest, "", None)
+        elif ref.modality == "video" and sources.has_frames(url):
             sampling = settings[0].sampling
             data, frames = sources.fetch_frames(url, policy, self.decoders.limits, sampling, name, times)
             content = Content(content_digest(data, frames.sizes), "", data, frames)
@@ -227,11 +244,11 @@ class MediaLoader:
         else:
             data, digest = self._files.read(url, policy, name)
             content = Content(digest, url, data)
+        kept = ref if sources.is_elsewhere(url) else replace(ref, url="")  # not what it has in a body
         keys = [hash_key(candidate, ref.modality) for candidate in settings]
         hashes = {key: media_hash(content.digest, key) for key in dict.fromkeys(keys)}  # of an image they are the same
         return [
-            FetchedItem(ref.modality, name, content, candidate, hashes[key])
-            for candidate, key in zip(settings, keys, strict=True)
+            FetchedItem(kept, content, candidate, hashes[key]) for candidate, key in zip(settings, keys, strict=True)
         ]
 
     def _read_again(self, item: FetchedItem) -> bytes:

@@ -17,6 +17,7 @@ from mini_engine.messages.handshake import (
     Drain, EngineLimits, Hello, Init, MediaCachePlan, PeerGone, RankAddress, Ready, Refused,
     Role, Serving, Start, TransportChoice,
 )  # fmt: skip
+from mini_engine.messages.names import BindName, NamedMedia, NamesResolved, ResolveNames
 from mini_engine.messages.requests import (
     Abandoned, CachedMedia, ControlReply, ControlRequest, EngineStats, EngineTimes, Finish, FinishReason, Found,
     FoundMedia, Lookup, MediaMiss, MediaNeeded, NewRequest, Outputs, PoolingParams, RequestOutput, Reserve, Reserved,
@@ -44,7 +45,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 AnyMessage = (
     Hello | Init | Ready | Refused | Start | Serving | Drain | PeerGone
     | NewRequest | Finish | Outputs | MediaMiss | MediaNeeded | ControlRequest | ControlReply
-    | Lookup | Found | Reserve | Reserved | Written | Abandoned | Unreserve
+    | Lookup | Found | Reserve | Reserved | Written | Abandoned | Unreserve | ResolveNames | NamesResolved | BindName
     | Step | StepResult | WorkerReady | MediaReady | MediaFailed | GrammarReady
     | TensorMessage | ProbeResult | DeviceSlots
 )  # fmt: skip

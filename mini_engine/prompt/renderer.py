@@ -226,7 +226,7 @@ def collect_media(messages: Sequence[ChatMessage], limits: Mapping[str, int]) ->
     for part in (part for message in messages for part in message.parts):
         if modality := part.modality:
             counts[modality] += 1
-            refs.append(MediaRef(modality, part.location, f"{modality} {counts[modality]}", part.settings))
+            refs.append(MediaRef(modality, part.location, f"{modality} {counts[modality]}", part.settings, part.uuid))
     if len(refs) > MAX_MEDIA:
         text = f"the conversation has {len(refs)} images and videos, more than {MAX_MEDIA}; send fewer"
         raise bad_request(text, "messages")

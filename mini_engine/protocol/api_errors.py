@@ -11,7 +11,7 @@ import msgspec
 
 Code = Literal[
     "context_length_exceeded", "engine_unavailable", "internal_error", "invalid_api_key", "invalid_http",
-    "invalid_json", "invalid_media", "invalid_value", "media_too_large", "method_not_allowed",
+    "invalid_json", "invalid_media", "invalid_value", "media_not_found", "media_too_large", "method_not_allowed",
     "missing_required_parameter", "model_not_found", "overloaded", "request_timeout",
     "request_too_large", "shutting_down", "timeout", "unknown_parameter", "unknown_url", "unsupported_parameter",
 ]  # fmt: skip

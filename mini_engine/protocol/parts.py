@@ -10,7 +10,7 @@ from urllib.parse import quote
 import msgspec
 from msgspec import Meta, Struct
 
-from mini_engine.messages import Modality
+from mini_engine.messages import Modality, NamedMedia
 from mini_engine.protocol.body_split import URL_FIELDS, DataUrl
 
 Count = Annotated[int, Meta(ge=1, le=10**9)]
@@ -25,6 +25,7 @@ _SOURCES = {
     "file": ("file",),
 }
 _SOURCE_NAMES = ("text", *URL_FIELDS, "file")
+MAX_NAME = 256  # characters
 MAX_URL_CHARACTERS = 16384  # of `file://` and `http(s)://` URLs; `max_media_bytes` limits `data:` URLs
 # Settings of qwen_vl_utils, or of a whole request, that a part does not have.
 _UNSUPPORTED = ("resized_height", "resized_width", "raw_fps", "sample_fps", "num_frames", "start", "end")
@@ -95,13 +96,16 @@ class Part(PartSettings, frozen=True, kw_only=True):
     video: Location | None = None
     url: Location | None = None
     file: File | None = None
+    # vLLM's: names the image or video; alone, or beside null, it means what was named before.
+    uuid: Annotated[str, Meta(min_length=1, max_length=MAX_NAME)] | None = None
 
     def __post_init__(self) -> None:
         if self.text is None:
             super().__post_init__()
         sources = _SOURCES[self._kind]
         given = [name for name in _SOURCE_NAMES if getattr(self, name) is not None]
-        if len(given) != 1 or given[0] not in sources:
+        is_name = self.uuid is not None and self._kind in ("image", "video") and not given
+        if not is_name and (len(given) != 1 or given[0] not in sources):
             raise ValueError(f"a part of the type {self.type} has `{'` or `'.join(sources)}`, and no other of these")
 
     def fill_in(self, urls: dict[str, DataUrl]) -> None:
@@ -134,7 +138,7 @@ class Part(PartSettings, frozen=True, kw_only=True):
 
     @property
     def location(self) -> str:
-        """The URL of the image or video; of text empty."""
+        """The URL of the image or video; of text, and of a name alone, empty."""
         location: str = self.file.file_data if self.file else getattr(self._source, "url", self._source)
         return f"file://{quote(location)}" if location.startswith("/") else location
 
@@ -144,6 +148,10 @@ class MediaRef:
     """One image or video of a conversation, in the order of the prompt."""
 
     modality: Modality
-    url: str
+    url: str  # empty: known by its name alone
     name: str  # what errors call it: "video 1" is the first video of the conversation
     settings: Mapping[str, Any] = field(default_factory=dict)  # of its part, see `PartSettings`
+    uuid: str | None = None  # the client's name for it
+    # Once names are resolved, see `http/media_names.py`: the key of its binding, and what stands for its bytes.
+    key: bytes | None = None
+    named: NamedMedia | None = None

@@ -76,6 +76,12 @@ def test_every_form_of_a_prompt(llm: LLM, clip: Path, picture: Path):
     assert llm.chat(conversation, temperature=0, use_tqdm=False)[0].text == answers[0].text
 
 
+def test_a_name_stands_for_a_picture(llm: LLM, picture: Path):
+    for source in (picture, None):
+        prompt = [Image(source, uuid="a"), "Describe the image."]
+        assert llm.chat([prompt], temperature=0, cache_salt="mine", use_tqdm=False)[0].text == "a blue square"
+
+
 def nested(depth: int) -> list:
     """A list in a list, deeper than JSON can be written."""
     return functools.reduce(lambda inner, _: [inner], range(depth), [])

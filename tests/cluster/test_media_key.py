@@ -44,6 +44,13 @@ def test_all_forms_of_one_item_have_one_key_whatever_is_asked(size: int) -> None
     assert len(keys_of_clip) == 1 and keys_of_clip != {key(video("data:video/mp4;base64,BBBB"))}
 
 
+def test_a_name_decides_before_data_within_one_salt() -> None:
+    named, alone = video(CLIP) | {"uuid": "a"}, {"type": "video_url", "video_url": None, "uuid": "a"}
+    assert key(named) == key(text("Hello"), alone) == key({"type": "video_url", "uuid": "a"}, video(CLIP))
+    assert len({key(named), key(video(CLIP)), key(alone | {"uuid": "b"}), key(alone, cache_salt="s")}) == 4
+    assert key(text("Hello") | {"uuid": "a"}, video(CLIP)) == key(video(CLIP) | {"uuid": None}) == key(video(CLIP))
+
+
 def test_a_signature_does_not_change_the_key_of_a_url() -> None:
     for query in (
         "id=7&X-Amz-Signature=1&X-Amz-Date=2&X-Amz-Expires=3",

@@ -14,8 +14,10 @@ import msgspec
 import numpy as np
 import zmq.asyncio
 
+from mini_engine.core.caches.media_names import MediaNames
 from mini_engine.messages import (
     AnyMessage,
+    BindName,
     CachedMedia,
     ControlReply,
     ControlRequest,
@@ -30,6 +32,7 @@ from mini_engine.messages import (
     NewRequest,
     Outputs,
     RequestOutput,
+    ResolveNames,
     TokenLogprob,
     Unreserve,
 )
@@ -52,9 +55,9 @@ class ScriptedCore:
     `script` gives the token lists that a request is answered with; then it ends with "length", unless `hold` is set:
     then it runs until its `Finish`. Siblings are answered too, in turns; `script` sees each as a request of its own.
 
-    `kept` is its directory, for `Lookup`; what it has of these items is `held`. Requests are accepted at once, unless
-    `accepts` is off: then when the test calls `accept`, if it does not `turn_down`. With `keeps`, it keeps the tensors
-    of what it accepts.
+    `kept` is its directory, for `Lookup`; what it has of these items is `held`; `names` are its bindings. Requests are
+    accepted at once, unless `accepts` is off: then when the test calls `accept`, if it does not `turn_down`. With
+    `keeps`, it keeps the tensors of what it accepts.
     """
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str):
@@ -67,6 +70,8 @@ class ScriptedCore:
         self.keeps = False
         self.kept: dict[bytes, CachedMedia] = {}
         self.held: Literal["patches", "embeddings", "facts"] = "patches"
+        self.names = MediaNames()
+        self.num_resolved = 0  # how often it was asked for names
         self.look_ups: list[Lookup] = []
         self.unreserved: list[str] = []
         self.replies_to = {"look_up", "ping", "stats", "reset_caches"}
@@ -88,6 +93,8 @@ class ScriptedCore:
                     if "look_up" in self.replies_to:
                         known = [self.kept[media_hash] for media_hash in hashes if media_hash in self.kept]
                         await self.send(Found(request_id, [FoundMedia(facts, self.held) for facts in known]))
+                case ResolveNames() | BindName() as message:
+                    await self._handle_names(message)
                 case Unreserve(request_id=request_id):
                     self.unreserved.append(request_id)
                 case NewRequest() as request:
@@ -103,6 +110,13 @@ class ScriptedCore:
                     self.controls[action].append(number)
                     if action in self.replies_to:
                         await self.send(ControlReply(number, self.stats if action == "stats" else None))
+
+    async def _handle_names(self, message: ResolveNames | BindName) -> None:
+        if isinstance(message, BindName):
+            self.names.bind(message.key, message.media)
+        else:
+            self.num_resolved += 1
+            await self.send(self.names.resolve(message.request_id, message.keys))
 
     async def turn_down(self, request: NewRequest, arrival: int | None = None) -> None:
         """Its tensors cannot be used, or have not come in time; with `arrival`: embeddings have been evicted."""

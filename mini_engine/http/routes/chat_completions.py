@@ -17,14 +17,16 @@ from starlette.responses import Response
 from mini_engine.engine_client.engines import EngineHandle
 from mini_engine.http.body import INLINE_CHARACTERS, read_body, run_sized, takes
 from mini_engine.http.context import AppContext, context_of
+from mini_engine.http.media_names import UrlsAbsent, bind_names, check_named, choose_engine, fetch_absent, resolve_names
 from mini_engine.http.responses import ChatResponder
 from mini_engine.log import about
 from mini_engine.media.loader import Candidates
 from mini_engine.media.settings import INLINE_ITEMS, prompt_tokens, video_tokens
 from mini_engine.messages import PoolingParams
 from mini_engine.prompt.answer import Answer
-from mini_engine.prompt.renderer import Source, check_budget, collect_media, media_usage, prompt_sources
+from mini_engine.prompt.renderer import Source, check_budget, media_usage, prompt_sources
 from mini_engine.protocol.bodies import ChatRequest
+from mini_engine.protocol.parts import MediaRef
 
 logger = logging.getLogger(__name__)
 
@@ -73,15 +75,21 @@ async def start(context: AppContext, prompt: Prompt, state: State) -> Answer:
     """
     async with contextlib.AsyncExitStack() as held:
         with context.engines.preparing(state.end):
-            items = await load_media(context, prompt, state, held)
-            async with admission(context, items, state):
-                engine = context.engines.choose(items[0][0].media_hash if items else None)
-                answer = await deliver(context, engine, prompt, items, state)
-        if not await answer.is_admitted():
+            items = await load_media(context, prompt, await resolve_names(context, prompt.chat, state), state, held)
+        engine: EngineHandle | None = None
+        arrival: int | None = None
+        while True:
             with context.engines.preparing(state.end):
-                async with admission(context, items, state):
-                    answer = await deliver(context, engine, prompt, items, state, answer.arrival)
-        return answer
+                try:
+                    async with admission(context, items, state):
+                        engine = engine or choose_engine(context, items)
+                        answer = await deliver(context, engine, prompt, items, state, arrival)
+                except UrlsAbsent as absent:  # fetched without places: a web server that hangs must block no queue
+                    items = await fetch_absent(context, items, absent, state, held)
+                    continue
+            if await answer.is_admitted():
+                return answer
+            arrival = answer.arrival
 
 
 async def render(context: AppContext, chat: ChatRequest) -> Prompt:
@@ -100,15 +108,14 @@ async def render(context: AppContext, chat: ChatRequest) -> Prompt:
 
 
 async def load_media(
-    context: AppContext, prompt: Prompt, state: State, held: contextlib.AsyncExitStack
+    context: AppContext, prompt: Prompt, refs: Sequence[MediaRef], state: State, held: contextlib.AsyncExitStack
 ) -> list[Candidates]:
-    """Rows 2 and 3 for the media of a prompt, which have room until `held` is closed.
+    """Rows 2 and 3 for the media `refs` of a prompt, which have room until `held` is closed.
 
     An item has settings as if there was no text; and where these leave too little room for the text, smaller ones. So a
     conversation that gets longer goes on with the videos that its engine has. Raises as `start`.
     """
     chat, limits, clock = prompt.chat, context.limits, state.clock
-    refs = collect_media(chat.messages, context.config.item_limits)
     if not (refs or chat.mm_processor_kwargs or chat.media_io_kwargs):
         return []
     # Clients that mean no limit send the model's length, or more.
@@ -164,8 +171,10 @@ async def look_up(
         known, budget = found.get(first.media_hash), last.settings.video_tokens or 0
         fits = known is not None and prompt_tokens(known.facts) <= budget
         chosen.append(first if fits and (first.media_hash in held or last.media_hash not in held) else last)
+    check_named(chosen, held)
     absent = [item for item in chosen if item.media_hash not in held]
     processed = await context.media.process(absent, state.clock, state.request_id)
+    bind_names(context, chosen, processed)
     missing = [(item.name, processed[item.media_hash].missing) for item in absent]
     facts = {media_hash: found[media_hash].facts for media_hash in held}
     sources = prompt_sources([item.media_hash for item in chosen], processed, facts)

@@ -18,7 +18,7 @@ from mini_engine.http.responses import CompletionResponder
 from mini_engine.http.routes.chat_completions import admission, load_media, render
 from mini_engine.messages import MediaItem, NewRequest
 from mini_engine.prompt.answer import Answer
-from mini_engine.prompt.renderer import check_budget, prompt_sources
+from mini_engine.prompt.renderer import check_budget, collect_media, prompt_sources
 from mini_engine.protocol.api_errors import bad_request
 from mini_engine.protocol.bodies import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from mini_engine.protocol.request_clock import RequestClock
@@ -86,7 +86,8 @@ async def tokenize(request: Request) -> Response:
     if body.prompt is None:
         async with contextlib.AsyncExitStack() as held:
             prompt = await render(context, body.chat)
-            items = [item[-1] for item in await load_media(context, prompt, request.state, held)]
+            refs = collect_media(prompt.chat.messages, context.config.item_limits)
+            items = [item[-1] for item in await load_media(context, prompt, refs, request.state, held)]
             await held.enter_async_context(admission(context, items, request.state))
             measured = await context.media.process(items, request.state.clock, request.state.request_id, probe=True)
             sources = prompt_sources([item.media_hash for item in items], measured, {})
