@@ -70,7 +70,12 @@ def _meaning(ref: MediaRef, named: Mapping[bytes, NamedMedia]) -> NamedMedia | N
     media = named.get(ref.key) if ref.key else None
     if ref.key and not ref.url:
         return media or NamedMedia(ref.key, is_frames=True)  # a digest that nothing is found by
-    return media if media and media.url == url_hash(ref.url) else None
+    return media if media and media.url and media.url == _downloaded_from(ref) else None
+
+
+def _downloaded_from(ref: MediaRef) -> bytes:
+    """Hash of its URL; nothing for one whose content is here, and read at each request."""
+    return url_hash(ref.url) if is_elsewhere(ref.url) else b""
 
 
 def choose_engine(context: AppContext, items: Sequence[Candidates]) -> EngineHandle:
@@ -127,6 +132,6 @@ def bind_names(context: AppContext, items: Sequence[FetchedItem], processed: Map
         is_alone = ref.named is not None and not ref.url
         is_whole = item.media_hash not in processed or processed[item.media_hash].missing is None
         if ref.key and is_whole and not is_alone:
-            media = NamedMedia(content.digest, url_hash(ref.url) if ref.url else b"", content.frames is not None)
+            media = NamedMedia(content.digest, _downloaded_from(ref), content.frames is not None)
             if media != ref.named:
                 context.engines.preferred(ref.key).media.bind_name(ref.key, media)
