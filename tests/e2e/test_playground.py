@@ -129,11 +129,12 @@ def test_a_follow_up_and_an_answer_that_is_replaced_hit_the_caches(page, tmp_pat
     first = ask(page, "Describe the video.")
     playwright.expect(first.locator(".answer")).to_have_text("a red circle moving left")
     playwright.expect(first.locator(".frames")).to_contain_text("clip.mp4 as the model sees it: 8 frames of 84 × 56")
+    playwright.expect(first.locator(".chips")).to_contain_text("media new 1 of 1")
     first.locator("summary").click()
     assert not {"decode", "encode"} & skipped(first)
     second = ask(page, "Which way does it move?")
     playwright.expect(second.locator(".answer")).to_have_text("left")
-    playwright.expect(second.locator(".chips")).to_contain_text("media cache hit")
+    playwright.expect(second.locator(".chips")).to_contain_text("media patches 1 of 1")
     second.locator("summary").click()
     (ROOT / "build").mkdir(exist_ok=True)
     page.wait_for_timeout(2500)  # the numbers of the server are read again, and no longer marked as changed
@@ -141,7 +142,7 @@ def test_a_follow_up_and_an_answer_that_is_replaced_hit_the_caches(page, tmp_pat
     assert max(len(picture), (ROOT / "docs" / "playground.png").stat().st_size) <= PICTURE_BYTES
     again = first.get_by_role("button", name="Ask again")
     again.click()
-    playwright.expect(first.locator(".chips")).to_contain_text("media cache hit")
+    playwright.expect(first.locator(".chips")).to_contain_text("media patches 1 of 1")
     playwright.expect(first.locator(".former")).to_have_attribute("aria-label", re.compile("^Before: .* decode "))
     playwright.expect(again).to_be_focused()
     assert {"decode", "process", "encode"} <= skipped(first) and page.locator(".turn").count() == 2

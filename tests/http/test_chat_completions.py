@@ -223,19 +223,21 @@ async def test_a_file_is_read_again_only_if_it_must_be_decoded(served: Served, m
 
 
 @streamed_or_whole
-async def test_usage_says_what_the_model_saw(served: Served, stream: bool) -> None:
+async def test_usage_says_what_the_model_saw_and_what_the_engine_had(served: Served, stream: bool) -> None:
     served.core.keeps = True
-    for is_cached in (False, True):
+    for cached in (None, "patches", "embeddings", "facts"):
+        served.core.held = cached or "patches"
         answer = await served.ask([image(140), video()], extra_body=FEWER[0], **with_usage(stream))
         usage = (await choices_of(answer)).usage
         frames = {"frames": 4, "seconds_per_frame": 0.3, "timestamps": [0.0, 0.3, 0.7, 1.1]}
         assert usage.media == [
-            {"type": "image", "width": 140, "height": 140, "tokens": 25},
-            {"type": "video", "width": 56, "height": 56, "tokens": 8, **frames},
+            {"type": "image", "width": 140, "height": 140, "tokens": 25, "cached": cached},
+            {"type": "video", "width": 56, "height": 56, "tokens": 8, **frames, "cached": cached},
         ]
         details = usage.prompt_tokens_details
         assert (details.image_tokens, details.video_tokens) == (25, 8)
-        assert [item.patches is None for item in served.core.requests[-1].media] == [is_cached] * 2
+        is_decoded = [item.patches is not None for item in served.core.requests[-1].media]
+        assert is_decoded == [cached in (None, "facts")] * 2
     assert not hasattr((await choices_of(await served.ask(**with_usage(stream)))).usage, "media")
 
 

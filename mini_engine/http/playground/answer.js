@@ -106,18 +106,18 @@ function scaleBars() {
   }
 }
 
-/** Which caches spared work. Cached media have no decode and process stage, and what is not encoded has no encode. */
+/** Which caches spared work: of each item the patches or its embeddings; of facts alone it is decoded, as a new one. */
 function levels(timings, usage) {
   const cached = usage.prompt_tokens_details.cached_tokens;
   const entry = (isHit, text) => make("span", isHit ? "chip hit" : "chip", text);
   const prefix = entry(cached > 0, `prefix cache ${cached} of ${usage.prompt_tokens}`);
   if (!usage.media) return [prefix];
-  const [stored, encoded] = [timings.media_decode + timings.process === 0, timings.encode === 0];
-  return [
-    entry(stored, stored ? "media cache hit" : "media cache miss"),
-    entry(encoded, encoded ? "encoder cache hit" : "encoder cache miss"),
-    prefix,
-  ];
+  const items = ["patches", "embeddings", "facts", null].map((kind, index) => {
+    const count = usage.media.filter((item) => item.cached === kind).length;
+    return count && entry(index < 2, `media ${kind ?? "new"} ${count} of ${usage.media.length}`);
+  });
+  const encoded = timings.encode === 0;
+  return [...items.filter(Boolean), entry(encoded, encoded ? "encoder cache hit" : "encoder cache miss"), prefix];
 }
 
 function tokens(usage) {

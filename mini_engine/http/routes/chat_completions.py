@@ -49,7 +49,8 @@ class PromptMedia:
 
     sources: list[Source]
     warnings: list[str]  # a sentence for each item of which a part could not be read
-    on_embeddings: bool  # the engine has embeddings of an item which it may evict, and no patches
+    # Of each item, what the engine had: "embeddings", which it may evict, are without patches; "facts" were no help.
+    cached: Sequence[str | None]
 
 
 @router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
@@ -178,8 +179,8 @@ async def look_up(
     missing = [(item.name, processed[item.media_hash].missing) for item in absent]
     facts = {media_hash: found[media_hash].facts for media_hash in held}
     sources = prompt_sources([item.media_hash for item in chosen], processed, facts)
-    on_embeddings = any(held.get(item.media_hash) == "embeddings" for item in chosen)
-    return PromptMedia(sources, [f"{name}: {text}" for name, text in missing if text], on_embeddings)
+    cached = [held.get(item.media_hash) or ("facts" if item.media_hash in found else None) for item in chosen]
+    return PromptMedia(sources, [f"{name}: {text}" for name, text in missing if text], cached)
 
 
 async def send(
@@ -203,12 +204,13 @@ async def send(
         )
     if arrival is not None:
         request = replace(request, arrival=arrival)
-    usage = [media_usage(item, context.media.processor) for item in items]
+    seen = zip(items, media.cached, strict=True)
+    usage = [media_usage(item, context.media.processor) | {"cached": cached} for item, cached in seen]
     parser = context.renderer.thought_parser(prompt.in_thought)
     answer = Answer(
         chat, request, context.vocabulary, clock, media=usage, warnings=media.warnings, make_thoughts=parser
     )
-    answer.may_need_media = media.on_embeddings
+    answer.may_need_media = "embeddings" in media.cached
     clock.enter("transport")
     await engine.submit(answer, request)
     state.cleanup.enter_context(answer)

@@ -32,7 +32,14 @@ def test_data_url_is_decoded() -> None:
 def test_invalid_or_disabled_url_is_refused() -> None:
     urls = ["data:video/mp4;base64", "data:,", "data:;base64,", "data:,YQ==", "data:;base64,ab*d", "data:;base64,a"]
     urls += ["data:;base64,=QQQ", "data:;base64,\ud800", "data:;base64,QUJD\0QUJD", "data:;base64,%2F%2F4x", "clip.mp4"]
-    urls += ["ftp://a/", "file:///etc/passwd", " data:;base64,YQ==", "", "data:" + "x" * 2000 + ";base64,YQ=="]
+    urls += [
+        "ftp://a/",
+        r"data:;base64,\\u0041QUJ",
+        "file:///etc/passwd",
+        " data:;base64,YQ==",
+        "",
+        "data:" + "x" * 2000 + ";base64,YQ==",
+    ]
     for url in urls:
         with pytest.raises(MediaError, match="^video 2: "):
             fetch_data(url, POLICY, "video 2")
