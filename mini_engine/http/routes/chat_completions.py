@@ -202,8 +202,7 @@ async def send(
         request = context.sampling.pooled_request(
             chat, state.request_id, token_ids, items, prompt.pooling, client=state.client
         )
-    if arrival is not None:
-        request = replace(request, arrival=arrival)
+    request = replace(request, arrival=arrival)
     seen = zip(items, media.cached, strict=True)
     usage = [media_usage(item, context.media.processor) | {"cached": cached} for item, cached in seen]
     parser = context.renderer.thought_parser(prompt.in_thought)
