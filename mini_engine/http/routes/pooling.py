@@ -19,10 +19,11 @@ from mini_engine.http.body import read_body, takes
 from mini_engine.http.context import AppContext, context_of
 from mini_engine.http.responses import usage_of, whole_response
 from mini_engine.http.routes.chat_completions import Prompt, render, start
+from mini_engine.media.media_errors import MediaError
 from mini_engine.prompt.answer import Answer
 from mini_engine.prompt.pieces import pieces
 from mini_engine.prompt.pooling import embedding, embedding_prompts, ranking_prompts, score
-from mini_engine.protocol.api_errors import bad_request
+from mini_engine.protocol.api_errors import ApiError, bad_request
 from mini_engine.protocol.bodies import ChatRequest
 from mini_engine.protocol.pooling_bodies import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from mini_engine.protocol.request_clock import RequestClock
@@ -92,20 +93,30 @@ async def _pool(request: Request, body: PoolingRequest, prompts: Sequence[ChatRe
     state.choices.receive(len(prompts) - 1)
     preparing = asyncio.Semaphore(PREPARED_AT_ONCE)
 
-    async def ask(prompt: ChatRequest | list[int], own: State) -> Answer:
-        async with preparing:
-            await asyncio.sleep(0)
-            answer = await start(context, await _prompt(context, body, prompt), own)
-        async for _ in pieces([answer]):
-            pass
+    async def ask(number: int, prompt: ChatRequest | list[int]) -> Answer:
+        try:
+            async with preparing:
+                await asyncio.sleep(0)
+                answer = await start(context, await _prompt(context, body, prompt), _state(request, number))
+            async for _ in pieces([answer]):
+                pass
+        except (ApiError, MediaError) as error:
+            raise error if len(prompts) == 1 else _located(error, f"{body.inputs_field}[{number}]") from None
         return answer
 
     try:
         async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(ask(prompt, _state(request, i))) for i, prompt in enumerate(prompts)]
+            asked = [group.create_task(ask(number, prompt)) for number, prompt in enumerate(prompts)]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in asked]
+
+
+def _located(error: ApiError | MediaError, name: str) -> Exception:
+    """`error` with the `name` of the input that is at fault, if one is."""
+    if isinstance(error, ApiError) and error.status != 400:
+        return error
+    return bad_request(f"{name}: {error}", name, error.body.code if isinstance(error, ApiError) else "invalid_media")
 
 
 def _state(request: Request, number: int) -> State:
@@ -121,6 +132,8 @@ def _state(request: Request, number: int) -> State:
 async def _prompt(context: AppContext, body: PoolingRequest, source: ChatRequest | list[int]) -> Prompt:
     """What the engine gets of an input."""
     if isinstance(source, list):
+        context.sampling.check_tokens("input", source)
+        context.renderer.check_tokens("input", source)
         return Prompt(body.chat(), source, False, context.task.pooling)
     prompt = await render(context, source)
     after = context.renderer.after_text if body.add_special_tokens is not False else []
