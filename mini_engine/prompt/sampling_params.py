@@ -151,7 +151,8 @@ class SamplingResolver:
         client: bytes,
     ) -> NewRequest:
         """Likewise of a request for what `pooling` says of its prompt's last token. Raises ApiError, a 400: the prompt
-        is too long."""
+        is too long, or has a token that the model has not."""
+        self.check_tokens("input", token_ids)
         if len(token_ids) > self.max_model_len:
             problem = f"{len(token_ids)} tokens, images and videos included, more than --max-model-len"
             text = f"The input has {problem}, {self.max_model_len}. Send a shorter one."

@@ -132,7 +132,6 @@ def _state(request: Request, number: int) -> State:
 async def _prompt(context: AppContext, body: PoolingRequest, source: ChatRequest | list[int]) -> Prompt:
     """What the engine gets of an input."""
     if isinstance(source, list):
-        context.sampling.check_tokens("input", source)
         context.renderer.check_tokens("input", source)
         return Prompt(body.chat(), source, False, context.task.pooling)
     prompt = await render(context, source)
