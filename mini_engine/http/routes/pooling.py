@@ -7,7 +7,7 @@ ends the others.
 import asyncio
 import base64
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -41,14 +41,11 @@ async def embeddings(request: Request) -> Response:
     if (body.dimensions or 1) > (limit := context.task.dimensions):
         raise bad_request(f"Invalid 'dimensions': an embedding of this model has {limit}; ask for fewer.", "dimensions")
     answers = await _pool(request, body, embedding_prompts(body))
-    encoded = bytearray()
-    for index, answer in enumerate(answers):
-        vector = embedding(answer.pooled, body.dimensions)
-        as_text = body.encoding_format == "base64"
-        value = base64.b64encode(vector.tobytes()).decode() if as_text else vector.tolist()
-        encoded += msgspec.json.encode({"object": "embedding", "index": index, "embedding": value}) + b","
-        await asyncio.sleep(0)  # each may be long
-    return _respond(request, answers, "data", encoded)
+    vectors = (embedding(answer.pooled, body.dimensions) for answer in answers)
+    as_text = body.encoding_format == "base64"
+    values = (base64.b64encode(vector.tobytes()).decode() if as_text else vector.tolist() for vector in vectors)
+    items = ({"object": "embedding", "index": index, "embedding": value} for index, value in enumerate(values))
+    return await _respond(request, answers, "data", items)
 
 
 @router.post("/rerank", openapi_extra=takes(RerankRequest))
@@ -58,14 +55,11 @@ async def rerank(request: Request) -> Response:
     body = await read_body(request, RerankRequest, context_of(request))
     answers = await _pool(request, body, ranking_prompts(body))
     scored = sorted(enumerate(score(answer.pooled) for answer in answers), key=lambda item: item[1], reverse=True)
-    documents = body.sides[1] if body.return_documents is not False else []
-    encoded = bytearray()
-    for index, value in scored[: body.top_n or None]:
-        result: dict[str, Any] = {"index": index, "relevance_score": value}
-        if documents:
-            result["document"] = {"text": "".join(part.text or "" for part in documents[index])}
-        encoded += msgspec.json.encode(result) + b","
-    return _respond(request, answers, "results", encoded)
+    results: list[dict[str, Any]] = [{"index": index, "relevance_score": value} for index, value in scored]
+    if body.return_documents is not False:
+        texts = ["".join(part.text or "" for part in document) for document in body.sides[1]]
+        results = [result | {"document": {"text": texts[result["index"]]}} for result in results]
+    return await _respond(request, answers, "results", results[: body.top_n or None])
 
 
 @router.post("/score", openapi_extra=takes(ScoreRequest))
@@ -74,16 +68,19 @@ async def scores(request: Request) -> Response:
     """How well each document answers its query."""
     body = await read_body(request, ScoreRequest, context_of(request))
     answers = await _pool(request, body, ranking_prompts(body))
-    data = [{"index": i, "object": "score", "score": score(answer.pooled)} for i, answer in enumerate(answers)]
-    return _respond(request, answers, "data", b"".join(msgspec.json.encode(item) + b"," for item in data))
+    items = ({"index": i, "object": "score", "score": score(answer.pooled)} for i, answer in enumerate(answers))
+    return await _respond(request, answers, "data", items)
 
 
-def _respond(request: Request, answers: Sequence[Answer], name: str, items: bytes | bytearray) -> Response:
-    """The response with these items, each followed by a comma, in the list `name`."""
+async def _respond(request: Request, answers: Sequence[Answer], name: str, items: Iterable[dict[str, Any]]) -> Response:
+    """The response with these items, of which there is one, in the list `name`."""
     model, state = context_of(request).config.served_names[0], request.state
     head = {"id": state.request_id, "object": "list", "created": int(time.time()), "model": model}
-    body = bytearray(msgspec.json.encode(head | {"usage": usage_of(answers)})[:-1])
-    body += b',"%s":[' % name.encode() + items[:-1] + b"]}"
+    body = bytearray(msgspec.json.encode(head | {"usage": usage_of(answers)})[:-1] + b',"%s":[' % name.encode())
+    for item in items:
+        body += msgspec.json.encode(item) + b","
+        await asyncio.sleep(0)  # each may be long
+    body[-1:] = b"]}"
     return whole_response(body)
 
 
