@@ -158,19 +158,21 @@ class LLM:
         return self._stream(ChatAnswer, CHAT, prompts, lambda prompt: chat_body(prompt, fields))
 
     def chat(self, messages: Sequence[Prompt], *, use_tqdm: bool = True, **fields: Any) -> list[ChatAnswer]:
-        """Ask about prompts, or about one conversation; returns the answers in the order of the prompts, and meanwhile
-        shows a progress bar. Raises ServerError."""
-        prompts = [messages] if is_conversation(messages) else messages
+        """Ask about prompts, or about one text or conversation; returns the answers in the order of the prompts, and
+        meanwhile shows a progress bar. Raises ServerError."""
+        prompts = prompts_of(messages)
         return self._all(self.stream(prompts, **fields), len(prompts), use_tqdm)
 
     def embed(self, inputs: Sequence[Prompt], *, use_tqdm: bool = True, **fields: Any) -> list[PooledAnswer]:
-        """The embeddings of inputs, which have the form of prompts, in their order; with the option `runner="pooling"`.
-        Fields are those of an embeddings request, such as `instruction` and `dimensions`. Raises ServerError."""
+        """The embeddings of inputs, which have the form of prompts, in their order, or of one text or conversation;
+        with the option `runner="pooling"`. Fields are those of an embeddings request, such as `instruction` and
+        `dimensions`. Raises ServerError."""
 
         def body(item: Prompt) -> dict[str, Any]:
             return {"messages": messages_of(item), **fields, "encoding_format": "base64"}
 
-        return self._all(self._stream(PooledAnswer, "/v1/embeddings", inputs, body), len(inputs), use_tqdm)
+        prompts = prompts_of(inputs)
+        return self._all(self._stream(PooledAnswer, "/v1/embeddings", prompts, body), len(prompts), use_tqdm)
 
     def rank(
         self, query: Prompt, documents: Sequence[Prompt], *, use_tqdm: bool = True, **fields: Any
@@ -205,6 +207,11 @@ def flags_of(options: Mapping[str, Any]) -> Iterator[str]:
             yield f"--{flag}" if value else f"--no-{flag}"
         elif value is not None:
             yield f"--{flag}={json.dumps(value) if isinstance(value, dict | list) else value}"
+
+
+def prompts_of(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    """Those in a list, or the only one: a text, or a conversation."""
+    return [prompts] if isinstance(prompts, str) or is_conversation(prompts) else prompts
 
 
 def is_conversation(prompt: Prompt) -> bool:

@@ -24,7 +24,7 @@ class BatchRequest(msgspec.Struct, frozen=True):
     """A line of the requests. `body` is as the endpoint takes it, without `stream`."""
 
     custom_id: str
-    url: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
+    url: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score"]
     body: dict[str, Any]
     method: Literal["POST"] = "POST"
 

@@ -136,6 +136,11 @@ class ChatRenderer:
             raise bad_request(f"the text contains {token}, a media placeholder of this model; remove it", "prompt")
         return token_ids
 
+    def check_tokens(self, name: str, token_ids: list[int]) -> None:
+        """Raises ApiError, a 400, for placeholders among the token ids of the field `name`, which has no media."""
+        if media := self.placeholders.intersection(token_ids):
+            raise bad_request(f"Invalid '{name}': token {min(media)} is a placeholder for media; remove it.", name)
+
     def _check_length(self, text: str, encode: Callable[[str], Sized], param: str = "messages") -> None:
         """Refuse a text that is too long. A tokenizer needs hundreds of bytes of memory for each token, so a long text
         is first encoded in pieces."""

@@ -2,7 +2,7 @@
 that are made of them (`prompt/pooling.py`)."""
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
@@ -29,6 +29,8 @@ MAX_INPUTS = 2048  # OpenAI's limit on `input`
 
 class PoolingRequest(Body, kw_only=True, frozen=True):
     """The fields of every request for embeddings or scores."""
+
+    inputs_field: ClassVar[str] = "input"
 
     instruction: Annotated[str, Meta(min_length=1)] | None = None  # what is compared, and for what
     priority: Int32 | None = None
@@ -80,7 +82,7 @@ class EmbeddingRequest(PoolingRequest, kw_only=True, frozen=True):
             raise bad_request("Send either 'instruction' or a system message, not both.", "instruction")
 
 
-class RankingItem(Struct, frozen=True):
+class RankingItem(Struct, frozen=True, forbid_unknown_fields=True):
     """A query or a document: a text, or vLLM's parts of a message."""
 
     text: str | None = None
@@ -110,6 +112,8 @@ def contents_of(*items: Items | None) -> list[Content]:
 
 class RankingRequest(PoolingRequest, kw_only=True, frozen=True):
     """The fields of requests for scores of documents."""
+
+    inputs_field = "documents"
 
     @property
     def sides(self) -> tuple[list[Content], list[Content]]:

@@ -74,6 +74,7 @@ def test_every_form_of_a_prompt(llm: LLM, clip: Path, picture: Path):
     assert [answer.text for answer in answers[6:8]] == ["a blue square"] * 2
     assert answers[2].usage["media"][0]["frames"] == 4 and "prefill" in answers[0].timings
     assert llm.chat(conversation, temperature=0, use_tqdm=False)[0].text == answers[0].text
+    assert len(llm.chat(QUESTION, max_tokens=1, use_tqdm=False)) == 1
 
 
 def test_a_name_stands_for_a_picture(llm: LLM, picture: Path):

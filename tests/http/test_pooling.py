@@ -31,6 +31,7 @@ RANK = (
     "Given a search query, retrieve relevant candidates that answer the query.<Query>:{}\n<Document>:{}<|im_end|>\n"
     "<|im_start|>assistant\n"
 )
+DAMAGED = {"type": "image", "image": "x:y"}
 
 
 @pytest.fixture
@@ -156,15 +157,17 @@ async def test_score(ranker: Served, asked: dict[str, Any], pairs: list[tuple[st
     ("/v1/embeddings", {}, "'input' or 'messages'"),
     ("/v1/embeddings", {"input": ["a", 1]}, "cannot be mixed"),
     ("/v1/embeddings", {"input": "a", "dimensions": HIDDEN_SIZE + 1}, f"has {HIDDEN_SIZE}"),
-    ("/v1/embeddings", {"input": [10**6]}, "out of range"),
+    ("/v1/embeddings", {"input": [[10**6], [10**6]]}, "input[0]: Invalid 'input': token id 1000000 out of range"),
     ("/v1/embeddings", {"input": [257] * (serving.MAX_MODEL_LEN + 1)}, "--max-model-len"),
     ("/v1/embeddings", {"input": ["a"] * (MAX_REQUESTS + 1)}, "--max-num-queued-reqs"),
     ("/v1/embeddings", {"input": ["a"] * 2049}, "2049 inputs are more than 2048"),
     ("/v1/embeddings", {"instruction": "x", "messages": [{"role": "system", "content": "y"}]}, "not both"),
-    ("/v1/embeddings", {"messages": [{"role": "user", "content": [{"type": "image", "image": "x:y"}]}]}, "image 1"),
+    ("/v1/embeddings", {"messages": [{"role": "user", "content": [DAMAGED]}]}, "image 1"),
     ("/score", {"queries": ["a", "b"], "documents": ["c"]}, "2 queries for 1 documents"),
     ("/score", {"queries": "a", "text_1": "b", "documents": "c"}, "either 'queries' or 'text_1'"),
     ("/rerank", {"query": "a"}, "'documents'"),
+    ("/rerank", {"query": "a", "documents": [{"content": [DAMAGED]}] * 2}, "documents[0]: image 1"),
+    ("/rerank", {"query": "a", "documents": [{"text": "b", "image": "c"}]}, "Unknown parameter: 'documents[0].image'"),
     ("/rerank", {"query": "a", "documents": [{"text": "b", "content": "c"}]}, "either `text` or `content`"),
     ("/rerank", {"query": "a", "documents": "b", "stream": True}, "Unknown parameter"),
 ])  # fmt: skip
@@ -173,6 +176,11 @@ async def test_what_is_wrong_is_said(serve: Serve, path: str, body: dict[str, An
         response = await served.http.post(path, json=body)
         assert response.status_code == 400 and says in response.json()["error"]["message"], response.text
         assert not served.core.requests
+
+
+async def test_token_ids_cannot_have_placeholders(embedder: Served) -> None:
+    response = await embedder.http.post("/v1/embeddings", json={"input": embedder.encode("<|image_pad|>")})
+    check_error(response, 400, "invalid_value", "placeholder for media")
 
 
 async def test_a_failure_or_a_disconnect_ends_all_inputs(embedder: Served) -> None:

@@ -68,9 +68,7 @@ async def _encode(context: AppContext, body: CompletionRequest, prompt: str) -> 
 def _check(context: AppContext, body: CompletionRequest, token_ids: list[int]) -> list[int]:
     context.sampling.max_tokens(body, len(token_ids))
     context.sampling.check_tokens("prompt", token_ids)
-    if media := context.renderer.placeholders.intersection(token_ids):
-        text = f"Invalid 'prompt': token {min(media)} is a placeholder for media, which a completion cannot have."
-        raise bad_request(text, "prompt")
+    context.renderer.check_tokens("prompt", token_ids)
     return token_ids
 
 

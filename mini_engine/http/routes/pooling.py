@@ -7,7 +7,7 @@ ends the others.
 import asyncio
 import base64
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -19,10 +19,11 @@ from mini_engine.http.body import read_body, takes
 from mini_engine.http.context import AppContext, context_of
 from mini_engine.http.responses import usage_of, whole_response
 from mini_engine.http.routes.chat_completions import Prompt, render, start
+from mini_engine.media.media_errors import MediaError
 from mini_engine.prompt.answer import Answer
 from mini_engine.prompt.pieces import pieces
 from mini_engine.prompt.pooling import embedding, embedding_prompts, ranking_prompts, score
-from mini_engine.protocol.api_errors import bad_request
+from mini_engine.protocol.api_errors import ApiError, bad_request
 from mini_engine.protocol.bodies import ChatRequest
 from mini_engine.protocol.pooling_bodies import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
 from mini_engine.protocol.request_clock import RequestClock
@@ -40,14 +41,11 @@ async def embeddings(request: Request) -> Response:
     if (body.dimensions or 1) > (limit := context.task.dimensions):
         raise bad_request(f"Invalid 'dimensions': an embedding of this model has {limit}; ask for fewer.", "dimensions")
     answers = await _pool(request, body, embedding_prompts(body))
-    encoded = bytearray()
-    for index, answer in enumerate(answers):
-        vector = embedding(answer.pooled, body.dimensions)
-        as_text = body.encoding_format == "base64"
-        value = base64.b64encode(vector.tobytes()).decode() if as_text else vector.tolist()
-        encoded += msgspec.json.encode({"object": "embedding", "index": index, "embedding": value}) + b","
-        await asyncio.sleep(0)  # each may be long
-    return _respond(request, answers, "data", encoded)
+    vectors = (embedding(answer.pooled, body.dimensions) for answer in answers)
+    as_text = body.encoding_format == "base64"
+    values = (base64.b64encode(vector.tobytes()).decode() if as_text else vector.tolist() for vector in vectors)
+    items = ({"object": "embedding", "index": index, "embedding": value} for index, value in enumerate(values))
+    return await _respond(request, answers, "data", items)
 
 
 @router.post("/rerank", openapi_extra=takes(RerankRequest))
@@ -57,14 +55,11 @@ async def rerank(request: Request) -> Response:
     body = await read_body(request, RerankRequest, context_of(request))
     answers = await _pool(request, body, ranking_prompts(body))
     scored = sorted(enumerate(score(answer.pooled) for answer in answers), key=lambda item: item[1], reverse=True)
-    documents = body.sides[1] if body.return_documents is not False else []
-    encoded = bytearray()
-    for index, value in scored[: body.top_n or None]:
-        result: dict[str, Any] = {"index": index, "relevance_score": value}
-        if documents:
-            result["document"] = {"text": "".join(part.text or "" for part in documents[index])}
-        encoded += msgspec.json.encode(result) + b","
-    return _respond(request, answers, "results", encoded)
+    results: list[dict[str, Any]] = [{"index": index, "relevance_score": value} for index, value in scored]
+    if body.return_documents is not False:
+        texts = ["".join(part.text or "" for part in document) for document in body.sides[1]]
+        results = [result | {"document": {"text": texts[result["index"]]}} for result in results]
+    return await _respond(request, answers, "results", results[: body.top_n or None])
 
 
 @router.post("/score", openapi_extra=takes(ScoreRequest))
@@ -73,16 +68,19 @@ async def scores(request: Request) -> Response:
     """How well each document answers its query."""
     body = await read_body(request, ScoreRequest, context_of(request))
     answers = await _pool(request, body, ranking_prompts(body))
-    data = [{"index": i, "object": "score", "score": score(answer.pooled)} for i, answer in enumerate(answers)]
-    return _respond(request, answers, "data", b"".join(msgspec.json.encode(item) + b"," for item in data))
+    items = ({"index": i, "object": "score", "score": score(answer.pooled)} for i, answer in enumerate(answers))
+    return await _respond(request, answers, "data", items)
 
 
-def _respond(request: Request, answers: Sequence[Answer], name: str, items: bytes | bytearray) -> Response:
-    """The response with these items, each followed by a comma, in the list `name`."""
+async def _respond(request: Request, answers: Sequence[Answer], name: str, items: Iterable[dict[str, Any]]) -> Response:
+    """The response with these items, of which there is one, in the list `name`."""
     model, state = context_of(request).config.served_names[0], request.state
     head = {"id": state.request_id, "object": "list", "created": int(time.time()), "model": model}
-    body = bytearray(msgspec.json.encode(head | {"usage": usage_of(answers)})[:-1])
-    body += b',"%s":[' % name.encode() + items[:-1] + b"]}"
+    body = bytearray(msgspec.json.encode(head | {"usage": usage_of(answers)})[:-1] + b',"%s":[' % name.encode())
+    for item in items:
+        body += msgspec.json.encode(item) + b","
+        await asyncio.sleep(0)  # each may be long
+    body[-1:] = b"]}"
     return whole_response(body)
 
 
@@ -92,20 +90,30 @@ async def _pool(request: Request, body: PoolingRequest, prompts: Sequence[ChatRe
     state.choices.receive(len(prompts) - 1)
     preparing = asyncio.Semaphore(PREPARED_AT_ONCE)
 
-    async def ask(prompt: ChatRequest | list[int], own: State) -> Answer:
-        async with preparing:
-            await asyncio.sleep(0)
-            answer = await start(context, await _prompt(context, body, prompt), own)
-        async for _ in pieces([answer]):
-            pass
+    async def ask(number: int, prompt: ChatRequest | list[int]) -> Answer:
+        try:
+            async with preparing:
+                await asyncio.sleep(0)
+                answer = await start(context, await _prompt(context, body, prompt), _state(request, number))
+            async for _ in pieces([answer]):
+                pass
+        except (ApiError, MediaError) as error:
+            raise error if len(prompts) == 1 else _located(error, f"{body.inputs_field}[{number}]") from None
         return answer
 
     try:
         async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(ask(prompt, _state(request, i))) for i, prompt in enumerate(prompts)]
+            asked = [group.create_task(ask(number, prompt)) for number, prompt in enumerate(prompts)]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in asked]
+
+
+def _located(error: ApiError | MediaError, name: str) -> Exception:
+    """`error` with the `name` of the input that is at fault, if one is."""
+    if isinstance(error, ApiError) and error.status != 400:
+        return error
+    return bad_request(f"{name}: {error}", name, error.body.code if isinstance(error, ApiError) else "invalid_media")
 
 
 def _state(request: Request, number: int) -> State:
@@ -121,6 +129,7 @@ def _state(request: Request, number: int) -> State:
 async def _prompt(context: AppContext, body: PoolingRequest, source: ChatRequest | list[int]) -> Prompt:
     """What the engine gets of an input."""
     if isinstance(source, list):
+        context.renderer.check_tokens("input", source)
         return Prompt(body.chat(), source, False, context.task.pooling)
     prompt = await render(context, source)
     after = context.renderer.after_text if body.add_special_tokens is not False else []
