@@ -188,7 +188,8 @@ def test_from_python(family: PoolingFamily, tmp_path: Any) -> None:
 
 @pytest.mark.slow
 def test_a_thousand_images_are_embedded_as_fast_as_a_token_is_generated() -> None:
-    """By the bundled model, for the same prompts, each image new to the server; the best of three runs counts, which differ by a tenth."""
+    """By the bundled model, for the same prompts, each image new to the server. The best of three runs counts, and as
+    fast means within a tenth, by which single runs differ."""
     urls = [image_url(videos.render_image(5 * 10**9 + number)) for number in range(1000)]
     generating, pooling = RunningServer("--runner", "generate"), RunningServer("--runner", "pooling")
     with generating as generator, pooling as embedder, ThreadPoolExecutor(16) as pool:
