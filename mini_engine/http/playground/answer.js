@@ -107,17 +107,15 @@ function scaleBars() {
 }
 
 /** Which caches spared work: of each item the patches or its embeddings; of facts alone it is decoded, as a new one. */
-function levels(timings, usage) {
-  const cached = usage.prompt_tokens_details.cached_tokens;
+function levels(timings, { media, prompt_tokens: total, prompt_tokens_details: { cached_tokens: cached } }) {
   const entry = (isHit, text) => make("span", isHit ? "chip hit" : "chip", text);
-  const prefix = entry(cached > 0, `prefix cache ${cached} of ${usage.prompt_tokens}`);
-  if (!usage.media) return [prefix];
+  const prefix = entry(cached > 0, `prefix cache ${cached} of ${total}`);
+  if (!media) return [prefix];
   const items = ["patches", "embeddings", "facts", null].map((kind, index) => {
-    const count = usage.media.filter((item) => item.cached === kind).length;
-    return count && entry(index < 2, `media ${kind ?? "new"} ${count} of ${usage.media.length}`);
+    const count = media.filter((item) => item.cached === kind).length;
+    return count && entry(index < 2, `media ${kind ?? "new"} ${count} of ${media.length}`);
   });
-  const encoded = timings.encode === 0;
-  return [...items.filter(Boolean), entry(encoded, encoded ? "encoder cache hit" : "encoder cache miss"), prefix];
+  return [...items.filter(Boolean), entry(!timings.encode, `encoder cache ${timings.encode ? "miss" : "hit"}`), prefix];
 }
 
 function tokens(usage) {
