@@ -2,8 +2,9 @@
 
     python examples/search_clips.py FOLDER "a red circle" --model Qwen/Qwen3-VL-Embedding-2B [flags of serve.py]
 
-Embeddings are kept in FOLDER/embeddings.npz: the next search embeds only its text, and files that are new or changed. A
-model that was not trained for it, such as the bundled one, has embeddings too, but they find nothing.
+Embeddings are kept in FOLDER/embeddings.npz: the next search embeds only its text, and files that are new or changed.
+Remove that file to search with other flags. A model that was not trained for it, such as the bundled one, has
+embeddings too, but they find nothing.
 """
 
 import argparse
@@ -50,6 +51,8 @@ def main() -> None:
     parser.add_argument("--top", type=int, default=10, metavar="N")
     args, flags = parser.parse_known_args()
     path = args.folder / "embeddings.npz"
+    if not args.folder.is_dir():
+        parser.error(f"{args.folder} is no folder")
     try:
         settings = settle([*flags, "--runner=pooling"], os.environ)
         options = {name: getattr(settings.config, name) for name in settings.origins}
@@ -60,6 +63,8 @@ def main() -> None:
             (query,) = llm.embed([args.text], instruction=INSTRUCTION, use_tqdm=False)
     except (ConfigError, ServerError, OSError) as error:
         parser.error(str(error))
+    if query.error:
+        parser.error(query.error)
     cosines = {key.split(":", 2)[2]: float(vector @ np.asarray(query.vector)) for key, vector in found.items()}
     for name in sorted(cosines, key=cosines.__getitem__, reverse=True)[: args.top]:
         print(f"{cosines[name]:.3f} {name}")

@@ -46,8 +46,10 @@ class Media:
         return f"{type(self).__name__}({self.source!r:.100})"
 
     def part(self) -> dict[str, Any]:
-        """The part of a message. Raises OSError, ValueError: the image cannot be encoded."""
-        is_name = self.source is None and "uuid" in self.settings
+        """The part of a message. Raises OSError, ValueError: the image cannot be encoded, or there is neither."""
+        is_name = self.source is None
+        if is_name and "uuid" not in self.settings:
+            raise ValueError(f"{self} has neither a source nor the `uuid` of one that was sent before")
         return {"type": f"{self.kind}_url", f"{self.kind}_url": None if is_name else self._url(), **self.settings}
 
     def _url(self) -> str:

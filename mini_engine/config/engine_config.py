@@ -123,7 +123,7 @@ class EngineConfig:
     health_timeout: float = _processes(10.0, minimum=0.1, maximum=3600)
     """Seconds until a ping or step that is not finished makes `/health` 503."""
     shutdown_timeout: float = _processes(30.0, minimum=0, maximum=86400)
-    """Seconds for running requests after SIGTERM; 0: abort them, as SIGINT does."""
+    """Seconds for running requests after SIGTERM or SIGHUP; 0: abort them, as SIGINT does."""
     restart_engine: int = _processes(0, minimum=0, bare="3", metavar="N")
     """Maximum engine restarts in a row; 0: the server exits. The flag alone: 3."""
     debug: bool = _processes(False)
@@ -178,7 +178,7 @@ class EngineConfig:
     enable_log_requests: bool = _logging(False, twins={"--disable-log-requests": False})
     """Log each request at its end: id, client, model, status, tokens and duration."""
     log_slow_requests: float | None = _logging(None, minimum=0, metavar="SECONDS", unset="no")
-    """Log each request that took so long, likewise, and the seconds of each of its stages."""
+    """Log each request that took so long, as --enable-log-requests, with the seconds of each of its stages."""
     disable_log_stats: bool = _logging(False)
     """Do not log statistics every ten seconds while requests run."""
 

@@ -28,7 +28,7 @@ import zmq
 from mini_engine.config import EngineConfig
 from mini_engine.launch.child import ChildSpec
 from mini_engine.launch.metrics_files import DIRECTORY_VARIABLE, NUMBER_VARIABLE, forget_gauges, make_files
-from mini_engine.launch.process_setup import module_paths
+from mini_engine.launch.process_setup import STOP_SIGNALS, module_paths
 from mini_engine.messages import AnyMessage, ControlReply, ControlRequest, PeerGone, Role
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
@@ -130,12 +130,13 @@ Event = ChildMessage | Gone | Interrupted
 
 
 def catch_stop_signals() -> int:
-    """A descriptor from which the numbers of SIGINT and SIGTERM can be read, a byte each. They have no other effect any
-    more."""
+    """A descriptor from which the numbers of `STOP_SIGNALS` can be read, a byte each. They have no other effect any
+    more. SIGHUP stays ignored under nohup."""
     read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)  # the number arrives through the wake-up descriptor
+    for number in STOP_SIGNALS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)  # the number arrives through the wake-up descriptor
     return read_end
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # glibc's malloc.h
 
@@ -31,8 +32,9 @@ def module_paths() -> dict[str, str]:
 
 
 def ignore_stop_signals() -> None:
-    """Ctrl-C reaches the whole process group, and so may a service manager's SIGTERM: the supervisor acts on them."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    """Ctrl-C and the end of a terminal reach the whole process group, and so may a service manager's SIGTERM: the
+    supervisor acts on them."""
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -184,7 +184,7 @@ class Supervisor:
     def _handle(self, event: Event) -> None:
         match event:
             case Interrupted(numbers=[first, *more]):
-                seconds = self.config.shutdown_timeout if first == signal.SIGTERM else 0.0
+                seconds = 0.0 if first == signal.SIGINT else self.config.shutdown_timeout
                 text = "stopping on %s: %g s for running requests; a second signal stops at once"
                 logger.info(text, signal.Signals(first).name, seconds)
                 raise Stop(0, "stopped", drain_seconds=seconds, at_once=bool(more))

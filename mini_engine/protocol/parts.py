@@ -106,7 +106,9 @@ class Part(PartSettings, frozen=True, kw_only=True):
         given = [name for name in _SOURCE_NAMES if getattr(self, name) is not None]
         is_name = self.uuid is not None and self._kind in ("image", "video") and not given
         if not is_name and (len(given) != 1 or given[0] not in sources):
-            raise ValueError(f"a part of the type {self.type} has `{'` or `'.join(sources)}`, and no other of these")
+            alone = ", or a `uuid` alone" if self._kind in ("image", "video") else ""
+            allowed = f"`{'` or `'.join(sources)}`, and no other of these{alone}"
+            raise ValueError(f"a part of the type {self.type} has {allowed}")
 
     def fill_in(self, urls: dict[str, DataUrl]) -> None:
         """Take the whole URL from `urls`, and put it in the place of the one that stands for it; see `SplitBody`."""

@@ -91,12 +91,12 @@ def nested(depth: int) -> list:
 def test_an_error_of_one_prompt_is_in_its_answer(llm: LLM, clip: Path, picture: Path):
     prompts = [
         [Video(clip.parent / "none.mp4"), QUESTION], [Video(picture.read_bytes(), fps=-1), QUESTION], [Image(object())],
-        nested(5000), None, [Video(clip), QUESTION],
+        [Image(None)], nested(5000), None, [Video(clip), QUESTION],
     ]  # fmt: skip
     answers = llm.chat(prompts, max_tokens=32, temperature=0, use_tqdm=False)
     assert "no such regular file" in answers[0].error and "fps" in answers[1].error and "object" in answers[2].error
-    assert all(answer.error and not answer.text for answer in answers[:5])
-    assert (answers[5].text, answers[5].error) == ("a red circle moving left", None)
+    assert all(answer.error and not answer.text for answer in answers[:6]) and "`uuid`" in answers[3].error
+    assert (answers[6].text, answers[6].error) == ("a red circle moving left", None)
 
 
 def test_the_look_ahead_is_bounded_and_an_end_of_the_loop_aborts_the_others(llm: LLM):

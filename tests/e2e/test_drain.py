@@ -14,7 +14,7 @@ from tests.support.running_server import CHAT_HEAD, RunningServer
 
 
 def test_a_drain_finishes_running_requests_and_refuses_new_ones():
-    """The signal is sent to all processes, as service managers and `timeout` do; the supervisor acts on it."""
+    """The signal is sent to all processes, as by the end of a terminal; the supervisor acts on it."""
     with RunningServer("--api-server-count", "2", "-tp", "2", "--shutdown-timeout", "600") as server:
         family, pids = descendants(server.process.pid), server.pids()
         with stopped(pids["worker 0.1"]):  # so that the request runs for as long as the rest takes
@@ -25,7 +25,7 @@ def test_a_drain_finishes_running_requests_and_refuses_new_ones():
             half.sendall(CHAT_HEAD + b"Content-Length: 20\r\nExpect: 100-continue\r\n\r\n")
             assert b" 100 " in half.recv(4096)  # the server asks for the body
             half.sendall(b"{")
-            os.killpg(server.process.pid, signal.SIGTERM)
+            os.killpg(server.process.pid, signal.SIGHUP)
             eventually(lambda: not alive(pids["api 1"]))
             for _ in range(5):  # whichever port a connection comes from, the other server has it
                 for path, method in (("/health", "GET"), ("/v1/chat/completions", "POST")):

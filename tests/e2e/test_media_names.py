@@ -34,7 +34,7 @@ def assert_not_found(request: ClientRequest) -> None:
 
 def test_names_are_known_to_all_api_servers_and_survive_the_one_that_was_sent_the_data() -> None:
     """Four names, so that some have their home at the engine that has the item, and others at the other one."""
-    with RunningServer("-tp", "1", "-dp", "2", "--api-server-count", "3") as server:
+    with RunningServer("-tp", "2", "-dp", "2", "--api-server-count", "3") as server:
         for uuid, question in QUESTIONS.items():
             assert asking(server, "api 0", uuid, question, whole=True).answer() == question.answer
         for api in ("api 1", "api 2"):
