@@ -52,7 +52,7 @@ def test_cached_media_survive_the_death_of_an_api_server_and_its_unfinished_writ
         server.assert_at_rest(OTHER)
 
 
-@pytest.mark.parametrize("gigabytes", [1 / 2**14, 0])
+@pytest.mark.parametrize("gigabytes", [1 / 2**14, pytest.param(0, marks=pytest.mark.slow)])
 def test_store_and_encoder_cache_of_one_item(gigabytes: float):
     """Requests that rely on embeddings are sent again, others leave; no answer is wrong, and nothing is held."""
     questions = [ask_small(seed) for seed in (400, 401, 402)]

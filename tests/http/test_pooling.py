@@ -31,6 +31,7 @@ RANK = (
     "Given a search query, retrieve relevant candidates that answer the query.<Query>:{}\n<Document>:{}<|im_end|>\n"
     "<|im_start|>assistant\n"
 )
+NAME = {"type": "image_url", "uuid": "unknown"}
 DAMAGED = {"type": "image", "image": "x:y"}
 
 
@@ -167,6 +168,7 @@ async def test_score(ranker: Served, asked: dict[str, Any], pairs: list[tuple[st
     ("/score", {"queries": "a", "text_1": "b", "documents": "c"}, "either 'queries' or 'text_1'"),
     ("/rerank", {"query": "a"}, "'documents'"),
     ("/rerank", {"query": "a", "documents": [{"content": [DAMAGED]}] * 2}, "documents[0]: image 1"),
+    ("/rerank", {"query": "a", "documents": [{"content": [NAME]}] * 2, "cache_salt": "b"}, "documents[0]: image 1"),
     ("/rerank", {"query": "a", "documents": [{"text": "b", "image": "c"}]}, "Unknown parameter: 'documents[0].image'"),
     ("/rerank", {"query": "a", "documents": [{"text": "b", "content": "c"}]}, "either `text` or `content`"),
     ("/rerank", {"query": "a", "documents": "b", "stream": True}, "Unknown parameter"),
@@ -174,7 +176,8 @@ async def test_score(ranker: Served, asked: dict[str, Any], pairs: list[tuple[st
 async def test_what_is_wrong_is_said(serve: Serve, path: str, body: dict[str, Any], says: str) -> None:
     async with serve(runner="pooling", convert="embed" if path == "/v1/embeddings" else "classify") as served:
         response = await served.http.post(path, json=body)
-        assert response.status_code == 400 and says in response.json()["error"]["message"], response.text
+        status = 404 if "cache_salt" in body else 400
+        assert response.status_code == status and says in response.json()["error"]["message"], response.text
         assert not served.core.requests
 
 

@@ -111,9 +111,11 @@ async def _pool(request: Request, body: PoolingRequest, prompts: Sequence[ChatRe
 
 def _located(error: ApiError | MediaError, name: str) -> Exception:
     """`error` with the `name` of the input that is at fault, if one is."""
-    if isinstance(error, ApiError) and error.status != 400:
+    if isinstance(error, MediaError):
+        return bad_request(f"{name}: {error}", name, "invalid_media")
+    if error.status not in (400, 404):
         return error
-    return bad_request(f"{name}: {error}", name, error.body.code if isinstance(error, ApiError) else "invalid_media")
+    return ApiError(error.status, f"{name}: {error}", code=error.body.code, param=name)
 
 
 def _state(request: Request, number: int) -> State:
