@@ -205,8 +205,10 @@ class EngineHandle:
                         receiver.receive(output)
                 if body.consumed:
                     self._sender.consumed(body.consumed)
-            case MediaMiss() | MediaNeeded():
-                self._handle_miss(body)
+            case MediaMiss(request_id=request_id):
+                self._forget(self.requests[request_id]).fail(MediaNotSent())
+            case MediaNeeded(request_id=request_id, arrival=arrival):
+                self._forget(self.requests[request_id]).need_media(arrival)
             case Found() | NamesResolved():
                 self.media.on_found(body)
             case Reserved():
@@ -214,20 +216,12 @@ class EngineHandle:
             case ControlReply(number=number, stats=stats):
                 if stats is not None:
                     self._metrics.update(stats)
-                if (reply := self._replies.pop(number, None)) is not None:
-                    reply.set_result(body)
+                self._replies.pop(number).set_result(body)
 
-    def _handle_miss(self, miss: MediaMiss | MediaNeeded) -> None:
-        receiver = self.requests[miss.request_id]
-        self._forget(receiver)
-        if isinstance(miss, MediaNeeded):
-            receiver.need_media(miss.arrival)
-        else:
-            receiver.fail(MediaNotSent())
-
-    def _forget(self, receiver: OutputReceiver) -> None:
+    def _forget(self, receiver: OutputReceiver) -> OutputReceiver:
         """The core has no state of its request: there will be no final output."""
         self.requests = {each: other for each, other in self.requests.items() if other is not receiver}
+        return receiver
 
     def _send(self, body: AnyMessage) -> None:
         self._send_frame(self._encoder.encode(body))

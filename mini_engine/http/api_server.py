@@ -18,10 +18,9 @@ import zmq.asyncio
 from mini_engine import metrics
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.config.decode_limits import DecodeLimits
-from mini_engine.engine_client import transport_probe as transports
+from mini_engine.engine_client import transport_probe
 from mini_engine.engine_client.engines import EngineClient, send_now
 from mini_engine.engine_client.media_store_client import CacheAccess
-from mini_engine.engine_client.transport_probe import limit_memory, processor_device, staging_slots
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.http.app import create_app
 from mini_engine.http.connections import HttpServer
@@ -83,9 +82,9 @@ def load(init: Init, index: int) -> ModelFront:
     # The media threads are the parallelism; torch's own beside them would only take turns with them.
     torch.set_num_threads(1)
     config = init.config
-    device = processor_device(config, index)
+    device = transport_probe.processor_device(config, index)
     if device is not None:
-        limit_memory(config, device)
+        transport_probe.limit_memory(config, device)
     try:
         processor = MediaProcessor(init.model_dir, trust_remote_code=config.trust_remote_code, device=device)
         video_io_kwargs, model_dir = config.media_io_kwargs.get("video", {}), Path(init.model_dir)
@@ -124,12 +123,12 @@ def media_loader(config: EngineConfig, index: int, processor: MediaProcessor) ->
 
 async def _main(child: Child, init: Init, front: ModelFront) -> None:
     asyncio.get_running_loop().set_default_executor(start_thread_pool(WORK_THREADS, "work"))
-    arena = transports.make_arena(init.config)
-    make_slots = staging_slots(init.config, int(child.index), len(init.cores))
+    arena = transport_probe.make_arena(init.config)
+    make_slots = transport_probe.staging_slots(init.config, int(child.index), len(init.cores))
     queues, choices = [], []
     for engine in range(len(init.cores)):
         queues.append(TensorIpcSender(child.encoder, [rank for rank in init.ranks if rank.engine == engine], arena))
-        choices.append(transports.choose(engine, init.config.mm_tensor_ipc, queues[-1], make_slots))
+        choices.append(transport_probe.choose(engine, init.config.mm_tensor_ipc, queues[-1], make_slots))
     # The same context, so the same I/O thread, seen through asyncio.
     context = zmq.asyncio.Context(shadow=child.context)
     stores: list[WritableMemory | None] = [*map(WritableMemory, child.media_stores)] or [None] * len(init.cores)

@@ -29,7 +29,6 @@ from mini_engine.media.sources import fetch as sources
 from mini_engine.media.sources.http_fetch import fetch_http, tls_context
 from mini_engine.media.sources.local_files import LocalFiles
 from mini_engine.media.sources.policy import MediaPolicy, Received
-from mini_engine.messages import Modality
 from mini_engine.protocol.body_split import DataUrl
 from mini_engine.protocol.parts import MediaRef
 from mini_engine.protocol.request_clock import RequestClock
@@ -66,10 +65,6 @@ class FetchedItem:
     content: Content
     settings: MediaSettings
     media_hash: bytes
-
-    @property
-    def modality(self) -> Modality:
-        return self.ref.modality
 
     @property
     def name(self) -> str:
@@ -262,7 +257,7 @@ class MediaLoader:
         frames, data = item.content.frames, item.content.data
         if data is None:
             data = await asyncio.get_running_loop().run_in_executor(self._reading, self._read_again, item)
-        sampling = item.settings.sampling if item.modality == "video" and frames is None else None
+        sampling = item.settings.sampling if item.ref.modality == "video" and frames is None else None
         job = Job(item.name, len(data), sampling, self._allow_partial, frames.sizes if frames else [], probe)
         decoding = await self.decoders.decode(job, data, owner)
         decoded = time.monotonic()

@@ -137,8 +137,9 @@ class MediaSettingsResolver:
             options["fps"] = rates[0]  # qwen_vl_utils returns that of each video
         sizes = parse_options("mm_processor_kwargs", rest, RequestKwargs)
         if sizes.do_sample_frames is False and options.get("num_frames") != -1:
-            if files := [ref.name for ref in refs if ref.modality == "video" and not _is_frames(ref)]:
-                raise ValueError(f"{files[0]}: {SAMPLED}")
+            for ref in refs:
+                if ref.modality == "video" and not (ref.named.is_frames if ref.named else has_frames(ref.url)):
+                    raise ValueError(f"{ref.name}: {SAMPLED}")
         sizes.do_sample_frames = None
         return MediaSettings(
             updated(self.server.sampling, options, self._by_rate),
@@ -171,10 +172,6 @@ class MediaSettingsResolver:
             least = math.ceil(1.25 * shortest / self._processor.token_pixels)  # sides are rounded up to whole patches
         sampling = at_most(settings.sampling, self._processor.step * max(1, video_tokens // least), self._max_frames)
         return replace(settings, sampling=sampling, video_tokens=video_tokens)
-
-
-def _is_frames(ref: MediaRef) -> bool:
-    return ref.named.is_frames if ref.named else has_frames(ref.url)
 
 
 def video_tokens(limits: EngineLimits, text_tokens: int, answer_tokens: int, num_items: int) -> int:

@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from mini_engine import metrics
@@ -99,7 +100,7 @@ async def show_metrics(request: Request) -> Response:
     context = context_of(request)
     await context.engines.refresh_metrics()
     text = await asyncio.to_thread(metrics.exposition, context.config.served_names[0])
-    return Response(text, headers={"content-type": metrics.CONTENT_TYPE})
+    return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 @router.get("/version")

@@ -40,11 +40,8 @@ def has_frames(url: str) -> bool:
     return url[:16].lower() == "data:video/jpeg;"
 
 
-Times = list[float] | None
-
-
 def fetch_frames(
-    url: str, policy: MediaPolicy, limits: DecodeLimits, sampling: VideoSampling, item: str, times: Times = None
+    url: str, policy: MediaPolicy, limits: DecodeLimits, sampling: VideoSampling, item: str, times: list[float] | None
 ) -> tuple[bytes, Frames]:
     """The bytes of the frames of `data:video/jpeg;base64,<frame>,<frame>,...`, vLLM's form, one after another for
     `decode_frames`. All count, at `times` (seconds) if these are given. Raises MediaError."""
