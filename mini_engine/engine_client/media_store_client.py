@@ -128,8 +128,7 @@ class MediaStoreClient:
 
     def close(self, error: EngineError) -> None:
         """The engine is down: waiting calls raise `error`."""
-        answers: list[asyncio.Future[Any]] = [*self._lookups.values()]
-        for answer in answers + [write.answer for write in self._writes.values()]:
+        for answer in (*self._lookups.values(), *(write.answer for write in self._writes.values())):
             if not answer.done():
                 answer.set_exception(error)
 

@@ -30,7 +30,6 @@ logger = logging.getLogger(__name__)
 PIECE_OUTPUTS = 16  # most that one piece is made of: with 20 logprobs each, some milliseconds
 
 FinishedBy = Literal["stop", "length"]
-FinishAtEngine = Callable[[str, FinishReason], None]  # ends a sample, by its id
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +150,8 @@ class Answer:
             sample_id: Sample(index, sample_id, body, request.sampling, vocabulary, make_thoughts())
             for index, sample_id in enumerate(ids, first_index)
         }
-        self.finish_at_engine: FinishAtEngine | None = None  # of the engine that was sent the request
+        # Ends a sample, by its id, at the engine that was sent the request.
+        self.finish_at_engine: Callable[[str, FinishReason], None] | None = None
         self.media = media
         self.warnings = warnings
         self.arrival: int | None = None  # of `need_media`
