@@ -60,7 +60,7 @@ class OutputReceiver(Protocol):
     """What takes the outputs of one request and its children; there are no more after `fail`, and none with
     `need_media`."""
 
-    finish_at_engine: Callable[[str, FinishReason], None] | None  # set once the engine has the request
+    finish_at_engine: Callable[[str, FinishReason], None]  # set once the engine has the request
 
     def receive(self, output: RequestOutput) -> None: ...
     def fail(self, error: ApiError) -> None: ...

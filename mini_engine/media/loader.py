@@ -139,21 +139,12 @@ class MediaLoader:
         `received` is called with the size of each block of a download before the block is stored; what it raises ends
         all downloads. Raises MediaError: an item cannot be fetched.
         """
-        # Items that follow each other and cost up to INLINE_CHARACTERS together: a task for each costs more than many.
-        groups: list[FetchGroup] = []
-        room, whole = -1, 0
+        groups: dict[str, FetchGroup] = {}
         distinct = {ref.name: (ref, of_item) for ref, of_item in zip(refs, settings, strict=True)}
-        for ref, of_item in distinct.values():
-            is_slow = isinstance(ref.url, DataUrl) or sources.is_elsewhere(ref.url) or sources.is_local_file(ref.url)
-            is_slow = is_slow and ref.named is None
-            cost = INLINE_CHARACTERS + 1 if is_slow else len(ref.url) + ITEM_CHARACTERS
-            room, whole = room - cost, whole + cost
-            if room < 0:
-                groups.append([])
-                room = INLINE_CHARACTERS - cost
-            groups[-1].append((ref, of_item))
-        fetched = await _all(self._fetch(group, received, whole <= INLINE_CHARACTERS) for group in groups)
-        items = dict(zip(distinct, (item for group in fetched for item in group), strict=True))
+        for name, item in distinct.items():  # those that take no time share a task, which costs more than many of them
+            groups.setdefault(name if _is_slow(item[0]) else "", []).append(item)
+        fetched = await _all(self._fetch(group, received) for group in groups.values())
+        items = {candidates[0].name: candidates for group in fetched for candidates in group}
         return [items[ref.name] for ref in refs]
 
     async def process(
@@ -208,7 +199,7 @@ class MediaLoader:
                 flight.work.cancel()
                 del self._flights[item.media_hash]
 
-    async def _fetch(self, group: FetchGroup, received: Received, inline: bool) -> list[Candidates]:
+    async def _fetch(self, group: FetchGroup, received: Received) -> list[Candidates]:
         download: bytes | None = None
         first, _ = group[0]
         if sources.is_elsewhere(first.url) and first.named is None:
@@ -218,7 +209,9 @@ class MediaLoader:
         def fetched() -> list[Candidates]:
             return [self._read(ref, settings, download) for ref, settings in group]
 
-        return fetched() if inline else await asyncio.get_running_loop().run_in_executor(self._reading, fetched)
+        if not _is_slow(first) and sum(len(ref.url) + ITEM_CHARACTERS for ref, _ in group) <= INLINE_CHARACTERS:
+            return fetched()
+        return await asyncio.get_running_loop().run_in_executor(self._reading, fetched)
 
     def _read(self, ref: MediaRef, settings: Sequence[MediaSettings], download: bytes | None) -> Candidates:
         """Read, or take what was downloaded, and hash it."""
@@ -283,6 +276,12 @@ class MediaLoader:
             logger.critical("unrecoverable CUDA error in the media processor; exiting", exc_info=True)
             logging.shutdown()
             os._exit(1)
+
+
+def _is_slow(ref: MediaRef) -> bool:
+    """Whether it is downloaded, read from a file, or of a `data:` URL that stayed where it arrived."""
+    is_large = isinstance(ref.url, DataUrl) or sources.is_elsewhere(ref.url) or sources.is_local_file(ref.url)
+    return is_large and ref.named is None
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

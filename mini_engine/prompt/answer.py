@@ -125,9 +125,12 @@ class Answer:
     """One request, and the pieces of its choices. As a context it aborts, when it is left, what has not ended.
 
     `request` is what the engine gets of `body`, with its children; its first choice has the index `first_index`.
+    `finish_at_engine` ends a sample, by its id, at the engine, which sets it once it has the request.
     `media`: what the response says of the images and videos, in order. `warnings`: what the answer does not rest on,
     such as the missing part of a video. `make_thoughts` makes the parser of each choice's thought.
     """
+
+    finish_at_engine: Callable[[str, FinishReason], None]
 
     def __init__(
         self,
@@ -150,8 +153,6 @@ class Answer:
             sample_id: Sample(index, sample_id, body, request.sampling, vocabulary, make_thoughts())
             for index, sample_id in enumerate(ids, first_index)
         }
-        # Ends a sample, by its id, at the engine that was sent the request.
-        self.finish_at_engine: Callable[[str, FinishReason], None] | None = None
         self.media = media
         self.warnings = warnings
         self.arrival: int | None = None  # of `need_media`
@@ -263,5 +264,4 @@ class Answer:
             self._waiting.remove(sample)
         sample.end()
         self._unfinished -= 1
-        if self.finish_at_engine is not None:
-            self.finish_at_engine(sample.request_id, reason)  # without effect if the engine has ended it
+        self.finish_at_engine(sample.request_id, reason)  # without effect if the engine has ended it
