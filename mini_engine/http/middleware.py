@@ -18,8 +18,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mini_engine.http.access import OPEN_PATHS, Access
-from mini_engine.http.caller import caller_of
+from mini_engine.http.access import OPEN_PATHS, Access, caller_of
 from mini_engine.http.context import AppContext
 from mini_engine.http.error_responses import error_response, report_error
 from mini_engine.log import about

@@ -165,8 +165,7 @@ async def look_up(
     processed = await context.media.process(absent, state.clock, state.request_id)
     bind_names(context, chosen, processed)
     missing = [(item.name, processed[item.media_hash].missing) for item in absent]
-    facts = {media_hash: found[media_hash].facts for media_hash in held}
-    sources = prompt_sources([item.media_hash for item in chosen], processed, facts)
+    sources = prompt_sources([item.media_hash for item in chosen], processed, found)
     cached = [held.get(item.media_hash) or ("facts" if item.media_hash in found else None) for item in chosen]
     return PromptMedia(sources, [f"{name}: {text}" for name, text in missing if text], cached)
 
