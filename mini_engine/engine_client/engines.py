@@ -75,9 +75,7 @@ class EngineHandle:
     def __init__(
         self, number: int, socket: zmq.asyncio.Socket, encoder: Encoder, queue: TensorIpcSender, cache: CacheAccess
     ):
-        """See `EngineClient`."""
         self.number = number
-        self.queue = queue
         self.requests: dict[str, OutputReceiver] = {}
         self.preparing: dict[str, int] = {}  # samples of requests that chose this engine and are not in `requests` yet
         self.stopped: EngineError | None = None  # what requests end with once it serves no more
@@ -179,17 +177,15 @@ class EngineHandle:
         self._sender.close(refusal)
 
     def die(self) -> None:
-        """The engine is dead."""
         self.stop(EngineError(ENGINE_STOPPED), EngineError(ENGINE_DIED, 500))
 
     def close(self) -> None:
-        """Stop, and close the socket."""
         self.die()
         self._socket.close()
 
     async def receive(self) -> None:
         """Handle what the core sends, until cancelled; and watch whether the ranks can be reached."""
-        self.queue.watch_end(self._lose)
+        self._sender.queue.watch_end(self._lose)
         while True:
             body = decode(await self._socket.recv()).body
             if self.stopped is None:
@@ -336,7 +332,6 @@ class EngineClient:
         self._end_preparing()
 
     def close(self) -> None:
-        """Stop, and close all sockets."""
         for engine in self.engines:
             engine.close()
 

@@ -118,12 +118,10 @@ class MediaStoreClient:
             self._send(Unreserve(request_id))
 
     def on_found(self, found: Found | NamesResolved) -> None:
-        """The answer to a `Lookup` or `ResolveNames`."""
         if (answer := self._lookups.get(found.request_id)) is not None and not answer.done():
             answer.set_result(found)
 
     def on_reserved(self, reserved: Reserved) -> None:
-        """The answer to a `Reserve`."""
         self._writes[reserved.media_hash].answer.set_result(reserved)
 
     def close(self, error: EngineError) -> None:

@@ -213,5 +213,4 @@ class SupervisorLink:
                     send_now(self.socket, self._encoder.encode(ControlReply(number)))
 
     def report_serving(self) -> None:
-        """Report to the supervisor that connections are accepted."""
         send_now(self.socket, self._encoder.encode(Serving()))

@@ -63,5 +63,4 @@ class AppContext(ModelFront):
 
 
 def context_of(request: Request) -> AppContext:
-    """The context of the application that serves `request`."""
     return request.app.state.context

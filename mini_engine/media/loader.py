@@ -102,7 +102,6 @@ class MediaLoader:
     def __init__(
         self, processor: MediaProcessor, policy: MediaPolicy, decoders: DecoderPool, threads: int, allow_partial: bool
     ):
-        """`allow_partial` is --allow-partial-video."""
         self.processor = processor
         self.policy = policy
         self.decoders = decoders
