@@ -179,8 +179,8 @@ class ChatRenderer:
                     offsets.append(len(expanded))
                 expanded += run if written_token == token else [written_token]
             patches, cacheable = (None, True) if isinstance(item, CachedMedia) else (item.patches, item.missing is None)
-            layout = (modality, offsets, item.num_tokens, item.grid_thw, item.second_per_grid)
-            placed.append(MediaItem(*layout, patches, media_hash, text, item.timestamps, cacheable))
+            facts = (media_hash, modality, item.num_tokens, item.grid_thw, item.second_per_grid, text, item.timestamps)
+            placed.append(MediaItem(*facts, offsets=offsets, patches=patches, cacheable=cacheable))
         return expanded, placed
 
     def _template_message(self, message: ChatMessage) -> dict[str, Any]:
