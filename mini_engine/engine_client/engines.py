@@ -4,8 +4,6 @@
 belongs to the event loop's thread.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

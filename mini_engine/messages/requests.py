@@ -1,7 +1,5 @@
 """Between an API server and an engine core; `ControlRequest` also from the supervisor to both."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import msgspec

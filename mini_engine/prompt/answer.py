@@ -4,15 +4,13 @@ Only `Answer` decides whether a request is finished: `pieces.py` takes its piece
 Shared by chat and legacy completions. Belongs to the event loop's thread.
 """
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import msgspec
 
@@ -213,7 +211,7 @@ class Answer:
                 self._end(piece.finish_reason)
         return piece
 
-    def __enter__(self) -> Answer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
