@@ -42,7 +42,7 @@ def choose(
     `auto`, where the probe fails with the slots, CUDA tensors are copied to the host. Raises ConfigError: the placement
     that was asked for, or every one under `auto`, fails its probe.
     """
-    slots = [] if mode == "direct_rpc" or make_slots is None else [make_slots]
+    slots = [] if make_slots is None else [make_slots]
     without_slots = [] if mode == "torch_shm" and slots else [None]
     failures: dict[str, TransportError] = {}
     for name, make in itertools.product(ORDER if mode == "auto" else (mode,), [*slots, *without_slots]):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
@@ -65,7 +66,7 @@ class ChatRenderer:
         self._format = AnswerFormat.of(template, added_tokens, tool_parser, reasoning)
         # In characters, which are never more than the bytes that a token stands for.
         self._longest_token = max(map(len, hf_processor.tokenizer.get_vocab()))
-        self.max_tokens: int | None = None  # the engine's limit, once it is known
+        self.max_tokens = sys.maxsize  # the engine's limit, once it is known
         self._knows_developer = "developer" in template
         # So that a template that cannot work is an error at start.
         self.render(ChatRequest(messages=[ChatMessage(role="user", content="Hello")]))
@@ -146,11 +147,11 @@ class ChatRenderer:
         is first encoded in pieces."""
         least, counted = len(text) // self._longest_token, 0
         for number, begin in enumerate(range(0, len(text), PIECE) if len(text) > 4 * PIECE else (), 1):
-            if self.max_tokens is None or least > self.max_tokens:
+            if least > self.max_tokens:
                 break
             counted += len(encode(text[begin : begin + PIECE]))
             least = max(least, counted - number * self._longest_token)  # a cut may make more of one token
-        if self.max_tokens is not None and least > self.max_tokens:
+        if least > self.max_tokens:
             raise bad_request(
                 f"The prompt has {len(text)} characters, which is at least {least} tokens; this server takes "
                 f"{self.max_tokens} tokens for prompt and answer together. Send a shorter prompt.",
