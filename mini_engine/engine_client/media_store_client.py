@@ -4,13 +4,11 @@ The engine core owns the store (`core/caches/media_store.py`, which shows the me
 pages of its reservations. It runs in the event loop's thread; large items are copied in another.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -34,9 +32,7 @@ from mini_engine.messages import (
     Written,
 )
 from mini_engine.protocol.api_errors import EngineError
-
-if TYPE_CHECKING:
-    from mini_engine.transport.arena import WritableMemory
+from mini_engine.transport.arena import WritableMemory
 
 INLINE_COPY_BYTES = 256 << 10  # copies up to this size cost less than handing them to a thread, even to new pages
 SHM_STORE = "shm_store"  # beside the transports' names, in the metrics

@@ -10,7 +10,6 @@ import signal
 import socket
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import uvloop
 import zmq.asyncio
@@ -26,8 +25,10 @@ from mini_engine.http.app import create_app
 from mini_engine.http.connections import HttpServer
 from mini_engine.http.context import AppContext, ModelFront
 from mini_engine.http.routes.operations import log_stats
+from mini_engine.launch.child import Child
 from mini_engine.media.decode.decoder_pool import DecoderPool
 from mini_engine.media.loader import MediaLoader, start_thread_pool
+from mini_engine.media.processor import MediaProcessor
 from mini_engine.media.settings import MediaSettingsResolver
 from mini_engine.media.sources.policy import MediaPolicy
 from mini_engine.messages import ControlReply, ControlRequest, Drain, EngineLimits, Init, PeerGone, Serving, Start
@@ -41,9 +42,6 @@ from mini_engine.transport.arena import WritableMemory
 from mini_engine.transport.codec import decode
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 
-if TYPE_CHECKING:
-    from mini_engine.launch.child import Child
-    from mini_engine.media.processor import MediaProcessor
 logger = logging.getLogger(__name__)
 
 WORK_THREADS = min(32, (os.cpu_count() or 1) + 4)  # as asyncio's own
@@ -76,8 +74,6 @@ def load(init: Init, index: int) -> ModelFront:
     ConfigError: a setting that the model cannot be served with."""
     reach_failpoint("loading-api")
     import torch
-
-    from mini_engine.media.processor import MediaProcessor
 
     # The media threads are the parallelism; torch's own beside them would only take turns with them.
     torch.set_num_threads(1)

@@ -5,8 +5,6 @@ reading and hashing and processing have threads of their own, decoding has proce
 what is slow in one stage does not hold up another. Knows nothing of prompts, requests or engines.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -16,7 +14,7 @@ from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from mini_engine import metrics
 from mini_engine.failpoints import reach_failpoint
@@ -24,6 +22,7 @@ from mini_engine.media.decode.decoder import Job
 from mini_engine.media.decode.decoder_pool import DecoderPool, Decoding
 from mini_engine.media.hashing import content_digest, media_hash
 from mini_engine.media.media_errors import ItemError, MediaError
+from mini_engine.media.processor import MediaProcessor, MediaSettings, ProcessedItem
 from mini_engine.media.settings import hash_key
 from mini_engine.media.sources import fetch as sources
 from mini_engine.media.sources.http_fetch import fetch_http, tls_context
@@ -33,13 +32,10 @@ from mini_engine.protocol.body_split import DataUrl
 from mini_engine.protocol.parts import MediaRef
 from mini_engine.protocol.request_clock import RequestClock
 
-if TYPE_CHECKING:
-    from mini_engine.media.processor import MediaProcessor, MediaSettings, ProcessedItem
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-FetchGroup = list[tuple[MediaRef, "Sequence[MediaSettings]"]]
+FetchGroup = list[tuple[MediaRef, Sequence[MediaSettings]]]
 
 INLINE_CHARACTERS = 64 << 10  # `data:` URLs of this length together cost less than handing them to a thread
 ITEM_CHARACTERS = 1 << 10  # what an item costs beside its URL

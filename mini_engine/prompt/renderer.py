@@ -5,19 +5,18 @@ writes one placeholder for each, `expand` makes each placeholder as long as its 
 media are fetched or processed. All methods may run in several threads at once.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from mini_engine.media.hashing import HASH_BYTES
+from mini_engine.media.processor import MediaProcessor, ProcessedItem
 from mini_engine.messages import CachedMedia, EngineLimits, FoundMedia, MediaItem, Modality
 from mini_engine.prompt.client_text import MARK, ClientText, encode_text
 from mini_engine.prompt.tool_calls import AnswerFormat, AnswerParser, after_thought
@@ -26,13 +25,10 @@ from mini_engine.protocol.bodies import ChatMessage, ChatRequest, StructuredOutp
 from mini_engine.protocol.parts import MediaRef
 from mini_engine.protocol.tools import CALL, CALL_END, TAGS, THINK
 
-if TYPE_CHECKING:
-    from mini_engine.media.processor import MediaProcessor, ProcessedItem
-
 MAX_MEDIA = 1024  # images and videos of a prompt
 PIECE = 1 << 16  # characters that are tokenised at once to see how many tokens a long text has
 
-Source = tuple[bytes, "ProcessedItem | CachedMedia"]  # an item under its hash
+Source = tuple[bytes, ProcessedItem | CachedMedia]  # an item under its hash
 
 
 class ChatRenderer:
