@@ -11,6 +11,7 @@ import socket
 from dataclasses import fields
 from pathlib import Path
 
+import torch
 import uvloop
 import zmq.asyncio
 
@@ -73,8 +74,6 @@ def load(init: Init, index: int) -> ModelFront:
     """Load processor, tokenizer and chat template for API server `index`; a few seconds, most of them imports. Raises
     ConfigError: a setting that the model cannot be served with."""
     reach_failpoint("loading-api")
-    import torch
-
     # The media threads are the parallelism; torch's own beside them would only take turns with them.
     torch.set_num_threads(1)
     config = init.config

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
+
 from mini_engine import metrics
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.media.decode.decoder import Job
@@ -259,8 +261,6 @@ class MediaLoader:
         return _Processed(processed, decoded - began, time.monotonic() - decoded)
 
     def _process_frames(self, item: FetchedItem, decoding: Decoding, settings: MediaSettings) -> ProcessedItem:
-        import torch
-
         reach_failpoint("processing")
         try:
             video = item.content.frames.facts if item.content.frames else decoding.video
