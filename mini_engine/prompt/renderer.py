@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any
 
+import jinja2
 import msgspec
 
 from mini_engine.media.hashing import HASH_BYTES
@@ -73,8 +74,6 @@ class ChatRenderer:
         Raises ApiError, a 400, for tools that the template does not write, for variables that are fields of the
         request, and when it refuses the conversation or leaves out an item.
         """
-        import jinja2
-
         try:
             arguments = self._template_arguments(chat)
             messages = [self._template_message(message) for message in chat.messages]
