@@ -27,6 +27,7 @@ from mini_engine.media.media_errors import ItemError, MediaError
 from mini_engine.media.processor import MediaProcessor, MediaSettings, ProcessedItem
 from mini_engine.media.settings import hash_key
 from mini_engine.media.sources import fetch as sources
+from mini_engine.media.sources.data_url import fetch_data
 from mini_engine.media.sources.http_fetch import fetch_http, tls_context
 from mini_engine.media.sources.local_files import LocalFiles
 from mini_engine.media.sources.policy import MediaPolicy, Received
@@ -222,7 +223,7 @@ class MediaLoader:
         elif ref.modality == "video" and times:
             raise MediaError(name, "timestamps are for a video that is sent as frames; remove them")
         elif not sources.is_local_file(url):
-            data = sources.fetch_data(url, policy, name) if download is None else download
+            data = fetch_data(url, policy, name) if download is None else download
             content = Content(content_digest(data), "", data)
         elif (digest := self._files.digest(url, policy, name)) is not None:
             content = Content(digest, url, None)
