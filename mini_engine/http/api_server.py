@@ -82,10 +82,8 @@ def load(init: Init, index: int) -> ModelFront:
         transport_probe.limit_memory(config, device)
     try:
         processor = MediaProcessor(init.model_dir, trust_remote_code=config.trust_remote_code, device=device)
-        video_io_kwargs, model_dir = config.media_io_kwargs.get("video", {}), Path(init.model_dir)
-        settings = MediaSettingsResolver(
-            processor, model_dir, config.mm_processor_kwargs, video_io_kwargs, config.max_video_frames_kept
-        )
+        model_dir = Path(init.model_dir)
+        settings = MediaSettingsResolver(processor, model_dir, config)
         template = Path(config.chat_template).read_text(encoding="utf-8") if config.chat_template else None
         renderer = ChatRenderer(processor.hf_processor, template, config.tool_call_parser, config.reasoning_parser)
         vocabulary = Vocabulary(processor.hf_processor.tokenizer)
