@@ -101,7 +101,6 @@ class Child:
 def fork(spec: ChildSpec, environ: Mapping[str, str]) -> int:
     """Start a child with these variables beside this process's; returns its process id. Call it from the main thread,
     since the kernel's parent-death signal follows the thread. Raises OSError."""
-    sys.stdout.flush()
     # A signal between the fork and the child's own handling of signals would reach the parent a second time.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
