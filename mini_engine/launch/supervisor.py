@@ -199,7 +199,9 @@ class Supervisor:
             case Gone(child=child, text=text) if child.generation == self.generation.number:
                 self._on_death(child, text)
             case Gone(child=child) if child.spec.role == "api":  # it answered 503
-                self._leave_port(int(child.spec.index))
+                if child.state is not ChildState.STOPPING:  # else its connections are queued for its successor
+                    self._leave_port(int(child.spec.index))
+                self.generation.release_api_servers()
 
     def _on_death(self, child: ChildProcess, text: str) -> None:
         if child.spec.role != "api" or not self.generation.announced:
