@@ -98,8 +98,10 @@ class RequestMiddleware:
         """Raises ApiError for a request that is not accepted."""
         if key_number := self._access.check(exchange.path, exchange.headers):
             exchange.caller["key_number"] = key_number
-        if self._requests.draining and exchange.path not in ("/live", "/metrics"):
-            raise shutting_down()
+        if exchange.path not in ("/live", "/metrics"):
+            exchange.scope["state"]["connection"].check()
+            if self._requests.draining:
+                raise shutting_down()
         if exchange.path not in UNCOUNTED_PATHS:
             self._requests.add(exchange)
         if exchange.path in ENGINE_PATHS:  # before the body is received
