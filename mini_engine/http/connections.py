@@ -93,7 +93,7 @@ class Http(H11Protocol):
             self.client = (self.client[0].removeprefix("::ffff:"), self.client[1])
 
     def send_400_response(self, msg: str) -> None:
-        """Called while h11's error is handled, which says more. Raises h11.LocalProtocolError after another response."""
+        """Called while h11's error is handled, which says more. LocalProtocolError: another response has begun."""
         super().send_400_response(msg)
         http_requests_total.labels("none", "other", "4xx").inc()
         error = ApiError(400, f"{msg} ({sys.exception()})", code="invalid_http")
