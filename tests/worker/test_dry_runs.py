@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason
 
 DEVICE, TOTAL, TARGET = torch.device("cuda", 0), 80 << 30, triton.backends.compiler.GPUTarget("cuda", 90, 32)
 PROPERTIES = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448)
-MOVE, COPY = torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default
+MOVE, COPY, THREADS = torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, torch.get_num_threads()
 NO_LAUNCH = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view"}
 PIXELS = ("--mm-processor-kwargs", '{"size": {"shortest_edge": 3136, "longest_edge": 12845056}}')  # the hub's
 NO_MEDIA, DATA = ["--limit-mm-per-prompt", '{"image": 0, "video": 0}'], ["--mm-encoder-tp-mode", "data"]
@@ -145,11 +145,11 @@ def start(flags: list[str], rank: int, monkeypatch: pytest.MonkeyPatch) -> Any:
         "join_group": lambda *_: TensorParallel(rank, config.tensor_parallel_size, others),
         "profile": lambda *args: made.append(profile(*args)) or made[0],
         "serve_ahead": lambda core, encoder, runner: made.append(runner),
-        **dict.fromkeys(("gc", "sockets"), MagicMock()),
+        **dict.fromkeys(("gc", "sockets"), MagicMock()), "os": MagicMock(environ={"OMP_NUM_THREADS": THREADS}),
     }.items():  # fmt: skip
         monkeypatch.setattr(worker, name, replacement)
     monkeypatch.setattr(weights, "fill_randomly", lambda model: None)  # there are no numbers
-    worker._run(MagicMock(index=f"0.{rank}", init=lambda: MagicMock(config=config, model_dir=config.model)))
+    worker._run(MagicMock(**{"init.config": config, "init.model_dir": config.model, "spec.index": f"0.{rank}"}))
     return made
 
 
