@@ -158,7 +158,7 @@ def requests(vision: VisionConfig, *names: str, **more: Any) -> list[NewSequence
     for number, name in enumerate(names):
         prompt = [(37 * place + 11 * number) % 701 for place in range(70 + 41 * number)]
         params = SamplingParams(max_tokens=2 * STEPS, seed=number, **SAMPLING[name] | more)
-        made.append(NewSequence(name, prompt, params, [image] if name == "image" else []))
+        made.append(NewSequence(f"{name} {number}", prompt, params, [image] if name == "image" else []))
     return made
 
 
