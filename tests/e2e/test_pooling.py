@@ -179,11 +179,11 @@ def test_from_python(family: PoolingFamily, tmp_path: Any) -> None:
         assert "no such regular file" in (answers[2].error or "")
         assert "--runner generate" in (llm.chat(["hello"], use_tqdm=False)[0].error or "")
     with LLM(str(family.folder), convert="classify", data_parallel_size=1) as llm:
-        ranked = llm.rank("red", [TEXTS[1], [Image(path)], [Image(object())]], use_tqdm=False)
+        ranked = llm.rank("red", [TEXTS[1], [Image(path)], [Image(object())], [Image(tmp_path / "none.png")]])
         expected_scores = {0: family.score([("text", "red")], [("text", TEXTS[1])])}
         expected_scores[1] = family.score([("text", "red")], [("image", PICTURES[0])])
-        assert [one.id for one in ranked] == [*sorted(expected_scores, key=lambda i: -expected_scores[i]), 2]
-        assert all(abs(one.score - expected_scores[one.id]) < 1e-5 for one in ranked[:2]) and ranked[2].error
+        assert [one.id for one in ranked] == [*sorted(expected_scores, key=lambda i: -expected_scores[i]), 2, 3]
+        assert all(abs(one.score - expected_scores[one.id]) < 1e-5 for one in ranked[:2]) and ranked[2].error and ranked[3].error
 
 
 @pytest.mark.slow
