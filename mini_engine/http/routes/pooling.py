@@ -8,9 +8,7 @@ import asyncio
 import base64
 import contextlib
 import time
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -24,16 +22,15 @@ from mini_engine.http.responses import usage_of, whole_response
 from mini_engine.http.routes.chat_completions import Prompt, load_media, render, start
 from mini_engine.media.loader import FetchedUrl
 from mini_engine.media.media_errors import MediaError
-from mini_engine.media.sources.fetch import is_elsewhere, is_local_file
+from mini_engine.media.sources.fetch import is_local_file
 from mini_engine.prompt.answer import Answer
 from mini_engine.prompt.pieces import pieces
 from mini_engine.prompt.pooling import InputPrompts, embedding, embedding_prompts, paired, ranking_prompts, score
 from mini_engine.prompt.renderer import collect_media
 from mini_engine.protocol.api_errors import ApiError, bad_request
-from mini_engine.protocol.bodies import ChatRequest
-from mini_engine.protocol.body_split import DataUrl
-from mini_engine.protocol.parts import MediaRef, Part
+from mini_engine.protocol.bodies import ChatMessage, ChatRequest
 from mini_engine.protocol.pooling_bodies import (
+    Content,
     EmbeddingRequest,
     PoolingRequest,
     RankingRequest,
@@ -87,12 +84,30 @@ async def score_documents(request: Request) -> Response:
 
 async def _score(request: Request, body: RankingRequest) -> tuple[list[Answer], list[float]]:
     """The score of each document, and the answers that it is made of. On a server of embeddings it is their cosine."""
-    if context_of(request).task.kind == "classify":
+    context, (queries, _) = context_of(request), body.sides
+    if context.task.kind == "embed":
+        answers = await _pool(request, body, embedding_prompts(body))
+        vectors = [embedding(answer.pooled, None) for answer in answers]
+        pairs = paired(vectors[: len(queries)], vectors[len(queries) :])
+        return answers, [float(query @ document) for query, document in pairs]
+    async with contextlib.AsyncExitStack() as held:
+        if len(queries) == 1:
+            await _fetch_query(context, body, queries[0], request.state, held)
         answers = await _pool(request, body, ranking_prompts(body))
-        return answers, [score(answer.pooled) for answer in answers]
-    answers = await _pool(request, body, embedding_prompts(body))
-    vectors, num_queries = [embedding(answer.pooled, None) for answer in answers], len(body.sides[0])
-    return answers, [float(query @ other) for query, other in paired(vectors[:num_queries], vectors[num_queries:])]
+    return answers, [score(answer.pooled) for answer in answers]
+
+
+async def _fetch_query(
+    context: AppContext, body: PoolingRequest, query: Content, state: State, held: contextlib.AsyncExitStack
+) -> None:
+    """Fetch the media of a query once for all of its documents: its parts get them as `FetchedUrl`, which have room
+    until `held` is closed. Local files and names cost little again: their digests are known. Raises as `start`."""
+    parts = [part for part in query if part.modality and not (part.uuid or is_local_file(part.location))]
+    chat = body.chat([ChatMessage(role="user", content=parts)])
+    refs = collect_media(chat.messages, {})
+    items = await load_media(context, Prompt(chat, [], False), refs, state, held)
+    for part, ref, item in zip(parts, refs, items, strict=True):
+        part.fill_in({ref.url: FetchedUrl.of(ref.modality, item[0].content)})
 
 
 async def _respond(request: Request, answers: Sequence[Answer], name: str, items: Iterable[dict[str, Any]]) -> Response:
@@ -124,37 +139,12 @@ async def _pool(request: Request, body: PoolingRequest, prompts: InputPrompts) -
             raise error if len(prompts) == 1 else _located(error, name) from None
         return answer
 
-    async with contextlib.AsyncExitStack() as held:
-        await _fetch_shared(context, body, prompts, state, held)
-        try:
-            async with asyncio.TaskGroup() as group:
-                asked = [group.create_task(ask(number, *prompt)) for number, prompt in enumerate(prompts.items())]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+    try:
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(ask(number, *prompt)) for number, prompt in enumerate(prompts.items())]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
     return [task.result() for task in asked]
-
-
-async def _fetch_shared(
-    context: AppContext, body: PoolingRequest, prompts: InputPrompts, state: State, held: contextlib.AsyncExitStack
-) -> None:
-    """Fetch what several prompts have, such as the media of a query, once: their parts get it as a `FetchedUrl`, which
-    has room until `held` is closed. Not local files, of which the digests are known, and names. Raises as `start`."""
-    uses: defaultdict[Hashable, list[tuple[Part, MediaRef]]] = defaultdict(list)
-    for name, prompt in prompts.items():
-        messages = prompt.messages if isinstance(prompt, ChatRequest) else []
-        media = [part for message in messages for part in message.parts if part.modality]
-        for part, ref in zip(media, collect_media(messages, {}), strict=True):
-            # A `data:` URL that was sent twice is two: to find that out costs as much as it saves.
-            source = id(ref.url) if isinstance(ref.url, DataUrl) else ref.url
-            if source and not (is_local_file(ref.url) or (ref.uuid and is_elsewhere(ref.url))):
-                key = (source, ref.modality, *ref.settings.items())
-                uses[key].append((part, replace(ref, name=f"{name}: {ref.name}")))
-    shared = [places for places in uses.values() if len(places) > 1]
-    refs = [ref for (_, ref), *_ in shared]
-    items = await load_media(context, Prompt(body.chat([]), [], False), refs, state, held) if shared else []
-    for places, ref, item in zip(shared, refs, items, strict=True):
-        for part, _ in places:
-            part.fill_in({ref.url: FetchedUrl.of(ref.modality, item[0].content)})
 
 
 def _located(error: ApiError | MediaError, name: str) -> Exception:
@@ -179,6 +169,7 @@ def _state(request: Request, number: int) -> State:
 async def _prompt(context: AppContext, body: PoolingRequest, source: ChatRequest | list[int]) -> Prompt:
     """What the engine gets of an input."""
     if isinstance(source, list):
+        context.sampling.check_tokens("input", source)
         context.renderer.check_tokens("input", source)
         return Prompt(body.chat([]), source, False, context.task.pooling)
     prompt = await render(context, source)
