@@ -85,11 +85,12 @@ InputPrompts = dict[str, ChatRequest | list[int]]  # a conversation or token ids
 def embedding_prompts(body: EmbeddingRequest | RankingRequest) -> InputPrompts:
     """Those of the inputs; or of all queries, then of all documents, which have no instruction of the request."""
     if isinstance(body, RankingRequest):
-        queries, documents = body.sides
-        asked, plain = _system(body.instruction), _system(None)
-        sided = [(f"queries[{number}]", asked, content) for number, content in enumerate(queries)]
-        sided += [(f"documents[{number}]", plain, content) for number, content in enumerate(documents)]
-        return {name: body.chat([system, _user(_filled(content))]) for name, system, content in sided}
+        sides = zip(("queries", "documents"), (_system(body.instruction), _system(None)), body.sides, strict=True)
+        return {
+            f"{name}[{number}]": body.chat([system, _user(_filled(content))])
+            for name, system, side in sides
+            for number, content in enumerate(side)
+        }
     system = _system(body.instruction)
     if body.messages is not None:
         return {"messages": body.chat([*[system] * (not body.has_system_message), *body.messages])}
