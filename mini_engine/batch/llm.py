@@ -181,14 +181,14 @@ class LLM:
         `convert="classify"`, or `"embed"` for cosines. Query and documents are texts, or lists of texts, `Image` and
         `Video`. Fields are those of a score request, such as `instruction`. Raises ServerError, and what `Media.part`
         raises for the query."""
-        body = {"queries": {"content": _content(query)}, **fields}
-        contents, ranked = dict[int, Any](), list[PooledAnswer]()
+        head = json.dumps({"queries": {"content": _content(query)}, **fields})
+        encoded, ranked = dict[int, str](), list[PooledAnswer]()
         for index, document in enumerate(documents):
             try:
-                contents[index] = {"content": _content(document)}
+                encoded[index] = json.dumps({"content": _content(document)})
             except Exception as error:  # noqa: BLE001 - a document may hold any object
                 ranked.append(PooledAnswer(index, error=f"{type(error).__name__}: {error}"))
-        for scored in self._server.as_finished([score(self._server, body, contents)] if contents else []):
+        for scored in self._server.as_finished([score(self._server, head, encoded)] if encoded else []):
             ranked += scored
         return sorted(ranked, key=lambda document: (document.error is not None, -document.score))
 
@@ -242,18 +242,19 @@ async def send(server: ServerHandle, kind: type[AnswerT], path: str, index: int,
     return kind.of(index, reply.body) if reply.error is None else kind(index, error=reply.error, response=reply.body)
 
 
-async def score(server: ServerHandle, body: Mapping[str, Any], documents: Mapping[int, Any]) -> list[PooledAnswer]:
-    """The scores of documents, by their positions, of one request. If that is refused, each half is sent again: so the
-    error of a document is no other's, and there may be more than fit into a request. Raises ServerError."""
-    reply = await server.post("/v1/score", json.dumps({**body, "documents": [*documents.values()]}).encode())
+async def score(server: ServerHandle, head: str, documents: Mapping[int, str]) -> list[PooledAnswer]:
+    """The scores of documents, by their positions: the answer to one request, the object `head` with them. If that is
+    refused, each half is sent again: so the error of a document is no other's, and there may be more than fit into a
+    request. Raises ServerError."""
+    body = f'{head[:-1]}, "documents": [{", ".join(documents.values())}]}}'
+    reply = await server.post("/v1/score", body.encode())
     if reply.error is None:
-        values = (item["score"] for item in reply.body["data"])
-        usage = reply.body["usage"]
+        values, usage = (item["score"] for item in reply.body["data"]), reply.body["usage"]
         return [PooledAnswer(index, (), value, None, usage) for index, value in zip(documents, values, strict=True)]
     if len(documents) == 1 or reply.status not in REFUSED:
         return [PooledAnswer(index, error=reply.error, response=reply.body) for index in documents]
     items, middle = [*documents.items()], len(documents) // 2
-    return [*await score(server, body, dict(items[:middle])), *await score(server, body, dict(items[middle:]))]
+    return [*await score(server, head, dict(items[:middle])), *await score(server, head, dict(items[middle:]))]
 
 
 def chat_body(prompt: Prompt, fields: Mapping[str, Any]) -> dict[str, Any]:
