@@ -52,13 +52,13 @@ WORK_THREADS = min(32, (os.cpu_count() or 1) + 4)  # as asyncio's own
 
 def run(child: Child) -> None:
     """Main function of an API server's process. Does not return: it ends the process."""
-    init = child.init()
+    init = child.init
     config = init.config
     metrics.engine_restarts.set(init.restarts)
     sizes = config.api_server_count, config.engines, config.tensor_parallel_size
     metrics.parallel_config_info.labels(*sizes).set(1)
     try:
-        front = load(init, int(child.index))
+        front = load(init, int(child.spec.index))
         gc.freeze()  # half a million objects of torch and transformers, which stay: no collector need walk them
         gc.enable()
         uvloop.run(_main(child, init, front))
@@ -125,14 +125,14 @@ def media_loader(config: EngineConfig, index: int, processor: MediaProcessor) ->
 async def _main(child: Child, init: Init, front: ModelFront) -> None:
     asyncio.get_running_loop().set_default_executor(start_thread_pool(WORK_THREADS, "work"))
     arena = transports.make_arena(init.config)
-    make_slots = staging_slots(init.config, int(child.index), len(init.cores))
+    make_slots = staging_slots(init.config, int(child.spec.index), len(init.cores))
     queues, choices = [], []
     for engine in range(len(init.cores)):
         queues.append(TensorIpcSender(child.encoder, [rank for rank in init.ranks if rank.engine == engine], arena))
         choices.append(transports.choose(engine, init.config.mm_tensor_ipc, queues[-1], make_slots))
     # The same context, so the same I/O thread, seen through asyncio.
     context = zmq.asyncio.Context(shadow=child.context)
-    stores: list[WritableMemory | None] = [*map(WritableMemory, child.media_stores)] or [None] * len(init.cores)
+    stores: list[WritableMemory | None] = [*map(WritableMemory, child.spec.media_stores)] or [None] * len(init.cores)
     capacity, max_bytes = init.media_cache.nbytes, init.config.mm_shm_cache_max_object_size_mb << 20
     caches = [CacheAccess(capacity, store, max_bytes) for store in stores]
     engines = EngineClient(context, child.encoder, init.cores, queues, caches)
@@ -140,7 +140,7 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
     child.ready(transports=choices)
     link = SupervisorLink(child, engines)
     background = [asyncio.create_task(link.run()), asyncio.create_task(engines.run())]
-    if child.index == "0" and not init.config.disable_log_stats:
+    if child.spec.index == "0" and not init.config.disable_log_stats:
         background.append(asyncio.create_task(log_stats(engines)))
     serving = asyncio.create_task(_serve(child, init.config, front, link))
     try:
@@ -160,7 +160,7 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
 
 async def _serve(child: Child, config: EngineConfig, front: ModelFront, link: SupervisorLink) -> None:
     limits = await link.started
-    context = AppContext.of(front, config, link.engines, limits, child.incarnation)
+    context = AppContext.of(front, config, link.engines, limits, child.spec.incarnation)
     cache = limits.block_size, limits.num_blocks, config.enable_prefix_caching, config.gpu_memory_utilization
     for engine in range(config.engines):
         metrics.cache_config_info.labels(engine, *cache).set(1)
@@ -181,10 +181,10 @@ async def _serve(child: Child, config: EngineConfig, front: ModelFront, link: Su
         server.should_exit = True
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, stop)  # see ChildProcess.terminate
-    assert child.listen_fd is not None, "an API server is started with a socket"
+    assert child.spec.listen_fd is not None, "an API server is started with a socket"
     draining = asyncio.create_task(drain())
     try:
-        await server.serve(sockets=[socket.socket(fileno=child.listen_fd)])
+        await server.serve(sockets=[socket.socket(fileno=child.spec.listen_fd)])
     finally:
         draining.cancel()
 

@@ -14,9 +14,12 @@ import math
 import os
 import resource
 import signal
+import tempfile
 import termios
 import time
 from typing import NoReturn
+
+from setproctitle import getproctitle
 
 from mini_engine.config import EngineConfig
 from mini_engine.failpoints import reach_failpoint
@@ -36,6 +39,7 @@ from mini_engine.launch.child_processes import (
 from mini_engine.launch.listeners import bind_listeners, leave_port, url_of
 from mini_engine.launch.memory_plan import settle_memory
 from mini_engine.launch.parallelism import choose_parallelism
+from mini_engine.launch.process_setup import module_paths
 from mini_engine.launch.server_generation import ServerGeneration
 from mini_engine.messages import Drain, Refused
 from mini_engine.transport import sockets
@@ -55,6 +59,7 @@ def run_server(config: EngineConfig) -> int:
     ConfigError: a setting that cannot work here; no process was started."""
     while os.open(os.devnull, os.O_RDWR) < 3:  # in place of stdin, stdout and stderr, where they are closed
         pass
+    getproctitle()  # for the titles of children: it finds their place by the environment, which changes below
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
@@ -79,6 +84,9 @@ def run_server(config: EngineConfig) -> int:
         if config.debug and os.isatty(0):  # a debugger that is killed leaves it without echo
             stack.callback(termios.tcsetattr, 0, termios.TCSADRAIN, termios.tcgetattr(0))
         runtime_dir = stack.enter_context(host.runtime_directory())
+        # What libraries leave in TMPDIR, here and in the children, is removed. Decoders find modules as this does.
+        os.environ |= {**module_paths(), "TMPDIR": tempfile.mkdtemp(prefix="tmp-", dir=runtime_dir)}
+        tempfile.tempdir = None
         reach_failpoint("creating-processes")
         processes = ProcessGroup(config, runtime_dir, stop_signals)
         if config.uds is None and config.host in ("0.0.0.0", "::") and not config.api_key:
@@ -141,7 +149,8 @@ class Supervisor:
     def _start(self) -> None:
         begun = time.monotonic()
         try:
-            self.generation.start()
+            for _ in self.generation.start():
+                self.poll(0)
         except OSError as error:
             raise GenerationOver(f"a process cannot be started: {error}") from None
         while any(child.state is not ChildState.SERVING for child in self.generation.children):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import msgspec
 
 from mini_engine.messages.handshake import (
-    Drain, EngineLimits, Hello, Init, MediaCachePlan, PeerGone, RankAddress, Ready, Refused,
+    Drain, EngineLimits, Init, MediaCachePlan, PeerGone, RankAddress, Ready, Refused,
     Role, Serving, Start, TransportChoice,
 )  # fmt: skip
 from mini_engine.messages.names import BindName, NamedMedia, NamesResolved, ResolveNames
@@ -43,7 +43,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 
 AnyMessage = (
-    Hello | Init | Ready | Refused | Start | Serving | Drain | PeerGone
+    Ready | Refused | Start | Serving | Drain | PeerGone
     | NewRequest | Finish | Outputs | MediaMiss | MediaNeeded | ControlRequest | ControlReply
     | Lookup | Found | Reserve | Reserved | Written | Abandoned | Unreserve | ResolveNames | NamesResolved | BindName
     | Step | StepResult | WorkerReady | MediaReady | MediaFailed | GrammarReady
