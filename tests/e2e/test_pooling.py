@@ -177,18 +177,16 @@ def test_a_thousand_images_are_embedded_as_fast_as_a_token_is_generated() -> Non
     """By the bundled model, for the same prompts, each image new to the server. The best of three runs counts, and as
     fast means within a tenth, by which single runs differ."""
     urls = [image_url(videos.render_image(5 * 10**9 + number)) for number in range(1000)]
+    contents = [[{"type": "image_url", "image_url": {"url": url}}] for url in urls]
+    messages = [[{"role": "system", "content": EMBED}, {"role": "user", "content": content}] for content in contents]
     generating, pooling = RunningServer("--runner", "generate"), RunningServer("--runner", "pooling")
     with generating as generator, pooling as embedder, ThreadPoolExecutor(16) as pool:
 
         def seconds(server: RunningServer, path: str, **fields: Any) -> float:
-            def ask(url: str) -> None:
-                user = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
-                body = {"messages": [{"role": "system", "content": EMBED}, user], **fields}
-                server.client.post(path, body=body, cast_to=object)
-
+            bodies = [{"messages": conversation, **fields} for conversation in messages]
             assert server.get("/reset_caches", method="POST").status == 200
             begun = time.monotonic()
-            list(pool.map(ask, urls))
+            list(pool.map(lambda body: server.client.post(path, body=body, cast_to=object), bodies))
             return time.monotonic() - begun
 
         chat, embed = (generator, "/chat/completions"), (embedder, "/embeddings")
