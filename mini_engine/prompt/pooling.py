@@ -7,6 +7,7 @@ last token; the score is the probability of "yes" against "no" as the next token
 
 from __future__ import annotations
 
+import itertools
 import json
 import unicodedata
 from collections.abc import Iterator
@@ -87,7 +88,7 @@ def embedding_prompts(body: EmbeddingRequest | RankingRequest) -> InputPrompts:
     if isinstance(body, RankingRequest):
         sides = zip(("queries", "documents"), (_system(body.instruction), _system(None)), body.sides, strict=True)
         return {
-            f"{name}[{number}]": body.chat([system, _user(_filled(content))])
+            f"{name}[{number}]": body.chat([system, _user(content)])
             for name, system, side in sides
             for number, content in enumerate(side)
         }
@@ -104,9 +105,9 @@ def ranking_prompts(body: RankingRequest) -> InputPrompts:
     """The conversation about each document and its query. The document is last, so that the others are a prefix which
     all of a query share."""
     (queries, documents), system = body.sides, ChatMessage(role="system", content=JUDGE)
-    head, between = _text(f"<Instruct>: {body.instruction or RANK}<Query>:"), _text("\n<Document>:")
+    head, between = f"<Instruct>: {body.instruction or RANK}<Query>:", "\n<Document>:"
     return {
-        f"documents[{number}]": body.chat([system, _user([head, *_filled(query), between, *_filled(document)])])
+        f"documents[{number}]": body.chat([system, _user(head, query, between, document)])
         for number, (query, document) in enumerate(paired(queries, documents))
     }
 
@@ -122,16 +123,11 @@ def _system(instruction: str | None) -> ChatMessage:
     return ChatMessage(role="system", content=instruction if ends else f"{instruction}.")
 
 
-def _user(content: str | Content) -> ChatMessage:
-    return ChatMessage(role="user", content=content)
-
-
-def _text(text: str) -> Part:
-    return Part(type="text", text=text)
-
-
-def _filled(content: Content) -> Content:
-    return [_text(NOTHING)] if all(part.text == "" for part in content) else content
+def _user(*contents: str | Content) -> ChatMessage:
+    """A message of texts, and of contents, in the place of which there is `NOTHING` if they are empty."""
+    texts = (NOTHING if isinstance(each, list) and all(part.text == "" for part in each) else each for each in contents)
+    parts = ([Part(type="text", text=each)] if isinstance(each, str) else each for each in texts)
+    return ChatMessage(role="user", content=[*itertools.chain(*parts)])
 
 
 # --- what the engine returns ------------------------------------------------------------------------------------------
