@@ -78,6 +78,9 @@ class RequestMiddleware:
         self._config = context.config
         self._access = Access(context.config)
         self._requests = requests
+        for path, (_, kind) in ENGINE_PATHS.items():
+            for status in ("2xx", "4xx", "5xx") if kind == context.task.kind else ():
+                http_requests_total.labels(path, "POST", status)  # at 0: `rate` does not see a first sample above it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["root_path"] = self._config.root_path
@@ -98,8 +101,10 @@ class RequestMiddleware:
         """Raises ApiError for a request that is not accepted."""
         if key_number := self._access.check(exchange.path, exchange.headers):
             exchange.caller["key_number"] = key_number
-        if self._requests.draining and exchange.path not in ("/live", "/metrics"):
-            raise shutting_down()
+        if exchange.path not in ("/live", "/metrics"):
+            exchange.scope["state"]["connection"].check()
+            if self._requests.draining:
+                raise shutting_down()
         if exchange.path not in UNCOUNTED_PATHS:
             self._requests.add(exchange)
         if exchange.path in ENGINE_PATHS:  # before the body is received

@@ -106,13 +106,10 @@ class ServerGeneration:
                 if limits is not None:
                     self.limits.append(limits)
                 self.transports = self.transports or transports
-                self._release_api_servers()
+                self.release_api_servers()
             case Serving():
                 self.early_deaths = 0
                 child.advance(ChildState.SERVING)
-                for old in self.processes.api_servers():  # which has answered 503 in this place
-                    if old.generation < self.number and old.spec.index == child.spec.index:
-                        old.terminate()
                 if self.announced:
                     logger.info("%s: replacement ready", child.title)
 
@@ -131,15 +128,19 @@ class ServerGeneration:
             restarts=self.number - 1,
         )
 
-    def _release_api_servers(self) -> None:
-        """Let API servers accept connections once every engine can take requests."""
+    def release_api_servers(self) -> None:
+        """Let API servers accept connections once every engine can take requests, and those of earlier generations,
+        which answer 503 at the same sockets, are gone: a client that has got a 200 from `/health` gets no 503 then."""
         children = self.children
-        engines = [child for child in children if child.spec.role != "api"]
-        if any(child.state not in (ChildState.READY, ChildState.SERVING) for child in engines):
+        earlier = [server for server in self.processes.api_servers() if server.generation < self.number]
+        needed = [child for child in children if child.spec.role != "api" or earlier]
+        if not self.limits or any(child.state not in (ChildState.READY, ChildState.SERVING) for child in needed):
             return
-        for child in engines:
-            child.advance(ChildState.SERVING)
-        for child in children:
-            if child.state is ChildState.READY:  # an API server
+        for server in earlier:
+            server.terminate()
+        for child in children if not earlier else ():
+            if child.spec.role != "api":
+                child.advance(ChildState.SERVING)
+            elif child.state is ChildState.READY:
                 child.advance(ChildState.STARTED)
                 self.processes.send(child, Start(min(self.limits, key=lambda limits: limits.max_model_len)))

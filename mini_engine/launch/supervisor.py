@@ -17,11 +17,12 @@ import signal
 import tempfile
 import termios
 import time
+from functools import partial
 from typing import NoReturn
 
 from setproctitle import getproctitle
 
-from mini_engine.config import EngineConfig
+from mini_engine.config import EngineConfig, results
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.free_memory import available_memory
 from mini_engine.launch import host
@@ -64,14 +65,13 @@ def run_server(config: EngineConfig) -> int:
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     reach_failpoint("resolving-model")
-    host.check_device(config)
+    results((partial(host.check_device, config), partial(host.check_tls, config)))
     model_dir = host.resolve_model(config)
     model = host.check_model(model_dir, config)
     parallelism = choose_parallelism(config, model, os.environ.get("OMP_NUM_THREADS", ""))
     config = parallelism.settle(config)
     media_cache = host.plan_media_cache(config)
     config, memory = settle_memory(config, model, media_cache, available_memory())
-    host.check_tls(config)
     # Of the workers. How threads wait for each other is left to OpenMP, which keeps them awake for a while: on two
     # cores GOMP_SPINCOUNT=0 and 1000 made tokens up to 1.9 times as slow, 10000 made no clear difference.
     os.environ["OMP_NUM_THREADS"] = str(parallelism.threads)
@@ -208,7 +208,9 @@ class Supervisor:
             case Gone(child=child, text=text) if child.generation == self.generation.number:
                 self._on_death(child, text)
             case Gone(child=child) if child.spec.role == "api":  # it answered 503
-                self._leave_port(int(child.spec.index))
+                if child.state is not ChildState.STOPPING:  # else its connections are queued for its successor
+                    self._leave_port(int(child.spec.index))
+                self.generation.release_api_servers()
 
     def _on_death(self, child: ChildProcess, text: str) -> None:
         if child.spec.role != "api" or not self.generation.announced:

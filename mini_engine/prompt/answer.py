@@ -251,8 +251,7 @@ class Answer:
     def _end(self, reason: FinishReason | None) -> None:
         for sample in self.samples.values():
             self._finish(sample, "abort")
-        times = None if reason in ("abort", "error", None) else self.samples[self.request_id].times
-        self.clock.end(reason, times)
+        self.clock.end(reason, self.samples[self.request_id].times)
         request_id, tokens = self.request_id, self.completion_tokens
         logger.debug("%s finished: %s, %d tokens", request_id, reason, tokens, extra=about(request_id))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -13,11 +14,11 @@ import pytest
 
 from mini_engine.config import EngineConfig
 from mini_engine.launch import child_processes, supervisor
-from mini_engine.launch.child_processes import TURNS, ChildProcess, ChildState, ProcessGroup
+from mini_engine.launch.child_processes import TURNS, ChildMessage, ChildProcess, ChildState, ProcessGroup
 from mini_engine.launch.listeners import bind_listeners
 from mini_engine.launch.server_generation import ServerGeneration
 from mini_engine.launch.supervisor import API_RESTARTS_IN_A_ROW, GenerationOver, Stop, Supervisor
-from mini_engine.messages import Init, MediaCachePlan, Role
+from mini_engine.messages import EngineLimits, Init, MediaCachePlan, Ready, Role
 from tests.support.processes import eventually
 
 
@@ -169,6 +170,25 @@ def test_an_api_server_that_dies_before_it_serves_again_and_again_ends_the_serve
     assert stop.value.status == 1 and "was killed: it hung" in caplog.text
     assert caplog.text.count("died: exit status 0") == API_RESTARTS_IN_A_ROW
     assert f"so did the {API_RESTARTS_IN_A_ROW - 1} before it" in stop.value.last_line
+
+
+def test_api_servers_accept_once_those_that_answer_503_are_gone(server, processes):
+    """Else a client that has got a 200 from one might get a 503 from the other. Meanwhile connections are queued."""
+    server.generation.serving_since = math.inf  # it starts
+    server.listeners[0].listen()
+    places = ("api", 1), ("core", 2), ("api", 2)
+    earlier, core, api = (start(processes, role, "0.sleeps", generation) for role, generation in places)
+    earlier.advance(ChildState.SERVING)
+    with socket.create_connection(server.listeners[0].getsockname()) as client:
+        for child, limits in ((core, EngineLimits(1, 1, 1, 1)), (api, None)):
+            assert earlier.state is ChildState.SERVING
+            server.generation.receive(ChildMessage(child, Ready(limits)))
+        assert earlier.state is ChildState.STOPPING and api.state is ChildState.READY
+        server.poll()
+        assert processes.children == [core, api] and api.state is ChildState.STARTED
+        client.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            client.recv(1)
 
 
 def test_restarts_have_a_limit_and_pauses_that_double(server, monkeypatch, caplog):
