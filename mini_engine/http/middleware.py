@@ -78,8 +78,8 @@ class RequestMiddleware:
         self._config = context.config
         self._access = Access(context.config)
         self._requests = requests
-        for path, (_, kind) in ENGINE_PATHS.items():
-            for status in ("2xx", "4xx", "5xx") if kind == context.task.kind else ():
+        for path, (_, *kinds) in ENGINE_PATHS.items():
+            for status in ("2xx", "4xx", "5xx") if context.task.kind in kinds else ():
                 http_requests_total.labels(path, "POST", status)  # at 0: `rate` does not see a first sample above it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
