@@ -24,6 +24,7 @@ from mini_engine.launch.cli import settle
 
 ROOT_FLAG = "--allowed-local-media-path=/"
 CHAT = "/v1/chat/completions"
+REFUSED = (400, 404, 413)  # which a document may be the cause of
 
 Prompt = Any  # see `LLM`
 
@@ -101,15 +102,14 @@ class PooledAnswer:
     vector: Sequence[float] = ()  # the embedding of an input: float32, of length 1; also for `numpy.asarray`
     score: float = 0.0  # of a document: how well it answers the query, at most 1
     error: str | None = None  # why there is neither
-    usage: Mapping[str, Any] = field(default_factory=dict)
+    usage: Mapping[str, Any] = field(default_factory=dict)  # of all documents of a request
     response: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, index: int, body: Mapping[str, Any]) -> "PooledAnswer":
-        """That in a response about one of them, an embedding in base64."""
-        item = body["data"][0]
-        vector = array.array("f", base64.b64decode(item.get("embedding", "")))
-        return cls(index, vector, item.get("score", 0.0), None, body["usage"], body)
+        """That in a response with one embedding, in base64."""
+        vector = array.array("f", base64.b64decode(body["data"][0]["embedding"]))
+        return cls(index, vector, 0.0, None, body["usage"], body)
 
 
 AnswerT = TypeVar("AnswerT", ChatAnswer, PooledAnswer)
@@ -176,17 +176,20 @@ class LLM:
         prompts = prompts_of(inputs)
         return self._all(self._stream(PooledAnswer, "/v1/embeddings", prompts, body), len(prompts), use_tqdm)
 
-    def rank(
-        self, query: Prompt, documents: Sequence[Prompt], *, use_tqdm: bool = True, **fields: Any
-    ) -> list[PooledAnswer]:
+    def rank(self, query: Prompt, documents: Sequence[Prompt], **fields: Any) -> list[PooledAnswer]:
         """Documents by how well they answer a query, the best first and those with an error last; with the option
-        `convert="classify"`. Query and documents are texts, or lists of texts, `Image` and `Video`. Fields are those
-        of a score request, such as `instruction`. Raises ServerError."""
-
-        def body(document: Prompt) -> dict[str, Any]:
-            return {"queries": {"content": _content(query)}, "documents": {"content": _content(document)}, **fields}
-
-        ranked = self._all(self._stream(PooledAnswer, "/v1/score", documents, body), len(documents), use_tqdm)
+        `convert="classify"`, or `"embed"` for cosines. Query and documents are texts, or lists of texts, `Image` and
+        `Video`. Fields are those of a score request, such as `instruction`. Raises ServerError, and what `Media.part`
+        raises for the query."""
+        head = json.dumps({"queries": {"content": _content(query)}, **fields})
+        encoded, ranked = dict[int, str](), list[PooledAnswer]()
+        for index, document in enumerate(documents):
+            try:
+                encoded[index] = json.dumps({"content": _content(document)})
+            except Exception as error:  # noqa: BLE001 - a document may hold any object
+                ranked.append(PooledAnswer(index, error=f"{type(error).__name__}: {error}"))
+        for scored in self._server.as_finished([score(self._server, head, encoded)] if encoded else []):
+            ranked += scored
         return sorted(ranked, key=lambda document: (document.error is not None, -document.score))
 
     def _stream(
@@ -236,6 +239,21 @@ async def send(server: ServerHandle, kind: type[AnswerT], path: str, index: int,
     """The answer to a request. Raises ServerError."""
     reply = await server.post(path, body)
     return kind.of(index, reply.body) if reply.error is None else kind(index, error=reply.error, response=reply.body)
+
+
+async def score(server: ServerHandle, head: str, documents: Mapping[int, str]) -> list[PooledAnswer]:
+    """The scores of documents, by their positions: the answer to one request, the object `head` with them. If that is
+    refused, each half is sent again: so the error of a document is no other's, and there may be more than fit into a
+    request. Raises ServerError."""
+    body = f'{head[:-1]}, "documents": [{", ".join(documents.values())}]}}'
+    reply = await server.post("/v1/score", body.encode())
+    if reply.error is None:
+        values, usage = (item["score"] for item in reply.body["data"]), reply.body["usage"]
+        return [PooledAnswer(index, (), value, None, usage) for index, value in zip(documents, values, strict=True)]
+    if len(documents) == 1 or reply.status not in REFUSED:
+        return [PooledAnswer(index, error=reply.error, response=reply.body) for index in documents]
+    items, middle = [*documents.items()], len(documents) // 2
+    return [*await score(server, head, dict(items[:middle])), *await score(server, head, dict(items[middle:]))]
 
 
 def chat_body(prompt: Prompt, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,13 +30,13 @@ from mini_engine.protocol.request_clock import RequestClock
 logger = logging.getLogger(__name__)
 
 UNCOUNTED_PATHS = (*OPEN_PATHS, "/metrics")  # a drain does not wait for them
-# What engines answer: the prefix of the requests' ids, and the task of servers that have it.
-ENGINE_PATHS: dict[str, tuple[str, TaskKind]] = {
+# What engines answer: the prefix of the requests' ids, and the tasks of servers that have it.
+ENGINE_PATHS: dict[str, tuple[str, *tuple[TaskKind, ...]]] = {
     "/v1/chat/completions": ("chatcmpl", "generate"),
     "/v1/completions": ("cmpl", "generate"),
     "/v1/embeddings": ("embd", "embed"),
-    **dict.fromkeys(("/v1/rerank", "/rerank"), ("rerank", "classify")),
-    **dict.fromkeys(("/v1/score", "/score"), ("score", "classify")),
+    **dict.fromkeys(("/v1/rerank", "/rerank"), ("rerank", "embed", "classify")),
+    **dict.fromkeys(("/v1/score", "/score"), ("score", "embed", "classify")),
 }
 COUNTED_METHODS = ("GET", "POST", "HEAD", "OPTIONS")  # by their names; clients may invent others
 
@@ -76,8 +76,8 @@ class RequestMiddleware:
         self._context = context
         self._access = Access(context.config)
         self._requests = requests
-        for path, (_, kind) in ENGINE_PATHS.items():
-            for status in ("2xx", "4xx", "5xx") if kind == context.task.kind else ():
+        for path, (_, *kinds) in ENGINE_PATHS.items():
+            for status in ("2xx", "4xx", "5xx") if context.task.kind in kinds else ():
                 http_requests_total.labels(path, "POST", status)  # at 0: `rate` does not see a first sample above it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,9 +114,10 @@ class RequestMiddleware:
 
     def _check_task(self, path: str) -> None:
         """Raises ApiError: 404 for what servers with other flags answer."""
-        kind, own = ENGINE_PATHS[path][1], self._context.task.kind
-        if kind != own:
-            text = f"{path} needs {FLAGS[kind]}; this server runs as with {FLAGS[own]}."
+        _, *kinds = ENGINE_PATHS[path]
+        if (own := self._context.task.kind) not in kinds:
+            needed = " or ".join(FLAGS[kind] for kind in kinds)
+            text = f"{path} needs {needed}; this server runs as with {FLAGS[own]}."
             raise ApiError(404, text, code="unknown_url")
 
 

@@ -56,6 +56,19 @@ class Content:
     frames: sources.Frames | None = None  # `data` are the images of a video, one after another
 
 
+class FetchedUrl(str):
+    """Stands in a part for the URL of an item that was fetched before, as `content`."""
+
+    content: Content
+
+    @classmethod
+    def of(cls, modality: Modality, content: Content) -> FetchedUrl:
+        """For all else it is a `data:` URL without data."""
+        url = cls(f"data:{modality}/{'jpeg' if content.frames else ''};base64,")
+        url.content = content
+        return url
+
+
 @dataclass(frozen=True, eq=False)
 class FetchedItem:
     """An item's content and settings, and their 16-byte hash: equal hashes mean equal patches."""
@@ -216,6 +229,8 @@ class MediaLoader:
         url, policy, name, times = ref.url, self.policy, ref.name, settings[0].timestamps
         if ref.named is not None:
             content = Content(ref.named.digest, "", None)
+        elif isinstance(url, FetchedUrl):
+            content = url.content
         elif ref.modality == "video" and sources.has_frames(url):
             sampling = settings[0].sampling
             data, frames = sources.fetch_frames(url, policy, self.decoders.limits, sampling, name, times)

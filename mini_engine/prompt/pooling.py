@@ -7,11 +7,13 @@ last token; the score is the probability of "yes" against "no" as the next token
 
 from __future__ import annotations
 
+import itertools
 import json
 import unicodedata
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -21,6 +23,7 @@ from mini_engine.protocol.bodies import ChatMessage, ChatRequest
 from mini_engine.protocol.parts import Part
 from mini_engine.protocol.pooling_bodies import Content, EmbeddingRequest, RankingRequest
 
+T = TypeVar("T")
 TaskKind = Literal["generate", "embed", "classify"]
 FLAGS: dict[TaskKind, str] = {
     "generate": "--runner generate",
@@ -77,36 +80,54 @@ def _modules(path: Path) -> list[str] | None:
 
 # --- prompts ----------------------------------------------------------------------------------------------------------
 
+InputPrompts = dict[str, ChatRequest | list[int]]  # a conversation or token ids, by what errors call the input
 
-def embedding_prompts(body: EmbeddingRequest) -> list[ChatRequest | list[int]]:
-    """The conversations of the inputs, or the token ids that are inputs themselves, in order."""
-    instruction = (body.instruction or EMBED).strip()
-    if not unicodedata.category(instruction[-1:] or ".").startswith("P"):
-        instruction += "."
-    system = ChatMessage(role="system", content=instruction)
+
+def embedding_prompts(body: EmbeddingRequest | RankingRequest) -> InputPrompts:
+    """Those of the inputs; or of all queries, then of all documents, which have no instruction of the request."""
+    if isinstance(body, RankingRequest):
+        sides = zip(("queries", "documents"), (_system(body.instruction), _system(None)), body.sides, strict=True)
+        return {
+            f"{name}[{number}]": body.chat([system, _user(content)])
+            for name, system, side in sides
+            for number, content in enumerate(side)
+        }
+    system = _system(body.instruction)
     if body.messages is not None:
-        return [body.chat(*[system] * (not body.has_system_message), *body.messages)]
-    return [
-        item if isinstance(item, list) else body.chat(system, ChatMessage(role="user", content=item or NOTHING))
-        for item in body.inputs
-    ]
+        return {"messages": body.chat([*[system] * (not body.has_system_message), *body.messages])}
+    return {
+        f"input[{number}]": item if isinstance(item, list) else body.chat([system, _user(item or NOTHING)])
+        for number, item in enumerate(body.inputs)
+    }
 
 
-def ranking_prompts(body: RankingRequest) -> list[ChatRequest]:
-    """The conversation about each query and its document, in order. The document is last, so that the others are a
-    prefix which all of a query share."""
-    system = ChatMessage(role="system", content=JUDGE)
-    return [body.chat(system, _question(body.instruction or RANK, *pair)) for pair in body.pairs]
+def ranking_prompts(body: RankingRequest) -> InputPrompts:
+    """The conversation about each document and its query. The document is last, so that the others are a prefix which
+    all of a query share."""
+    (queries, documents), system = body.sides, ChatMessage(role="system", content=JUDGE)
+    head, between = f"<Instruct>: {body.instruction or RANK}<Query>:", "\n<Document>:"
+    return {
+        f"documents[{number}]": body.chat([system, _user(head, query, between, document)])
+        for number, (query, document) in enumerate(paired(queries, documents))
+    }
 
 
-def _question(instruction: str, query: Content, document: Content) -> ChatMessage:
-    head, between, nothing = (
-        Part(type="text", text=text) for text in (f"<Instruct>: {instruction}<Query>:", "\n<Document>:", NOTHING)
-    )
-    query, document = (
-        [nothing] if all(part.text == "" for part in content) else content for content in (query, document)
-    )
-    return ChatMessage(role="user", content=[head, *query, between, *document])
+def paired(queries: list[T], documents: list[T]) -> Iterator[tuple[T, T]]:
+    """Each document after its query, of which there may be one for all."""
+    return zip(queries * (len(documents) if len(queries) == 1 else 1), documents, strict=True)
+
+
+def _system(instruction: str | None) -> ChatMessage:
+    instruction = (instruction or EMBED).strip()
+    ends = unicodedata.category(instruction[-1:] or ".").startswith("P")
+    return ChatMessage(role="system", content=instruction if ends else f"{instruction}.")
+
+
+def _user(*contents: str | Content) -> ChatMessage:
+    """A message of texts, and of contents, in the place of which there is `NOTHING` if they are empty."""
+    texts = (NOTHING if isinstance(each, list) and all(part.text == "" for part in each) else each for each in contents)
+    parts = ([Part(type="text", text=each)] if isinstance(each, str) else each for each in texts)
+    return ChatMessage(role="user", content=[*itertools.chain(*parts)])
 
 
 # --- what the engine returns ------------------------------------------------------------------------------------------

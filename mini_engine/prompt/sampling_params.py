@@ -116,10 +116,18 @@ class SamplingResolver:
         media: Sequence[MediaItem] = (),
         *,
         client: bytes = b"",
+        pooling: PoolingParams | None = None,
     ) -> NewRequest:
-        """The engine's form of `request`, with its expanded prompt. Raises ApiError: 400 as `resolve`, or if the prompt
-        has a token that the tokenizer has, but not the model."""
+        """The engine's form of `request`, with its expanded prompt; or of a request for what `pooling` says of that.
+        Raises ApiError: 400 as `resolve`, or if the prompt has a token that the tokenizer has, but not the model."""
         self.check_tokens(request.prompt_field, token_ids)
+        priority, salt = request.priority or 0, request.cache_salt or ""
+        new = NewRequest(
+            request_id, token_ids, media=[*media], client=client, priority=priority, cache_salt=salt, pooling=pooling
+        )
+        if pooling is not None:
+            self.max_tokens(request, len(token_ids), least=0)
+            return new
         sampling, grammar = self.resolve(request, len(token_ids)), request.grammar
         if grammar:
             shared_by = msgspec.msgpack.encode((client, request.cache_salt, grammar))
@@ -127,45 +135,14 @@ class SamplingResolver:
         # Sample i has the seed plus i: the ranks mix a seed before they use it, so neighbours have nothing in common.
         seeds = [(sampling.seed + index) % 2**63 for index in range(1, request.num_choices)]
         children = [ChildRequest(f"{request_id}-{index}", seed) for index, seed in enumerate(seeds, 1)]
-        return NewRequest(
-            request_id,
-            token_ids,
-            sampling,
-            list(media),
-            client,
-            priority=request.priority or 0,
-            cache_salt=request.cache_salt or "",
-            children=children,
-            grammar=grammar,
-        )
+        return msgspec.structs.replace(new, sampling=sampling, children=children, grammar=grammar)
 
-    def pooled_request(
-        self,
-        request: GenerationRequest,
-        request_id: str,
-        token_ids: list[int],
-        media: Sequence[MediaItem],
-        pooling: PoolingParams,
-        client: bytes,
-    ) -> NewRequest:
-        """Likewise of a request for what `pooling` says of its prompt's last token. Raises ApiError, a 400: the prompt
-        is too long, or has a token that the model has not."""
-        self.check_tokens("input", token_ids)
-        if len(token_ids) > self.max_model_len:
-            problem = f"{len(token_ids)} tokens, images and videos included, more than --max-model-len"
-            text = f"The input has {problem}, {self.max_model_len}. Send a shorter one."
-            raise bad_request(text, "input", "context_length_exceeded")
-        priority, salt = request.priority or 0, request.cache_salt or ""
-        return NewRequest(
-            request_id, token_ids, media=[*media], client=client, priority=priority, cache_salt=salt, pooling=pooling
-        )
-
-    def max_tokens(self, request: GenerationRequest, prompt_tokens: int) -> int:
-        """The maximum of tokens of each choice. Raises ApiError, a 400: the prompt leaves no room for one."""
+    def max_tokens(self, request: GenerationRequest, prompt_tokens: int, least: int = 1) -> int:
+        """The maximum of tokens of each choice. Raises ApiError, a 400: the prompt leaves no room for the `least`."""
         room = self.max_model_len - prompt_tokens
-        if room < 1:
+        if room < least:
             text = (
-                f"The prompt has {prompt_tokens} tokens, images and videos included; with at least one output token "
+                f"The prompt has {prompt_tokens} tokens, images and videos included; with at least {least} of output "
                 f"it exceeds --max-model-len, {self.max_model_len}. Send a shorter prompt."
             )
             raise bad_request(text, request.prompt_field, "context_length_exceeded")

@@ -59,6 +59,11 @@ class Body(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         """Those of all messages."""
         return (part for message in getattr(self, "messages", None) or () for part in message.parts)
 
+    def chat(self, messages: Sequence["ChatMessage"]) -> "ChatRequest":
+        """A chat request with these messages, and all else that this request says of prompt, media and priority."""
+        names = set(self.__struct_fields__).intersection(ChatRequest.__struct_fields__)
+        return ChatRequest(**{name: getattr(self, name) for name in names} | {"messages": [*messages]})
+
     def check(self) -> None:
         """Raises ApiError, a 400, for an unsupported field, and for fields that exclude each other."""
         for name, neutral in _unsupported(type(self)).items():
@@ -400,12 +405,6 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-
-    @property
-    def chat(self) -> ChatRequest:
-        """A chat request with these messages, and all that decides how many tokens they have."""
-        names = set(self.__struct_fields__).intersection(ChatRequest.__struct_fields__)
-        return ChatRequest(**{name: getattr(self, name) for name in names})
 
     def check(self) -> None:
         super().check()

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from mini_engine.messages import Modality, NamedMedia
-from mini_engine.protocol.body_split import URL_FIELDS, DataUrl
+from mini_engine.protocol.body_split import URL_FIELDS
 
 Count = Annotated[int, Meta(ge=1, le=10**9)]
 Rate = Annotated[float, Meta(gt=0, le=1e9)]
@@ -110,8 +110,8 @@ class Part(PartSettings, frozen=True, kw_only=True):
             allowed = f"`{'` or `'.join(sources)}`, and no other of these{alone}"
             raise ValueError(f"a part of the type {self.type} has {allowed}")
 
-    def fill_in(self, urls: dict[str, DataUrl]) -> None:
-        """Take the whole URL from `urls`, and put it in the place of the one that stands for it; see `SplitBody`."""
+    def fill_in(self, urls: dict[str, Any]) -> None:
+        """Take the URL from `urls`, and put it in the place of the one that stands for it; see `SplitBody`."""
         for name in _SOURCE_NAMES[1:]:
             source = getattr(self, name)
             owner, inner = (self, name) if isinstance(source, str) else (source, "file_data" if self.file else "url")

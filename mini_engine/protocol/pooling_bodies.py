@@ -11,8 +11,6 @@ from mini_engine.protocol.bodies import (
     IGNORED,
     MAX_PARTS,
     Body,
-    ChatMessage,
-    ChatRequest,
     Ignored,
     Int32,
     MediaIOKwargs,
@@ -30,8 +28,6 @@ MAX_INPUTS = 2048  # OpenAI's limit on `input`
 class PoolingRequest(Body, kw_only=True, frozen=True):
     """The fields of every request for embeddings or scores."""
 
-    inputs_field: ClassVar[str] = "input"
-
     instruction: Annotated[str, Meta(min_length=1)] | None = None  # what is compared, and for what
     priority: Int32 | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
@@ -41,14 +37,9 @@ class PoolingRequest(Body, kw_only=True, frozen=True):
     add_special_tokens: bool | None = None  # those that the model's tokenizer puts after a text
     user: Ignored = IGNORED
 
-    def chat(self, *messages: ChatMessage) -> ChatRequest:
-        """A chat request with these messages, and what this one says of media, cache and turn."""
-        names = {*self.__struct_fields__}.intersection(ChatRequest.__struct_fields__)
-        return ChatRequest(**{name: getattr(self, name) for name in names} | {"messages": [*messages]})
-
     def check(self) -> None:
         super().check()
-        check_structure((), self.chat_template_kwargs)
+        check_structure(getattr(self, "messages", None) or (), self.chat_template_kwargs)
 
 
 class EmbeddingRequest(PoolingRequest, kw_only=True, frozen=True):
@@ -73,7 +64,6 @@ class EmbeddingRequest(PoolingRequest, kw_only=True, frozen=True):
 
     def check(self) -> None:
         super().check()
-        check_structure(self.messages or (), None)
         if (self.input is None) == (self.messages is None):
             raise bad_request("Send either 'input' or 'messages'.", "input", "missing_required_parameter")
         if len(self.inputs) > MAX_INPUTS:
@@ -92,46 +82,39 @@ class RankingItem(Struct, frozen=True, forbid_unknown_fields=True):
         if (self.text is None) == (self.content is None):
             raise ValueError("it has either `text` or `content`")
 
-    @property
-    def parts(self) -> list[Part]:
-        if isinstance(self.content, list):
-            return self.content
-        return [Part(type="text", text=self.content if self.text is None else self.text)]
 
-
-Items = str | RankingItem | Annotated[list[str | RankingItem], Meta(min_length=1)]
+Item = str | RankingItem
+Items = Item | Annotated[list[Item], Meta(min_length=1)]
 Content = list[Part]  # of a query or a document
 
 
-def contents_of(*items: Items | None) -> list[Content]:
-    """The parts of each query or document, of the first of the fields that is not None."""
-    given: Any = next((field for field in items if field is not None), [])
-    listed = given if isinstance(given, list) else [given]
-    return [[Part(type="text", text=item)] if isinstance(item, str) else item.parts for item in listed]
+def _content(item: Item) -> Content:
+    content = (item.content or item.text or "") if isinstance(item, RankingItem) else item
+    return content if isinstance(content, list) else [Part(type="text", text=content)]
 
 
 class RankingRequest(PoolingRequest, kw_only=True, frozen=True):
     """The fields of requests for scores of documents."""
 
-    inputs_field = "documents"
+    # The fields of queries, and of documents; a request has one of each.
+    side_names: ClassVar[tuple[tuple[str, ...], tuple[str, ...]]] = (("query",), ("documents",))
 
     @property
-    def sides(self) -> tuple[list[Content], list[Content]]:
+    def sides(self) -> list[list[Content]]:
         """The queries, and the documents."""
-        raise NotImplementedError
+        given = [next(filter(None, (getattr(self, name) for name in names)), "") for names in self.side_names]
+        return [[_content(item) for item in (side if isinstance(side, list) else [side])] for side in given]
 
     @property
     def parts(self) -> Iterator[Part]:
         return (part for contents in self.sides for content in contents for part in content)
 
-    @property
-    def pairs(self) -> list[tuple[Content, Content]]:
-        """Each document with its query."""
-        queries, documents = self.sides
-        return list(zip(queries * (len(documents) if len(queries) == 1 else 1), documents, strict=True))
-
     def check(self) -> None:
         super().check()
+        for names in self.side_names:
+            if sum(getattr(self, name) is not None for name in names) != 1:
+                text = f"Send either '{names[0]}' or '{names[-1]}'."
+                raise bad_request(text, names[0], "missing_required_parameter")
         num_queries, num_documents = map(len, self.sides)
         if num_queries not in (1, num_documents) or num_documents > MAX_INPUTS:
             remedy = f"send one query, or one for each document, and at most {MAX_INPUTS} documents"
@@ -141,31 +124,19 @@ class RankingRequest(PoolingRequest, kw_only=True, frozen=True):
 class RerankRequest(RankingRequest, kw_only=True, frozen=True):
     """The body of a rerank request, in the form of Jina and Cohere."""
 
-    query: str | RankingItem
+    query: Item
     documents: Items
     top_n: Annotated[int, Meta(ge=0)] | None = None  # 0: all
     return_documents: bool | None = None
 
-    @property
-    def sides(self) -> tuple[list[Content], list[Content]]:
-        return contents_of(self.query), contents_of(self.documents)
-
 
 class ScoreRequest(RankingRequest, kw_only=True, frozen=True):
     """The body of a score request, in vLLM's form. `text_1` and `text_2` are older names of the others."""
+
+    side_names = (("queries", "text_1"), ("documents", "text_2"))
 
     queries: Items | None = None
     documents: Items | None = None
     text_1: Items | None = None
     text_2: Items | None = None
     encoding_format: Ignored = IGNORED
-
-    @property
-    def sides(self) -> tuple[list[Content], list[Content]]:
-        return contents_of(self.queries, self.text_1), contents_of(self.documents, self.text_2)
-
-    def check(self) -> None:
-        for name, other in (("queries", "text_1"), ("documents", "text_2")):
-            if (getattr(self, name) is None) == (getattr(self, other) is None):
-                raise bad_request(f"Send either '{name}' or '{other}'.", name, "missing_required_parameter")
-        super().check()

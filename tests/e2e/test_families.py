@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,17 +61,19 @@ class Family:
         fps = getattr(self.hf.video_processor, "fps", None)
         self.sampling = VideoSampling(fps=fps, min_frames=4) if fps else VideoSampling(num_frames=32)
 
-    @torch.inference_mode()
-    def generate(self, question: str, media: list[tuple[str, bytes]]) -> list[bytes]:
-        """The bytes of each of the `COUNT` likeliest tokens, by transformers' own processor and `generate`."""
-        content = [{"type": kind.removesuffix("_url")} for kind, _ in media] + [{"type": "text", "text": question}]
-        prompt = self.hf.apply_chat_template(
-            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-        )
+    def inputs(self, messages: list[dict[str, Any]], media: list[tuple[str, bytes]]) -> Any:
+        """What transformers' own template and processor make of a conversation."""
+        prompt = self.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         decoded = [
             decode_image(data) if kind == "image_url" else decode_video(data, self.sampling) for kind, data in media
         ]
-        inputs = full_call(self.processor, *decoded, text=prompt)
+        return full_call(self.processor, *decoded, text=prompt)
+
+    @torch.inference_mode()
+    def generate(self, question: str, media: list[tuple[str, bytes]]) -> list[bytes]:
+        """The bytes of each of the `COUNT` likeliest tokens, by transformers' `generate`."""
+        content = [{"type": kind.removesuffix("_url")} for kind, _ in media] + [{"type": "text", "text": question}]
+        inputs = self.inputs([{"role": "user", "content": content}], media)
         output = self.model.generate(**inputs, max_new_tokens=COUNT, do_sample=False, top_k=None, pad_token_id=0)
         return [self.vocabulary.bytes_of(token) for token in output[0, inputs["input_ids"].shape[1] :].tolist()]
 

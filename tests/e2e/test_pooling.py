@@ -22,8 +22,6 @@ from mini_engine.media.processor import MediaProcessor
 from mini_engine.prompt.pooling import EMBED, JUDGE, RANK
 from tests.e2e.test_families import SMALL_STEPS, Family
 from tests.support.client import image_url
-from tests.support.decoding import decode_image, decode_video
-from tests.support.full_call import full_call
 from tests.support.running_server import RunningServer
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # not from GitHub
@@ -32,8 +30,7 @@ import litellm  # noqa: E402
 TEXTS = [f"a red circle moving left {number} times" for number in range(32)]
 PICTURES = [videos.encode_image(videos.render_image(4 * 10**9 + number)) for number in range(3)]
 CLIP = videos.encode(videos.render(4 * 10**9, width=96, height=64, num_frames=14, fps=8), "mp4", "h264")
-POOLING = [{"type": "sentence_transformers.models.Transformer"}, {"type": "sentence_transformers.models.Pooling"}]
-Content = list[tuple[str, Any]]  # kinds of parts, with their texts and files
+Content = list[str | tuple[str, bytes]]  # texts, and files with their kinds
 
 
 class PoolingFamily(Family):
@@ -46,26 +43,24 @@ class PoolingFamily(Family):
         end = "<|endoftext|>", tokenizer.token_to_id("<|endoftext|>")
         tokenizer.post_processor = processors.TemplateProcessing(f"$A {end[0]}", special_tokens=[end])
         tokenizer.save(path)
-        (self.folder / "modules.json").write_text(json.dumps(POOLING))
+        (self.folder / "modules.json").write_text(json.dumps([{"type": "sentence_transformers.models.Pooling"}]))
         self.processor = MediaProcessor(self.folder)
         self.hf = self.processor.hf_processor
 
     def state(self, system: str, content: Content) -> torch.Tensor:
         """The last hidden state of a prompt's last token."""
-        parts = [{"type": kind, "text": value} if kind == "text" else {"type": kind} for kind, value in content]
+        parts = [{"type": "text", "text": x} if isinstance(x, str) else {"type": x[0][:-4]} for x in content]
         messages = [{"role": "system", "content": system}, {"role": "user", "content": parts}]
-        prompt = self.hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        decoders = {"image": decode_image, "video": lambda data: decode_video(data, self.sampling)}
-        media = [decoders[kind](data) for kind, data in content if kind != "text"]
-        return self.model.model(**full_call(self.processor, *media, text=prompt)).last_hidden_state[0, -1]
+        inputs = self.inputs(messages, [part for part in content if not isinstance(part, str)])
+        return self.model.model(**inputs).last_hidden_state[0, -1]
 
     @torch.inference_mode()
-    def embedding(self, content: Content, system: str = EMBED) -> np.ndarray:
-        return torch.nn.functional.normalize(self.state(system, content), dim=0).numpy()
+    def embedding(self, *content: str | tuple[str, bytes], system: str = EMBED) -> np.ndarray:
+        return torch.nn.functional.normalize(self.state(system, [*content]), dim=0).numpy()
 
     @torch.inference_mode()
     def score(self, query: Content, document: Content) -> float:
-        content = [("text", f"<Instruct>: {RANK}"), ("text", "<Query>:"), *query, ("text", "\n<Document>:"), *document]
+        content = [f"<Instruct>: {RANK}", "<Query>:", *query, "\n<Document>:", *document]
         yes, no = (self.model.lm_head.weight[self.hf.tokenizer.get_vocab()[answer]] for answer in ("yes", "no"))
         return float(torch.sigmoid(self.state(JUDGE, content) @ (yes - no)))
 
@@ -88,102 +83,93 @@ def ranker(family: PoolingFamily) -> Iterator[RunningServer]:
 
 
 def parts(content: Content) -> list[dict[str, Any]]:
-    def url(data: bytes) -> dict[str, str]:
-        return {"url": f"data:;base64,{base64.b64encode(data).decode()}"}
-
     return [
-        {"type": "text", "text": value} if kind == "text" else {"type": f"{kind}_url", f"{kind}_url": url(value)}
-        for kind, value in content
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": part[0], part[0]: {"url": f"data:;base64,{base64.b64encode(part[1]).decode()}"}}
+        for part in content
     ]
 
 
-def embed(server: RunningServer, content: Content, **more: Any) -> list[float]:
-    body = {"messages": [{"role": "user", "content": parts(content)}], **more}
-    return server.client.post("/embeddings", body=body, cast_to=object)["data"][0]["embedding"]
-
-
+IMAGES = [("image_url", picture) for picture in PICTURES]
+VIDEO = ("video_url", CLIP)
 CONTENTS: dict[str, Content] = {
-    "text": [("text", "what is it?")],
-    "image": [("image", PICTURES[0])],
-    "video": [("video", CLIP), ("text", "a red circle")],
-    "several": [("image", PICTURES[1]), ("text", "and"), ("video", CLIP), ("image", PICTURES[2])],
-    "long": [("text", "the blue square stands still " * 40)],
+    "text": ["what is it?"],
+    "image": [IMAGES[0]],
+    "video": [VIDEO, "a red circle"],
+    "several": [IMAGES[1], "and", VIDEO, IMAGES[2]],
+    "long": ["the blue square stands still " * 40],
 }
 
 
-@pytest.mark.parametrize("name", CONTENTS)
-def test_embeddings_equal_transformers(family: PoolingFamily, embedder: RunningServer, name: str) -> None:
+@pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
+def test_embeddings_equal_transformers(family: PoolingFamily, embedder: RunningServer, content: Content) -> None:
     """The second time from the caches, a third time under another instruction, for which the media are there."""
-    content = CONTENTS[name]
+
+    def embed(**more: Any) -> Any:
+        body = {"messages": [{"role": "user", "content": parts(content)}], **more}
+        return embedder.client.post("/embeddings", body=body, cast_to=object)["data"][0]["embedding"]
+
     for _ in range(2):
-        np.testing.assert_allclose(embed(embedder, content), family.embedding(content), atol=1e-5)
+        np.testing.assert_allclose(embed(), family.embedding(*content), atol=1e-5)
     before = embedder.metrics()
-    other = embed(embedder, content, instruction="Retrieve the shape")
-    np.testing.assert_allclose(other, family.embedding(content, "Retrieve the shape."), atol=1e-5)
+    other = family.embedding(*content, system="Retrieve the shape.")
+    np.testing.assert_allclose(embed(instruction="Retrieve the shape"), other, atol=1e-5)
     after = embedder.metrics()
     gained = {key: after[key] - before[key] for key in after if key in before}
-    num_media = sum(kind != "text" for kind, _ in content)
+    hits, queries = (gained[f'encoder_cache_{name}_total{{engine="0"}}'] for name in ("hits", "queries"))
+    assert hits == queries == sum(not isinstance(part, str) for part in content)
     assert gained["media_decodes_total"] == 0
-    assert (
-        gained['encoder_cache_hits_total{engine="0"}'] == gained['encoder_cache_queries_total{engine="0"}'] == num_media
-    )
     assert gained['http_requests_total{handler="/v1/embeddings",method="POST",status="2xx"}'] == 1
     assert gained["request_prompt_tokens_count"] == 1 and gained["request_generation_tokens_count"] == 0
 
 
 def test_scores_equal_transformers_and_set_the_order(family: PoolingFamily, ranker: RunningServer) -> None:
-    query: Content = [("text", "a red circle"), ("image", PICTURES[0])]
-    documents: list[Content] = [[("image", picture)] for picture in PICTURES] + [[("text", text)] for text in TEXTS[:4]]
-    documents.append([("video", CLIP), ("text", "moving")])
-    items = [{"content": parts(document)} for document in documents]
-    body = {"query": {"content": parts(query)}, "documents": items}
+    query: Content = ["a red circle", IMAGES[0]]
+    documents: list[Content] = [*([part] for part in (*IMAGES, *TEXTS[:4])), [VIDEO, "moving"]]
+    body = {"query": {"content": parts(query)}, "documents": [{"content": parts(document)} for document in documents]}
     results = ranker.client.post("/rerank", body=body, cast_to=object)["results"]
     expected = np.array([family.score(query, document) for document in documents])
     assert [result["index"] for result in results] == np.argsort(-expected, kind="stable").tolist()
     np.testing.assert_allclose([result["relevance_score"] for result in results], -np.sort(-expected), atol=1e-5)
 
 
-def test_openai_langchain_and_litellm_embed(family: PoolingFamily, embedder: RunningServer) -> None:
-    expected = np.array([family.embedding([("text", text)]) for text in TEXTS])
-    answer = embedder.client.embeddings.create(model=embedder.model, input=TEXTS)
-    np.testing.assert_allclose([item.embedding for item in answer.data], expected, atol=1e-5)
-    short = embedder.client.embeddings.create(model=embedder.model, input=TEXTS[0], dimensions=8).data[0].embedding
-    np.testing.assert_allclose(short, expected[0, :8] / np.linalg.norm(expected[0, :8]), atol=1e-5)
-    at: dict[str, Any] = {"base_url": embedder.url, "api_key": "none", "model": embedder.model}
-    chain = OpenAIEmbeddings(**at, check_embedding_ctx_length=False)  # or it sends token ids of another tokenizer
-    np.testing.assert_allclose(chain.embed_documents(TEXTS), expected, atol=1e-5)
-    np.testing.assert_allclose(chain.embed_query(TEXTS[1]), expected[1], atol=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore")  # its own about pydantic, by release
-def test_litellm(family: PoolingFamily, embedder: RunningServer, ranker: RunningServer) -> None:
-    at = {"api_base": embedder.url, "api_key": "none"}
-    answer: Any = litellm.embedding(model=f"hosted_vllm/{embedder.model}", input=TEXTS[:3], **at)
-    expected = [family.embedding([("text", text)]) for text in TEXTS[:3]]
-    np.testing.assert_allclose([item["embedding"] for item in answer.data], expected, atol=1e-5)
-    asked: dict[str, Any] = {"model": f"hosted_vllm/{ranker.model}", "query": "red", "documents": TEXTS[:5], "top_n": 2}
-    ranked: Any = litellm.rerank(**asked, api_base=ranker.url)
-    scores = [family.score([("text", "red")], [("text", text)]) for text in TEXTS[:5]]
-    assert [item["index"] for item in ranked.results] == np.argsort(-np.array(scores), kind="stable")[:2].tolist()
-    assert ranked.results[0]["document"]["text"] == TEXTS[int(np.argmax(scores))]
+@pytest.mark.filterwarnings("ignore")  # litellm's own about pydantic, by release
+def test_openai_langchain_and_litellm(family: PoolingFamily, embedder: RunningServer, ranker: RunningServer) -> None:
+    model, at = embedder.model, {"api_key": "none"}
+    answer = embedder.client.embeddings.create(model=model, input=TEXTS)
+    # Without the check it sends texts, not token ids of another tokenizer.
+    chain = OpenAIEmbeddings(model=model, base_url=embedder.url, check_embedding_ctx_length=False, **at)
+    lite: Any = litellm.embedding(model=f"hosted_vllm/{model}", input=TEXTS, api_base=embedder.url, **at)
+    expected = np.array([family.embedding(text) for text in TEXTS])
+    for vectors in (
+        [item.embedding for item in answer.data],
+        [*chain.embed_documents(TEXTS[:-1]), chain.embed_query(TEXTS[-1])],
+        [item["embedding"] for item in lite.data],
+    ):
+        np.testing.assert_allclose(vectors, expected, atol=1e-5)
+    asked: dict[str, Any] = {"query": "red", "documents": TEXTS[:5], "top_n": 2, "api_base": ranker.url}
+    ranked: Any = litellm.rerank(model=f"hosted_vllm/{ranker.model}", **asked)
+    best = np.argsort([-family.score(["red"], [text]) for text in TEXTS[:5]], kind="stable")[:2].tolist()
+    assert [(item["index"], item["document"]["text"]) for item in ranked.results] == [(i, TEXTS[i]) for i in best]
 
 
 def test_from_python(family: PoolingFamily, tmp_path: Any) -> None:
-    path = tmp_path / "a.png"
-    path.write_bytes(PICTURES[0])
+    """An input or a document with an error takes no other with it."""
+    picture, absent = Image(tmp_path / "a.png"), Image(tmp_path / "none.png")
+    (tmp_path / "a.png").write_bytes(PICTURES[0])
     with LLM(str(family.folder), data_parallel_size=1, dtype="float32") as llm:
-        answers = llm.embed([TEXTS[0], [Image(path), "it"], [Image(tmp_path / "none.png")]], use_tqdm=False)
-        np.testing.assert_allclose(answers[0].vector, family.embedding([("text", TEXTS[0])]), atol=1e-5)
-        expected = family.embedding([("image", PICTURES[0]), ("text", "it")])
-        np.testing.assert_allclose(answers[1].vector, expected, atol=1e-5)
-        assert "no such regular file" in (answers[2].error or "")
+        *answers, failed = llm.embed([TEXTS[0], [picture, "it"], [absent]], use_tqdm=False)
+        expected = [family.embedding(TEXTS[0]), family.embedding(IMAGES[0], "it")]
+        np.testing.assert_allclose([answer.vector for answer in answers], expected, atol=1e-5)
+        assert "no such regular file" in (failed.error or "")
         assert "--runner generate" in (llm.chat(["hello"], use_tqdm=False)[0].error or "")
     with LLM(str(family.folder), convert="classify", data_parallel_size=1) as llm:
-        ranked = llm.rank("red", [TEXTS[1], [Image(path)], [Image(object())]], use_tqdm=False)
-        expected_scores = {0: family.score([("text", "red")], [("text", TEXTS[1])])}
-        expected_scores[1] = family.score([("text", "red")], [("image", PICTURES[0])])
-        assert [one.id for one in ranked] == [*sorted(expected_scores, key=lambda i: -expected_scores[i]), 2]
-        assert all(abs(one.score - expected_scores[one.id]) < 1e-5 for one in ranked[:2]) and ranked[2].error
+        *ranked, unusable, failed = llm.rank("red", [TEXTS[1], [picture], [Image(object())], [absent]])
+        scores = [family.score(["red"], [TEXTS[1]]), family.score(["red"], [IMAGES[0]])]
+        assert [document.id for document in ranked] == np.argsort(-np.array(scores)).tolist()
+        np.testing.assert_allclose([document.score for document in ranked], sorted(scores, reverse=True), atol=1e-5)
+        assert (unusable.id, failed.id) == (2, 3) and unusable.error and "no such regular file" in (failed.error or "")
 
 
 @pytest.mark.slow
@@ -191,18 +177,16 @@ def test_a_thousand_images_are_embedded_as_fast_as_a_token_is_generated() -> Non
     """By the bundled model, for the same prompts, each image new to the server. The best of three runs counts, and as
     fast means within a tenth, by which single runs differ."""
     urls = [image_url(videos.render_image(5 * 10**9 + number)) for number in range(1000)]
+    contents = [[{"type": "image_url", "image_url": {"url": url}}] for url in urls]
+    messages = [[{"role": "system", "content": EMBED}, {"role": "user", "content": content}] for content in contents]
     generating, pooling = RunningServer("--runner", "generate"), RunningServer("--runner", "pooling")
     with generating as generator, pooling as embedder, ThreadPoolExecutor(16) as pool:
 
         def seconds(server: RunningServer, path: str, **fields: Any) -> float:
-            def ask(url: str) -> None:
-                user = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
-                body = {"messages": [{"role": "system", "content": EMBED}, user], **fields}
-                server.client.post(path, body=body, cast_to=object)
-
+            bodies = [{"messages": conversation, **fields} for conversation in messages]
             assert server.get("/reset_caches", method="POST").status == 200
             begun = time.monotonic()
-            list(pool.map(ask, urls))
+            list(pool.map(lambda body: server.client.post(path, body=body, cast_to=object), bodies))
             return time.monotonic() - begun
 
         chat, embed = (generator, "/chat/completions"), (embedder, "/embeddings")

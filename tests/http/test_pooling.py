@@ -17,13 +17,15 @@ from openai.types import CreateEmbeddingResponse
 
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.http.middleware import ENGINE_PATHS
+from mini_engine.media import loader
+from mini_engine.media.hashing import content_digest
 from mini_engine.prompt.pooling import Task, TaskKind, embedding
 from tests.support import serving
-from tests.support.patience import cancelled
-from tests.support.serving import HIDDEN_SIZE, MAX_REQUESTS, Counted, Serve, Served, check_error, image
+from tests.support.serving import HIDDEN_SIZE, MAX_REQUESTS, Counted, Serve, Served, SlowWeb, check_error, image
 
 EMBED = (
     "<|im_start|>system\nRepresent the user's input.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    "<|endoftext|>"
 )
 RANK = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
@@ -31,14 +33,16 @@ RANK = (
     "Given a search query, retrieve relevant candidates that answer the query.<Query>:{}\n<Document>:{}<|im_end|>\n"
     "<|im_start|>assistant\n"
 )
+SCORES = {"/rerank", "/v1/rerank", "/score", "/v1/score"}
 NAME = {"type": "image_url", "uuid": "unknown"}
 DAMAGED = {"type": "image", "image": "x:y"}
 
 
 @pytest.fixture
 async def embedder(serve: Serve) -> AsyncIterator[Served]:
-    """Its embeddings tell how long a prompt is."""
+    """Its embeddings tell how long a prompt is. Its tokenizer puts a token after a text, as that of Qwen3-Embedding."""
     async with serve(runner="pooling") as served:
+        served.context.renderer.after_text = served.encode("<|endoftext|>")
         served.core.pool = lambda request: [len(request.prompt_token_ids), 1.0, -2.0, 3.0]
         yield served
 
@@ -102,22 +106,10 @@ async def test_a_conversation_with_media(embedder: Served) -> None:
     empty = {"role": "assistant", "content": [{"type": "text", "text": ""}]}
     vllm = {"messages": [system, user, empty], "continue_final_message": True, "add_special_tokens": True}
     assert (await embed(embedder, **vllm))["data"] == body["data"]
-    await embed(embedder, messages=[user], instruction="Find it")
+    await embed(embedder, messages=[user], instruction="Find it", add_special_tokens=False)
     assert decoded.since() == [2] and all(len(request.media) == 2 for request in embedder.core.requests)
     first, same, other = prompts(embedder)
-    assert first == same and other == first.replace("Represent the user's input.", "Find it.")
-
-
-async def test_special_tokens_of_the_tokenizer_follow_the_prompt(embedder: Served) -> None:
-    embedder.context.renderer.after_text[:] = [3]  # as the tokenizer of Qwen3-VL-Embedding may say
-    try:
-        await embed(embedder, input=["a"])
-        await embed(embedder, input=["a"], add_special_tokens=False)
-        await embed(embedder, input=[257])
-    finally:
-        embedder.context.renderer.after_text.clear()
-    first, second, third = (request.prompt_token_ids for request in embedder.core.requests)
-    assert first == [*second, 3] and third == [257]
+    assert first == same == other.replace("Find it.", "Represent the user's input.") + "<|endoftext|>"
 
 
 async def test_rerank(ranker: Served) -> None:
@@ -154,6 +146,35 @@ async def test_score(ranker: Served, asked: dict[str, Any], pairs: list[tuple[st
         assert body["data"] == [{"index": i, "object": "score", "score": 0.0} for i in range(len(pairs))]
 
 
+async def test_scores_of_an_embedding_server_are_cosines(embedder: Served) -> None:
+    """Only a query has the instruction."""
+    body = {"instruction": "Find it.", "documents": ["b", "c " * 40]}
+    scored = (await embedder.http.post("/score", json=body | {"queries": "a"})).json()["data"]
+    asked = prompts(embedder)
+    assert "Find it." in asked[0] and asked[1:] == [EMBED.format(text) for text in body["documents"]]
+    query, *documents = ([len(request.prompt_token_ids), 1, -2, 3] for request in embedder.core.requests)
+    expected = [np.dot(query, each) / np.linalg.norm(query) / np.linalg.norm(each) for each in documents]
+    assert np.allclose([item["score"] for item in scored], expected)
+    ranked = (await embedder.http.post("/rerank", json=body | {"query": "a"})).json()["results"]
+    assert {result["index"]: result["relevance_score"] for result in ranked} == {
+        item["index"]: item["score"] for item in scored
+    }
+
+
+async def test_media_of_a_query_are_fetched_hashed_and_decoded_once(
+    ranker: Served, web: SlowWeb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    web.go.set()
+    ranker.core.keeps = True
+    decoded, hashed = Counted("media_decodes_total"), []
+    monkeypatch.setattr(loader, "content_digest", lambda *content: hashed.append(1) or content_digest(*content))
+    query = {"content": [web.part, image(57), serving.video()]}
+    response = await ranker.http.post("/rerank", json={"query": query, "documents": ["d"] * MAX_REQUESTS})
+    assert response.status_code == 200, response.text
+    assert [len(request.media) for request in ranker.core.requests] == [3] * MAX_REQUESTS
+    assert len(web.requests) == 1 and len(hashed) == 3 and decoded.since() == [3]
+
+
 @pytest.mark.parametrize(("path", "body", "says"), [
     ("/v1/embeddings", {}, "'input' or 'messages'"),
     ("/v1/embeddings", {"input": ["a", 1]}, "cannot be mixed"),
@@ -186,7 +207,7 @@ async def test_token_ids_cannot_have_placeholders(embedder: Served) -> None:
     check_error(response, 400, "invalid_value", "placeholder for media")
 
 
-async def test_a_failure_or_a_disconnect_ends_all_inputs(embedder: Served) -> None:
+async def test_a_failure_ends_all_inputs(embedder: Served) -> None:
     embedder.core.hold = True
     asking = asyncio.create_task(embedder.http.post("/v1/embeddings", json={"input": ["a", "b", "c"]}))
     await embedder.core.has_requests(3)
@@ -194,17 +215,12 @@ async def test_a_failure_or_a_disconnect_ends_all_inputs(embedder: Served) -> No
     await embedder.core.end(failing, "error", "it is too long")
     check_error(await asking, 400, "invalid_value", "it is too long")
     await embedder.core.has_aborted(*(request.request_id for request in others))
-    embedder.core.finishes.clear()
-    asking = asyncio.create_task(embedder.http.post("/v1/embeddings", json={"input": ["a", "b"]}))
-    await embedder.core.has_requests(5)
-    await cancelled(asking)
-    await embedder.core.has_aborted(*(request.request_id for request in embedder.core.requests[3:]))
 
 
 @pytest.mark.parametrize(("settings", "offered"), [
     ({}, {"/v1/chat/completions", "/v1/completions"}),
-    ({"convert": "embed"}, {"/v1/embeddings"}),
-    ({"runner": "pooling", "convert": "classify"}, {"/rerank", "/v1/rerank", "/score", "/v1/score"}),
+    ({"convert": "embed"}, {"/v1/embeddings", *SCORES}),
+    ({"runner": "pooling", "convert": "classify"}, SCORES),
 ])  # fmt: skip
 async def test_a_server_has_the_endpoints_of_its_task(serve: Serve, settings: Any, offered: set[str]) -> None:
     async with serve(**settings) as served:

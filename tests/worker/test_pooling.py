@@ -18,13 +18,12 @@ from tests.worker.conftest import NUM_BLOCKS
 COUNT = 20
 KINDS = {"state": PoolingParams(), "logits": PoolingParams([7, 3])}
 
-on_qwen3_vl = pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True, scope="session")
 
-
-def pooled_requests(media: tiny.MemoryMedia, family: str, *kinds: str) -> list[NewSequence]:
+def pooled_requests(media: tiny.MemoryMedia, family: str, copies: int = 1) -> list[NewSequence]:
     return [
-        replace(new, request_id=f"{new.request_id} {kind}", pooling=KINDS[kind])
-        for kind in kinds
+        replace(new, request_id=f"{new.request_id} {kind} {copy}", pooling=pooling)
+        for copy in range(copies)
+        for kind, pooling in KINDS.items()
         for new in tiny.mixed_requests(media, family)
     ]
 
@@ -33,51 +32,31 @@ def pooled_requests(media: tiny.MemoryMedia, family: str, *kinds: str) -> list[N
 def pooled(family, checkpoint) -> dict[str, torch.Tensor]:
     """What transformers makes of each of `pooled_requests`."""
     media = tiny.MemoryMedia()
-    return {new.request_id: tiny.pool(checkpoint, media, new) for new in pooled_requests(media, family, *KINDS)}
+    return {new.request_id[:-2]: tiny.pool(checkpoint, media, new) for new in pooled_requests(media, family)}
 
 
-def assert_pooled(results: dict[str, list[float]], pooled: dict[str, torch.Tensor], count: int) -> None:
-    found = [name for name in results if name in pooled]
+def assert_pooled(results: dict[str, list[float]], pooled: dict[str, torch.Tensor], count: int = 12) -> None:
+    found = {name: numbers for name, numbers in results.items() if name[:-2] in pooled}
     assert len(found) == count
-    for name in found:
-        torch.testing.assert_close(torch.tensor(results[name]), pooled[name], atol=1e-5, rtol=0)
+    for name, numbers in found.items():
+        torch.testing.assert_close(torch.tensor(numbers), pooled[name[:-2]], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES, indirect=True, scope="session")
-@pytest.mark.parametrize(("budget", "ahead", "preempt_at"), [(64, 2, (3, 9)), (100_000, 1, ())])
+@pytest.mark.parametrize(("budget", "ahead", "preempt_at", "count"), [(64, 2, (3, 9), 12), (100_000, 1, (), 26)])
 def test_numbers_are_those_of_transformers_beside_decodes(
-    budget, ahead, preempt_at, family, make_runner, expected, pooled
+    budget, ahead, preempt_at, count, family, make_runner, expected, pooled
 ):
-    """In chunks, while others decode, after restarts with other blocks; and all in one step."""
+    """In chunks, while others decode, after restarts with other blocks; and 32 in one step."""
     media = tiny.MemoryMedia()
-    requests = [*tiny.mixed_requests(media, family), *pooled_requests(media, family, *KINDS)]
+    requests = [*tiny.mixed_requests(media, family), *pooled_requests(media, family, copies=3)[:count]]
     steps = script.write_steps(requests, COUNT, budget, 16, NUM_BLOCKS, preempt_at)
     results = script.run(make_runner(media), steps, ahead)
-    assert_pooled(results, pooled, count=12)
+    assert_pooled(results, pooled, count)
     assert {name: results[name] for name in expected} == expected
 
 
-@on_qwen3_vl
-def test_a_pooled_prompt_may_be_cut_anywhere(make_runner, pooled):
-    for budget in range(1, 70):
-        media = tiny.MemoryMedia()
-        requests = [new for new in pooled_requests(media, "qwen3_vl", "state") if new.request_id == "two state"]
-        steps = script.write_steps(requests, 1, budget, 16, NUM_BLOCKS)
-        assert_pooled(script.run(make_runner(media), steps), pooled, count=1)
-
-
-@on_qwen3_vl
-def test_32_pooled_prompts_in_a_step(make_runner, pooled):
-    media = tiny.MemoryMedia()
-    requests = [new for copy in range(3) for new in pooled_requests(media, "qwen3_vl", *KINDS)]
-    names = [new.request_id for new in requests]
-    requests = [replace(new, request_id=f"{number}") for number, new in enumerate(requests[:32])]
-    results = script.run(make_runner(media), script.write_steps(requests, 1, 100_000, 16, NUM_BLOCKS))
-    for number, numbers in results.items():
-        assert_pooled({names[int(number)]: numbers}, pooled, count=1)
-
-
-@on_qwen3_vl
+@pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True, scope="session")
 def test_two_ranks_return_the_numbers_once(make_runner, expected, pooled, runtime):
     """In steps that sample as well, and in steps that do not."""
 
@@ -85,7 +64,7 @@ def test_two_ranks_return_the_numbers_once(make_runner, expected, pooled, runtim
         collectives, media = meet(runtime / "ranks", rank, 2, 60.0, 60.0), tiny.MemoryMedia()
         runner, results = make_runner(media, tp=TensorParallel(rank, 2, collectives)), []
         for others in (tiny.mixed_requests(media, "qwen3_vl"), []):
-            requests = others + pooled_requests(media, "qwen3_vl", *KINDS)
+            requests = others + pooled_requests(media, "qwen3_vl")
             results.append(script.run(runner, script.write_steps(requests, COUNT, 64, 16, NUM_BLOCKS), ahead=1))
         collectives.close()
         return results
@@ -93,8 +72,8 @@ def test_two_ranks_return_the_numbers_once(make_runner, expected, pooled, runtim
     with ThreadPoolExecutor(2) as pool:
         (beside, alone), second = pool.map(run, range(2))
     assert second == [{}, {}] and {name: beside[name] for name in expected} == expected
-    assert_pooled(beside, pooled, count=12)
-    assert_pooled(alone, pooled, count=12)
+    assert_pooled(beside, pooled)
+    assert_pooled(alone, pooled)
 
 
 @pytest.mark.parametrize(("tied", "bits"), [(True, "none"), (False, "none"), (True, "int8"), (False, "int8")])

@@ -178,12 +178,9 @@ async def send(
     chat, clock = prompt.chat, state.clock
     token_ids, items = context.renderer.expand(prompt.token_ids, media.sources)
     check_budget(items, context.limits)
-    if prompt.pooling is None:
-        request = context.sampling.new_request(chat, state.request_id, token_ids, items, client=state.client)
-    else:
-        request = context.sampling.pooled_request(
-            chat, state.request_id, token_ids, items, prompt.pooling, client=state.client
-        )
+    request = context.sampling.new_request(
+        chat, state.request_id, token_ids, items, client=state.client, pooling=prompt.pooling
+    )
     request = replace(request, arrival=arrival)
     seen = zip(items, media.cached, strict=True)
     usage = [media_usage(item, context.media.processor) | {"cached": cached} for item, cached in seen]

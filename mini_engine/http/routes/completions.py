@@ -80,7 +80,7 @@ async def tokenize(request: Request) -> Response:
     media: list[MediaItem] = []
     if body.prompt is None:
         async with contextlib.AsyncExitStack() as held:
-            prompt = await render(context, body.chat)
+            prompt = await render(context, body.chat(body.messages or ()))
             refs = collect_media(prompt.chat.messages, context.config.item_limits)
             items = [item[-1] for item in await load_media(context, prompt, refs, request.state, held)]
             await held.enter_async_context(admission(context, items, request.state))

@@ -6,6 +6,7 @@ ends the others.
 
 import asyncio
 import base64
+import contextlib
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,14 +19,24 @@ from starlette.responses import Response
 from mini_engine.http.body import read_body, takes
 from mini_engine.http.context import AppContext, context_of
 from mini_engine.http.responses import usage_of, whole_response
-from mini_engine.http.routes.chat_completions import Prompt, render, start
+from mini_engine.http.routes.chat_completions import Prompt, load_media, render, start
+from mini_engine.media.loader import FetchedUrl
 from mini_engine.media.media_errors import MediaError
+from mini_engine.media.sources.fetch import is_local_file
 from mini_engine.prompt.answer import Answer
 from mini_engine.prompt.pieces import pieces
-from mini_engine.prompt.pooling import embedding, embedding_prompts, ranking_prompts, score
+from mini_engine.prompt.pooling import InputPrompts, embedding, embedding_prompts, paired, ranking_prompts, score
+from mini_engine.prompt.renderer import collect_media
 from mini_engine.protocol.api_errors import ApiError, bad_request
-from mini_engine.protocol.bodies import ChatRequest
-from mini_engine.protocol.pooling_bodies import EmbeddingRequest, PoolingRequest, RerankRequest, ScoreRequest
+from mini_engine.protocol.bodies import ChatMessage, ChatRequest
+from mini_engine.protocol.pooling_bodies import (
+    Content,
+    EmbeddingRequest,
+    PoolingRequest,
+    RankingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from mini_engine.protocol.request_clock import RequestClock
 
 PREPARED_AT_ONCE = 16  # inputs of a request; a text takes about a millisecond
@@ -53,9 +64,9 @@ async def embeddings(request: Request) -> Response:
 async def rerank(request: Request) -> Response:
     """Documents by how well they answer a query, the best first."""
     body = await read_body(request, RerankRequest, context_of(request))
-    answers = await _pool(request, body, ranking_prompts(body))
-    scored = sorted(enumerate(score(answer.pooled) for answer in answers), key=lambda item: item[1], reverse=True)
-    results: list[dict[str, Any]] = [{"index": index, "relevance_score": value} for index, value in scored]
+    answers, scores = await _score(request, body)
+    ranked = sorted(enumerate(scores), key=lambda item: item[1], reverse=True)
+    results: list[dict[str, Any]] = [{"index": index, "relevance_score": value} for index, value in ranked]
     if body.return_documents is not False:
         texts = ["".join(part.text or "" for part in document) for document in body.sides[1]]
         results = [result | {"document": {"text": texts[result["index"]]}} for result in results]
@@ -64,12 +75,39 @@ async def rerank(request: Request) -> Response:
 
 @router.post("/score", openapi_extra=takes(ScoreRequest))
 @router.post("/v1/score", openapi_extra=takes(ScoreRequest))
-async def scores(request: Request) -> Response:
+async def score_documents(request: Request) -> Response:
     """How well each document answers its query."""
-    body = await read_body(request, ScoreRequest, context_of(request))
-    answers = await _pool(request, body, ranking_prompts(body))
-    items = ({"index": i, "object": "score", "score": score(answer.pooled)} for i, answer in enumerate(answers))
+    answers, scores = await _score(request, await read_body(request, ScoreRequest, context_of(request)))
+    items = ({"index": index, "object": "score", "score": value} for index, value in enumerate(scores))
     return await _respond(request, answers, "data", items)
+
+
+async def _score(request: Request, body: RankingRequest) -> tuple[list[Answer], list[float]]:
+    """The score of each document, and the answers that it is made of. On a server of embeddings it is their cosine."""
+    context, (queries, _) = context_of(request), body.sides
+    if context.task.kind == "embed":
+        answers = await _pool(request, body, embedding_prompts(body))
+        vectors = [embedding(answer.pooled, None) for answer in answers]
+        pairs = paired(vectors[: len(queries)], vectors[len(queries) :])
+        return answers, [float(query @ document) for query, document in pairs]
+    async with contextlib.AsyncExitStack() as held:
+        if len(queries) == 1:
+            await _fetch_query(context, body, queries[0], request.state, held)
+        answers = await _pool(request, body, ranking_prompts(body))
+    return answers, [score(answer.pooled) for answer in answers]
+
+
+async def _fetch_query(
+    context: AppContext, body: PoolingRequest, query: Content, state: State, held: contextlib.AsyncExitStack
+) -> None:
+    """Fetch the media of a query once for all of its documents: its parts get them as `FetchedUrl`, which have room
+    until `held` is closed. Local files and names cost little again: their digests are known. Raises as `start`."""
+    parts = [part for part in query if part.modality and not (part.uuid or is_local_file(part.location))]
+    chat = body.chat([ChatMessage(role="user", content=parts)])
+    refs = collect_media(chat.messages, {})
+    items = await load_media(context, Prompt(chat, [], False), refs, state, held)
+    for part, ref, item in zip(parts, refs, items, strict=True):
+        part.fill_in({ref.url: FetchedUrl.of(ref.modality, item[0].content)})
 
 
 async def _respond(request: Request, answers: Sequence[Answer], name: str, items: Iterable[dict[str, Any]]) -> Response:
@@ -84,13 +122,13 @@ async def _respond(request: Request, answers: Sequence[Answer], name: str, items
     return whole_response(body)
 
 
-async def _pool(request: Request, body: PoolingRequest, prompts: Sequence[ChatRequest | list[int]]) -> list[Answer]:
+async def _pool(request: Request, body: PoolingRequest, prompts: InputPrompts) -> list[Answer]:
     """The answers to all prompts, in order. Raises as `start` and `Answer.take`, for the first that fails."""
     context, state = context_of(request), request.state
     state.choices.receive(len(prompts) - 1)
     preparing = asyncio.Semaphore(PREPARED_AT_ONCE)
 
-    async def ask(number: int, prompt: ChatRequest | list[int]) -> Answer:
+    async def ask(number: int, name: str, prompt: ChatRequest | list[int]) -> Answer:
         try:
             async with preparing:
                 await asyncio.sleep(0)
@@ -98,12 +136,12 @@ async def _pool(request: Request, body: PoolingRequest, prompts: Sequence[ChatRe
             async for _ in pieces([answer]):
                 pass
         except (ApiError, MediaError) as error:
-            raise error if len(prompts) == 1 else _located(error, f"{body.inputs_field}[{number}]") from None
+            raise error if len(prompts) == 1 else _located(error, name) from None
         return answer
 
     try:
         async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(ask(number, prompt)) for number, prompt in enumerate(prompts)]
+            asked = [group.create_task(ask(number, *prompt)) for number, prompt in enumerate(prompts.items())]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in asked]
@@ -131,8 +169,9 @@ def _state(request: Request, number: int) -> State:
 async def _prompt(context: AppContext, body: PoolingRequest, source: ChatRequest | list[int]) -> Prompt:
     """What the engine gets of an input."""
     if isinstance(source, list):
+        context.sampling.check_tokens("input", source)
         context.renderer.check_tokens("input", source)
-        return Prompt(body.chat(), source, False, context.task.pooling)
+        return Prompt(body.chat([]), source, False, context.task.pooling)
     prompt = await render(context, source)
     after = context.renderer.after_text if body.add_special_tokens is not False else []
     return Prompt(prompt.chat, prompt.token_ids + after, False, context.task.pooling)
