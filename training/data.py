@@ -13,7 +13,8 @@ import torch
 import torchvision.transforms.v2.functional as tvf
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from mini_engine.demo import questions, videos
+from mini_engine.demo import videos
+from training import questions
 from training.model import MAX_PIXELS, MERGE, MIN_PIXELS, NUM_FRAMES, PATCH, TEMPORAL
 
 MIRRORED = {"left": "right", "right": "left"}

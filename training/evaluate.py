@@ -19,8 +19,8 @@ from PIL import Image, ImageColor, ImageDraw, ImageOps
 from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen2_5_VLForConditionalGeneration
 from transformers.video_utils import VideoMetadata
 
-from mini_engine.demo import questions, videos
-from training import forward
+from mini_engine.demo import videos
+from training import forward, questions
 from training.data import Item, Sample, Writer
 from training.model import WEIGHTS
 

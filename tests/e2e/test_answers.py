@@ -9,10 +9,11 @@ import jsonschema_rs
 import openai
 import pytest
 
-from mini_engine.demo import questions, videos
+from mini_engine.demo import videos
 from tests.support.client import Question, answers_of, ask_image, ask_two, ask_video, video_url
 from tests.support.clips import encode_in
 from tests.support.running_server import RunningServer, message
+from training import questions
 
 OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
 

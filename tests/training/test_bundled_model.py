@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from mini_engine.demo import questions, videos
+from mini_engine.demo import videos
 from tests.support.oracle import exact_seconds
-from training import evaluate
+from training import evaluate, questions
 from training.evaluate import FRESH_SEEDS, Media, roundtrip
 from training.model import WEIGHTS
 
