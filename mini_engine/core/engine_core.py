@@ -40,7 +40,6 @@ from mini_engine.messages import (
     Found,
     GrammarReady,
     Lookup,
-    MediaFailed,
     MediaMiss,
     MediaNeeded,
     MediaReady,
@@ -120,7 +119,7 @@ class EngineCore:
             case Finish(request_id=request_id, reason=reason):
                 if (request := self.requests.get(request_id)) is not None:
                     self._finish(request, reason)
-            case MediaReady() | MediaFailed() as report:
+            case MediaReady() as report:
                 if (request := self.arrivals.report(report)) is not None:
                     self._queue(request)
             case PeerGone(sender=sender, incarnation=incarnation) if sender.startswith("api "):

@@ -1,7 +1,7 @@
 """A rank's media tensors: received by one thread from all API servers, into one table.
 
     API servers ==tensors==> receiver thread -> table {message: tensor} -> model runner (main thread)
-                                   └── MediaReady / MediaFailed --> engine core
+                                   └── MediaReady --> engine core
 
 The thread reports every message once, and blocks on its streams, so that an idle rank costs nothing. This file knows
 nothing of requests or of the model: the core says which messages are read, and releases those that are reported.
@@ -16,7 +16,7 @@ import torch
 import zmq
 
 from mini_engine.failpoints import reach_failpoint
-from mini_engine.messages import MediaFailed, MediaReady, MessageId, RankAddress, TensorHandle
+from mini_engine.messages import MediaReady, MessageId, RankAddress, TensorHandle
 from mini_engine.transport.arena import Pin, ReadableMemory
 from mini_engine.transport.codec import Encoder
 from mini_engine.transport.cuda_memory import MapSlots
@@ -153,7 +153,5 @@ class MediaInputs:
                 return
             if isinstance(arrival, Received):
                 self._table[message] = arrival
-                report: MediaReady | MediaFailed = MediaReady(self._rank, message)
-            else:
-                report = MediaFailed(self._rank, message, arrival.why)
+        report = MediaReady(self._rank, message, arrival.why if isinstance(arrival, Failed) else "")
         self._core.send(self._encoder.encode(report), zmq.NOBLOCK)

@@ -21,7 +21,6 @@ from mini_engine.messages import (
     Found,
     GrammarReady,
     Lookup,
-    MediaFailed,
     MediaItem,
     MediaMiss,
     MediaNeeded,
@@ -86,7 +85,7 @@ class World:
         return RankCopies(1 << 30, next_step)
 
     def receive(self, body, sender=API):
-        if isinstance(body, MediaReady | MediaFailed):
+        if isinstance(body, MediaReady):
             self.links.reported.add((body.rank, body.message))
         self.links.inbox.append(Envelope(*sender, body))
 
