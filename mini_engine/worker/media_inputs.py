@@ -36,32 +36,27 @@ class MediaInputs:
         address: RankAddress,
         core_endpoint: str,
         encoder: Encoder,
-        rank: int,
         context: zmq.Context,
+        store: ReadableMemory | None = None,
         pin: Pin | None = None,
         map_slots: MapSlots | None = None,
     ):
-        """Bind; senders may connect from now on, and are received from `start` on. `pin` and `map_slots` are called in
-        the receiver thread: see `TensorIpcReceiver`. Raises OSError: the address is taken, or its path is too long."""
-        self.store: ReadableMemory | None = None  # the engine's media store
-        self._encoder = encoder
-        self._rank = rank
+        """Bind, and start to receive. `store` is the engine's media store. `pin` and `map_slots` are called in the
+        receiver thread: see `TensorIpcReceiver`. Raises OSError: the address is taken, or its path is too long."""
+        self.store, self._encoder, self._rank = store, encoder, address.rank
         self._queue = TensorIpcReceiver(encoder, address, pin, map_slots)
         self._core = connect_dealer(context, core_endpoint, identity(f"{encoder.sender} media", encoder.incarnation))
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._thread = threading.Thread(target=self._run, name="media receiver", daemon=True)
         self._crash: BaseException | None = None
         self._closing = False
         self._lock = threading.Lock()  # over the two below
         self._table: dict[MessageId, Received] = {}
         self._dead: set[int] = set()  # incarnations, for good: an integer for each API server that ever died
         self._store_mark = 0  # bytes
+        self._thread = threading.Thread(target=self._run, name="media receiver", daemon=True)
+        self._thread.start()
 
     # --- main thread ---
-
-    def start(self) -> None:
-        """Start receiving."""
-        self._thread.start()
 
     def check(self) -> None:
         """Raise a RuntimeError if the thread has died: reception has stopped."""
@@ -98,7 +93,7 @@ class MediaInputs:
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Stop the thread, close all streams and drop the table. Called once, after `start`."""
+        """Stop the thread, close all streams and drop the table. Called once."""
         self._closing = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()

@@ -224,11 +224,8 @@ def receive_media(
     address = next(address for address in init.ranks if (address.engine, address.rank) == (engine, rank))
     pin = pinned.pin if pinned else None
     map_slots = partial(CudaMapped, device) if device.type == "cuda" else None
-    media = MediaInputs(address, init.core_workers[engine], child.encoder, rank, child.context, pin, map_slots)
-    if child.media_stores:
-        media.store = ReadableMemory(child.media_stores[0], pin)
-    media.start()
-    return media
+    store = ReadableMemory(child.media_stores[0], pin) if child.media_stores else None
+    return MediaInputs(address, init.core_workers[engine], child.encoder, child.context, store, pin, map_slots)
 
 
 def start_grammars(child: Child, init: Init, engine: int, rows: int) -> Grammars:

@@ -59,8 +59,7 @@ def start(context, runtime, core) -> Iterator[Callable[..., MediaInputs]]:
 
     def start_with(**more: object) -> MediaInputs:
         encoder = Encoder("worker 0.0", 100)
-        made.append(MediaInputs(address_of(runtime), core.endpoint, encoder, 0, context, **more))
-        made[-1].start()
+        made.append(MediaInputs(address_of(runtime), core.endpoint, encoder, context, **more))
         return made[-1]
 
     yield start_with
