@@ -15,7 +15,7 @@ weight_zero_point `[outputs / 8, G]`, or 8 |
 A weight is (code - zero point) * scale.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from torch import Tensor
 from mini_engine.kernels.quantized import Codes
 from mini_engine.model.checkpoint import FLOATS, CheckpointError, Stored, find_tensors, read_tensor, shorten
 from mini_engine.model.expert_files import ExpertFiles
+from mini_engine.model.model_spec import canonical_name
 from mini_engine.model.quantization import SUPPORTED, MatrixKind, StoredQuantization
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where the 4 bits of each of eight outputs are (AutoAWQ's `pack_intweight`)
@@ -179,12 +180,12 @@ class StoredMatrix:
 
 
 def find_weights(
-    directory: Path, rename: Callable[[str], str], config: StoredQuantization | None, experts: ExpertFiles | None = None
+    directory: Path, config: StoredQuantization | None = None, experts: ExpertFiles | None = None
 ) -> dict[str, Stored | StoredMatrix]:
-    """A checkpoint's tensors as `find_tensors` returns them, but those of all experts one by one, and those of a
-    quantised matrix, its bias apart, as one with the name of its weight. Raises CheckpointError as well for matrices
-    whose tensors do not fit each other."""
-    tensors = find_tensors(directory, rename)
+    """A checkpoint's tensors as `find_tensors` returns them, by the layers' names, but those of all experts one by one,
+    and those of a quantised matrix, its bias apart, as one with the name of its weight. Raises CheckpointError as well
+    for matrices whose tensors do not fit each other."""
+    tensors = find_tensors(directory, canonical_name)
     if experts is not None:
         tensors = experts.split(tensors)
     if config is None:  # what is not dense is refused later

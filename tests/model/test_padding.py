@@ -6,8 +6,8 @@ import torch
 from mini_engine.model import parallel
 from mini_engine.model.expert_files import ExpertFiles
 from mini_engine.model.layers import MLP, GatedMLP, pieces_of
-from mini_engine.model.model_spec import canonical_name
 from mini_engine.model.parallel import Placement, TensorParallel
+from mini_engine.model.quantized_files import find_weights
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import fill_randomly, load_weights
 from tests.model.reference import reference_logits
@@ -36,7 +36,7 @@ def build(checkpoint, rank: int = 0, size: int = 1) -> VisionLanguageModel:
 def load(checkpoint, rank: int = 0, size: int = 1) -> VisionLanguageModel:
     model = build(checkpoint, rank, size)
     experts = ExpertFiles(checkpoint.config.text.hidden_size, transposed=True)
-    load_weights(model, checkpoint.path, canonical_name, experts=experts)
+    load_weights(model, checkpoint.path, find_weights(checkpoint.path, experts=experts))
     return model
 
 
