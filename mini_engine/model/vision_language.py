@@ -18,6 +18,7 @@ from mini_engine.model.quantization import DENSE_BITS
 from mini_engine.model.rope import Grid
 from mini_engine.model.text import Attend, Decoder, MediaRows
 from mini_engine.model.towers.spread_tower import SpreadTower
+from mini_engine.model.towers.vision import last_of
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,14 @@ class VisionLanguageModel(nn.Module):
         return self.visual.own_patches(patches, grids) if isinstance(self.visual, SpreadTower) else patches
 
     def encode_vision(self, patches: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
-        """Encode any number of images (time 1) and videos in one call. Arguments as of `VisionTower.forward`, but the
+        """Encode any number of images (time 1) and videos in one call. Arguments as of `VisionTower.run`, but the
         patches are this rank's `own_patches`.
 
         Returns:
             Per item `[t * h * w / merge unit, config.vision.row_size]`: views of one tensor. See `MediaRows`.
         """
         unit = self.config.vision.merge_unit
-        return list(self.visual(patches, grids).split([t * h * w // unit for t, h, w in grids]))
+        return list(last_of(self.visual.run(patches, grids)).split([t * h * w // unit for t, h, w in grids]))
 
     def encode_blocks(self, patches: Tensor, grid: Grid) -> Iterator[Tensor]:
         """`encode_vision` of one item, block by block: an item for each, the last of which are the rows."""
