@@ -213,7 +213,7 @@ class PatchMerger(nn.Module):
         super().__init__()
         self.joined = config.hidden_size * config.merge_unit
         self.norm = norm
-        self.mlp = MLP(up, down, (self.joined, self.joined, config.out_hidden_size), F.gelu, at)
+        self.mlp = MLP([up], down, (self.joined, self.joined, config.out_hidden_size), F.gelu, bias=True, at=at)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mlp(self.norm(x.view(-1, *self.norm.weight.shape)).view(-1, self.joined))
