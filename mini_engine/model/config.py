@@ -17,7 +17,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """Dimensions of gated delta nets, and which of the decoder's layers have one in place of attention."""
+    """Dimensions of gated delta nets, and which of the decoder's layers have one in place of attention. v_heads is a
+    multiple of k_heads, and key head i serves the i-th equal run of value heads. The state of a sequence is for each
+    such layer conv `[channels, kernel_size - 1]`, the last inputs of the causal convolution, in the model's dtype, and
+    delta `[v_heads, k_dim, v_dim]` in float32."""
 
     layers: tuple[int, ...]
     k_heads: int
@@ -27,9 +30,18 @@ class LinearConfig:
     kernel_size: int
 
     @property
+    def channels(self) -> int:
+        """Of the convolution: all heads of q, then of k, then of v."""
+        return 2 * self.k_heads * self.k_dim + self.v_heads * self.v_dim
+
+    @property
     def state_bytes(self) -> int:
-        """Of one sequence, within a few percent."""
+        """Of one sequence, within a few percent: the delta states."""
         return 4 * len(self.layers) * self.v_heads * self.k_dim * self.v_dim
+
+    def nbytes(self, itemsize: int) -> int:
+        """Of one sequence, in a model whose numbers have so many bytes."""
+        return self.state_bytes + len(self.layers) * self.channels * (self.kernel_size - 1) * itemsize
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mini_engine.kernels import ops
 from mini_engine.model.config import LinearConfig, TextConfig
-from mini_engine.model.delta_rule import StateShape, Weights
+from mini_engine.model.delta_rule import Weights
 from mini_engine.model.experts import MixtureOfExperts
 from mini_engine.model.layers import ColumnParallel, GatedMLP, Layer, RMSNorm, RowParallel, Rows, WeightSlice
 from mini_engine.model.parallel import Placement, TensorParallel
@@ -122,11 +122,10 @@ class GatedDeltaNet(Layer):
             yield WeightSlice(f"{self.source}.{name}", (self.linear.v_heads,), (self.heads,), target)
 
 
-def state_shape(linear: LinearConfig, tp: TensorParallel) -> StateShape:
-    """A rank's part of the states. Raises ValueError if the heads do not divide."""
+def state_shape(linear: LinearConfig, tp: TensorParallel) -> LinearConfig:
+    """The same with a rank's heads, as its states have it. Raises ValueError if the heads do not divide."""
     tp.check_heads("delta-net key", linear.k_heads)
-    k_heads, v_heads = linear.k_heads // tp.size, linear.v_heads // tp.size
-    return StateShape(len(linear.layers), k_heads, v_heads, linear.k_dim, linear.v_dim, linear.kernel_size)
+    return replace(linear, k_heads=linear.k_heads // tp.size, v_heads=linear.v_heads // tp.size)
 
 
 class DecoderLayer(nn.Module):

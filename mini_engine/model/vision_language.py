@@ -34,8 +34,8 @@ class AttentionShape:
 class VisionLanguageModel(nn.Module):
     """One rank's part of the model. Contents are unset until `weights.load_weights` fills them.
 
-    `state_shape` is None if all of the decoder's layers have attention. Raises ValueError if heads, of decoder or
-    sharded vision tower, do not divide by the group's size.
+    `state_shape` has this rank's heads; it is None if all of the decoder's layers have attention. Raises ValueError if
+    heads, of decoder or sharded vision tower, do not divide by the group's size.
     """
 
     def __init__(self, config: ModelConfig, at: Placement) -> None:
@@ -54,7 +54,7 @@ class VisionLanguageModel(nn.Module):
         self.head = self.embedding if is_shared else VocabParallelEmbedding(head, *rows, at, is_head=True)
         kv_heads = at.tp.kv_heads(text.num_kv_heads)
         self.state_shape = self.decoder.state_shape
-        layers = text.num_layers - (self.state_shape.layers if self.state_shape else 0)
+        layers = text.num_layers - (len(self.state_shape.layers) if self.state_shape else 0)
         self.attention_shape = AttentionShape(layers, kv_heads.stop - kv_heads.start, text.head_dim)
 
     def embed(self, token_ids: Tensor, media: Sequence[MediaRows] = ()) -> Tensor:

@@ -254,7 +254,7 @@ def choose_cache_size(config: EngineConfig, model: VisionLanguageModel, use: Mem
     kind = place if bits == DENSE_BITS else f"{bits}-bit decoder, {place}"
     logger.info("model loaded: %s, %d KV blocks of %d tokens", kind, size.num_blocks, config.block_size)
     if state is not None:
-        sequences, mib = config.step_sequences(device.type, recurrent=True), state.nbytes(dtype) / 2**20
+        sequences, mib = config.step_sequences(device.type, recurrent=True), state.nbytes(dtype.itemsize) / 2**20
         counts = f"{sequences} sequences and {size.num_states - sequences} snapshots"
         logger.info("recurrent states: %s of %.2f MiB, %.2f GiB in all", counts, mib, size.num_states * mib / 1024)
     return size

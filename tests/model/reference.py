@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mini_engine.kernels import ops
 from mini_engine.model import delta_rule
-from mini_engine.model.config import ModelConfig
+from mini_engine.model.config import LinearConfig, ModelConfig
 from mini_engine.model.rope import Grid, PlacedRun, PromptPositions, mrope_positions
 from mini_engine.model.text import MediaRows
 from mini_engine.model.vision_language import VisionLanguageModel
@@ -23,7 +23,7 @@ class ReferenceAttention:
     Call `step` before each forward pass, then hand the object itself over as `attend`.
     """
 
-    def __init__(self, states: delta_rule.StateShape | None = None) -> None:
+    def __init__(self, states: LinearConfig | None = None) -> None:
         self._shape = states
         self._cache: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._states: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
