@@ -90,7 +90,8 @@ class StoredMatrix:
         by_outputs = self._end == "weight_packed"
         groups = scales[1] if by_outputs else scales[0]
         group = inputs // groups if groups and inputs % groups == 0 else 0
-        if not group or (self.config.groups and group not in {_whole(size, inputs) for size in self.config.groups}):
+        allowed_groups = {min(size, inputs) if size > 0 else inputs for size in self.config.groups}  # -1, 0: all inputs
+        if not group or (allowed_groups and group not in allowed_groups):
             sizes = ", ".join(map(str, sorted(self.config.groups))) or "none"
             return [f"{self.name} has {inputs} inputs in {groups} groups (group_size: {sizes})"]
         wanted = {self._scale: (outputs, groups) if by_outputs else (groups, outputs)}
@@ -216,11 +217,6 @@ def is_empty_bias(name: str, weights: Mapping[str, Stored | StoredMatrix]) -> bo
     module, stored = name.removesuffix(".bias"), weights[name]
     is_quantised = isinstance(weights.get(f"{module}.weight"), StoredMatrix)
     return is_quantised and isinstance(stored, Stored) and not read_tensor(stored).any()
-
-
-def _whole(size: int, inputs: int) -> int:
-    """The inputs of a group of a size by config.json, in which -1 and 0 stand for all."""
-    return min(size, inputs) if size > 0 else inputs
 
 
 def _unpack(packed: Tensor) -> Tensor:
