@@ -9,6 +9,7 @@ nothing of requests or of the model: the core says which messages are read, and 
 
 import contextlib
 import os
+import select
 import threading
 from collections.abc import Iterable
 
@@ -114,16 +115,10 @@ class MediaInputs:
             self._queue.close_streams()
 
     def _receive_all(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake, zmq.POLLIN)
-        polled: set[int] = set()
         while not self._closing:
-            streams = self._queue.descriptors()
-            for fd in polled - streams:
-                poller.unregister(fd)
-            for fd in streams - polled:
-                poller.register(fd, zmq.POLLIN)
-            polled = streams
+            poller = select.poll()  # a new one: streams come and go
+            for fd in (self._wake, *self._queue.descriptors()):
+                poller.register(fd, select.POLLIN)
             for fd, _ in poller.poll():
                 if fd != self._wake:
                     self._receive(fd)
