@@ -63,15 +63,15 @@ class Attention(nn.Module):
             Rows(f"{source}.v_proj", config.num_kv_heads * dim, kv_part),
         ]
         self.split = [self.heads + 2 * self.kv_heads]
-        if config.attention_gate:
+        if config.spec.attention_gate:
             places = [slice(i * dim, (i + 1) * dim) for i in range(2 * heads.start, 2 * heads.stop)]
             both = [Rows(f"{source}.q_proj", 2 * config.num_heads * dim, place) for place in places]
             rows = [*both[::2], *rows[1:], *both[1::2]]
             self.split.append(self.heads)
-        self.qkv = ColumnParallel(config.hidden_size, rows, bias=config.qkv_bias, at=at)
-        eps, offset = config.rms_norm_eps, config.norm_offset
+        self.qkv = ColumnParallel(config.hidden_size, rows, bias=config.spec.qkv_bias, at=at)
+        eps, offset = config.rms_norm_eps, config.spec.norm_offset
         self.norms: ops.HeadNorms | None = None
-        if config.qk_norm:
+        if config.spec.qk_norm:
             self.q_norm, self.k_norm = (RMSNorm(f"{source}.{name}_norm", dim, eps, at, offset) for name in "qk")
             self.norms = ops.HeadNorms(self.q_norm.weight, self.k_norm.weight, eps, offset)
         self.o = RowParallel(f"{source}.o_proj", config.num_heads * dim, part, config.hidden_size, bias=False, at=at)
@@ -133,7 +133,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, source: str, layer: int, config: TextConfig, at: Placement) -> None:
         super().__init__()
-        size, eps, offset = config.hidden_size, config.rms_norm_eps, config.norm_offset
+        size, eps, offset = config.hidden_size, config.rms_norm_eps, config.spec.norm_offset
         self.norm1 = RMSNorm(f"{source}.input_layernorm", size, eps, at, offset)
         recurrent = config.linear.layers if config.linear else ()
         before = sum(i < layer for i in recurrent)
@@ -171,7 +171,7 @@ class Decoder(nn.Module):
             DecoderLayer(f"model.language_model.layers.{i}", i, config, at) for i in range(config.num_layers)
         )
         norm = "model.language_model.norm"
-        self.norm = RMSNorm(norm, config.hidden_size, config.rms_norm_eps, at, config.norm_offset)
+        self.norm = RMSNorm(norm, config.hidden_size, config.rms_norm_eps, at, config.spec.norm_offset)
 
     def forward(self, hidden: Tensor, positions: Tensor, attend: Attend, media: Sequence[MediaRows] = ()) -> Tensor:
         """See `VisionLanguageModel.forward`; `hidden` holds the first columns of `media` already."""

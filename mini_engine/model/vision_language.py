@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import VocabParallelEmbedding
-from mini_engine.model.model_spec import find_spec
 from mini_engine.model.parallel import Placement
 from mini_engine.model.quantization import DENSE_BITS
 from mini_engine.model.rope import Grid
@@ -42,7 +41,7 @@ class VisionLanguageModel(nn.Module):
         super().__init__()
         text = config.text
         self.config = config
-        tower = find_spec([config.architecture]).load_tower()
+        tower = text.spec.load_tower()
         self.visual = SpreadTower(tower, config.vision, at) if at.spread_tower else tower(config.vision, at)
         tied, rows = config.tie_word_embeddings, (text.vocab_size, text.hidden_size)
         table = "model.language_model.embed_tokens"

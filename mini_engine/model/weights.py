@@ -19,7 +19,6 @@ from mini_engine.model.checkpoint import FLOATS, CheckpointError, Progress, Stor
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.expert_files import ExpertFiles
 from mini_engine.model.layers import WeightSlice, pack_weights, pieces_of
-from mini_engine.model.model_spec import find_spec
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.quantization import SUPPORTED, Quantization
 from mini_engine.model.quantized_files import StoredMatrix, find_weights, is_empty_bias
@@ -60,7 +59,7 @@ def load_model(
         ValueError: unsupported architecture or setting, heads that do not divide.
     """
     config = ModelConfig.from_dir(path)
-    layout, tensors, stored = find_spec([config.architecture]).experts, None, None
+    layout, tensors, stored = config.text.spec.experts, None, None
     experts = ExpertFiles(config.text.hidden_size, layout.transposed) if layout else None
     if load_format != "dummy":
         tensors = find_weights(Path(path), config.quantization, experts)

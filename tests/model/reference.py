@@ -137,7 +137,7 @@ def find_runs(
     left[config.video_token_id] = [
         run
         for (t, h, w), each in zip(videos, seconds, strict=True)
-        for run in ([((1, h, w), each)] * t if config.text_tells_time else [((t, h, w), each)])
+        for run in ([((1, h, w), each)] * t if config.text.spec.text_tells_time else [((t, h, w), each)])
     ]
     starts = [at for at, each in enumerate(ids) if each in left and (at == 0 or ids[at - 1] != each)]
     return [PlacedRun(at, *left[ids[at]].pop(0)) for at in starts]
