@@ -90,11 +90,10 @@ class GatedDeltaNet(Layer):
         self.source, self.layer, self.linear = source, layer, linear
         keys, values = linear.k_heads * linear.k_dim, linear.v_heads * linear.v_dim
         k_part, v_part, self.heads = (at.tp.part(total) for total in (keys, values, linear.v_heads))
-        self.channels = 2 * keys + values  # over all ranks
         # The checkpoint's one matrix holds q, k and v below each other, as the convolution's kernel does.
         places = ((0, k_part), (keys, k_part), (2 * keys, v_part))
         self.parts = [slice(start + part.start, start + part.stop) for start, part in places]
-        rows = [Rows(f"{source}.in_proj_qkv", self.channels, part) for part in self.parts]
+        rows = [Rows(f"{source}.in_proj_qkv", linear.channels, part) for part in self.parts]
         rows.append(Rows(f"{source}.in_proj_z", values, v_part))
         rows += [Rows(f"{source}.in_proj_{name}", linear.v_heads, self.heads) for name in "ba"]
         self.project = ColumnParallel(config.hidden_size, rows, bias=False, at=at)
@@ -116,7 +115,7 @@ class GatedDeltaNet(Layer):
         start = 0
         for part in self.parts:
             here = self.kernel[start : start + part.stop - part.start].unsqueeze(1)
-            yield WeightSlice(f"{self.source}.conv1d.weight", (self.channels, *here.shape[1:]), (part,), here)
+            yield WeightSlice(f"{self.source}.conv1d.weight", (self.linear.channels, *here.shape[1:]), (part,), here)
             start += len(here)
         for name, target in (("A_log", self.A_log), ("dt_bias", self.dt_bias)):
             yield WeightSlice(f"{self.source}.{name}", (self.linear.v_heads,), (self.heads,), target)

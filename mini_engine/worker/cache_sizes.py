@@ -100,11 +100,8 @@ def cache_size(
     state_bytes = state.nbytes(dtype.itemsize) if state is not None else 0
     at_once = config.step_sequences(device.type, state is not None)
     sequences = (at_once + 1) * state_bytes  # one to spare
-    num_blocks, origin = config.num_gpu_blocks_override, "--num-gpu-blocks-override"
-    if num_blocks is not None:
-        memory = num_blocks * block_bytes
-    else:
-        memory, origin = _memory(config, use, sequences)
+    num_blocks = config.num_gpu_blocks_override
+    memory, origin = _memory(config, use, sequences) if num_blocks is None else (num_blocks * block_bytes, "")
     snapshot_bytes = config.state_cache_memory_bytes
     if snapshot_bytes is None:
         snapshot_bytes = max(0, memory) // 4
