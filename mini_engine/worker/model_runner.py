@@ -94,7 +94,8 @@ class Launched:
         result = self._result
         if self._pending is not None:
             result = msgspec.structs.replace(result, tokens=self._pending.result(), pooled=self._pending.pooled())
-        self.wait()
+        if self._done is not None:
+            self._done.synchronize()
         return result
 
 
