@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from prometheus_client import (
-    CONTENT_TYPE_LATEST,
     CollectorRegistry,
     Counter,
     Gauge,
@@ -30,7 +29,6 @@ from prometheus_client.registry import Collector
 from mini_engine.launch.metrics_files import DIRECTORY_VARIABLE, NUMBER_VARIABLE
 from mini_engine.messages import EngineStats, FinishReason, TransportName
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
 TITLE = b"mini-engine: "  # at the beginning of a process's title
 REGISTRY = CollectorRegistry()
 if NUMBER_VARIABLE in os.environ:  # else prometheus_client would number the files by process id
@@ -42,8 +40,9 @@ if NUMBER_VARIABLE in os.environ:  # else prometheus_client would number the fil
 # on its device.
 FALLBACK_REASONS = ("cuda_ipc", "store_full", "store_busy", "store_oversize", "processor_memory")
 
-# Why requests were refused with 429, see `http/admission.py`; and with 503, since the host is out of something.
-REJECTION_REASONS = ("queued_requests", "inflight_bodies", "inflight_media", "host")
+# Why requests were refused with 429, see `http/admission.py`; and with 503, since there were more than
+# --max-connections, or the host is out of something.
+REJECTION_REASONS = ("queued_requests", "inflight_bodies", "inflight_media", "connections", "host")
 
 # Why a media decoder process exited: it crashed, exceeded its time or its memory, was killed from outside, did not stop
 # when its job was cancelled, or was one more than the pool keeps.
@@ -110,7 +109,7 @@ inflight_media_bytes = _gauge(
     "inflight_media_bytes", "Bytes of encoded media reserved for requests, and of decoded frames.", "livesum"
 )
 requests_rejected_total = _counter(
-    "requests_rejected_total", "Requests refused: 429, or 503 for lack of host resources.", "reason", REJECTION_REASONS
+    "requests_rejected_total", "Requests refused: 429, or 503 (connections, host).", "reason", REJECTION_REASONS
 )
 http_requests_total = Counter(
     "http_requests_total", "Responses by the path of their route.", ["handler", "method", "status"], registry=REGISTRY

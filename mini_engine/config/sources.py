@@ -5,6 +5,7 @@
 
 import difflib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import msgspec.yaml
 import yaml
 
 from mini_engine import failpoints
-from mini_engine.config import ENV_PREFIX, ConfigError, EngineConfig, fields, flag_of, groups
+from mini_engine.config import ENV_PREFIX, ConfigError, EngineConfig, Setting, fields, flag_of, groups, results
 
 CONFIG_ENV = ENV_PREFIX + "CONFIG"
 IPC_SWITCH_ENV = ENV_PREFIX + "MULTIMODAL_TENSOR_IPC"
@@ -55,12 +56,12 @@ def unknown(flag: str) -> str:
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
-    """The values of `MINI_ENGINE_<FIELD>` variables, by field. Raises ConfigError: a value cannot be used."""
-    given = {
-        setting.name: Given(setting.read(environ[setting.variable], setting.variable), setting.variable)
-        for setting in fields()
-        if setting.variable in environ
-    }
+    """The values of `MINI_ENGINE_<FIELD>` variables, by field. Raises ConfigError: some cannot be used."""
+
+    def read(setting: Setting) -> tuple[str, Given]:
+        return setting.name, Given(setting.read(environ[setting.variable], setting.variable), setting.variable)
+
+    given = dict(results(partial(read, setting) for setting in fields() if setting.variable in environ))
     if (switch := environ.get(IPC_SWITCH_ENV)) is not None:
         if switch not in IPC_SWITCH:
             raise ConfigError(f"{IPC_SWITCH_ENV}: {switch!r} is not 1 or 0")
@@ -81,25 +82,19 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 
 def from_file(path: str) -> dict[str, Given]:
     """The values of a YAML file, by field. Its keys are flags without their dashes in front, or fields' names. Raises
-    ConfigError: the file cannot be read, or settings in it are unknown or have values that cannot be used; each of them
-    is a line of the text."""
+    ConfigError: the file cannot be read, or settings in it are unknown or have values that cannot be used."""
     try:
         values = msgspec.yaml.decode(Path(path).read_bytes(), type=dict[str, Any] | None) or {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"--config: {path} cannot be read: {' '.join(str(error).split())}") from None
-    known, given, errors = {setting.flag: setting for setting in fields()}, {}, []
-    for key, value in values.items():
-        setting = known.get(flag_of(key))
-        try:
-            if setting is None:
-                errors.append(f"{path}: {key}: {unknown(flag_of(key))}")
-            elif value is not None:
-                given[setting.name] = Given(setting.read(value, f"{path}: {key}"), path)
-        except ConfigError as error:
-            errors.append(str(error))
-    if errors:
-        raise ConfigError("\n".join(errors))
-    return given
+    known = {setting.flag: setting for setting in fields()}
+
+    def read(key: str, value: Any) -> tuple[str, Given]:
+        if (setting := known.get(flag_of(key))) is None:
+            raise ConfigError(f"{path}: {key}: {unknown(flag_of(key))}")
+        return setting.name, Given(setting.read(value, f"{path}: {key}"), path)
+
+    return dict(results(partial(read, key, value) for key, value in values.items() if value is not None))
 
 
 def to_yaml(config: EngineConfig, origins: Mapping[str, str], changed_only: bool = False) -> str:

@@ -431,8 +431,8 @@ class EngineCore:
 
 def run(child: Child) -> None:
     """Main function of an engine-core process."""
-    init = child.init()
-    config, engine = init.config, int(child.index)
+    init = child.init
+    config, engine = init.config, int(child.spec.index)
     model = ModelConfig.from_dir(init.model_dir)
     links = Links(child, init.cores[engine], init.core_workers[engine], config.tensor_parallel_size)
     workers = links.wait_for_workers()

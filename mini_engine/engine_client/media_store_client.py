@@ -4,13 +4,11 @@ The engine core owns the store (`core/caches/media_store.py`, which shows the me
 pages of its reservations. It runs in the event loop's thread; large items are copied in another.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -34,9 +32,7 @@ from mini_engine.messages import (
     Written,
 )
 from mini_engine.protocol.api_errors import EngineError
-
-if TYPE_CHECKING:
-    from mini_engine.transport.arena import WritableMemory
+from mini_engine.transport.arena import WritableMemory
 
 INLINE_COPY_BYTES = 256 << 10  # copies up to this size cost less than handing them to a thread, even to new pages
 SHM_STORE = "shm_store"  # beside the transports' names, in the metrics
@@ -118,18 +114,15 @@ class MediaStoreClient:
             self._send(Unreserve(request_id))
 
     def on_found(self, found: Found | NamesResolved) -> None:
-        """The answer to a `Lookup` or `ResolveNames`."""
         if (answer := self._lookups.get(found.request_id)) is not None and not answer.done():
             answer.set_result(found)
 
     def on_reserved(self, reserved: Reserved) -> None:
-        """The answer to a `Reserve`."""
         self._writes[reserved.media_hash].answer.set_result(reserved)
 
     def close(self, error: EngineError) -> None:
         """The engine is down: waiting calls raise `error`."""
-        answers: list[asyncio.Future[Any]] = [*self._lookups.values()]
-        for answer in answers + [write.answer for write in self._writes.values()]:
+        for answer in (*self._lookups.values(), *(write.answer for write in self._writes.values())):
             if not answer.done():
                 answer.set_exception(error)
 

@@ -10,25 +10,26 @@ import signal
 import socket
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
 import uvloop
 import zmq.asyncio
 
 from mini_engine import metrics
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.config.decode_limits import DecodeLimits
-from mini_engine.engine_client import transport_probe as transports
+from mini_engine.engine_client import transport_probe
 from mini_engine.engine_client.engines import EngineClient, send_now
 from mini_engine.engine_client.media_store_client import CacheAccess
-from mini_engine.engine_client.transport_probe import limit_memory, processor_device, staging_slots
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.http.app import create_app
 from mini_engine.http.connections import HttpServer
 from mini_engine.http.context import AppContext, ModelFront
 from mini_engine.http.routes.operations import log_stats
+from mini_engine.launch.child import Child
 from mini_engine.media.decode.decoder_pool import DecoderPool
 from mini_engine.media.loader import MediaLoader, start_thread_pool
+from mini_engine.media.processor import MediaProcessor
 from mini_engine.media.settings import MediaSettingsResolver
 from mini_engine.media.sources.policy import MediaPolicy
 from mini_engine.messages import ControlReply, ControlRequest, Drain, EngineLimits, Init, PeerGone, Serving, Start
@@ -42,9 +43,6 @@ from mini_engine.transport.arena import WritableMemory
 from mini_engine.transport.codec import decode
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 
-if TYPE_CHECKING:
-    from mini_engine.launch.child import Child
-    from mini_engine.media.processor import MediaProcessor
 logger = logging.getLogger(__name__)
 
 WORK_THREADS = min(32, (os.cpu_count() or 1) + 4)  # as asyncio's own
@@ -52,13 +50,13 @@ WORK_THREADS = min(32, (os.cpu_count() or 1) + 4)  # as asyncio's own
 
 def run(child: Child) -> None:
     """Main function of an API server's process. Does not return: it ends the process."""
-    init = child.init()
+    init = child.init
     config = init.config
     metrics.engine_restarts.set(init.restarts)
     sizes = config.api_server_count, config.engines, config.tensor_parallel_size
     metrics.parallel_config_info.labels(*sizes).set(1)
     try:
-        front = load(init, int(child.index))
+        front = load(init, int(child.spec.index))
         gc.freeze()  # half a million objects of torch and transformers, which stay: no collector need walk them
         gc.enable()
         uvloop.run(_main(child, init, front))
@@ -76,22 +74,16 @@ def load(init: Init, index: int) -> ModelFront:
     """Load processor, tokenizer and chat template for API server `index`; a few seconds, most of them imports. Raises
     ConfigError: a setting that the model cannot be served with."""
     reach_failpoint("loading-api")
-    import torch
-
-    from mini_engine.media.processor import MediaProcessor
-
     # The media threads are the parallelism; torch's own beside them would only take turns with them.
     torch.set_num_threads(1)
     config = init.config
-    device = processor_device(config, index)
+    device = transport_probe.processor_device(config, index)
     if device is not None:
-        limit_memory(config, device)
+        transport_probe.limit_memory(config, device)
     try:
         processor = MediaProcessor(init.model_dir, trust_remote_code=config.trust_remote_code, device=device)
-        video_io_kwargs, model_dir = config.media_io_kwargs.get("video", {}), Path(init.model_dir)
-        settings = MediaSettingsResolver(
-            processor, model_dir, config.mm_processor_kwargs, video_io_kwargs, config.max_video_frames_kept
-        )
+        model_dir = Path(init.model_dir)
+        settings = MediaSettingsResolver(processor, model_dir, config)
         template = Path(config.chat_template).read_text(encoding="utf-8") if config.chat_template else None
         renderer = ChatRenderer(processor.hf_processor, template, config.tool_call_parser, config.reasoning_parser)
         vocabulary = Vocabulary(processor.hf_processor.tokenizer)
@@ -124,15 +116,15 @@ def media_loader(config: EngineConfig, index: int, processor: MediaProcessor) ->
 
 async def _main(child: Child, init: Init, front: ModelFront) -> None:
     asyncio.get_running_loop().set_default_executor(start_thread_pool(WORK_THREADS, "work"))
-    arena = transports.make_arena(init.config)
-    make_slots = staging_slots(init.config, int(child.index), len(init.cores))
+    arena = transport_probe.make_arena(init.config)
+    make_slots = transport_probe.staging_slots(init.config, int(child.spec.index), len(init.cores))
     queues, choices = [], []
     for engine in range(len(init.cores)):
         queues.append(TensorIpcSender(child.encoder, [rank for rank in init.ranks if rank.engine == engine], arena))
-        choices.append(transports.choose(engine, init.config.mm_tensor_ipc, queues[-1], make_slots))
+        choices.append(transport_probe.choose(engine, init.config.mm_tensor_ipc, queues[-1], make_slots))
     # The same context, so the same I/O thread, seen through asyncio.
     context = zmq.asyncio.Context(shadow=child.context)
-    stores: list[WritableMemory | None] = [*map(WritableMemory, child.media_stores)] or [None] * len(init.cores)
+    stores: list[WritableMemory | None] = [*map(WritableMemory, child.spec.media_stores)] or [None] * len(init.cores)
     capacity, max_bytes = init.media_cache.nbytes, init.config.mm_shm_cache_max_object_size_mb << 20
     caches = [CacheAccess(capacity, store, max_bytes) for store in stores]
     engines = EngineClient(context, child.encoder, init.cores, queues, caches)
@@ -140,7 +132,7 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
     child.ready(transports=choices)
     link = SupervisorLink(child, engines)
     background = [asyncio.create_task(link.run()), asyncio.create_task(engines.run())]
-    if child.index == "0" and not init.config.disable_log_stats:
+    if child.spec.index == "0" and not init.config.disable_log_stats:
         background.append(asyncio.create_task(log_stats(engines)))
     serving = asyncio.create_task(_serve(child, init.config, front, link))
     try:
@@ -160,7 +152,7 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
 
 async def _serve(child: Child, config: EngineConfig, front: ModelFront, link: SupervisorLink) -> None:
     limits = await link.started
-    context = AppContext.of(front, config, link.engines, limits, child.incarnation)
+    context = AppContext.of(front, config, link.engines, limits, child.spec.incarnation)
     cache = limits.block_size, limits.num_blocks, config.enable_prefix_caching, config.gpu_memory_utilization
     for engine in range(config.engines):
         metrics.cache_config_info.labels(engine, *cache).set(1)
@@ -181,10 +173,10 @@ async def _serve(child: Child, config: EngineConfig, front: ModelFront, link: Su
         server.should_exit = True
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, stop)  # see ChildProcess.terminate
-    assert child.listen_fd is not None, "an API server is started with a socket"
+    assert child.spec.listen_fd is not None, "an API server is started with a socket"
     draining = asyncio.create_task(drain())
     try:
-        await server.serve(sockets=[socket.socket(fileno=child.listen_fd)])
+        await server.serve(sockets=[socket.socket(fileno=child.spec.listen_fd)])
     finally:
         draining.cancel()
 
@@ -214,5 +206,4 @@ class SupervisorLink:
                     send_now(self.socket, self._encoder.encode(ControlReply(number)))
 
     def report_serving(self) -> None:
-        """Report to the supervisor that connections are accepted."""
         send_now(self.socket, self._encoder.encode(Serving()))

@@ -9,18 +9,25 @@ import logging
 import resource
 import socket
 import ssl
+import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import h11
 import uvicorn
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mini_engine.config import EngineConfig
 from mini_engine.failpoints import reach_failpoint
+from mini_engine.http.access import caller_of
+from mini_engine.http.error_responses import report_error
+from mini_engine.metrics import http_requests_total, requests_rejected_total
+from mini_engine.protocol.api_errors import ApiError
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +79,8 @@ class HttpParser(h11.Connection):
 
 
 class Http(H11Protocol):
-    """uvicorn's protocol, but clients have IPv4 addresses where they can, and at exit the server does not wait for the
-    close_notify of idle TLS clients."""
+    """uvicorn's protocol, but clients have IPv4 addresses where they can, what is not HTTP is counted, with a line in
+    the log, and at exit the server does not wait for the close_notify of idle TLS clients."""
 
     def __init__(self, **arguments: Any):
         super().__init__(**arguments)
@@ -84,6 +91,13 @@ class Http(H11Protocol):
         super().connection_made(transport)
         if self.client is not None:
             self.client = (self.client[0].removeprefix("::ffff:"), self.client[1])
+
+    def send_400_response(self, msg: str) -> None:
+        """Called while h11's error is handled, which says more. LocalProtocolError: another response has begun."""
+        super().send_400_response(msg)
+        http_requests_total.labels("none", "other", "4xx").inc()
+        error = ApiError(400, f"{msg} ({sys.exception()})", code="invalid_http")
+        report_error(error, f"req-{uuid.uuid4().hex}", caller_of(Headers(), self.client), None)
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -103,12 +117,19 @@ class Connection(asyncio.BufferedProtocol):
     _read_buffer = memoryview(bytearray(READ_BYTES))  # of all connections: each copies what it has read
 
     def __init__(self, settings: EngineConfig, limit: int, *, app_state: dict[str, Any], **arguments: Any):
-        """`limit` is how many connections there may be; a further one is aborted at once."""
+        """`limit` is how many connections are served; half as many more get a 503, any further one is aborted."""
         self._protocol = Http(app_state={**app_state, "connection": self}, **arguments)
         self._settings = settings
         self._limit = limit
         self._timer: asyncio.TimerHandle | None = None
         self._requests = 0  # in progress
+
+    def check(self) -> None:
+        """Raises ApiError, a 503, while there are more connections than are served."""
+        if len(self._protocol.connections) > self._limit:
+            requests_rejected_total.labels("connections").inc()
+            text = f"This API server has {self._limit} connections (--max-connections). Send this request again later."
+            raise ApiError(503, text, code="overloaded", headers={"connection": "close"})
 
     @contextlib.contextmanager
     def request_in_progress(self) -> Iterator[None]:
@@ -128,7 +149,7 @@ class Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._protocol.connection_made(transport)
         self._update_timer()
-        if len(self._protocol.connections) > self._limit:
+        if len(self._protocol.connections) > self._limit + self._limit // 2:
             self.abort()
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
@@ -182,19 +203,17 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, config: EngineConfig, on_started: Callable[[], None]):
         max_connections = config.max_connections or resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
-        # uvicorn accepts connections above `limit_concurrency`, so that their requests get a 503.
-        connection: Any = partial(Connection, config, max_connections + max_connections // 2)
+        connection: Any = partial(Connection, config, max_connections)
         super().__init__(
             uvicorn.Config(
                 app,
                 http=connection,
-                limit_concurrency=max_connections,
                 lifespan="off",
                 ws="none",
                 forwarded_allow_ips=config.forwarded_allow_ips,
                 access_log=False,
                 log_config=None,
-                log_level="error",  # its warnings are about single invalid requests: clients could fill the log
+                log_level="error",  # its warnings are about single invalid requests: see `send_400_response`
                 server_header=False,
                 headers=[("keep-alive", f"timeout={config.timeout_keep_alive}")],  # for pools of connections
                 timeout_keep_alive=config.timeout_keep_alive,

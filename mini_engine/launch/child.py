@@ -1,24 +1,31 @@
-"""The start of every child process: die with the supervisor, set its title, send Hello, run its role.
+"""A child process, forked from the supervisor: from the fork to the role that it runs.
 
-Started as `python -m mini_engine.launch.child SPEC`, SPEC being a `ChildSpec` in JSON. Nothing heavy is imported before
-the parent-death signal is set; each role's module is imported last.
+What a role imports first, libraries that take seconds, the supervisor imports once (`preload`): every process of that
+role starts in a moment, as do those that replace dead ones, and all share the libraries' memory. To fork is safe since
+the supervisor computes nothing, uses no device, and its other threads, ZMQ's and that of the log, are used by no child.
 """
 
 import gc
 import importlib
+import itertools
 import logging
+import os
+import signal
 import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NoReturn
 
-import msgspec
 import zmq
+from setproctitle import setproctitle
 
 from mini_engine import log
 from mini_engine.config import ConfigError
 from mini_engine.failpoints import reach_failpoint
-from mini_engine.launch.process_setup import die_with_parent, ignore_stop_signals, keep_freed_memory
-from mini_engine.messages import EngineLimits, Hello, Init, Ready, Refused, Role, TransportChoice
+from mini_engine.launch.process_setup import STOP_SIGNALS, die_with_parent, ignore_stop_signals, keep_freed_memory
+from mini_engine.messages import EngineLimits, Init, Ready, Refused, Role, TransportChoice
 from mini_engine.transport import sockets
-from mini_engine.transport.codec import Encoder, decode
+from mini_engine.transport.codec import Encoder
 
 REFUSAL_SECONDS = 10  # within which the supervisor kills a process that refused its settings
 
@@ -27,20 +34,39 @@ ROLE_MODULES: dict[Role, str] = {
     "core": "mini_engine.core.engine_core",
     "worker": "mini_engine.worker.worker",
 }
+# The libraries that take long, each with what it imports. None of this package's modules: `metrics` depends on the
+# process that imports it. None starts a thread that outlives a fork, opens a descriptor or looks for a device.
+LIBRARIES: dict[Role, tuple[str, ...]] = {
+    "core": (),
+    "worker": ("torch",),
+    "api": ("torch", "fastapi", "aiohttp", "torchvision", "transformers.models.auto.processing_auto"),
+}
 
 
-class ChildSpec(msgspec.Struct, frozen=True):
-    """What the supervisor gives a child on its command line."""
+def preload(role: Role) -> Iterator[None]:
+    """Import the libraries of `role` into this process, to be shared with the children that it starts from then on. One
+    is imported at each step, which may take seconds; at once where all are imported already."""
+    for name in LIBRARIES[role]:
+        if name not in sys.modules:
+            gc.disable()  # collections would take a quarter of the time
+            importlib.import_module(name)
+            gc.freeze()  # a collector that walked the objects would copy their pages in each process
+            gc.enable()
+            yield
+
+
+@dataclass(frozen=True)
+class ChildSpec:
+    """What a child is told when it is started. The descriptors are inherited."""
 
     role: Role
     index: str  # "0", or "engine.rank" for a worker
     incarnation: int
     parent_pid: int
     supervisor: str  # ZMQ endpoint
-    log_level: str
-    log_format: str
-    listen_fd: int | None = None  # API server: inherited, bound, not yet listening
-    media_stores: list[int] = []  # descriptors of the media stores: an API server's by engine, a worker's own
+    init: Init
+    listen_fd: int | None = None  # API server: bound, not yet listening
+    media_stores: tuple[int, ...] = ()  # descriptors of the media stores: an API server's by engine, a worker's own
 
     @property
     def name(self) -> str:
@@ -55,22 +81,11 @@ class Child:
     """
 
     def __init__(self, spec: ChildSpec):
-        self.index = spec.index
-        self.incarnation = spec.incarnation
-        self.listen_fd = spec.listen_fd
-        self.media_stores = spec.media_stores
-        self.name = spec.name
+        self.spec, self.init = spec, spec.init
         self.encoder = Encoder(spec.name, spec.incarnation)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         me = sockets.identity(spec.name, spec.incarnation)
         self.supervisor = sockets.connect_dealer(self.context, spec.supervisor, me)
-        self.supervisor.send(self.encoder.encode(Hello()))
-
-    def init(self) -> Init:
-        """Block until the supervisor has answered the Hello."""
-        while not isinstance(body := decode(self.supervisor.recv()).body, Init):
-            pass  # another process died meanwhile
-        return body
 
     def ready(self, limits: EngineLimits | None = None, transports: list[TransportChoice] | None = None) -> None:
         """Report to the supervisor that this process can serve."""
@@ -83,19 +98,64 @@ class Child:
         self.supervisor.poll(REFUSAL_SECONDS * 1000)
 
 
-def main() -> None:
-    spec = msgspec.json.decode(sys.argv[1], type=ChildSpec)
-    die_with_parent(spec.parent_pid)
-    ignore_stop_signals()
-    from setproctitle import setproctitle
+def fork(spec: ChildSpec, environ: Mapping[str, str]) -> int:
+    """Start a child with these variables beside this process's; returns its process id. Call it from the main thread,
+    since the kernel's parent-death signal follows the thread. Raises OSError."""
+    # A signal between the fork and the child's own handling of signals would reach the parent a second time.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _run_forked(spec, environ, mask)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return pid
 
+
+def _run_forked(spec: ChildSpec, environ: Mapping[str, str], mask: set[int]) -> NoReturn:
+    """The whole life of a child. The parent's frames, which are below this one, are never returned to: the objects
+    there refer to descriptors that are closed here."""
+    status = 1
+    try:
+        die_with_parent(spec.parent_pid)
+        signal.set_wakeup_fd(-1)
+        ignore_stop_signals()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        _keep_descriptors(spec)
+        os.environ.update(environ)
+        run_role(spec)
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else 1
+    except Exception:
+        logging.getLogger(__name__).exception("%s failed", spec.name)
+    finally:
+        try:
+            for handler in logging.getLogger().handlers:
+                handler.flush()
+        finally:
+            os._exit(status)
+
+
+def _keep_descriptors(spec: ChildSpec) -> None:
+    """Close all others, such as those whose end tells another process that the supervisor is dead."""
+    inherited = sorted({2, *spec.media_stores, *([] if spec.listen_fd is None else [spec.listen_fd])})
+    for lower, upper in itertools.pairwise([*inherited, os.sysconf("SC_OPEN_MAX")]):
+        os.closerange(lower + 1, upper)
+    os.dup2(2, 1)  # what libraries print is part of the log
+    if not spec.init.config.debug:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+
+
+def run_role(spec: ChildSpec) -> None:
+    """Set the process's title and log, and run the role. Raises SystemExit."""
     setproctitle(f"mini-engine: {spec.name}")
     if spec.role == "api":
         keep_freed_memory()  # before the first thread, which writes the log
     reach_failpoint("starting-child")
-    log.setup(spec.name, spec.log_level, spec.log_format)
-    # Collections would take a quarter of the imports' time. API servers and workers enable them once all is loaded; the
-    # core never does: it makes no reference cycles, and with 100,000 cached items each would stop it for 100 ms.
+    log.setup(spec.name, spec.init.config.log_level, spec.init.config.log_format)
+    # API servers and workers enable collections once all is loaded; the core never does: it makes no reference cycles,
+    # and with 100,000 cached items each would stop it for 100 ms.
     gc.disable()
     child = Child(spec)
     try:
@@ -103,10 +163,3 @@ def main() -> None:
     except ConfigError as error:
         child.refuse(str(error))
         sys.exit(1)
-    except Exception:
-        logging.getLogger(__name__).exception("%s failed", child.name)
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

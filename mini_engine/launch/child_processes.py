@@ -15,27 +15,23 @@ import logging
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import zmq
 
 from mini_engine.config import EngineConfig
-from mini_engine.launch.child import ChildSpec
+from mini_engine.launch.child import ChildSpec, fork
 from mini_engine.launch.metrics_files import DIRECTORY_VARIABLE, NUMBER_VARIABLE, forget_gauges, make_files
-from mini_engine.launch.process_setup import STOP_SIGNALS, module_paths
-from mini_engine.messages import AnyMessage, ControlReply, ControlRequest, PeerGone, Role
+from mini_engine.launch.process_setup import STOP_SIGNALS
+from mini_engine.messages import AnyMessage, ControlReply, ControlRequest, Init, PeerGone, Role
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
 
 logger = logging.getLogger(__name__)
 
-CHILD = "mini_engine.launch.child"  # the module that each child runs
 TURNS = 4  # that the shortest of the time-outs is divided into
 DEATH_SECONDS = 30.0  # for a process that was killed to exit: it may have much memory to give back
 
@@ -60,25 +56,26 @@ class ChildProcess:
     """A started child. It logs to the supervisor's stderr."""
 
     spec: ChildSpec
-    popen: subprocess.Popen[bytes]
+    pid: int
     pidfd: int  # becomes readable at its death
     generation: int  # which start of the engines it belongs to
     metrics_number: int | None  # API server: see `metrics_files.py`
     state: ChildState = ChildState.LOADING
     has_served: bool = False
     kill_reason: str | None = None  # None, of a killed one: it was not needed any more
+    is_reaped: bool = False  # its numbers may be another process's
     turns: int = 0  # since it was started, has begun to serve, has answered a ping or was killed, whichever came last
 
     @property
     def title(self) -> str:
         """For the log: `worker 0.1 (pid 4711)`."""
-        return f"{self.spec.name} (pid {self.popen.pid})"
+        return f"{self.spec.name} (pid {self.pid})"
 
     @property
     def proc_state(self) -> str:
         """The letter by which `ps` shows what it does; see proc(5)."""
         try:
-            return Path(f"/proc/{self.popen.pid}/stat").read_text().rpartition(") ")[2][0]
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2][0]
         except OSError:
             return "?"
 
@@ -92,7 +89,7 @@ class ChildProcess:
     def terminate(self) -> None:
         """Ask an API server to exit at once, answering its clients. One that does not serve yet dies by the signal."""
         self.advance(ChildState.STOPPING)
-        self.popen.send_signal(signal.SIGUSR1)  # not SIGTERM, which others may send to all processes of the group
+        self._signal(signal.SIGUSR1)  # not SIGTERM, which others may send to all processes of the group
 
     def kill(self, reason: str | None = None) -> None:
         """End it at once: it dies within moments, unless it is in the kernel and cannot be interrupted there.
@@ -100,7 +97,18 @@ class ChildProcess:
         Without a `reason`, which is for the log, the process is not needed any more, and its death is not logged."""
         if self.state is not ChildState.KILLED:
             self.state, self.kill_reason, self.turns = ChildState.KILLED, reason, 0
-        self.popen.kill()
+        self._signal(signal.SIGKILL)
+
+    def reap(self) -> int:
+        """Wait for its end; returns its exit status, or the negative number of the signal that ended it."""
+        _, status = os.waitpid(self.pid, 0)
+        self.is_reaped = True
+        os.close(self.pidfd)
+        return os.waitstatus_to_exitcode(status)
+
+    def _signal(self, number: int) -> None:
+        if not self.is_reaped:
+            os.kill(self.pid, number)
 
 
 @dataclass(frozen=True)
@@ -143,14 +151,13 @@ def catch_stop_signals() -> int:
 class ProcessGroup:
     """All children, of the engines that serve and of those before them, on one ROUTER in `runtime_dir`.
 
-    Each runs in a fresh interpreter. `stop_signals`: see `catch_stop_signals`.
+    `stop_signals`: see `catch_stop_signals`.
     """
 
     def __init__(self, config: EngineConfig, runtime_dir: Path, stop_signals: int):
         self.children: list[ChildProcess] = []
         self._config = config
         self._metrics_dir = runtime_dir / "metrics"
-        self._tmpdir = runtime_dir / "tmp"
         self._stop_signals = stop_signals
         self._silence = max(config.collective_timeout, config.health_timeout)
         self._interval = min(self._silence, config.startup_timeout, DEATH_SECONDS) / TURNS
@@ -161,44 +168,41 @@ class ProcessGroup:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = sockets.bind_router(self._context, self._endpoint)
         self._metrics_dir.mkdir()
-        self._tmpdir.mkdir()
 
     def start(
-        self, role: Role, index: str, generation: int, listen_fd: int | None = None, media_stores: Sequence[int] = ()
+        self,
+        role: Role,
+        index: str,
+        generation: int,
+        init: Init,
+        listen_fd: int | None = None,
+        media_stores: Sequence[int] = (),
     ) -> ChildProcess:
         """Start a child that belongs to the engines of this `generation` and inherits these descriptors. Call it from
         the main thread only. Raises OSError: out of processes or descriptors, or no room for the metrics files of an
         API server."""
-        # What libraries leave in TMPDIR is removed.
-        environ, number = {**os.environ, **module_paths(), "TMPDIR": str(self._tmpdir)}, None
+        environ, number = {}, None
         if role == "api":
             taken = {child.metrics_number for child in self.api_servers()}
             number = next(number for number in itertools.count() if number not in taken)
             make_files(self._metrics_dir, number)
-            environ |= {DIRECTORY_VARIABLE: str(self._metrics_dir), NUMBER_VARIABLE: str(number)}
+            environ = {DIRECTORY_VARIABLE: str(self._metrics_dir), NUMBER_VARIABLE: str(number)}
         spec = ChildSpec(
             role=role,
             index=index,
             incarnation=next(self._incarnations),
             parent_pid=os.getpid(),
             supervisor=self._endpoint,
-            log_level=self._config.log_level,
-            log_format=self._config.log_format,
+            init=init,
             listen_fd=listen_fd,
-            media_stores=[*media_stores],
+            media_stores=(*media_stores,),
         )
-        popen = subprocess.Popen(
-            [sys.executable, "-m", CHILD, msgspec.json.encode(spec).decode()],
-            stdin=None if self._config.debug else subprocess.DEVNULL,
-            stdout=2,  # what libraries print is part of the log
-            env=environ,
-            pass_fds=[*media_stores, *([] if listen_fd is None else [listen_fd])],
-        )
+        pid = fork(spec, environ)
         try:
-            child = ChildProcess(spec, popen, os.pidfd_open(popen.pid), generation, number)
+            child = ChildProcess(spec, pid, os.pidfd_open(pid), generation, number)
         except OSError:  # no descriptor to watch it by
-            popen.kill()
-            popen.wait()
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
             raise
         self.children.append(child)
         return child
@@ -244,7 +248,7 @@ class ProcessGroup:
         if self._stop_signals in ready:
             events.append(Interrupted(list(os.read(self._stop_signals, 64))))
         events += self._receive()
-        dead = [(child, child.popen.wait()) for child in self.children if child.pidfd in ready]
+        dead = [(child, child.reap()) for child in self.children if child.pidfd in ready]
         events += [self._remove(*death) for death in sorted(dead, key=lambda death: death[1] >= 0)]
         if os.getpid() == 1:
             self._reap_orphans()
@@ -254,7 +258,7 @@ class ProcessGroup:
         """Those of a child that is dead are process 1's."""
         with contextlib.suppress(ChildProcessError):
             while dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                if any(child.popen.pid == dead.si_pid for child in self.children):  # the next events
+                if any(child.pid == dead.si_pid for child in self.children):  # the next events
                     return
                 os.waitpid(dead.si_pid, 0)
 
@@ -280,7 +284,6 @@ class ProcessGroup:
 
     def _remove(self, child: ChildProcess, status: int) -> Gone:
         self.children.remove(child)
-        os.close(child.pidfd)
         how = f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
         text = f"{child.title} " + (f"died: {how}" if child.kill_reason is None else f"was killed: {child.kill_reason}")
         if peers := self.engine_of(child):  # it may have exited because one of them hung

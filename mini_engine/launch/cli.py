@@ -7,18 +7,19 @@ default. The flags are made from the fields of `EngineConfig`.
 import argparse
 import contextlib
 import dataclasses
-import functools
 import importlib.metadata
 import json
 import logging
+import operator
 import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial, reduce
 from typing import Any
 
 from mini_engine import log
-from mini_engine.config import ConfigError, EngineConfig, Setting, fields, for_debugging, groups, sources
+from mini_engine.config import ConfigError, EngineConfig, Setting, fields, for_debugging, groups, results, sources
 from mini_engine.config.sources import CONFIG_ENV, IPC_SWITCH_ENV, Given
 
 INTERRUPTED = 128 + signal.SIGINT  # the exit status of a shell's command that Ctrl-C has ended
@@ -53,7 +54,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> Engi
 def settle(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     """The settings for these arguments and variables, and for the file that either of them names.
 
-    Raises ConfigError: with the origin of a value, the value and the remedy; SystemExit: for `--help` and `--version`.
+    Raises ConfigError: for each value that cannot be used, a line with its origin and the remedy; SystemExit: for
+    `--help` and `--version`.
     """
     namespace, rest = build_parser().parse_known_args(list(_normalise(argv)))
     if rest:
@@ -61,10 +63,12 @@ def settle(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
         raise ConfigError(f"{flag}: {sources.unknown(flag)}")
     args = vars(namespace)
     path = args.get("config", environ.get(CONFIG_ENV))
-    given = (sources.from_file(path) if path else {}) | sources.from_environment(environ)
-    for setting in fields():
-        if setting.name in args:
-            given[setting.name] = Given(_from_flags(setting, args[setting.name]), setting.flag)
+    parts: list[dict[str, Given]] = results([
+        lambda: {} if path is None else sources.from_file(path),
+        lambda: sources.from_environment(environ),
+        lambda: dict(results(partial(_from_flags, setting, args) for setting in fields() if setting.name in args)),
+    ])  # fmt: skip
+    given = {name: value for part in parts for name, value in part.items()}
     if "debug" in given and given["debug"].value:
         given = {name: Given(value, "--debug") for name, value in for_debugging().items()} | given
     config = EngineConfig(**{name: value for name, (value, _) in given.items()})
@@ -76,12 +80,12 @@ def settle(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     return Settings(config, origins, print_config, changed_only)
 
 
-def _from_flags(setting: Setting, value: Any) -> Any:
-    """The value of a setting from what its flags give; lists of several flags are joined, objects merged."""
-    if setting.base not in (list, dict):
-        return setting.read(value, setting.flag)
-    parts = (setting.read(text, setting.flag) for text in value)
-    return functools.reduce(_merge, parts) if setting.base is dict else [item for part in parts for item in part]
+def _from_flags(setting: Setting, args: Mapping[str, Any]) -> tuple[str, Given]:
+    """The field of a setting, and its value from what its flags give; lists of several flags are joined, objects
+    merged."""
+    value, is_joined = args[setting.name], setting.base in (list, dict)
+    parts = [setting.read(text, setting.flag) for text in (value if is_joined else [value])]
+    return setting.name, Given(reduce(_merge if setting.base is dict else operator.add, parts), setting.flag)
 
 
 def _merge(first: Any, second: Any) -> Any:
@@ -200,10 +204,14 @@ def serve() -> int:
     # Process 1, as in a container, would not get a SIGTERM at all.
     for number, status in ((signal.SIGTERM, 0), (signal.SIGINT, INTERRUPTED)):
         signal.signal(number, lambda *_, status=status: os._exit(status))
+    # For errors about other settings; one of --config counts once all are read.
+    in_flags = "--log-format json" in " ".join(_normalise(sys.argv[1:])).replace("=", " ")
+    log_format = "json" if in_flags else os.environ.get("MINI_ENGINE_LOG_FORMAT", "text")
     for warning in sources.unknown_variables(os.environ):
-        print(f"serve.py: {warning}", file=sys.stderr)
+        _report(logging.WARNING, warning, log_format)
     try:
         settings = settle(sys.argv[1:], os.environ)
+        log_format = settings.config.log_format
         if settings.print_config:
             print(sources.to_yaml(settings.config, settings.origins, settings.changed_only), end="")
             return 0
@@ -214,5 +222,12 @@ def serve() -> int:
     except ConfigError as error:
         logging.shutdown()  # first the lines of the log that led to it
         for line in str(error).splitlines():
-            print(f"serve.py: {line}", file=sys.stderr)
+            _report(logging.ERROR, line, log_format)
         return 2
+
+
+def _report(level: int, text: str, log_format: str) -> None:
+    """Write a line about settings, whether the log has been set up or not."""
+    record = logging.LogRecord(__name__, level, __file__, 0, "%s", (text,), None)
+    line = log.JsonFormatter("supervisor").format(record) if log_format == "json" else f"serve.py: {text}"
+    print(line, file=sys.stderr)

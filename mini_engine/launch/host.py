@@ -104,11 +104,16 @@ def without_effect(config: EngineConfig, cache: MediaCachePlan, limits: EngineLi
 
 def check_tls(config: EngineConfig) -> None:
     """Read the files of `--ssl-keyfile` and `--ssl-certfile`, as each API server will. Raises ConfigError: they are no
-    key and its certificate."""
+    key and its certificate, or the key is encrypted."""
+
+    def refuse_password() -> str:
+        raise ConfigError("--ssl-keyfile: the key is encrypted; decrypt it: openssl pkey -in KEY -out DECRYPTED")
+
     if config.ssl_certfile is None:
         return
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, refuse_password)
     except OSError as error:
         reason = error.strerror or error
         remedy = "give a key and its certificate as PEM files"

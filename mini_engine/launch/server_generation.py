@@ -9,22 +9,14 @@ import math
 import os
 import shutil
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mini_engine.config import EngineConfig
+from mini_engine.launch.child import preload
 from mini_engine.launch.child_processes import ChildMessage, ChildProcess, ChildState, ProcessGroup
-from mini_engine.messages import (
-    EngineLimits,
-    Hello,
-    Init,
-    MediaCachePlan,
-    RankAddress,
-    Ready,
-    Serving,
-    Start,
-    TransportChoice,
-)
+from mini_engine.messages import EngineLimits, Init, MediaCachePlan, RankAddress, Ready, Serving, Start, TransportChoice
 from mini_engine.transport.shared_memory import create_sparse, discard, map_sparse
 
 logger = logging.getLogger(__name__)
@@ -63,26 +55,33 @@ class ServerGeneration:
         """Of its sockets: none of a dead generation is in it."""
         return self.runtime_dir / str(self.number)
 
-    def start(self) -> None:
-        """Start all processes. Raises OSError: out of processes, descriptors or disk space."""
-        config = self.config
+    def start(self) -> Iterator[None]:
+        """Start all processes: first those that need few libraries, whose work then runs beside the import of more.
+        After each import is a step, so that the caller can look at events. Raises OSError: out of processes,
+        descriptors or disk space."""
+        config, init = self.config, self._init()
         self.directory.mkdir()
         if self.media_cache.kind == "shm":
             for _ in range(config.engines):
                 self._media_stores.append(create_sparse(self.media_cache.nbytes))
-        self.start_api_servers()  # first: they have the most to import
         for engine in range(config.engines):
-            self.processes.start("core", str(engine), self.number)
+            self.processes.start("core", str(engine), self.number, init)
+        yield from preload("worker")
+        for engine in range(config.engines):
             for rank in range(config.tensor_parallel_size):
                 own = self._media_stores[engine : engine + 1]
-                self.processes.start("worker", f"{engine}.{rank}", self.number, media_stores=own)
+                self.processes.start("worker", f"{engine}.{rank}", self.number, init, media_stores=own)
+        yield from preload("api")
+        self.start_api_servers()
 
     def start_api_servers(self) -> None:
         """Start one for each place that has none. Raises OSError, as `start` does."""
         taken = {child.spec.index for child in self.children if child.spec.role == "api"}
         for place, listener in enumerate(self.listeners):
             if str(place) not in taken:
-                self.processes.start("api", str(place), self.number, listener.fileno(), self._media_stores)
+                self.processes.start(
+                    "api", str(place), self.number, self._init(), listener.fileno(), self._media_stores
+                )
 
     def end(self) -> None:
         """Kill all of them but the API servers that serve, which go on to answer 503."""
@@ -99,23 +98,18 @@ class ServerGeneration:
         self._media_stores.clear()
 
     def receive(self, received: ChildMessage) -> None:
-        """Take the next message of the handshake: Hello -> Init; Ready, once all engines are -> Start; Serving."""
+        """Take the next message of the handshake: Ready, once all engines are -> Start; Serving."""
         child = received.child
         match received.body:
-            case Hello():
-                self.processes.send(child, self._init())
             case Ready(limits=limits, transports=transports):
                 child.advance(ChildState.READY)
                 if limits is not None:
                     self.limits.append(limits)
                 self.transports = self.transports or transports
-                self._release_api_servers()
+                self.release_api_servers()
             case Serving():
                 self.early_deaths = 0
                 child.advance(ChildState.SERVING)
-                for old in self.processes.api_servers():  # which has answered 503 in this place
-                    if old.generation < self.number and old.spec.index == child.spec.index:
-                        old.terminate()
                 if self.announced:
                     logger.info("%s: replacement ready", child.title)
 
@@ -134,15 +128,19 @@ class ServerGeneration:
             restarts=self.number - 1,
         )
 
-    def _release_api_servers(self) -> None:
-        """Let API servers accept connections once every engine can take requests."""
+    def release_api_servers(self) -> None:
+        """Let API servers accept connections once every engine can take requests, and those of earlier generations,
+        which answer 503 at the same sockets, are gone: a client that has got a 200 from `/health` gets no 503 then."""
         children = self.children
-        engines = [child for child in children if child.spec.role != "api"]
-        if any(child.state not in (ChildState.READY, ChildState.SERVING) for child in engines):
+        earlier = [server for server in self.processes.api_servers() if server.generation < self.number]
+        needed = [child for child in children if child.spec.role != "api" or earlier]
+        if not self.limits or any(child.state not in (ChildState.READY, ChildState.SERVING) for child in needed):
             return
-        for child in engines:
-            child.advance(ChildState.SERVING)
-        for child in children:
-            if child.state is ChildState.READY:  # an API server
+        for server in earlier:
+            server.terminate()
+        for child in children if not earlier else ():
+            if child.spec.role != "api":
+                child.advance(ChildState.SERVING)
+            elif child.state is ChildState.READY:
                 child.advance(ChildState.STARTED)
                 self.processes.send(child, Start(min(self.limits, key=lambda limits: limits.max_model_len)))

@@ -14,11 +14,15 @@ import math
 import os
 import resource
 import signal
+import tempfile
 import termios
 import time
+from functools import partial
 from typing import NoReturn
 
-from mini_engine.config import EngineConfig
+from setproctitle import getproctitle
+
+from mini_engine.config import EngineConfig, results
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.free_memory import available_memory
 from mini_engine.launch import host
@@ -36,6 +40,7 @@ from mini_engine.launch.child_processes import (
 from mini_engine.launch.listeners import bind_listeners, leave_port, url_of
 from mini_engine.launch.memory_plan import settle_memory
 from mini_engine.launch.parallelism import choose_parallelism
+from mini_engine.launch.process_setup import module_paths
 from mini_engine.launch.server_generation import ServerGeneration
 from mini_engine.messages import Drain, Refused
 from mini_engine.transport import sockets
@@ -55,18 +60,18 @@ def run_server(config: EngineConfig) -> int:
     ConfigError: a setting that cannot work here; no process was started."""
     while os.open(os.devnull, os.O_RDWR) < 3:  # in place of stdin, stdout and stderr, where they are closed
         pass
+    getproctitle()  # for the titles of children: it finds their place by the environment, which changes below
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     reach_failpoint("resolving-model")
-    host.check_device(config)
+    results((partial(host.check_device, config), partial(host.check_tls, config)))
     model_dir = host.resolve_model(config)
     model = host.check_model(model_dir, config)
     parallelism = choose_parallelism(config, model, os.environ.get("OMP_NUM_THREADS", ""))
     config = parallelism.settle(config)
     media_cache = host.plan_media_cache(config)
     config, memory = settle_memory(config, model, media_cache, available_memory())
-    host.check_tls(config)
     # Of the workers. How threads wait for each other is left to OpenMP, which keeps them awake for a while: on two
     # cores GOMP_SPINCOUNT=0 and 1000 made tokens up to 1.9 times as slow, 10000 made no clear difference.
     os.environ["OMP_NUM_THREADS"] = str(parallelism.threads)
@@ -79,6 +84,9 @@ def run_server(config: EngineConfig) -> int:
         if config.debug and os.isatty(0):  # a debugger that is killed leaves it without echo
             stack.callback(termios.tcsetattr, 0, termios.TCSADRAIN, termios.tcgetattr(0))
         runtime_dir = stack.enter_context(host.runtime_directory())
+        # What libraries leave in TMPDIR, here and in the children, is removed. Decoders find modules as this does.
+        os.environ |= {**module_paths(), "TMPDIR": tempfile.mkdtemp(prefix="tmp-", dir=runtime_dir)}
+        tempfile.tempdir = None
         reach_failpoint("creating-processes")
         processes = ProcessGroup(config, runtime_dir, stop_signals)
         if config.uds is None and config.host in ("0.0.0.0", "::") and not config.api_key:
@@ -141,7 +149,8 @@ class Supervisor:
     def _start(self) -> None:
         begun = time.monotonic()
         try:
-            self.generation.start()
+            for _ in self.generation.start():
+                self.poll(0)
         except OSError as error:
             raise GenerationOver(f"a process cannot be started: {error}") from None
         while any(child.state is not ChildState.SERVING for child in self.generation.children):
@@ -199,7 +208,9 @@ class Supervisor:
             case Gone(child=child, text=text) if child.generation == self.generation.number:
                 self._on_death(child, text)
             case Gone(child=child) if child.spec.role == "api":  # it answered 503
-                self._leave_port(int(child.spec.index))
+                if child.state is not ChildState.STOPPING:  # else its connections are queued for its successor
+                    self._leave_port(int(child.spec.index))
+                self.generation.release_api_servers()
 
     def _on_death(self, child: ChildProcess, text: str) -> None:
         if child.spec.role != "api" or not self.generation.announced:

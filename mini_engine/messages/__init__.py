@@ -14,12 +14,12 @@ from __future__ import annotations
 import msgspec
 
 from mini_engine.messages.handshake import (
-    Drain, EngineLimits, Hello, Init, MediaCachePlan, PeerGone, RankAddress, Ready, Refused,
+    Drain, EngineLimits, Init, MediaCachePlan, PeerGone, RankAddress, Ready, Refused,
     Role, Serving, Start, TransportChoice,
 )  # fmt: skip
 from mini_engine.messages.names import BindName, NamedMedia, NamesResolved, ResolveNames
 from mini_engine.messages.requests import (
-    Abandoned, CachedMedia, ControlReply, ControlRequest, EngineStats, EngineTimes, Finish, FinishReason, Found,
+    Abandoned, ControlReply, ControlRequest, EngineStats, EngineTimes, Finish, FinishReason, Found,
     FoundMedia, Lookup, MediaMiss, MediaNeeded, NewRequest, Outputs, PoolingParams, RequestOutput, Reserve, Reserved,
     SamplingParams,
     ChildRequest, TokenLogprob, Unreserve, Written,
@@ -29,8 +29,8 @@ from mini_engine.messages.steps import (
     Step, StepResult, WorkerReady,
 )  # fmt: skip
 from mini_engine.messages.tensors import (
-    DeviceSlots, MediaItem, Message, MessageId, Modality, ProbeResult, StoreHandle, TensorHandle, TensorMessage,
-    TransportName,
+    CachedMedia, DeviceSlots, MediaItem, Message, MessageId, Modality, ProbeResult, StoreHandle, TensorHandle,
+    TensorMessage, TransportName,
 )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 
 AnyMessage = (
-    Hello | Init | Ready | Refused | Start | Serving | Drain | PeerGone
+    Ready | Refused | Start | Serving | Drain | PeerGone
     | NewRequest | Finish | Outputs | MediaMiss | MediaNeeded | ControlRequest | ControlReply
     | Lookup | Found | Reserve | Reserved | Written | Abandoned | Unreserve | ResolveNames | NamesResolved | BindName
     | Step | StepResult | WorkerReady | MediaReady | GrammarReady

@@ -10,10 +10,6 @@ from mini_engine.messages.tensors import Message, TransportName
 Role = Literal["api", "core", "worker"]
 
 
-class Hello(Message, frozen=True):
-    """Child -> supervisor: the process runs, and asks for its `Init`."""
-
-
 class RankAddress(msgspec.Struct, frozen=True):
     """Where a worker rank receives tensors."""
 
@@ -30,8 +26,8 @@ class MediaCachePlan(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Init(Message, frozen=True):
-    """Supervisor -> child: all that it needs to build itself and to find its peers."""
+class Init(msgspec.Struct, frozen=True):
+    """What a child has from the supervisor's memory: all that it needs to build itself and to find its peers."""
 
     config: EngineConfig
     model_dir: str  # local directory, resolved by the supervisor

@@ -79,6 +79,5 @@ def bad_request(message: str, param: str | None = None, code: Code = "invalid_va
 
 
 def shutting_down() -> EngineError:
-    """A 503: this server shuts down, and there may be another."""
-    text = "The server is shutting down and takes no new requests; send this one again later."
-    return EngineError(text, code="shutting_down")
+    """A 503 for a new request, or for one that is cut off: this server shuts down, and there may be another."""
+    return EngineError("The server is shutting down; send this request again later.", code="shutting_down")

@@ -23,7 +23,7 @@ class RequestClock:
 
     def __init__(self) -> None:
         self.failed = False  # an error was sent to the client, perhaps in a stream whose status was 200
-        self._arrived = self._entered = time.monotonic()
+        self.arrived = self._entered = time.monotonic()
         self.max_tokens = 0  # that each choice may have
         self._prompt = 0  # tokens
         self._generated: Counter[int] = Counter()  # tokens, by choice
@@ -57,7 +57,7 @@ class RequestClock:
             self._gaps += generated
             self._gap_seconds += now - before
         if not self._generated:
-            metrics.time_to_first_token_seconds.observe(now - self._arrived)
+            metrics.time_to_first_token_seconds.observe(now - self.arrived)
         self._generated[index] += generated
 
     @property
@@ -66,8 +66,8 @@ class RequestClock:
         return self._prompt, self._generated.total()
 
     def end(self, reason: FinishReason | None, times: EngineTimes | None = None) -> None:
-        """The request is finished; with `times` if it has an answer. Without a reason it is refused, which is not
-        counted. Calls after the first have no effect."""
+        """The request is finished; with `times` if there is something of an answer. Without a reason it is refused,
+        which is not counted. Calls after the first have no effect."""
         if self._ended:
             return
         self._ended = True
@@ -84,7 +84,9 @@ class RequestClock:
         spent["prefill"] = times.first_token - times.encoded
         spent["generation"] = times.last_token - times.first_token
         spent["other"] += now - times.last_token
-        metrics.e2e_request_latency_seconds.observe(now - self._arrived)
+        if reason in ("abort", "error"):  # the metrics are of successful requests
+            return
+        metrics.e2e_request_latency_seconds.observe(now - self.arrived)
         metrics.request_prompt_tokens.observe(self._prompt)
         if self._generated:  # not an embedding or a score
             metrics.request_generation_tokens.observe(self._generated.total())
@@ -100,7 +102,10 @@ class RequestClock:
         return {stage: round(seconds, 6) for stage, seconds in self._spent.items()}
 
     def stages(self, whole: float) -> dict[str, float]:
-        """The stages of a request of `whole` seconds that took a millisecond or more; `rest` is the time after the last
-        of them: until the response was sent, or the request ended without an answer."""
-        stages = self._spent | {"rest": whole - sum(self._spent.values())}
+        """The stages of a request of `whole` seconds that took a millisecond or more, the one in which it ended
+        included; `rest` is the time after the last of them: until the response was sent, or, of a request that the
+        engine had, without an answer."""
+        last = "rest" if self._stage == "other" else self._stage
+        stages = self._spent | {"rest": 0.0}
+        stages[last] += whole - sum(self._spent.values())
         return {stage: round(seconds, 3) for stage, seconds in stages.items() if seconds >= 0.001}

@@ -82,8 +82,8 @@ def run(child: Child) -> None:
 
 
 def _run(child: Child) -> None:
-    init = child.init()
-    engine, rank = (int(part) for part in child.index.split("."))
+    init = child.init
+    engine, rank = (int(part) for part in child.spec.index.split("."))
     device = choose_device(init.config, engine, rank)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
     # Of other workers on the same device the memory may be in use already.
@@ -97,6 +97,7 @@ def _run(child: Child) -> None:
     # Most attention weights of a trained model are almost zero; subnormal numbers would double the softmax's time.
     # Before torch starts its threads, which inherit the setting.
     torch.set_flush_denormal(True)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # torch may have been imported before this was known
     tp = join_group(init, engine, rank, device)
     model = load(init.model_dir, init.config, tp, device)
     normalise, to_device = Normalisation.from_dir(init.model_dir), pinned.to_device if pinned else None
@@ -117,7 +118,7 @@ def _run(child: Child) -> None:
         warm_up(runner, model.config, tp.size)
     gc.freeze()  # what is loaded stays: the collector need not walk over it
     gc.enable()
-    identity = sockets.identity(child.name, child.incarnation)
+    identity = sockets.identity(child.spec.name, child.spec.incarnation)
     core = sockets.connect_dealer(child.context, init.core_workers[engine], identity)
     core.send(child.encoder.encode(WorkerReady(rank, runner.num_blocks, device.type, runner.num_states)))
     child.ready()
@@ -224,19 +225,19 @@ def receive_media(
     address = next(address for address in init.ranks if (address.engine, address.rank) == (engine, rank))
     pin = pinned.pin if pinned else None
     map_slots = partial(CudaMapped, device) if device.type == "cuda" else None
-    store = ReadableMemory(child.media_stores[0], pin) if child.media_stores else None
+    store = ReadableMemory(stores[0], pin) if (stores := child.spec.media_stores) else None
     return MediaInputs(address, init.core_workers[engine], child.encoder, child.context, store, pin, map_slots)
 
 
 def start_grammars(child: Child, init: Init, engine: int, rows: int) -> Grammars:
     """Start the grammar manager, whose reports go to the core. `rows`: most sequences of a step."""
-    identity = sockets.identity(f"{child.name} grammars", child.incarnation)
+    identity = sockets.identity(f"{child.spec.name} grammars", child.spec.incarnation)
     core = sockets.connect_dealer(child.context, init.core_workers[engine], identity)
 
     def report(message: GrammarReady) -> None:
         core.send(child.encoder.encode(message), zmq.NOBLOCK)
 
-    return Grammars(Path(init.model_dir) / "tokenizer.json", rows, child.name, report)
+    return Grammars(Path(init.model_dir) / "tokenizer.json", rows, child.spec.name, report)
 
 
 def longest_sequence(config: EngineConfig, model: VisionLanguageModel) -> int:

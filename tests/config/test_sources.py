@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from mini_engine.config import ConfigError, EngineConfig, Setting
 from mini_engine.config.__main__ import PAGE, page
 from mini_engine.config.sources import from_environment, from_file, to_yaml
 from mini_engine.launch.cli import parse, settle
+from mini_engine.launch.parallelism import has_gpu
 
 ROOT = PAGE.parent.parent
 SAMPLES: dict[type, Any] = {int: 3, float: 4.5, str: "it's # a: text", list: ["a", "[b]:1", "1"]}
@@ -49,6 +52,12 @@ def test_every_setting_can_be_given_by_its_variable():
         if setting.base is not dict:  # which --media-io-kwargs of test_cli.py shows
             text = ",".join(value) if isinstance(value, list) else str(value)
             assert from_environment({setting.variable: text})[setting.name].value == value, setting.name
+        if setting.default != "":
+            with pytest.raises(ConfigError, match=f"^{setting.variable}: empty; leave it out for the default$"):
+                from_environment({setting.variable: ""})
+    for name in ("MINI_ENGINE_CONFIG", "MINI_ENGINE_MULTIMODAL_TENSOR_IPC"):
+        with pytest.raises(ConfigError):
+            settle([], {name: ""})
 
 
 def test_file_as_users_write_one(tmp_path):
@@ -95,14 +104,36 @@ def test_unusable_settings_are_named_with_their_file(tmp_path):
         assert error in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_each_unusable_setting_of_a_file_is_a_line(tmp_path):
+def test_each_unusable_setting_is_a_line(tmp_path):
     path = tmp_path / "bad.yaml"
     path.write_text("port: yes\nseed: 1\nmax-num-seq: 3\n")
-    named = [f"serve.py: {path}: {key}: " for key in ("port", "max-num-seq")]
-    ended = subprocess.run([sys.executable, "serve.py", "--config", path], cwd=ROOT, capture_output=True, text=True)
-    lines = ended.stderr.splitlines()
-    assert ended.returncode == 2 and len(lines) == 2
+    named = [f"{path}: port: ", f"{path}: max-num-seq: ", *(f"MINI_ENGINE_{name}: " for name in ("SEED", "HOST"))]
+    named += ["--dtype: ", "--port: "]
+    with pytest.raises(ConfigError) as raised:
+        settle([*f"--config {path} --port x --dtype f".split()], {"MINI_ENGINE_SEED": "x", "MINI_ENGINE_HOST": ""})
+    lines = str(raised.value).splitlines()
     assert all(line.startswith(start) for line, start in zip(lines, named, strict=True)), lines
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--log-format=json --port x --seed x", ["--seed", "--port"]),
+        (
+            "--log_format json --device cuda --ssl-certfile nowhere --ssl-keyfile nowhere",
+            [*([] if has_gpu() else ["--device cuda"]), "--ssl-keyfile, --ssl-certfile"],
+        ),
+    ],
+    ids=["values", "host"],
+)
+def test_errors_of_a_start_are_in_the_format_of_the_log(flags, named):
+    command, environ = [sys.executable, "serve.py", *flags.split()], {**os.environ, "MINI_ENGINE_PROT": "1"}
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environ)
+    warning, *errors = map(json.loads, ended.stderr.splitlines())
+    assert ended.returncode == 2
+    assert (warning["level"], warning["message"]) == ("warning", "MINI_ENGINE_PROT: unknown; did you mean --port?")
+    assert [line["message"].partition(":")[0] for line in errors] == named
+    assert {line["level"] for line in errors} == {"error"}
 
 
 def test_what_is_changed_is_a_file_too():

@@ -23,7 +23,8 @@ QUERIES += [(target["expr"], target["legendFormat"]) for panel in PANELS for tar
 def labels(server: RunningServer) -> dict[str, dict[str, set[str]]]:
     """The values of each label, by metric."""
     found: dict[str, dict[str, set[str]]] = {"up": {}}
-    assert server.get("/health").status == 200  # responses are counted from the first of their path
+    for path in ("/health", "/live", "/metrics"):  # responses of others than engines are counted from the first
+        assert server.get(path).status == 200
     for family in text_string_to_metric_families(server.get("/metrics").body):
         for sample in family.samples:
             of_metric = found.setdefault(sample.name, {})
@@ -34,7 +35,7 @@ def labels(server: RunningServer) -> dict[str, dict[str, set[str]]]:
 
 def test_every_metric_and_label_of_a_query_is_served(labels):
     for query, text in QUERIES:
-        metrics = re.findall(r"\bmini_engine:\w+|\bhttp_\w+|\bup\b", query)
+        metrics = re.findall(r"\bmini_engine:\w+|\bhttp_\w+|\bprocess_\w+|\bup\b", query)
         assert metrics and labels.keys() >= {*metrics}, query
         named = {*re.findall(r"(?:{{|\$labels\.)(\w+)", text)}
         for part in re.findall(r"\bby \(([^)]*)\)", query):
@@ -44,7 +45,8 @@ def test_every_metric_and_label_of_a_query_is_served(labels):
 
 
 def test_every_value_that_a_query_selects_is_served(labels):
-    selectors = [match for query, _ in QUERIES for match in re.findall(r"(mini_engine:\w+){([^}]*)}", query)]
+    selector = re.compile(r"((?:mini_engine:|http_|process_)\w+){([^}]*)}")
+    selectors = [match for query, _ in QUERIES for match in selector.findall(query)]
     assert len(selectors) > 40
     for metric, matchers in selectors:
         for label, pattern in re.findall(r'(\w+)[=!]~?"([^"]*)"', matchers):

@@ -17,9 +17,11 @@ from tests.support.processes import descendants, eventually, has_socket, stopped
 from tests.support.running_server import START_SECONDS, RunningServer
 
 
-def test_processes_import_only_what_they_need(server):
-    maps = {name: Path(f"/proc/{pid}/maps").read_text() for name, pid in server.pids().items()}
-    assert {name for name, text in maps.items() if "libtorch" in text} == {"api 0", "worker 0.0"}
+def test_processes_import_only_what_they_need():
+    """The supervisor has imported what API servers and workers share."""
+    with RunningServer(fresh=True) as server:
+        maps = {name: Path(f"/proc/{pid}/maps").read_text() for name, pid in server.pids().items()}
+    assert {name for name, text in maps.items() if "libtorch" in text} == {"supervisor", "api 0", "worker 0.0"}
     assert "libav" not in maps["api 0"]  # FFmpeg is loaded in decoders only
     assert maps.keys() == {"api 0", "worker 0.0", "core 0", "supervisor"}
 

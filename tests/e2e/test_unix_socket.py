@@ -6,6 +6,7 @@ import json
 import socket
 import ssl
 import stat
+import subprocess
 from pathlib import Path
 
 import httpx
@@ -76,10 +77,14 @@ def test_a_unix_socket_for_all_api_servers(certificate: tuple[Path, Path], tmp_p
 def test_unusable_sockets_and_certificates_are_refused(certificate: tuple[Path, Path], tmp_path: Path):
     a_file = tmp_path / "file"
     a_file.write_text("precious")
+    encrypted = tmp_path / "encrypted.pem"
+    encrypt = ["openssl", "pkey", "-aes256", "-passout", "pass:x", "-in", certificate[1], "-out", encrypted]
+    subprocess.run(encrypt, check=True, capture_output=True)
     for flags, named in (
         (["--uds", str(a_file)], "--uds: cannot listen on"),
         (["--uds", str(tmp_path / "nowhere" / "socket")], "--uds: cannot listen on"),
-        (["--ssl-certfile", str(certificate[0]), "--ssl-keyfile", str(a_file)], "--ssl-keyfile, --ssl-certfile: "),
+        (["--ssl-certfile", certificate[0], "--ssl-keyfile", a_file], "--ssl-keyfile, --ssl-certfile: "),
+        (["--ssl-certfile", certificate[0], "--ssl-keyfile", encrypted], "--ssl-keyfile: the key is encrypted"),
     ):
-        assert named in refused(*flags, command=SERVE[:2])
+        assert named in refused(*map(str, flags), command=SERVE[:2])
     assert a_file.read_text() == "precious"

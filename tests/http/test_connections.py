@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import re
 import socket
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 
 from mini_engine.config import EngineConfig
+from mini_engine.metrics import REGISTRY
 from tests.support.patience import PATIENCE, eventually, settle, skip
-from tests.support.serving import CHAT_HEAD, MAX_REQUEST_BYTES, Serve, Served
+from tests.support.serving import CHAT_HEAD, MAX_REQUEST_BYTES, Counted, Serve, Served
 
 SHORT = {"timeout_client": 0.25, "timeout_keep_alive": 1}
 LIVE = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -67,6 +70,10 @@ async def test_slow_and_invalid_requests_are_closed(serve: Serve, caplog: pytest
         ("a length and chunks", CHAT_HEAD + b"content-length: 5\r\n" + CHUNKED + b"0\r\n\r\n", b"", b"400"),
         ("another coding", CHAT_HEAD + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n", b"", b"400"),
     ]
+    labels = {"handler": "none", "method": "other", "status": "4xx"}
+    invalid = partial(REGISTRY.get_sample_value, "http_requests_total", labels)
+    before = invalid() or 0
+    caplog.set_level(logging.INFO, "mini_engine.http.error_responses")
     async with serve(**SHORT) as served:
         responses = await asyncio.gather(*(until_closed(served, data, drip) for _, data, drip, _ in closed))
         for (case, _, _, status), response in zip(closed, responses, strict=True):
@@ -74,7 +81,10 @@ async def test_slow_and_invalid_requests_are_closed(serve: Serve, caplog: pytest
             if status == b"408":
                 assert json.loads(response.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout", case
         assert (await served.ask()).choices
-    assert not caplog.records, "clients can fill the log"
+    lines = [record for record in caplog.records if "400 invalid_http" in record.getMessage()]
+    assert len(lines) == sum(b"400" in status for *_, status in closed) == invalid() - before
+    assert all(record.caller == {"client": "127.0.0.1"} for record in lines)
+    assert any(record.getMessage().endswith("(too many chunks: send larger ones)") for record in lines)
 
 
 async def test_body_that_grows_steadily_outlasts_the_time_out(serve: Serve) -> None:
@@ -139,8 +149,13 @@ async def test_long_answer_outlasts_every_time_out(serve: Serve) -> None:
 async def test_above_max_connections_requests_get_a_503(serve: Serve) -> None:
     async with serve(max_connections=4) as served:
         for _ in range(4):
-            await served.connect()
-        assert b" 503 " in await until_closed(served, LIVE)
+            reader, writer = await served.connect()
+        refused, last = Counted("requests_rejected_total{reason=connections}"), LIVE[:-2] + b"connection: close\r\n\r\n"
+        response = await until_closed(served, LIVE.replace(b"live", b"health"))
+        assert b" 503 " in response and b"--max-connections" in response and refused.since() == [1]
+        assert b" 200 " in await until_closed(served, last)
+        writer.write(LIVE.replace(b"live", b"health"))
+        assert b" 200 " in await reader.readline()
         for _ in range(2):
             await served.connect()
         assert await until_closed(served, b"") == b"", "half as many more are closed at once"

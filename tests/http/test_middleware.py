@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from mini_engine.metrics import REGISTRY
-from tests.support.patience import PATIENCE, eventually
+from tests.support.patience import PATIENCE, cancelled, eventually
 from tests.support.serving import CHAT_HEAD, Serve, Served, chat_body, check_error, choices_of, image
 
 PAGE = "https://page.test"
@@ -248,6 +248,26 @@ async def test_log_of_slow_requests_has_their_stages(serve: Serve, log: pytest.L
         stages = record.facts["stages"]
         assert sum(stages.values()) == pytest.approx(record.facts["seconds"], abs=0.01)
         assert f", media_decode {stages['media_decode']:.3f} s" in record.getMessage()
+
+
+async def test_log_of_a_request_that_was_cut_off_has_its_stages(serve: Serve, log: pytest.LogCaptureFixture) -> None:
+    async with serve(log_slow_requests=0) as served:
+        served.gate.door.clear()
+        asking = served.asking([image()])
+        await eventually(lambda: served.gate.inside == 1)
+        await asyncio.sleep(0.02)
+        await cancelled(asking)
+        await eventually(lambda: len(log.records) == 1)
+        served.gate.door.set()
+        served.core.hold = True
+        asking = served.asking()
+        await served.core.output(await served.core.has_requests(), [65])
+        await asyncio.sleep(0.02)
+        await cancelled(asking)
+        await eventually(lambda: len(log.records) == 2)
+    for record, stage in zip(log.records, ("media_decode", "generation"), strict=True):
+        assert record.facts["end"] == "cut off" and record.facts["stages"][stage] > 0.01
+        assert sum(record.facts["stages"].values()) == pytest.approx(record.facts["seconds"], abs=0.01)
 
 
 async def test_responses_are_counted_by_route_and_kind_of_status(serve: Serve) -> None:

@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from mini_engine.config import EngineConfig
-from mini_engine.launch import child_processes
-from mini_engine.launch.child_processes import ProcessGroup
+from mini_engine.launch import child as child_module
+from mini_engine.launch.child_processes import ChildProcess, ProcessGroup
+from tests.launch.program import run_role
 
 
 @pytest.fixture
 def make_processes(runtime, monkeypatch) -> Iterator[Callable[[EngineConfig], ProcessGroup]]:
     """A group with this configuration, whose children run `program.py`. The test's own signals are left alone."""
-    monkeypatch.setattr(child_processes, "CHILD", "tests.launch.program")
+    monkeypatch.setattr(child_module, "run_role", run_role)
     no_signals = os.eventfd(0)
     made: list[ProcessGroup] = []
 
@@ -26,8 +27,7 @@ def make_processes(runtime, monkeypatch) -> Iterator[Callable[[EngineConfig], Pr
     yield make
     for group in made:
         for child in group.children:
-            child.kill()
-            child.popen.kill()  # where a test has replaced the line above
+            ChildProcess.kill(child)  # a test may have replaced its own
         while group.children:
             group.wait()
         group.close()

@@ -1,28 +1,21 @@
-"""A child process of tests: it exits, sleeps, spins or stops at a breakpoint, by its index, without a handshake."""
+"""What child processes of tests do in place of a role: exit, sleep, spin or read, by their index."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
-import msgspec
-
 from mini_engine.launch.child import ChildSpec
-from mini_engine.launch.process_setup import die_with_parent
 
 
-def main() -> None:
-    spec = msgspec.json.decode(sys.argv[1], type=ChildSpec)
-    die_with_parent(spec.parent_pid)
+def run_role(spec: ChildSpec) -> None:
     behaviour = spec.index.rpartition(".")[2]  # behind the engine's number, if there is one
     if behaviour == "fails":
         sys.exit(1)
     if behaviour == "sleeps":
         time.sleep(600)
-    if behaviour == "breaks":
-        breakpoint()
+    if behaviour == "reads":
+        sys.exit(int(os.read(0, 10)))
     while behaviour == "spins":
         pass
-
-
-main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
@@ -13,11 +14,11 @@ import pytest
 
 from mini_engine.config import EngineConfig
 from mini_engine.launch import child_processes, supervisor
-from mini_engine.launch.child_processes import TURNS, ChildProcess, ChildState, ProcessGroup
+from mini_engine.launch.child_processes import TURNS, ChildMessage, ChildProcess, ChildState, ProcessGroup
 from mini_engine.launch.listeners import bind_listeners
 from mini_engine.launch.server_generation import ServerGeneration
 from mini_engine.launch.supervisor import API_RESTARTS_IN_A_ROW, GenerationOver, Stop, Supervisor
-from mini_engine.messages import MediaCachePlan
+from mini_engine.messages import EngineLimits, Init, MediaCachePlan, Ready, Role
 from tests.support.processes import eventually
 
 
@@ -30,6 +31,11 @@ def server(processes, runtime) -> Iterator[Supervisor]:
     generation.serving_since = time.monotonic()
     yield Supervisor(generation)
     listeners[0].close()
+
+
+def start(group: ProcessGroup, role: Role, index: str, generation: int, debug: bool = False) -> ChildProcess:
+    config = EngineConfig(debug=debug)
+    return group.start(role, index, generation, Init(config, "", "", [], [], [], MediaCachePlan("off", 0, "")))
 
 
 def wait_for_deaths(children: list[ChildProcess]) -> None:
@@ -45,29 +51,28 @@ def messages(caplog) -> list[str]:
 
 
 def test_of_deaths_found_together_the_killed_process_comes_first(processes: ProcessGroup):
-    follower, killed = processes.start("worker", "fails", 1), processes.start("worker", "sleeps", 1)
+    follower, killed = start(processes, "worker", "fails", 1), start(processes, "worker", "sleeps", 1)
     killed.kill()
     wait_for_deaths([follower, killed])
     texts = [gone.text.partition(" (others")[0] for gone in processes.wait(60)]
     assert texts == [f"{killed.title} died: killed by SIGKILL", f"{follower.title} died: exit status 1"]
 
 
-def test_a_breakpoint_reads_the_input_of_the_server(make_processes, monkeypatch):
-    monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)  # Ray's import sets it
+def test_a_debugger_in_a_child_reads_the_input_of_the_server(processes):
     read_end, write_end = os.pipe()
     own = os.dup(0)
     os.dup2(read_end, 0)
-    child = make_processes(EngineConfig(debug=True)).start("worker", "breaks", 1)
+    start(processes, "worker", "reads", 1, debug=True)
     os.dup2(own, 0)
-    os.write(write_end, b"import os\nos._exit(7)\n")
-    wait_for_deaths([child])
-    assert child.popen.wait() == 7
+    os.write(write_end, b"7")
+    (gone,) = processes.wait(60)
+    assert gone.text.endswith("exit status 7")
     for fd in (read_end, write_end, own):
         os.close(fd)
 
 
 def test_a_successor_counts_in_the_files_of_a_dead_api_server_whose_gauges_are_forgotten(processes, runtime):
-    first, second = [processes.start("api", "sleeps", 1) for _ in range(2)]
+    first, second = [start(processes, "api", "sleeps", 1) for _ in range(2)]
     assert (first.metrics_number, second.metrics_number) == (0, 1)
     files = {name: runtime / "metrics" / name for name in ("counter_0.db", "gauge_livesum_0.db", "gauge_livesum_1.db")}
     for file in files.values():
@@ -76,7 +81,7 @@ def test_a_successor_counts_in_the_files_of_a_dead_api_server_whose_gauges_are_f
     processes.wait(60)
     left = {name for name, file in files.items() if file.read_bytes() == bytes(range(1, 65))}
     assert left == {"counter_0.db", "gauge_livesum_1.db"}
-    assert [processes.start("api", "sleeps", 2).metrics_number for _ in range(2)] == [0, 2]
+    assert [start(processes, "api", "sleeps", 2).metrics_number for _ in range(2)] == [0, 2]
 
 
 # --- hanging processes ------------------------------------------------------------------------------------------------
@@ -94,7 +99,7 @@ def wait_for_a_kill(group: ProcessGroup) -> int:
 def test_an_unresponsive_process_is_killed_at_its_timeout(make_processes):
     """It is pinged first one turn after it was seen alive, so that the time it had is the time-out."""
     group, begun = make_processes(EngineConfig(collective_timeout=2, health_timeout=1)), time.monotonic()
-    child = group.start("core", "0.sleeps", 1)
+    child = start(group, "core", "0.sleeps", 1)
     child.advance(ChildState.SERVING)
     assert wait_for_a_kill(group) <= TURNS + 3 and time.monotonic() - begun > 2
     assert child.kill_reason == "it was unresponsive for 2 s (--collective-timeout)"
@@ -103,12 +108,12 @@ def test_an_unresponsive_process_is_killed_at_its_timeout(make_processes):
 @pytest.mark.parametrize(("states", "killed"), [("SST", "T"), ("SRT", "RT"), ("SSS", "SSS")])
 def test_of_processes_that_are_not_ready_those_that_sleep_are_not_killed(states, killed, make_processes, caplog):
     group = make_processes(EngineConfig(startup_timeout=1.5))
-    children = [group.start("worker", "spins" if state == "R" else "sleeps", 1) for state in states]
-    waiting = group.start("api", "sleeps", 1)  # for the others
+    children = [start(group, "worker", "spins" if state == "R" else "sleeps", 1) for state in states]
+    waiting = start(group, "api", "sleeps", 1)  # for the others
     waiting.advance(ChildState.READY)
     for child, state in zip(children, states, strict=True):
         if state == "T":
-            child.popen.send_signal(signal.SIGSTOP)
+            os.kill(child.pid, signal.SIGSTOP)
         eventually(lambda child=child, state=state: child.proc_state == state)
     wait_for_a_kill(group)
     assert "".join(state for child, state in zip(children, states, strict=True) if child.kill_reason) == killed
@@ -127,7 +132,7 @@ def short_death(monkeypatch) -> None:
 
 def test_an_engine_process_that_does_not_die_ends_the_server(short_death, server, processes, monkeypatch, caplog):
     """As one that waits in the kernel for a device: SIGKILL does not end it."""
-    undying = processes.start("worker", "sleeps", 2)
+    undying = start(processes, "worker", "sleeps", 2)
     monkeypatch.setattr(undying, "kill", lambda: undying.advance(ChildState.KILLED))
     assert server.run() == 1
     assert f"ended with status 1: {undying.title} has not exited after SIGKILL" in messages(caplog)[-1]
@@ -141,7 +146,7 @@ def test_connections_queued_at_an_api_server_that_dies_with_its_engine_are_reset
     listener = server.listeners[0]
     listener.listen()
     with socket.create_connection(listener.getsockname()) as client:
-        children = [processes.start(role, "0", 2) for role in sorted(("api", "core"), key=lambda role: role != first)]
+        children = [start(processes, role, "0", 2) for role in sorted(("api", "core"), key=lambda role: role != first)]
         for child in children:
             child.advance(ChildState.SERVING)
         wait_for_deaths(children)
@@ -156,7 +161,7 @@ def test_connections_queued_at_an_api_server_that_dies_with_its_engine_are_reset
 
 def test_an_api_server_that_dies_before_it_serves_again_and_again_ends_the_server(server, processes, caplog):
     """One that has served does not count, even if it was killed while it hung."""
-    hung = processes.start("api", "0", 2)
+    hung = start(processes, "api", "0", 2)
     hung.advance(ChildState.SERVING)
     hung.kill("it hung")
     with pytest.raises(Stop) as stop:
@@ -165,6 +170,25 @@ def test_an_api_server_that_dies_before_it_serves_again_and_again_ends_the_serve
     assert stop.value.status == 1 and "was killed: it hung" in caplog.text
     assert caplog.text.count("died: exit status 0") == API_RESTARTS_IN_A_ROW
     assert f"so did the {API_RESTARTS_IN_A_ROW - 1} before it" in stop.value.last_line
+
+
+def test_api_servers_accept_once_those_that_answer_503_are_gone(server, processes):
+    """Else a client that has got a 200 from one might get a 503 from the other. Meanwhile connections are queued."""
+    server.generation.serving_since = math.inf  # it starts
+    server.listeners[0].listen()
+    places = ("api", 1), ("core", 2), ("api", 2)
+    earlier, core, api = (start(processes, role, "0.sleeps", generation) for role, generation in places)
+    earlier.advance(ChildState.SERVING)
+    with socket.create_connection(server.listeners[0].getsockname()) as client:
+        for child, limits in ((core, EngineLimits(1, 1, 1, 1)), (api, None)):
+            assert earlier.state is ChildState.SERVING
+            server.generation.receive(ChildMessage(child, Ready(limits)))
+        assert earlier.state is ChildState.STOPPING and api.state is ChildState.READY
+        server.poll()
+        assert processes.children == [core, api] and api.state is ChildState.STARTED
+        client.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            client.recv(1)
 
 
 def test_restarts_have_a_limit_and_pauses_that_double(server, monkeypatch, caplog):

@@ -1,4 +1,4 @@
-"""A server as a user starts it: `python serve.py`, over HTTP, with nothing of it imported."""
+"""A server as a user starts it, over HTTP, with nothing of it imported."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from openai import OpenAI
 
+from tests.support.preloaded import preloaded
 from tests.support.processes import (
     FailPoint,
     alive,
@@ -53,9 +54,11 @@ GAUGES = (
 class RunningServer:
     """`with RunningServer("-tp", "2") as server:` The log goes to a file, so that no full pipe can stop the server."""
 
-    def __init__(self, *flags: str, environ: dict[str, str] | None = None, cwd: Path = ROOT):
+    def __init__(self, *flags: str, environ: dict[str, str] | None = None, cwd: Path = ROOT, fresh: bool = False):
+        """`fresh`: by a new interpreter, not by a fork of one that has imported what a server imports."""
         self.command, self.cwd = [*SERVE, *flags], cwd
         self.environ = environment(flags, environ)
+        self.is_fresh = fresh
         self.client: OpenAI | None = None
 
     def __enter__(self) -> RunningServer:
@@ -86,11 +89,15 @@ class RunningServer:
         if armed is not None:
             self.failpoint(armed).arm()
         own = {"TMPDIR": str(self.tmpdir), "MINI_ENGINE_FAILPOINTS": str(self._failpoints)}
+        environ = self.environ | own
         with self._log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                self.command, cwd=self.cwd, stdout=log, stderr=subprocess.STDOUT, env=self.environ | own,
-                start_new_session=True,
-            )  # fmt: skip
+            if not self.is_fresh and self.command[:2] == SERVE[:2]:
+                self.process = preloaded().start(self.command[2:], self.cwd, environ, log.fileno())
+            else:
+                self.process = subprocess.Popen(
+                    self.command, cwd=self.cwd, stdout=log, stderr=subprocess.STDOUT, env=environ,
+                    start_new_session=True,
+                )  # fmt: skip
 
     def wait_until_serving(self) -> None:
         """Raises AssertionError if the process exits instead."""

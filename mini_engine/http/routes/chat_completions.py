@@ -84,7 +84,9 @@ async def start(context: AppContext, prompt: Prompt, state: State) -> Answer:
                     async with admission(context, items, state):
                         if arrival is None:  # else its place in the queue is at the engine that it had
                             engine = choose_engine(context, items)
-                        answer = await deliver(context, engine, prompt, items, state, arrival)
+                        with engine.holding(state.request_id, prompt.chat.num_choices):
+                            media = await look_up(context, engine, items, state, trusts_embeddings=arrival is None)
+                            answer = await send(context, engine, prompt, media, state, arrival)
                 except UrlsAbsent as absent:  # fetched without places: a web server that hangs must block no queue
                     items = await fetch_absent(context, items, absent, state, held)
                     continue
@@ -145,20 +147,6 @@ async def admission(context: AppContext, items: Sequence[object], state: State) 
         yield
 
 
-async def deliver(
-    context: AppContext,
-    engine: EngineHandle,
-    prompt: Prompt,
-    items: list[Candidates],
-    state: State,
-    arrival: int | None = None,
-) -> Answer:
-    """Rows 5 to 8; with `arrival` for the second time, when embeddings are not enough. Raises as `start`."""
-    with engine.holding(state.request_id, prompt.chat.num_choices):
-        media = await look_up(context, engine, items, state, trusts_embeddings=arrival is None)
-        return await send(context, engine, prompt, media, state, arrival)
-
-
 async def look_up(
     context: AppContext, engine: EngineHandle, items: list[Candidates], state: State, trusts_embeddings: bool
 ) -> PromptMedia:
@@ -177,19 +165,13 @@ async def look_up(
     processed = await context.media.process(absent, state.clock, state.request_id)
     bind_names(context, chosen, processed)
     missing = [(item.name, processed[item.media_hash].missing) for item in absent]
-    facts = {media_hash: found[media_hash].facts for media_hash in held}
-    sources = prompt_sources([item.media_hash for item in chosen], processed, facts)
+    sources = prompt_sources([item.media_hash for item in chosen], processed, found)
     cached = [held.get(item.media_hash) or ("facts" if item.media_hash in found else None) for item in chosen]
     return PromptMedia(sources, [f"{name}: {text}" for name, text in missing if text], cached)
 
 
 async def send(
-    context: AppContext,
-    engine: EngineHandle,
-    prompt: Prompt,
-    media: PromptMedia,
-    state: State,
-    arrival: int | None = None,
+    context: AppContext, engine: EngineHandle, prompt: Prompt, media: PromptMedia, state: State, arrival: int | None
 ) -> Answer:
     """Rows 7 and 8: placeholders at their length, sampling parameters; then tensors and request, which the answer
     aborts at the latest at the end of `state.cleanup`. Raises as `start`."""
