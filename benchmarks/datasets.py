@@ -34,7 +34,8 @@ from tqdm import tqdm
 
 from benchmarks.cli import say
 from mini_engine.config import BUNDLED_MODEL, BUNDLED_NAME, ConfigError
-from mini_engine.demo import questions, videos
+from mini_engine.demo import videos
+from training import questions
 
 READ = ("sharegpt", "custom", "hf")
 NAMES = ("synthetic-video", "synthetic-image", "random-mm", "random", *READ)

@@ -144,7 +144,9 @@ def footprint(config: EngineConfig) -> Footprint:
     model = VisionLanguageModel(sizes, Placement(TensorParallel(), dtype, torch.device("meta")))
     cache, state = model.attention_shape, model.state_shape
     token = 2 * cache.layers * cache.kv_heads * cache.head_dim * dtype.itemsize
-    return Footprint(num_weights(model) * dtype.itemsize, token, state.nbytes(dtype) if state is not None else 0)
+    return Footprint(
+        num_weights(model) * dtype.itemsize, token, state.nbytes(dtype.itemsize) if state is not None else 0
+    )
 
 
 def default_model(flags: Sequence[str]) -> str:

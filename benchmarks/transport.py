@@ -158,14 +158,13 @@ def _serve_rank(parent: int, pipe: Connection, core: str, address: RankAddress) 
     torch.set_num_threads(1)
     context: zmq.Context = zmq.Context()
     reports = sockets.bind_router(context, core)
-    media = MediaInputs(address, core, Encoder(f"worker 0.{address.rank}", 1), address.rank, context)
-    media.start()
+    media = MediaInputs(address, core, Encoder(f"worker 0.{address.rank}", 1), context)
     pipe.send("ready")
     while True:
         nbytes = pipe.recv()
         report = decode(reports.recv_multipart()[1]).body
         arrived = time.perf_counter()
-        assert isinstance(report, MediaReady), report
+        assert isinstance(report, MediaReady) and not report.problem, report
         media.rows(TensorHandle(report.message, (nbytes,), "uint8"), 0, nbytes).numpy()[::PAGE].max()
         touched = time.perf_counter()
         media.release([report.message])

@@ -4,6 +4,7 @@ The arithmetic (resize, patches, second_per_grid_ts, M-RoPE positions) is the Hu
 tests hold it against them. Nothing here knows about weights or losses.
 """
 
+import colorsys
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,13 +14,18 @@ import torch
 import torchvision.transforms.v2.functional as tvf
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from mini_engine.demo import questions, videos
+from mini_engine.demo import videos
+from training import questions
 from training.model import MAX_PIXELS, MERGE, MIN_PIXELS, NUM_FRAMES, PATCH, TEMPORAL
 
 MIRRORED = {"left": "right", "right": "left"}
 REVERSED = {**MIRRORED, "up": "down", "down": "up"}
 TOKENS_PER_SECOND = 4  # as in the vision config
 CODEC_SHARE, IMAGE_SHARE = 0.25, 0.12  # of the items: really encoded and decoded; stills out of image files
+HUES = {  # in degrees, between which every shade of a colour lies
+    "red": (-16, 8), "green": (90, 152), "blue": (204, 248), "yellow": (47, 66),
+    "orange": (14, 40), "purple": (265, 315), "cyan": (170, 194), "white": (0, 360),
+}  # fmt: skip
 WIDE_SHARE = 0.75  # of the items: drawn from wide ranges
 LONG_SHARE = 0.04  # of the conversations: begin with a long text, up to some 1,500 words
 SYSTEM_PROMPTS = (
@@ -88,10 +94,32 @@ def resized(frames: np.ndarray) -> torch.Tensor:
     return tvf.resize(channels_first, list(size), interpolation=tvf.InterpolationMode.BICUBIC, antialias=True)
 
 
+def wide_fields(seed: int) -> dict[str, object]:
+    """Fields of the scene of `seed`: its shade, backgrounds and proportions, from ranges that include those of other
+    renderers' videos. The shape's colour is away from those of the background."""
+    colour, rng = videos.make_scene(seed).colour, np.random.default_rng([seed, 3])
+    value = rng.uniform(0.8 if colour == "white" else 0.45, 1)
+    saturation = rng.uniform(0, 0.08) if colour == "white" else rng.uniform(max(0.36, 1.3 - value), 1)
+    rgb = np.array(colorsys.hsv_to_rgb(rng.uniform(*HUES[colour]) % 360 / 360, saturation, value)) * 255
+    ends = np.zeros((2, 3))
+    while min(np.linalg.norm(rgb - place) for place in (*ends, ends.mean(0))) < 60 or not ends.any():
+        ends = rng.uniform(0, 255, (2, 3)) * rng.uniform(0.1, 0.8, (2, 1))
+    return {
+        "rgb": tuple(int(v) for v in rgb),
+        "backgrounds": tuple(tuple(int(v) for v in end) for end in ends),
+        "width": 2 * int(rng.integers(48, 161)),
+        "height": 2 * int(rng.integers(48, 161)),
+        "bowl": float(rng.choice([0.0, rng.uniform(0, 1.5)])),
+        "size": rng.uniform(0.22, 0.56),
+        "travel": rng.uniform(0.2, 0.6),
+        "stout": rng.uniform(0.7, 1.3),
+    }
+
+
 def make_item(seed: int) -> Item:
     """The item of `seed`: a clip (drawn, or encoded and decoded) or an image, in the mix used for training."""
     rng = np.random.default_rng([seed, 7])
-    fixed: dict[str, Any] = {"wide": rng.uniform() < WIDE_SHARE}
+    fixed: dict[str, Any] = wide_fields(seed) if rng.uniform() < WIDE_SHARE else {}
     if rng.uniform() < IMAGE_SHARE:
         picture = videos.render_image(seed, **fixed)
         pixels = videos.decode_image(videos.encode_image(picture, str(rng.choice(["png", "jpeg"]))))
@@ -104,17 +132,22 @@ def make_item(seed: int) -> Item:
     wanted = int(rng.choice([NUM_FRAMES, int(rng.integers(2, 15)), int(rng.integers(15, 34))], p=[0.7, 0.2, 0.1]))
     if scene.motion == "still":
         wanted = max(wanted, 3)  # two equal frames are an image
-    indices = videos.sample_indices(scene.num_frames, wanted)
+    indices = sample_indices(scene.num_frames, wanted)
     if rng.uniform() < CODEC_SHARE and scene.width <= 320:
         container, codec = videos.PAIRS[int(rng.integers(len(videos.PAIRS)))]
         low, high = {"h264": (18, 33), "mpeg4": (2, 11), "vp9": (20, 41)}[codec]
         clip = videos.render(seed, **fixed)
         decoded, fps = videos.decode(videos.encode(clip, container, codec, int(rng.integers(low, high))))
-        indices = videos.sample_indices(len(decoded), wanted)
+        indices = sample_indices(len(decoded), wanted)
         return video_item(clip, decoded, indices, fps)
     frames = videos.draw(scene, [int(i) for i in indices])
     item = Item(scene.colour, scene.shape, scene.motion, resized(frames))
     return replace(item, seconds_per_grid=TEMPORAL * scene.num_frames / (scene.fps * len(indices)))
+
+
+def sample_indices(total: int, num_frames: int) -> np.ndarray:
+    """Indices, int64 [min(num_frames, total)], of frames spread evenly over a video from its first to its last."""
+    return np.linspace(0, total - 1, min(num_frames, total)).astype(np.int64)
 
 
 def video_item(clip: questions.Thing, frames: np.ndarray, indices: np.ndarray, fps: float) -> Item:

@@ -19,9 +19,9 @@ from PIL import Image, ImageColor, ImageDraw, ImageOps
 from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen2_5_VLForConditionalGeneration
 from transformers.video_utils import VideoMetadata
 
-from mini_engine.demo import questions, videos
-from training import forward
-from training.data import Item, Sample, Writer
+from mini_engine.demo import videos
+from training import forward, questions
+from training.data import Item, Sample, Writer, sample_indices
 from training.model import WEIGHTS
 
 FRESH_SEEDS = 1_000_000_000  # from here on: never used in training, only to watch it
@@ -141,7 +141,7 @@ def processed(processor: Any, media: Sequence[Media], text: str, num_frames: int
         if item.motion is None:
             pictures.append(item.frames[0])
             continue
-        indices = videos.sample_indices(len(item.frames), wanted)
+        indices = sample_indices(len(item.frames), wanted)
         clips.append(item.frames[indices])
         metadata.append(VideoMetadata(total_num_frames=len(item.frames), fps=item.fps, frames_indices=indices.tolist()))
     prompt = processor.apply_chat_template(user_message(media, text), tokenize=False, add_generation_prompt=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from mini_engine.core.request import Request
 from mini_engine.core.step_builder import StepBuilder
-from mini_engine.messages import MediaFailed, MediaReady, MessageId
+from mini_engine.messages import MediaReady, MessageId
 
 logger = logging.getLogger(__name__)
 
@@ -35,15 +35,15 @@ class Arrivals:
         self._deadlines: dict[str, tuple[float, Request]] = {}  # by id; soonest first, since all time-outs are equal
         self._void: set[int] = set()  # dead incarnations
 
-    def report(self, report: MediaReady | MediaFailed) -> Request | None:
+    def report(self, report: MediaReady) -> Request | None:
         """A rank has received a message. Returns the request that waits for it."""
-        if isinstance(report, MediaFailed):
-            logger.error("rank %d cannot use tensor message %d: %s", report.rank, report.message.number, report.why)
+        if report.problem:
+            logger.error("rank %d cannot use tensor message %d: %s", report.rank, report.message.number, report.problem)
         if report.message.incarnation in self._void:
             return None
         entry = self._entries.setdefault(report.message, _Arrival())
         entry.num_reports += 1
-        entry.failed |= isinstance(report, MediaFailed)
+        entry.failed |= bool(report.problem)
         self._release_if_reported(report.message)
         return entry.waiting
 

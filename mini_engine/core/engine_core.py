@@ -40,7 +40,6 @@ from mini_engine.messages import (
     Found,
     GrammarReady,
     Lookup,
-    MediaFailed,
     MediaMiss,
     MediaNeeded,
     MediaReady,
@@ -120,7 +119,7 @@ class EngineCore:
             case Finish(request_id=request_id, reason=reason):
                 if (request := self.requests.get(request_id)) is not None:
                     self._finish(request, reason)
-            case MediaReady() | MediaFailed() as report:
+            case MediaReady() as report:
                 if (request := self.arrivals.report(report)) is not None:
                     self._queue(request)
             case PeerGone(sender=sender, incarnation=incarnation) if sender.startswith("api "):
@@ -257,7 +256,7 @@ class EngineCore:
         now = times.clock()
         if plan.requests:
             times.record(now - flight.begun_at, plan.num_prefill, plan.num_encoded)
-            self.step_tokens[sum(chunk.num_tokens for chunk in plan.chunks)] += 1
+            self.step_tokens[sum(chunk.num_tokens for chunk in flight.step.chunks)] += 1
         if self.in_flight:
             self.in_flight[0].begun_at = now
 
@@ -269,7 +268,7 @@ class EngineCore:
             self.media.kept(kept.media_hash)
         for work in flight.plan.work.values():
             if work.epoch == work.request.epoch:  # else it has ended, or lost its blocks, while the step ran
-                self._publish(work.request, work.end)
+                self._publish(work.request, work.chunk.start + work.chunk.num_tokens)
             self._publish_snapshots(work)
         assert flight.result is not None, "all ranks have reported"
         for sampled in flight.result.tokens:
@@ -304,7 +303,7 @@ class EngineCore:
     def _publish_snapshots(self, work: ChunkWork) -> None:
         """Put the snapshots of a chunk in the prefix cache."""
         request, size = work.request, self.blocks.block_size
-        for end, state_index in work.snapshots:
+        for end, state_index in work.chunk.snapshots:
             if work.epoch != request.epoch:
                 self.states.cancel(state_index)
                 continue

@@ -25,7 +25,6 @@ class Links:
         self.identities: dict[int, bytes] = {}  # addresses on `api` of the running API servers, by incarnation
         self.gone: set[int] = set()  # dead incarnations: their messages are void
         self.unresponsive: set[bytes] = set()  # peers whose queue is full
-        self.early: list[Envelope] = []  # messages received before all ranks had loaded
         self.supervisor = child.supervisor
         self.sockets = (child.supervisor, self.workers, self.api)
         self.poller = zmq.Poller()
@@ -34,9 +33,8 @@ class Links:
 
     def receive(self, timeout: float | None) -> list[Envelope]:
         """All received messages; waits at most `timeout` seconds for the first."""
-        envelopes, self.early = self.early, []
-        if not envelopes:
-            self.poller.poll(None if timeout is None else int(timeout * 1000) + 1)
+        envelopes: list[Envelope] = []
+        self.poller.poll(None if timeout is None else int(timeout * 1000) + 1)
         for socket in self.sockets:
             while True:
                 try:
@@ -44,11 +42,8 @@ class Links:
                 except zmq.Again:
                     break
                 envelope = decode(frame)
-                if socket is self.api:
-                    if envelope.incarnation not in self.gone:
-                        self.identities[envelope.incarnation] = peer[0]
-                elif isinstance(envelope.body, WorkerReady):
-                    self.ranks[envelope.body.rank] = peer[0]
+                if socket is self.api and envelope.incarnation not in self.gone:
+                    self.identities[envelope.incarnation] = peer[0]
                 envelopes.append(envelope)
         return envelopes
 
@@ -58,13 +53,16 @@ class Links:
         self.identities.pop(incarnation, None)
 
     def wait_for_workers(self) -> list[WorkerReady]:
-        """Block until every rank has loaded. The next `receive` returns the messages of other processes: API servers
-        are often ready long before a large model is."""
-        received: list[Envelope] = []
-        while not all(self.ranks):
-            received += self.receive(None)
-        self.early = [envelope for envelope in received if not isinstance(envelope.body, WorkerReady)]
-        return [envelope.body for envelope in received if isinstance(envelope.body, WorkerReady)]
+        """Block until every rank has loaded. The messages of other processes stay queued: API servers are often ready
+        long before a large model is."""
+        reports: list[WorkerReady] = []
+        for _ in self.ranks:
+            rank, frame = self.workers.recv_multipart()
+            report = decode(frame).body
+            assert isinstance(report, WorkerReady)
+            self.ranks[report.rank] = rank
+            reports.append(report)
+        return reports
 
     def send_step(self, step: Step) -> None:
         """The same step to every rank."""

@@ -91,7 +91,7 @@ def _problem_with_item(item: MediaItem, earliest: int, tokens: list[int], model:
     if sent is not None and (sent.shape, sent.dtype) != ((patches, vision.patch_dim), "uint8"):
         return f"has patches of another shape than its grid, {item.grid_thw}"
     placeholder = model.image_token_id if item.modality == "image" else model.video_token_id
-    runs = item.grid_thw[0] if item.modality == "video" and model.text_tells_time else 1
+    runs = item.grid_thw[0] if item.modality == "video" and model.text.spec.text_tells_time else 1
     if len(item.offsets) != runs:
         return f"has {len(item.offsets)} runs of placeholders, not {runs}"
     for offset in item.offsets:

@@ -90,8 +90,8 @@ class Scheduler:
         for request in self.clients.running:
             if request.is_running and request.num_missing == 1:  # it may have been preempted by one before it
                 self._continue(request, plan)
-        is_alone = not plan.chunks and len([*itertools.islice(self._prefills(), 2)]) < 2
-        plan.seconds_left = min(plan.seconds_left, self.times.for_prompts(bool(plan.chunks), is_alone))
+        is_alone = not plan.work and len([*itertools.islice(self._prefills(), 2)]) < 2
+        plan.seconds_left = min(plan.seconds_left, self.times.for_prompts(bool(plan.work), is_alone))
         self._prefill_in_turns(plan)
         for request in self.clients.running:
             if request.is_running and request.num_missing > 1 and request.id not in plan.work:
@@ -305,7 +305,7 @@ class Scheduler:
             return min(item.grid_thw[0] - entry.num_grids, blocks // depth), depth
         if is_first and self.encoder.num_unfinished < MOST_UNFINISHED:
             return 1, blocks
-        return int(is_first and not plan.chunks), depth
+        return int(is_first and not plan.work), depth
 
     def _add_slice(self, request: Request, item: MediaItem, plan: Plan, count: int, end: int) -> None:
         """Encode `count` grids after those that are, up to block `end` of the tower."""
@@ -339,8 +339,8 @@ class Scheduler:
         blocks = request.blocks[first_new : self.blocks.blocks_for(end)]
         samples = end == request.num_known
         snapshots = self._snapshots(request, start, end) if self.states.is_needed else []
-        plan.chunks.append(Chunk(request.id, start, length, blocks, samples, request.restarts, snapshots))
-        plan.work[request.id] = ChunkWork(request, request.epoch, end, snapshots)
+        chunk = Chunk(request.id, start, length, blocks, samples, request.restarts, snapshots)
+        plan.work[request.id] = ChunkWork(chunk, request, request.epoch)
         plan.tokens_left -= length
         if length > 1:
             plan.num_prefill += length

@@ -23,12 +23,11 @@ from mini_engine.messages import (
 
 @dataclasses.dataclass
 class ChunkWork:
-    """A chunk of the plan, and what its retirement publishes."""
+    """A chunk of the plan, and its request, in which its retirement publishes what was computed."""
 
+    chunk: Chunk
     request: Request
     epoch: int
-    end: int  # tokens of the sequence that are computed once the chunk is
-    snapshots: list[tuple[int, int]]  # see `Chunk.snapshots`
 
 
 @dataclasses.dataclass
@@ -43,8 +42,7 @@ class Plan:
     states: list[StateStart] = dataclasses.field(default_factory=list)
     encode: list[EncodeItem] = dataclasses.field(default_factory=list)
     encoded_hashes: list[bytes] = dataclasses.field(default_factory=list)  # items whose last grids are in `encode`
-    chunks: list[Chunk] = dataclasses.field(default_factory=list)
-    work: dict[str, ChunkWork] = dataclasses.field(default_factory=dict)  # of each chunk, by request id
+    work: dict[str, ChunkWork] = dataclasses.field(default_factory=dict)  # all chunks, by request id
     requests: dict[str, Request] = dataclasses.field(default_factory=dict)  # with a chunk or an item to encode
     unmet: list[Request] = dataclasses.field(default_factory=list)  # embeddings that these rely on have been evicted
     num_prefill: int = 0  # tokens
@@ -117,8 +115,9 @@ class StepBuilder:
 
         None: the step would be empty, releases no references, and is no ping.
         """
+        chunks = [work.chunk for work in plan.work.values()]
         step = msgspec.structs.replace(
-            self._step, started=plan.started, states=plan.states, encode=plan.encode, chunks=plan.chunks
+            self._step, started=plan.started, states=plan.states, encode=plan.encode, chunks=chunks
         )
         if step == Step(step.number) and not self._unreferenced and not is_ping:
             return None

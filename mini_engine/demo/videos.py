@@ -4,8 +4,6 @@ Everything follows from a seed. Tests, benchmarks and the training of the bundle
 nothing of questions, tokenizers or models, and imports nothing heavier than numpy, PyAV and Pillow.
 """
 
-import colorsys
-import dataclasses
 import io
 import math
 from collections.abc import Sequence
@@ -17,17 +15,16 @@ import av
 import numpy as np
 from PIL import Image
 
-_PALETTE = {  # RGB, and the hues in degrees between which every shade of the colour lies
-    "red": ((225, 30, 35), (-16, 8)),
-    "green": ((35, 190, 55), (90, 152)),
-    "blue": ((30, 60, 225), (204, 248)),
-    "yellow": ((245, 225, 25), (47, 66)),
-    "orange": ((250, 135, 10), (14, 40)),
-    "purple": ((150, 35, 200), (265, 315)),
-    "cyan": ((20, 215, 225), (170, 194)),
-    "white": ((250, 250, 250), (0, 360)),
+COLOURS = {  # RGB
+    "red": (225, 30, 35),
+    "green": (35, 190, 55),
+    "blue": (30, 60, 225),
+    "yellow": (245, 225, 25),
+    "orange": (250, 135, 10),
+    "purple": (150, 35, 200),
+    "cyan": (20, 215, 225),
+    "white": (250, 250, 250),
 }
-COLOURS = {name: rgb for name, (rgb, _) in _PALETTE.items()}
 SHAPES = ("circle", "square", "triangle", "cross")
 MOTIONS = ("left", "right", "up", "down", "still")
 FRAME_RATES = (8, 10, 12, 15, 20, 24, 25, 30)  # frames per second
@@ -72,15 +69,6 @@ class Clip:
     fps: int
     frames: np.ndarray
 
-    def reversed(self) -> "Clip":
-        """The same clip played backwards: left and right swap, and up and down."""
-        back = {"left": "right", "right": "left", "up": "down", "down": "up", "still": "still"}
-        return dataclasses.replace(self, motion=back[self.motion], frames=self.frames[::-1])
-
-    def frozen(self, index: int = 0) -> "Clip":
-        """A clip of the same length that shows frame `index` all the time."""
-        return dataclasses.replace(self, motion="still", frames=np.repeat(self.frames[[index]], len(self.frames), 0))
-
 
 @dataclass(frozen=True)
 class Picture:
@@ -92,9 +80,8 @@ class Picture:
     motion: None = None  # by which the questions tell a picture from a clip
 
 
-def make_scene(seed: int, wide: bool = False, **fixed: object) -> Scene:
-    """The scene of `seed`. Any field of `Scene` can be fixed by keyword; the other draws stay what they were. `wide`
-    draws shades, backgrounds and proportions from ranges that include those of other renderers' videos."""
+def make_scene(seed: int, **fixed: object) -> Scene:
+    """The scene of `seed`. Any field of `Scene` can be fixed by keyword; the other draws stay what they were."""
     rng = np.random.default_rng(seed)
     colour = str(rng.choice(list(COLOURS)))
     shape = str(rng.choice(SHAPES))
@@ -119,33 +106,11 @@ def make_scene(seed: int, wide: bool = False, **fixed: object) -> Scene:
         "noise": float(rng.choice([0.0, rng.uniform(0, 8)])),
         "seed": seed,
     }
-    if wide:
-        drawn |= _widely(str(fixed.get("colour", colour)), np.random.default_rng([seed, 3]))
     drawn.update(fixed)
     jitter = rng.integers(-12, 13, 3)
     drawn.setdefault("rgb", tuple(int(v) for v in np.clip(np.array(COLOURS[str(drawn["colour"])]) + jitter, 0, 255)))
     drawn.setdefault("start", _start(drawn, along, across))
     return Scene(**drawn)  # type: ignore[arg-type]
-
-
-def _widely(colour: str, rng: np.random.Generator) -> dict[str, object]:
-    """Fields of a wide scene, the shape's colour away from those of the background."""
-    value = rng.uniform(0.8 if colour == "white" else 0.45, 1)
-    saturation = rng.uniform(0, 0.08) if colour == "white" else rng.uniform(max(0.36, 1.3 - value), 1)
-    rgb = np.array(colorsys.hsv_to_rgb(rng.uniform(*_PALETTE[colour][1]) % 360 / 360, saturation, value)) * 255
-    ends = np.zeros((2, 3))
-    while min(np.linalg.norm(rgb - place) for place in (*ends, ends.mean(0))) < 60 or not ends.any():
-        ends = rng.uniform(0, 255, (2, 3)) * rng.uniform(0.1, 0.8, (2, 1))
-    return {
-        "rgb": tuple(int(v) for v in rgb),
-        "backgrounds": tuple(tuple(int(v) for v in end) for end in ends),
-        "width": 2 * int(rng.integers(48, 161)),
-        "height": 2 * int(rng.integers(48, 161)),
-        "bowl": float(rng.choice([0.0, rng.uniform(0, 1.5)])),
-        "size": rng.uniform(0.22, 0.56),
-        "travel": rng.uniform(0.2, 0.6),
-        "stout": rng.uniform(0.7, 1.3),
-    }
 
 
 def _start(drawn: dict, along: float, across: float) -> tuple[float, float]:
@@ -163,16 +128,16 @@ def _start(drawn: dict, along: float, across: float) -> tuple[float, float]:
     return place[0], place[1]
 
 
-def render(seed: int, wide: bool = False, **fixed: object) -> Clip:
+def render(seed: int, **fixed: object) -> Clip:
     """The clip of `seed`; keywords as in `make_scene` (colour="red", width=320, height=240, num_frames=60, ...)."""
-    scene = make_scene(seed, wide, **fixed)
+    scene = make_scene(seed, **fixed)
     frames = draw(scene, range(scene.num_frames))
     return Clip(scene.colour, scene.shape, scene.motion, scene.fps, frames)
 
 
-def render_image(seed: int, wide: bool = False, **fixed: object) -> Picture:
+def render_image(seed: int, **fixed: object) -> Picture:
     """The still image of `seed`; keywords as in `make_scene`."""
-    scene = make_scene(seed, wide, **{"motion": "still", **fixed})
+    scene = make_scene(seed, **{"motion": "still", **fixed})
     return Picture(scene.colour, scene.shape, draw(scene, [0])[0])
 
 
@@ -261,11 +226,6 @@ def decode(data: bytes) -> tuple[np.ndarray, float]:
         stream.codec_context.thread_count = 1
         frames = [frame.to_ndarray(format="rgb24") for frame in source.decode(stream)]
         return np.stack(frames), float(stream.average_rate or stream.guessed_rate or 24)
-
-
-def sample_indices(total: int, num_frames: int) -> np.ndarray:
-    """Indices, int64 [min(num_frames, total)], of frames spread evenly over a video from its first to its last."""
-    return np.linspace(0, total - 1, min(num_frames, total)).astype(np.int64)
 
 
 def encode_image(picture: Picture, kind: str = "png") -> bytes:

@@ -41,7 +41,7 @@ def available(x: Tensor) -> bool:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """A copy of a bfloat16 matrix `[outputs, inputs]` in the order in which `multiply_packed` reads it, an opaque
+    """A copy of a bfloat16 matrix `[outputs, inputs]` in the order in which `multiply` reads it, an opaque
     tensor; the matrix itself where this torch or processor has no such order, or the matrix is small."""
     is_wide = weight.dtype is torch.bfloat16 and weight.device.type == "cpu" and weight.numel() >= LEAST_PACKED
     if not is_wide or _pack is None or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -49,9 +49,11 @@ def pack(weight: Tensor) -> Tensor:
     return _pack(weight, PACKED_ROWS)
 
 
-def multiply_packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`x W^T + b`: `[..., inputs]`, of `pack`, `[outputs]` -> `[..., outputs]`, all in bfloat16."""
-    return _product(x, weight, bias)
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`x W^T + b`: `[..., inputs]`, `[outputs, inputs]`, `[outputs]` -> `[..., outputs]`, all in float32, or all in
+    bfloat16 with a weight of `pack`."""
+    assert _multiply is not None
+    return _multiply(x, weight, bias, "none", [], "")
 
 
 def attends(x: Tensor, queries: int, keys: int) -> bool:
@@ -71,13 +73,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`x W^T + b`: `[n, inputs]`, `[outputs, inputs]`, `[outputs]` -> `[n, outputs]`, all contiguous."""
     missing = -len(x) % 64
     if not missing or len(x) > MOST_ROUNDED:
-        return _product(x, weight, bias)
-    return _product(F.pad(x, (0, 0, 0, missing)), weight, bias)[: len(x)]
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    assert _multiply is not None
-    return _multiply(x, weight, bias, "none", [], "")
+        return multiply(x, weight, bias)
+    return multiply(F.pad(x, (0, 0, 0, missing)), weight, bias)[: len(x)]
 
 
 def attend_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def linear(x: Tensor, weight: Tensor | nn.Module, bias: Tensor | None = None) ->
     if isinstance(weight, nn.Module):
         return weight(x, bias)
     if weight.is_mkldnn:
-        return onednn.multiply_packed(x, weight, bias)
+        return onednn.multiply(x, weight, bias)
     if x.ndim == 2 and len(x) >= onednn.LEAST_ROWS and onednn.available(x):
         return onednn.linear(x, weight, bias)
     return F.linear(x, weight, bias)

@@ -77,10 +77,6 @@ class QuantizedMatrix(nn.Module):
     def multiply(self, x: Tensor) -> Tensor:
         """`[n, inputs]` -> `[n, outputs]`, after `pack`; on CUDA for at most `kernel_rows` rows."""
 
-    def part(self, rows: slice, width: int) -> "MatrixPart":
-        """Some rows, the first `width` columns of them."""
-        return MatrixPart(self, rows, width)
-
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """All of it as a dense matrix. On a CPU only before `pack`."""
         return self.codes_of(slice(0, self.shape[0])).dequantize(dtype)

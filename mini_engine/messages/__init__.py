@@ -25,7 +25,7 @@ from mini_engine.messages.requests import (
     ChildRequest, TokenLogprob, Unreserve, Written,
 )  # fmt: skip
 from mini_engine.messages.steps import (
-    Chunk, EncodeItem, Grammar, GrammarReady, KeepMedia, MediaFailed, MediaReady, NewSequence, SampledToken, StateStart,
+    Chunk, EncodeItem, Grammar, GrammarReady, KeepMedia, MediaReady, NewSequence, SampledToken, StateStart,
     Step, StepResult, WorkerReady,
 )  # fmt: skip
 from mini_engine.messages.tensors import (
@@ -46,6 +46,6 @@ AnyMessage = (
     Ready | Refused | Start | Serving | Drain | PeerGone
     | NewRequest | Finish | Outputs | MediaMiss | MediaNeeded | ControlRequest | ControlReply
     | Lookup | Found | Reserve | Reserved | Written | Abandoned | Unreserve | ResolveNames | NamesResolved | BindName
-    | Step | StepResult | WorkerReady | MediaReady | MediaFailed | GrammarReady
+    | Step | StepResult | WorkerReady | MediaReady | GrammarReady
     | TensorMessage | ProbeResult | DeviceSlots
 )  # fmt: skip

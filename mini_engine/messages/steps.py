@@ -128,11 +128,4 @@ class MediaReady(Message, frozen=True):
 
     rank: int
     message: MessageId
-
-
-class MediaFailed(Message, frozen=True):
-    """Rank -> core: the rank cannot read this tensor message."""
-
-    rank: int
-    message: MessageId
-    why: str  # for the log, not for clients
+    problem: str = ""  # why the rank cannot read it, for the log, not for clients

@@ -17,7 +17,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """Dimensions of gated delta nets, and which of the decoder's layers have one in place of attention."""
+    """Dimensions of gated delta nets, and which of the decoder's layers have one in place of attention. v_heads is a
+    multiple of k_heads, and key head i serves the i-th equal run of value heads. The state of a sequence is for each
+    such layer conv `[channels, kernel_size - 1]`, the last inputs of the causal convolution, in the model's dtype, and
+    delta `[v_heads, k_dim, v_dim]` in float32."""
 
     layers: tuple[int, ...]
     k_heads: int
@@ -27,9 +30,18 @@ class LinearConfig:
     kernel_size: int
 
     @property
+    def channels(self) -> int:
+        """Of the convolution: all heads of q, then of k, then of v."""
+        return 2 * self.k_heads * self.k_dim + self.v_heads * self.v_dim
+
+    @property
     def state_bytes(self) -> int:
-        """Of one sequence, within a few percent."""
+        """Of one sequence, within a few percent: the delta states."""
         return 4 * len(self.layers) * self.v_heads * self.k_dim * self.v_dim
+
+    def nbytes(self, itemsize: int) -> int:
+        """Of one sequence, in a model whose numbers have so many bytes."""
+        return self.state_bytes + len(self.layers) * self.channels * (self.kernel_size - 1) * itemsize
 
 
 @dataclass(frozen=True)
@@ -44,12 +56,11 @@ class ExpertsConfig:
 
 @dataclass(frozen=True)
 class TextConfig:
-    """Dimensions of the decoder. `mrope_section` counts the rotary frequencies of (time, height, width); they lie one
-    section after the other, or interleaved. `qkv_bias`: the projections to queries, keys and values have one;
-    `qk_norm`: each head's queries and keys are normed; `attention_gate`: each head's output has a gate; `norm_offset`:
-    the weights of norms are stored minus 1; `linear`: None if all layers have attention; `experts`: None if MLPs are
-    dense, otherwise `intermediate_size` is that of an expert."""
+    """Dimensions of the decoder. `spec` is that of its family. `mrope_section` counts the rotary frequencies of (time,
+    height, width). `linear`: None if all layers have attention; `experts`: None if MLPs are dense, otherwise
+    `intermediate_size` is that of an expert."""
 
+    spec: ModelSpec
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -60,12 +71,7 @@ class TextConfig:
     rms_norm_eps: float
     rope_theta: float
     mrope_section: tuple[int, ...]
-    mrope_interleaved: bool
     max_position_embeddings: int
-    qkv_bias: bool
-    qk_norm: bool
-    attention_gate: bool
-    norm_offset: bool
     linear: LinearConfig | None
     experts: ExpertsConfig | None
 
@@ -144,8 +150,7 @@ class VisionConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The engine's view of a checkpoint. `dtype` is the checkpoint's own, one of `DTYPES`; `text_tells_time`: see
-    `ModelSpec`."""
+    """The engine's view of a checkpoint. `dtype` is the checkpoint's own, one of `DTYPES`."""
 
     architecture: str
     text: TextConfig
@@ -154,7 +159,6 @@ class ModelConfig:
     video_token_id: int
     tie_word_embeddings: bool
     dtype: str
-    text_tells_time: bool
     quantization: StoredQuantization | None
 
     def weight_bytes(self, itemsize: int, bits: int = DENSE_BITS, head_bits: int = DENSE_BITS) -> int:
@@ -189,7 +193,6 @@ class ModelConfig:
                     raw.get("tie_word_embeddings") or (spec.text_may_tie and text.get("tie_word_embeddings"))
                 ),
                 dtype=_dtype(raw, text),
-                text_tells_time=spec.text_tells_time,
                 quantization=StoredQuantization.from_dict(stored) if stored else None,
             )
         except KeyError as error:
@@ -208,6 +211,7 @@ def _text_config(raw: dict[str, Any], spec: ModelSpec) -> TextConfig:
         raise ValueError(f"rope type {kind!r} is not supported; supported: default, mrope")
     hidden_size, num_heads = raw["hidden_size"], raw["num_attention_heads"]
     return TextConfig(
+        spec=spec,
         vocab_size=raw["vocab_size"],
         hidden_size=hidden_size,
         intermediate_size=raw["moe_intermediate_size" if spec.experts else "intermediate_size"],
@@ -219,12 +223,7 @@ def _text_config(raw: dict[str, Any], spec: ModelSpec) -> TextConfig:
         # No default: families and sizes differ in it, and a wrong one gives wrong answers, not an error.
         rope_theta=float(rope.get("rope_theta") or raw["rope_theta"]),
         mrope_section=tuple(rope["mrope_section"]),
-        mrope_interleaved=spec.mrope_interleaved,
         max_position_embeddings=raw["max_position_embeddings"],
-        qkv_bias=spec.qkv_bias,
-        qk_norm=spec.qk_norm,
-        attention_gate=spec.attention_gate,
-        norm_offset=spec.norm_offset,
         linear=_linear_config(raw) if spec.delta_net else None,
         experts=_experts_config(raw, spec.experts) if spec.experts else None,
     )

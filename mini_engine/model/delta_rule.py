@@ -8,7 +8,6 @@ All but the convolution is in float32. Knows nothing of models, nor where states
 """
 
 import functools
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,33 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mini_engine.kernels import ops
+from mini_engine.model.config import LinearConfig
 
 CHUNK = 64  # tokens that one triangular system holds
 NORM_EPS = 1e-6
-
-
-@dataclass(frozen=True)
-class StateShape:
-    """What a rank keeps per sequence, for each recurrent layer: conv `[channels, kernel_size - 1]`, the last inputs of
-    the causal convolution, in the model's dtype, and delta `[v_heads, k_dim, v_dim]` in float32. Heads are this rank's;
-    v_heads is a multiple of k_heads, and key head i serves the i-th equal run of value heads."""
-
-    layers: int
-    k_heads: int
-    v_heads: int
-    k_dim: int
-    v_dim: int
-    kernel_size: int
-
-    @property
-    def channels(self) -> int:
-        """Of the convolution: all heads of q, then of k, then of v."""
-        return 2 * self.k_heads * self.k_dim + self.v_heads * self.v_dim
-
-    def nbytes(self, dtype: torch.dtype) -> int:
-        """Of one sequence, all layers, in a model of this dtype."""
-        conv, delta = self.channels * (self.kernel_size - 1), self.v_heads * self.k_dim * self.v_dim
-        return self.layers * (conv * dtype.itemsize + delta * torch.float32.itemsize)
 
 
 class Weights(NamedTuple):
@@ -54,7 +30,7 @@ class Weights(NamedTuple):
     dt_bias: Tensor
 
 
-def prefill(x: Tensor, gates: Tensor, weights: Weights, shape: StateShape, conv: Tensor, delta: Tensor) -> Tensor:
+def prefill(x: Tensor, gates: Tensor, weights: Weights, shape: LinearConfig, conv: Tensor, delta: Tensor) -> Tensor:
     """Several consecutive tokens of one sequence: `[n, v_heads, v_dim]` in x's dtype.
 
     Args:
@@ -74,7 +50,7 @@ def prefill(x: Tensor, gates: Tensor, weights: Weights, shape: StateShape, conv:
 
 
 def decode(
-    x: Tensor, gates: Tensor, weights: Weights, shape: StateShape, conv: Tensor, delta: Tensor, state_indices: Tensor
+    x: Tensor, gates: Tensor, weights: Weights, shape: LinearConfig, conv: Tensor, delta: Tensor, state_indices: Tensor
 ) -> Tensor:
     """One token of each of n sequences: `[n, v_heads, v_dim]` in x's dtype. Triton's kernels read nothing back to the
     host, so a CUDA graph can hold them.
@@ -108,7 +84,7 @@ def decode(
 
 
 def _prefill(
-    x: Tensor, g: Tensor, beta: Tensor, kernel: Tensor, shape: StateShape, conv: Tensor, delta: Tensor
+    x: Tensor, g: Tensor, beta: Tensor, kernel: Tensor, shape: LinearConfig, conv: Tensor, delta: Tensor
 ) -> Tensor:
     """One chunk: the changes that its tokens make are the solution of a triangular system (the WY form of section 3.3),
     linear in the state before, so the chunk maps that state to `keep S + add`. No more at once: a CPU spends more on
@@ -164,7 +140,7 @@ def _row_indices(v_heads: int, k_dim: int, device: torch.device) -> Tensor:
     return torch.arange(v_heads * k_dim, device=device).view(v_heads, k_dim).repeat_interleave(2, dim=0)
 
 
-def _heads(x: Tensor, shape: StateShape) -> tuple[Tensor, Tensor, Tensor]:
+def _heads(x: Tensor, shape: LinearConfig) -> tuple[Tensor, Tensor, Tensor]:
     """`[n, channels]` -> q, k and v, float32 `[n, v_heads, k_dim or v_dim]`."""
     qk, v = x.float().split((2 * shape.k_heads * shape.k_dim, shape.v_heads * shape.v_dim), dim=1)
     qk = qk.unflatten(1, (2 * shape.k_heads, shape.k_dim))

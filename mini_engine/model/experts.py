@@ -44,7 +44,7 @@ class Experts(nn.ModuleList):
         chosen, counts = experts.unique_consecutive(return_counts=True)
         sizes, layers = counts.tolist(), [self[expert] for expert in chosen.tolist()]
         # What lies between the products is one operator each for all experts: of a row it takes as long as for one.
-        inner = torch.cat([layer.gate_up(part) for layer, part in zip(layers, rows.split(sizes), strict=True)])
+        inner = torch.cat([layer.up(part) for layer, part in zip(layers, rows.split(sizes), strict=True)])
         parts = ops.silu_mul(inner).split(sizes)
         return torch.cat([layer.down(part) for layer, part in zip(layers, parts, strict=True)])
 

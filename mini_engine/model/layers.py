@@ -128,7 +128,7 @@ def part_of(matrix: Matrix, rows: slice, width: int) -> Tensor | MatrixPart:
                 return part_of(below, rows, width)
             rows = slice(rows.start - below.shape[0], rows.stop - below.shape[0])
     if isinstance(matrix, QuantizedMatrix):
-        return matrix.part(rows, width)
+        return MatrixPart(matrix, rows, width)
     assert isinstance(matrix, Tensor)
     return matrix[rows, :width]
 
@@ -241,47 +241,41 @@ class RowParallel(Layer):
             yield WeightSlice(f"{self.source}.bias", (self.outputs,), (rows,), self.bias)
 
 
-class GatedMLP(nn.Module):
-    """`down(silu(gate x) * up x)` (SwiGLU, Shazeer 2020), gate and up merged by column, down split by row.
-
-    The rank's inner size is padded, see `Placement.padded`, with zeros, of which silu(0) * 0 makes zeros again.
-    `is_summed` is as of `RowParallel`.
-    """
-
-    def __init__(self, source: str, size: int, inner: int, bias: bool, at: Placement, is_summed: bool = True) -> None:
-        super().__init__()
-        part = at.tp.part(inner)
-        padded = at.padded(part.stop - part.start)
-        rows = [Rows(f"{source}.{name}", inner, part, padded=padded) for name in ("gate_proj", "up_proj")]
-        self.gate_up = ColumnParallel(size, rows, bias, at)
-        self.down = RowParallel(f"{source}.down_proj", inner, part, size, bias, at, padded, is_summed)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(ops.silu_mul(self.gate_up(x)))
-
-
 class MLP(nn.Module):
-    """`down(activation(up x))` with biases, up split by column, down by row. Padded as a `GatedMLP`.
+    """`down(activation(up x))`, up split by column, down by row.
+
+    The rank's inner size is padded, see `Placement.padded`, with zeros.
 
     Args:
-        up, down: checkpoint names.
-        sizes: of x, in between, and of the result.
-        activation: 0 at 0.
+        up: checkpoint names of the matrices whose products lie side by side.
+        down: that of the other matrix.
+        sizes: of x, of each product in between, and of the result.
+        activation: of these products; 0 where they are 0.
+        is_summed: as of `RowParallel`.
     """
 
     def __init__(
-        self, up: str, down: str, sizes: tuple[int, int, int], activation: Callable[[Tensor], Tensor], at: Placement
-    ) -> None:
+        self, up: Sequence[str], down: str, sizes: tuple[int, int, int], activation: Callable[[Tensor], Tensor],
+        bias: bool, at: Placement, is_summed: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         size, inner, outputs = sizes
         part = at.tp.part(inner)
         self.activation = activation
         padded = at.padded(part.stop - part.start)
-        self.up = ColumnParallel(size, [Rows(up, inner, part, padded=padded)], bias=True, at=at)
-        self.down = RowParallel(down, inner, part, outputs, bias=True, at=at, padded=padded)
+        self.up = ColumnParallel(size, [Rows(name, inner, part, padded) for name in up], bias, at)
+        self.down = RowParallel(down, inner, part, outputs, bias, at, padded, is_summed)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.activation(self.up(x)))
+
+
+class GatedMLP(MLP):
+    """`down(silu(gate x) * up x)` (SwiGLU, Shazeer 2020)."""
+
+    def __init__(self, source: str, size: int, inner: int, bias: bool, at: Placement, is_summed: bool = True) -> None:
+        up = [f"{source}.{name}" for name in ("gate_proj", "up_proj")]
+        super().__init__(up, f"{source}.down_proj", (size, inner, size), ops.silu_mul, bias, at, is_summed)
 
 
 class VocabParallelEmbedding(Layer):

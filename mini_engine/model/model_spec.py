@@ -59,7 +59,12 @@ class ModelSpec:
     text_tells_time: whether the prompt has the time, as text, before each temporal grid of a video, which has a run of
         placeholders of its own, at the positions of an image. Otherwise a video has one run, and its time axis counts
         grids, or seconds if there is `VisionConfig.tokens_per_second`.
+    qkv_bias: whether the decoder's projections to queries, keys and values have biases.
+    qk_norm: whether each head's queries and keys are normed.
+    mrope_interleaved: whether the rotary frequencies of the three axes are, or lie one section after the other.
     text_may_tie: whether `tie_word_embeddings` counts inside of `text_config` too, as transformers has it.
+    attention_gate: whether each head's output has a gate.
+    norm_offset: whether the weights of the decoder's norms are stored minus 1.
     delta_net: whether some layers of the decoder, by `layer_types`, have a gated delta net in place of attention.
     experts: of the mixtures of experts in place of the decoder's MLPs; None: there are none.
     """

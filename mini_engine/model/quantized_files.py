@@ -15,7 +15,7 @@ weight_zero_point `[outputs / 8, G]`, or 8 |
 A weight is (code - zero point) * scale.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from torch import Tensor
 from mini_engine.kernels.quantized import Codes
 from mini_engine.model.checkpoint import FLOATS, CheckpointError, Stored, find_tensors, read_tensor, shorten
 from mini_engine.model.expert_files import ExpertFiles
+from mini_engine.model.model_spec import canonical_name
 from mini_engine.model.quantization import SUPPORTED, MatrixKind, StoredQuantization
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where the 4 bits of each of eight outputs are (AutoAWQ's `pack_intweight`)
@@ -89,7 +90,8 @@ class StoredMatrix:
         by_outputs = self._end == "weight_packed"
         groups = scales[1] if by_outputs else scales[0]
         group = inputs // groups if groups and inputs % groups == 0 else 0
-        if not group or (self.config.groups and group not in {_whole(size, inputs) for size in self.config.groups}):
+        allowed_groups = {min(size, inputs) if size > 0 else inputs for size in self.config.groups}  # -1, 0: all inputs
+        if not group or (allowed_groups and group not in allowed_groups):
             sizes = ", ".join(map(str, sorted(self.config.groups))) or "none"
             return [f"{self.name} has {inputs} inputs in {groups} groups (group_size: {sizes})"]
         wanted = {self._scale: (outputs, groups) if by_outputs else (groups, outputs)}
@@ -179,12 +181,12 @@ class StoredMatrix:
 
 
 def find_weights(
-    directory: Path, rename: Callable[[str], str], config: StoredQuantization | None, experts: ExpertFiles | None = None
+    directory: Path, config: StoredQuantization | None = None, experts: ExpertFiles | None = None
 ) -> dict[str, Stored | StoredMatrix]:
-    """A checkpoint's tensors as `find_tensors` returns them, but those of all experts one by one, and those of a
-    quantised matrix, its bias apart, as one with the name of its weight. Raises CheckpointError as well for matrices
-    whose tensors do not fit each other."""
-    tensors = find_tensors(directory, rename)
+    """A checkpoint's tensors as `find_tensors` returns them, by the layers' names, but those of all experts one by one,
+    and those of a quantised matrix, its bias apart, as one with the name of its weight. Raises CheckpointError as well
+    for matrices whose tensors do not fit each other."""
+    tensors = find_tensors(directory, canonical_name)
     if experts is not None:
         tensors = experts.split(tensors)
     if config is None:  # what is not dense is refused later
@@ -215,11 +217,6 @@ def is_empty_bias(name: str, weights: Mapping[str, Stored | StoredMatrix]) -> bo
     module, stored = name.removesuffix(".bias"), weights[name]
     is_quantised = isinstance(weights.get(f"{module}.weight"), StoredMatrix)
     return is_quantised and isinstance(stored, Stored) and not read_tensor(stored).any()
-
-
-def _whole(size: int, inputs: int) -> int:
-    """The inputs of a group of a size by config.json, in which -1 and 0 stand for all."""
-    return min(size, inputs) if size > 0 else inputs
 
 
 def _unpack(packed: Tensor) -> Tensor:

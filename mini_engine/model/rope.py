@@ -86,7 +86,7 @@ class MRope:
 
     def __init__(self, config: TextConfig, device: torch.device) -> None:
         self.inv_freq = inverse_frequencies(config.rope_theta, config.rotary_dim, device)
-        axes = _interleaved_axes if config.mrope_interleaved else _sectioned_axes
+        axes = _interleaved_axes if config.spec.mrope_interleaved else _sectioned_axes
         self.axis = torch.tensor(axes(config.mrope_section), device=device)
 
     def tables(self, positions: Tensor) -> Rotation:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mini_engine.kernels import ops
 from mini_engine.model.config import LinearConfig, TextConfig
-from mini_engine.model.delta_rule import StateShape, Weights
+from mini_engine.model.delta_rule import Weights
 from mini_engine.model.experts import MixtureOfExperts
 from mini_engine.model.layers import ColumnParallel, GatedMLP, Layer, RMSNorm, RowParallel, Rows, WeightSlice
 from mini_engine.model.parallel import Placement, TensorParallel
@@ -63,15 +63,15 @@ class Attention(nn.Module):
             Rows(f"{source}.v_proj", config.num_kv_heads * dim, kv_part),
         ]
         self.split = [self.heads + 2 * self.kv_heads]
-        if config.attention_gate:
+        if config.spec.attention_gate:
             places = [slice(i * dim, (i + 1) * dim) for i in range(2 * heads.start, 2 * heads.stop)]
             both = [Rows(f"{source}.q_proj", 2 * config.num_heads * dim, place) for place in places]
             rows = [*both[::2], *rows[1:], *both[1::2]]
             self.split.append(self.heads)
-        self.qkv = ColumnParallel(config.hidden_size, rows, bias=config.qkv_bias, at=at)
-        eps, offset = config.rms_norm_eps, config.norm_offset
+        self.qkv = ColumnParallel(config.hidden_size, rows, bias=config.spec.qkv_bias, at=at)
+        eps, offset = config.rms_norm_eps, config.spec.norm_offset
         self.norms: ops.HeadNorms | None = None
-        if config.qk_norm:
+        if config.spec.qk_norm:
             self.q_norm, self.k_norm = (RMSNorm(f"{source}.{name}_norm", dim, eps, at, offset) for name in "qk")
             self.norms = ops.HeadNorms(self.q_norm.weight, self.k_norm.weight, eps, offset)
         self.o = RowParallel(f"{source}.o_proj", config.num_heads * dim, part, config.hidden_size, bias=False, at=at)
@@ -90,11 +90,10 @@ class GatedDeltaNet(Layer):
         self.source, self.layer, self.linear = source, layer, linear
         keys, values = linear.k_heads * linear.k_dim, linear.v_heads * linear.v_dim
         k_part, v_part, self.heads = (at.tp.part(total) for total in (keys, values, linear.v_heads))
-        self.channels = 2 * keys + values  # over all ranks
         # The checkpoint's one matrix holds q, k and v below each other, as the convolution's kernel does.
         places = ((0, k_part), (keys, k_part), (2 * keys, v_part))
         self.parts = [slice(start + part.start, start + part.stop) for start, part in places]
-        rows = [Rows(f"{source}.in_proj_qkv", self.channels, part) for part in self.parts]
+        rows = [Rows(f"{source}.in_proj_qkv", linear.channels, part) for part in self.parts]
         rows.append(Rows(f"{source}.in_proj_z", values, v_part))
         rows += [Rows(f"{source}.in_proj_{name}", linear.v_heads, self.heads) for name in "ba"]
         self.project = ColumnParallel(config.hidden_size, rows, bias=False, at=at)
@@ -116,17 +115,16 @@ class GatedDeltaNet(Layer):
         start = 0
         for part in self.parts:
             here = self.kernel[start : start + part.stop - part.start].unsqueeze(1)
-            yield WeightSlice(f"{self.source}.conv1d.weight", (self.channels, *here.shape[1:]), (part,), here)
+            yield WeightSlice(f"{self.source}.conv1d.weight", (self.linear.channels, *here.shape[1:]), (part,), here)
             start += len(here)
         for name, target in (("A_log", self.A_log), ("dt_bias", self.dt_bias)):
             yield WeightSlice(f"{self.source}.{name}", (self.linear.v_heads,), (self.heads,), target)
 
 
-def state_shape(linear: LinearConfig, tp: TensorParallel) -> StateShape:
-    """A rank's part of the states. Raises ValueError if the heads do not divide."""
+def state_shape(linear: LinearConfig, tp: TensorParallel) -> LinearConfig:
+    """The same with a rank's heads, as its states have it. Raises ValueError if the heads do not divide."""
     tp.check_heads("delta-net key", linear.k_heads)
-    k_heads, v_heads = linear.k_heads // tp.size, linear.v_heads // tp.size
-    return StateShape(len(linear.layers), k_heads, v_heads, linear.k_dim, linear.v_dim, linear.kernel_size)
+    return replace(linear, k_heads=linear.k_heads // tp.size, v_heads=linear.v_heads // tp.size)
 
 
 class DecoderLayer(nn.Module):
@@ -134,7 +132,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, source: str, layer: int, config: TextConfig, at: Placement) -> None:
         super().__init__()
-        size, eps, offset = config.hidden_size, config.rms_norm_eps, config.norm_offset
+        size, eps, offset = config.hidden_size, config.rms_norm_eps, config.spec.norm_offset
         self.norm1 = RMSNorm(f"{source}.input_layernorm", size, eps, at, offset)
         recurrent = config.linear.layers if config.linear else ()
         before = sum(i < layer for i in recurrent)
@@ -172,7 +170,7 @@ class Decoder(nn.Module):
             DecoderLayer(f"model.language_model.layers.{i}", i, config, at) for i in range(config.num_layers)
         )
         norm = "model.language_model.norm"
-        self.norm = RMSNorm(norm, config.hidden_size, config.rms_norm_eps, at, config.norm_offset)
+        self.norm = RMSNorm(norm, config.hidden_size, config.rms_norm_eps, at, config.spec.norm_offset)
 
     def forward(self, hidden: Tensor, positions: Tensor, attend: Attend, media: Sequence[MediaRows] = ()) -> Tensor:
         """See `VisionLanguageModel.forward`; `hidden` holds the first columns of `media` already."""

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import VocabParallelEmbedding
-from mini_engine.model.model_spec import find_spec
 from mini_engine.model.parallel import Placement
 from mini_engine.model.quantization import DENSE_BITS
 from mini_engine.model.rope import Grid
 from mini_engine.model.text import Attend, Decoder, MediaRows
 from mini_engine.model.towers.spread_tower import SpreadTower
+from mini_engine.model.towers.vision import last_of
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class AttentionShape:
 class VisionLanguageModel(nn.Module):
     """One rank's part of the model. Contents are unset until `weights.load_weights` fills them.
 
-    `state_shape` is None if all of the decoder's layers have attention. Raises ValueError if heads, of decoder or
-    sharded vision tower, do not divide by the group's size.
+    `state_shape` has this rank's heads; it is None if all of the decoder's layers have attention. Raises ValueError if
+    heads, of decoder or sharded vision tower, do not divide by the group's size.
     """
 
     def __init__(self, config: ModelConfig, at: Placement) -> None:
         super().__init__()
         text = config.text
         self.config = config
-        tower = find_spec([config.architecture]).load_tower()
+        tower = text.spec.load_tower()
         self.visual = SpreadTower(tower, config.vision, at) if at.spread_tower else tower(config.vision, at)
         tied, rows = config.tie_word_embeddings, (text.vocab_size, text.hidden_size)
         table = "model.language_model.embed_tokens"
@@ -53,7 +53,7 @@ class VisionLanguageModel(nn.Module):
         self.head = self.embedding if is_shared else VocabParallelEmbedding(head, *rows, at, is_head=True)
         kv_heads = at.tp.kv_heads(text.num_kv_heads)
         self.state_shape = self.decoder.state_shape
-        layers = text.num_layers - (self.state_shape.layers if self.state_shape else 0)
+        layers = text.num_layers - (len(self.state_shape.layers) if self.state_shape else 0)
         self.attention_shape = AttentionShape(layers, kv_heads.stop - kv_heads.start, text.head_dim)
 
     def embed(self, token_ids: Tensor, media: Sequence[MediaRows] = ()) -> Tensor:
@@ -68,14 +68,14 @@ class VisionLanguageModel(nn.Module):
         return self.visual.own_patches(patches, grids) if isinstance(self.visual, SpreadTower) else patches
 
     def encode_vision(self, patches: Tensor, grids: Sequence[Grid]) -> list[Tensor]:
-        """Encode any number of images (time 1) and videos in one call. Arguments as of `VisionTower.forward`, but the
+        """Encode any number of images (time 1) and videos in one call. Arguments as of `VisionTower.run`, but the
         patches are this rank's `own_patches`.
 
         Returns:
             Per item `[t * h * w / merge unit, config.vision.row_size]`: views of one tensor. See `MediaRows`.
         """
         unit = self.config.vision.merge_unit
-        return list(self.visual(patches, grids).split([t * h * w // unit for t, h, w in grids]))
+        return list(last_of(self.visual.run(patches, grids)).split([t * h * w // unit for t, h, w in grids]))
 
     def encode_blocks(self, patches: Tensor, grid: Grid) -> Iterator[Tensor]:
         """`encode_vision` of one item, block by block: an item for each, the last of which are the rows."""

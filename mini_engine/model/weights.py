@@ -6,7 +6,7 @@ Which parts these are the layers say (`layers.WeightSlice`); which names a famil
 
 import itertools
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -19,9 +19,8 @@ from mini_engine.model.checkpoint import FLOATS, CheckpointError, Progress, Stor
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.expert_files import ExpertFiles
 from mini_engine.model.layers import WeightSlice, pack_weights, pieces_of
-from mini_engine.model.model_spec import canonical_name, find_spec
 from mini_engine.model.parallel import Placement, TensorParallel
-from mini_engine.model.quantization import SUPPORTED, Quantization, StoredQuantization
+from mini_engine.model.quantization import SUPPORTED, Quantization
 from mini_engine.model.quantized_files import StoredMatrix, find_weights, is_empty_bias
 from mini_engine.model.vision_language import VisionLanguageModel
 
@@ -60,36 +59,28 @@ def load_model(
         ValueError: unsupported architecture or setting, heads that do not divide.
     """
     config = ModelConfig.from_dir(path)
-    layout, stored = find_spec([config.architecture]).experts, None
+    layout, tensors, stored = config.text.spec.experts, None, None
     experts = ExpertFiles(config.text.hidden_size, layout.transposed) if layout else None
     if load_format != "dummy":
-        weights = find_weights(Path(path), canonical_name, config.quantization, experts).values()
-        stored = {weight.name: weight.kind for weight in weights if isinstance(weight, StoredMatrix)}
+        tensors = find_weights(Path(path), config.quantization, experts)
+        stored = {weight.name: weight.kind for weight in tensors.values() if isinstance(weight, StoredMatrix)}
     held = Quantization.choose(quantization, quantize_head, config.quantization, stored)
     dtype = dtype or getattr(torch, config.dtype)
     model = VisionLanguageModel(config, Placement(tp, dtype, device, spread_tower, held))
     if device.type == "cpu":
         _check_room(model, path)
-    if load_format == "dummy":
+    if tensors is None:
         fill_randomly(model)
     else:
-        load_weights(model, path, canonical_name, config.quantization, experts)
+        load_weights(model, path, tensors)
     pack_weights(model)
     return model.eval()
 
 
-def load_weights(
-    model: nn.Module,
-    path: str | Path,
-    canonical_name: Callable[[str], str],
-    quantization: StoredQuantization | None = None,
-    experts: ExpertFiles | None = None,
-) -> None:
-    """Fill all parameters from a directory. `canonical_name` turns a checkpoint's name of a weight into that of the
-    layers; `quantization` and `experts` are those of the files. All names and shapes are checked before anything is
-    read. Raises CheckpointError naming what is missing, unexpected or wrong, and if a matrix that serves twice is
-    stored twice with different values."""
-    tensors = find_weights(Path(path), canonical_name, quantization, experts)
+def load_weights(model: nn.Module, path: str | Path, tensors: dict[str, Stored | StoredMatrix]) -> None:
+    """Fill all parameters from `tensors`, which `find_weights` has found in a directory. All names and shapes are
+    checked before anything is read. Raises CheckpointError naming what is missing, unexpected or wrong, and if a matrix
+    that serves twice is stored twice with different values."""
     pieces = list(pieces_of(model))
     _check(pieces, tensors, path)
     progress = Progress("weights read", sum(piece.target.nbytes for piece in pieces))

@@ -141,15 +141,8 @@ class Arena:
                 self._freed.clear()
                 await self._freed.wait()
 
-    def acquire_now(self, nbytes: int) -> list[Extent]:
-        """Pages for a probe. Raises TransportError."""
-        extents = self.pages.allocate(nbytes)
-        if extents is None:
-            raise TransportError("out of memory")
-        return extents
-
     def write(self, extents: Sequence[Extent], content: torch.Tensor) -> None:
-        """Copy `content` (uint8, one dimension, CPU) there. For any thread; `written` is to follow. Raises
+        """Copy `content` (uint8, one dimension, CPU) there. For any thread; `pages.written` is to follow. Raises
         TransportError: no memory for it."""
         try:
             if self._memory is None:  # the first write, by a probe
@@ -158,10 +151,6 @@ class Arena:
             self._memory.write(extents, content)
         except OSError as error:
             raise TransportError(f"no memory for {content.numel()} bytes of tensors: {error}") from error
-
-    def written(self, extents: Sequence[Extent]) -> None:
-        """`write` has returned: these pages have memory."""
-        self.pages.written(extents)
 
     def release(self, extents: Sequence[Extent]) -> None:
         """No process uses these now: free them."""

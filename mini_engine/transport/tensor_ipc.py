@@ -108,7 +108,10 @@ class TensorIpcSender:
         self.placement, self._slots = placement, slots
         deadline = time.monotonic() + timeout
         content = (torch.arange(PROBE_BYTES, dtype=torch.int32) % 251).to(torch.uint8)
-        message, where = _Message(0, PROBE_BYTES, self._arena.acquire_now(PROBE_BYTES)), ""
+        extents, where = self._arena.pages.allocate(PROBE_BYTES), ""
+        if extents is None:
+            raise TransportError("out of memory")
+        message = _Message(0, PROBE_BYTES, extents)
         try:
             head = self._me.encode(self.place(message, content))
             arena = self._arena.descriptor if placement == "torch_shm" else None
@@ -168,7 +171,7 @@ class TensorIpcSender:
         """Queue the frames of all tensors to every rank. Does not wait, cannot be undone. Returns how many frames."""
         for message in outgoing.messages:
             assert message.head is not None, "memory was reserved for more tensors"
-            self._arena.written(message.head.extents)
+            self._arena.pages.written(message.head.extents)
             head = self._me.encode(message.head)
             for stream in self._streams:
                 stream.enqueue_frame(head, message.payload)

@@ -17,8 +17,7 @@ import torch
 from mini_engine.config import ENCODER_TOKENS, ConfigError, EngineConfig
 from mini_engine.free_memory import CUDA_CONTEXT_BYTES, processor_bytes, processor_memory
 from mini_engine.messages import Chunk, MediaCachePlan, Modality, NewSequence, SamplingParams, Step
-from mini_engine.model.config import ModelConfig, VisionConfig
-from mini_engine.model.delta_rule import StateShape
+from mini_engine.model.config import LinearConfig, ModelConfig, VisionConfig
 from mini_engine.model.rope import Grid
 from mini_engine.model.vision_language import AttentionShape
 from mini_engine.transport.cuda_memory import can_access
@@ -85,7 +84,7 @@ class CacheSize(NamedTuple):
 def cache_size(
     config: EngineConfig,
     shape: AttentionShape,
-    state: StateShape | None,
+    state: LinearConfig | None,
     dtype: torch.dtype,
     longest: int,
     device: torch.device,
@@ -98,14 +97,11 @@ def cache_size(
     `use`: on a CUDA device, unless `has_fixed_cache`. Raises ConfigError: not a single block fits.
     """
     block_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * dtype.itemsize * config.block_size
-    state_bytes = state.nbytes(dtype) if state is not None else 0
+    state_bytes = state.nbytes(dtype.itemsize) if state is not None else 0
     at_once = config.step_sequences(device.type, state is not None)
     sequences = (at_once + 1) * state_bytes  # one to spare
-    num_blocks, origin = config.num_gpu_blocks_override, "--num-gpu-blocks-override"
-    if num_blocks is not None:
-        memory = num_blocks * block_bytes
-    else:
-        memory, origin = _memory(config, use, sequences)
+    num_blocks = config.num_gpu_blocks_override
+    memory, origin = _memory(config, use, sequences) if num_blocks is None else (num_blocks * block_bytes, "")
     snapshot_bytes = config.state_cache_memory_bytes
     if snapshot_bytes is None:
         snapshot_bytes = max(0, memory) // 4

@@ -1,7 +1,7 @@
 """A rank's media tensors: received by one thread from all API servers, into one table.
 
     API servers ==tensors==> receiver thread -> table {message: tensor} -> model runner (main thread)
-                                   └── MediaReady / MediaFailed --> engine core
+                                   └── MediaReady --> engine core
 
 The thread reports every message once, and blocks on its streams, so that an idle rank costs nothing. This file knows
 nothing of requests or of the model: the core says which messages are read, and releases those that are reported.
@@ -9,6 +9,7 @@ nothing of requests or of the model: the core says which messages are read, and 
 
 import contextlib
 import os
+import select
 import threading
 from collections.abc import Iterable
 
@@ -16,7 +17,7 @@ import torch
 import zmq
 
 from mini_engine.failpoints import reach_failpoint
-from mini_engine.messages import MediaFailed, MediaReady, MessageId, RankAddress, TensorHandle
+from mini_engine.messages import MediaReady, MessageId, RankAddress, TensorHandle
 from mini_engine.transport.arena import Pin, ReadableMemory
 from mini_engine.transport.codec import Encoder
 from mini_engine.transport.cuda_memory import MapSlots
@@ -36,32 +37,27 @@ class MediaInputs:
         address: RankAddress,
         core_endpoint: str,
         encoder: Encoder,
-        rank: int,
         context: zmq.Context,
+        store: ReadableMemory | None = None,
         pin: Pin | None = None,
         map_slots: MapSlots | None = None,
     ):
-        """Bind; senders may connect from now on, and are received from `start` on. `pin` and `map_slots` are called in
-        the receiver thread: see `TensorIpcReceiver`. Raises OSError: the address is taken, or its path is too long."""
-        self.store: ReadableMemory | None = None  # the engine's media store
-        self._encoder = encoder
-        self._rank = rank
+        """Bind, and start to receive. `store` is the engine's media store. `pin` and `map_slots` are called in the
+        receiver thread: see `TensorIpcReceiver`. Raises OSError: the address is taken, or its path is too long."""
+        self.store, self._encoder, self._rank = store, encoder, address.rank
         self._queue = TensorIpcReceiver(encoder, address, pin, map_slots)
         self._core = connect_dealer(context, core_endpoint, identity(f"{encoder.sender} media", encoder.incarnation))
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._thread = threading.Thread(target=self._run, name="media receiver", daemon=True)
         self._crash: BaseException | None = None
         self._closing = False
         self._lock = threading.Lock()  # over the two below
         self._table: dict[MessageId, Received] = {}
         self._dead: set[int] = set()  # incarnations, for good: an integer for each API server that ever died
         self._store_mark = 0  # bytes
+        self._thread = threading.Thread(target=self._run, name="media receiver", daemon=True)
+        self._thread.start()
 
     # --- main thread ---
-
-    def start(self) -> None:
-        """Start receiving."""
-        self._thread.start()
 
     def check(self) -> None:
         """Raise a RuntimeError if the thread has died: reception has stopped."""
@@ -98,7 +94,7 @@ class MediaInputs:
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Stop the thread, close all streams and drop the table. Called once, after `start`."""
+        """Stop the thread, close all streams and drop the table. Called once."""
         self._closing = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()
@@ -119,16 +115,10 @@ class MediaInputs:
             self._queue.close_streams()
 
     def _receive_all(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake, zmq.POLLIN)
-        polled: set[int] = set()
         while not self._closing:
-            streams = self._queue.descriptors()
-            for fd in polled - streams:
-                poller.unregister(fd)
-            for fd in streams - polled:
-                poller.register(fd, zmq.POLLIN)
-            polled = streams
+            poller = select.poll()  # a new one: streams come and go
+            for fd in (self._wake, *self._queue.descriptors()):
+                poller.register(fd, select.POLLIN)
             for fd, _ in poller.poll():
                 if fd != self._wake:
                     self._receive(fd)
@@ -153,7 +143,5 @@ class MediaInputs:
                 return
             if isinstance(arrival, Received):
                 self._table[message] = arrival
-                report: MediaReady | MediaFailed = MediaReady(self._rank, message)
-            else:
-                report = MediaFailed(self._rank, message, arrival.why)
+        report = MediaReady(self._rank, message, arrival.why if isinstance(arrival, Failed) else "")
         self._core.send(self._encoder.encode(report), zmq.NOBLOCK)

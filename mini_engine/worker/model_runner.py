@@ -24,6 +24,7 @@ from mini_engine.model.rope import Grid
 from mini_engine.model.text import MediaRows
 from mini_engine.model.towers.vision import last_of
 from mini_engine.model.vision_language import VisionLanguageModel
+from mini_engine.transport.cuda_memory import wait_for
 from mini_engine.worker.attention.recurrence import Recurrence, StepHook
 from mini_engine.worker.attention.recurrent_states import RecurrentStates
 from mini_engine.worker.attention.sdpa import AttentionBackend, StepAttention
@@ -74,23 +75,27 @@ class PendingTokens:
 
 
 class Launched:
-    """A step that the host has launched. `done`: when the device has completed it; None: on the CPU. `result` lacks
-    what `pending` has."""
+    """A step that the host has launched. `result` lacks what `pending` has."""
 
     def __init__(self, result: StepResult, pending: PendingTokens | None, device: torch.device) -> None:
         self._result, self._pending = result, pending
-        self.done: torch.cuda.Event | None = None
+        self._done: torch.cuda.Event | None = None
         if device.type == "cuda":
-            self.done = torch.cuda.Event(blocking=True)
-            self.done.record()
+            self._done = torch.cuda.Event(blocking=True)
+            self._done.record()
+
+    def wait(self) -> None:
+        """Until the device has completed it, without holding the interpreter's lock. For any thread."""
+        if self._done is not None:
+            wait_for(self._done)
 
     def result(self) -> StepResult:
         """Waits for the device."""
         result = self._result
         if self._pending is not None:
             result = msgspec.structs.replace(result, tokens=self._pending.result(), pooled=self._pending.pooled())
-        if self.done is not None:
-            self.done.synchronize()
+        if self._done is not None:
+            self._done.synchronize()
         return result
 
 

@@ -6,14 +6,12 @@ so that the device does not idle between them.
 
 import os
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import zmq
 
 from mini_engine.messages import Step
 from mini_engine.transport.codec import Encoder, decode
-from mini_engine.transport.cuda_memory import wait_for
 from mini_engine.worker.model_runner import Launched, ModelRunner
 
 AHEAD = 2  # steps that are launched and not reported
@@ -27,17 +25,9 @@ def serve(core: zmq.Socket[bytes], encoder: Encoder, runner: ModelRunner) -> Non
         core.send(encoder.encode(runner.launch(step).result()))
 
 
-def wait_for_device(step: Launched) -> None:
-    """Wait until the device has completed the step; without holding the interpreter's lock."""
-    if step.done is not None:
-        wait_for(step.done)
-
-
-def serve_ahead(
-    core: zmq.Socket[bytes], encoder: Encoder, runner: ModelRunner, wait: Callable[[Launched], None] = wait_for_device
-) -> None:
-    """Receive -> launch, and report what the device has completed, forever. A thread calls `wait` for each step, in
-    order; what that raises ends the loop."""
+def serve_ahead(core: zmq.Socket[bytes], encoder: Encoder, runner: ModelRunner) -> None:
+    """Receive -> launch, and report what the device has completed, forever. A thread waits for each step, in order;
+    what that raises ends the loop."""
     running: deque[tuple[Launched, Future[None]]] = deque()
     done = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)  # readable once for each completed step
     poller = zmq.Poller()
@@ -56,5 +46,5 @@ def serve_ahead(
                 step = decode(core.recv()).body
                 assert isinstance(step, Step)
                 launched = runner.launch(step)
-                running.append((launched, watch.submit(wait, launched)))
+                running.append((launched, watch.submit(launched.wait)))
                 running[-1][1].add_done_callback(lambda _: os.eventfd_write(done, 1))

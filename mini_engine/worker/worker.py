@@ -225,11 +225,8 @@ def receive_media(
     address = next(address for address in init.ranks if (address.engine, address.rank) == (engine, rank))
     pin = pinned.pin if pinned else None
     map_slots = partial(CudaMapped, device) if device.type == "cuda" else None
-    media = MediaInputs(address, init.core_workers[engine], child.encoder, rank, child.context, pin, map_slots)
-    if child.spec.media_stores:
-        media.store = ReadableMemory(child.spec.media_stores[0], pin)
-    media.start()
-    return media
+    store = ReadableMemory(stores[0], pin) if (stores := child.spec.media_stores) else None
+    return MediaInputs(address, init.core_workers[engine], child.encoder, child.context, store, pin, map_slots)
 
 
 def start_grammars(child: Child, init: Init, engine: int, rows: int) -> Grammars:
@@ -258,7 +255,7 @@ def choose_cache_size(config: EngineConfig, model: VisionLanguageModel, use: Mem
     kind = place if bits == DENSE_BITS else f"{bits}-bit decoder, {place}"
     logger.info("model loaded: %s, %d KV blocks of %d tokens", kind, size.num_blocks, config.block_size)
     if state is not None:
-        sequences, mib = config.step_sequences(device.type, recurrent=True), state.nbytes(dtype) / 2**20
+        sequences, mib = config.step_sequences(device.type, recurrent=True), state.nbytes(dtype.itemsize) / 2**20
         counts = f"{sequences} sequences and {size.num_states - sequences} snapshots"
         logger.info("recurrent states: %s of %.2f MiB, %.2f GiB in all", counts, mib, size.num_states * mib / 1024)
     return size

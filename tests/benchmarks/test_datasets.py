@@ -18,7 +18,8 @@ from benchmarks import serve
 from benchmarks.cli import parse
 from benchmarks.datasets import Prompt, Prompts, load, repeat_order
 from mini_engine.config import BUNDLED_MODEL, BUNDLED_NAME, ConfigError
-from mini_engine.demo import questions, videos
+from mini_engine.demo import videos
+from training import questions
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,8 @@ import pytest
 from benchmarks.client import arrivals
 from benchmarks.datasets import draws
 from benchmarks.metrics import ROWS
-from mini_engine.demo import questions, videos
+from mini_engine.demo import videos
+from training import questions
 
 
 def moved(server, before: dict[str, float], name: str) -> float:

@@ -43,7 +43,7 @@ def test_late_messages_of_a_dead_api_server_are_ignored(runtime, context):
         assert links.identities.keys() == {8} and links.gone == {7}
 
 
-def test_messages_received_while_ranks_load_are_kept(runtime, context):
+def test_messages_sent_while_ranks_load_are_received_later(runtime, context):
     """API servers are often ready before, and would wait forever for answers to lost messages."""
     with core_links(runtime, context, 7, 8) as (links, apis):
         for number, api in apis.items():

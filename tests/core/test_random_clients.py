@@ -19,8 +19,8 @@ from mini_engine.messages import (
     ChildRequest,
     ControlRequest,
     Finish,
-    MediaFailed,
     MediaItem,
+    MediaReady,
     MessageId,
     PeerGone,
     Reserved,
@@ -110,7 +110,7 @@ class RandomClients:
         self.world.request(asked.name, prompt=9, max_tokens=OUTPUT, media=media, sender=asked.sender, **more)
         self.sent[asked.name] = asked
         for message in self.messages(media) if is_lost else []:
-            self.world.receive(MediaFailed(0, message, "no descriptor"), ("worker 0.0 media", 100))
+            self.world.receive(MediaReady(0, message, "no descriptor"), ("worker 0.0 media", 100))
 
     @staticmethod
     def messages(media: list[MediaItem]) -> list[MessageId]:

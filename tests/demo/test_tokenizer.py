@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, Qwen2_5_VLConfig
 
 from mini_engine.config import BUNDLED_MODEL
-from mini_engine.demo import questions
+from training import questions
 
 SAVED = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
 VISION = "<|vision_start|><|video_pad|><|vision_end|>"

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 
 import jsonschema_rs
 import openai
 import pytest
 
-from mini_engine.demo import questions, videos
+from mini_engine.demo import videos
 from tests.support.client import Question, answers_of, ask_image, ask_two, ask_video, video_url
 from tests.support.clips import encode_in
 from tests.support.running_server import RunningServer, message
+from training import questions
 
 OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
 
@@ -54,7 +56,7 @@ def test_reversed_frames_swap_the_direction(server, motion):
         clip = videos.render(2 * 10**9 + seed, motion=motion)
         text = questions.ask([clip], "motion", seed).text
         forward = server.ask(text, [("video_url", video_url(clip))])
-        backward = server.ask(text, [("video_url", video_url(clip.reversed()))])
+        backward = server.ask(text, [("video_url", video_url(dataclasses.replace(clip, frames=clip.frames[::-1])))])
         right += (forward, backward) == (motion, OPPOSITE[motion])
     assert right >= 3
 

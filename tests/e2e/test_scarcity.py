@@ -17,10 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mini_engine.demo import questions, videos
+from mini_engine.demo import videos
 from tests.support.client import ClientRequest, Question, answers_of, ask_video, video_url
 from tests.support.processes import eventually
 from tests.support.running_server import CACHES, SERVE, START_SECONDS, RunningServer, refused
+from training import questions
 
 AS_IT_IS = [  # videos reach the model in the size and with all the frames that they are rendered with
     "--media-io-kwargs", '{"video": {"num_frames": 96}}',

@@ -14,11 +14,12 @@ import time
 
 import pytest
 
-from mini_engine.demo import questions, videos
+from mini_engine.demo import videos
 from mini_engine.transport.stream_frames import TURN_BYTES
 from tests.support.client import ClientRequest, Question, video_url
 from tests.support.processes import eventually, stopped
 from tests.support.running_server import CACHES, START_SECONDS, RunningServer
+from training import questions
 
 API, ENGINE = "api 0", ("core 0", "worker 0.0")
 KILLS = 10

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mini_engine.kernels import quantized
-from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix, QuantizedMatrix, StackedMatrix
+from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix, MatrixPart, QuantizedMatrix, StackedMatrix
 
 CPU = torch.device("cpu")
 EPSILON = {torch.float32: 2**-24, torch.bfloat16: 2**-9, torch.float16: 2**-12}  # half a unit in the last place, times
@@ -17,7 +17,7 @@ SIZES = [(64, 128), (1000, 4096), (272, 96), (5, 32)]  # no multiples of a block
 
 def matrix(bits: int, outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> QuantizedMatrix:
     made = Int8Matrix(outputs, inputs, CPU) if bits == 8 else Int4Matrix(outputs, inputs, 32, dtype, CPU)
-    made.part(slice(0, outputs), inputs).copy_(torch.randn(outputs, inputs))
+    MatrixPart(made, slice(0, outputs), inputs).copy_(torch.randn(outputs, inputs))
     return made
 
 
@@ -104,7 +104,7 @@ def test_tiles_of_cuda_hold_the_same_matrix(group, monkeypatch):
     monkeypatch.setattr(quantized.ops, "triton_obstacle", lambda device: None)
     monkeypatch.setattr(torch, "_convert_weight_to_int4pack", tiles_of)
     made = Int4Matrix(24, 256, group, torch.bfloat16, CPU)
-    made.part(slice(0, 24), 256).copy_(torch.randn(24, 256))
+    MatrixPart(made, slice(0, 24), 256).copy_(torch.randn(24, 256))
     before, rows = made.dequantize(torch.float32), torch.tensor([17, 3, 4])
     made._pack_tiles()
     assert made.codes.dtype is torch.int32

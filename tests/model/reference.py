@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mini_engine.kernels import ops
 from mini_engine.model import delta_rule
-from mini_engine.model.config import ModelConfig
+from mini_engine.model.config import LinearConfig, ModelConfig
 from mini_engine.model.rope import Grid, PlacedRun, PromptPositions, mrope_positions
 from mini_engine.model.text import MediaRows
 from mini_engine.model.vision_language import VisionLanguageModel
@@ -23,7 +23,7 @@ class ReferenceAttention:
     Call `step` before each forward pass, then hand the object itself over as `attend`.
     """
 
-    def __init__(self, states: delta_rule.StateShape | None = None) -> None:
+    def __init__(self, states: LinearConfig | None = None) -> None:
         self._shape = states
         self._cache: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._states: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
@@ -137,7 +137,7 @@ def find_runs(
     left[config.video_token_id] = [
         run
         for (t, h, w), each in zip(videos, seconds, strict=True)
-        for run in ([((1, h, w), each)] * t if config.text_tells_time else [((t, h, w), each)])
+        for run in ([((1, h, w), each)] * t if config.text.spec.text_tells_time else [((t, h, w), each)])
     ]
     starts = [at for at, each in enumerate(ids) if each in left and (at == 0 or ids[at - 1] != each)]
     return [PlacedRun(at, *left[ids[at]].pop(0)) for at in starts]

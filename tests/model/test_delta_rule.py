@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mini_engine.model import delta_rule
-from mini_engine.model.delta_rule import StateShape, Weights
+from mini_engine.model.config import LinearConfig
+from mini_engine.model.delta_rule import Weights
 from tests.support.devices import INTERPRETED, ON_CUDA
 
-SHAPE = StateShape(layers=3, k_heads=2, v_heads=6, k_dim=8, v_dim=12, kernel_size=4)
-PUBLISHED = StateShape(layers=1, k_heads=1, v_heads=2, k_dim=128, v_dim=128, kernel_size=4)
+SHAPE = LinearConfig(layers=(0, 1, 2), k_heads=2, v_heads=6, k_dim=8, v_dim=12, kernel_size=4)
+PUBLISHED = LinearConfig(layers=(0,), k_heads=1, v_heads=2, k_dim=128, v_dim=128, kernel_size=4)
 
 
 @pytest.fixture(params=["cpu"] if INTERPRETED else ["cpu", ON_CUDA], scope="module")
@@ -21,26 +22,28 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-def make_inputs(count: int, shape: StateShape = SHAPE) -> tuple[Tensor, Tensor]:
+def make_inputs(count: int, shape: LinearConfig = SHAPE) -> tuple[Tensor, Tensor]:
     """x and gates."""
     generator = torch.Generator().manual_seed(count)
     gates = 3 * torch.randn(count, 2 * shape.v_heads, generator=generator)
     return torch.randn(count, shape.channels, generator=generator), gates
 
 
-def make_weights(shape: StateShape, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Weights:
+def make_weights(
+    shape: LinearConfig, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Weights:
     """Half of the heads forget slowly, the others soon."""
     kernel = torch.randn(shape.channels, shape.kernel_size, generator=torch.Generator().manual_seed(0))
     A_log, dt_bias = torch.tensor([[-6.0, 0.5], [-4.0, 1.0]], device=device).repeat(1, shape.v_heads // 2)
     return Weights(kernel.to(device, dtype), A_log, dt_bias)
 
 
-def empty_states(count: int, device: torch.device, shape: StateShape = SHAPE) -> tuple[Tensor, Tensor]:
+def empty_states(count: int, device: torch.device, shape: LinearConfig = SHAPE) -> tuple[Tensor, Tensor]:
     conv = torch.zeros(count, shape.channels, shape.kernel_size - 1, device=device)
     return conv, torch.zeros(count, shape.v_heads, shape.k_dim, shape.v_dim, device=device)
 
 
-def expected(x: Tensor, gates: Tensor, shape: StateShape = SHAPE) -> tuple[Tensor, Tensor]:
+def expected(x: Tensor, gates: Tensor, shape: LinearConfig = SHAPE) -> tuple[Tensor, Tensor]:
     """Outputs `[n, v_heads, v_dim]` and the state delta after them, from an empty history, in float64."""
     kernel, A_log, dt_bias = (weight.to(x.dtype).double() for weight in make_weights(shape))
     beta, a = gates.double().chunk(2, dim=1)

@@ -5,9 +5,9 @@ import torch
 
 from mini_engine.model import parallel
 from mini_engine.model.expert_files import ExpertFiles
-from mini_engine.model.layers import MLP, GatedMLP, pieces_of
-from mini_engine.model.model_spec import canonical_name
+from mini_engine.model.layers import MLP, pieces_of
 from mini_engine.model.parallel import Placement, TensorParallel
+from mini_engine.model.quantized_files import find_weights
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import fill_randomly, load_weights
 from tests.model.reference import reference_logits
@@ -36,17 +36,16 @@ def build(checkpoint, rank: int = 0, size: int = 1) -> VisionLanguageModel:
 def load(checkpoint, rank: int = 0, size: int = 1) -> VisionLanguageModel:
     model = build(checkpoint, rank, size)
     experts = ExpertFiles(checkpoint.config.text.hidden_size, transposed=True)
-    load_weights(model, checkpoint.path, canonical_name, experts=experts)
+    load_weights(model, checkpoint.path, find_weights(checkpoint.path, experts=experts))
     return model
 
 
 def check_padding(model: VisionLanguageModel) -> None:
     """There is some, in every MLP, and it is zero. Unsets the model."""
     for mlp in model.modules():
-        if isinstance(mlp, GatedMLP | MLP):
-            up = mlp.gate_up if isinstance(mlp, GatedMLP) else mlp.up
+        if isinstance(mlp, MLP):
             assert mlp.down.weight.shape[1] % GRANULE == 0
-            assert up.weight.shape[0] == mlp.down.weight.shape[1] * len(up.rows)
+            assert mlp.up.weight.shape[0] == mlp.down.weight.shape[1] * len(mlp.up.rows)
     for piece in pieces_of(model):
         piece.target.zero_()
     assert sum(p.numel() for p in model.parameters()) > sum(piece.target.numel() for piece in pieces_of(model))

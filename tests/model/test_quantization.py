@@ -177,7 +177,7 @@ def test_parts_of_a_matrix_are_those_of_its_values(form, tmp_path, monkeypatch):
     save_file({f"m.{end}": tensor.contiguous() for end, tensor in tensors.items()}, tmp_path / "model.safetensors")
     config = StoredQuantization.from_dict({"quant_method": "compressed-tensors"} | CONFIGS[form])
     config = replace(config, groups=frozenset())
-    found = quantized_files.find_weights(tmp_path, str, config)["m.weight"]
+    found = quantized_files.find_weights(tmp_path, config)["m.weight"]
     assert isinstance(found, quantized_files.StoredMatrix) and found.shape == values.shape
     for rows, columns in ((slice(0, 72), slice(0, 704)), (slice(5, 27), slice(32, 672))):
         expected = values[rows, columns]
@@ -267,7 +267,7 @@ def test_wrong_tensors_are_named(case, tmp_path):
     save_file({f"m.{end}": tensor.contiguous() for end, tensor in tensors.items()}, tmp_path / "model.safetensors")
     config = StoredQuantization.from_dict({"quant_method": "compressed-tensors"} | CONFIGS[form])
     with pytest.raises(CheckpointError, match=said):
-        quantized_files.find_weights(tmp_path, str, config)
+        quantized_files.find_weights(tmp_path, config)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])

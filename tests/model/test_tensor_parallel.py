@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mini_engine.model.model_spec import find_spec
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.towers.spread_tower import SpreadTower, share_out
 from mini_engine.model.weights import load_model
@@ -101,7 +100,7 @@ def test_every_frame_goes_to_one_rank_and_none_gets_much_more_than_its_part(grid
 
 def test_a_spread_tower_needs_no_heads_that_divide(checkpoint):
     config, at = checkpoint.config, Placement(TensorParallel(2, 3), torch.float32, CPU)
-    tower = find_spec([config.architecture]).load_tower()
+    tower = config.text.spec.load_tower()
     with pytest.raises(ValueError, match="4 vision attention heads cannot be split over 3"):
         tower(config.vision, at)
     whole = tower(config.vision, at.alone())

@@ -18,6 +18,7 @@ from mini_engine.model.expert_files import ExpertFiles
 from mini_engine.model.layers import pieces_of
 from mini_engine.model.model_spec import canonical_name
 from mini_engine.model.parallel import Placement, TensorParallel
+from mini_engine.model.quantized_files import find_weights
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model, load_weights
 from tests.model.reference import reference_logits
@@ -127,9 +128,10 @@ def test_ranks_hold_every_weight_once(name, size, checkpoints):
     stored = {canonical_name(key): value for key, value in by_expert(load_file(path / FILE)).items()}
     holders = {key: torch.zeros(value.shape, dtype=torch.int64) for key, value in stored.items()}
     config = ModelConfig.from_dir(path)
+    tensors = find_weights(path, experts=ExpertFiles(config.text.hidden_size, transposed=True))
     for rank in range(size):
         model = VisionLanguageModel(config, Placement(TensorParallel(rank, size), torch.float32, CPU))
-        load_weights(model, path, canonical_name, experts=ExpertFiles(config.text.hidden_size, transposed=True))
+        load_weights(model, path, tensors)
         for piece in pieces_of(model):
             holders[piece.source][piece.index] += 1
             assert torch.equal(piece.target, stored[piece.source][piece.index])

@@ -12,8 +12,9 @@ import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from mini_engine.demo import questions, videos
+from mini_engine.demo import videos
 from tests.support.running_server import RunningServer, message
+from training import questions
 
 ENDLESS = {"max_tokens": 60_000, "ignore_eos": True, "stream": True}  # for minutes
 FORMATS = [("mp4", "h264"), ("mp4", "mpeg4"), ("mp4", "vp9"), ("mkv", "h264"), ("mkv", "mpeg4"), ("webm", "vp9")]

@@ -21,7 +21,6 @@ from mini_engine.messages import (
     Found,
     GrammarReady,
     Lookup,
-    MediaFailed,
     MediaItem,
     MediaMiss,
     MediaNeeded,
@@ -42,7 +41,8 @@ from tests.support.simulated_ranks import SimulatedLinks
 API, OTHER = ("api 0", 7), ("api 1", 9)
 MODEL = ModelConfig.from_dir(BUNDLED_MODEL)
 # One whose prompts have text between the temporal grids of a video.
-TIMED = dataclasses.replace(MODEL, text_tells_time=True)
+SPEC = dataclasses.replace(MODEL.text.spec, text_tells_time=True)
+TIMED = dataclasses.replace(MODEL, text=dataclasses.replace(MODEL.text, spec=SPEC))
 BYTES = 4 * MODEL.vision.patch_dim  # of one token
 
 
@@ -86,7 +86,7 @@ class World:
         return RankCopies(1 << 30, next_step)
 
     def receive(self, body, sender=API):
-        if isinstance(body, MediaReady | MediaFailed):
+        if isinstance(body, MediaReady):
             self.links.reported.add((body.rank, body.message))
         self.links.inbox.append(Envelope(*sender, body))
 

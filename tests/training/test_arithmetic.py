@@ -8,7 +8,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from mini_engine.demo import videos
 from tests.support.oracle import exact_seconds
 from training import evaluate, forward
-from training.data import Item, Sample, Writer, make_item, resized, video_item
+from training.data import Item, Sample, Writer, make_item, resized, sample_indices, video_item
 from training.model import WEIGHTS
 
 
@@ -29,7 +29,7 @@ def media_and_items(seed: int) -> tuple[list[evaluate.Media], list[Item]]:
     picture = videos.render_image(seed + 2)
     media = [evaluate.Media(picture.colour, picture.shape, None, picture.pixels[None]), *seen]
     items = [Item(picture.colour, picture.shape, None, resized(picture.pixels[None]))]
-    items += [video_item(m, m.frames, videos.sample_indices(len(m.frames), 7), m.fps) for m in seen]
+    items += [video_item(m, m.frames, sample_indices(len(m.frames), 7), m.fps) for m in seen]
     return media, items
 
 

@@ -58,7 +58,6 @@ from mini_engine.worker.model_runner import Launched
 from mini_engine.transport.arena import ReadableMemory
 from mini_engine.transport.shared_memory import create_sparse
 from mini_engine.worker.pinning import PinnedMemory
-from mini_engine.worker.serving import wait_for_device
 device = torch.device("cuda", 1)
 torch.cuda.set_device(device)
 staging, pinned = CudaStaging(device), PinnedMemory(device)
@@ -69,7 +68,7 @@ def work():
     staging.fill(memory[:8], torch.zeros(8, dtype=torch.uint8, device=device))
     ReadableMemory(create_sparse(1 << 20), pinned.pin).register(1 << 20)
     pinned.to_device(torch.zeros(8))
-    wait_for_device(step)
+    step.wait()
 
 thread = threading.Thread(target=work)
 thread.start()

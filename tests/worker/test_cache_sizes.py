@@ -8,8 +8,7 @@ import torch
 
 from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig, flag_of
 from mini_engine.messages import MediaCachePlan
-from mini_engine.model.config import ModelConfig
-from mini_engine.model.delta_rule import StateShape
+from mini_engine.model.config import LinearConfig, ModelConfig
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.vision_language import AttentionShape
 from mini_engine.worker import worker
@@ -76,12 +75,12 @@ STATE_BYTES = 5 * 4 * (3 * 24 + 2 * 4 * 8)
     ],
 )  # fmt: skip
 def test_recurrent_states_take_their_part(size, given):
-    config, state = EngineConfig(max_num_seqs=2, **given), StateShape(5, 1, 2, 4, 8, 4)
+    config, state = EngineConfig(max_num_seqs=2, **given), LinearConfig((0, 1, 2, 3, 4), 1, 2, 4, 8, 4)
     if isinstance(size, str):
         with pytest.raises(ConfigError, match=size):
             cache_size(config, SHAPE, state, torch.float32, 4096, CPU)
     else:
-        assert state.nbytes(torch.float32) == STATE_BYTES
+        assert state.nbytes(4) == STATE_BYTES
         assert cache_size(config, SHAPE, state, torch.float32, 4096, CPU) == size
 
 

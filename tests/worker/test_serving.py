@@ -10,7 +10,6 @@ import zmq
 
 from mini_engine.messages import Step, StepResult
 from mini_engine.transport.codec import Encoder, decode
-from mini_engine.worker.model_runner import Launched
 from mini_engine.worker.serving import AHEAD, serve_ahead
 from tests.support.processes import eventually
 
@@ -19,11 +18,11 @@ def test_some_steps_are_launched_before_one_has_ended_and_no_more_until_the_devi
     launched: list[int] = []
     gate, device_fails, encoder = threading.Semaphore(0), threading.Event(), Encoder("core 0", 1)
 
-    def launch(step: Step) -> Launched:
+    def launch(step: Step) -> SimpleNamespace:
         launched.append(step.number)
-        return Launched(StepResult(step.number), None, torch.device("cpu"))
+        return SimpleNamespace(wait=wait, result=lambda: StepResult(step.number))
 
-    def wait(_: Launched) -> None:
+    def wait() -> None:
         gate.acquire()
         if device_fails.is_set():
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -31,7 +30,7 @@ def test_some_steps_are_launched_before_one_has_ended_and_no_more_until_the_devi
     def work() -> None:
         with context.socket(zmq.PAIR) as end, contextlib.suppress(torch.AcceleratorError):
             end.connect("inproc://core")
-            serve_ahead(end, Encoder("worker 0.0", 1), SimpleNamespace(launch=launch), wait)
+            serve_ahead(end, Encoder("worker 0.0", 1), SimpleNamespace(launch=launch))
 
     def results(count: int) -> list[int]:
         return [decode(core.recv()).body.number for _ in range(count) if core.poll(60_000)]

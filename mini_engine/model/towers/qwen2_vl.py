@@ -13,7 +13,7 @@ class Qwen2VisionTower(VisionTower):
 
     def make_mlp(self, source: str, at: Placement) -> nn.Module:
         size, inner = self.config.hidden_size, self.config.intermediate_size
-        return MLP(f"{source}.fc1", f"{source}.fc2", (size, inner, size), quick_gelu, at)
+        return MLP([f"{source}.fc1"], f"{source}.fc2", (size, inner, size), quick_gelu, bias=True, at=at)
 
     def make_merger(self, source: str, at: Placement) -> nn.Module:
         norm = self.norm(f"{source}.ln_q", self.config.hidden_size, NORM_EPS, at)

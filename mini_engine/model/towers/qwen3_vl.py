@@ -24,7 +24,7 @@ class Qwen3VisionTower(VisionTower):
     def make_mlp(self, source: str, at: Placement) -> nn.Module:
         size, inner = self.config.hidden_size, self.config.intermediate_size
         gelu = partial(F.gelu, approximate="tanh")
-        return MLP(f"{source}.linear_fc1", f"{source}.linear_fc2", (size, inner, size), gelu, at)
+        return MLP([f"{source}.linear_fc1"], f"{source}.linear_fc2", (size, inner, size), gelu, bias=True, at=at)
 
     def make_merger(self, source: str, at: Placement) -> nn.Module:
         return self._merger(source, self.config.hidden_size, at)

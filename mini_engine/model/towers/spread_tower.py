@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mini_engine.model.config import VisionConfig
 from mini_engine.model.parallel import Placement
 from mini_engine.model.rope import Grid
-from mini_engine.model.towers.vision import VisionTower, last_of
+from mini_engine.model.towers.vision import VisionTower
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def share_out(grids: Sequence[Grid], ranks: int) -> list[Share]:
 
 
 class SpreadTower(nn.Module):
-    """Called as the tower that `build` makes, with the same result; a collective."""
+    """Runs as the tower that `build` makes, with the same result."""
 
     def __init__(
         self, build: Callable[[VisionConfig, Placement], VisionTower], config: VisionConfig, at: Placement
@@ -70,12 +70,9 @@ class SpreadTower(nn.Module):
             start += len(item)
         return parts
 
-    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """As `VisionTower.forward`, but every rank passes only its `own_patches` of the call; it gets all rows."""
-        return last_of(self.run(patches, grids))
-
     def run(self, patches: Tensor, grids: Sequence[Grid]) -> Iterator[Tensor]:
-        """As `VisionTower.run`; a collective at its end."""
+        """As `VisionTower.run`, but every rank passes only its `own_patches` of the call; it gets all rows. A
+        collective at its end."""
         shares = share_out(grids, self.tp.size)
         own = shares[self.tp.rank].grids
         # A rank without a share takes part in the collective all the same, which requires equal shapes.

@@ -213,7 +213,7 @@ class PatchMerger(nn.Module):
         super().__init__()
         self.joined = config.hidden_size * config.merge_unit
         self.norm = norm
-        self.mlp = MLP(up, down, (self.joined, self.joined, config.out_hidden_size), F.gelu, at)
+        self.mlp = MLP([up], down, (self.joined, self.joined, config.out_hidden_size), F.gelu, bias=True, at=at)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mlp(self.norm(x.view(-1, *self.norm.weight.shape)).view(-1, self.joined))
@@ -245,18 +245,15 @@ class VisionTower(nn.Module):
         deeper = [f"model.visual.deepstack_merger_list.{n}" for n in range(len(config.deepstack_layers))]
         self.deepstack = nn.ModuleList(self.make_deepstack(each, at) for each in deeper)
 
-    def forward(self, patches: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """Encode all items of a call: `[n / merge unit, row_size]`, in the order of the patches.
+    def run(self, patches: Tensor, grids: Sequence[Grid]) -> Iterator[Tensor]:
+        """Encode all items of a call, block by block: an item for each, of which the last are the rows,
+        `[n / merge unit, row_size]`, in the order of the patches; the others are hidden states.
 
         Args:
             patches: `[n, patch_dim]`, normalised, in the parameters' dtype, items one after the other, each in the
                 processor's order (frame by frame; merge units row by row; the patches of a unit together).
             grids: per item (time, height, width) in patches; n is the sum of their products.
         """
-        return last_of(self.run(patches, grids))
-
-    def run(self, patches: Tensor, grids: Sequence[Grid]) -> Iterator[Tensor]:
-        """`forward` block by block: an item for each, the last of which are the rows, the others hidden states."""
         cfg = self.config
         where = layout(tuple(map(tuple, grids)), cfg.spatial_merge_size, cfg.merged_window, patches.device)
         x = self.embed(patches, where)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from mini_engine.messages import StateStart
-from mini_engine.model.delta_rule import StateShape
+from mini_engine.model.config import LinearConfig
 
 
 class RecurrentStates:
@@ -15,9 +15,9 @@ class RecurrentStates:
     Contents of a state are undefined before `start`. What a padded batch writes goes to the one after the others.
     """
 
-    def __init__(self, shape: StateShape, num_states: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shape: LinearConfig, num_states: int, dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.num_states = shape, num_states
-        sizes = (shape.layers, num_states + 1)
+        sizes = (len(shape.layers), num_states + 1)
         # Not zeros: that would touch every page at the start, for states that may never be used.
         self.conv = torch.empty(*sizes, shape.channels, shape.kernel_size - 1, dtype=dtype, device=device)
         self.delta = torch.empty(*sizes, shape.v_heads, shape.k_dim, shape.v_dim, dtype=torch.float32, device=device)

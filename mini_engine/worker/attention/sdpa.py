@@ -283,8 +283,6 @@ class _PrefillChunk:
 def causal_tiles(start: int, length: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
     """Additive causal masks for each tile of `length` queries after `start` keys: `[count, keys up to the
     tile's end]`, whose rows begin at multiples of ALIGNED numbers."""
-    if not length:
-        return []
     last = start + (length - 1) // TILE * TILE  # keys before the last tile
     rows = min(TILE, length)
     mask = torch.full((rows, _aligned(last + rows)), float("-inf"), dtype=dtype, device=device).triu_(last + 1)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mini_engine.demo import questions
+from training import questions
 
 CROSS = SimpleNamespace(colour="orange", shape="cross", motion="up")
 STILL = SimpleNamespace(colour="red", shape="circle", motion="still")
