@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from mini_engine.messages import CachedMedia, EngineTimes, MediaItem, MessageId, NewRequest, TensorHandle
+from mini_engine.messages import CachedMedia, EngineTimes, MediaItem, MessageId, NewRequest, StoreHandle, TensorHandle
 
 HASH_BYTES = 16
 
@@ -23,13 +23,16 @@ class MediaEntry:
 
     media: CachedMedia
     nbytes: int  # that evicting it frees: in the store, those of whole pages
-    extents: list[tuple[int, int]] = dataclasses.field(
-        default_factory=list
-    )  # in the store; none: the ranks have copies
+    patches: StoreHandle | None = None  # None: the ranks have copies
     writer: int = 0  # incarnation of the API server that has the extents reserved
     references: int = 0
     listed: bool = False  # `look_up` finds it, or will when it is written
     used_at: float = 0.0  # when its last reference ended, by `time.monotonic()`
+
+    @property
+    def extents(self) -> list[tuple[int, int]]:
+        """In the store."""
+        return self.patches.extents if self.patches else []
 
 
 References = dict[bytes, MediaEntry]

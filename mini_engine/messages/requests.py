@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from mini_engine.messages.tensors import MediaItem, Message, MessageId, Modality
+from mini_engine.messages.tensors import MediaItem, Message, MessageId, Modality, StoreHandle
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -89,6 +89,7 @@ class FoundMedia(msgspec.Struct, frozen=True, array_like=True):
     facts: CachedMedia
     # patches: the request refers to them; embeddings: in the encoder cache, perhaps not for long; facts: nothing else
     held: Literal["patches", "embeddings", "facts"]
+    patches: StoreHandle | None = None  # where they lie in the engine's store, if it has one
 
 
 class Found(Message, frozen=True):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from mini_engine.media.hashing import HASH_BYTES
-from mini_engine.messages import CachedMedia, EngineLimits, MediaItem, Modality
+from mini_engine.messages import CachedMedia, EngineLimits, FoundMedia, MediaItem, Modality
 from mini_engine.prompt.client_text import MARK, ClientText, encode_text
 from mini_engine.prompt.tool_calls import AnswerFormat, AnswerParser, after_thought
 from mini_engine.protocol.api_errors import bad_request
@@ -246,7 +246,7 @@ def collect_media(messages: Sequence[ChatMessage], limits: Mapping[str, int]) ->
 
 
 def prompt_sources(
-    hashes: Sequence[bytes], processed: Mapping[bytes, ProcessedItem], found: Mapping[bytes, CachedMedia]
+    hashes: Sequence[bytes], processed: Mapping[bytes, ProcessedItem], found: Mapping[bytes, FoundMedia]
 ) -> list[Source]:
     """The items with these hashes, in order; each is in `processed`, or else in `found`.
 
@@ -254,7 +254,7 @@ def prompt_sources(
     missing part.
     """
     private = {digest: os.urandom(HASH_BYTES) for digest, item in processed.items() if item.missing}
-    return [(private.get(digest, digest), processed.get(digest) or found[digest]) for digest in hashes]
+    return [(private.get(digest, digest), processed.get(digest) or found[digest].facts) for digest in hashes]
 
 
 def media_usage(item: MediaItem, processor: MediaProcessor) -> dict[str, Any]:
