@@ -43,15 +43,17 @@ async def find_media(
     found = await engine.media.look_up(request_id, hashes)
     held = _held(found, trusts_embeddings)
     chosen = _choose(items, found, held)
-    if all(item.media_hash in held for item in chosen if item.ref.named):
+    lacks = [item for item, used in zip(items, chosen, strict=True) if used.ref.named and used.media_hash not in held]
+    if not lacks:
         return KnownMedia(chosen, found, held, {})
+    lacking = {candidate.media_hash for item in lacks for candidate in item}
     named = [item for item in items if item[0].ref.named]
     async with _asking_others(engines, engine, request_id, named) as others:
         stored = {
             media_hash: (other, media)
             for other, known in others.items()
             for media_hash, media in known.items()
-            if media.patches is not None and media_hash not in held
+            if media.patches is not None and media_hash in lacking
         }
         with_copies = {media_hash: media for media_hash, (_, media) in stored.items()}
         chosen = _choose(items, {**found, **with_copies}, {**held, **_held(with_copies)})
