@@ -267,7 +267,7 @@ async def test_request_goes_to_the_engine_that_has_what_cannot_be_copied(pair: S
     check_not_found(await pair.post([ALONE, named(ALONE, "c")], **SALT), "image 1", "image 2")
 
 
-async def test_item_of_another_engine_that_is_evicted_or_whose_client_leaves(pair: Served) -> None:
+async def test_item_of_another_engine_is_evicted_or_its_client_leaves_or_the_engine_dies(pair: Served) -> None:
     first, other = await moved(pair, named(image()))
     other.replies_to.remove("look_up")
     asking = pair.asking([ALONE], **SALT)
@@ -277,6 +277,12 @@ async def test_item_of_another_engine_that_is_evicted_or_whose_client_leaves(pai
     other.replies_to.add("look_up")
     other.held, other.handles = "facts", {}
     check_not_found(await pair.post([ALONE], **SALT), "image 1")
+    other.replies_to.remove("look_up")
+    asking = pair.asking([ALONE], **SALT)
+    await eventually(lambda: len(other.look_ups) == 3)
+    pair.context.engines.peer_gone(f"core {pair.cores.index(other)}")
+    check_not_found(await asking, "image 1")
+    other.look_ups.clear()
 
 
 # --- within one request -----------------------------------------------------------------------------------------------
