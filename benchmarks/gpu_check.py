@@ -154,11 +154,11 @@ def requests(vision: VisionConfig, *names: str, **more: Any) -> list[NewSequence
     grid, made = (1, 8, 12), []
     count = grid[1] * grid[2]
     handle = TensorHandle(MessageId(0, 0), (count, vision.patch_dim), "uint8")
-    image = MediaItem("image", [5], count // vision.merge_unit, grid, None, handle, bytes(16))
+    image = MediaItem(bytes(16), "image", count // vision.merge_unit, grid, None, offsets=[5], patches=handle)
     for number, name in enumerate(names):
         prompt = [(37 * place + 11 * number) % 701 for place in range(70 + 41 * number)]
         params = SamplingParams(max_tokens=2 * STEPS, seed=number, **SAMPLING[name] | more)
-        made.append(NewSequence(name, prompt, params, [image] if name == "image" else []))
+        made.append(NewSequence(f"{name} {number}", prompt, params, [image] if name == "image" else []))
     return made
 
 

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from logging.handlers import QueueHandler
 from types import MappingProxyType
 from typing import Any
 
@@ -55,27 +54,26 @@ class TextFormatter(logging.Formatter):
 
 def about(request_id: str, caller: Mapping[str, Any] = MappingProxyType({}), **facts: Any) -> dict[str, Any]:
     """The `extra` of a line about one request: the fields of its JSON object. The text of the line names the id and the
-    `facts`, too, but not the `caller`: see `http/caller.py`."""
+    `facts`, too, but not the `caller`: see `http/access.py`."""
     return {"caller": caller, "facts": {"request_id": request_id, **caller, **facts}}
 
 
-class LineQueue(QueueHandler):
+class LineQueue(logging.Handler):
     """Queues records as lines of text. A thread, which ends with the process, writes them to the descriptor `fd`."""
 
     def __init__(self, fd: int = 2):
+        super().__init__()
         self.lines: queue.Queue[bytes] = queue.Queue(QUEUE_LINES)
-        super().__init__(self.lines)
         self.dropped = 0  # lines that found the queue full
         threading.Thread(target=self._write_lines, args=(fd,), daemon=True).start()
 
-    def prepare(self, record: logging.LogRecord) -> bytes:
-        return self.format(record).encode(errors="replace") + b"\n"
-
-    def enqueue(self, record: Any) -> None:
+    def emit(self, record: logging.LogRecord) -> None:
         try:
-            self.lines.put_nowait(record)
+            self.lines.put_nowait(self.format(record).encode(errors="replace") + b"\n")
         except queue.Full:
             self.dropped += 1
+        except Exception:  # noqa: BLE001 - as all handlers
+            self.handleError(record)
 
     def flush(self) -> None:
         """Wait until the lines are written, but not for a stderr that takes none; `logging.shutdown` calls this."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from prometheus_client import (
-    CONTENT_TYPE_LATEST,
     CollectorRegistry,
     Counter,
     Gauge,
@@ -30,7 +29,6 @@ from prometheus_client.registry import Collector
 from mini_engine.launch.metrics_files import DIRECTORY_VARIABLE, NUMBER_VARIABLE
 from mini_engine.messages import EngineStats, FinishReason, TransportName
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
 TITLE = b"mini-engine: "  # at the beginning of a process's title
 REGISTRY = CollectorRegistry()
 if NUMBER_VARIABLE in os.environ:  # else prometheus_client would number the files by process id

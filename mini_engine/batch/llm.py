@@ -217,7 +217,6 @@ def prompts_of(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def is_conversation(prompt: Prompt) -> bool:
-    """Whether it is a list of messages."""
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict) and "role" in prompt[0]
 
 

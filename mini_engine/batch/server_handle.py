@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 
-from mini_engine.config import ConfigError, groups
+from mini_engine.config import ConfigError, fields
 from mini_engine.launch.cli import settle
 from mini_engine.launch.host import runtime_directory
 from mini_engine.launch.process_setup import module_paths
@@ -292,7 +292,6 @@ def check_flags(flags: Sequence[str]) -> None:
     """Raises ConfigError: unusable flags or variables, or settings of a port, which the program's own server does not
     have."""
     origins = settle(flags, os.environ).origins
-    for group in OF_THE_PORT:
-        for setting in groups()[group]:
-            if setting.name in origins:
-                raise ConfigError(f"{origins[setting.name]}: there is no port here; omit it")
+    for setting in fields():
+        if setting.group in OF_THE_PORT and setting.name in origins:
+            raise ConfigError(f"{origins[setting.name]}: there is no port here; omit it")

@@ -422,5 +422,4 @@ def for_debugging() -> dict[str, Any]:
 
 
 def groups() -> dict[str, list[Setting]]:
-    """The settings by group, in their order."""
     return {group: [*settings] for group, settings in itertools.groupby(fields(), lambda setting: setting.group)}

@@ -4,8 +4,6 @@
 belongs to the event loop's thread.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib
@@ -60,7 +58,7 @@ class OutputReceiver(Protocol):
     """What takes the outputs of one request and its children; there are no more after `fail`, and none with
     `need_media`."""
 
-    finish_at_engine: Callable[[str, FinishReason], None] | None  # set once the engine has the request
+    finish_at_engine: Callable[[str, FinishReason], None]  # set once the engine has the request
 
     def receive(self, output: RequestOutput) -> None: ...
     def fail(self, error: ApiError) -> None: ...
@@ -75,9 +73,7 @@ class EngineHandle:
     def __init__(
         self, number: int, socket: zmq.asyncio.Socket, encoder: Encoder, queue: TensorIpcSender, cache: CacheAccess
     ):
-        """See `EngineClient`."""
         self.number = number
-        self.queue = queue
         self.requests: dict[str, OutputReceiver] = {}
         self.preparing: dict[str, int] = {}  # samples of requests that chose this engine and are not in `requests` yet
         self.stopped: EngineError | None = None  # what requests end with once it serves no more
@@ -179,17 +175,15 @@ class EngineHandle:
         self._sender.close(refusal)
 
     def die(self) -> None:
-        """The engine is dead."""
         self.stop(EngineError(ENGINE_STOPPED), EngineError(ENGINE_DIED, 500))
 
     def close(self) -> None:
-        """Stop, and close the socket."""
         self.die()
         self._socket.close()
 
     async def receive(self) -> None:
         """Handle what the core sends, until cancelled; and watch whether the ranks can be reached."""
-        self.queue.watch_end(self._lose)
+        self._sender.queue.watch_end(self._lose)
         while True:
             body = decode(await self._socket.recv()).body
             if self.stopped is None:
@@ -205,8 +199,10 @@ class EngineHandle:
                         receiver.receive(output)
                 if body.consumed:
                     self._sender.consumed(body.consumed)
-            case MediaMiss() | MediaNeeded():
-                self._handle_miss(body)
+            case MediaMiss(request_id=request_id):
+                self._forget(self.requests[request_id]).fail(MediaNotSent())
+            case MediaNeeded(request_id=request_id, arrival=arrival):
+                self._forget(self.requests[request_id]).need_media(arrival)
             case Found() | NamesResolved():
                 self.media.on_found(body)
             case Reserved():
@@ -214,20 +210,12 @@ class EngineHandle:
             case ControlReply(number=number, stats=stats):
                 if stats is not None:
                     self._metrics.update(stats)
-                if (reply := self._replies.pop(number, None)) is not None:
-                    reply.set_result(body)
+                self._replies.pop(number).set_result(body)
 
-    def _handle_miss(self, miss: MediaMiss | MediaNeeded) -> None:
-        receiver = self.requests[miss.request_id]
-        self._forget(receiver)
-        if isinstance(miss, MediaNeeded):
-            receiver.need_media(miss.arrival)
-        else:
-            receiver.fail(MediaNotSent())
-
-    def _forget(self, receiver: OutputReceiver) -> None:
+    def _forget(self, receiver: OutputReceiver) -> OutputReceiver:
         """The core has no state of its request: there will be no final output."""
         self.requests = {each: other for each, other in self.requests.items() if other is not receiver}
+        return receiver
 
     def _send(self, body: AnyMessage) -> None:
         self._send_frame(self._encoder.encode(body))
@@ -342,7 +330,6 @@ class EngineClient:
         self._end_preparing()
 
     def close(self) -> None:
-        """Stop, and close all sockets."""
         for engine in self.engines:
             engine.close()
 

@@ -4,15 +4,14 @@ The engine core owns the store (`core/caches/media_store.py`, which shows the me
 pages of its reservations. It runs in the event loop's thread; large items are copied in another.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from msgspec.structs import replace
 
 from mini_engine import metrics
@@ -35,11 +34,7 @@ from mini_engine.messages import (
     Written,
 )
 from mini_engine.protocol.api_errors import EngineError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from mini_engine.transport.arena import WritableMemory
+from mini_engine.transport.arena import WritableMemory
 
 INLINE_COPY_BYTES = 256 << 10  # copies up to this size cost less than handing them to a thread, even to new pages
 SHM_STORE = "shm_store"  # beside the transports' names, in the metrics
@@ -98,7 +93,7 @@ class MediaStoreClient:
         answer: Found = await self._ask(request_id, Lookup(request_id, list(hashes)))
         return {media.facts.media_hash: media for media in answer.items}
 
-    async def read(self, media: FoundMedia) -> Tensor:
+    async def read(self, media: FoundMedia) -> torch.Tensor:
         """A copy of its `patches`, for another engine: uint8, as `StoreHandle.shape`. The request refers to the item
         until this returns; of a cancelled read a thread may go on, for nothing."""
         memory, patches = self._cache.memory, media.patches
@@ -134,18 +129,15 @@ class MediaStoreClient:
             self._send(Unreserve(request_id))
 
     def on_found(self, found: Found | NamesResolved) -> None:
-        """The answer to a `Lookup` or `ResolveNames`."""
         if (answer := self._lookups.get(found.request_id)) is not None and not answer.done():
             answer.set_result(found)
 
     def on_reserved(self, reserved: Reserved) -> None:
-        """The answer to a `Reserve`."""
         self._writes[reserved.media_hash].answer.set_result(reserved)
 
     def close(self, error: EngineError) -> None:
         """The engine is down: waiting calls raise `error`."""
-        answers: list[asyncio.Future[Any]] = [*self._lookups.values()]
-        for answer in answers + [write.answer for write in self._writes.values()]:
+        for answer in (*self._lookups.values(), *(write.answer for write in self._writes.values())):
             if not answer.done():
                 answer.set_exception(error)
 

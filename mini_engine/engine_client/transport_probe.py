@@ -7,13 +7,15 @@ Knows the placements' names and their order, not how they work.
 import itertools
 from collections.abc import Callable
 
+import torch
+
 from mini_engine import metrics
 from mini_engine.config import STAGING_SLOTS, ConfigError, EngineConfig, TensorIpc
 from mini_engine.free_memory import available_memory, processor_memory
 from mini_engine.messages import TransportChoice, TransportName
 from mini_engine.transport.arena import Arena
 from mini_engine.transport.codec import TransportError
-from mini_engine.transport.cuda_memory import StagingSlots
+from mini_engine.transport.cuda_memory import CudaStaging, StagingSlots
 from mini_engine.transport.pages import HIGH_WATER_PAGES, PAGE_BYTES
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 
@@ -42,7 +44,7 @@ def choose(
     `auto`, where the probe fails with the slots, CUDA tensors are copied to the host. Raises ConfigError: the placement
     that was asked for, or every one under `auto`, fails its probe.
     """
-    slots = [] if mode == "direct_rpc" or make_slots is None else [make_slots]
+    slots = [] if make_slots is None else [make_slots]
     without_slots = [] if mode == "torch_shm" and slots else [None]
     failures: dict[str, TransportError] = {}
     for name, make in itertools.product(ORDER if mode == "auto" else (mode,), [*slots, *without_slots]):
@@ -72,8 +74,6 @@ def processor_device(config: EngineConfig, index: int) -> str | None:
     is none."""
     if config.mm_processor_device == "cpu":
         return None
-    import torch
-
     if not torch.cuda.is_available():
         raise ConfigError("--mm-processor-device: torch finds no CUDA device here; choose cpu")
     return f"cuda:{index % torch.cuda.device_count()}"
@@ -82,8 +82,6 @@ def processor_device(config: EngineConfig, index: int) -> str | None:
 def limit_memory(config: EngineConfig, device: str) -> None:
     """Limit what torch takes of the device in this process to its share of `--mm-ipc-gpu-memory-gb`. Beyond that torch
     raises OutOfMemoryError, whatever the device has free: the KV cache was sized with this limit."""
-    import torch
-
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, processor_memory(config).work / total), device)
 
@@ -93,9 +91,5 @@ def staging_slots(config: EngineConfig, index: int, engines: int) -> Callable[[]
     `--mm-ipc-gpu-memory-gb`; None where there are no such patches. Raises ConfigError: there is no device."""
     if (device := processor_device(config, index)) is None:
         return None
-    import torch
-
-    from mini_engine.transport.cuda_memory import CudaStaging
-
     nbytes = processor_memory(config).slots // (engines * STAGING_SLOTS) - SLOT_ROOM
     return lambda: StagingSlots(CudaStaging(torch.device(device)), STAGING_SLOTS, nbytes)

@@ -10,25 +10,26 @@ import signal
 import socket
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
 import uvloop
 import zmq.asyncio
 
 from mini_engine import metrics
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.config.decode_limits import DecodeLimits
-from mini_engine.engine_client import transport_probe as transports
+from mini_engine.engine_client import transport_probe
 from mini_engine.engine_client.engines import EngineClient, send_now
 from mini_engine.engine_client.media_store_client import CacheAccess
-from mini_engine.engine_client.transport_probe import limit_memory, processor_device, staging_slots
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.http.app import create_app
 from mini_engine.http.connections import HttpServer
 from mini_engine.http.context import AppContext, ModelFront
 from mini_engine.http.routes.operations import log_stats
+from mini_engine.launch.child import Child
 from mini_engine.media.decode.decoder_pool import DecoderPool
 from mini_engine.media.loader import MediaLoader, start_thread_pool
+from mini_engine.media.processor import MediaProcessor
 from mini_engine.media.settings import MediaSettingsResolver
 from mini_engine.media.sources.policy import MediaPolicy
 from mini_engine.messages import ControlReply, ControlRequest, Drain, EngineLimits, Init, PeerGone, Serving, Start
@@ -42,9 +43,6 @@ from mini_engine.transport.arena import WritableMemory
 from mini_engine.transport.codec import decode
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 
-if TYPE_CHECKING:
-    from mini_engine.launch.child import Child
-    from mini_engine.media.processor import MediaProcessor
 logger = logging.getLogger(__name__)
 
 WORK_THREADS = min(32, (os.cpu_count() or 1) + 4)  # as asyncio's own
@@ -76,22 +74,16 @@ def load(init: Init, index: int) -> ModelFront:
     """Load processor, tokenizer and chat template for API server `index`; a few seconds, most of them imports. Raises
     ConfigError: a setting that the model cannot be served with."""
     reach_failpoint("loading-api")
-    import torch
-
-    from mini_engine.media.processor import MediaProcessor
-
     # The media threads are the parallelism; torch's own beside them would only take turns with them.
     torch.set_num_threads(1)
     config = init.config
-    device = processor_device(config, index)
+    device = transport_probe.processor_device(config, index)
     if device is not None:
-        limit_memory(config, device)
+        transport_probe.limit_memory(config, device)
     try:
         processor = MediaProcessor(init.model_dir, trust_remote_code=config.trust_remote_code, device=device)
-        video_io_kwargs, model_dir = config.media_io_kwargs.get("video", {}), Path(init.model_dir)
-        settings = MediaSettingsResolver(
-            processor, model_dir, config.mm_processor_kwargs, video_io_kwargs, config.max_video_frames_kept
-        )
+        model_dir = Path(init.model_dir)
+        settings = MediaSettingsResolver(processor, model_dir, config)
         template = Path(config.chat_template).read_text(encoding="utf-8") if config.chat_template else None
         renderer = ChatRenderer(processor.hf_processor, template, config.tool_call_parser, config.reasoning_parser)
         vocabulary = Vocabulary(processor.hf_processor.tokenizer)
@@ -124,12 +116,12 @@ def media_loader(config: EngineConfig, index: int, processor: MediaProcessor) ->
 
 async def _main(child: Child, init: Init, front: ModelFront) -> None:
     asyncio.get_running_loop().set_default_executor(start_thread_pool(WORK_THREADS, "work"))
-    arena = transports.make_arena(init.config)
-    make_slots = staging_slots(init.config, int(child.spec.index), len(init.cores))
+    arena = transport_probe.make_arena(init.config)
+    make_slots = transport_probe.staging_slots(init.config, int(child.spec.index), len(init.cores))
     queues, choices = [], []
     for engine in range(len(init.cores)):
         queues.append(TensorIpcSender(child.encoder, [rank for rank in init.ranks if rank.engine == engine], arena))
-        choices.append(transports.choose(engine, init.config.mm_tensor_ipc, queues[-1], make_slots))
+        choices.append(transport_probe.choose(engine, init.config.mm_tensor_ipc, queues[-1], make_slots))
     # The same context, so the same I/O thread, seen through asyncio.
     context = zmq.asyncio.Context(shadow=child.context)
     stores: list[WritableMemory | None] = [*map(WritableMemory, child.spec.media_stores)] or [None] * len(init.cores)
@@ -214,5 +206,4 @@ class SupervisorLink:
                     send_now(self.socket, self._encoder.encode(ControlReply(number)))
 
     def report_serving(self) -> None:
-        """Report to the supervisor that connections are accepted."""
         send_now(self.socket, self._encoder.encode(Serving()))

@@ -23,7 +23,6 @@ class DescribedApp(FastAPI):
     """An application whose document has the schemas of all types that its routes refer to."""
 
     def openapi(self) -> dict[str, Any]:
-        """The document, made once."""
         document = super().openapi()
         if "components" not in document:
             kinds = sorted(schema_types, key=lambda kind: kind.__name__)

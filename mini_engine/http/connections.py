@@ -24,7 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mini_engine.config import EngineConfig
 from mini_engine.failpoints import reach_failpoint
-from mini_engine.http.caller import caller_of
+from mini_engine.http.access import caller_of
 from mini_engine.http.error_responses import report_error
 from mini_engine.metrics import http_requests_total, requests_rejected_total
 from mini_engine.protocol.api_errors import ApiError

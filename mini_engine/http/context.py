@@ -1,8 +1,7 @@
 """The objects that the routes of the HTTP application share. Each route gets them by `context_of`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 from starlette.requests import Request
 
@@ -47,7 +46,7 @@ class AppContext(ModelFront):
     @classmethod
     def of(
         cls, front: ModelFront, config: EngineConfig, engines: EngineClient, limits: EngineLimits, incarnation: int
-    ) -> AppContext:
+    ) -> Self:
         """Of the process `incarnation`, whose engines have these `limits`."""
         return cls(
             **vars(front),
@@ -63,5 +62,4 @@ class AppContext(ModelFront):
 
 
 def context_of(request: Request) -> AppContext:
-    """The context of the application that serves `request`."""
     return request.app.state.context

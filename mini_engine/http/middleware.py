@@ -18,8 +18,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mini_engine.http.access import OPEN_PATHS, Access
-from mini_engine.http.caller import caller_of
+from mini_engine.http.access import OPEN_PATHS, Access, caller_of
 from mini_engine.http.context import AppContext
 from mini_engine.http.error_responses import error_response, report_error
 from mini_engine.log import about
@@ -75,7 +74,6 @@ class RequestMiddleware:
     def __init__(self, app: ASGIApp, context: AppContext, requests: ActiveRequests):
         self._app = app
         self._context = context
-        self._config = context.config
         self._access = Access(context.config)
         self._requests = requests
         for path, (_, kind) in ENGINE_PATHS.items():
@@ -83,7 +81,7 @@ class RequestMiddleware:
                 http_requests_total.labels(path, "POST", status)  # at 0: `rate` does not see a first sample above it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope["root_path"] = self._config.root_path
+        scope["root_path"] = self._context.config.root_path
         exchange = Exchange(scope, receive, send)
         with scope["state"]["connection"].request_in_progress():
             try:
@@ -92,9 +90,9 @@ class RequestMiddleware:
                     await self._app(scope, exchange.receive, exchange.send)
             finally:
                 exchange.count()
-                slow = self._config.log_slow_requests
-                is_slow = slow is not None and exchange.seconds >= slow
-                if (self._config.enable_log_requests or is_slow) and exchange.path not in OPEN_PATHS:
+                config = self._context.config
+                is_slow = config.log_slow_requests is not None and exchange.seconds >= config.log_slow_requests
+                if (config.enable_log_requests or is_slow) and exchange.path not in OPEN_PATHS:
                     exchange.log(with_stages=is_slow)
 
     def _admit(self, exchange: Exchange) -> None:
@@ -136,7 +134,6 @@ class Exchange:
         self._clocks = [self.clock]
         self.cleanup = contextlib.ExitStack()  # at the end of the request, however it ends
         self.receiving = False  # the body
-        self._begun = time.monotonic()
         self._receive = receive
         self._send = send
         self._status: int | None = None  # of the response, once it has started
@@ -150,7 +147,7 @@ class Exchange:
     @property
     def seconds(self) -> float:
         """Since it has arrived."""
-        return time.monotonic() - self._begun
+        return time.monotonic() - self.clock.arrived
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -65,9 +65,7 @@ class Responder(ABC):
         self._head = {"id": state.request_id, "created": int(time.time()), "model": model}
         self._caller = state.caller
         self._stream = bool(request.stream)
-        options = request.stream_options or StreamOptions()
-        self._include_usage = bool(options.include_usage)
-        self._continuous_usage = bool(options.continuous_usage_stats)
+        self._options = request.stream_options or StreamOptions()
         self._with_timings = isinstance(request, ChatRequest) and bool(request.return_timings)
 
     async def respond(self, answers: Sequence[Answer]) -> Response:
@@ -113,14 +111,14 @@ class Responder(ABC):
             yield b"data: " + report_error(error, self._head["id"], self._caller, first.clock).encode() + b"\n\n"
 
     def _event(self, answers: Sequence[Answer], *choices: dict[str, Any], **fields: Any) -> bytes:
-        if self._include_usage:
-            fields = {"usage": _counts(answers) if self._continuous_usage else None} | fields
+        if self._options.include_usage:
+            fields = {"usage": _counts(answers) if self._options.continuous_usage_stats else None} | fields
         body = {"object": self.event_object, "choices": choices} | fields
         return b"data: " + encode(self._head | body) + b"\n\n"
 
     def _last_events(self, answers: Sequence[Answer], choice: dict[str, Any]) -> bytes:
         fields = self._request_fields(answers[0])
-        if not self._include_usage:
+        if not self._options.include_usage:
             return self._event(answers, choice, **fields) + DONE
         usage = self._event(answers, usage=usage_of(answers), **fields)
         return self._event(answers, choice) + usage + DONE

@@ -5,8 +5,6 @@ reading and hashing and processing have threads of their own, decoding has proce
 what is slow in one stage does not hold up another. Knows nothing of prompts, requests or engines.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -16,7 +14,9 @@ from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import torch
 
 from mini_engine import metrics
 from mini_engine.failpoints import reach_failpoint
@@ -24,23 +24,21 @@ from mini_engine.media.decode.decoder import Job
 from mini_engine.media.decode.decoder_pool import DecoderPool, Decoding
 from mini_engine.media.hashing import content_digest, media_hash
 from mini_engine.media.media_errors import ItemError, MediaError
+from mini_engine.media.processor import MediaProcessor, MediaSettings, ProcessedItem
 from mini_engine.media.settings import hash_key
 from mini_engine.media.sources import fetch as sources
+from mini_engine.media.sources.data_url import fetch_data
 from mini_engine.media.sources.http_fetch import fetch_http, tls_context
 from mini_engine.media.sources.local_files import LocalFiles
 from mini_engine.media.sources.policy import MediaPolicy, Received
-from mini_engine.messages import Modality
 from mini_engine.protocol.body_split import DataUrl
 from mini_engine.protocol.parts import MediaRef
 from mini_engine.protocol.request_clock import RequestClock
 
-if TYPE_CHECKING:
-    from mini_engine.media.processor import MediaProcessor, MediaSettings, ProcessedItem
-
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-FetchGroup = list[tuple[MediaRef, "Sequence[MediaSettings]"]]
+FetchGroup = list[tuple[MediaRef, Sequence[MediaSettings]]]
 
 INLINE_CHARACTERS = 64 << 10  # `data:` URLs of this length together cost less than handing them to a thread
 ITEM_CHARACTERS = 1 << 10  # what an item costs beside its URL
@@ -66,10 +64,6 @@ class FetchedItem:
     content: Content
     settings: MediaSettings
     media_hash: bytes
-
-    @property
-    def modality(self) -> Modality:
-        return self.ref.modality
 
     @property
     def name(self) -> str:
@@ -107,7 +101,6 @@ class MediaLoader:
     def __init__(
         self, processor: MediaProcessor, policy: MediaPolicy, decoders: DecoderPool, threads: int, allow_partial: bool
     ):
-        """`allow_partial` is --allow-partial-video."""
         self.processor = processor
         self.policy = policy
         self.decoders = decoders
@@ -144,21 +137,12 @@ class MediaLoader:
         `received` is called with the size of each block of a download before the block is stored; what it raises ends
         all downloads. Raises MediaError: an item cannot be fetched.
         """
-        # Items that follow each other and cost up to INLINE_CHARACTERS together: a task for each costs more than many.
-        groups: list[FetchGroup] = []
-        room, whole = -1, 0
+        groups: dict[str, FetchGroup] = {}
         distinct = {ref.name: (ref, of_item) for ref, of_item in zip(refs, settings, strict=True)}
-        for ref, of_item in distinct.values():
-            is_slow = isinstance(ref.url, DataUrl) or sources.is_elsewhere(ref.url) or sources.is_local_file(ref.url)
-            is_slow = is_slow and ref.named is None
-            cost = INLINE_CHARACTERS + 1 if is_slow else len(ref.url) + ITEM_CHARACTERS
-            room, whole = room - cost, whole + cost
-            if room < 0:
-                groups.append([])
-                room = INLINE_CHARACTERS - cost
-            groups[-1].append((ref, of_item))
-        fetched = await _all(self._fetch(group, received, whole <= INLINE_CHARACTERS) for group in groups)
-        items = dict(zip(distinct, (item for group in fetched for item in group), strict=True))
+        for name, item in distinct.items():  # those that take no time share a task, which costs more than many of them
+            groups.setdefault(name if _is_slow(item[0]) else "", []).append(item)
+        fetched = await _all(self._fetch(group, received) for group in groups.values())
+        items = {candidates[0].name: candidates for group in fetched for candidates in group}
         return [items[ref.name] for ref in refs]
 
     async def process(
@@ -213,7 +197,7 @@ class MediaLoader:
                 flight.work.cancel()
                 del self._flights[item.media_hash]
 
-    async def _fetch(self, group: FetchGroup, received: Received, inline: bool) -> list[Candidates]:
+    async def _fetch(self, group: FetchGroup, received: Received) -> list[Candidates]:
         download: bytes | None = None
         first, _ = group[0]
         if sources.is_elsewhere(first.url) and first.named is None:
@@ -223,7 +207,9 @@ class MediaLoader:
         def fetched() -> list[Candidates]:
             return [self._read(ref, settings, download) for ref, settings in group]
 
-        return fetched() if inline else await asyncio.get_running_loop().run_in_executor(self._reading, fetched)
+        if not _is_slow(first) and sum(len(ref.url) + ITEM_CHARACTERS for ref, _ in group) <= INLINE_CHARACTERS:
+            return fetched()
+        return await asyncio.get_running_loop().run_in_executor(self._reading, fetched)
 
     def _read(self, ref: MediaRef, settings: Sequence[MediaSettings], download: bytes | None) -> Candidates:
         """Read, or take what was downloaded, and hash it."""
@@ -237,7 +223,7 @@ class MediaLoader:
         elif ref.modality == "video" and times:
             raise MediaError(name, "timestamps are for a video that is sent as frames; remove them")
         elif not sources.is_local_file(url):
-            data = sources.fetch_data(url, policy, name) if download is None else download
+            data = fetch_data(url, policy, name) if download is None else download
             content = Content(content_digest(data), "", data)
         elif (digest := self._files.digest(url, policy, name)) is not None:
             content = Content(digest, url, None)
@@ -262,7 +248,7 @@ class MediaLoader:
         frames, data = item.content.frames, item.content.data
         if data is None:
             data = await asyncio.get_running_loop().run_in_executor(self._reading, self._read_again, item)
-        sampling = item.settings.sampling if item.modality == "video" and frames is None else None
+        sampling = item.settings.sampling if item.ref.modality == "video" and frames is None else None
         job = Job(item.name, len(data), sampling, self._allow_partial, frames.sizes if frames else [], probe)
         decoding = await self.decoders.decode(job, data, owner)
         decoded = time.monotonic()
@@ -276,8 +262,6 @@ class MediaLoader:
         return _Processed(processed, decoded - began, time.monotonic() - decoded)
 
     def _process_frames(self, item: FetchedItem, decoding: Decoding, settings: MediaSettings) -> ProcessedItem:
-        import torch
-
         reach_failpoint("processing")
         try:
             video = item.content.frames.facts if item.content.frames else decoding.video
@@ -288,6 +272,12 @@ class MediaLoader:
             logger.critical("unrecoverable CUDA error in the media processor; exiting", exc_info=True)
             logging.shutdown()
             os._exit(1)
+
+
+def _is_slow(ref: MediaRef) -> bool:
+    """Whether it is downloaded, read from a file, or of a `data:` URL that stayed where it arrived."""
+    is_large = isinstance(ref.url, DataUrl) or sources.is_elsewhere(ref.url) or sources.is_local_file(ref.url)
+    return is_large and ref.named is None
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -1,7 +1,7 @@
 """Decoded frames -> uint8 patches, by the model's own Hugging Face processor, one item at a time.
 
 The worker rescales and normalises (`worker/normalisation.py`), so that a quarter of float32's bytes are sent. Knows
-nothing of prompts, but how many tokens an item takes there. transformers and torch take seconds to import: making a
+nothing of prompts, but how many tokens an item takes there. transformers takes seconds to import: making a
 `MediaProcessor` does that, importing this module does not.
 """
 
@@ -12,18 +12,16 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from mini_engine import metrics
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
 from mini_engine.messages import CachedMedia, Modality
 from mini_engine.model.model_spec import find_spec
-
-if TYPE_CHECKING:
-    import torch
 
 Kwargs = Mapping[str, Any]
 Calls = Mapping[Modality, Kwargs]
@@ -56,7 +54,7 @@ class ProcessedItem:
     """The model's input for one image or video."""
 
     modality: Modality
-    patches: "torch.Tensor"  # uint8 [grid_t * grid_h * grid_w, 3 * temporal_patch_size * patch_size**2], contiguous
+    patches: torch.Tensor  # uint8 [grid_t * grid_h * grid_w, 3 * temporal_patch_size * patch_size**2], contiguous
     grid_thw: tuple[int, int, int]  # in patches
     num_tokens: int  # placeholders in the prompt, after merging merge_size**2 patches each
     second_per_grid: float | None = None  # seconds between temporal patches; None: an image
@@ -66,7 +64,7 @@ class ProcessedItem:
     timestamps: list[float] | None = None  # of a video: see `VideoFacts`
 
     @classmethod
-    def of(cls, facts: CachedMedia, patches: "torch.Tensor") -> "ProcessedItem":
+    def of(cls, facts: CachedMedia, patches: torch.Tensor) -> "ProcessedItem":
         """A whole item that was processed before."""
         layout = (facts.grid_thw, facts.num_tokens, facts.second_per_grid)
         return cls(facts.modality, patches, *layout, placeholder=facts.placeholder, timestamps=facts.timestamps)
@@ -114,15 +112,12 @@ class MediaProcessor:
 
     def process_image(self, frame: NDArray[np.uint8], settings: MediaSettings) -> ProcessedItem:
         """Processes one image, uint8 [H, W, 3]."""
-        import torch
-
         pixels = torch.from_numpy(frame).permute(2, 0, 1)
         out = _run(self._image, pixels, settings.calls["image"])
         return self._item("image", out["pixel_values"], out["image_grid_thw"])
 
     def process_video(self, frames: NDArray[np.uint8], video: VideoFacts, settings: MediaSettings) -> ProcessedItem:
         """Processes the sampled frames of one video, uint8 [T, H, W, 3]."""
-        import torch
         from transformers.video_utils import VideoMetadata
 
         # Processors take a frame's time to be its index / fps, and the rate of the kept frames from their share in the
@@ -164,17 +159,15 @@ class MediaProcessor:
             high = min(high, max(share, 1))
         return {"shortest_edge": min(low, high), "longest_edge": high}
 
-    def _item(self, kind: Modality, patches: "torch.Tensor", grid: "torch.Tensor", *rest: Any) -> ProcessedItem:
+    def _item(self, kind: Modality, patches: torch.Tensor, grid: torch.Tensor, *rest: Any) -> ProcessedItem:
         assert patches.element_size() == 1, f"its patches are {patches.dtype}, not uint8"
         frames, height, width = grid[0].tolist()
         tokens = frames * height * width // self._image.merge_size**2
         return ProcessedItem(kind, patches.contiguous(), (frames, height, width), tokens, *rest)
 
 
-def _run(half: Any, pixels: "torch.Tensor", call: Kwargs) -> Any:
+def _run(half: Any, pixels: torch.Tensor, call: Kwargs) -> Any:
     """The output of one half of the processor: on the device, or on the CPU if the device's memory is full."""
-    import torch
-
     with contextlib.suppress(torch.OutOfMemoryError):
         return half([pixels], **call)
     metrics.ipc_fallbacks_total.labels("processor_memory").inc()

@@ -14,7 +14,8 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from mini_engine.config.decode_limits import MOST_FRAMES_KEPT, DecodeLimits
+from mini_engine.config import EngineConfig
+from mini_engine.config.decode_limits import MOST_FRAMES_KEPT
 from mini_engine.media.frame_sampling import VideoSampling
 from mini_engine.media.processor import EDGES, FORWARDED, TIME_TOKENS, Calls, Kwargs, MediaProcessor, MediaSettings
 from mini_engine.media.sources.fetch import DEFAULT_FPS, has_frames
@@ -80,17 +81,9 @@ class ServerKwargs(RequestKwargs):
 class MediaSettingsResolver:
     """The server's settings, and those of requests that set some of them."""
 
-    def __init__(
-        self,
-        processor: MediaProcessor,
-        model_dir: Path,
-        processor_kwargs: Kwargs | None = None,
-        video_io_kwargs: Kwargs | None = None,
-        max_frames: int = DecodeLimits.max_video_frames_kept,
-    ):
-        """The last three are --mm-processor-kwargs, the `video` part of --media-io-kwargs, and --max-video-frames-kept.
-        Runs the processor once. Raises ValueError."""
-        options, rest = _split(processor_kwargs or {}, video_io_kwargs or {})
+    def __init__(self, processor: MediaProcessor, model_dir: Path, config: EngineConfig):
+        """Runs the processor once. Raises ValueError."""
+        options, rest = _split(config.mm_processor_kwargs, config.media_io_kwargs.get("video", {}))
         sizes = parse_options("--mm-processor-kwargs", rest, ServerKwargs)
         if sizes.do_sample_frames is False and options.get("num_frames") != -1:
             raise ValueError(f"--mm-processor-kwargs: {SAMPLED}")
@@ -102,7 +95,7 @@ class MediaSettingsResolver:
         # As the model's files say, or as its authors sample: qwen_vl_utils before Qwen3-VL, and then transformers.
         count, rate = video.num_frames, {"fps": video.fps or DEFAULT_FPS} | self._by_rate
         own = parse_options("the model's", rate if count is None else {"num_frames": count}, VideoSampling)
-        flags = "--media-io-kwargs or --mm-processor-kwargs"
+        flags, max_frames = "--media-io-kwargs or --mm-processor-kwargs", config.max_video_frames_kept
         sampling = at_most(updated(own, options, self._by_rate, flags), max_frames, max_frames)
         calls = _resized("--mm-processor-kwargs", _own_calls(processor, model_dir), sizes, ("image", "video"))
         self.server = MediaSettings(sampling, msgspec.to_builtins(sizes), calls)
@@ -137,8 +130,9 @@ class MediaSettingsResolver:
             options["fps"] = rates[0]  # qwen_vl_utils returns that of each video
         sizes = parse_options("mm_processor_kwargs", rest, RequestKwargs)
         if sizes.do_sample_frames is False and options.get("num_frames") != -1:
-            if files := [ref.name for ref in refs if ref.modality == "video" and not _is_frames(ref)]:
-                raise ValueError(f"{files[0]}: {SAMPLED}")
+            for ref in refs:
+                if ref.modality == "video" and not (ref.named.is_frames if ref.named else has_frames(ref.url)):
+                    raise ValueError(f"{ref.name}: {SAMPLED}")
         sizes.do_sample_frames = None
         return MediaSettings(
             updated(self.server.sampling, options, self._by_rate),
@@ -171,10 +165,6 @@ class MediaSettingsResolver:
             least = math.ceil(1.25 * shortest / self._processor.token_pixels)  # sides are rounded up to whole patches
         sampling = at_most(settings.sampling, self._processor.step * max(1, video_tokens // least), self._max_frames)
         return replace(settings, sampling=sampling, video_tokens=video_tokens)
-
-
-def _is_frames(ref: MediaRef) -> bool:
-    return ref.named.is_frames if ref.named else has_frames(ref.url)
 
 
 def video_tokens(limits: EngineLimits, text_tokens: int, answer_tokens: int, num_items: int) -> int:

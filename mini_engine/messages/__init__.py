@@ -19,7 +19,7 @@ from mini_engine.messages.handshake import (
 )  # fmt: skip
 from mini_engine.messages.names import BindName, NamedMedia, NamesResolved, ResolveNames
 from mini_engine.messages.requests import (
-    Abandoned, CachedMedia, ControlReply, ControlRequest, EngineStats, EngineTimes, Finish, FinishReason, Found,
+    Abandoned, ControlReply, ControlRequest, EngineStats, EngineTimes, Finish, FinishReason, Found,
     FoundMedia, Lookup, MediaMiss, MediaNeeded, NewRequest, Outputs, PoolingParams, RequestOutput, Reserve, Reserved,
     SamplingParams,
     ChildRequest, TokenLogprob, Unreserve, Written,
@@ -29,8 +29,8 @@ from mini_engine.messages.steps import (
     Step, StepResult, WorkerReady,
 )  # fmt: skip
 from mini_engine.messages.tensors import (
-    DeviceSlots, MediaItem, Message, MessageId, Modality, ProbeResult, StoreHandle, TensorHandle, TensorMessage,
-    TransportName,
+    CachedMedia, DeviceSlots, MediaItem, Message, MessageId, Modality, ProbeResult, StoreHandle, TensorHandle,
+    TensorMessage, TransportName,
 )  # fmt: skip
 
 

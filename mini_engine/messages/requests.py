@@ -1,12 +1,10 @@
 """Between an API server and an engine core; `ControlRequest` also from the supervisor to both."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import msgspec
 
-from mini_engine.messages.tensors import MediaItem, Message, MessageId, Modality, StoreHandle
+from mini_engine.messages.tensors import CachedMedia, MediaItem, Message, MessageId, StoreHandle
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -57,23 +55,6 @@ class NewRequest(Message, frozen=True):
     arrival: int | None = None  # its place in the queue if it is sent again, from `MediaNeeded`
     grammar: str = ""  # in llguidance's Lark: an output matches it, then a stop token ends it; empty: any output
     pooling: PoolingParams | None = None  # sample nothing, and have no children: one output ends it
-
-
-class CachedMedia(msgspec.Struct, frozen=True, array_like=True):
-    """The facts about an item that a prompt needs."""
-
-    media_hash: bytes
-    modality: Modality
-    num_tokens: int
-    grid_thw: tuple[int, int, int]
-    second_per_grid: float | None
-    placeholder: str | None = None  # its text in a prompt, one placeholder token for each run. None: just one run
-    timestamps: list[float] | None = None  # of the sampled frames: seconds after the video's first. None: an image
-
-    @classmethod
-    def of(cls, item: MediaItem) -> CachedMedia:
-        facts = (item.modality, item.num_tokens, item.grid_thw, item.second_per_grid, item.placeholder, item.timestamps)
-        return cls(item.media_hash, *facts)
 
 
 class Lookup(Message, frozen=True):

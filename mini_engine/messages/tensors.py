@@ -42,20 +42,29 @@ else:
     Tensor = TensorHandle
 
 
-class MediaItem(msgspec.Struct, frozen=True):
-    """One image or video of a prompt, as the vision tower needs it."""
+class CachedMedia(msgspec.Struct, frozen=True, array_like=True):
+    """The facts about an image or video that a prompt needs."""
 
+    media_hash: bytes  # 16 bytes, of the media's bytes, the sampling, the processor's settings and the model
     modality: Modality
-    offsets: list[int]  # in the prompt's token ids, of each run of placeholders, all equally long, text in between
     num_tokens: int  # placeholders, that is merged patches: t * h * w / merge_size**2
     grid_thw: tuple[int, int, int]  # patches: frames / temporal_patch_size, height / patch_size, width / patch_size
     second_per_grid: float | None  # seconds between temporal patches; None for an image
+    placeholder: str | None = None  # its text in a prompt, one placeholder token for each run. None: just one run
+    timestamps: list[float] | None = None  # of the sampled frames: seconds after the video's first. None: an image
+
+    @classmethod
+    def of(cls, item: MediaItem) -> CachedMedia:
+        return cls(*(getattr(item, name) for name in cls.__struct_fields__))
+
+
+class MediaItem(CachedMedia, frozen=True, array_like=False, kw_only=True):
+    """One image or video of a prompt, as the vision tower needs it."""
+
+    offsets: list[int]  # in the prompt's token ids, of each run of placeholders, all equally long, text in between
     # uint8 [t * h * w, 3 * temporal_patch_size * patch_size**2], neither rescaled nor normalised. None: cached by hash,
     # or the request relies on the item's embeddings.
     patches: Tensor | StoreHandle | None
-    media_hash: bytes  # 16 bytes, of the media's bytes, the sampling, the processor's settings and the model
-    placeholder: str | None = None  # see `CachedMedia`
-    timestamps: list[float] | None = None  # likewise
     cacheable: bool = True  # False: no cache of media keeps it, since no later request will have this hash
 
     @property

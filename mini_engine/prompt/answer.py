@@ -4,15 +4,13 @@ Only `Answer` decides whether a request is finished: `pieces.py` takes its piece
 Shared by chat and legacy completions. Belongs to the event loop's thread.
 """
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import msgspec
 
@@ -30,7 +28,6 @@ logger = logging.getLogger(__name__)
 PIECE_OUTPUTS = 16  # most that one piece is made of: with 20 logprobs each, some milliseconds
 
 FinishedBy = Literal["stop", "length"]
-FinishAtEngine = Callable[[str, FinishReason], None]  # ends a sample, by its id
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +123,12 @@ class Answer:
     """One request, and the pieces of its choices. As a context it aborts, when it is left, what has not ended.
 
     `request` is what the engine gets of `body`, with its children; its first choice has the index `first_index`.
+    `finish_at_engine` ends a sample, by its id, at the engine, which sets it once it has the request.
     `media`: what the response says of the images and videos, in order. `warnings`: what the answer does not rest on,
     such as the missing part of a video. `make_thoughts` makes the parser of each choice's thought.
     """
+
+    finish_at_engine: Callable[[str, FinishReason], None]
 
     def __init__(
         self,
@@ -151,7 +151,6 @@ class Answer:
             sample_id: Sample(index, sample_id, body, request.sampling, vocabulary, make_thoughts())
             for index, sample_id in enumerate(ids, first_index)
         }
-        self.finish_at_engine: FinishAtEngine | None = None  # of the engine that was sent the request
         self.media = media
         self.warnings = warnings
         self.arrival: int | None = None  # of `need_media`
@@ -212,7 +211,7 @@ class Answer:
                 self._end(piece.finish_reason)
         return piece
 
-    def __enter__(self) -> Answer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -262,5 +261,4 @@ class Answer:
             self._waiting.remove(sample)
         sample.end()
         self._unfinished -= 1
-        if self.finish_at_engine is not None:
-            self.finish_at_engine(sample.request_id, reason)  # without effect if the engine has ended it
+        self.finish_at_engine(sample.request_id, reason)  # without effect if the engine has ended it

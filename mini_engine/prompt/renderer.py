@@ -5,18 +5,19 @@ writes one placeholder for each, `expand` makes each placeholder as long as its 
 media are fetched or processed. All methods may run in several threads at once.
 """
 
-from __future__ import annotations
-
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jinja2
 import msgspec
 
 from mini_engine.media.hashing import HASH_BYTES
+from mini_engine.media.processor import MediaProcessor, ProcessedItem
 from mini_engine.messages import CachedMedia, EngineLimits, FoundMedia, MediaItem, Modality
 from mini_engine.prompt.client_text import MARK, ClientText, encode_text
 from mini_engine.prompt.tool_calls import AnswerFormat, AnswerParser, after_thought
@@ -25,13 +26,10 @@ from mini_engine.protocol.bodies import ChatMessage, ChatRequest, StructuredOutp
 from mini_engine.protocol.parts import MediaRef
 from mini_engine.protocol.tools import CALL, CALL_END, TAGS, THINK
 
-if TYPE_CHECKING:
-    from mini_engine.media.processor import MediaProcessor, ProcessedItem
-
 MAX_MEDIA = 1024  # images and videos of a prompt
 PIECE = 1 << 16  # characters that are tokenised at once to see how many tokens a long text has
 
-Source = tuple[bytes, "ProcessedItem | CachedMedia"]  # an item under its hash
+Source = tuple[bytes, ProcessedItem | CachedMedia]  # an item under its hash
 
 
 class ChatRenderer:
@@ -65,7 +63,7 @@ class ChatRenderer:
         self._format = AnswerFormat.of(template, added_tokens, tool_parser, reasoning)
         # In characters, which are never more than the bytes that a token stands for.
         self._longest_token = max(map(len, hf_processor.tokenizer.get_vocab()))
-        self.max_tokens: int | None = None  # the engine's limit, once it is known
+        self.max_tokens = sys.maxsize  # the engine's limit, once it is known
         self._knows_developer = "developer" in template
         # So that a template that cannot work is an error at start.
         self.render(ChatRequest(messages=[ChatMessage(role="user", content="Hello")]))
@@ -76,8 +74,6 @@ class ChatRenderer:
         Raises ApiError, a 400, for tools that the template does not write, for variables that are fields of the
         request, and when it refuses the conversation or leaves out an item.
         """
-        import jinja2
-
         try:
             arguments = self._template_arguments(chat)
             messages = [self._template_message(message) for message in chat.messages]
@@ -146,11 +142,11 @@ class ChatRenderer:
         is first encoded in pieces."""
         least, counted = len(text) // self._longest_token, 0
         for number, begin in enumerate(range(0, len(text), PIECE) if len(text) > 4 * PIECE else (), 1):
-            if self.max_tokens is None or least > self.max_tokens:
+            if least > self.max_tokens:
                 break
             counted += len(encode(text[begin : begin + PIECE]))
             least = max(least, counted - number * self._longest_token)  # a cut may make more of one token
-        if self.max_tokens is not None and least > self.max_tokens:
+        if least > self.max_tokens:
             raise bad_request(
                 f"The prompt has {len(text)} characters, which is at least {least} tokens; this server takes "
                 f"{self.max_tokens} tokens for prompt and answer together. Send a shorter prompt.",
@@ -179,8 +175,8 @@ class ChatRenderer:
                     offsets.append(len(expanded))
                 expanded += run if written_token == token else [written_token]
             patches, cacheable = (None, True) if isinstance(item, CachedMedia) else (item.patches, item.missing is None)
-            layout = (modality, offsets, item.num_tokens, item.grid_thw, item.second_per_grid)
-            placed.append(MediaItem(*layout, patches, media_hash, text, item.timestamps, cacheable))
+            facts = (media_hash, modality, item.num_tokens, item.grid_thw, item.second_per_grid, text, item.timestamps)
+            placed.append(MediaItem(*facts, offsets=offsets, patches=patches, cacheable=cacheable))
         return expanded, placed
 
     def _template_message(self, message: ChatMessage) -> dict[str, Any]:

@@ -4,14 +4,12 @@ The defaults come from the model's `generation_config.json`, as in vLLM: tempera
 repetition_penalty and max_new_tokens apply, `do_sample` does not. Knows nothing of HTTP or of the sampler.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import msgspec
 from msgspec import Meta
@@ -38,7 +36,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
     eos_token_id: list[int] = []
 
     @classmethod
-    def load(cls, model_dir: str, source: str) -> SamplingDefaults:
+    def load(cls, model_dir: str, source: str) -> Self:
         """`source` is `--generation-config`: `auto`, `vllm`, or a directory.
 
         The end-of-sequence tokens are the model's own whatever `source` says. Raises ConfigError: the directory holds

@@ -1,10 +1,8 @@
 """Tool calls and thoughts in answers: the grammar that forces calls, and the parser. Knows nothing of tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import regex
 
@@ -23,7 +21,7 @@ class AnswerFormat:
     vocabulary: Collection[str]  # the added tokens
 
     @classmethod
-    def of(cls, template: str, vocabulary: Collection[str], tool_parser: str, reasoning_parser: str) -> AnswerFormat:
+    def of(cls, template: str, vocabulary: Collection[str], tool_parser: str, reasoning_parser: str) -> Self:
         """The last two are `--tool-call-parser` and `--reasoning-parser`. Raises ValueError: a parser for tools, which
         the template does not write."""
         # Others write calls as XML: <tool_call><function=name>.

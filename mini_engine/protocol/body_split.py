@@ -4,11 +4,10 @@ Only the text is decoded as JSON: in it a name that no client can know replaces 
 requests.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping
+from typing import Self
 
 import msgspec
 
@@ -28,7 +27,7 @@ class DataUrl(str):
     begin: int
     end: int
 
-    def __new__(cls, head: str, whole: bytes | bytearray, begin: int, end: int) -> DataUrl:
+    def __new__(cls, head: str, whole: bytes | bytearray, begin: int, end: int) -> Self:
         url = super().__new__(cls, head)
         url.whole, url.begin, url.end = whole, begin, end
         return url

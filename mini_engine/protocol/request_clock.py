@@ -23,7 +23,7 @@ class RequestClock:
 
     def __init__(self) -> None:
         self.failed = False  # an error was sent to the client, perhaps in a stream whose status was 200
-        self._arrived = self._entered = time.monotonic()
+        self.arrived = self._entered = time.monotonic()
         self.max_tokens = 0  # that each choice may have
         self._prompt = 0  # tokens
         self._generated: Counter[int] = Counter()  # tokens, by choice
@@ -57,7 +57,7 @@ class RequestClock:
             self._gaps += generated
             self._gap_seconds += now - before
         if not self._generated:
-            metrics.time_to_first_token_seconds.observe(now - self._arrived)
+            metrics.time_to_first_token_seconds.observe(now - self.arrived)
         self._generated[index] += generated
 
     @property
@@ -86,7 +86,7 @@ class RequestClock:
         spent["other"] += now - times.last_token
         if reason in ("abort", "error"):  # the metrics are of successful requests
             return
-        metrics.e2e_request_latency_seconds.observe(now - self._arrived)
+        metrics.e2e_request_latency_seconds.observe(now - self.arrived)
         metrics.request_prompt_tokens.observe(self._prompt)
         if self._generated:  # not an embedding or a score
             metrics.request_generation_tokens.observe(self._generated.total())

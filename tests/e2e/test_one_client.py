@@ -148,7 +148,8 @@ def test_others_are_answered_soon_beside_repeated_attacks(server, name):
             assert post(server, CHAT, attack.body(cache_salt=f"{number}"), HOSTILE) in attack.statuses
     median, p99 = (1000 * sorted(took)[int(share * len(took))] for share in (0.5, 0.99))
     print(f"{len(took)} requests beside {number}: median {median:.0f}, p99 {p99:.0f}, max {1000 * max(took):.0f} ms")
-    assert p99 < 250
+    is_grammar = "structured_outputs" in attack.fields and attack.statuses == (400,)
+    assert p99 < 250 and not (is_grammar and max(took) > 0.25)
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ A, B, C = (bytes([number]) * 16 for number in (1, 2, 3))
 def item(media_hash: bytes, pages: int = 1, **more: Any) -> MediaItem:
     """Its patches are the first byte of its hash."""
     patches = torch.full((pages, PAGE_BYTES), media_hash[0], dtype=torch.uint8)
-    return MediaItem("video", [0], 1, (pages, 1, 1), 1.0, patches, media_hash, **more)
+    return MediaItem(media_hash, "video", 1, (pages, 1, 1), 1.0, offsets=[0], patches=patches, **more)
 
 
 class HeldMemory(WritableMemory):

@@ -23,7 +23,8 @@ from tests.support.tensor_queue import ME, Rank, address_of
 
 def request(name: str, *sizes: int) -> NewRequest:
     tensors = [torch.full((1, size), number, dtype=torch.uint8) for number, size in enumerate(sizes)]
-    media = [MediaItem("image", [0], 1, (1, 2, 2), None, each, b"%d" % number) for number, each in enumerate(tensors)]
+    image = ("image", 1, (1, 2, 2), None)
+    media = [MediaItem(b"%d" % number, *image, offsets=[0], patches=each) for number, each in enumerate(tensors)]
     return NewRequest(name, [5], SamplingParams(8, 1), media)
 
 
@@ -99,7 +100,7 @@ def broken(frame):
 me = Encoder("api 0", 41)
 sender = RequestSender(me, TensorIpcSender(me, [], Arena(1 << 20, lambda: 1 << 40)), broken)
 sender.queue.placement = "direct_rpc"
-item = MediaItem("image", [0], 1, (1, 2, 2), None, torch.zeros(1, 4, dtype=torch.uint8), b"h")
+item = MediaItem(b"h", "image", 1, (1, 2, 2), None, offsets=[0], patches=torch.zeros(1, 4, dtype=torch.uint8))
 asyncio.run(sender.send_request(NewRequest("r7", [5], SamplingParams(8, 1), [item])))
 """
 

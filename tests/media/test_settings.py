@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from mini_engine.config import EngineConfig
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
 from mini_engine.media.hashing import content_digest, media_hash
 from mini_engine.media.processor import TIME_TOKENS, MediaProcessor, MediaSettings
@@ -28,7 +29,8 @@ EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 
 def resolver(processor: MediaProcessor, **kwargs: Any) -> MediaSettingsResolver:
     """Of a server with these --mm-processor-kwargs."""
-    return MediaSettingsResolver(processor, Path(processor.hf_processor.tokenizer.name_or_path), kwargs)
+    config = EngineConfig(mm_processor_kwargs=kwargs)
+    return MediaSettingsResolver(processor, Path(processor.hf_processor.tokenizer.name_or_path), config)
 
 
 def refs_of(*parts: dict[str, Any]) -> list[MediaRef]:
@@ -74,7 +76,8 @@ def test_settings_as_models_cards_write_them(processor: MediaProcessor) -> None:
     model_dir = Path(processor.hf_processor.tokenizer.name_or_path)
     every: dict[str, Any] = {"num_frames": -1}
     flags = [({"fps": 2, "do_sample_frames": True}, every), ({"fps": 2}, {"fps": None}), ({}, {"fps": 2} | every)]
-    of_servers = [MediaSettingsResolver(processor, model_dir, *kwargs).server for kwargs in flags]
+    configs = [EngineConfig(mm_processor_kwargs=kwargs, media_io_kwargs={"video": video}) for kwargs, video in flags]
+    of_servers = [MediaSettingsResolver(processor, model_dir, config).server for config in configs]
     for settings in (of_request(server, fps=2, do_sample_frames=True), *of_servers):
         assert settings.sampling == by_rate and not settings.processor_kwargs
     # What `process_vision_info` returns goes with a video that is sent as frames.
@@ -86,7 +89,8 @@ def test_settings_as_models_cards_write_them(processor: MediaProcessor) -> None:
         chat = msgspec.convert(chat_body(mm_processor_kwargs=kwargs, media_io_kwargs={"video": io_kwargs}), ChatRequest)
         (settings,) = server.resolve(chat, refs_of(FILE), 10**6)
         assert 5 in (settings.sampling.num_frames, settings.sampling.fps)
-    assert MediaSettingsResolver(processor, model_dir, max_frames=8).server.sampling.num_frames == 8
+    eight = EngineConfig(max_video_frames_kept=8)
+    assert MediaSettingsResolver(processor, model_dir, eight).server.sampling.num_frames == 8
 
 
 # By option: what is asked, how many of 24 frames in six seconds are used, and with which of the processor's arguments.
@@ -170,7 +174,7 @@ def published(directory: Path, family: str) -> tuple[MediaProcessor, MediaSettin
     if not family.startswith("qwen3"):
         path.unlink()
     processor = MediaProcessor(directory)
-    return processor, MediaSettingsResolver(processor, directory)
+    return processor, MediaSettingsResolver(processor, directory, EngineConfig())
 
 
 def processed(processor: MediaProcessor, settings: MediaSettings, seconds: float, size: tuple[int, int]) -> Any:

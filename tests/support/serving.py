@@ -352,7 +352,7 @@ def make_context(
         renderer=ChatRenderer(processor.hf_processor),
         vocabulary=Vocabulary(tokenizer),
         vocab_size=len(tokenizer),
-        media_settings=MediaSettingsResolver(processor, Path(tokenizer.name_or_path)),
+        media_settings=MediaSettingsResolver(processor, Path(tokenizer.name_or_path), config),
         media=media,
         defaults=SamplingDefaults(eos_token_id=[3]),
         task=Task.of(config, Path(tokenizer.name_or_path), HIDDEN_SIZE, tokenizer.backend_tokenizer),

@@ -18,7 +18,7 @@ from mini_engine.transport.codec import Encoder, decode
 
 
 def request(*tensors: torch.Tensor) -> NewRequest:
-    media = [MediaItem("image", [0], 1, (1, 2, 2), None, tensor, b"") for tensor in tensors]
+    media = [MediaItem(b"", "image", 1, (1, 2, 2), None, offsets=[0], patches=tensor) for tensor in tensors]
     return NewRequest("r", [1, 2], SamplingParams(4, 1), media)
 
 

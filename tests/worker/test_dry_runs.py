@@ -1,130 +1,200 @@
-"""A worker's start, then prompts and decode steps of its real `ModelRunner`, on the device of `fake_cuda.py`: no hidden
-wait, no operands on both sides, no kernel first compiled while requests are served, no more memory than is reserved.
-
-With -s each run prints its launches: Triton's kernels, and operators that are neither views nor copies from the host.
-"""
+"""A worker's start and steps on a CUDA device that does not exist: no hidden wait, no tensor on the wrong device, no
+kernel first compiled while serving, no more memory than is reserved. The device's tensors are fake, the host's real;
+Triton binds the arguments of a launch and stops there. With -s each run prints its launches: Triton's kernels, and
+operators that are neither views nor copies from the host."""
 
 import contextlib
+import itertools
+import weakref
 from collections import Counter
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu_check import SAMPLING, grammars, requests, shorten
 from benchmarks.runner import CONFIGS, checkpoint, decode, made_up_media, plain_requests, take
 from mini_engine.config import BUNDLED_MODEL, ConfigError
 from mini_engine.launch.cli import parse
-from mini_engine.messages import MediaCachePlan, NewSequence
-from mini_engine.model.config import ModelConfig
-from mini_engine.model.parallel import Placement, TensorParallel
-from mini_engine.model.quantization import Quantization
-from mini_engine.model.vision_language import VisionLanguageModel
-from mini_engine.worker import cache_sizes as memory
+from mini_engine.model import weights
+from mini_engine.model.parallel import TensorParallel
 from mini_engine.worker import worker
-from mini_engine.worker.model_runner import ModelRunner
-from mini_engine.worker.normalisation import Normalisation
 from tests.support.devices import INTERPRETED
 from tests.worker import script
 
-pytest.importorskip("triton")
-from tests.worker.fake_cuda import DEVICE, Device, device  # noqa: E402
-
-__all__ = ["device"]
+triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="needs a device that does not exist")
 
+DEVICE, TOTAL, TARGET = torch.device("cuda", 0), 80 << 30, triton.backends.compiler.GPUTarget("cuda", 90, 32)
+PROPERTIES = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448)
+MOVE, COPY, THREADS = torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, torch.get_num_threads()
+NO_LAUNCH = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view"}
 PIXELS = ("--mm-processor-kwargs", '{"size": {"shortest_edge": 3136, "longest_edge": 12845056}}')  # the hub's
-NO_MEDIA = ["--limit-mm-per-prompt", '{"image": 0, "video": 0}']
+NO_MEDIA, DATA = ["--limit-mm-per-prompt", '{"image": 0, "video": 0}'], ["--mm-encoder-tp-mode", "data"]
 
 
-def start(flags: list[str], rank: int) -> tuple[ModelRunner, ModelConfig, memory.MemoryUse]:
-    """As `worker._run`."""
-    config = parse([*flags, *PIXELS, "--max-num-seqs", "16"])
-    size, check = config.tensor_parallel_size, Tensor.is_contiguous
-    gather = lambda _, tensor: check(tensor)  # noqa: E731
-    others: Any = SimpleNamespace(all_reduce=check, broadcast=check, all_gather=gather, gather=gather)
-    tp = TensorParallel(rank, size, others)
-    held = Quantization.choose(config.quantization, config.quantize_head, None, None)
-    at = Placement(tp, torch.bfloat16, DEVICE, config.mm_encoder_tp_mode == "data", held)
-    model = VisionLanguageModel(ModelConfig.from_dir(config.model), at).eval()
+class Device(TorchDispatchMode):
+    """What was launched on it, and its memory. `serving`: the start may copy as it likes. `ahead`: each step continues
+    the one before. `recording`: a CUDA graph; a copy into it would be that of now for ever."""
 
-    def received(patches: Tensor) -> Tensor:  # as `PinnedMemory.to_device`
-        return torch.empty(patches.shape, dtype=patches.dtype, device=DEVICE)
+    used = property(lambda self: sum(self._live.values()))
 
-    def runner_with(size: memory.CacheSize) -> ModelRunner:
-        attention = worker.make_attention(config, model, worker.choose_backend("auto", DEVICE), size)
-        graphs, normalise = worker.make_graphs(config, model, attention), Normalisation.from_dir(config.model)
-        return ModelRunner(model, attention, made_up_media(), normalise, tp, received, graphs)
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches, self.specialisations = Counter[str](), set[str]()
+        self.serving = self.ahead = self.recording = False
+        self.peak, self._live = 0, dict[int, int]()  # bytes
 
-    one_block = runner_with(memory.CacheSize(1, 1))
-    use = memory.profile(config, config.model, MediaCachePlan("off", 0, ""), model.config, one_block)
-    del one_block
-    runner = runner_with(worker.choose_cache_size(config, model, use))
-    worker.record_graphs(runner)
-    worker.warm_up(runner, model.config, size)
-    return runner, model.config, use
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func.namespace == "prim":  # what device a tensor is on
+            return func(*args)
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            with self:  # in inference mode operators arrive whole that consist of others
+                return func.decompose(*args, **kwargs)
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        host = [x for x in tensors if not isinstance(x, FakeTensor) and x.ndim]
+        target = torch.device(kwargs.get("device") or "meta").type
+        if target != "cuda" and not any(isinstance(x, FakeTensor) for x in tensors):
+            kwargs.pop("pin_memory", None)
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if func in (MOVE, COPY) and (host or target == "cpu"):
+            assert not self.serving or kwargs.get("non_blocking") or args[2:] == (True,), "a copy waits for the device"
+            if func is COPY and not isinstance(args[0], FakeTensor):
+                with unset_fake_temporarily():
+                    return args[0].zero_()
+            assert not self.serving or hasattr(host[0], "pinned"), "a copy of pageable memory"
+            assert not self.recording, "a copy from the host in a CUDA graph"
+        else:
+            assert not host, f"{func}: operands on the host and on the device"
+            self.launches["operators"] += not func.is_view and func.overloadpacket.__name__ not in NO_LAUNCH
+        for x in tree_leaves(result := func(*args, **kwargs)):
+            if isinstance(x, FakeTensor) and x.is_cuda and (storage := x.untyped_storage())._cdata not in self._live:
+                self._live[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._live.pop, storage._cdata)
+                self.peak = max(self.peak, self.used)
+        return result
+
+    def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **fixed: Any) -> None:
+        assert all(x.is_cuda for x in args if isinstance(x, Tensor)), f"{kernel}: an operand on the host"
+        assert all(0 < size < 65536 for size in grid[1:]) and 0 < grid[0] < 2**31, (kernel, grid)
+        bind, more = kernel.device_caches[0][4], {"debug": False, "instrumentation_mode": ""}
+        read = lambda x: SimpleNamespace(dtype=x.dtype, data_ptr=lambda: x.storage_offset() * x.element_size())  # noqa: E731
+        _, specialisation, _ = bind(*(read(x) if isinstance(x, Tensor) else x for x in args), **fixed, **more)
+        for parameter, (kind, attribute) in zip(kernel.params, specialisation, strict=True):
+            is_free = kind[0] != "*" or parameter.do_not_specialize_on_alignment
+            assert is_free or attribute == "D", f"{kernel}: {parameter.name} is not aligned"
+        self.launches["kernels"] += 1
+        self.specialisations.add(f"{kernel} {specialisation} {fixed}")
+
+    @contextlib.contextmanager
+    def record(self, graph: Any, **_: Any) -> Any:
+        before, self.recording = Counter(self.launches), True
+        yield
+        self.recording, launched = False, self.launches - before
+        graph.replay = lambda: self.launches.update(launched)
+
+    def event(self, **_: Any) -> Any:
+        before: list[int] = []  # launches
+
+        def synchronize() -> None:
+            assert not self.ahead or self.launches["kernels"] > before[-1], "the device waits for the host"
+
+        return SimpleNamespace(record=lambda: before.append(self.launches["kernels"]), synchronize=synchronize)
 
 
-def serve(name: str, runner: ModelRunner, model: ModelConfig, kinds: Sequence[str], device: Device) -> None:
-    """Steps of all kinds; prints launches."""
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Any:
+    device = Device()
+    for name, replacement in {
+        "get_device_capability": lambda _: (9, 0), "get_device_properties": lambda _: PROPERTIES,
+        "device_count": lambda: 8, "mem_get_info": lambda _: (TOTAL - device.used, TOTAL),
+        "memory_reserved": lambda _: device.used, "max_memory_reserved": lambda _: device.peak,
+        "reset_peak_memory_stats": lambda _: setattr(device, "peak", device.used),
+        **dict.fromkeys(("empty_cache", "synchronize", "graph_pool_handle"), lambda _=None: None),
+        "Event": device.event, "CUDAGraph": SimpleNamespace, "graph": device.record,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, replacement)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda host: vars(copy := host.clone()).update(pinned=True) or copy)
+    attend = lambda q, *_, **__: q.transpose(1, 2).clone().transpose(1, 2)  # noqa: E731  torch would ask the driver
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(triton.JITFunction, "run", lambda *args, **fixed: device.launch(*args, **fixed))
+    driver = SimpleNamespace(get_current_target=lambda: TARGET, get_current_device=lambda: 0)
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    with FakeTensorMode(allow_non_fake_inputs=True), device, torch.inference_mode():
+        yield device
+    worker.triton_obstacle.cache_clear()
+    torch.set_flush_denormal(False)
 
-    def count(new: Sequence[NewSequence], cached: int, begin: int, steps: int) -> str:
-        with contextlib.closing(decode(runner, new, cached)) as launched:
-            take(launched, begin)
-            before, device.ahead = Counter(device.launches), begin > 0
-            take(launched, steps)
-            device.ahead = False
-            return ", ".join(f"{(device.launches - before)[what] / steps:.0f} {what}" for what in device.launches)
 
-    # All at once: chunks beside single tokens, and preemption.
-    steps = script.write_steps(requests(model.vision, *kinds), 12, 100, runner.block_size, 256, preempt_at=(3, 12))
+def start(flags: list[str], rank: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The worker's main function without its connections. The memory that it measured, and the runner."""
+    config, made, profile = parse([*flags, *PIXELS, "--max-num-seqs", "16"], {}), list[Any](), worker.profile
+    others: Any = SimpleNamespace(**dict.fromkeys(("all_reduce", "broadcast", "all_gather", "gather"), lambda *_: None))
+    received = lambda patches: torch.empty(patches.shape, dtype=patches.dtype, device=DEVICE)  # noqa: E731
+    for name, replacement in {
+        "choose_device": lambda *_: DEVICE, "PinnedMemory": lambda _: SimpleNamespace(to_device=received),
+        "receive_media": lambda *_: made_up_media(), "start_grammars": lambda *_: None,
+        "join_group": lambda *_: TensorParallel(rank, config.tensor_parallel_size, others),
+        "profile": lambda *args: made.append(profile(*args)) or made[0],
+        "serve_ahead": lambda core, encoder, runner: made.append(runner),
+        **dict.fromkeys(("gc", "sockets"), MagicMock()), "os": MagicMock(environ={"OMP_NUM_THREADS": THREADS}),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(worker, name, replacement)
+    monkeypatch.setattr(weights, "fill_randomly", lambda model: None)  # there are no numbers
+    worker._run(MagicMock(**{"init.config": config, "init.model_dir": config.model, "spec.index": f"0.{rank}"}))
+    return made
+
+
+def serve(name: str, runner: Any, kinds: list[str], device: Device) -> None:
+    """All kinds at once, chunks beside single tokens, and preemption; then each alone, whose launches are printed."""
+    vision, longest = runner._model.config.vision, runner._model.config.text.max_position_embeddings
+    steps = script.write_steps(requests(vision, *kinds), 12, 100, runner.block_size, 256, preempt_at=(3, 12))
     script.run(runner, steps, ahead=1)
-    longest = model.text.max_position_embeddings
-    print(f"\n{name}: 2,048 tokens of prefill", count(plain_requests(1, 2048), 0, 0, 1))
-    print("  100 tokens after a long prefix", count(plain_requests(1, longest - 100), longest - 200, 0, 1))
+    after_prefix = plain_requests(1, longest - 100), longest - 200, 0, 1
+    cases = [("2,048 tokens", plain_requests(1, 2048), 0, 0, 1), ("100 tokens after a long prefix", *after_prefix)]
     for kind in kinds:
-        [new] = requests(model.vision, kind)
-        three = [msgspec.structs.replace(new, request_id=f"{kind} {number}") for number in range(3)]
-        print(f"  a decode step, {kind}:", count(three, 0, 2, 10))  # most go on in a new block
+        cases.append((f"a decode step, {kind}", requests(vision, *[kind] * 3), 0, 2, 10))  # each goes on in a new block
+    for case, new, cached, first, count in cases:
+        with contextlib.closing(decode(runner, new, cached)) as launched:
+            take(launched, first)
+            before, device.ahead = Counter(device.launches), first > 0
+            take(launched, count)
+            device.ahead = False
+        print(name, case, {what: round(n / count) for what, n in (device.launches - before).items()}, sep=", ")
 
 
-def test_a_kv_cache_beyond_the_device_is_refused_before_the_worker_loads_something(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker, "choose_device", lambda *_: DEVICE)
-    init = SimpleNamespace(config=parse(["--kv-cache-memory-bytes", "80G"], {}), model_dir=BUNDLED_MODEL)
-    child: Any = SimpleNamespace(init=lambda: init, index="0.0")
+def test_a_kv_cache_beyond_the_device_is_refused_before_the_worker_loads_something(device, monkeypatch):
     with pytest.raises(ConfigError, match="--kv-cache-memory-bytes: a KV cache of 80.0 GiB .* does not fit, 80.0 GiB"):
-        worker._run(child)
+        start([BUNDLED_MODEL, "--kv-cache-memory-bytes", "80G"], 0, monkeypatch)
     assert not device.used
 
 
-EVERY = [path.stem for path in sorted(CONFIGS.glob("*.json"))]
-DATA = ["--mm-encoder-tp-mode", "data"]
-TWO_LAYERS = [
+TWO_LAYERS = [(*run, shorten) for run in (
     ("Qwen2-VL-2B-Instruct", 2, 1, []), ("Qwen2.5-VL-7B-Instruct", 4, 0, DATA),
     ("Qwen3-VL-4B-Instruct", 1, 0, NO_MEDIA), ("Qwen3-VL-4B-Instruct", 2, 0, ["-q", "int4"]),
-    ("Qwen3.5-4B", 1, 0, ["-q", "int8"]),
-    ("Qwen3-VL-30B-A3B-Instruct", 4, 0, []), ("Qwen3.5-35B-A3B", 1, 0, ["-q", "int4"]),
-]  # fmt: skip
-ALL_LAYERS = [(name, size, 0, flags) for name in EVERY for size in (1, 2, 4) for flags in ([], DATA)[:size]]
+    ("Qwen3.5-4B", 1, 0, ["-q", "int8"]), ("Qwen3.5-35B-A3B", 1, 0, ["-q", "int4"]),
+    ("Qwen3-VL-30B-A3B-Instruct", 4, 0, []),
+)]  # fmt: skip
+EVERY = itertools.product(sorted(CONFIGS.glob("*.json")), ((1, []), (2, []), (2, DATA), (4, []), (4, DATA)))
+ALL_LAYERS = [pytest.param(path.stem, size, 0, flags, None, marks=pytest.mark.slow) for path, (size, flags) in EVERY]
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "rank", "flags", "change"),
-    [(*run, shorten) for run in TWO_LAYERS] + [pytest.param(*run, None, marks=pytest.mark.slow) for run in ALL_LAYERS],
-)
-def test_a_worker(name: str, size: int, rank: int, flags: list[str], change: Any, device: Device) -> None:
+@pytest.mark.parametrize(("name", "size", "rank", "flags", "change"), [*TWO_LAYERS, *ALL_LAYERS])
+def test_a_worker(name, size, rank, flags, change, device, monkeypatch):
     with checkpoint(name, change) as model_flags:
-        runner, model, use = start([*model_flags, *flags, "-tp", str(size)], rank)
+        use, runner = start([*model_flags, *flags, "-tp", str(size)], rank, monkeypatch)
     kinds = [kind for kind in SAMPLING if kind != "image" or flags is not NO_MEDIA]
     met, held, device.serving = set(device.specialisations), device.used, True
     with grammars() as known:
         runner.grammars = None if rank else known
-        serve(f"{name}, {size} ranks", runner, model, kinds, device)
+        serve(f"{name}, {size} ranks", runner, kinds, device)
     assert not device.specialisations - met, "kernels first compiled while requests are served"
     assert device.peak - held <= use.step + use.media

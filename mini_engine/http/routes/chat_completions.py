@@ -84,7 +84,9 @@ async def start(context: AppContext, prompt: Prompt, state: State) -> Answer:
                 try:
                     async with admission(context, items, state):
                         engine = engine or context.engines.choose(items[0][0].content.digest if items else b"")
-                        answer = await deliver(context, engine, prompt, items, state, arrival)
+                        with engine.holding(state.request_id, prompt.chat.num_choices):
+                            media = await look_up(context, engine, items, state, trusts_embeddings=arrival is None)
+                            answer = await send(context, engine, prompt, media, state, arrival)
                 except HeldElsewhere as elsewhere:
                     engine, arrival = elsewhere.engine, None
                     continue
@@ -149,20 +151,6 @@ async def admission(context: AppContext, items: Sequence[object], state: State) 
         yield
 
 
-async def deliver(
-    context: AppContext,
-    engine: EngineHandle,
-    prompt: Prompt,
-    items: list[Candidates],
-    state: State,
-    arrival: int | None = None,
-) -> Answer:
-    """Rows 5 to 8; with `arrival` for the second time, when embeddings are not enough. Raises as `start`."""
-    with engine.holding(state.request_id, prompt.chat.num_choices):
-        media = await look_up(context, engine, items, state, trusts_embeddings=arrival is None)
-        return await send(context, engine, prompt, media, state, arrival)
-
-
 async def look_up(
     context: AppContext, engine: EngineHandle, items: list[Candidates], state: State, trusts_embeddings: bool
 ) -> PromptMedia:
@@ -181,12 +169,7 @@ async def look_up(
 
 
 async def send(
-    context: AppContext,
-    engine: EngineHandle,
-    prompt: Prompt,
-    media: PromptMedia,
-    state: State,
-    arrival: int | None = None,
+    context: AppContext, engine: EngineHandle, prompt: Prompt, media: PromptMedia, state: State, arrival: int | None
 ) -> Answer:
     """Rows 7 and 8: placeholders at their length, sampling parameters; then tensors and request, which the answer
     aborts at the latest at the end of `state.cleanup`. Raises as `start`."""

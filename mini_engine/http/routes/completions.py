@@ -40,7 +40,11 @@ async def completions(request: Request) -> Response:
     answers: dict[Answer, NewRequest] = {}
     for number, prompt in enumerate(body.prompts):
         await asyncio.sleep(0)  # each may take some milliseconds
-        token_ids = await _encode(context, body, prompt) if isinstance(prompt, str) else _check(context, body, prompt)
+        if isinstance(prompt, str):
+            token_ids = await _encode(context, body, prompt)
+        else:
+            token_ids = prompt
+            context.renderer.check_tokens("prompt", token_ids)
         own_id = f"{state.request_id}-prompt{number}" if number else state.request_id
         new = context.sampling.new_request(body, own_id, token_ids, client=state.client)
         if number:
@@ -62,13 +66,6 @@ async def _encode(context: AppContext, body: CompletionRequest, prompt: str) -> 
     token_ids = await run_sized(encode, len(prompt), INLINE_CHARACTERS)
     if not token_ids:
         raise bad_request("The prompt is empty: it needs at least one token.", "prompt")
-    return token_ids
-
-
-def _check(context: AppContext, body: CompletionRequest, token_ids: list[int]) -> list[int]:
-    context.sampling.max_tokens(body, len(token_ids))
-    context.sampling.check_tokens("prompt", token_ids)
-    context.renderer.check_tokens("prompt", token_ids)
     return token_ids
 
 

@@ -1,23 +1,20 @@
 """The endpoints about the server itself: models, health, metrics, caches, version; and the log's line of statistics."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.metadata
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter, Request
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from mini_engine import metrics
+from mini_engine.engine_client.engines import EngineClient
 from mini_engine.http.body import JSON, check_headers, check_model
 from mini_engine.http.context import context_of
 from mini_engine.protocol.api_errors import ApiError, EngineError
-
-if TYPE_CHECKING:
-    from mini_engine.engine_client.engines import EngineClient
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +96,7 @@ async def show_metrics(request: Request) -> Response:
     context = context_of(request)
     await context.engines.refresh_metrics()
     text = await asyncio.to_thread(metrics.exposition, context.config.served_names[0])
-    return Response(text, headers={"content-type": metrics.CONTENT_TYPE})
+    return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 @router.get("/version")

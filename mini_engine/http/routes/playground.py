@@ -28,13 +28,11 @@ router = APIRouter(include_in_schema=False)
 
 @router.get("/")
 async def page() -> Response:
-    """The page."""
     return await file("index.html")
 
 
 @router.get("/playground/{name}")
 async def file(name: str) -> Response:
-    """What the page loads."""
     if name not in TYPES:
         raise HTTPException(404)
     return Response((FOLDER / name).read_bytes(), media_type=TYPES[name], headers=HEADERS)

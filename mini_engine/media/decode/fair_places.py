@@ -59,7 +59,6 @@ class Place:
         self._timer = asyncio.get_running_loop().call_later(SLOW_SECONDS, self._become_slow)
 
     def release(self) -> None:
-        """The job is done."""
         self._timer.cancel()
         self._places.num_free_slow += self._is_slow
         self._places.num_free += not self._is_slow

@@ -36,8 +36,8 @@ class FrameRows:
         self._turn: _Turn = (False, False, False)
 
     def offer(self, place: int, frame: av.VideoFrame) -> None:
-        """Keeps `frame` if its place is asked for and empty. Raises MediaError for a size above the limits."""
-        if place not in self._places or place in self._row_of:
+        """Keeps `frame` if its place is asked for. Raises MediaError for a size above the limits."""
+        if place not in self._places:
             return
         self._guard.check_size("max_frame_pixels", frame.width, frame.height)
         if self._rows is None:

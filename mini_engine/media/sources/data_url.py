@@ -23,14 +23,16 @@ def parse_data_url(url: str, policy: MediaPolicy, item: str) -> DataUrl:
     return url
 
 
-def decode_base64(url: DataUrl, policy: MediaPolicy, item: str) -> bytes:
-    """The data. Raises MediaError."""
+def fetch_data(url: str, policy: MediaPolicy, item: str = "media item") -> bytes:
+    """Returns the bytes of a `data:` URL, at most `policy.max_media_bytes`. Blocks: call it in a thread. Raises
+    MediaError, whose text starts with `item`."""
+    data = parse_data_url(url, policy, item)
     blocks: list[bytes] = []
     rest = b""  # less than one group of four characters, and an escape that a block cuts
     try:
-        for place in range(url.begin, url.end, BLOCK_BYTES):
-            text = rest + url.whole[place : min(place + BLOCK_BYTES, url.end)]
-            cut = text.rfind(b"\\", -5) if place + BLOCK_BYTES < url.end else -1
+        for place in range(data.begin, data.end, BLOCK_BYTES):
+            text = rest + data.whole[place : min(place + BLOCK_BYTES, data.end)]
+            cut = text.rfind(b"\\", -5) if place + BLOCK_BYTES < data.end else -1
             text, rest = (text[:cut], text[cut:]) if cut >= 0 else (text, b"")
             if b"\\" in text:
                 text = msgspec.json.decode(b'"%b"' % text, type=str).encode("ascii")

@@ -1,4 +1,4 @@
-"""Reads the bytes of `data:` and `file://` URLs, and checks all media URLs before anything is fetched.
+"""Reads the frames of `data:` URLs, and checks all media URLs before anything is fetched.
 
 `data_url.py` decodes `data:` URLs, `local_files.py` reads `file://` URLs and `http_fetch.py` reads `http(s)://` URLs.
 The module does not know the format of the bytes. No error contains a path, an address or a host name.
@@ -10,7 +10,7 @@ from mini_engine.config.decode_limits import DecodeLimits
 from mini_engine.media.decode.item_limits import Guard
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
 from mini_engine.media.media_errors import MediaError
-from mini_engine.media.sources.data_url import decode_base64, parse_data_url
+from mini_engine.media.sources.data_url import fetch_data, parse_data_url
 from mini_engine.media.sources.http_fetch import parse_http
 from mini_engine.media.sources.local_files import file_size
 from mini_engine.media.sources.policy import MediaPolicy
@@ -29,22 +29,13 @@ class Frames:
     facts: VideoFacts
 
 
-def fetch_data(url: str, policy: MediaPolicy, item: str = "media item") -> bytes:
-    """Returns the bytes of a `data:` URL, at most `policy.max_media_bytes`. Blocks: call it in a thread. Raises
-    MediaError, whose text starts with `item`."""
-    return decode_base64(parse_data_url(url, policy, item), policy, item)
-
-
 def has_frames(url: str) -> bool:
     """Whether the URL has frames, and not a file."""
     return url[:16].lower() == "data:video/jpeg;"
 
 
-Times = list[float] | None
-
-
 def fetch_frames(
-    url: str, policy: MediaPolicy, limits: DecodeLimits, sampling: VideoSampling, item: str, times: Times = None
+    url: str, policy: MediaPolicy, limits: DecodeLimits, sampling: VideoSampling, item: str, times: list[float] | None
 ) -> tuple[bytes, Frames]:
     """The bytes of the frames of `data:video/jpeg;base64,<frame>,<frame>,...`, vLLM's form, one after another for
     `decode_frames`. All count, at `times` (seconds) if these are given. Raises MediaError."""
@@ -67,7 +58,7 @@ def fetch_frames(
         comma = data.whole.find(b",", begin, data.end)
         end = data.end if comma < 0 else comma
         try:
-            images.append(decode_base64(DataUrl(url, data.whole, begin, end), policy, item))
+            images.append(fetch_data(DataUrl(data, data.whole, begin, end), policy, item))
         except MediaError as error:
             raise MediaError(item, f"frame {len(images) + 1}: {error.problem}") from error
         begin = end + 1

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import unquote_to_bytes
 
 from mini_engine.launch.shortage import raise_if_short
@@ -31,16 +30,6 @@ SETTLED_NS = 2_000_000_000  # the coarsest time stamps of these file systems, tw
 MAX_DIGESTS = 10_000
 
 
-class FileState(NamedTuple):
-    """What the file system says of a file."""
-
-    device: int
-    inode: int
-    size: int
-    mtime_ns: int
-    ctime_ns: int
-
-
 class LocalFiles:
     """Reads files, and remembers the content digests of those that it has read, by what the file system says of them.
 
@@ -49,7 +38,7 @@ class LocalFiles:
     """
 
     def __init__(self) -> None:
-        self._digests: OrderedDict[FileState, bytes] = OrderedDict()
+        self._digests: OrderedDict[tuple[int, ...], bytes] = OrderedDict()
         self._lock = threading.Lock()
 
     def digest(self, url: str, policy: MediaPolicy, item: str) -> bytes | None:
@@ -64,10 +53,11 @@ class LocalFiles:
         """The content, and its digest. Follows symlinks to files below the root. Raises MediaError, Shortage."""
         with _opened(url, policy, item) as file:
             before = _state_of(file)
+            device, _, _, *times = before
             data = policy.checked(file.readall(), item)
             digest = content_digest(data)
-            age = time.time_ns() - max(before.mtime_ns, before.ctime_ns)
-            if _state_of(file) == before and age > SETTLED_NS and _is_local(before.device):
+            age = time.time_ns() - max(times)
+            if _state_of(file) == before and age > SETTLED_NS and _is_local(device):
                 with self._lock:
                     self._digests[before] = digest
                     if len(self._digests) > MAX_DIGESTS:
@@ -75,9 +65,10 @@ class LocalFiles:
         return data, digest
 
 
-def _state_of(file: FileIO) -> FileState:
+def _state_of(file: FileIO) -> tuple[int, ...]:
+    """What the file system says of a file: device, inode, size, and times of the last change (mtime, ctime) in ns."""
     status = os.fstat(file.fileno())
-    return FileState(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 @functools.cache

@@ -15,15 +15,15 @@ import os
 import resource
 import selectors
 import signal
+import socket
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 from setproctitle import setproctitle
@@ -41,6 +41,7 @@ MEMORY_BYTES = 128 << 20
 STEP_SECONDS, ROW_SECONDS, SPARE_SECONDS, LEAST_SPARE = 0.01, 0.0005, 0.06, 0.01
 STALLED_SECONDS = 1.0  # of wall time longer than the model, since a busy machine is no fault of a grammar
 REFUSED_SECONDS, REFUSED = 600, 1000  # for how long, and how many grammars that exceeded a limit
+RECEIVED_BYTES = 65536  # at a time
 PAUSE_SECONDS = 5  # before the next grammar of a client is compiled after one that has delayed steps
 
 TOO_MUCH = f"The grammar of this request {{}}; send a simpler one. It is refused for {REFUSED_SECONDS // 60} minutes."
@@ -81,10 +82,9 @@ class MaskWork(msgspec.Struct, frozen=True, array_like=True):
     rows: list[tuple[int, Row]] = []  # with the places of their masks
     seconds: float = 0.0  # of processor time for the masks
     spare: float = 0.0  # of the process's spare seconds, at most
-    wall: float = 0.0  # seconds
 
 
-_problems = msgspec.msgpack.Decoder(list[str])
+_encode, _problems = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(list[str])
 
 
 @dataclass
@@ -92,10 +92,9 @@ class _Process:
     """The process of a grammar, as the manager sees it."""
 
     pid: int
-    connection: Connection
+    connection: socket.socket
     grammar: Grammar
     is_compiled: bool = False
-    places: Sequence[int] = ()  # of the step's rows, until it has answered
 
 
 class Manager:
@@ -108,8 +107,6 @@ class Manager:
         self._pauses: dict[bytes, float] = {}  # until when, by client
         self._compiling = max(1, len(os.sched_getaffinity(0)) // 2)  # at most; of a client one
         self._refused: dict[bytes, tuple[float, str]] = {}  # until when, and why
-        self._problems: list[str] = []  # of the step's rows
-        self._busy: set[bytes] = set()  # those whose processes have not answered in this step
         self._selector = selectors.DefaultSelector()
         self._selector.register(requests, selectors.EVENT_READ, self._take_request)
 
@@ -136,76 +133,70 @@ class Manager:
             else:
                 self._queues.setdefault(grammar.client, {})[grammar.digest] = grammar
         if request.rows or request.finished:
-            self._send_work(request)
+            self._fill_masks(request)
 
-    def _send_work(self, request: ManagerRequest) -> None:
-        self._problems = [KILLED] * len(request.rows)
+    def _fill_masks(self, request: ManagerRequest) -> None:
+        """Have the masks of a step's rows filled, all processes at once, and send their problems; drop outputs."""
+        problems, busy = [KILLED] * len(request.rows), list[tuple[_Process, list[int]]]()
         finished, rows = defaultdict[bytes, list[str]](list), defaultdict[bytes, list[tuple[int, Row]]](list)
         for digest, request_id in request.finished:
             finished[digest].append(request_id)
         for place, row in enumerate(request.rows):
             rows[row.digest].append((place, row))
-        share, wall = 1 / max(1, len(rows)), request.seconds + STALLED_SECONDS
+        share, deadline = 1 / max(1, len(rows)), time.monotonic() + request.seconds + STALLED_SECONDS
         seconds, spare = share * (request.seconds + STEP_SECONDS), max(LEAST_SPARE, share * SPARE_SECONDS)
         for digest in {*finished, *rows}:
             places, process = [place for place, _ in rows[digest]], self._processes.get(digest)
             if process is None:
                 for place in places:
-                    self._problems[place] = self._refusal(digest) or KILLED
+                    problems[place] = self._refusal(digest) or KILLED
                 continue
+            work = MaskWork(finished[digest], rows[digest], seconds + ROW_SECONDS * len(places), spare)
+            with contextlib.suppress(OSError):  # it was killed or is stalled, as the next read shows
+                process.connection.sendall(_encode(work))
             if places:
-                process.places = places
-                self._busy.add(digest)
-            work = MaskWork(finished[digest], rows[digest], seconds + ROW_SECONDS * len(places), spare, wall)
-            with contextlib.suppress(ConnectionError):  # it was killed, as the selector shows next
-                process.connection.send_bytes(msgspec.msgpack.encode(work))
+                busy.append((process, places))
+        for process, places in reversed(busy):  # the others have mostly answered by then: fewer switches
+            for place, problem in zip(places, self._wait_for(process, len(places), deadline), strict=True):
+                problems[place] = problem
         if request.rows:
-            self._answer()
+            self._requests.send_bytes(_encode(problems))
 
-    def _take_problems(self, process: _Process) -> None:
-        digest = process.grammar.digest
+    def _wait_for(self, process: _Process, rows: int, deadline: float) -> list[str]:
+        """The problems of its rows."""
+        process.connection.settimeout(max(0.0, deadline - time.monotonic()))
         try:
-            problems = _problems.decode(process.connection.recv_bytes())
+            return _receive(process.connection)
         except (EOFError, OSError):
-            self._on_exit(process)
-            return
-        if process.is_compiled:
-            self._busy.remove(digest)
-            for place, problem in zip(process.places, problems, strict=True):
-                self._problems[place] = problem
-            self._answer()
-            return
-        process.is_compiled = True
-        self._report(process.grammar, problems[0])
-        if problems[0]:
-            self._end(digest)
-
-    def _answer(self) -> None:
-        """Send the problems of the step's rows, once all masks are there."""
-        if not self._busy:
-            self._requests.send_bytes(msgspec.msgpack.encode(self._problems))
-
-    def _on_exit(self, process: _Process) -> None:
-        """A process closed its connection: it has exceeded a limit, or was killed."""
-        digest, problem = process.grammar.digest, LARGE
-        status = os.WTERMSIG(self._end(digest))
-        if status == signal.SIGPROF:
-            problem = SLOW_MASK if process.is_compiled else SLOW_COMPILE
-        if status in (signal.SIGKILL, signal.SIGALRM):
-            problem = KILLED
-        else:
-            self._refused[digest] = time.monotonic() + REFUSED_SECONDS, problem
-            if len(self._refused) > REFUSED:
-                del self._refused[next(iter(self._refused))]
-        if not process.is_compiled:
-            self._report(process.grammar, problem)
-        if digest in self._busy:
+            problem = self._on_exit(process)
             if problem != KILLED:
                 self._pauses[process.grammar.client] = time.monotonic() + PAUSE_SECONDS
-            self._busy.remove(digest)
-            for place in process.places:
-                self._problems[place] = problem
-            self._answer()
+            return [problem] * rows
+
+    def _take_report(self, process: _Process) -> None:
+        """A process has compiled its grammar, or exited."""
+        try:
+            [problem] = _receive(process.connection)
+            if problem:
+                self._end(process.grammar.digest)
+        except (EOFError, OSError):
+            problem = self._on_exit(process)
+        if not process.is_compiled:
+            process.is_compiled = True
+            self._report(process.grammar, problem)
+
+    def _on_exit(self, process: _Process) -> str:
+        """A process has exceeded a limit or was killed, or is killed now, as it is stalled. Returns the problem."""
+        digest, problem = process.grammar.digest, LARGE
+        status = os.WTERMSIG(self._end(digest))
+        if status == signal.SIGKILL:
+            return KILLED
+        if status == signal.SIGPROF:
+            problem = SLOW_MASK if process.is_compiled else SLOW_COMPILE
+        self._refused[digest] = time.monotonic() + REFUSED_SECONDS, problem
+        if len(self._refused) > REFUSED:
+            del self._refused[next(iter(self._refused))]
+        return problem
 
     def _refusal(self, digest: bytes) -> str:
         """Why a grammar is refused; empty: it is not."""
@@ -238,7 +229,7 @@ class Manager:
     def _start(self, grammar: Grammar) -> None:
         manager = os.getpid()
         try:
-            own_end, child_end = Pipe()
+            own_end, child_end = socket.socketpair()
             pid = os.fork()
         except OSError as error:
             self._report(grammar, f"The grammar of this request gets no process: {error.strerror}; retry later.")
@@ -250,7 +241,7 @@ class Manager:
                 os._exit(1)  # whatever happened: the manager's code ends here
         child_end.close()
         self._processes[grammar.digest] = process = _Process(pid, own_end, grammar)
-        self._selector.register(own_end, selectors.EVENT_READ, partial(self._take_problems, process))
+        self._selector.register(own_end, selectors.EVENT_READ, partial(self._take_report, process))
 
     def _end(self, digest: bytes) -> int:
         """Returns its exit status. It writes no mask from here on."""
@@ -262,32 +253,39 @@ class Manager:
         return status
 
 
-def _follow(vocabulary: MaskVocabulary, grammar: str, connection: Connection, manager: int) -> None:
+def _receive(connection: socket.socket, decoder: msgspec.msgpack.Decoder[Any] = _problems) -> Any:
+    """The next message, which none follows before it is answered. A `Connection` would read twice, and has more to run
+    in each process. Raises EOFError, OSError."""
+    received = b""
+    while part := connection.recv(RECEIVED_BYTES):
+        received += part
+        try:
+            return decoder.decode(received)
+        except msgspec.DecodeError:
+            continue  # its end is yet to come
+    raise EOFError
+
+
+def _follow(vocabulary: MaskVocabulary, grammar: str, connection: socket.socket, manager: int) -> None:
     """What a grammar's process does, until it is killed."""
     die_with_parent(manager)
     setproctitle("mini-engine: grammar")
     _limit(connection.fileno())
-    _set_timers(COMPILE_SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)  # Python does not handle its signal, which ends the process
     matchers = Matchers(vocabulary, grammar)
-    _set_timers()
-    connection.send_bytes(msgspec.msgpack.encode([matchers.problem]))
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    connection.sendall(_encode([matchers.problem]))
     decoder, spare = msgspec.msgpack.Decoder(MaskWork), SPARE_SECONDS
     while True:
-        work = decoder.decode(connection.recv_bytes())
+        work = _receive(connection, decoder)
         matchers.drop(work.finished)
         if work.rows:
             begun = time.process_time()
-            _set_timers(work.seconds + min(spare, work.spare), work.wall)
+            signal.setitimer(signal.ITIMER_PROF, work.seconds + min(spare, work.spare))
             problems = matchers.fill(work.rows)
-            _set_timers()
+            signal.setitimer(signal.ITIMER_PROF, 0)
             spare = max(0.0, min(SPARE_SECONDS, spare + work.seconds - (time.process_time() - begun)))
-            connection.send_bytes(msgspec.msgpack.encode(problems))
-
-
-def _set_timers(processor_seconds: float = 0, wall_seconds: float = 0) -> None:
-    """0: none. Python handles neither signal, so it ends the process, whatever that does."""
-    signal.setitimer(signal.ITIMER_PROF, processor_seconds)
-    signal.setitimer(signal.ITIMER_REAL, wall_seconds)
+            connection.sendall(_encode(problems))
 
 
 def _limit(connection: int) -> None:

@@ -80,9 +80,7 @@ class Matchers:
     def fill(self, rows: Sequence[tuple[int, Row]]) -> list[str]:
         """Fill the masks at these places. Why an output can be followed no further, such as the grammar's complexity,
         as a text for the client; empty: its mask is there."""
-        for _, row in rows:
-            self._advance(row)
-        matchers = [(self._outputs[row.request_id][0], place) for place, row in rows]
+        matchers = [(self._advance(row), place) for place, row in rows]
         self._compute([(matcher, place) for matcher, place in matchers if not matcher.is_error()])
         problems = [_problem_of(matcher) for matcher, _ in matchers]
         size = self._vocabulary.mask_bytes
@@ -91,7 +89,7 @@ class Matchers:
                 self._adjust(row, self._vocabulary.masks[place * size : (place + 1) * size])
         return problems
 
-    def _advance(self, row: Row) -> None:
+    def _advance(self, row: Row) -> LLMatcher:
         """Follow all of an output so far, whose last tokens may have been dropped and sampled again."""
         if row.request_id not in self._outputs:
             self._outputs[row.request_id] = self._compiled.deep_copy(), []
@@ -101,6 +99,7 @@ class Matchers:
             del tokens[row.kept :]
         matcher.consume_tokens(row.tokens)
         tokens += row.tokens
+        return matcher
 
     def _compute(self, matchers: list[tuple[LLMatcher, int]]) -> None:
         address, size = self._vocabulary.address, self._vocabulary.mask_bytes
@@ -141,9 +140,11 @@ def _may_follow(mask: memoryview, token: int) -> bool:
 
 
 def _problem_of(matcher: LLMatcher) -> str:
+    if not matcher.is_error():
+        return ""
     # After the reason come lines of the grammar, which the client may not know.
     reason = re.split(r"\n *\d+ \|", matcher.get_error().replace("<non-verbose/>", ""))[0]
-    return reason and PROBLEM.format(" ".join(reason.split())[:300])
+    return PROBLEM.format(" ".join(reason.split())[:300])
 
 
 def _is_limited(number: bytes) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -102,8 +103,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
     def use(self, media_hash, is_encoded):
         """A request has the item, and perhaps its embeddings stay."""
         item = facts(media_hash)
-        layout = (item.modality, [0], item.num_tokens, item.grid_thw, item.second_per_grid, None, media_hash)
-        self.store.remember([MediaItem(*layout, item.placeholder)])
+        self.store.remember([MediaItem(*msgspec.structs.astuple(item), offsets=[0], patches=None)])
         self.use_facts(media_hash)
         (self.encoded.add if is_encoded else self.encoded.discard)(media_hash)
 
@@ -176,7 +176,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
         """`NewRequest`: its items are those that it refers to, listed or not. A later request may use the id."""
         owner = self.incarnations[server], name
         items = [*self.held.pop(owner, {}).values()]
-        media = [MediaItem("video", [0], 1, (1, 1, 1), 1.0, None, item.media_hash) for item in items]
+        media = [MediaItem(item.media_hash, "video", 1, (1, 1, 1), 1.0, offsets=[0], patches=None) for item in items]
         references = self.store.claim(owner)
         resolved = self.store.resolve(NewRequest(name, [1], SamplingParams(1, 1), media), references)
         unique = owner[0], f"{name} {next(self.numbers)}"

@@ -287,7 +287,8 @@ def test_a_grammar_that_delays_each_step_a_little_fails_in_time():
         assert rank.reports.get(timeout=60).digest == digest("start: /b/") and rank.reports.empty()
 
 
-def test_the_death_of_a_process_ends_one_grammar():
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_is_killed_or_stopped_ends_one_grammar(end):
     """A grammar's process holds no descriptor but its own. Without the manager the rank cannot go on."""
     before = os.listdir("/proc/self/fd")
     with contextlib.closing(GrammarRank(rows=2)) as rank:
@@ -296,7 +297,7 @@ def test_the_death_of_a_process_ends_one_grammar():
         assert rank.compile(HONEST) == [""]
         assert len(os.listdir(f"/proc/{lost}/fd")) == 4
         assert Path(f"/proc/{lost}/oom_score_adj").read_text() == "1000\n"
-        os.kill(lost, signal.SIGKILL)
+        os.kill(lost, end)
         problem, bars = rank.follow({"start: /a+/": [], HONEST: []})
         assert problem == KILLED and not bars.all()
         rank.finish("start: /a+/")
