@@ -228,8 +228,9 @@ class EngineCore:
         for request in plan.unmet:
             self._need_media(request)
         for request in plan.requests.values():
-            if not request.tensors.released and all(map(self.encoder.holds, request.media_tokens)):
-                self._release_tensors(request)  # all its items are encoded once this step has run
+            own, items = request.reserved, request.media_tokens
+            if not request.tensors.released and all(each in own and self.encoder.holds(each) for each in items):
+                self._release_tensors(request)  # its items are encoded once this step has run, and stay as long as it
         flight = self.next_step.build(plan, is_ping=bool(self.pings and not self.in_flight))
         if flight is None:
             return False
@@ -328,7 +329,7 @@ class EngineCore:
             reason = "length"
         times = None
         if first or reason is not None:  # the tokens in between cost nothing
-            times = request.times_so_far(self.encoder.ready_since(request.media_tokens))
+            times = request.times_so_far(self.encoder.ready_since(request.reserved))
         output = RequestOutput(
             request.id,
             [sampled.token_id],
@@ -343,7 +344,7 @@ class EngineCore:
 
     def _deliver_pooled(self, request: Request, pooled: bytes) -> None:
         """Send its only output."""
-        times, cached = request.times_so_far(self.encoder.ready_since(request.media_tokens)), request.num_cached or 0
+        times, cached = request.times_so_far(self.encoder.ready_since(request.reserved)), request.num_cached or 0
         output = RequestOutput(request.id, [], "stop", num_cached_tokens=cached, times=times, pooled=pooled)
         self.outputs[request.peer].outputs.append(output)
         self._remove(request)

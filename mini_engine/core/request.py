@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from mini_engine.messages import CachedMedia, EngineTimes, MediaItem, MessageId, NewRequest, TensorHandle
+from mini_engine.messages import CachedMedia, EngineTimes, MediaItem, MessageId, NewRequest, StoreHandle, TensorHandle
 
 HASH_BYTES = 16
 
@@ -23,13 +23,16 @@ class MediaEntry:
 
     media: CachedMedia
     nbytes: int  # that evicting it frees: in the store, those of whole pages
-    extents: list[tuple[int, int]] = dataclasses.field(
-        default_factory=list
-    )  # in the store; none: the ranks have copies
+    patches: StoreHandle | None = None  # None: the ranks have copies
     writer: int = 0  # incarnation of the API server that has the extents reserved
     references: int = 0
     listed: bool = False  # `look_up` finds it, or will when it is written
     used_at: float = 0.0  # when its last reference ended, by `time.monotonic()`
+
+    @property
+    def extents(self) -> list[tuple[int, int]]:
+        """In the store."""
+        return self.patches.extents if self.patches else []
 
 
 References = dict[bytes, MediaEntry]
@@ -77,7 +80,7 @@ class Request:
     epoch: int = 0  # raised when it loses its blocks
     restarts: bool = True  # its next chunk replaces the ranks' block table for it
     announced: bool = False  # the ranks know the sequence
-    holds_media: bool = dataclasses.field(init=False)  # all its items, if any, are reserved in the encoder cache
+    reserved: dict[bytes, int] = dataclasses.field(default_factory=dict)  # room in the encoder cache: hash -> tokens
     state: int | None = None  # index of its recurrent state while it runs
     last_snapshot: bytes | None = None  # prefix hash of the latest one in its output, which the next one replaces
     num_cached: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
@@ -87,7 +90,6 @@ class Request:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.new.prompt_token_ids)
-        self.holds_media = not self.new.media
 
     @classmethod
     def of(
@@ -122,6 +124,16 @@ class Request:
     def media_tokens(self) -> dict[bytes, int]:
         """Its distinct media items: hash -> tokens."""
         return {item.media_hash: item.num_tokens for item in self.media}
+
+    def unreserved(self, start: int) -> dict[bytes, int]:
+        """The items for which it has to reserve room in the encoder cache to compute its tokens from `start` on.
+
+        Not those before, in cached blocks: if it is preempted and the blocks are gone, it reserves room for them then,
+        and they are encoded. Without patches they could not be; and children share one reservation.
+        """
+        needs_all = self.tensors.embeddings or self.tensors.users > 1
+        needed = {item.media_hash: item.num_tokens for item in self.media if needs_all or item.end > start}
+        return {media_hash: tokens for media_hash, tokens in needed.items() if media_hash not in self.reserved}
 
     @property
     def is_running(self) -> bool:

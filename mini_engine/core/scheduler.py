@@ -62,9 +62,7 @@ class Scheduler:
         if request is self._claimant:
             self._claimant = None
         self._free_blocks(request)
-        if request.holds_media:
-            request.holds_media = False
-            self.encoder.release(request.media_tokens)
+        self.encoder.release(request.reserved)
 
     def schedule(self, heavy_in_flight: bool) -> Plan:
         """The next step's work, which may be empty.
@@ -84,6 +82,9 @@ class Scheduler:
     def _plan(self, quick: bool) -> Plan:
         seconds = self.times.quick if quick else math.inf
         plan = Plan(quick, self.max_tokens, self.max_encoder_tokens, seconds)
+        for request in self.clients.waiting:
+            if request.reserved and request.unreserved(len(self._cached_prefix(request)) * self.blocks.block_size):
+                self.encoder.release(request.reserved)  # holding it, two requests could wait for each other's room
         if self._claimant is not None:
             self._preempt_for_claimant(self._claimant, plan)
         # Decodes first, so that no prompt delays the output of others; then prefills.
@@ -156,30 +157,31 @@ class Scheduler:
                 if request.num_missing > 1:
                     self._continue(request, plan)
                 continue
-            if not (request.holds_media or all(map(self.encoder.holds, request.tensors.embeddings))):
+            if not (request.reserved or all(map(self.encoder.holds, request.tensors.embeddings))):
                 plan.unmet.append(request)
                 continue
             if self._is_full() and self.clients.victim_for_place(request) is None:
                 return
-            room = 0 if request.holds_media else self.encoder.room_for(request.media_tokens)
-            if request.holds_media or kept + room <= self.encoder.num_free:
-                if not self._admit(request, plan):
+            cached = self._cached_prefix(request)
+            items = request.unreserved(len(cached) * self.blocks.block_size)
+            room = self.encoder.room_for(items)
+            if not items or kept + room <= self.encoder.num_free:
+                if not self._admit(request, cached, items, plan):
                     return
-            if not request.holds_media:
+            if not items.keys() <= request.reserved.keys():
                 kept += room
 
-    def _admit(self, request: Request, plan: Plan) -> bool:
-        """False when it has to wait for a place or for blocks, and so all behind it.
+    def _admit(self, request: Request, cached: list[int], items: dict[bytes, int], plan: Plan) -> bool:
+        """There is room for `items`, which it has to reserve. False when it has to wait for a place or for blocks, and
+        so all behind it.
 
         It gets the blocks of all its known tokens at once: otherwise the decodes of later requests could preempt a
         prefill again and again.
         """
-        cached = self._cached_prefix(request)
         request.num_computed = len(cached) * self.blocks.block_size
         length, blocks = 0, None
         if not plan.quick or self._is_quick(request):
-            if not request.holds_media:
-                self._reserve_media(request)
+            self._reserve_media(request, items)
             length = self._prepare_chunk(request, plan)
         if length and not self._is_full():
             blocks = self.blocks.allocate(self.blocks.blocks_for(request.num_known), cached)
@@ -228,14 +230,13 @@ class Scheduler:
         unencoded = sum(tokens for media_hash, tokens in items.items() if not self.encoder.holds(media_hash))
         return unencoded * self.times.media <= left
 
-    def _reserve_media(self, request: Request) -> None:
+    def _reserve_media(self, request: Request, items: dict[bytes, int]) -> None:
         """Reserve room for it and its children; there is room."""
-        items = request.media_tokens
         self.events["encoder_cache_queries"] += len(items)
         self.events["encoder_cache_hits"] += sum(map(self.encoder.holds, items))
         self.encoder.reserve(items, users=1 + len(request.children))
         for sample in (request, *request.children):
-            sample.holds_media = True
+            sample.reserved |= items
 
     def _cached_prefix(self, request: Request) -> list[int]:
         """Cached blocks of its first tokens, as far as the recurrent state after them is known; at least one token is

@@ -281,16 +281,16 @@ class EngineClient:
         finally:
             self._preparing.discard(end)
 
-    def choose(self, digest: bytes = b"", named: bool = False) -> EngineHandle:
+    def choose(self, digest: bytes = b"") -> EngineHandle:
         """The engine for a request whose first item of media has this content digest. Raises EngineError: none runs.
 
         Without media the one with the fewest unfinished samples. With them, of those with up to `LOAD_MARGIN` more, the
         one that rendezvous hashing prefers (Thaler and Ravishankar 1998): so all API servers send the same media to the
-        same engine, which caches them, without a message between the servers. With `named` whatever its load.
+        same engine, which caches them, without a message between the servers.
         """
         self.check()
         least = min(self._running, key=lambda running: running.load)
-        return self.preferred(digest, math.inf if named else least.load + LOAD_MARGIN) if digest else least
+        return self.preferred(digest, least.load + LOAD_MARGIN) if digest else least
 
     def preferred(self, key: bytes, most: float = math.inf) -> EngineHandle:
         """The engine that rendezvous hashing gives `key`, of those with up to `most` samples. Raises EngineError."""

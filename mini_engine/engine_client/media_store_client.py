@@ -6,10 +6,12 @@ pages of its reservations. It runs in the event loop's thread; large items are c
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from msgspec.structs import replace
 
 from mini_engine import metrics
@@ -79,14 +81,27 @@ class MediaStoreClient:
         """What the engine knows, by hash. Each of `items` may have several. Raises EngineError: the engine is down."""
         if not items:
             return {}
-        hashes = list(dict.fromkeys(media_hash for item in items for media_hash in item))
-        answer: Found = await self._ask(request_id, Lookup(request_id, hashes))
-        found = {media.facts.media_hash: media for media in answer.items}
+        found = await self.find(request_id, dict.fromkeys(media_hash for item in items for media_hash in item))
         distinct = {tuple(item) for item in items}
         self._queries.inc(len(distinct))
         held = {media_hash for media_hash, media in found.items() if media.held != "facts"}
         self._hits.inc(sum(not held.isdisjoint(item) for item in distinct))
         return found
+
+    async def find(self, request_id: str, hashes: Iterable[bytes]) -> dict[bytes, FoundMedia]:
+        """As `look_up`, for a request that another engine may get: it counts no queries."""
+        answer: Found = await self._ask(request_id, Lookup(request_id, list(hashes)))
+        return {media.facts.media_hash: media for media in answer.items}
+
+    async def read(self, media: FoundMedia) -> torch.Tensor:
+        """A copy of its `patches`, for another engine: uint8, as `StoreHandle.shape`. The request refers to the item
+        until this returns; of a cancelled read a thread may go on, for nothing."""
+        memory, patches = self._cache.memory, media.patches
+        assert memory is not None and patches is not None
+        nbytes = math.prod(patches.shape)
+        content = await asyncio.get_running_loop().run_in_executor(None, memory.read, patches.extents, nbytes)
+        metrics.mm_store_copies_total.inc()
+        return content.view(patches.shape)
 
     async def resolve_names(self, request_id: str, keys: list[bytes]) -> dict[bytes, NamedMedia]:
         """What is bound here, by key. Raises EngineError: the engine is down."""

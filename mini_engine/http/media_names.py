@@ -70,14 +70,8 @@ def _meaning(url: str, key: bytes, bound: NamedMedia | None) -> NamedMedia | Non
     return bound if bound and bound.url == url_hash(url) else None
 
 
-def choose_engine(context: AppContext, items: Sequence[Candidates]) -> EngineHandle:
-    """The engine for these media, by the first: whatever its load if one has a name. Raises EngineError."""
-    digest, named = items[0][0].content.digest if items else b"", any(item[0].ref.key for item in items)
-    return context.engines.choose(digest, named)
-
-
 class UrlsAbsent(Exception):
-    """The engine does not have what URLs with the names of these `keys` were downloaded as: `fetch_absent`, and look up
+    """No engine has what URLs with the names of these `keys` were downloaded as: `fetch_absent`, and look up
     again."""
 
     def __init__(self, keys: Set[bytes | None]):
@@ -86,7 +80,7 @@ class UrlsAbsent(Exception):
 
 
 def check_named(items: Sequence[FetchedItem], held: Container[bytes]) -> None:
-    """Checks that each item has its bytes, or that the engine has it: its hash is in `held`. Raises ApiError: 404 for
+    """Checks that each item has its bytes, or that an engine has it: its hash is in `held`. Raises ApiError: 404 for
     names alone of others, 400 for two contents under one name; UrlsAbsent."""
     named = dict.fromkeys(item for item in items if item.ref.named)
     absent = [item for item in named if item.media_hash not in held]
@@ -99,7 +93,11 @@ def check_named(items: Sequence[FetchedItem], held: Container[bytes]) -> None:
         key, digest = item.ref.key, item.content.digest
         if key and digests.setdefault(key, digest) != digest:
             raise bad_request(f"{item.name}: {AMBIGUOUS}.", "messages")
-    metrics.media_named_hits_total.inc(len(named))
+
+
+def count_hits(items: Sequence[Candidates]) -> None:
+    """The engine has a request with these."""
+    metrics.media_named_hits_total.inc(len({item[0] for item in items if item[0].ref.named}))
 
 
 async def fetch_absent(

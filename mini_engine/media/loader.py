@@ -14,12 +14,13 @@ from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
 from mini_engine import metrics
 from mini_engine.failpoints import reach_failpoint
+from mini_engine.messages import Modality
 from mini_engine.media.decode.decoder import Job
 from mini_engine.media.decode.decoder_pool import DecoderPool, Decoding
 from mini_engine.media.hashing import content_digest, media_hash
@@ -62,7 +63,7 @@ class FetchedUrl(str):
     content: Content
 
     @classmethod
-    def of(cls, modality: Modality, content: Content) -> FetchedUrl:
+    def of(cls, modality: Modality, content: Content) -> Self:
         """For all else it is a `data:` URL without data."""
         url = cls(f"data:{modality}/{'jpeg' if content.frames else ''};base64,")
         url.content = content

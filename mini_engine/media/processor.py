@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from mini_engine import metrics
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
-from mini_engine.messages import Modality
+from mini_engine.messages import CachedMedia, Modality
 from mini_engine.model.model_spec import find_spec
 
 Kwargs = Mapping[str, Any]
@@ -62,6 +62,12 @@ class ProcessedItem:
     # The item's text in a prompt, one placeholder token for each run of them. None: one run, nothing else.
     placeholder: str | None = None
     timestamps: list[float] | None = None  # of a video: see `VideoFacts`
+
+    @classmethod
+    def of(cls, facts: CachedMedia, patches: torch.Tensor) -> "ProcessedItem":
+        """A whole item that was processed before."""
+        layout = (facts.grid_thw, facts.num_tokens, facts.second_per_grid)
+        return cls(facts.modality, patches, *layout, placeholder=facts.placeholder, timestamps=facts.timestamps)
 
 
 class MediaProcessor:

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from mini_engine.messages.tensors import CachedMedia, MediaItem, Message, MessageId
+from mini_engine.messages.tensors import CachedMedia, MediaItem, Message, MessageId, StoreHandle
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -70,6 +70,7 @@ class FoundMedia(msgspec.Struct, frozen=True, array_like=True):
     facts: CachedMedia
     # patches: the request refers to them; embeddings: in the encoder cache, perhaps not for long; facts: nothing else
     held: Literal["patches", "embeddings", "facts"]
+    patches: StoreHandle | None = None  # where they lie in the engine's store, if it has one
 
 
 class Found(Message, frozen=True):

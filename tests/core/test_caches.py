@@ -200,6 +200,38 @@ def test_preempted_request_keeps_its_embeddings():
     world.assert_at_rest()
 
 
+def test_item_in_cached_blocks_takes_no_room_from_others():
+    """Two conversations go on at once, each about a video that takes all of the encoder cache."""
+    world = World(encoder_cache_tokens=8, max_tokens=64)
+    for number, (name, video) in enumerate([("a1", A), ("b1", B), ("a2", A), ("b2", B)], 1):
+        media = [item(message(number), 2, 8, media_hash=video)]
+        world.request(name, prompt=14, media=media, max_tokens=9)
+        if number < 3:
+            world.finish(name)
+    world.turn()
+    assert world.core.scheduler.clients.num_running == 2 and world.core.encoder.holds(B)
+    world.finish("a2", "b2")
+    counters = world.stats()
+    assert (world.links.num_encoded, counters.encoder_cache_queries) == (2, 2)
+    assert set(world.consumed) == {message(number) for number in range(1, 5)}
+    world.assert_at_rest()
+
+
+def test_preempted_requests_do_not_wait_for_room_that_the_other_has():
+    """Each has room for one of its videos; of the other, which was in a cached block, it needs the embeddings now."""
+    world = World(blocks=16, encoder_cache_tokens=4, max_seqs=3, max_tokens=64)
+    videos = {"first": [A], "ab": [A, B], "ac": [A, C]}
+    for number, (name, hashes) in enumerate(videos.items(), 1):
+        media = [item(message(number), 1 + 9 * index, 2, index, each) for index, each in enumerate(hashes)]
+        world.request(name, prompt=14, media=media, max_tokens=1 if name == "first" else 24)
+        if name == "first":
+            world.finish(name)
+            world.request("evicts", prompt=4, max_tokens=60, priority=-1, first_token=300)
+    world.finish("evicts", "ab", "ac")
+    assert world.stats().preemptions == 2 and world.links.num_encoded == 5
+    world.assert_at_rest()
+
+
 # --- cached media ----------------------------------------------------------------------------------------------------
 
 

@@ -59,6 +59,10 @@ pooled = loads.map(
 videos, children = st.sampled_from([[3], [7]]), st.integers(1, 2)
 familiar = st.builds(RequestLoad, st.just(14), children, st.integers(0, 40), videos, num_children=children)
 familiar_pooled = st.builds(RequestLoad, st.just(14), st.just(1), st.integers(0, 40), videos, pools=st.just(True))
+# Turns whose first video is in cached blocks, so that they have no room for it reserved; and text that evicts those.
+turns = st.sampled_from([[1], [1, 5], [1, 9]])
+conversing = st.builds(RequestLoad, st.just(20), st.sampled_from([1, 24]), st.integers(0, 20), turns)
+growing = st.builds(RequestLoad, st.just(4), st.just(60), st.integers(0, 20), priority=st.just(-1))
 clients = st.sampled_from([b"", b"a"])
 hungry = st.builds(
     RequestLoad,
@@ -92,6 +96,7 @@ worlds = st.fixed_dictionaries(
 small_worlds = st.fixed_dictionaries(
     {"max_tokens": st.sampled_from([8, 64]), "async_scheduling": st.booleans(), "snapshots": st.sampled_from([None, 2])}
 ).map(lambda sizes: {"blocks": 16, "max_seqs": 1, "encoder_cache_tokens": 4, **sizes})
+small_worlds_of_three = small_worlds.map(lambda sizes: {**sizes, "max_seqs": 3})
 
 
 def send(world: World, name: str, message: MessageId, load: RequestLoad) -> bool:
@@ -117,7 +122,7 @@ def send(world: World, name: str, message: MessageId, load: RequestLoad) -> bool
 def assert_invariants(world: World) -> None:
     requests = world.core.requests.values()
     assert world.pool.num_used == len({block for request in requests for block in request.blocks})
-    users = Counter(media_hash for request in requests if request.holds_media for media_hash in request.media_tokens)
+    users = Counter(media_hash for request in requests for media_hash in request.reserved)
     assert all(world.core.encoder[media_hash].users == number for media_hash, number in users.items())
     assert world.core.encoder.num_tokens <= world.core.encoder.budget
     running = world.core.scheduler.clients.running
@@ -203,4 +208,14 @@ def test_any_load_finishes_every_request_once_with_its_tokens(loads, flags, timi
     timing=st.integers(0, 2**32),
 )
 def test_any_load_with_constant_eviction_finishes_every_request_once(loads, flags, timing):
+    play(loads, flags, timing)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    loads=st.lists(st.one_of(conversing, conversing, growing), min_size=3, max_size=8),
+    flags=small_worlds_of_three,
+    timing=st.integers(0, 2**32),
+)
+def test_any_load_that_loses_cached_videos_finishes_every_request_once(loads, flags, timing):
     play(loads, flags, timing)

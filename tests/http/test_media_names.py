@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.support.patience import eventually
+from mini_engine.engine_client.media_store_client import CacheAccess
+from mini_engine.messages import StoreHandle
+from mini_engine.transport.arena import WritableMemory
+from mini_engine.transport.pages import PAGE_BYTES
+from mini_engine.transport.shared_memory import create_sparse
+from tests.support.patience import cancelled, eventually
+from tests.support.peers import ScriptedCore
 from tests.support.serving import CLIP, Counted, Serve, Served, SlowWeb, check_error, image, png, video
 
 COUNTS = ("media_decodes_total", "media_named_hits_total")
@@ -209,6 +217,72 @@ async def test_policy_holds_for_a_url_that_is_not_downloaded(served: Served, web
         check_error(await served.post([named(web.part)]), 400, "invalid_media")
     finally:
         served.context.media.policy.__post_init__()
+
+
+# --- with several engines ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def pair(serve: Serve) -> AsyncIterator[Served]:
+    """With two engines, each with a store that takes nothing. Nothing is pinned in either at the end."""
+    fds = [create_sparse(16 * PAGE_BYTES) for _ in range(2)]
+    async with serve(caches=[CacheAccess(1 << 30, WritableMemory(fd)) for fd in fds]) as served:
+        for core in served.cores:
+            core.keeps = True
+        yield served
+        for core in served.cores:
+            sent = {request.request_id for request in core.requests}
+            await eventually(lambda: {ask.request_id for ask in core.look_ups} <= sent | {*core.unreserved})  # noqa: B023
+    for fd in fds:
+        os.close(fd)
+
+
+async def moved(pair: Served, *parts: dict[str, Any], stored: bool = True) -> tuple[ScriptedCore, ScriptedCore]:
+    """The engine that was sent these named parts, and the other one, which has them now, in its store or on its
+    ranks."""
+    await pair.post([*parts], **SALT)
+    asked, other = sorted(pair.cores, key=lambda core: not core.requests)
+    other.kept, asked.kept = asked.kept, {}
+    for item in asked.requests[0].media if stored else ():
+        other.handles[item.media_hash] = StoreHandle([(3, 1), (1, 4)], item.patches.shape)
+    return asked, other
+
+
+async def test_named_item_is_copied_from_another_engine(pair: Served) -> None:
+    first, other = await moved(pair, named(image()))
+    counted = Counted(*COUNTS, "mm_store_copies_total")
+    response = await pair.post([ALONE, image(84)], **SALT)
+    assert response.json()["usage"]["media"][0]["cached"] == "patches"
+    before, (copied, _) = (request.media for request in first.requests)
+    assert (copied.media_hash, copied.patches.shape) == (before[0].media_hash, before[0].patches.shape)
+    assert counted.since() == [1, 1, 1] and not other.requests
+
+
+async def test_request_goes_to_the_engine_that_has_what_cannot_be_copied(pair: Served) -> None:
+    """On its ranks, or as embeddings; unless it has not all of it."""
+    first, other = await moved(pair, named(image()), named(image(84), "b"), stored=False)
+    other.held = "embeddings"
+    assert (await pair.post([ALONE, named(ALONE, "b")], **SALT)).status_code == 200
+    assert [item.patches for request in other.requests for item in request.media] == [None, None]
+    check_not_found(await pair.post([ALONE, named(ALONE, "c")], **SALT), "image 1", "image 2")
+
+
+async def test_item_of_another_engine_is_evicted_or_its_client_leaves_or_the_engine_dies(pair: Served) -> None:
+    first, other = await moved(pair, named(image()))
+    other.replies_to.remove("look_up")
+    asking = pair.asking([ALONE], **SALT)
+    await eventually(lambda: len(other.look_ups) == 1)
+    await cancelled(asking)
+    await eventually(lambda: len(other.unreserved) == 1)
+    other.replies_to.add("look_up")
+    other.held, other.handles = "facts", {}
+    check_not_found(await pair.post([ALONE], **SALT), "image 1")
+    other.replies_to.remove("look_up")
+    asking = pair.asking([ALONE], **SALT)
+    await eventually(lambda: len(other.look_ups) == 3)
+    pair.context.engines.peer_gone(f"core {pair.cores.index(other)}")
+    check_not_found(await asking, "image 1")
+    other.look_ups.clear()
 
 
 # --- within one request -----------------------------------------------------------------------------------------------

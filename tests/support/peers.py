@@ -33,6 +33,7 @@ from mini_engine.messages import (
     Outputs,
     RequestOutput,
     ResolveNames,
+    StoreHandle,
     TokenLogprob,
     Unreserve,
 )
@@ -55,7 +56,8 @@ class ScriptedCore:
     `script` gives the token lists that a request is answered with; then it ends with "length", unless `hold` is set:
     then it runs until its `Finish`. Siblings are answered too, in turns; `script` sees each as a request of its own.
 
-    `kept` is its directory, for `Lookup`; what it has of these items is `held`; `names` are its bindings. Requests are
+    `kept` is its directory, for `Lookup`; what it has of these items is `held`, at the `handles` in its store, if there
+    is one; `names` are its bindings. Requests are
     accepted at once, unless `accepts` is off: then when the test calls `accept`, if it does not `turn_down`. With
     `keeps`, it keeps the tensors of what it accepts.
     """
@@ -70,6 +72,7 @@ class ScriptedCore:
         self.keeps = False
         self.kept: dict[bytes, CachedMedia] = {}
         self.held: Literal["patches", "embeddings", "facts"] = "patches"
+        self.handles: dict[bytes, StoreHandle] = {}
         self.names = MediaNames()
         self.num_resolved = 0  # how often it was asked for names
         self.look_ups: list[Lookup] = []
@@ -91,8 +94,9 @@ class ScriptedCore:
                 case Lookup(request_id=request_id, hashes=hashes) as look_up:
                     self.look_ups.append(look_up)
                     if "look_up" in self.replies_to:
-                        known = [self.kept[media_hash] for media_hash in hashes if media_hash in self.kept]
-                        await self.send(Found(request_id, [FoundMedia(facts, self.held) for facts in known]))
+                        known = [media_hash for media_hash in hashes if media_hash in self.kept]
+                        found = [FoundMedia(self.kept[each], self.held, self.handles.get(each)) for each in known]
+                        await self.send(Found(request_id, found))
                 case ResolveNames() | BindName() as message:
                     await self._handle_names(message)
                 case Unreserve(request_id=request_id):

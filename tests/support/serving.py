@@ -10,7 +10,7 @@ import json
 import socket
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ Serve = Callable[..., contextlib.AbstractAsyncContextManager["Served"]]
 @dataclass
 class Served:
     context: AppContext
-    core: ScriptedCore
+    core: ScriptedCore  # the first of `cores`
     queue: TensorIpcSender
     openai: openai.AsyncOpenAI
     http: httpx.AsyncClient
@@ -73,6 +73,7 @@ class Served:
     receiving: asyncio.Task[None]  # what the engines send
     writers: list[asyncio.StreamWriter] = field(default_factory=list)
     asked: list[asyncio.Task[httpx.Response]] = field(default_factory=list)
+    cores: Sequence[ScriptedCore] = ()
 
     @property
     def allowed(self) -> Path:
@@ -287,11 +288,16 @@ def media_loader(processor: MediaProcessor, policy: MediaPolicy, allow_partial: 
 
 @contextlib.asynccontextmanager
 async def serve(
-    processor: GatedProcessor, media: MediaLoader, *, queue: TensorIpcSender | None = None, **settings: Any
+    processor: GatedProcessor,
+    media: MediaLoader,
+    *,
+    queue: TensorIpcSender | None = None,
+    caches: Sequence[CacheAccess] = (CacheAccess(1 << 30),),
+    **settings: Any,
 ) -> AsyncIterator[Served]:
     """Everything up, a request may be sent. At the end nothing of any request is left, and everything goes down.
 
-    `settings` are fields of `EngineConfig`.
+    There is an engine for each of `caches`. `settings` are fields of `EngineConfig`.
     """
     own = {
         "served_model_name": ["tiny", "alias"],
@@ -306,16 +312,18 @@ async def serve(
     zmq_context, encoder = zmq.asyncio.Context(), Encoder("api 0", 7)
     with contextlib.ExitStack() as stack:
         sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix="mini-"))  # leaves room for a socket's name
-        endpoint = f"ipc://{sockets}/core"
+        endpoints = [f"ipc://{sockets}/core{number}" for number in range(len(caches))]
         stack.callback(zmq_context.destroy, linger=0)
-        core = stack.enter_context(contextlib.closing(ScriptedCore(zmq_context, endpoint)))
-        engines = EngineClient(zmq_context, encoder, [endpoint], [queue], [CacheAccess(1 << 30)])
+        cores = [stack.enter_context(contextlib.closing(ScriptedCore(zmq_context, name))) for name in endpoints]
+        engines = EngineClient(zmq_context, encoder, endpoints, [queue] * len(caches), caches)
         stack.callback(engines.close)
         app = create_app(context := make_context(processor, config, media, engines))
         server = HttpServer(app, config, lambda: None)
         receiving = asyncio.create_task(engines.run())
-        async with running(server, receiving, asyncio.create_task(core.run())) as port, clients(port) as (http, client):
-            served = Served(context, core, queue, client, http, server, port, app.state.requests, processor, receiving)
+        background = [receiving, *(asyncio.create_task(core.run()) for core in cores)]
+        async with running(server, *background) as port, clients(port) as (http, client):
+            rest = (app.state.requests, processor, receiving)
+            served = Served(context, cores[0], queue, client, http, server, port, *rest, cores=cores)
             served.says(*ANSWER)
             try:
                 yield served

@@ -1,7 +1,8 @@
 """Which media items have their embeddings in the ranks' encoder cache, by media hash, within a budget in tokens.
 
-It knows hashes and token counts. A request reserves room for all of its items at once, when it is admitted, and keeps
-it until it finishes; a preempted one keeps it. `worker/model_runner.py` holds the embeddings.
+It knows hashes and token counts. A request reserves room for its items at once, when it is admitted, and keeps it until
+it finishes, or is preempted and has to reserve more: not for items in cached blocks, which no step reads.
+`worker/model_runner.py` holds the embeddings.
 """
 
 import dataclasses
@@ -76,8 +77,8 @@ class EncoderCache:
             self._entries[media_hash] = EncoderEntry(tokens, users)
             self.num_tokens += tokens
 
-    def release(self, items: Mapping[bytes, int]) -> None:
-        """One user is finished. An incomplete item is dropped with its last user."""
+    def release(self, items: dict[bytes, int]) -> None:
+        """One user is finished with these, which are empty then. An incomplete item is dropped with its last user."""
         for media_hash in items:
             entry = self._entries[media_hash]
             entry.users -= 1
@@ -85,6 +86,7 @@ class EncoderCache:
                 self._on_idle(media_hash)
             elif not entry.users and entry.encoded_by is None:
                 self._drop(media_hash)
+        items.clear()
 
     def retire(self, media_hash: bytes) -> None:
         """The step that encodes the last of it has run."""

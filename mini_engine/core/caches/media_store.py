@@ -86,7 +86,7 @@ class MediaDirectory:
         for media_hash in hashes:
             if (entry := self._listed.get(media_hash)) is not None:
                 self._refer(owner, entry)
-                found.append(FoundMedia(entry.media, "patches"))
+                found.append(FoundMedia(entry.media, "patches", entry.patches))
             elif (facts := self.facts.get(media_hash)) is not None:
                 found.append(FoundMedia(facts, "embeddings" if has_embeddings(media_hash) else "facts"))
         return found
@@ -235,11 +235,12 @@ class MediaStore(MediaDirectory):
             return Reserved(media_hash, "present")
         if any(entry.listed and entry.media.media_hash == media_hash for entry in self.reservations.values()):
             return Reserved(media_hash, "busy")
-        extents = self._allocate(math.prod(media.grid_thw) * self._row_bytes)
+        shape = math.prod(media.grid_thw), self._row_bytes
+        extents = self._allocate(math.prod(shape))
         if extents is None:
             return Reserved(media_hash, "full")
         number, nbytes = next(self._numbers), sum(count for _, count in extents) * PAGE_BYTES
-        self.reservations[number] = MediaEntry(media, nbytes, extents, owner[0], listed=True)
+        self.reservations[number] = MediaEntry(media, nbytes, StoreHandle(extents, shape), owner[0], listed=True)
         return Reserved(media_hash, "reserved", number, extents)
 
     def written(self, number: int, owners: Iterable[Owner]) -> None:
@@ -263,8 +264,7 @@ class MediaStore(MediaDirectory):
         media = list(new.media)
         for index, item in enumerate(media):
             if item.patches is None and (entry := references.get(item.media_hash)) is not None:
-                handle = StoreHandle(entry.extents, (math.prod(entry.media.grid_thw), self._row_bytes))
-                media[index] = msgspec.structs.replace(item, patches=handle)
+                media[index] = msgspec.structs.replace(item, patches=entry.patches)
         return msgspec.structs.replace(new, media=media)
 
     def on_api_server_gone(self, incarnation: int) -> None:

@@ -17,11 +17,12 @@ from starlette.responses import Response
 from mini_engine.engine_client.engines import EngineHandle
 from mini_engine.http.body import INLINE_CHARACTERS, read_body, run_sized, takes
 from mini_engine.http.context import AppContext, context_of
-from mini_engine.http.media_names import UrlsAbsent, bind_names, check_named, choose_engine, fetch_absent, resolve_names
+from mini_engine.http.known_media import HeldElsewhere, find_media
+from mini_engine.http.media_names import UrlsAbsent, bind_names, check_named, count_hits, fetch_absent, resolve_names
 from mini_engine.http.responses import ChatResponder
 from mini_engine.log import about
 from mini_engine.media.loader import Candidates
-from mini_engine.media.settings import INLINE_ITEMS, prompt_tokens, video_tokens
+from mini_engine.media.settings import INLINE_ITEMS, video_tokens
 from mini_engine.messages import PoolingParams
 from mini_engine.prompt.answer import Answer
 from mini_engine.prompt.renderer import Source, check_budget, media_usage, prompt_sources
@@ -76,21 +77,24 @@ async def start(context: AppContext, prompt: Prompt, state: State) -> Answer:
     async with contextlib.AsyncExitStack() as held:
         with context.engines.preparing(state.end):
             items = await load_media(context, prompt, await resolve_names(context, prompt.chat, state), state, held)
-        engine: EngineHandle
-        arrival: int | None = None
+        engine: EngineHandle | None = None
+        arrival: int | None = None  # the request's place in the queue of an engine that needs it again
         while True:
             with context.engines.preparing(state.end):
                 try:
                     async with admission(context, items, state):
-                        if arrival is None:  # else its place in the queue is at the engine that it had
-                            engine = choose_engine(context, items)
+                        engine = engine or context.engines.choose(items[0][0].content.digest if items else b"")
                         with engine.holding(state.request_id, prompt.chat.num_choices):
                             media = await look_up(context, engine, items, state, trusts_embeddings=arrival is None)
                             answer = await send(context, engine, prompt, media, state, arrival)
+                except HeldElsewhere as elsewhere:
+                    engine, arrival = elsewhere.engine, None
+                    continue
                 except UrlsAbsent as absent:  # fetched without places: a web server that hangs must block no queue
                     items = await fetch_absent(context, items, absent, state, held)
                     continue
             if await answer.is_admitted():
+                count_hits(items)
                 return answer
             arrival = answer.arrival
 
@@ -150,23 +154,17 @@ async def admission(context: AppContext, items: Sequence[object], state: State) 
 async def look_up(
     context: AppContext, engine: EngineHandle, items: list[Candidates], state: State, trusts_embeddings: bool
 ) -> PromptMedia:
-    """Rows 5 and 6: ask the engine which items it has, then decode and process the others. Raises as `start`."""
-    hashes = [tuple(candidate.media_hash for candidate in item) for item in items]
-    found = await engine.media.look_up(state.request_id, hashes)
-    enough = ("patches", "embeddings") if trusts_embeddings else ("patches",)
-    held = {media_hash: media.held for media_hash, media in found.items() if media.held in enough}
-    chosen = []
-    for first, last in ((item[0], item[-1]) for item in items):
-        known, budget = found.get(first.media_hash), last.settings.video_tokens or 0
-        fits = known is not None and prompt_tokens(known.facts) <= budget
-        chosen.append(first if fits and (first.media_hash in held or last.media_hash not in held) else last)
-    check_named(chosen, held)
-    absent = [item for item in chosen if item.media_hash not in held]
+    """Rows 5 and 6: ask the engine which items it has, and others for those that names mean, then decode and process
+    the rest. Raises as `start`, and HeldElsewhere."""
+    known = await find_media(context.engines, engine, items, state.request_id, trusts_embeddings)
+    check_named(known.items, known.held)
+    absent = [item for item in known.items if item.media_hash not in known.held]
     processed = await context.media.process(absent, state.clock, state.request_id)
-    bind_names(context, chosen, processed)
+    bind_names(context, known.items, processed)
     missing = [(item.name, processed[item.media_hash].missing) for item in absent]
-    sources = prompt_sources([item.media_hash for item in chosen], processed, found)
-    cached = [held.get(item.media_hash) or ("facts" if item.media_hash in found else None) for item in chosen]
+    hashes = [item.media_hash for item in known.items]
+    sources = prompt_sources(hashes, {**processed, **known.copies}, known.found)
+    cached = [known.held.get(media_hash) or ("facts" if media_hash in known.found else None) for media_hash in hashes]
     return PromptMedia(sources, [f"{name}: {text}" for name, text in missing if text], cached)
 
 

@@ -111,15 +111,15 @@ class StoreAgainstModel(RuleBasedStateMachine):
     def look_up(self, server, name, hashes):
         owner, expected = (self.incarnations[server], name), []
         for media_hash in hashes:
-            held = "embeddings" if media_hash in self.encoded else "facts"
+            held, patches = "embeddings" if media_hash in self.encoded else "facts", None
             if (item := self.listed(media_hash)) is not None:
                 self.refer(owner, item)
-                held = "patches"
+                held, patches = "patches", StoreHandle(item.extents, (ROWS[media_hash[0]], ROW))
             elif media_hash in self.known:
                 self.use_facts(media_hash)
             else:
                 continue
-            expected.append(FoundMedia(facts(media_hash), held))
+            expected.append(FoundMedia(facts(media_hash), held, patches))
         assert self.store.look_up(owner, hashes, self.encoded.__contains__) == expected
 
     @rule(server=servers, name=names, media_hash=hashes)
