@@ -20,7 +20,6 @@ import torch
 
 from mini_engine import metrics
 from mini_engine.failpoints import reach_failpoint
-from mini_engine.messages import Modality
 from mini_engine.media.decode.decoder import Job
 from mini_engine.media.decode.decoder_pool import DecoderPool, Decoding
 from mini_engine.media.hashing import content_digest, media_hash
@@ -32,6 +31,7 @@ from mini_engine.media.sources.data_url import fetch_data
 from mini_engine.media.sources.http_fetch import fetch_http, tls_context
 from mini_engine.media.sources.local_files import LocalFiles
 from mini_engine.media.sources.policy import MediaPolicy, Received
+from mini_engine.messages import Modality
 from mini_engine.protocol.body_split import DataUrl
 from mini_engine.protocol.parts import MediaRef
 from mini_engine.protocol.request_clock import RequestClock
