@@ -51,11 +51,11 @@ def check_successor(server: RunningServer, killed: int, question: Question, befo
 
 
 def test_api_server_killed_during_a_frame_leaves_nothing():
-    question = ask_large(1)
     with RunningServer("--mm-tensor-ipc", "direct_rpc", *CACHES["off"], *LARGE) as server:
-        assert ClientRequest(server, API, question).answer() == question.answer
+        assert ClientRequest(server, API, ask_large(1)).answer() == ask_large(1).answer
         before = held_by_engine(server)
-        for _ in range(KILLS):
+        for number in range(KILLS):
+            question = ask_large(2 + number)  # the embeddings of another one are held
             killed, sent = server.pids()[API], server.total("ipc_bytes_total")
             with stopped(server.pids()["worker 0.0"]):
                 request = ClientRequest(server, API, question)
