@@ -55,7 +55,7 @@ class RunningServer:
     """`with RunningServer("-tp", "2") as server:` The log goes to a file, so that no full pipe can stop the server."""
 
     def __init__(self, *flags: str, environ: dict[str, str] | None = None, cwd: Path = ROOT, fresh: bool = False):
-        """`fresh`: by a new interpreter, not by a fork of one that has imported what a server imports. So are those with
+        """`fresh`: by a new interpreter, not by a fork of one that has imported what a server imports. So is a server with
         variables in `environ`, which libraries may read when they are imported."""
         self.command, self.cwd = [*SERVE, *flags], cwd
         self.environ = environment(flags, environ)
