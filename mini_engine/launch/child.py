@@ -5,6 +5,7 @@ role starts in a moment, as do those that replace dead ones, and all share the l
 the supervisor computes nothing, uses no device, and its other threads, ZMQ's and that of the log, are used by no child.
 """
 
+import contextlib
 import gc
 import importlib
 import itertools
@@ -49,7 +50,8 @@ def preload(role: Role) -> Iterator[None]:
     for name in LIBRARIES[role]:
         if name not in sys.modules:
             gc.disable()  # collections would take a quarter of the time
-            importlib.import_module(name)
+            with contextlib.suppress(Exception):  # it fails in the children, too, where the log names the role
+                importlib.import_module(name)
             gc.freeze()  # a collector that walked the objects would copy their pages in each process
             gc.enable()
             yield
@@ -118,6 +120,7 @@ def _run_forked(spec: ChildSpec, environ: Mapping[str, str], mask: set[int]) -> 
     status = 1
     try:
         die_with_parent(spec.parent_pid)
+        logging.getLogger().handlers.clear()  # the parent's, whose thread and perhaps lock stayed there
         signal.set_wakeup_fd(-1)
         ignore_stop_signals()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
