@@ -55,8 +55,8 @@ class RunningServer:
     """`with RunningServer("-tp", "2") as server:` The log goes to a file, so that no full pipe can stop the server."""
 
     def __init__(self, *flags: str, environ: dict[str, str] | None = None, cwd: Path = ROOT, fresh: bool = False):
-        """`fresh`: by a new interpreter, not by a fork of one that has imported what a server imports. So is a server with
-        variables in `environ`, which libraries may read when they are imported."""
+        """`fresh`: by a new interpreter, not by a fork of one that has imported what a server imports. So is a server
+        with variables in `environ`, which libraries may read when they are imported."""
         self.command, self.cwd = [*SERVE, *flags], cwd
         self.environ = environment(flags, environ)
         self.is_fresh = fresh or environ is not None
