@@ -147,14 +147,15 @@ def _keep_descriptors(spec: ChildSpec) -> None:
         os.closerange(lower + 1, upper)
     os.dup2(2, 1)  # what libraries print is part of the log
     if not spec.init.config.debug:
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.close(0)
+        os.open(os.devnull, os.O_RDONLY)  # as the lowest free descriptor
 
 
 def run_role(spec: ChildSpec) -> None:
     """Set the process's title and log, and run the role. Raises SystemExit."""
     setproctitle(f"mini-engine: {spec.name}")
     if spec.role == "api":
-        keep_freed_memory()  # before the first thread, which writes the log
+        keep_freed_memory()
     reach_failpoint("starting-child")
     log.setup(spec.name, spec.init.config.log_level, spec.init.config.log_format)
     # API servers and workers enable collections once all is loaded; the core never does: it makes no reference cycles,

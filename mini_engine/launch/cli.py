@@ -215,8 +215,10 @@ def serve() -> int:
         if settings.print_config:
             print(sources.to_yaml(settings.config, settings.origins, settings.changed_only), end="")
             return 0
+        from mini_engine.launch.process_setup import use_one_arena
         from mini_engine.launch.supervisor import run_server
 
+        use_one_arena()
         log.setup("supervisor", settings.config.log_level, settings.config.log_format)
         return run_server(settings.config)
     except ConfigError as error:

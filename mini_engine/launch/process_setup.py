@@ -7,6 +7,7 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Callable
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -39,7 +40,7 @@ def ignore_stop_signals() -> None:
 
 
 def keep_freed_memory(max_bytes: int = 256 << 20) -> None:
-    """Let malloc keep up to `max_bytes` of freed memory, in the whole process. Threads that run keep their own arenas.
+    """Let malloc keep up to `max_bytes` of freed memory, in the whole process.
 
     One item allocates and frees tens of megabytes, some buffers several times. glibc returns such sizes to the kernel
     at once, and the next item pays for them again page by page: about 10,000 page faults and a third of the time for
@@ -47,7 +48,14 @@ def keep_freed_memory(max_bytes: int = 256 << 20) -> None:
 
     Without effect where the C library has no such settings (musl).
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
+    mallopt = use_one_arena()
     mallopt(M_MMAP_THRESHOLD, 32 << 20)  # glibc's maximum: smaller blocks come from the kept memory
     mallopt(M_TRIM_THRESHOLD, max_bytes)
-    mallopt(M_ARENA_MAX, 1)  # threads' own arenas consist of heaps of 64 MiB, which malloc maps and unmaps
+
+
+def use_one_arena() -> Callable[[int, int], int]:
+    """Have all threads that begin from then on share one arena, in this process and those forked from it; returns
+    `mallopt`. Threads' own arenas consist of heaps of 64 MiB, which malloc maps and unmaps."""
+    mallopt: Callable[[int, int], int] = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)
+    mallopt(M_ARENA_MAX, 1)
+    return mallopt
