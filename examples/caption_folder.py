@@ -21,9 +21,9 @@ from mini_engine.batch.server_handle import ServerError
 from mini_engine.config import ConfigError
 from mini_engine.launch.cli import settle
 
-KINDS = dict.fromkeys(".avif .bmp .heic .heif .jp2 .jpeg .jpg .png .tif .tiff .webp".split(), Image) | dict.fromkeys(
-    ".avi .flv .gif .m2ts .m4v .mkv .mov .mp4 .mpeg .mpg .mts .ts .webm .wmv".split(), Video
-)
+KINDS = dict.fromkeys(
+    ".avif .bmp .heic .heif .jfif .jp2 .jpeg .jpg .png .tif .tiff .webp".split(), Image
+) | dict.fromkeys(".avi .flv .gif .m2ts .m4v .mkv .mov .mp4 .mpeg .mpg .mts .ts .webm .wmv".split(), Video)
 
 
 def keep_answers(path: Path) -> set[str]:
@@ -64,7 +64,7 @@ def main() -> int:
 def caption(paths: list[Path], args: argparse.Namespace, options: dict[str, Any]) -> int:
     """Append the captions of these files; returns how many failed."""
     num_failed = 0
-    with LLM(**options) as llm, args.out.open("a", buffering=1) as out:
+    with args.out.open("a", buffering=1) as out, LLM(**options) as llm:
         prompts = ([KINDS[path.suffix.lower()](path), args.question] for path in paths)
         for answer in tqdm(llm.stream(prompts, temperature=0), total=len(paths), unit=" files"):
             row = {"error": answer.error} if answer.error else {"text": answer.text}

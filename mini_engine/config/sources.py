@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec.yaml
 import yaml
@@ -55,6 +55,11 @@ def unknown(flag: str) -> str:
     return f"unknown; did you mean {near[0]}?" if near else "unknown; --help lists the flags"
 
 
+def refuse_unknown(flag: str) -> NoReturn:
+    """Raises ConfigError."""
+    raise ConfigError(f"{flag}: {unknown(flag)}")
+
+
 def from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
     """The values of `MINI_ENGINE_<FIELD>` variables, by field. Raises ConfigError: some cannot be used."""
 
@@ -74,7 +79,7 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     service, and a service may have this program's name."""
     known = {setting.variable for setting in fields()} | {CONFIG_ENV, IPC_SWITCH_ENV, failpoints.VARIABLE}
     return [
-        f"{name}: {unknown(flag_of(name.removeprefix(ENV_PREFIX).lower()))}"
+        f"{name} is ignored: {unknown(flag_of(name.removeprefix(ENV_PREFIX).lower()))}"
         for name in sorted(environ)
         if name.startswith(ENV_PREFIX) and name not in known
     ]
@@ -83,6 +88,8 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 def from_file(path: str) -> dict[str, Given]:
     """The values of a YAML file, by field. Its keys are flags without their dashes in front, or fields' names. Raises
     ConfigError: the file cannot be read, or settings in it are unknown or have values that cannot be used."""
+    if not path:
+        raise ConfigError(f"{CONFIG_ENV}: empty; leave it out for the default")
     try:
         values = msgspec.yaml.decode(Path(path).read_bytes(), type=dict[str, Any] | None) or {}
     except (OSError, ValueError) as error:

@@ -58,12 +58,11 @@ def settle(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     `--help` and `--version`.
     """
     namespace, rest = build_parser().parse_known_args(list(_normalise(argv)))
-    if rest:
-        flag = rest[0].partition("=")[0]
-        raise ConfigError(f"{flag}: {sources.unknown(flag)}")
+    unknown = [arg.partition("=")[0] for arg in rest if arg.startswith("-")] or rest[:1]
     args = vars(namespace)
     path = args.get("config", environ.get(CONFIG_ENV))
     parts: list[dict[str, Given]] = results([
+        lambda: dict(results(partial(sources.refuse_unknown, flag) for flag in unknown)),
         lambda: {} if path is None else sources.from_file(path),
         lambda: sources.from_environment(environ),
         lambda: dict(results(partial(_from_flags, setting, args) for setting in fields() if setting.name in args)),

@@ -131,7 +131,10 @@ def test_errors_of_a_start_are_in_the_format_of_the_log(flags, named):
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environ)
     warning, *errors = map(json.loads, ended.stderr.splitlines())
     assert ended.returncode == 2
-    assert (warning["level"], warning["message"]) == ("warning", "MINI_ENGINE_PROT: unknown; did you mean --port?")
+    assert (warning["level"], warning["message"]) == (
+        "warning",
+        "MINI_ENGINE_PROT is ignored: unknown; did you mean --port?",
+    )
     assert [line["message"].partition(":")[0] for line in errors] == named
     assert {line["level"] for line in errors} == {"error"}
 
@@ -163,8 +166,8 @@ def test_print_config_prints_a_file_for_config(tmp_path):
     command = [sys.executable, "serve.py", "--print-config", *argv]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=environ)
     assert printed.stderr.splitlines() == [
-        "serve.py: MINI_ENGINE_PORTS: unknown; did you mean --port?",
-        "serve.py: MINI_ENGINE_SERVICE_HOST: unknown; --help lists the flags",
+        "serve.py: MINI_ENGINE_PORTS is ignored: unknown; did you mean --port?",
+        "serve.py: MINI_ENGINE_SERVICE_HOST is ignored: unknown; --help lists the flags",
     ]
     assert "seed: 5  # MINI_ENGINE_SEED\n" in printed.stdout and "port: 8000  # default\n" in printed.stdout
     path = tmp_path / "printed.yaml"

@@ -71,6 +71,7 @@ def test_unusable_flags_are_named():
         "--max_num_seq=3": "--max-num-seq: unknown; did you mean --max-num-seqs?",
         "--limit-mm-per-prompts.video 0": "did you mean --limit-mm-per-prompt?",
         "M N": "N: unknown; --help lists the flags",
+        "--swap-space 4 --task x --port y": "--task: not supported: use --runner and --convert\n--port: ",
         "--port": "--port: expected one argument",
         "--port 70000": "--port: '70000' is not an integer from 0 to 65535",
         "--dtype int3": "--dtype: 'int3' is not one of auto, float32",

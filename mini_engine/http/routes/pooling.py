@@ -136,7 +136,7 @@ async def _pool(request: Request, body: PoolingRequest, prompts: InputPrompts) -
             async for _ in pieces([answer]):
                 pass
         except (ApiError, MediaError) as error:
-            raise error if len(prompts) == 1 else _located(error, name) from None
+            raise _located(error, name) if len(prompts) > 1 or name == "documents[0]" else error from None
         return answer
 
     try:
