@@ -335,6 +335,8 @@ class EngineConfig:
         narrowed = (self.allowed_methods, self.allowed_headers, self.allow_credentials) != (["*"], ["*"], False)
         if narrowed and not self.allowed_origins:
             yield "--allowed-methods, --allowed-headers and --allow-credentials need --allowed-origins"
+        if self.chat_template is not None and not os.path.isfile(self.chat_template):
+            yield f"--chat-template: {self.chat_template} is not a file"
         if (self.state_snapshot_interval or 0) % self.block_size:
             yield f"--state-snapshot-interval: not a multiple of --block-size, {self.block_size}"
 

@@ -6,6 +6,7 @@ Parsing, keep-alive, TLS and responses are uvicorn's. Knows of requests only whe
 import asyncio
 import contextlib
 import logging
+import re
 import resource
 import socket
 import ssl
@@ -70,7 +71,7 @@ class HttpParser(h11.Connection):
         if isinstance(event, h11.Data) and event.chunk_start:
             self._chunks = min(self._chunks + len(event.data) / CHUNK_BYTES, MAX_CHUNKS) - 1
             if self._chunks < 0:
-                raise h11.RemoteProtocolError("too many chunks: send larger ones")
+                raise h11.RemoteProtocolError("too many chunks; send larger ones")
         if isinstance(event, h11.Request):
             self._chunks = MAX_CHUNKS
             if {b"content-length", b"transfer-encoding"} <= dict(event.headers).keys():
@@ -93,10 +94,11 @@ class Http(H11Protocol):
             self.client = (self.client[0].removeprefix("::ffff:"), self.client[1])
 
     def send_400_response(self, msg: str) -> None:
-        """Called while h11's error is handled, which says more. LocalProtocolError: another response has begun."""
+        """Called while h11's error is handled, which says more: after a colon what the client sent, such as a key."""
         super().send_400_response(msg)
         http_requests_total.labels("none", "other", "4xx").inc()
-        error = ApiError(400, f"{msg} ({sys.exception()})", code="invalid_http")
+        reason = re.split("[:'\"]", str(sys.exception()))[0].strip()  # LocalProtocolError: another response has begun
+        error = ApiError(400, f"{msg} ({reason})", code="invalid_http")
         report_error(error, f"req-{uuid.uuid4().hex}", caller_of(Headers(), self.client), None)
 
     def shutdown(self) -> None:
@@ -117,16 +119,16 @@ class Connection(asyncio.BufferedProtocol):
     _read_buffer = memoryview(bytearray(READ_BYTES))  # of all connections: each copies what it has read
 
     def __init__(self, settings: EngineConfig, limit: int, *, app_state: dict[str, Any], **arguments: Any):
-        """`limit` is how many connections are served; half as many more get a 503, any further one is aborted."""
+        """`limit` is how many connections are served; half as many more get a 503 each, any further one is aborted."""
         self._protocol = Http(app_state={**app_state, "connection": self}, **arguments)
         self._settings = settings
-        self._limit = limit
+        self._limit, self._is_surplus = limit, False
         self._timer: asyncio.TimerHandle | None = None
         self._requests = 0  # in progress
 
     def check(self) -> None:
-        """Raises ApiError, a 503, while there are more connections than are served."""
-        if len(self._protocol.connections) > self._limit:
+        """Raises ApiError, a 503, if there were as many connections before this one as are served."""
+        if self._is_surplus:
             requests_rejected_total.labels("connections").inc()
             text = f"This API server has {self._limit} connections (--max-connections). Send this request again later."
             raise ApiError(503, text, code="overloaded", headers={"connection": "close"})
@@ -149,6 +151,7 @@ class Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._protocol.connection_made(transport)
         self._update_timer()
+        self._is_surplus = len(self._protocol.connections) > self._limit
         if len(self._protocol.connections) > self._limit + self._limit // 2:
             self.abort()
 

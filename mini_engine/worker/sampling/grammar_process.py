@@ -19,7 +19,7 @@ import socket
 import sys
 import time
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -95,6 +95,7 @@ class _Process:
     connection: socket.socket
     grammar: Grammar
     is_compiled: bool = False
+    finished: list[str] = field(default_factory=list)  # outputs that it is to drop before it fills the next masks
 
 
 class Manager:
@@ -136,26 +137,27 @@ class Manager:
             self._fill_masks(request)
 
     def _fill_masks(self, request: ManagerRequest) -> None:
-        """Have the masks of a step's rows filled, all processes at once, and send their problems; drop outputs."""
+        """Have the masks of a step's rows filled, all processes at once, and send their problems."""
         problems, busy = [KILLED] * len(request.rows), list[tuple[_Process, list[int]]]()
-        finished, rows = defaultdict[bytes, list[str]](list), defaultdict[bytes, list[tuple[int, Row]]](list)
+        rows = defaultdict[bytes, list[tuple[int, Row]]](list)
         for digest, request_id in request.finished:
-            finished[digest].append(request_id)
+            if digest in self._processes:
+                self._processes[digest].finished.append(request_id)
         for place, row in enumerate(request.rows):
             rows[row.digest].append((place, row))
         share, deadline = 1 / max(1, len(rows)), time.monotonic() + request.seconds + STALLED_SECONDS
         seconds, spare = share * (request.seconds + STEP_SECONDS), max(LEAST_SPARE, share * SPARE_SECONDS)
-        for digest in {*finished, *rows}:
+        for digest in rows:
             places, process = [place for place, _ in rows[digest]], self._processes.get(digest)
             if process is None:
                 for place in places:
                     problems[place] = self._refusal(digest) or KILLED
                 continue
-            work = MaskWork(finished[digest], rows[digest], seconds + ROW_SECONDS * len(places), spare)
+            gone, process.finished = process.finished, []
+            work = MaskWork(gone, rows[digest], seconds + ROW_SECONDS * len(places), spare)
             with contextlib.suppress(OSError):  # it was killed or is stalled, as the next read shows
                 process.connection.sendall(_encode(work))
-            if places:
-                busy.append((process, places))
+            busy.append((process, places))
         for process, places in reversed(busy):  # the others have mostly answered by then: fewer switches
             for place, problem in zip(places, self._wait_for(process, len(places), deadline), strict=True):
                 problems[place] = problem

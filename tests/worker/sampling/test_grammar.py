@@ -8,6 +8,7 @@ import queue
 import re
 import resource
 import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -69,6 +70,9 @@ class GrammarRank:
     def finish(self, *grammars: str) -> None:
         names = [*map(digest, grammars)]
         self.grammars.update([], names, [*zip(names, grammars, strict=True)])
+
+    def finish_output(self, grammar: str) -> None:
+        self.grammars.update([], [], [(digest(grammar), grammar)])
 
     def close(self) -> None:
         self.grammars.close()
@@ -285,6 +289,18 @@ def test_a_grammar_that_delays_each_step_a_little_fails_in_time():
         assert problems == {0: SLOW_MASK}
         rank.grammars.update([order("start: /a/"), order("start: /b/", b"other")], [])
         assert rank.reports.get(timeout=60).digest == digest("start: /b/") and rank.reports.empty()
+
+
+def test_outputs_may_end_and_go_on_before_their_process_has_run():
+    with contextlib.closing(GrammarRank(rows=2)) as rank:
+        assert rank.compile("start: /a+/") == [""]
+        (process,) = rank.processes()
+        rank.follow({"start: /a+/": []})
+        os.kill(process, signal.SIGSTOP)
+        rank.finish_output("start: /a+/")
+        threading.Timer(0.1, os.kill, (process, signal.SIGCONT)).start()
+        (bars,) = rank.follow({"start: /a+/": []})
+        assert not isinstance(bars, str)
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
