@@ -17,7 +17,7 @@ from mini_engine.messages import FoundMedia
 
 
 class HeldElsewhere(Exception):
-    """The patches of what a request names cannot all be copied, but `engine` has all of it: send the request there."""
+    """The patches of what a request names cannot all be copied, but `engine` has the rest: send the request there."""
 
     def __init__(self, engine: EngineHandle):
         super().__init__()
@@ -59,8 +59,15 @@ async def find_media(
         chosen = _choose(items, {**found, **with_copies}, {**held, **_held(with_copies)})
         absent = {item.media_hash for item in chosen if item.ref.named} - held.keys()
         if not absent <= stored.keys():
+            readable = {
+                media_hash: media
+                for known in (found, *others.values())
+                for media_hash, media in known.items()
+                if media.patches is not None
+            }
             for other, known in others.items():
-                if all(item.media_hash in _held(known) for item in _choose(named, known, _held(known))):
+                there = {**_held(readable), **_held(known)}
+                if all(item.media_hash in there for item in _choose(named, {**readable, **known}, there)):
                     raise HeldElsewhere(other)
         copied = [stored[media_hash] for media_hash in absent & stored.keys()]
         patches = await asyncio.gather(*(other.media.read(media) for other, media in copied))

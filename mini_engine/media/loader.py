@@ -31,7 +31,6 @@ from mini_engine.media.sources.data_url import fetch_data
 from mini_engine.media.sources.http_fetch import fetch_http, tls_context
 from mini_engine.media.sources.local_files import LocalFiles
 from mini_engine.media.sources.policy import MediaPolicy, Received
-from mini_engine.messages import Modality
 from mini_engine.protocol.body_split import DataUrl
 from mini_engine.protocol.parts import MediaRef
 from mini_engine.protocol.request_clock import RequestClock
@@ -57,19 +56,6 @@ class Content:
     frames: sources.Frames | None = None  # `data` are the images of a video, one after another
 
 
-class FetchedUrl(str):
-    """Stands in a part for the URL of an item that was fetched before, as `content`."""
-
-    content: Content
-
-    @classmethod
-    def of(cls, modality: Modality, content: Content) -> Self:
-        """For all else it is a `data:` URL without data."""
-        url = cls(f"data:{modality}/{'jpeg' if content.frames else ''};base64,")
-        url.content = content
-        return url
-
-
 @dataclass(frozen=True, eq=False)
 class FetchedItem:
     """An item's content and settings, and their 16-byte hash: equal hashes mean equal patches."""
@@ -83,6 +69,21 @@ class FetchedItem:
     def name(self) -> str:
         """What errors call it."""
         return self.ref.name
+
+
+class FetchedUrl(str):
+    """Stands in a part for the URL of an item that was fetched before, as `content`, from `origin` if that is
+    elsewhere."""
+
+    content: Content
+    origin: str
+
+    @classmethod
+    def of(cls, item: FetchedItem) -> Self:
+        """For all else it is a `data:` URL without data."""
+        url = cls(f"data:{item.ref.modality}/{'jpeg' if item.content.frames else ''};base64,")
+        url.content, url.origin = item.content, item.ref.url
+        return url
 
 
 Candidates = list[FetchedItem]
@@ -246,11 +247,12 @@ class MediaLoader:
         else:
             data, digest = self._files.read(url, policy, name)
             content = Content(digest, url, data)
-        kept = ref if sources.is_elsewhere(url) else replace(ref, url="")  # not what it has in a body
+        if not sources.is_elsewhere(url):  # what it has in a body is not kept
+            ref = replace(ref, url=url.origin if isinstance(url, FetchedUrl) else "")
         keys = [hash_key(candidate, ref.modality) for candidate in settings]
         hashes = {key: media_hash(content.digest, key) for key in dict.fromkeys(keys)}  # of an image they are the same
         return [
-            FetchedItem(kept, content, candidate, hashes[key]) for candidate, key in zip(settings, keys, strict=True)
+            FetchedItem(ref, content, candidate, hashes[key]) for candidate, key in zip(settings, keys, strict=True)
         ]
 
     def _read_again(self, item: FetchedItem) -> bytes:

@@ -161,18 +161,22 @@ async def test_scores_of_an_embedding_server_are_cosines(embedder: Served) -> No
     }
 
 
+@pytest.mark.parametrize("name", [{}, {"uuid": "q"}], ids=["plain", "named"])
 async def test_media_of_a_query_are_fetched_hashed_and_decoded_once(
-    ranker: Served, web: SlowWeb, monkeypatch: pytest.MonkeyPatch
+    name: dict[str, str], ranker: Served, web: SlowWeb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     web.go.set()
     ranker.core.keeps = True
     decoded, hashed = Counted("media_decodes_total"), []
     monkeypatch.setattr(loader, "content_digest", lambda *content: hashed.append(1) or content_digest(*content))
-    query = {"content": [web.part, image(57), serving.video()]}
-    response = await ranker.http.post("/rerank", json={"query": query, "documents": ["d"] * MAX_REQUESTS})
+    query = {"content": [web.part | name, image(57), serving.video()]}
+    body = {"query": query, "documents": ["d"] * MAX_REQUESTS, "cache_salt": "s"}
+    response = await ranker.http.post("/rerank", json=body)
     assert response.status_code == 200, response.text
     assert [len(request.media) for request in ranker.core.requests] == [3] * MAX_REQUESTS
     assert len(web.requests) == 1 and len(hashed) == 3 and decoded.since() == [3]
+    if name:  # bound with its URL
+        assert (await ranker.http.post("/rerank", json=body)).status_code == 200 and len(web.requests) == 1
 
 
 @pytest.mark.parametrize(("path", "body", "says"), [
