@@ -123,6 +123,7 @@ def _run_forked(spec: ChildSpec, environ: Mapping[str, str], mask: set[int]) -> 
         logging.getLogger().handlers.clear()  # the parent's, whose thread and perhaps lock stayed there
         signal.set_wakeup_fd(-1)
         ignore_stop_signals()
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # whatever it means to the parent: see `ChildProcess.terminate`
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         _keep_descriptors(spec)
         os.environ.update(environ)
