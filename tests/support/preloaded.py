@@ -23,6 +23,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from setproctitle import setproctitle
+
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 REQUEST_BYTES = 1 << 20
 
@@ -93,8 +95,6 @@ def preloaded() -> Preloaded:
 
 def main() -> None:
     gc.disable()
-    from setproctitle import setproctitle
-
     from mini_engine.launch.child import LIBRARIES
 
     for name in LIBRARIES["api"]:
@@ -135,6 +135,7 @@ def run(argv: list[str], cwd: str, environ: dict[str, str], log_fd: int) -> NoRe
         os.environ.clear()
         os.environ.update(environ)
         sys.argv = ["serve.py", *argv]
+        setproctitle(" ".join(sys.argv))
         from mini_engine.launch.cli import serve
 
         status = serve()
