@@ -251,7 +251,7 @@ async def score(server: ServerHandle, head: str, documents: Mapping[int, str]) -
         values, usage = (item["score"] for item in reply.body["data"]), reply.body["usage"]
         return [PooledAnswer(index, (), value, None, usage) for index, value in zip(documents, values, strict=True)]
     if len(documents) == 1 or reply.status not in REFUSED or reply.body["error"]["param"] == "query":
-        error = reply.error.replace("documents[0]: ", "") if len(documents) == 1 else reply.error
+        error = reply.error.removeprefix("documents[0]: ") if len(documents) == 1 else reply.error
         return [PooledAnswer(index, error=error, response=reply.body) for index in documents]
     items, middle = [*documents.items()], len(documents) // 2
     return [*await score(server, head, dict(items[:middle])), *await score(server, head, dict(items[middle:]))]

@@ -267,6 +267,19 @@ async def test_request_goes_to_the_engine_that_has_what_cannot_be_copied(pair: S
     check_not_found(await pair.post([ALONE, named(ALONE, "c")], **SALT), "image 1", "image 2")
 
 
+async def test_request_goes_to_the_engine_that_has_the_embeddings_and_the_patches_are_copied(pair: Served) -> None:
+    first, other = await moved(pair, named(image()), named(image(84), "b"), stored=False)
+    other.held = "embeddings"
+    _, stored = first.requests[0].media
+    first.kept[stored.media_hash] = other.kept.pop(stored.media_hash)
+    first.handles[stored.media_hash] = StoreHandle([(3, 1), (1, 4)], stored.patches.shape)
+    assert (await pair.post([ALONE, named(ALONE, "b")], **SALT)).status_code == 200
+    embedded, copied = other.requests[0].media
+    assert embedded.patches is None and (copied.media_hash, copied.patches.shape) == (
+        stored.media_hash, stored.patches.shape
+    )  # fmt: skip
+
+
 async def test_item_of_another_engine_is_evicted_or_its_client_leaves_or_the_engine_dies(pair: Served) -> None:
     first, other = await moved(pair, named(image()))
     other.replies_to.remove("look_up")
