@@ -432,7 +432,7 @@ class EngineCore:
 
 def run(child: Child) -> None:
     """Main function of an engine-core process."""
-    init = child.init
+    init = child.spec.init
     config, engine = init.config, int(child.spec.index)
     model = ModelConfig.from_dir(init.model_dir)
     links = Links(child, init.cores[engine], init.core_workers[engine], config.tensor_parallel_size)

@@ -50,7 +50,7 @@ WORK_THREADS = min(32, (os.cpu_count() or 1) + 4)  # as asyncio's own
 
 def run(child: Child) -> None:
     """Main function of an API server's process. Does not return: it ends the process."""
-    init = child.init
+    init = child.spec.init
     config = init.config
     metrics.engine_restarts.set(init.restarts)
     sizes = config.api_server_count, config.engines, config.tensor_parallel_size

@@ -83,7 +83,7 @@ class Child:
     """
 
     def __init__(self, spec: ChildSpec):
-        self.spec, self.init = spec, spec.init
+        self.spec = spec
         self.encoder = Encoder(spec.name, spec.incarnation)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         me = sockets.identity(spec.name, spec.incarnation)

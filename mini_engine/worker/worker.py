@@ -82,7 +82,7 @@ def run(child: Child) -> None:
 
 
 def _run(child: Child) -> None:
-    init = child.init
+    init = child.spec.init
     engine, rank = (int(part) for part in child.spec.index.split("."))
     device = choose_device(init.config, engine, rank)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()

@@ -149,7 +149,7 @@ def start(flags: list[str], rank: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     }.items():  # fmt: skip
         monkeypatch.setattr(worker, name, replacement)
     monkeypatch.setattr(weights, "fill_randomly", lambda model: None)  # there are no numbers
-    worker._run(MagicMock(**{"init.config": config, "init.model_dir": config.model, "spec.index": f"0.{rank}"}))
+    worker._run(MagicMock(**{"spec.init": MagicMock(config=config, model_dir=config.model), "spec.index": f"0.{rank}"}))
     return made
 
 
