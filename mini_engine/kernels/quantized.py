@@ -184,7 +184,8 @@ class Int4Matrix(QuantizedMatrix):
         self.codes: Tensor
         self.scales: Tensor
         self.zeros: Tensor
-        self._scales_zeros: Tensor | None = None  # `[groups, outputs, 2]`, of packed codes
+        self.register_buffer("_scales_zeros", None)  # `[groups, outputs, 2]`, of packed codes
+        self._scales_zeros: Tensor | None
 
     def fill(self, rows: slice, columns: slice, values: Tensor | Codes) -> None:
         if isinstance(values, Tensor):

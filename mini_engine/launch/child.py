@@ -69,6 +69,7 @@ class ChildSpec:
     init: Init
     listen_fd: int | None = None  # API server: bound, not yet listening
     media_stores: tuple[int, ...] = ()  # descriptors of the media stores: an API server's by engine, a worker's own
+    weights: int | None = None  # worker: memory that it shares with the same rank of other engines
 
     @property
     def name(self) -> str:
@@ -143,7 +144,7 @@ def _run_forked(spec: ChildSpec, environ: Mapping[str, str], mask: set[int]) -> 
 
 def _keep_descriptors(spec: ChildSpec) -> None:
     """Close all others, such as those whose end tells another process that the supervisor is dead."""
-    inherited = sorted({2, *spec.media_stores, *([] if spec.listen_fd is None else [spec.listen_fd])})
+    inherited = sorted({2, *spec.media_stores, *(fd for fd in (spec.listen_fd, spec.weights) if fd is not None)})
     for lower, upper in itertools.pairwise([*inherited, os.sysconf("SC_OPEN_MAX")]):
         os.closerange(lower + 1, upper)
     os.dup2(2, 1)  # what libraries print is part of the log

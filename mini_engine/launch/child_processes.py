@@ -177,6 +177,7 @@ class ProcessGroup:
         init: Init,
         listen_fd: int | None = None,
         media_stores: Sequence[int] = (),
+        weights: int | None = None,
     ) -> ChildProcess:
         """Start a child that belongs to the engines of this `generation` and inherits these descriptors. Call it from
         the main thread only. Raises OSError: out of processes or descriptors, or no room for the metrics files of an
@@ -196,6 +197,7 @@ class ProcessGroup:
             init=init,
             listen_fd=listen_fd,
             media_stores=(*media_stores,),
+            weights=weights,
         )
         pid = fork(spec, environ)
         try:

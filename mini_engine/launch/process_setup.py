@@ -53,6 +53,12 @@ def keep_freed_memory(max_bytes: int = 256 << 20) -> None:
     mallopt(M_TRIM_THRESHOLD, max_bytes)
 
 
+def use_own_pages(nbytes: int) -> None:
+    """From now on a block of so many bytes or more begins at the start of a page, but for a header that is the same for
+    all. Without effect where the C library has no such setting (musl)."""
+    use_one_arena()(M_MMAP_THRESHOLD, nbytes)
+
+
 def use_one_arena() -> Callable[[int, int], int]:
     """Have all threads that begin from then on share one arena, in this process and those forked from it; returns
     `mallopt`. Threads' own arenas consist of heaps of 64 MiB, which malloc maps and unmaps."""

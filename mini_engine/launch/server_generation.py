@@ -39,6 +39,7 @@ class ServerGeneration:
     transports: list[TransportChoice] = field(default_factory=list, init=False)  # of one of its API servers
     early_deaths: int = field(default=0, init=False)  # of API servers in a row, before they served
     _media_stores: list[int] = field(default_factory=list, init=False)  # descriptors, by engine
+    _weights: list[int] = field(default_factory=list, init=False)  # descriptors, by rank, where engines share them
 
     @property
     def children(self) -> list[ChildProcess]:
@@ -67,10 +68,11 @@ class ServerGeneration:
         for engine in range(config.engines):
             self.processes.start("core", str(engine), self.number, init)
         yield from preload("worker")
-        for engine in range(config.engines):
-            for rank in range(config.tensor_parallel_size):
-                own = self._media_stores[engine : engine + 1]
-                self.processes.start("worker", f"{engine}.{rank}", self.number, init, media_stores=own)
+        ranks = range(config.tensor_parallel_size)
+        self._weights += [os.memfd_create("mini-engine") for _ in ranks if config.engines > 1]
+        for engine, rank in itertools.product(range(config.engines), ranks):
+            own, weights = self._media_stores[engine : engine + 1], self._weights[rank] if self._weights else None
+            self.processes.start("worker", f"{engine}.{rank}", self.number, init, None, own, weights)
         yield from preload("api")
         self.start_api_servers()
 
@@ -95,7 +97,10 @@ class ServerGeneration:
         for fd in self._media_stores:  # which its API servers, as long as they answer 503, have mapped
             discard(map_sparse(fd, self.media_cache.nbytes))
             os.close(fd)
+        for fd in self._weights:
+            os.close(fd)
         self._media_stores.clear()
+        self._weights.clear()
 
     def receive(self, received: ChildMessage) -> None:
         """Take the next message of the handshake: Ready, once all engines are -> Start; Serving."""

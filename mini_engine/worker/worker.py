@@ -27,7 +27,7 @@ from mini_engine.free_memory import available_memory
 from mini_engine.kernels.ops import mask_tokens, triton_obstacle
 from mini_engine.launch.child import Child
 from mini_engine.launch.memory_plan import check_given_cache
-from mini_engine.launch.process_setup import keep_freed_memory
+from mini_engine.launch.process_setup import keep_freed_memory, use_own_pages
 from mini_engine.messages import Chunk, GrammarReady, Init, NewSequence, Step, WorkerReady
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import ModelConfig
@@ -56,6 +56,7 @@ from mini_engine.worker.pinning import PinnedMemory
 from mini_engine.worker.sampling.grammar import Grammars
 from mini_engine.worker.serving import serve, serve_ahead
 from mini_engine.worker.shared_collectives import RankEnded, RankLost, meet
+from mini_engine.worker.shared_weights import LEAST_BYTES, share_weights
 
 if TYPE_CHECKING:
     from mini_engine.worker.attention.decode_graphs import DecodeGraphs  # imports Triton
@@ -99,7 +100,7 @@ def _run(child: Child) -> None:
     torch.set_flush_denormal(True)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # torch may have been imported before this was known
     tp = join_group(init, engine, rank, device)
-    model = load(init.model_dir, init.config, tp, device)
+    model = load_shared(child, tp) if device.type == "cpu" else load(init.model_dir, init.config, tp, device)
     normalise, to_device = Normalisation.from_dir(init.model_dir), pinned.to_device if pinned else None
 
     def runner_with(size: CacheSize) -> ModelRunner:
@@ -140,6 +141,17 @@ def load(model_dir: str, config: EngineConfig, tp: TensorParallel, device: torch
             return load_model(model_dir, tp, dtype, device, config.load_format, spread, *flags)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
+
+
+def load_shared(child: Child, tp: TensorParallel) -> VisionLanguageModel:
+    """As `load`, on the CPU, in the same memory as other engines."""
+    init, memory = child.spec.init, child.spec.weights
+    if memory is not None:
+        use_own_pages(LEAST_BYTES)
+    model = load(init.model_dir, init.config, tp, torch.device("cpu"))
+    if memory is not None:
+        logger.info("%.1f MiB of the weights are shared with other engines", share_weights(model, memory) / 2**20)
+    return model
 
 
 def choose_device(config: EngineConfig, engine: int, rank: int) -> torch.device:

@@ -1,0 +1,70 @@
+"""Weights of several engines in the same memory: what they compute stays the same."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mini_engine.kernels import onednn
+from mini_engine.launch.process_setup import use_own_pages
+from mini_engine.worker.shared_weights import LEAST_BYTES, share_weights
+
+SIZE = 1024
+WHOLE = (4 + 4 + 2) * SIZE**2  # bytes of a model
+use_own_pages(LEAST_BYTES)
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    fd = os.memfd_create("weights")
+    yield fd
+    os.close(fd)
+
+
+class Model(nn.Module):
+    """A dense matrix, one in oneDNN's order, and codes."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        dense, packed = torch.randn(2, SIZE, SIZE, generator=generator).unbind()
+        self.dense = nn.Parameter(dense.clone(), requires_grad=False)
+        self.packed = nn.Parameter(torch.ops.mkldnn._reorder_linear_weight(packed, 8), requires_grad=False)
+        self.register_buffer("codes", torch.randint(256, (2 * SIZE, SIZE), generator=generator, dtype=torch.uint8))
+        self.codes: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = onednn.multiply(x @ self.dense.T, self.packed, None)
+        return y + self.codes.float().sum()
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether the middle of it lies in a memfd."""
+    address = tensor.data_ptr() + tensor.nbytes // 2
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if begin <= address < end:
+            return "memfd:weights" in line
+    raise AssertionError
+
+
+@pytest.mark.parametrize("written", [b"", b"\1" * SIZE])
+def test_engines_with_equal_weights_share_them_and_others_keep_their_own(memory: int, written: bytes) -> None:
+    os.write(memory, written)  # by a worker that died
+    models, x = [Model(1), Model(1), Model(2)], torch.randn(64, SIZE)
+    expected = [model(x) for model in models]
+    first, second, other = (share_weights(model, memory) for model in models)
+    assert 0.99 * WHOLE < first == second < WHOLE and other == 0
+    assert [is_mapped(model.codes) for model in models] == [True, True, False]
+    assert all(torch.equal(model(x), y) for model, y in zip(models, expected, strict=True))
+
+
+def test_a_write_changes_the_weights_of_one_process_alone(memory: int) -> None:
+    first, second = Model(1), Model(1)
+    for model in (first, second):
+        share_weights(model, memory)
+    first.dense.zero_()
+    assert second.dense.any()
