@@ -24,7 +24,7 @@ def memory() -> Iterator[int]:
     os.close(fd)
 
 
-class Model(nn.Module):
+class Weights(nn.Module):
     """A dense matrix, one in oneDNN's order, and codes."""
 
     def __init__(self, seed: int) -> None:
@@ -54,7 +54,7 @@ def is_mapped(tensor: Tensor) -> bool:
 @pytest.mark.parametrize("written", [b"", b"\1" * SIZE])
 def test_engines_with_equal_weights_share_them_and_others_keep_their_own(memory: int, written: bytes) -> None:
     os.write(memory, written)  # by a worker that died
-    models, x = [Model(1), Model(1), Model(2)], torch.randn(64, SIZE)
+    models, x = [Weights(1), Weights(1), Weights(2)], torch.randn(64, SIZE)
     expected = [model(x) for model in models]
     first, second, other = (share_weights(model, memory) for model in models)
     assert 0.99 * WHOLE < first == second < WHOLE and other == 0
@@ -63,7 +63,7 @@ def test_engines_with_equal_weights_share_them_and_others_keep_their_own(memory:
 
 
 def test_a_write_changes_the_weights_of_one_process_alone(memory: int) -> None:
-    first, second = Model(1), Model(1)
+    first, second = Weights(1), Weights(1)
     for model in (first, second):
         share_weights(model, memory)
     first.dense.zero_()
