@@ -14,4 +14,4 @@ from mini_engine.config.engine_config import (
     for_debugging,
     groups,
 )
-from mini_engine.config.options import ENV_PREFIX, ConfigError, Setting, flag_of, results
+from mini_engine.config.options import ENV_PREFIX, ConfigError, Setting, flag_of

@@ -10,16 +10,15 @@ import dataclasses
 import importlib.metadata
 import json
 import logging
-import operator
 import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 from mini_engine import log
-from mini_engine.config import ConfigError, EngineConfig, Setting, fields, for_debugging, groups, results, sources
+from mini_engine.config import ConfigError, EngineConfig, Setting, fields, for_debugging, groups, sources
 from mini_engine.config.sources import CONFIG_ENV, IPC_SWITCH_ENV, Given
 
 INTERRUPTED = 128 + signal.SIGINT  # the exit status of a shell's command that Ctrl-C has ended
@@ -61,13 +60,12 @@ def settle(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     unknown = [arg.partition("=")[0] for arg in rest if arg.startswith("-")] or rest[:1]
     args = vars(namespace)
     path = args.get("config", environ.get(CONFIG_ENV))
-    parts: list[dict[str, Given]] = results([
-        lambda: dict(results(partial(sources.refuse_unknown, flag) for flag in unknown)),
-        lambda: {} if path is None else sources.from_file(path),
-        lambda: sources.from_environment(environ),
-        lambda: dict(results(partial(_from_flags, setting, args) for setting in fields() if setting.name in args)),
-    ])  # fmt: skip
-    given = {name: value for part in parts for name, value in part.items()}
+    errors = [f"{flag}: {sources.unknown(flag)}" for flag in unknown]
+    given = {} if path is None else sources.from_file(path, errors)
+    given |= sources.from_environment(environ, errors)
+    given |= {s.name: _from_flags(s, args[s.name], errors) for s in fields() if s.name in args}
+    if errors:
+        raise ConfigError("\n".join(errors))
     if "debug" in given and given["debug"].value:
         given = {name: Given(value, "--debug") for name, value in for_debugging().items()} | given
     config = EngineConfig(**{name: value for name, (value, _) in given.items()})
@@ -79,12 +77,13 @@ def settle(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     return Settings(config, origins, print_config, changed_only)
 
 
-def _from_flags(setting: Setting, args: Mapping[str, Any]) -> tuple[str, Given]:
-    """The field of a setting, and its value from what its flags give; lists of several flags are joined, objects
-    merged."""
-    value, is_joined = args[setting.name], setting.base in (list, dict)
-    parts = [setting.read(text, setting.flag) for text in (value if is_joined else [value])]
-    return setting.name, Given(reduce(_merge if setting.base is dict else operator.add, parts), setting.flag)
+def _from_flags(setting: Setting, value: Any, errors: list[str]) -> Given:
+    """The value of what a setting's flags give; lists of several flags are joined, objects merged."""
+    texts = value if setting.base in (list, dict) else [value]
+    parts = [setting.read(text, setting.flag, errors) for text in texts]
+    if setting.base is list:
+        return Given([item for part in parts for item in part or ()], setting.flag)
+    return Given(reduce(_merge, parts), setting.flag)
 
 
 def _merge(first: Any, second: Any) -> Any:
