@@ -18,7 +18,7 @@ from functools import reduce
 from typing import Any
 
 from mini_engine import log
-from mini_engine.config import ConfigError, EngineConfig, Setting, fields, for_debugging, groups, sources
+from mini_engine.config import ConfigError, EngineConfig, Setting, fields, groups, sources
 from mini_engine.config.sources import CONFIG_ENV, IPC_SWITCH_ENV, Given
 
 INTERRUPTED = 128 + signal.SIGINT  # the exit status of a shell's command that Ctrl-C has ended
@@ -67,7 +67,9 @@ def settle(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     if errors:
         raise ConfigError("\n".join(errors))
     if "debug" in given and given["debug"].value:
-        given = {name: Given(value, "--debug") for name, value in for_debugging().items()} | given
+        timeouts = {s.name: s.maximum for s in fields() if "timeout" in s.name and s.name != "shutdown_timeout"}
+        for name, value in {**timeouts, "data_parallel_size": 1}.items():
+            given.setdefault(name, Given(value, "--debug"))
     config = EngineConfig(**{name: value for name, (value, _) in given.items()})
     config.validate()
     print_config, changed_only = "print_config" in args, "changed_only" in args
