@@ -41,8 +41,7 @@ class Settings:
 
     config: EngineConfig
     origins: dict[str, str]  # of each field that does not have its default, such as `--port`
-    print_config: bool
-    changed_only: bool  # it prints what is not the default
+    printed: str | None  # by `--print-config`
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> EngineConfig:
@@ -72,11 +71,11 @@ def settle(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
             given.setdefault(name, Given(value, "--debug"))
     config = EngineConfig(**{name: value for name, (value, _) in given.items()})
     config.validate()
-    print_config, changed_only = "print_config" in args, "changed_only" in args
-    if changed_only and not print_config:
+    if "changed_only" in args and "print_config" not in args:
         raise ConfigError("--changed-only needs --print-config")
     origins = {name: origin for name, (_, origin) in given.items()}
-    return Settings(config, origins, print_config, changed_only)
+    printed = sources.to_yaml(config, origins, "changed_only" in args) if "print_config" in args else None
+    return Settings(config, origins, printed)
 
 
 def _from_flags(setting: Setting, value: Any, errors: list[str]) -> Given:
@@ -212,8 +211,8 @@ def serve() -> int:
     try:
         settings = settle(sys.argv[1:], os.environ)
         log_format = settings.config.log_format
-        if settings.print_config:
-            print(sources.to_yaml(settings.config, settings.origins, settings.changed_only), end="")
+        if settings.printed is not None:
+            print(settings.printed, end="")
             return 0
         from mini_engine.launch.process_setup import use_one_arena
         from mini_engine.launch.supervisor import run_server
