@@ -14,6 +14,7 @@ import pytest
 
 from mini_engine.config import EngineConfig
 from mini_engine.launch import child_processes, supervisor
+from mini_engine.launch.child import ChildSpec
 from mini_engine.launch.child_processes import TURNS, ChildMessage, ChildProcess, ChildState, ProcessGroup
 from mini_engine.launch.listeners import bind_listeners
 from mini_engine.launch.server_generation import ServerGeneration
@@ -34,8 +35,8 @@ def server(processes, runtime) -> Iterator[Supervisor]:
 
 
 def start(group: ProcessGroup, role: Role, index: str, generation: int, debug: bool = False) -> ChildProcess:
-    config = EngineConfig(debug=debug)
-    return group.start(role, index, generation, Init(config, "", "", [], [], [], MediaCachePlan("off", 0, "")))
+    init = Init(EngineConfig(debug=debug), "", "", [], [], [], MediaCachePlan("off", 0, ""))
+    return group.start(ChildSpec(role, index, init, group.endpoint), generation)
 
 
 def wait_for_deaths(children: list[ChildProcess]) -> None:
