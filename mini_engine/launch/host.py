@@ -33,12 +33,14 @@ def check_device_and_tls(config: EngineConfig) -> None:
         errors.append(f"--device cuda: {reason}; choose --device cpu or auto, or give a container its GPUs")
 
     def refuse_password() -> str:
-        raise OSError("the key is encrypted; decrypt it with openssl pkey -in KEY -out DECRYPTED")
+        raise ConfigError("--ssl-keyfile: the key is encrypted; decrypt it: openssl pkey -in KEY -out DECRYPTED")
 
     try:
         if config.ssl_certfile is not None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, refuse_password)
+    except ConfigError as error:
+        errors.append(str(error))
     except OSError as error:
         reason = error.strerror or str(error)
         errors.append(f"--ssl-keyfile, --ssl-certfile: {reason}; give a key and its certificate as PEM files")
