@@ -68,7 +68,7 @@ def run_server(config: EngineConfig) -> int:
     model_dir = host.resolve_model(config)
     model = host.check_model(model_dir, config)
     parallelism = choose_parallelism(config, model, os.environ.get("OMP_NUM_THREADS", ""))
-    config = parallelism.settle(config)
+    config = dataclasses.replace(config, data_parallel_size=parallelism.engines)
     media_cache = host.plan_media_cache(config)
     config, memory = settle_memory(config, model, media_cache, available_memory())
     # Of the workers. How threads wait for each other is left to OpenMP, which keeps them awake for a while: on two
