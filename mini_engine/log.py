@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from types import MappingProxyType
 from typing import Any
 
 QUEUE_LINES = 1000
@@ -52,7 +51,7 @@ class TextFormatter(logging.Formatter):
         return super().formatMessage(record) + (caller and f" ({caller})")
 
 
-def about(request_id: str, caller: Mapping[str, Any] = MappingProxyType({}), **facts: Any) -> dict[str, Any]:
+def about(request_id: str, caller: Mapping[str, Any] = {}, **facts: Any) -> dict[str, Any]:
     """The `extra` of a line about one request: the fields of its JSON object. The text of the line names the id and the
     `facts`, too, but not the `caller`: see `http/access.py`."""
     return {"caller": caller, "facts": {"request_id": request_id, **caller, **facts}}

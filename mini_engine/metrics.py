@@ -250,7 +250,8 @@ def samples() -> dict[str, list[float]]:
 
 
 class _Exposed(Collector):
-    """The metrics of all API servers, with the label `model_name`, which no file has to hold, and of all processes."""
+    """The metrics of all API servers, with the label `model_name`, which no file has to hold; and `process_*` of the
+    supervisor, which starts each API server, and of the processes that it has started, by the names that `ps` shows."""
 
     def __init__(self, model_name: str):
         self._label = {"model_name": model_name}
@@ -260,19 +261,12 @@ class _Exposed(Collector):
             if family.name.startswith("mini_engine:"):
                 family.samples = [sample._replace(labels=self._label | sample.labels) for sample in family.samples]
             yield family
-        yield from _process_metrics().values()
-
-
-def _process_metrics() -> dict[str, Metric]:
-    """`process_*` of the supervisor, which starts each API server, and of the processes that it has started. Their
-    names are those that `ps` shows."""
-    families: dict[str, Metric] = {}
-    for name, pid in _processes().items():
-        for family in ProcessCollector(pid=pid.__index__, registry=None).collect():
-            family.samples = [sample._replace(labels={"process": name}) for sample in family.samples]
-            if (first := families.setdefault(family.name, family)) is not family:
-                first.samples += family.samples
-    return families
+        families: dict[str, Metric] = {}
+        for name, pid in _processes().items():
+            for family in ProcessCollector(pid=pid.__index__, registry=None).collect():
+                merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                merged.samples += [sample._replace(labels={"process": name}) for sample in family.samples]
+        yield from families.values()
 
 
 def _processes() -> dict[str, int]:

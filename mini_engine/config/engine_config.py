@@ -417,11 +417,5 @@ def fields() -> list[Setting]:
     return settings_of(EngineConfig)
 
 
-def for_debugging() -> dict[str, Any]:
-    """What `--debug` sets, by field, where nothing else does."""
-    timeouts = [setting for setting in fields() if "timeout" in setting.name and setting.name != "shutdown_timeout"]
-    return {setting.name: setting.maximum for setting in timeouts} | {"data_parallel_size": 1}
-
-
 def groups() -> dict[str, list[Setting]]:
     return {group: [*settings] for group, settings in itertools.groupby(fields(), lambda setting: setting.group)}

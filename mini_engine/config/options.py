@@ -5,9 +5,9 @@ import dataclasses
 import inspect
 import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from decimal import Decimal
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -19,24 +19,8 @@ TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: 
 TYPE_NAMES |= {list: "a list of strings", dict: "a JSON object"}
 
 
-T = TypeVar("T")
-
-
 class ConfigError(ValueError):
     """Settings that cannot be used: for each a line that names the flag, the value and the remedy."""
-
-
-def results(calls: Iterable[Callable[[], T]]) -> list[T]:
-    """What all `calls` return. Raises ConfigError, after all of them, with the lines of those that have raised one."""
-    returned, errors = [], []
-    for call in calls:
-        try:
-            returned.append(call())
-        except ConfigError as error:
-            errors.append(str(error))
-    if errors:
-        raise ConfigError("\n".join(errors))
-    return returned
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,12 +85,13 @@ class Setting:
             return self.unset
         return {True: "on", False: "off"}[self.default] if self.type is bool else number_text(self.default)
 
-    def read(self, value: Any, origin: str) -> Any:
-        """The value as the field has it, from a text of a flag or variable, or from a value of a YAML file. Raises
-        ConfigError, with its `origin`: it is not of the field's type, out of its limits, or empty, as is a variable for
-        which there was no value."""
+    def read(self, value: Any, place: str, errors: list[str]) -> Any:
+        """The value as the field has it, from a text of a flag or variable, or from a value of a YAML file. Where it is
+        not of the field's type, out of its limits, or empty, as is a variable for which there was no value: None, and
+        a line in `errors` with its `place`."""
         if value == "" and self.default != "":
-            raise ConfigError(f"{origin}: empty; leave it out for the default")
+            errors.append(f"{place}: empty; leave it out for the default")
+            return None
         parsers: dict[Any, Callable[[str], Any]] = {int: parse_count, dict: json.loads, list: parse_list}
         parse = self.parse_text or parsers.get(self.base, str)
         number = self.base in (int, float)
@@ -115,9 +100,8 @@ class Setting:
             parsed = parse(value) if isinstance(value, str) else value
             return None if parsed is None else msgspec.convert(parsed, kind, strict=False)
         except ValueError:
-            raise ConfigError(
-                f"{origin}: {'what is given' if self.secret else repr(value)} is not {self.values}"
-            ) from None
+            errors.append(f"{place}: {'what is given' if self.secret else repr(value)} is not {self.values}")
+            return None
 
 
 def options_of(group: str) -> Callable[..., Any]:

@@ -5,15 +5,14 @@
 
 import difflib
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import msgspec.yaml
 import yaml
 
 from mini_engine import failpoints
-from mini_engine.config import ENV_PREFIX, ConfigError, EngineConfig, Setting, fields, flag_of, groups, results
+from mini_engine.config import ENV_PREFIX, EngineConfig, fields, flag_of, groups
 
 CONFIG_ENV = ENV_PREFIX + "CONFIG"
 IPC_SWITCH_ENV = ENV_PREFIX + "MULTIMODAL_TENSOR_IPC"
@@ -55,22 +54,16 @@ def unknown(flag: str) -> str:
     return f"unknown; did you mean {near[0]}?" if near else "unknown; --help lists the flags"
 
 
-def refuse_unknown(flag: str) -> NoReturn:
-    """Raises ConfigError."""
-    raise ConfigError(f"{flag}: {unknown(flag)}")
-
-
-def from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
-    """The values of `MINI_ENGINE_<FIELD>` variables, by field. Raises ConfigError: some cannot be used."""
-
-    def read(setting: Setting) -> tuple[str, Given]:
-        return setting.name, Given(setting.read(environ[setting.variable], setting.variable), setting.variable)
-
-    given = dict(results(partial(read, setting) for setting in fields() if setting.variable in environ))
+def from_environment(environ: Mapping[str, str], errors: list[str]) -> dict[str, Given]:
+    """The values of `MINI_ENGINE_<FIELD>` variables, by field; for each that cannot be used a line in `errors`."""
+    given = {}
     if (switch := environ.get(IPC_SWITCH_ENV)) is not None:
+        given["mm_tensor_ipc"] = Given(IPC_SWITCH.get(switch), IPC_SWITCH_ENV)
         if switch not in IPC_SWITCH:
-            raise ConfigError(f"{IPC_SWITCH_ENV}: {switch!r} is not 1 or 0")
-        given.setdefault("mm_tensor_ipc", Given(IPC_SWITCH[switch], IPC_SWITCH_ENV))
+            errors.append(f"{IPC_SWITCH_ENV}: {switch!r} is not 1 or 0")
+    for setting in fields():
+        if (text := environ.get(setting.variable)) is not None:
+            given[setting.name] = Given(setting.read(text, setting.variable, errors), setting.variable)
     return given
 
 
@@ -85,23 +78,23 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     ]
 
 
-def from_file(path: str) -> dict[str, Given]:
-    """The values of a YAML file, by field. Its keys are flags without their dashes in front, or fields' names. Raises
-    ConfigError: the file cannot be read, or settings in it are unknown or have values that cannot be used."""
-    if not path:
-        raise ConfigError(f"{CONFIG_ENV}: empty; leave it out for the default")
+def from_file(path: str, errors: list[str]) -> dict[str, Given]:
+    """The values of a YAML file, by field. Its keys are flags without their dashes in front, or fields' names. For each
+    that is unknown or cannot be used, and for a file that cannot be read, there is a line in `errors`."""
+    given: dict[str, Given] = {}
+    values: dict[str, Any] = {}
+    known = {setting.flag: setting for setting in fields()}
     try:
         values = msgspec.yaml.decode(Path(path).read_bytes(), type=dict[str, Any] | None) or {}
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--config: {path} cannot be read: {' '.join(str(error).split())}") from None
-    known = {setting.flag: setting for setting in fields()}
-
-    def read(key: str, value: Any) -> tuple[str, Given]:
+        problem = f"--config: {path} cannot be read: {' '.join(str(error).split())}"
+        errors.append(problem if path else f"{CONFIG_ENV}: empty; leave it out for the default")
+    for key, value in values.items():
         if (setting := known.get(flag_of(key))) is None:
-            raise ConfigError(f"{path}: {key}: {unknown(flag_of(key))}")
-        return setting.name, Given(setting.read(value, f"{path}: {key}"), path)
-
-    return dict(results(partial(read, key, value) for key, value in values.items() if value is not None))
+            errors.append(f"{path}: {key}: {unknown(flag_of(key))}")
+        elif value is not None:
+            given[setting.name] = Given(setting.read(value, f"{path}: {key}", errors), path)
+    return given
 
 
 def to_yaml(config: EngineConfig, origins: Mapping[str, str], changed_only: bool = False) -> str:

@@ -90,10 +90,10 @@ class RequestMiddleware:
                     await self._app(scope, exchange.receive, exchange.send)
             finally:
                 exchange.count()
-                config = self._context.config
-                is_slow = config.log_slow_requests is not None and exchange.seconds >= config.log_slow_requests
+                config, seconds = self._context.config, time.monotonic() - exchange.clock.arrived
+                is_slow = config.log_slow_requests is not None and seconds >= config.log_slow_requests
                 if (config.enable_log_requests or is_slow) and exchange.path not in OPEN_PATHS:
-                    exchange.log(with_stages=is_slow)
+                    exchange.log(round(seconds, 3), with_stages=is_slow)
 
     def _admit(self, exchange: Exchange) -> None:
         """Raises ApiError for a request that is not accepted."""
@@ -144,11 +144,6 @@ class Exchange:
         self._disconnect: asyncio.Task[None] | None = None
         scope["state"] |= {"request_id": self.id, "caller": self.caller, "clock": self.clock, "clocks": self._clocks}
         scope["state"] |= {"cleanup": self.cleanup, "end": self.end}
-
-    @property
-    def seconds(self) -> float:
-        """Since it has arrived."""
-        return time.monotonic() - self.clock.arrived
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -206,13 +201,12 @@ class Exchange:
             counted = method if method in COUNTED_METHODS else "other"
             http_requests_total.labels(path, counted, f"{self._status // 100}xx").inc()
 
-    def log(self, with_stages: bool) -> None:
-        """Log that it has ended; `with_stages`: and where its time went."""
+    def log(self, seconds: float, with_stages: bool) -> None:
+        """Log that it has ended, after so long; `with_stages`: and where its time went."""
         # The path as it was sent: decoded, it could hold the end of a line.
-        method, path = self.scope["method"], self.scope["raw_path"].decode("ascii", "backslashreplace")
-        status, seconds = self._status or 0, round(self.seconds, 3)
-        facts: dict[str, Any] = {"method": method, "path": path, "status": status, "seconds": seconds}
-        text = f"{self.id} {method} {path}: {status} after {seconds:.3f} s"
+        path = self.scope["raw_path"].decode("ascii", "backslashreplace")
+        facts = {"method": self.scope["method"], "path": path, "status": self._status or 0, "seconds": seconds}
+        text = "{method} {path}: {status} after {seconds:.3f} s".format_map(facts)
         if model := self.scope["state"].get("model"):
             prompt, generated = (sum(counts) for counts in zip(*(clock.usage for clock in self._clocks), strict=True))
             facts |= {"model": model, "prompt_tokens": prompt, "completion_tokens": generated}
@@ -224,7 +218,8 @@ class Exchange:
         if with_stages:
             facts["stages"] = self.clock.stages(seconds)
             text += "".join(f", {stage} {spent:.3f} s" for stage, spent in facts["stages"].items())
-        logger.info("%s", ", ".join(filter(None, (text, facts.get("end")))), extra=about(self.id, self.caller, **facts))
+        line = ", ".join(filter(None, (text, facts.get("end"))))
+        logger.info("%s %s", self.id, line, extra=about(self.id, self.caller, **facts))
 
     async def _watch(self) -> None:
         await self._disconnected()

@@ -13,8 +13,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import zmq
@@ -63,13 +63,12 @@ class ChildSpec:
 
     role: Role
     index: str  # "0", or "engine.rank" for a worker
-    incarnation: int
-    parent_pid: int
-    supervisor: str  # ZMQ endpoint
     init: Init
+    supervisor: str  # ZMQ endpoint
     listen_fd: int | None = None  # API server: bound, not yet listening
-    media_stores: tuple[int, ...] = ()  # descriptors of the media stores: an API server's by engine, a worker's own
+    media_stores: Sequence[int] = ()  # descriptors of the media stores: an API server's by engine, a worker's own
     weights: int | None = None  # worker: memory that it shares with the same rank of other engines
+    incarnation: int = field(default_factory=itertools.count(1).__next__)
 
     @property
     def name(self) -> str:
@@ -105,22 +104,22 @@ def fork(spec: ChildSpec, environ: Mapping[str, str]) -> int:
     """Start a child with these variables beside this process's; returns its process id. Call it from the main thread,
     since the kernel's parent-death signal follows the thread. Raises OSError."""
     # A signal between the fork and the child's own handling of signals would reach the parent a second time.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    mask, own_pid = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS), os.getpid()
     try:
         pid = os.fork()
         if pid == 0:
-            _run_forked(spec, environ, mask)
+            _run_forked(spec, environ, mask, own_pid)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return pid
 
 
-def _run_forked(spec: ChildSpec, environ: Mapping[str, str], mask: set[int]) -> NoReturn:
+def _run_forked(spec: ChildSpec, environ: Mapping[str, str], mask: set[int], parent_pid: int) -> NoReturn:
     """The whole life of a child. The parent's frames, which are below this one, are never returned to: the objects
     there refer to descriptors that are closed here."""
     status = 1
     try:
-        die_with_parent(spec.parent_pid)
+        die_with_parent(parent_pid)
         logging.getLogger().handlers.clear()  # the parent's, whose thread and perhaps lock stayed there
         signal.set_wakeup_fd(-1)
         ignore_stop_signals()

@@ -26,13 +26,14 @@ from mini_engine.config import EngineConfig
 from mini_engine.launch.child import ChildSpec, fork
 from mini_engine.launch.metrics_files import DIRECTORY_VARIABLE, NUMBER_VARIABLE, forget_gauges, make_files
 from mini_engine.launch.process_setup import STOP_SIGNALS
-from mini_engine.messages import AnyMessage, ControlReply, ControlRequest, Init, PeerGone, Role
+from mini_engine.messages import AnyMessage, ControlReply, ControlRequest, PeerGone
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder, decode
 
 logger = logging.getLogger(__name__)
 
 TURNS = 4  # that the shortest of the time-outs is divided into
+STOPPING_TURNS = 2  # without an answer, of an API server that is to exit: a restart of the engines waits for that
 DEATH_SECONDS = 30.0  # for a process that was killed to exit: it may have much memory to give back
 
 
@@ -162,43 +163,21 @@ class ProcessGroup:
         self._silence = max(config.collective_timeout, config.health_timeout)
         self._interval = min(self._silence, config.startup_timeout, DEATH_SECONDS) / TURNS
         self._next_turn = time.monotonic() + self._interval
-        self._incarnations = itertools.count(1)
         self._encoder = Encoder("supervisor", 0)
-        self._endpoint = f"ipc://{runtime_dir}/supervisor"
+        self.endpoint = f"ipc://{runtime_dir}/supervisor"
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._router = sockets.bind_router(self._context, self._endpoint)
+        self._router = sockets.bind_router(self._context, self.endpoint)
         self._metrics_dir.mkdir()
 
-    def start(
-        self,
-        role: Role,
-        index: str,
-        generation: int,
-        init: Init,
-        listen_fd: int | None = None,
-        media_stores: Sequence[int] = (),
-        weights: int | None = None,
-    ) -> ChildProcess:
-        """Start a child that belongs to the engines of this `generation` and inherits these descriptors. Call it from
-        the main thread only. Raises OSError: out of processes or descriptors, or no room for the metrics files of an
-        API server."""
+    def start(self, spec: ChildSpec, generation: int) -> ChildProcess:
+        """Start a child that belongs to the engines of this `generation`. Call it from the main thread only. Raises
+        OSError: out of processes or descriptors, or no room for the metrics files of an API server."""
         environ, number = {}, None
-        if role == "api":
+        if spec.role == "api":
             taken = {child.metrics_number for child in self.api_servers()}
             number = next(number for number in itertools.count() if number not in taken)
             make_files(self._metrics_dir, number)
             environ = {DIRECTORY_VARIABLE: str(self._metrics_dir), NUMBER_VARIABLE: str(number)}
-        spec = ChildSpec(
-            role=role,
-            index=index,
-            incarnation=next(self._incarnations),
-            parent_pid=os.getpid(),
-            supervisor=self._endpoint,
-            init=init,
-            listen_fd=listen_fd,
-            media_stores=(*media_stores,),
-            weights=weights,
-        )
         pid = fork(spec, environ)
         try:
             child = ChildProcess(spec, pid, os.pidfd_open(pid), generation, number)
@@ -316,8 +295,10 @@ class ProcessGroup:
                     if seconds >= self._config.startup_timeout:
                         late.append(child)
                 case ChildState.SERVING | ChildState.STOPPING if child.spec.role != "worker":
-                    if seconds >= self._silence:
-                        reason = f"it was unresponsive for {self._silence:g} s (--collective-timeout)"
+                    serves = child.state is ChildState.SERVING
+                    limit = self._silence if serves else STOPPING_TURNS * self._interval
+                    if seconds >= limit:
+                        reason = f"it was unresponsive for {limit:g} s" + " (--collective-timeout)" * serves
                         _kill_hung(child, reason, self.engine_of(child) or [child])
                     else:
                         self.send(child, ControlRequest(child.turns))

@@ -10,16 +10,15 @@ import dataclasses
 import importlib.metadata
 import json
 import logging
-import operator
 import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 from mini_engine import log
-from mini_engine.config import ConfigError, EngineConfig, Setting, fields, for_debugging, groups, results, sources
+from mini_engine.config import ConfigError, EngineConfig, Setting, fields, groups, sources
 from mini_engine.config.sources import CONFIG_ENV, IPC_SWITCH_ENV, Given
 
 INTERRUPTED = 128 + signal.SIGINT  # the exit status of a shell's command that Ctrl-C has ended
@@ -42,8 +41,7 @@ class Settings:
 
     config: EngineConfig
     origins: dict[str, str]  # of each field that does not have its default, such as `--port`
-    print_config: bool
-    changed_only: bool  # it prints what is not the default
+    printed: str | None  # by `--print-config`
 
 
 def parse(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> EngineConfig:
@@ -61,30 +59,32 @@ def settle(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     unknown = [arg.partition("=")[0] for arg in rest if arg.startswith("-")] or rest[:1]
     args = vars(namespace)
     path = args.get("config", environ.get(CONFIG_ENV))
-    parts: list[dict[str, Given]] = results([
-        lambda: dict(results(partial(sources.refuse_unknown, flag) for flag in unknown)),
-        lambda: {} if path is None else sources.from_file(path),
-        lambda: sources.from_environment(environ),
-        lambda: dict(results(partial(_from_flags, setting, args) for setting in fields() if setting.name in args)),
-    ])  # fmt: skip
-    given = {name: value for part in parts for name, value in part.items()}
+    errors = [f"{flag}: {sources.unknown(flag)}" for flag in unknown]
+    given = {} if path is None else sources.from_file(path, errors)
+    given |= sources.from_environment(environ, errors)
+    given |= {s.name: _from_flags(s, args[s.name], errors) for s in fields() if s.name in args}
+    if errors:
+        raise ConfigError("\n".join(errors))
     if "debug" in given and given["debug"].value:
-        given = {name: Given(value, "--debug") for name, value in for_debugging().items()} | given
+        timeouts = {s.name: s.maximum for s in fields() if "timeout" in s.name and s.name != "shutdown_timeout"}
+        for name, value in {**timeouts, "data_parallel_size": 1}.items():
+            given.setdefault(name, Given(value, "--debug"))
     config = EngineConfig(**{name: value for name, (value, _) in given.items()})
     config.validate()
-    print_config, changed_only = "print_config" in args, "changed_only" in args
-    if changed_only and not print_config:
+    if "changed_only" in args and "print_config" not in args:
         raise ConfigError("--changed-only needs --print-config")
     origins = {name: origin for name, (_, origin) in given.items()}
-    return Settings(config, origins, print_config, changed_only)
+    printed = sources.to_yaml(config, origins, "changed_only" in args) if "print_config" in args else None
+    return Settings(config, origins, printed)
 
 
-def _from_flags(setting: Setting, args: Mapping[str, Any]) -> tuple[str, Given]:
-    """The field of a setting, and its value from what its flags give; lists of several flags are joined, objects
-    merged."""
-    value, is_joined = args[setting.name], setting.base in (list, dict)
-    parts = [setting.read(text, setting.flag) for text in (value if is_joined else [value])]
-    return setting.name, Given(reduce(_merge if setting.base is dict else operator.add, parts), setting.flag)
+def _from_flags(setting: Setting, value: Any, errors: list[str]) -> Given:
+    """The value of what a setting's flags give; lists of several flags are joined, objects merged."""
+    texts = value if setting.base in (list, dict) else [value]
+    parts = [setting.read(text, setting.flag, errors) for text in texts]
+    if setting.base is list:
+        return Given([item for part in parts for item in part or ()], setting.flag)
+    return Given(reduce(_merge, parts), setting.flag)
 
 
 def _merge(first: Any, second: Any) -> Any:
@@ -211,8 +211,8 @@ def serve() -> int:
     try:
         settings = settle(sys.argv[1:], os.environ)
         log_format = settings.config.log_format
-        if settings.print_config:
-            print(sources.to_yaml(settings.config, settings.origins, settings.changed_only), end="")
+        if settings.printed is not None:
+            print(settings.printed, end="")
             return 0
         from mini_engine.launch.process_setup import use_one_arena
         from mini_engine.launch.supervisor import run_server

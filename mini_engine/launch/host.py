@@ -23,13 +23,29 @@ DEFAULT_MEDIA_CACHE_BYTES = 4 << 30
 MAX_UNIX_PATH = 107  # sun_path without its terminating zero
 
 
-def check_device(config: EngineConfig) -> None:
-    """Raises ConfigError for `--device cuda` where no GPU is in sight, or torch is built without CUDA. The workers find
-    whether the two work together."""
-    torch_version = importlib.metadata.version("torch")
+def check_device_and_tls(config: EngineConfig) -> None:
+    """Raises ConfigError: for `--device cuda` no GPU is in sight, or torch is built without CUDA (the workers find out
+    whether the two work together); the files of `--ssl-keyfile` and `--ssl-certfile` are no key and its certificate, or
+    the key is encrypted."""
+    errors, torch_version = [], importlib.metadata.version("torch")
     if config.device == "cuda" and (not parallelism.has_gpu() or torch_version.endswith("+cpu")):
         reason = f"torch {torch_version} is built without CUDA" if parallelism.has_gpu() else "no GPU in /dev"
-        raise ConfigError(f"--device cuda: {reason}; choose --device cpu or auto, or give a container its GPUs")
+        errors.append(f"--device cuda: {reason}; choose --device cpu or auto, or give a container its GPUs")
+
+    def refuse_password() -> str:
+        raise ConfigError("--ssl-keyfile: the key is encrypted; decrypt it: openssl pkey -in KEY -out DECRYPTED")
+
+    try:
+        if config.ssl_certfile is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, refuse_password)
+    except ConfigError as error:
+        errors.append(str(error))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        errors.append(f"--ssl-keyfile, --ssl-certfile: {reason}; give a key and its certificate as PEM files")
+    if errors:
+        raise ConfigError("\n".join(errors))
 
 
 def resolve_model(config: EngineConfig) -> str:
@@ -100,24 +116,6 @@ def without_effect(config: EngineConfig, cache: MediaCachePlan, limits: EngineLi
     defaults = EngineConfig()
     given = {name for name, _, _ in cases if getattr(config, name) != getattr(defaults, name)}
     return [f"{flag_of(name)} ({reason})" for name, idle, reason in cases if idle and name in given]
-
-
-def check_tls(config: EngineConfig) -> None:
-    """Read the files of `--ssl-keyfile` and `--ssl-certfile`, as each API server will. Raises ConfigError: they are no
-    key and its certificate, or the key is encrypted."""
-
-    def refuse_password() -> str:
-        raise ConfigError("--ssl-keyfile: the key is encrypted; decrypt it: openssl pkey -in KEY -out DECRYPTED")
-
-    if config.ssl_certfile is None:
-        return
-    try:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, refuse_password)
-    except OSError as error:
-        reason = error.strerror or error
-        remedy = "give a key and its certificate as PEM files"
-        raise ConfigError(f"--ssl-keyfile, --ssl-certfile: {reason}; {remedy}") from None
 
 
 def plan_media_cache(config: EngineConfig) -> MediaCachePlan:

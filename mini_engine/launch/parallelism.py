@@ -31,10 +31,6 @@ class Parallelism:
     threads: int  # of torch's operators in each worker
     reason: str
 
-    def settle(self, config: EngineConfig) -> EngineConfig:
-        """The settings with what was chosen in place of what was `auto`."""
-        return dataclasses.replace(config, data_parallel_size=self.engines)
-
     def describe(self, settled: EngineConfig) -> str:
         """A line for the log."""
         sizes = f"{self.engines} engine(s) x {settled.tensor_parallel_size} worker(s) x {self.threads} thread(s)"

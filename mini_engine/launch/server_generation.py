@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mini_engine.config import EngineConfig
-from mini_engine.launch.child import preload
+from mini_engine.launch.child import ChildSpec, preload
 from mini_engine.launch.child_processes import ChildMessage, ChildProcess, ChildState, ProcessGroup
 from mini_engine.messages import EngineLimits, Init, MediaCachePlan, RankAddress, Ready, Serving, Start, TransportChoice
 from mini_engine.transport.shared_memory import create_sparse, discard, map_sparse
@@ -60,19 +60,20 @@ class ServerGeneration:
         """Start all processes: first those that need few libraries, whose work then runs beside the import of more.
         After each import is a step, so that the caller can look at events. Raises OSError: out of processes,
         descriptors or disk space."""
-        config, init = self.config, self._init()
+        config, init, endpoint = self.config, self._init(), self.processes.endpoint
         self.directory.mkdir()
         if self.media_cache.kind == "shm":
             for _ in range(config.engines):
                 self._media_stores.append(create_sparse(self.media_cache.nbytes))
         for engine in range(config.engines):
-            self.processes.start("core", str(engine), self.number, init)
+            self.processes.start(ChildSpec("core", str(engine), init, endpoint), self.number)
         yield from preload("worker")
         ranks = range(config.tensor_parallel_size)
         self._weights += [os.memfd_create("mini-engine") for _ in ranks if config.engines > 1]
         for engine, rank in itertools.product(range(config.engines), ranks):
             own, weights = self._media_stores[engine : engine + 1], self._weights[rank] if self._weights else None
-            self.processes.start("worker", f"{engine}.{rank}", self.number, init, None, own, weights)
+            spec = ChildSpec("worker", f"{engine}.{rank}", init, endpoint, media_stores=own, weights=weights)
+            self.processes.start(spec, self.number)
         yield from preload("api")
         self.start_api_servers()
 
@@ -81,9 +82,9 @@ class ServerGeneration:
         taken = {child.spec.index for child in self.children if child.spec.role == "api"}
         for place, listener in enumerate(self.listeners):
             if str(place) not in taken:
-                self.processes.start(
-                    "api", str(place), self.number, self._init(), listener.fileno(), self._media_stores
-                )
+                inherited = listener.fileno(), self._media_stores
+                spec = ChildSpec("api", str(place), self._init(), self.processes.endpoint, *inherited)
+                self.processes.start(spec, self.number)
 
     def end(self) -> None:
         """Kill all of them but the API servers that serve, which go on to answer 503."""

@@ -17,12 +17,11 @@ import signal
 import tempfile
 import termios
 import time
-from functools import partial
 from typing import NoReturn
 
 from setproctitle import getproctitle
 
-from mini_engine.config import EngineConfig, results
+from mini_engine.config import EngineConfig
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.free_memory import available_memory
 from mini_engine.launch import host
@@ -65,11 +64,11 @@ def run_server(config: EngineConfig) -> int:
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     reach_failpoint("resolving-model")
-    results((partial(host.check_device, config), partial(host.check_tls, config)))
+    host.check_device_and_tls(config)
     model_dir = host.resolve_model(config)
     model = host.check_model(model_dir, config)
     parallelism = choose_parallelism(config, model, os.environ.get("OMP_NUM_THREADS", ""))
-    config = parallelism.settle(config)
+    config = dataclasses.replace(config, data_parallel_size=parallelism.engines)
     media_cache = host.plan_media_cache(config)
     config, memory = settle_memory(config, model, media_cache, available_memory())
     # Of the workers. How threads wait for each other is left to OpenMP, which keeps them awake for a while: on two

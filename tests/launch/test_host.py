@@ -41,8 +41,8 @@ def test_device_cuda_needs_a_gpu_and_a_torch_for_it(gpu, version, reason, monkey
     monkeypatch.setattr(parallelism, "GPUS", [Path(gpu)])
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     with pytest.raises(ConfigError, match=f"^--device cuda: {reason}; choose --device cpu or auto"):
-        host.check_device(EngineConfig(device="cuda"))
-    host.check_device(EngineConfig())
+        host.check_device_and_tls(EngineConfig(device="cuda"))
+    host.check_device_and_tls(EngineConfig())
 
 
 def test_a_hub_name_is_found_in_the_cache_without_network(tmp_path, monkeypatch):

@@ -59,7 +59,7 @@ def test_what_is_given_counts(monkeypatch):
     ):
         config = parse(flags.split(), {})
         chosen = choose_parallelism(config, TINY, given)
-        settled = chosen.settle(config)
+        settled = dataclasses.replace(config, data_parallel_size=chosen.engines)
         assert (settled.data_parallel_size, chosen.threads, settled.cpu_cache_bytes) == expected, flags
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from mini_engine.config import EngineConfig
 from mini_engine.launch import child_processes, supervisor
+from mini_engine.launch.child import ChildSpec
 from mini_engine.launch.child_processes import TURNS, ChildMessage, ChildProcess, ChildState, ProcessGroup
 from mini_engine.launch.listeners import bind_listeners
 from mini_engine.launch.server_generation import ServerGeneration
@@ -34,8 +35,8 @@ def server(processes, runtime) -> Iterator[Supervisor]:
 
 
 def start(group: ProcessGroup, role: Role, index: str, generation: int, debug: bool = False) -> ChildProcess:
-    config = EngineConfig(debug=debug)
-    return group.start(role, index, generation, Init(config, "", "", [], [], [], MediaCachePlan("off", 0, "")))
+    init = Init(EngineConfig(debug=debug), "", "", [], [], [], MediaCachePlan("off", 0, ""))
+    return group.start(ChildSpec(role, index, init, group.endpoint), generation)
 
 
 def wait_for_deaths(children: list[ChildProcess]) -> None:
@@ -96,13 +97,14 @@ def wait_for_a_kill(group: ProcessGroup) -> int:
     return turns
 
 
-def test_an_unresponsive_process_is_killed_at_its_timeout(make_processes):
+@pytest.mark.parametrize(("state", "seconds", "why"), [("SERVING", 2, " (--collective-timeout)"), ("STOPPING", 1, "")])
+def test_an_unresponsive_process_is_killed_at_its_timeout(state, seconds, why, make_processes):
     """It is pinged first one turn after it was seen alive, so that the time it had is the time-out."""
     group, begun = make_processes(EngineConfig(collective_timeout=2, health_timeout=1)), time.monotonic()
     child = start(group, "core", "0.sleeps", 1)
-    child.advance(ChildState.SERVING)
-    assert wait_for_a_kill(group) <= TURNS + 3 and time.monotonic() - begun > 2
-    assert child.kill_reason == "it was unresponsive for 2 s (--collective-timeout)"
+    child.advance(ChildState[state])
+    assert wait_for_a_kill(group) <= seconds / 2 * TURNS + 3 and time.monotonic() - begun > seconds
+    assert child.kill_reason == f"it was unresponsive for {seconds} s{why}"
 
 
 @pytest.mark.parametrize(("states", "killed"), [("SST", "T"), ("SRT", "RT"), ("SSS", "SSS")])
