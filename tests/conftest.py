@@ -12,6 +12,8 @@ import hypothesis
 import pytest
 import zmq
 
+gc.disable()  # until all tests are imported, nearly all of which stays
+
 # The same examples in each run, however long the machine takes for them: a run that fails does so for what was changed.
 # To search further: --hypothesis-profile default.
 hypothesis.settings.register_profile(
@@ -37,7 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What the imports of all tests have made stays: no collector need walk it."""
+    gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_heap() -> None:
+    """Later collections walk only what a file's own tests make: with all libraries each would take a second."""
     gc.collect()
     gc.freeze()
 
