@@ -28,8 +28,7 @@ def make_processes(runtime, monkeypatch) -> Iterator[Callable[[EngineConfig], Pr
     for group in made:
         for child in group.children:
             ChildProcess.kill(child)  # a test may have replaced its own
-        while group.children:
-            group.wait()
+            child.reap()
         group.close()
     os.close(no_signals)
 
