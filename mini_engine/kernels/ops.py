@@ -5,6 +5,7 @@ A caller says what it wants, and never where it runs. This file knows nothing of
 
 import functools
 import importlib.util
+import itertools
 import os
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from mini_engine.kernels import onednn
 from mini_engine.kernels.staging import to_device
 
 MASKED = -3.4e38  # the score of a barred token: exp of it is 0, and unlike infinity it can be multiplied by 0
+ADDED_AT_ONCE = 1 << 18  # scores: an operator for each row costs more than what it adds, and more do not fit the cache
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -218,10 +220,13 @@ def mask_tokens(scores: Tensor, rows: list[int], bars: Tensor) -> None:
     if fused(scores):
         _kernels().mask_tokens(scores, to_device(torch.tensor(rows), scores.device), held, MASKED)
         return
-    # A masked fill takes four times as long on the CPU: 5 ms for 32 rows of 152 k instead of 1.3.
-    for row, barred in zip(rows, held, strict=True):
-        scores[row, : len(barred)].add_(barred[: scores.shape[1]], alpha=MASKED)
-        scores[row, len(barred) :] = MASKED
+    size, most = min(held.shape[1], scores.shape[1]), max(1, ADDED_AT_ONCE // scores.shape[1])
+    edges = [i for i, row in enumerate(rows) if i % most == 0 or row != rows[i - 1] + 1]
+    for first, end in itertools.pairwise([*edges, len(rows)]):  # rows that lie together
+        # A masked fill takes four times as long on the CPU: 5 ms for 32 rows of 152 k instead of 1.3.
+        scores[rows[first] : rows[end - 1] + 1, :size].add_(held[first:end, :size], alpha=MASKED)
+    if size < scores.shape[1]:
+        scores[rows, size:] = MASKED
 
 
 def _kernels() -> Any:

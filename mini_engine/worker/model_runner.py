@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -129,7 +128,6 @@ class ModelRunner:
         self.device, self.dtype = cache.storage.device, cache.storage.dtype
         self.graphs = graphs
         self.grammars: Grammars | None = None  # rank 0 has them
-        self._beside = ThreadPoolExecutor(1, "masks")
         self._to_device = to_device or partial(Tensor.to, device=self.device)
         self._sequences: dict[str, SequenceState] = {}
         self._kept: dict[bytes, Tensor] = {}  # copies of patches for later requests, by media hash
@@ -277,7 +275,9 @@ class ModelRunner:
         token_ids, positions = to_device(batch.token_ids, self.device), to_device(batch.positions, self.device)
         # Beside the model. A device computes it by itself, and what it has sampled before would have to be waited for.
         is_beside = batch.constrained and self.device.type == "cpu"
-        masks, begun = self._beside.submit(self._masks, batch) if is_beside else None, time.monotonic()
+        if is_beside:
+            self._request_masks(batch)
+        begun = time.monotonic()
         states = self._cache.states
         hook = StepHook(attend, Recurrence.of(states, batch.parts) if states is not None else None)
         if self.graphs is not None and self._decode is not None:
@@ -289,7 +289,7 @@ class ModelRunner:
             self._snapshot_single_tokens(states, chunks)
         if is_beside:
             self._model_seconds = time.monotonic() - begun
-        return self._finish(hidden, batch, masks) if batch.sampled or batch.pooled else None
+        return self._finish(hidden, batch) if batch.sampled or batch.pooled else None
 
     def _snapshot_single_tokens(self, states: RecurrentStates, chunks: Sequence[Chunk]) -> None:
         """Once all layers have run; the snapshots of longer chunks are `Recurrence`'s."""
@@ -305,34 +305,32 @@ class ModelRunner:
             for token, rows in part.sequence.embeddings_within(part.chunk.start, part.stop, self._encoded)
         ]
 
-    def _finish(self, hidden: Tensor, batch: FlatBatch, masks: Future[Masks | None] | None) -> PendingTokens:
+    def _finish(self, hidden: Tensor, batch: FlatBatch) -> PendingTokens:
         """The next token of every chunk that samples, kept on every rank, and pooled numbers; reported by rank 0."""
         pooled = PooledNumbers(self._model, hidden, batch.pooled) if batch.pooled else None
         tokens, sampled = torch.empty(0, dtype=torch.int64), None
         if batch.sampled:
-            tokens, sampled = self._sample(hidden, batch, masks)
+            tokens, sampled = self._sample(hidden, batch)
         self._enter_tokens()  # of the step before, in order
         if self._decode is not None:
             self._decode.feed(tokens)
         self._pending = PendingTokens(tokens, batch, sampled, None if self._tp.rank else pooled)
         return self._pending
 
-    def _sample(
-        self, hidden: Tensor, batch: FlatBatch, masks: Future[Masks | None] | None
-    ) -> tuple[Tensor, sampler.Sampled | None]:
+    def _sample(self, hidden: Tensor, batch: FlatBatch) -> tuple[Tensor, sampler.Sampled | None]:
         """int64 `[s]`, the tokens of `batch.sampled`; on rank 0 with what it reports of them."""
         if len(batch.sampled) != len(hidden):
             hidden = hidden.index_select(0, to_device(batch.last_rows, self.device))
         logits = self._model.logits(hidden)
-        sampled = None if logits is None else self._choose(logits, batch, masks)
+        sampled = None if logits is None else self._choose(logits, batch)
         own = torch.empty(len(hidden), dtype=torch.int64, device=self.device) if sampled is None else sampled.tokens
         return self._tp.broadcast(own), sampled
 
-    def _choose(self, logits: Tensor, batch: FlatBatch, masks: Future[Masks | None] | None) -> sampler.Sampled:
+    def _choose(self, logits: Tensor, batch: FlatBatch) -> sampler.Sampled:
         if batch.greedy:
             return sampler.sample_plain(logits)
         stops: list[int] = batch.stops.tolist()
-        mask = masks.result() if masks else self._masks(batch) if batch.constrained else None
+        mask = self._receive_masks(batch) if batch.constrained else None
         if batch.adjusts and self._processors is None:
             self._processors = LogitsProcessors(batch.sampled, stops, logits.shape[1], self.device)
 
@@ -347,15 +345,20 @@ class ModelRunner:
             self._processors.count(sampled.tokens)
         return sampled
 
-    def _masks(self, batch: FlatBatch) -> Masks | None:
-        """Of the rows whose grammar has not ended. Waits for the tokens of the step before; a device may compute this
-        one meanwhile."""
+    def _request_masks(self, batch: FlatBatch) -> None:
+        """For the rows whose grammar has not ended. Waits for the tokens of the step before."""
+        if self.grammars is not None:
+            self._enter_tokens()
+            rows = {i: sequence.grammar_row(int(batch.stops[i])) for i, sequence in enumerate(batch.sampled)}
+            following = {i: row for i, row in rows.items() if row is not None}
+            self.grammars.request_masks(following, self._model_seconds)
+
+    def _receive_masks(self, batch: FlatBatch) -> Masks | None:
         if self.grammars is None:
             return None
-        self._enter_tokens()
-        rows = {i: sequence.grammar_row(int(batch.stops[i])) for i, sequence in enumerate(batch.sampled)}
-        following = {i: row for i, row in rows.items() if row is not None}
-        masks, problems = self.grammars.follow(following, self._model_seconds, self.device)
+        if self.device.type != "cpu":  # it may compute the step meanwhile
+            self._request_masks(batch)
+        masks, problems = self.grammars.receive_masks(self.device)
         for i, problem in problems.items():
             batch.sampled[i].problem = problem
         return masks

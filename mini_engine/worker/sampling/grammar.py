@@ -6,6 +6,7 @@ Knows nothing of sequences, steps or llguidance.
 import contextlib
 import mmap
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -22,10 +23,11 @@ from torch import Tensor
 from mini_engine.kernels import ops
 from mini_engine.messages import Grammar, GrammarReady
 from mini_engine.worker.sampling import grammar_process
-from mini_engine.worker.sampling.grammar_process import ManagerRequest, ManagerSpec
+from mini_engine.worker.sampling.grammar_process import ManagerRequest, ManagerSpec, MaskAnswer
 from mini_engine.worker.sampling.matchers import Row
 
 CPU = torch.device("cpu")
+_decoder = msgspec.msgpack.Decoder(MaskAnswer)
 
 
 class Masks(NamedTuple):
@@ -56,10 +58,14 @@ class Grammars:
         self._max_rows, self._report = max_rows, report
         self._memory = os.memfd_create("mini-engine")
         self._masks: mmap.mmap | None = None
-        (self._requests, requests), (self._reports, reports) = Pipe(), Pipe(duplex=False)
-        descriptors = (requests.fileno(), reports.fileno(), self._memory)
+        self._step, self._rows = 0, dict[int, Row]()
+        (requests, self._requests), (self._reports, reports) = Pipe(duplex=False), Pipe(duplex=False)
+        self._answers, answers = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        self._answers.settimeout(grammar_process.STALLED_SECONDS)
+        self._answer = memoryview(bytearray(grammar_process.ANSWER_BYTES))
+        descriptors = (requests.fileno(), reports.fileno(), answers.fileno(), self._memory)
         spec = ManagerSpec(os.getpid(), f"mini-engine: grammars of {name}", str(tokenizer), max_rows, *descriptors)
-        with requests, reports:
+        with requests, reports, answers:
             self.manager = subprocess.Popen(
                 [sys.executable, "-m", grammar_process.__name__, msgspec.json.encode(spec).decode()],
                 stdin=subprocess.DEVNULL,
@@ -77,26 +83,40 @@ class Grammars:
             raise RuntimeError("the grammar manager exited")
         followed = [output for output in finished if output[0]]
         if grammars or unused or followed:
-            self._requests.send_bytes(msgspec.msgpack.encode(ManagerRequest([*grammars], [*unused], followed)))
+            self._send(ManagerRequest([*grammars], [*unused], followed))
 
-    def follow(
-        self, rows: Mapping[int, Row], seconds: float = 0.0, device: torch.device = CPU
-    ) -> tuple[Masks | None, dict[int, str]]:
-        """The masks of a step's `rows`, for which the model on `device` takes `seconds` meanwhile; and for each of
-        these that has none why its output can be followed no further, as a text for the client. Waits for them, mostly
-        less than 0.1 s. Raises RuntimeError: the manager exited."""
-        if not rows:
+    def request_masks(self, rows: Mapping[int, Row], seconds: float = 0.0) -> None:
+        """Have the masks of a step's `rows` filled while the model takes `seconds` for it. `receive_masks` must follow.
+        Raises RuntimeError: the manager exited."""
+        self._step, self._rows = self._step + 1, {**rows}
+        if rows:
+            self._send(ManagerRequest(step=self._step, rows=[*rows.values()], seconds=seconds))
+
+    def receive_masks(self, device: torch.device = CPU) -> tuple[Masks | None, dict[int, str]]:
+        """The masks for the model on `device`; and for each row that has none why its output can be followed no
+        further, as a text for the client. Waits for them, mostly less than 0.1 s. Raises RuntimeError: the manager
+        exited."""
+        if not self._rows:
             return None, {}
-        try:
-            self._requests.send_bytes(msgspec.msgpack.encode(ManagerRequest(rows=[*rows.values()], seconds=seconds)))
-            problems = msgspec.msgpack.decode(self._requests.recv_bytes(), type=list[str])
-        except (EOFError, ConnectionError) as error:
-            raise RuntimeError("the grammar manager exited") from error
+        problems: dict[int, str] = {}  # by place
+        while len(problems) < len(self._rows):
+            try:
+                size = self._answers.recv_into(self._answer)
+            except TimeoutError:
+                rows = enumerate(self._rows.values())
+                stalled = {row.digest for place, row in rows if place not in problems}
+                self._send(ManagerRequest(stalled=[*stalled]))
+                continue
+            if not size:
+                raise RuntimeError("the grammar manager exited")
+            answer = _decoder.decode(self._answer[:size])
+            if answer.step == self._step:
+                problems |= answer.problems
         if self._masks is None:  # the manager gave it its size before it compiled the first grammar
             self._masks = mmap.mmap(self._memory, 0)
-        places = [place for place, problem in enumerate(problems) if not problem]
+        places = [place for place in range(len(problems)) if not problems[place]]
         bars = bars_of(self._masks, self._max_rows, places, packed=ops.triton_obstacle(device) is None)
-        by_row = dict(zip(rows, problems, strict=True))
+        by_row = {row: problems[place] for place, row in enumerate(self._rows)}
         masks = Masks([row for row, problem in by_row.items() if not problem], bars)
         return masks, {row: problem for row, problem in by_row.items() if problem}
 
@@ -107,8 +127,15 @@ class Grammars:
         self._thread.join()
         self._requests.close()
         self._reports.close()
+        self._answers.close()
         os.close(self._memory)
         self._masks = None  # the mapping holds a descriptor
+
+    def _send(self, request: ManagerRequest) -> None:
+        try:
+            self._requests.send_bytes(msgspec.msgpack.encode(request))
+        except ConnectionError as error:
+            raise RuntimeError("the grammar manager exited") from error
 
     def _forward(self) -> None:
         with contextlib.suppress(EOFError, OSError):

@@ -1,7 +1,8 @@
 """The processes that compile and follow grammars: a manager beside rank 0, and one for each grammar.
 
-    rank 0  <-- requests, problems; reports -->  manager  -- fork -->  one process per grammar
-                                                 (tokenizer)            compiles; fills masks in shared memory
+    rank 0  -- requests -->  manager      -- fork, work -->  one process per grammar
+            <-- reports  --  (tokenizer)                     compiles; fills masks in shared memory
+            <------------------------- answers -------------
 
 A few lines of a grammar can take hours or all memory, which no setting of llguidance prevents. So each grammar has a
 process, and timers and limits of the kernel end the one that takes too much. The manager runs nothing of a grammar and
@@ -11,6 +12,7 @@ starts no thread, so it always answers in time.
 
 import contextlib
 import gc
+import itertools
 import os
 import resource
 import selectors
@@ -23,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import msgspec
 from setproctitle import setproctitle
@@ -39,9 +41,10 @@ MEMORY_BYTES = 128 << 20
 # `STEP_SECONDS`, and have `ROW_SECONDS` for each row. What they take more comes out of `SPARE_SECONDS` of each, of
 # which they share as much in a step; what they take less goes there.
 STEP_SECONDS, ROW_SECONDS, SPARE_SECONDS, LEAST_SPARE = 0.01, 0.0005, 0.06, 0.01
-STALLED_SECONDS = 1.0  # of wall time longer than the model, since a busy machine is no fault of a grammar
+STALLED_SECONDS = 1.0  # without an answer after the model has run, since a busy machine is no fault of a grammar
 REFUSED_SECONDS, REFUSED = 600, 1000  # for how long, and how many grammars that exceeded a limit
-RECEIVED_BYTES = 65536  # at a time
+RECEIVED_BYTES = 4096  # at a time
+ANSWER_BYTES = 1 << 20  # of a `MaskAnswer`, at most: more than a socket takes at once
 PAUSE_SECONDS = 5  # before the next grammar of a client is compiled after one that has delayed steps
 
 TOO_MUCH = f"The grammar of this request {{}}; send a simpler one. It is refused for {REFUSED_SECONDS // 60} minutes."
@@ -60,31 +63,41 @@ class ManagerSpec(msgspec.Struct, frozen=True):
     rows: int  # at most in a step; and grammars of a client at once; of all clients four times as many
     requests: int  # descriptors
     reports: int
+    answers: int
     masks: int
 
 
 class ManagerRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Rank 0 -> manager. Each of `grammars` is reported by a `GrammarReady`. If there are `rows`, the answer is a
-    problem for each of them, a text for the client; where it is empty, the row's mask is there."""
+    """Rank 0 -> manager. Each of `grammars` is reported by a `GrammarReady`, each of `rows` by a `MaskAnswer`."""
 
     grammars: list[Grammar] = []
     unused: list[bytes] = []  # digests; those that are not reported yet never are
     finished: list[tuple[bytes, str]] = []  # digests and outputs
+    step: int = 0  # a number for the rows
     rows: list[Row] = []
     seconds: float = 0.0  # that the model takes for the step
+    stalled: list[bytes] = []  # digests whose rows were not answered in time
 
 
 class MaskWork(msgspec.Struct, frozen=True, array_like=True):
-    """Manager -> a grammar's process, once that has reported by one problem, perhaps empty, that it is compiled. The
-    answer is a problem for each row."""
+    """Manager -> a grammar's process, once that has reported by a problem, perhaps empty, that it is compiled."""
 
-    finished: list[str] = []  # outputs
-    rows: list[tuple[int, Row]] = []  # with the places of their masks
-    seconds: float = 0.0  # of processor time for the masks
-    spare: float = 0.0  # of the process's spare seconds, at most
+    step: int
+    finished: list[str]  # outputs
+    rows: list[tuple[int, Row]]  # with the places of their masks
+    seconds: float  # of processor time for the masks
+    spare: float  # of the process's spare seconds, at most
 
 
-_encode, _problems = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(list[str])
+class MaskAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """A grammar's process, or the manager if that has ended, -> rank 0, which receives it once the model has run: so it
+    wakes no process."""
+
+    step: int
+    problems: dict[int, str]  # by the places of all rows, for the client; where it is empty, the mask is there
+
+
+_encode = msgspec.msgpack.Encoder().encode
 
 
 @dataclass
@@ -96,13 +109,17 @@ class _Process:
     grammar: Grammar
     is_compiled: bool = False
     finished: list[str] = field(default_factory=list)  # outputs that it is to drop before it fills the next masks
+    step: int = 0  # the last for which it had rows
+    places: list[int] = field(default_factory=list)  # of these
 
 
 class Manager:
-    """Starts, asks and kills the processes of grammars. Owns both connections."""
+    """Starts, asks and kills the processes of grammars. Owns the connections; the processes have `answers`, too."""
 
-    def __init__(self, vocabulary: MaskVocabulary, requests: Connection, reports: Connection) -> None:
-        self._vocabulary, self._requests, self._reports = vocabulary, requests, reports
+    def __init__(
+        self, vocabulary: MaskVocabulary, requests: Connection, reports: Connection, answers: socket.socket
+    ) -> None:
+        self._vocabulary, self._requests, self._reports, self._answers = vocabulary, requests, reports, answers
         self._processes: dict[bytes, _Process] = {}  # by digest
         self._queues: dict[bytes, dict[bytes, Grammar]] = {}  # by client, the one that was served last is the last
         self._pauses: dict[bytes, float] = {}  # until when, by client
@@ -133,72 +150,65 @@ class Manager:
                 self._report(grammar, problem)
             else:
                 self._queues.setdefault(grammar.client, {})[grammar.digest] = grammar
-        if request.rows or request.finished:
-            self._fill_masks(request)
-
-    def _fill_masks(self, request: ManagerRequest) -> None:
-        """Have the masks of a step's rows filled, all processes at once, and send their problems."""
-        problems, busy = [KILLED] * len(request.rows), list[tuple[_Process, list[int]]]()
-        rows = defaultdict[bytes, list[tuple[int, Row]]](list)
         for digest, request_id in request.finished:
             if digest in self._processes:
                 self._processes[digest].finished.append(request_id)
+        for digest in request.stalled:
+            if digest in self._processes:  # else its answer is on its way
+                self._on_exit(self._processes[digest])
+        if request.rows:
+            self._send_work(request)
+
+    def _send_work(self, request: ManagerRequest) -> None:
+        """Have the masks of a step's rows filled, by all processes at once."""
+        rows = defaultdict[bytes, list[tuple[int, Row]]](list)
         for place, row in enumerate(request.rows):
             rows[row.digest].append((place, row))
-        share, deadline = 1 / max(1, len(rows)), time.monotonic() + request.seconds + STALLED_SECONDS
+        share = 1 / len(rows)
         seconds, spare = share * (request.seconds + STEP_SECONDS), max(LEAST_SPARE, share * SPARE_SECONDS)
-        for digest in rows:
-            places, process = [place for place, _ in rows[digest]], self._processes.get(digest)
+        for digest, own in rows.items():
+            places, process = [place for place, _ in own], self._processes.get(digest)
             if process is None:
-                for place in places:
-                    problems[place] = self._refusal(digest) or KILLED
+                self._answer(request.step, places, self._refusal(digest) or KILLED)
                 continue
-            gone, process.finished = process.finished, []
-            work = MaskWork(gone, rows[digest], seconds + ROW_SECONDS * len(places), spare)
-            with contextlib.suppress(OSError):  # it was killed or is stalled, as the next read shows
+            work = MaskWork(request.step, process.finished, own, seconds + ROW_SECONDS * len(own), spare)
+            process.finished, process.step, process.places = [], request.step, places
+            with contextlib.suppress(OSError):  # it was killed or is stalled, as is found later
                 process.connection.sendall(_encode(work))
-            busy.append((process, places))
-        for process, places in reversed(busy):  # the others have mostly answered by then: fewer switches
-            for place, problem in zip(places, self._wait_for(process, len(places), deadline), strict=True):
-                problems[place] = problem
-        if request.rows:
-            self._requests.send_bytes(_encode(problems))
 
-    def _wait_for(self, process: _Process, rows: int, deadline: float) -> list[str]:
-        """The problems of its rows."""
-        process.connection.settimeout(max(0.0, deadline - time.monotonic()))
-        try:
-            return _receive(process.connection)
-        except (EOFError, OSError):
-            problem = self._on_exit(process)
-            if problem != KILLED:
-                self._pauses[process.grammar.client] = time.monotonic() + PAUSE_SECONDS
-            return [problem] * rows
+    def _answer(self, step: int, places: list[int], problem: str) -> None:
+        self._answers.send(_encode(MaskAnswer(step, dict.fromkeys(places, problem))))
 
     def _take_report(self, process: _Process) -> None:
         """A process has compiled its grammar, or exited."""
         try:
-            [problem] = _receive(process.connection)
-            if problem:
-                self._end(process.grammar.digest)
-        except (EOFError, OSError):
-            problem = self._on_exit(process)
-        if not process.is_compiled:
-            process.is_compiled = True
-            self._report(process.grammar, problem)
+            problem = msgspec.msgpack.decode(process.connection.recv(RECEIVED_BYTES), type=str)
+        except (msgspec.DecodeError, OSError):
+            self._on_exit(process)
+            return
+        process.is_compiled = True
+        if problem:
+            self._end(process.grammar.digest)
+        self._report(process.grammar, problem)
 
-    def _on_exit(self, process: _Process) -> str:
-        """A process has exceeded a limit or was killed, or is killed now, as it is stalled. Returns the problem."""
+    def _on_exit(self, process: _Process) -> None:
+        """A process has exceeded a limit or was killed, or is killed now, as it is stalled."""
         digest, problem = process.grammar.digest, LARGE
-        status = os.WTERMSIG(self._end(digest))
+        status = self._end(digest)
         if status == signal.SIGKILL:
-            return KILLED
-        if status == signal.SIGPROF:
-            problem = SLOW_MASK if process.is_compiled else SLOW_COMPILE
-        self._refused[digest] = time.monotonic() + REFUSED_SECONDS, problem
-        if len(self._refused) > REFUSED:
-            del self._refused[next(iter(self._refused))]
-        return problem
+            problem = KILLED
+        else:
+            if status == signal.SIGPROF:
+                problem = SLOW_MASK if process.is_compiled else SLOW_COMPILE
+            self._refused[digest] = time.monotonic() + REFUSED_SECONDS, problem
+            if len(self._refused) > REFUSED:
+                del self._refused[next(iter(self._refused))]
+            if process.is_compiled:
+                self._pauses[process.grammar.client] = time.monotonic() + PAUSE_SECONDS
+        if process.is_compiled:
+            self._answer(process.step, process.places, problem)  # perhaps once more, or late
+        else:
+            self._report(process.grammar, problem)
 
     def _refusal(self, digest: bytes) -> str:
         """Why a grammar is refused; empty: it is not."""
@@ -232,13 +242,14 @@ class Manager:
         manager = os.getpid()
         try:
             own_end, child_end = socket.socketpair()
+            own_end.settimeout(STALLED_SECONDS)
             pid = os.fork()
         except OSError as error:
             self._report(grammar, f"The grammar of this request gets no process: {error.strerror}; retry later.")
             return
         if pid == 0:
             try:
-                _follow(self._vocabulary, grammar.text, child_end, manager)
+                _follow(self._vocabulary, grammar.text, child_end, self._answers, manager)
             finally:
                 os._exit(1)  # whatever happened: the manager's code ends here
         child_end.close()
@@ -255,9 +266,31 @@ class Manager:
         return status
 
 
-def _receive(connection: socket.socket, decoder: msgspec.msgpack.Decoder[Any] = _problems) -> Any:
-    """The next message, which none follows before it is answered. A `Connection` would read twice, and has more to run
-    in each process. Raises EOFError, OSError."""
+def _follow(
+    vocabulary: MaskVocabulary, grammar: str, connection: socket.socket, answers: socket.socket, manager: int
+) -> None:
+    """What a grammar's process does, until it is killed."""
+    die_with_parent(manager)
+    setproctitle("mini-engine: grammar")
+    _limit({connection.fileno(), answers.fileno()})
+    signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)  # Python does not handle its signal, which ends the process
+    matchers = Matchers(vocabulary, grammar)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    connection.sendall(_encode(matchers.problem))
+    decoder, spare = msgspec.msgpack.Decoder(MaskWork), SPARE_SECONDS
+    while True:
+        work = _receive(connection, decoder)
+        matchers.drop(work.finished)
+        limit = work.seconds + min(spare, work.spare)
+        signal.setitimer(signal.ITIMER_PROF, limit)
+        problems = matchers.fill(work.rows)
+        left, _ = signal.setitimer(signal.ITIMER_PROF, 0)
+        spare = max(0.0, min(SPARE_SECONDS, spare + work.seconds - (limit - left)))
+        answers.send(_encode(MaskAnswer(work.step, problems)))
+
+
+def _receive(connection: socket.socket, decoder: msgspec.msgpack.Decoder[MaskWork]) -> MaskWork:
+    """A `Connection` would read twice, and has more to run in each process. Raises EOFError."""
     received = b""
     while part := connection.recv(RECEIVED_BYTES):
         received += part
@@ -268,32 +301,11 @@ def _receive(connection: socket.socket, decoder: msgspec.msgpack.Decoder[Any] = 
     raise EOFError
 
 
-def _follow(vocabulary: MaskVocabulary, grammar: str, connection: socket.socket, manager: int) -> None:
-    """What a grammar's process does, until it is killed."""
-    die_with_parent(manager)
-    setproctitle("mini-engine: grammar")
-    _limit(connection.fileno())
-    signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)  # Python does not handle its signal, which ends the process
-    matchers = Matchers(vocabulary, grammar)
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    connection.sendall(_encode([matchers.problem]))
-    decoder, spare = msgspec.msgpack.Decoder(MaskWork), SPARE_SECONDS
-    while True:
-        work = _receive(connection, decoder)
-        matchers.drop(work.finished)
-        if work.rows:
-            begun = time.process_time()
-            signal.setitimer(signal.ITIMER_PROF, work.seconds + min(spare, work.spare))
-            problems = matchers.fill(work.rows)
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            spare = max(0.0, min(SPARE_SECONDS, spare + work.seconds - (time.process_time() - begun)))
-            connection.sendall(_encode(problems))
-
-
-def _limit(connection: int) -> None:
-    """Bound what this process takes, and keep this descriptor alone: by it the manager sees that a process exited."""
-    os.closerange(3, connection)
-    os.closerange(connection + 1, os.sysconf("SC_OPEN_MAX"))
+def _limit(kept: set[int]) -> None:
+    """Bound what this process takes, and keep these descriptors alone: by one the manager sees that it exited."""
+    edges = [2, *sorted(kept), os.sysconf("SC_OPEN_MAX")]
+    for before, after in itertools.pairwise(edges):
+        os.closerange(before + 1, after)
     os.close(2)  # llguidance's last words could hold a client's lines
     os.open(os.devnull, os.O_WRONLY)  # gets the lowest number, which is 2
     Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, the kernel kills this process first
@@ -312,7 +324,8 @@ def main() -> NoReturn:
     vocabulary = MaskVocabulary(Path(spec.tokenizer), spec.masks, spec.rows)
     gc.freeze()  # what is loaded stays shared by all processes: the collector need not write to it
     with contextlib.suppress(EOFError):
-        Manager(vocabulary, Connection(spec.requests), Connection(spec.reports, readable=False)).serve()
+        reports, answers = Connection(spec.reports, readable=False), socket.socket(fileno=spec.answers)
+        Manager(vocabulary, Connection(spec.requests, writable=False), reports, answers).serve()
     os._exit(0)
 
 

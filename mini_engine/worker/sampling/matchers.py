@@ -20,6 +20,7 @@ IN_TURN = 4  # rows whose masks one thread fills; more are shared by several
 
 # A number of JSON, perhaps incomplete, at the end of an output. A quote or a letter before it shows that it is none.
 _NUMBER = re.compile(rb'(?<![\w".+-])-?[0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]*)?\Z')
+_NUMBER_END = re.compile(rb"(?:^|[0-9])[-+.eE]*\Z")  # what the last token of such an output ends with
 _LIMITED = re.compile(rb"(-?[0-9]{1,19})(?:\.[0-9]{0,17})?(?:[eE][+-]?[0-9]{0,2})?")
 _NUMBER_TOKENS = 48  # more than a limited number has
 
@@ -46,8 +47,9 @@ class MaskVocabulary:
 
     def __init__(self, path: Path, memory: int, rows: int) -> None:
         self.tokenizer, self.rows = LLTokenizer(str(path)), rows
-        texts = ((token, self.tokenizer.decode_bytes([token])) for token in range(self.tokenizer.vocab_size))
-        self.digits = [(token, digits[0]) for token, text in texts if (digits := re.match(rb"[0-9]+", text))]
+        texts = [self.tokenizer.decode_bytes([token]) for token in range(self.tokenizer.vocab_size)]
+        self.digits = [(token, digits[0]) for token, text in enumerate(texts) if (digits := re.match(rb"[0-9]+", text))]
+        self.number_ends = {token for token, text in enumerate(texts) if _NUMBER_END.search(text)}
         self.quote = self.tokenizer.greedy_tokenize('"')[0]
         self.mask_bytes = -(-self.tokenizer.vocab_size // 32) * 4
         os.ftruncate(memory, rows * self.mask_bytes)
@@ -77,15 +79,15 @@ class Matchers:
         for request_id in request_ids:
             self._outputs.pop(request_id, None)
 
-    def fill(self, rows: Sequence[tuple[int, Row]]) -> list[str]:
-        """Fill the masks at these places. Why an output can be followed no further, such as the grammar's complexity,
-        as a text for the client; empty: its mask is there."""
+    def fill(self, rows: Sequence[tuple[int, Row]]) -> dict[int, str]:
+        """Fill the masks at these places. By place, why an output can be followed no further, such as the grammar's
+        complexity, as a text for the client; empty: its mask is there."""
         matchers = [(self._advance(row), place) for place, row in rows]
         self._compute([(matcher, place) for matcher, place in matchers if not matcher.is_error()])
-        problems = [_problem_of(matcher) for matcher, _ in matchers]
+        problems = {place: _problem_of(matcher) for matcher, place in matchers}
         size = self._vocabulary.mask_bytes
-        for (place, row), problem in zip(rows, problems, strict=True):
-            if not problem:
+        for place, row in rows:
+            if not problems[place]:
                 self._adjust(row, self._vocabulary.masks[place * size : (place + 1) * size])
         return problems
 
@@ -118,8 +120,9 @@ class Matchers:
             for token in row.stop_token_ids:
                 if token < 8 * len(mask):  # else only the logits have it
                     mask[token >> 3] |= 1 << (token & 7)
-        if self._has_json and not _may_follow(mask, quote):  # else it is in a string or a thought
-            self._limit_number(self._outputs[row.request_id][1][-_NUMBER_TOKENS:], mask)
+        output = self._outputs[row.request_id][1][-_NUMBER_TOKENS:] if self._has_json else []
+        if output and output[-1] in self._vocabulary.number_ends and not _may_follow(mask, quote):
+            self._limit_number(output, mask)  # else it is in a string or a thought
 
     def _limit_number(self, output: list[int], mask: memoryview) -> None:
         """Bar the digits with which a number at the end of `output` is too long: a model could write digits for ever.

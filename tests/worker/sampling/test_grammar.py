@@ -62,10 +62,14 @@ class GrammarRank:
     def follow(self, outputs: Mapping[str, Sequence[int]]) -> list[str | torch.Tensor]:
         """The problem of each output, by its grammar, or its bars."""
         rows = [Row(digest(text), text, 0, [*output], STOPS) for text, output in outputs.items()]
-        masks, problems = self.grammars.follow(dict(enumerate(rows)))
+        masks, problems = self.masks(dict(enumerate(rows)))
         assert masks is not None
         bars = dict(zip(masks.rows, masks.bars, strict=True))
         return [problems[i] if i in problems else bars[i] for i in range(len(rows))]
+
+    def masks(self, rows: Mapping[int, Row], seconds: float = 0.0) -> tuple[Masks | None, dict[int, str]]:
+        self.grammars.request_masks(rows, seconds)
+        return self.grammars.receive_masks()
 
     def finish(self, *grammars: str) -> None:
         names = [*map(digest, grammars)]
@@ -111,7 +115,7 @@ def test_outputs_match_their_regular_expressions_and_schemas(forms, number):
         if not live:
             break
         for i in live:
-            assert matchers[i].fill([(i, Row(b"", "", max(0, place - 1), outputs[i][-1:], STOPS))]) == [""]
+            assert matchers[i].fill([(i, Row(b"", "", max(0, place - 1), outputs[i][-1:], STOPS))]) == {i: ""}
         scores = 4 * torch.randn(ROWS, VOCABULARY, generator=logits)
         scores = Masks(live, bars_of(WORDS.masks, ROWS, live)).apply(scores)
         chosen = sampler.sample(scores, samplings, [place] * ROWS).tokens
@@ -129,7 +133,7 @@ def test_outputs_match_their_regular_expressions_and_schemas(forms, number):
 
 
 def bars_after(matchers: Matchers, output: Sequence[int], words: MaskVocabulary = WORDS) -> torch.Tensor:
-    assert matchers.fill([(0, Row(b"", "", 0, [*output], STOPS))]) == [""]
+    assert matchers.fill([(0, Row(b"", "", 0, [*output], STOPS))]) == {0: ""}
     matchers.drop([""])
     return bars_of(words.masks, words.rows, [0])[0]
 
@@ -207,7 +211,7 @@ def test_a_complete_grammar_ends_even_below_min_tokens(rank):
     sampling = SamplingParams(max_tokens=9, seed=1, stop_token_ids=ENDS, grammar=digest(grammar))
     state = SequenceState(NewSequence("r", [0], sampling, []), VISION, 16)
     for stop in (1, 2, 3, 2, 3, 4):
-        masks, problems = rank.grammars.follow({0: state.grammar_row(stop)})
+        masks, problems = rank.masks({0: state.grammar_row(stop)})
         assert not problems
         logits = torch.zeros(1, VOCABULARY).index_fill(1, torch.tensor(ENDS), BARRED)
         state.tokens[stop] = int(masks.apply(logits).argmax())
@@ -282,7 +286,7 @@ def test_a_grammar_that_delays_each_step_a_little_fails_in_time():
         for seconds, most in ((1.0, 4), (0.0, 30)):
             for length in range(1, most):
                 row = Row(digest(grammar), grammar, 0, TEXT.encode("a" * length).ids, STOPS)
-                _, problems = rank.grammars.follow({0: row}, seconds)
+                _, problems = rank.masks({0: row}, seconds)
                 if problems:
                     break
             assert bool(problems) == (seconds == 0)
@@ -311,7 +315,7 @@ def test_a_process_that_is_killed_or_stopped_ends_one_grammar(end):
         assert rank.compile("start: /a+/") == [""]
         (lost,) = rank.processes()
         assert rank.compile(HONEST) == [""]
-        assert len(os.listdir(f"/proc/{lost}/fd")) == 4
+        assert len(os.listdir(f"/proc/{lost}/fd")) == 5
         assert Path(f"/proc/{lost}/oom_score_adj").read_text() == "1000\n"
         os.kill(lost, end)
         problem, bars = rank.follow({"start: /a+/": [], HONEST: []})
