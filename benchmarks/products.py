@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.cli import say, table
 from mini_engine.free_memory import usable_cores
-from mini_engine.kernels import onednn, ops, quantized
+from mini_engine.kernels import ops, quantized
 from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix, MatrixPart, QuantizedMatrix
 from mini_engine.launch.process_setup import keep_freed_memory
 
@@ -36,8 +36,8 @@ def measure(outputs: int, inputs: int, rows: Sequence[int] = ROWS) -> dict[str, 
     return result
 
 
-def _dense(values: Tensor) -> Tensor:
-    return onednn.pack(values.bfloat16())
+def _dense(values: Tensor) -> Tensor | nn.Module:
+    return ops.pack(nn.Parameter(values.bfloat16(), requires_grad=False))
 
 
 def _int8(values: Tensor) -> QuantizedMatrix:

@@ -36,10 +36,11 @@ from benchmarks.runner import (
     read_bytes,
     take,
     token_weights,
+    weights_by_name,
 )
 from benchmarks.server import server_flags
 from mini_engine.config import BUNDLED_MODEL, ConfigError
-from mini_engine.kernels import onednn, ops
+from mini_engine.kernels import ops
 from mini_engine.launch.cli import parse
 from mini_engine.launch.process_setup import keep_freed_memory
 from mini_engine.model.rope import Grid
@@ -121,7 +122,7 @@ def measure(part: Part, dtype: torch.dtype, repeats: int) -> tuple[Rates, float]
     """The machine's rates and the seconds of a part, measured in turn; the first time does not count."""
     x, weight = torch.randn(ROWS, INPUTS).to(dtype), torch.randn(OUTPUTS, INPUTS).to(dtype)
     count = STREAMED_BYTES // (weight.numel() * weight.element_size())
-    streamed = [onednn.pack(weight.clone()) for _ in range(count)]
+    streamed = [ops.pack(torch.nn.Parameter(weight.clone(), requires_grad=False)) for _ in range(count)]
     samples: list[tuple[float, float, float]] = []
     for _ in range(repeats + 1):
         product = _seconds(lambda: ops.linear(x, streamed[0]))
@@ -161,9 +162,9 @@ def tower_work(model: VisionLanguageModel, grid: Grid, element: int) -> Work:
     cfg, patches = model.config.vision, grid[0] * grid[1] * grid[2]
     where = layout((grid,), cfg.spatial_merge_size, cfg.merged_window, torch.device("cpu"))
     merged, per_patch = 0, 0
-    for name, parameter in model.visual.named_parameters():
-        merged += parameter.numel() if "merger" in name or "deepstack" in name else 0
-        per_patch += parameter.numel() if "blocks" in name or "patch_embed" in name else 0
+    for name, count in weights_by_name(model.visual):
+        merged += count if "merger" in name or "deepstack" in name else 0
+        per_patch += count if "blocks" in name or "patch_embed" in name else 0
     pairs = 0
     for layer in range(cfg.depth):
         whole = cfg.window_size is None or layer in cfg.full_attention_layers

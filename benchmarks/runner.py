@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mini_engine.config import BUNDLED_MODEL, EngineConfig
+from mini_engine.kernels.avx2 import HalfMatrix
 from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix
 from mini_engine.launch.host import resolve_model
 from mini_engine.messages import (
@@ -28,7 +29,7 @@ from mini_engine.messages import (
 )
 from mini_engine.model.experts import MixtureOfExperts
 from mini_engine.model.parallel import TensorParallel
-from mini_engine.model.quantization import bytes_per_weight
+from mini_engine.model.quantization import DENSE_BITS, bytes_per_weight
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.worker import worker
 from mini_engine.worker.cache_sizes import CacheSize
@@ -128,17 +129,21 @@ def decode(
 
 def num_weights(module: torch.nn.Module) -> int:
     """Of the module and all that it consists of."""
-    return sum(parameter.numel() for parameter in module.parameters()) + sum(
-        math.prod(matrix.shape) for matrix in _quantized(module)
-    )
+    return sum(count for _, count in weights_by_name(module))
+
+
+def weights_by_name(module: torch.nn.Module) -> Iterator[tuple[str, int]]:
+    """Names and numbers of weights of its parameters and packed matrices."""
+    yield from ((name, parameter.numel()) for name, parameter in module.named_parameters())
+    yield from ((name, math.prod(matrix.shape)) for name, matrix in _packed(module))
 
 
 def weight_bytes(module: torch.nn.Module, itemsize: int) -> int:
     """Of the same in memory, where a dense weight has `itemsize` bytes."""
     dense = itemsize * sum(parameter.numel() for parameter in module.parameters())
-    bits = {Int8Matrix: 8, Int4Matrix: 4}
-    quantized = _quantized(module)
-    return dense + int(sum(math.prod(m.shape) * bytes_per_weight(bits[type(m)], itemsize) for m in quantized))
+    bits = {HalfMatrix: DENSE_BITS, Int8Matrix: 8, Int4Matrix: 4}
+    packed = [matrix for _, matrix in _packed(module)]
+    return dense + int(sum(math.prod(m.shape) * bytes_per_weight(bits[type(m)], itemsize) for m in packed))
 
 
 def token_weights(model: VisionLanguageModel) -> int:
@@ -161,8 +166,10 @@ def _mixtures(model: VisionLanguageModel) -> list[torch.nn.Module]:
     return [module.experts for module in model.decoder.modules() if isinstance(module, MixtureOfExperts)]
 
 
-def _quantized(module: torch.nn.Module) -> list[Int8Matrix | Int4Matrix]:
-    return [matrix for matrix in module.modules() if isinstance(matrix, Int8Matrix | Int4Matrix)]
+def _packed(module: torch.nn.Module) -> list[tuple[str, HalfMatrix | Int8Matrix | Int4Matrix]]:
+    """Names and matrices of which the weights are no parameter."""
+    named = module.named_modules()
+    return [(name, matrix) for name, matrix in named if isinstance(matrix, HalfMatrix | Int8Matrix | Int4Matrix)]
 
 
 def take(steps: Iterator[object], count: int) -> None:

@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_engine.kernels import ops
+from mini_engine.kernels import avx2, ops
 
 GROUPS = (128, 64, 32)  # inputs that may share a scale of 4-bit codes
-BLOCK = 64  # outputs that lie together in the kernel's order
+BLOCK = 32 if avx2.is_this_cpu() else 64  # outputs that lie together in the kernel's order
 FEW_ROWS = 64  # of x, up to which torch's 4-bit kernel is about as fast as unpacking, or faster
+FEW_ROWS_INT8 = 16  # of x, up to which torch's 8-bit kernel is faster than products in float32
 UNPACKED = 2 << 20  # weights packed and unpacked at a time, which stay in the CPU's caches
 LEAST_BLOCKS = 4  # at a time; products with fewer outputs are slow
 PACKED_ROWS = 8  # of x, for which oneDNN chooses the order of 8-bit codes; it serves any number of rows
@@ -133,7 +134,8 @@ class MatrixPart:
 
 class Int8Matrix(QuantizedMatrix):
     """Codes of 8 bits with a scale for each output. The product rounds each row of x to 8 bits as well, so y differs
-    from a dense product by at most `max|x| / 254 * sum|w|` of its row of x and its row of the matrix."""
+    from a dense product by at most `max|x| / 254 * sum|w|` of its row of x and its row of the matrix. With AVX2 alone,
+    where torch has no fast product of integers, x is not rounded."""
 
     def __init__(self, outputs: int, inputs: int, device: torch.device) -> None:
         super().__init__(outputs, inputs)
@@ -158,6 +160,8 @@ class Int8Matrix(QuantizedMatrix):
             self._zero_points = torch.zeros(self.shape[0], dtype=torch.int32)
 
     def multiply(self, x: Tensor) -> Tensor:
+        if avx2.is_this_cpu() and x.device.type == "cpu":
+            return self._multiply_widened(x)
         codes, steps = _round_rows(x.float())
         if self._zero_points is None:
             y = torch._int_mm(codes, self.codes.T) * self.scales
@@ -167,6 +171,13 @@ class Int8Matrix(QuantizedMatrix):
             weights = self.codes, self.scales, self._zero_points, None
             y = torch.ops.onednn.qlinear_pointwise(unsigned, 1.0, 128, *weights, 1.0, 0, torch.float32, "none", [], "")
         return y.mul_(steps).to(x.dtype)
+
+    def _multiply_widened(self, x: Tensor) -> Tensor:
+        if len(x) <= FEW_ROWS_INT8 and x.dtype is torch.bfloat16:
+            y = torch._weight_int8pack_mm(x.contiguous(), self.codes, x.new_ones(self.shape[0]))
+        else:
+            y = avx2.multiply(x.float(), self.codes)
+        return (y * self.scales).to(x.dtype)
 
 
 class Int4Matrix(QuantizedMatrix):
@@ -250,19 +261,20 @@ class Int4Matrix(QuantizedMatrix):
         return _in_order(y)[:, : self.shape[0]]
 
     def _multiply_unpacked(self, x: Tensor) -> Tensor:
-        y = x.new_empty(len(x), len(self.codes) * BLOCK)
+        rows = x.float() if avx2.widens(x) else x
+        y = rows.new_empty(len(x), len(self.codes) * BLOCK)
         step = self._blocks_at_once
         for start in range(0, len(self.codes), step):
             blocks = slice(start, min(start + step, len(self.codes)))
-            torch.mm(x, self._unpack(blocks), out=y[:, blocks.start * BLOCK : blocks.stop * BLOCK])
-        return y[:, : self.shape[0]]
+            torch.mm(rows, self._unpack(blocks, rows.dtype), out=y[:, blocks.start * BLOCK : blocks.stop * BLOCK])
+        return y[:, : self.shape[0]].to(x.dtype)
 
-    def _unpack(self, blocks: slice) -> Tensor:
+    def _unpack(self, blocks: slice, dtype: torch.dtype) -> Tensor:
         """Some blocks of packed outputs: `[inputs, outputs of the blocks]`."""
         assert self._scales_zeros is not None
-        both = self._scales_zeros[:, blocks.start * BLOCK : blocks.stop * BLOCK]
+        both = self._scales_zeros[:, blocks.start * BLOCK : blocks.stop * BLOCK].to(dtype)
         scales, zeros = _in_order(both.permute(2, 0, 1).flatten(0, 1)).unflatten(0, (2, -1, 1))
-        values = _unpack_codes(self.codes[blocks]).to(both.dtype).unflatten(0, (len(both), self.group))
+        values = _unpack_codes(self.codes[blocks]).to(dtype).unflatten(0, (len(both), self.group))
         return torch.addcmul(zeros, values, scales, out=values).flatten(0, 1)
 
 
@@ -309,8 +321,8 @@ def _codes_of_tiles(tiles: Tensor, rows: Tensor) -> Tensor:
 
 
 def _in_block_order(rows: Tensor) -> Tensor:
-    """Even rows of each block before its odd ones. torch packs row i of a block with row i + 32 in a byte; so
-    neighbours share a byte, and what is unpacked is in order."""
+    """Even rows of each block before its odd ones. torch packs row i of a block with row i + BLOCK / 2 in a byte;
+    so neighbours share a byte, and what is unpacked is in order."""
     return rows.unflatten(0, (-1, BLOCK // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 
@@ -321,8 +333,9 @@ def _in_order(columns: Tensor) -> Tensor:
 
 
 def _unpack_codes(packed: Tensor) -> Tensor:
-    """Bytes `[blocks, inputs, 32]` -> bfloat16 `[inputs, 64 * blocks]`, codes minus 8. Each half of 32 bits becomes the
-    bits of 128 in bfloat16 with the code as the last ones: 128 + code. torch's conversion takes three times as long."""
+    """Bytes `[blocks, inputs, BLOCK / 2]` -> bfloat16 `[inputs, BLOCK * blocks]`, codes minus 8. Each half of 32 bits
+    becomes the bits of 128 in bfloat16 with the code as the last ones: 128 + code. torch's conversion takes three times
+    as long."""
     words = packed.transpose(0, 1).to(torch.int32, memory_format=torch.contiguous_format)
     words.mul_(0x1001).bitwise_and_(0x000F000F).bitwise_or_(0x43004300)
     return words.view(torch.bfloat16).flatten(1).sub_(136)
@@ -330,8 +343,8 @@ def _unpack_codes(packed: Tensor) -> Tensor:
 
 @functools.cache
 def _unpacks() -> bool:
-    """Whether torch packs 4-bit codes for this CPU, with AVX-512, in the order that `_unpack_codes` knows. If not, its
-    kernel computes all rows."""
+    """Whether torch packs 4-bit codes for this CPU, with AVX-512 or AVX2, in the order that `_unpack_codes` knows. If
+    not, its kernel computes all rows."""
     codes = torch.arange(2 * BLOCK * 32).view(2 * BLOCK, 32).mul_(7).remainder_(16).int()
     packed = torch._convert_weight_to_int4pack_for_cpu(_in_block_order(codes), 1).view(2, 32, BLOCK // 2)
     return torch.equal(_unpack_codes(packed).T, codes.to(torch.bfloat16) - 8)

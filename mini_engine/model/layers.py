@@ -14,12 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_engine.free_memory import return_freed_memory
-from mini_engine.kernels import onednn, ops
+from mini_engine.kernels import ops
+from mini_engine.kernels.avx2 import HalfMatrix
 from mini_engine.kernels.quantized import GROUPS, Int4Matrix, Int8Matrix, MatrixPart, QuantizedMatrix, StackedMatrix
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.parallel import Placement, TensorParallel
 
-Matrix = nn.Parameter | QuantizedMatrix | StackedMatrix
+MadeMatrix = nn.Parameter | QuantizedMatrix | StackedMatrix
+Matrix = MadeMatrix | HalfMatrix
 
 TRIM_MODULES = 200  # are packed before memory is returned, which takes milliseconds
 
@@ -69,17 +71,17 @@ def pieces_of(module: nn.Module) -> Iterator[WeightSlice]:
 
 def pack_weights(module: nn.Module) -> None:
     """Replace the matrices below `module` by copies in the order that products read fastest, one after the other, where
-    there is one; see `onednn.pack`. They are opaque, so no weights can be loaded afterwards."""
+    there is one; see `ops.pack`. They are opaque, so no weights can be loaded afterwards."""
     for number, layer in enumerate(module.modules()):
         if isinstance(layer, QuantizedMatrix):
             layer.pack()
         if number % TRIM_MODULES == 0:  # small matrices fragment the heap: a third of it was free and not returned
             return_freed_memory()
         if isinstance(layer, ColumnParallel | RowParallel) and isinstance(layer.weight, nn.Parameter):
-            layer.weight = nn.Parameter(onednn.pack(layer.weight), requires_grad=False)
+            layer.weight = ops.pack(layer.weight)
 
 
-def make_matrix(sources: Sequence[tuple[str, int]], inputs: int, part: slice, width: int, at: Placement) -> Matrix:
+def make_matrix(sources: Sequence[tuple[str, int]], inputs: int, part: slice, width: int, at: Placement) -> MadeMatrix:
     """The matrices of these names and numbers of outputs below each other, held as `at.quantization` says: unset where
     they are dense, zero where they are quantised.
 
@@ -180,7 +182,7 @@ class ColumnParallel(Layer):
         outputs = sum(max(r.count, r.padded) for r in self.rows)
         self.inputs = inputs
         sources = [(r.source, max(r.count, r.padded)) for r in self.rows]
-        self.weight = make_matrix(sources, inputs, slice(0, inputs), inputs, at)
+        self.weight: Matrix = make_matrix(sources, inputs, slice(0, inputs), inputs, at)
         self.bias = at.empty(outputs) if bias else None
         if outputs > sum(r.count for r in self.rows):
             for parameter in self.parameters():
@@ -220,7 +222,7 @@ class RowParallel(Layer):
         self.tp = at.tp if is_summed else TensorParallel()
         self.held = part.stop - part.start
         self.outputs = outputs
-        self.weight = make_matrix([(source, outputs)], inputs, part, max(self.held, padded), at)
+        self.weight: Matrix = make_matrix([(source, outputs)], inputs, part, max(self.held, padded), at)
         self.bias = at.empty(outputs) if bias else None
         if padded > self.held and isinstance(self.weight, nn.Parameter):
             self.weight.zero_()  # the padding stays zero

@@ -133,7 +133,7 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[tuple[in
         if onednn.attends(q, length, length):
             outputs.append(onednn.attend_all(*parts).flatten(0, 1))
         else:
-            attended = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in parts))
+            attended = ops.attention(*(x.transpose(1, 2) for x in parts))
             outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
         start = end
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

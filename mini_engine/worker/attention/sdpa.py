@@ -26,7 +26,6 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mini_engine.kernels import onednn, ops
@@ -218,7 +217,7 @@ class _DecodeGroup:
         queries = q[self.rows].unflatten(1, (kv_heads, -1))
         k, v = (x.index_select(0, self._table).view(count, -1, kv_heads, dim).transpose(1, 2) for x in (keys, values))
         mask = None if self._is_full else self._mask
-        return F.scaled_dot_product_attention(queries, k, v, attn_mask=mask).flatten(1, 2)
+        return ops.attention(queries, k, v, mask).flatten(1, 2)
 
     def outgrown(self, contexts: np.ndarray) -> bool:
         """Whether the longest of these contexts needs one more block."""
@@ -275,7 +274,7 @@ class _PrefillChunk:
         for first, mask in zip(range(0, queries.shape[2], TILE), self.masks, strict=True):
             count, seen = mask.shape
             tile = queries[:, :, first : first + count]
-            out = F.scaled_dot_product_attention(tile, k[:, :, :seen], v[:, :, :seen], attn_mask=mask)
+            out = ops.attention(tile, k[:, :, :seen], v[:, :, :seen], mask)
             outputs.append(out.permute(2, 1, 0, 3).flatten(1, 2))
         return outputs
 

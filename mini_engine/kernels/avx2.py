@@ -1,0 +1,74 @@
+"""Products of 16-bit floats on an x86 CPU without AVX-512, as most laptops have: in float32, with AVX2 and FMA.
+
+torch multiplies bfloat16 and float16 there at a sixth of float32's speed (docs/benchmarks.md, "A CPU without AVX-512").
+A `HalfMatrix` is as fast as memory for few rows and as float32 for many; other matrices are converted to float32 in
+slices, at each product.
+"""
+
+import functools
+import math
+
+import torch
+from torch import Tensor, nn
+
+LEAST_PACKED = 1 << 20  # values of a matrix; smaller ones stay in the CPU's caches
+LEAST_ROWS = 4  # of a product with another matrix; torch is as fast for fewer
+SLICE = 1 << 19  # values converted at a time, which stay in the CPU's caches
+_pack = getattr(torch.ops.quantized, "linear_prepack_fp16", None)
+
+
+@functools.cache
+def is_this_cpu() -> bool:
+    """Whether the CPU has AVX2 and neither AVX-512 nor products of bfloat16."""
+    has_products = torch.cpu._is_avx512_supported() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.cpu._is_avx2_supported() and not has_products
+
+
+def widens(x: Tensor) -> bool:
+    """Whether operators on `x` are faster here in float32."""
+    return x.dtype in (torch.bfloat16, torch.float16) and x.device.type == "cpu" and is_this_cpu()
+
+
+def packs(weight: Tensor) -> bool:
+    """Whether `weight` is to become a `HalfMatrix`. If it is not finite it is not: FBGEMM clamps to float16."""
+    is_large = weight.numel() >= LEAST_PACKED
+    return is_large and widens(weight) and _pack is not None and bool(weight.isfinite().all())
+
+
+class HalfMatrix(nn.Module):
+    """A matrix `[outputs, inputs]` in float16 and in the order in which FBGEMM, which comes with torch, multiplies it.
+
+    A power of two scales its largest weight to between 2^14 and 2^15, so bfloat16 weights down to 2^-29 of the largest
+    are exact, and smaller ones are off by at most 2^-40 of it. Products are summed in float32 and rounded once.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        assert _pack is not None
+        super().__init__()
+        self.shape = tuple(weight.shape)
+        exponent = min(100, 15 - math.frexp(float(weight.abs().amax()))[1])
+        self._step = 2.0**-exponent
+        self._packed = _pack(weight.float().mul_(2.0**exponent), None)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`x W^T + b`: `[..., inputs]`, `[outputs]` -> `[..., outputs]`."""
+        y = torch.ops.quantized.linear_dynamic_fp16(x.float().mul_(self._step), self._packed)
+        return _rounded(y, bias, x.dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`x W^T + b`, summed in float32: `[n, inputs]`, `[outputs, inputs]`, `[outputs]` -> `[n, outputs]`."""
+    return _rounded(multiply(x.float(), weight), bias, x.dtype)
+
+
+def multiply(x: Tensor, weight: Tensor) -> Tensor:
+    """`x W^T` of float32 `[n, inputs]` and numbers of any dtype `[outputs, inputs]` -> float32 `[n, outputs]`."""
+    y, step = x.new_empty(len(x), len(weight)), max(1, SLICE // weight.shape[1])
+    for start in range(0, len(weight), step):
+        part = weight[start : start + step].float()
+        torch.mm(x, part.T, out=y[:, start : start + step])
+    return y
+
+
+def _rounded(y: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return (y if bias is None else y.add_(bias)).to(dtype)

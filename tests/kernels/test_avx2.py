@@ -1,0 +1,59 @@
+"""Products of 16-bit floats in float32 against double precision, on any x86 CPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mini_engine.kernels import avx2, ops
+
+EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-11}  # half a unit in the last place, at most
+
+pytestmark = pytest.mark.skipif(avx2._pack is None, reason="torch has no FBGEMM here")
+
+
+@pytest.fixture(autouse=True)
+def this_cpu(monkeypatch):
+    monkeypatch.setattr(avx2, "is_this_cpu", lambda: True)
+
+
+BF16, F16 = EPSILON
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(BF16, 0), (BF16, 1e-30), (BF16, 0.02), (BF16, 1e30), (F16, 0.02), (F16, 10)]
+)
+@pytest.mark.parametrize("shape", [(0,), (1,), (3, 25), (600,)], ids=str)
+def test_products_are_rounded_once(dtype, size, shape):
+    """A packed matrix and one in slices, with weights of any size and a bias."""
+    torch.manual_seed(0)
+    weight, x = (size * torch.randn(1100, 1000)).to(dtype), torch.randn(*shape, 2000).to(dtype)[..., :1000]
+    bias = (size * torch.randn(1100)).to(dtype)
+    exact, packed = F.linear(x.double(), weight.double(), bias.double()), ops.pack(nn.Parameter(weight, False))
+    assert isinstance(packed, avx2.HalfMatrix) and packed.shape == weight.shape
+    results = [ops.linear(x, packed, bias)]
+    if len(shape) == 1 and len(x) >= avx2.LEAST_ROWS:
+        results.append(ops.linear(x, weight, bias))
+    bound = EPSILON[dtype] * exact.abs() + 1e-5 * F.linear(x.double().abs(), weight.double().abs())
+    for y in results:
+        assert y.dtype is dtype and y.shape == exact.shape
+        assert ((y.double() - exact).abs() <= bound).all()
+
+
+def test_small_matrices_and_those_of_float32_or_with_infinities_stay_as_they_are():
+    large = torch.randn(1024, 1024)
+    infinite = large.bfloat16().index_fill_(0, torch.tensor([3]), float("inf"))
+    for weight in (large, large.bfloat16()[:1000], infinite):
+        parameter = nn.Parameter(weight, requires_grad=False)
+        assert torch.equal(ops.pack(parameter), weight)
+
+
+@pytest.mark.parametrize("dtype", EPSILON, ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention(dtype, masked):
+    q, k, v = (torch.randn(2, 3, n, 32).to(dtype) for n in (5, 40, 40))
+    mask = torch.randn(5, 40).to(dtype) if masked else None
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), None if mask is None else mask.double())
+    y = ops.attention(q, k, v, mask)
+    assert y.dtype is dtype
+    torch.testing.assert_close(y.double(), exact, rtol=4 * EPSILON[dtype], atol=4 * EPSILON[dtype])
