@@ -38,10 +38,15 @@ async def find_media(
     engines: EngineClient, engine: EngineHandle, items: Sequence[Candidates], request_id: str, trusts_embeddings: bool
 ) -> KnownMedia:
     """Ask `engine`, which is to get the request, what it has, and the others for what it lacks of what names mean.
-    Raises HeldElsewhere; EngineError: the engine is down."""
+    Without `trusts_embeddings` data are sent, whatever embeddings it has, since these may be evicted each time; names
+    still mean embeddings, which another request has encoded since. Raises HeldElsewhere; EngineError: the engine is
+    down."""
     hashes = [tuple(candidate.media_hash for candidate in item) for item in items]
     found = await engine.media.look_up(request_id, hashes)
-    held = _held(found, trusts_embeddings)
+    held = _held(found)
+    if not trusts_embeddings:
+        data = {candidate.media_hash for item in items for candidate in item if not item[0].ref.named}
+        held = {media_hash: how for media_hash, how in held.items() if how == "patches" or media_hash not in data}
     chosen = _choose(items, found, held)
     lacks = [item for item, used in zip(items, chosen, strict=True) if used.ref.named and used.media_hash not in held]
     if not lacks:
@@ -76,9 +81,8 @@ async def find_media(
     return KnownMedia(chosen, found, {**held, **dict.fromkeys(copies, "patches")}, copies)
 
 
-def _held(found: Mapping[bytes, FoundMedia], trusts_embeddings: bool = True) -> dict[bytes, str]:
-    enough = ("patches", "embeddings") if trusts_embeddings else ("patches",)
-    return {media_hash: media.held for media_hash, media in found.items() if media.held in enough}
+def _held(found: Mapping[bytes, FoundMedia]) -> dict[bytes, str]:
+    return {media_hash: media.held for media_hash, media in found.items() if media.held != "facts"}
 
 
 def _choose(

@@ -125,7 +125,7 @@ class MediaMiss(Message, frozen=True):
 
 class MediaNeeded(Message, frozen=True):
     """Core -> API server: embeddings that the request relied on have been evicted. It has ended, as with `MediaMiss`,
-    and is to be sent again with all of its media."""
+    and is to be sent again, with the patches of all items whose data were sent."""
 
     request_id: str
     arrival: int  # for `NewRequest.arrival`

@@ -145,6 +145,7 @@ async def test_name_whose_embeddings_are_evicted_before_they_are_used_is_not_fou
     alone, by_url = served.asking([ALONE], **SALT), served.asking([named(web.part, "b")], **SALT)
     await core.has_requests(3)
     assert web.dialled == 1 and all(request.media[0].patches is None for request in core.requests[1:])
+    core.held = "facts"
     for request in core.requests[1:]:
         await core.turn_down(request, arrival=17)
     check_not_found(await alone, "image 1")
@@ -152,6 +153,22 @@ async def test_name_whose_embeddings_are_evicted_before_they_are_used_is_not_fou
     assert again.media[0].patches is not None and (again.arrival, web.dialled) == (17, 2)
     await core.accept(again)
     assert (await by_url).status_code == 200
+
+
+async def test_item_by_name_stays_on_its_embeddings_when_others_are_evicted(served: Served) -> None:
+    """Nothing else can be sent of it. Evicted too, and encoded again by another request, it is found once more."""
+    core = served.core
+    core.keeps = True
+    await served.post([named(image())], **SALT)
+    await served.post([image(84)], **SALT)
+    core.held, core.accepts = "embeddings", False
+    asking = served.asking([ALONE, image(84)], **SALT)
+    for count in (3, 4, 5):
+        request = await core.has_requests(count)
+        alone, data = (item.patches for item in request.media)
+        assert alone is None and (data is None) == (count == 3)
+        await (core.turn_down(request, arrival=17) if count < 5 else core.accept(request))
+    assert (await asking).status_code == 200
 
 
 async def test_request_without_names_asks_for_none(served: Served) -> None:

@@ -68,8 +68,8 @@ async def chat_completions(request: Request) -> Response:
 
 async def start(context: AppContext, prompt: Prompt, state: State) -> Answer:
     """Rows 3 to 8 of docs/request-path.md, for a rendered prompt. When this returns the engine has the request, and its
-    media for good: if it relied on embeddings that have been evicted, it is sent again with all media, whose bytes are
-    kept until then.
+    media for good: if it relied on embeddings that have been evicted, it is sent again with all data, which are kept
+    until then.
 
     What the request holds until then, `held` releases; also if it fails or is cancelled. Raises ApiError, MediaError,
     DecoderUnavailable, Shortage: see `error_responses.report_error`.
