@@ -9,7 +9,6 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -25,11 +24,9 @@ from mini_engine.messages import (
     Lookup,
     MediaItem,
     NamedMedia,
-    NamesResolved,
     NewRequest,
     Reserve,
     Reserved,
-    ResolveNames,
     Unreserve,
     Written,
 )
@@ -72,7 +69,7 @@ class MediaStoreClient:
         self._send = send
         self._num_ranks = num_ranks
         self._cache = cache
-        self._lookups: dict[str, asyncio.Future[Any]] = {}  # of names, or later of items
+        self._lookups: dict[str, asyncio.Future[Found]] = {}
         self._writes: dict[bytes, _Write] = {}
         self._queries = metrics.mm_cache_queries_total.labels(str(engine))
         self._hits = metrics.mm_cache_hits_total.labels(str(engine))
@@ -90,7 +87,7 @@ class MediaStoreClient:
 
     async def find(self, request_id: str, hashes: Iterable[bytes]) -> dict[bytes, FoundMedia]:
         """As `look_up`, for a request that another engine may get: it counts no queries."""
-        answer: Found = await self._ask(request_id, Lookup(request_id, list(hashes)))
+        answer = await self._ask(Lookup(request_id, list(hashes)))
         return {media.facts.media_hash: media for media in answer.items}
 
     async def read(self, media: FoundMedia) -> torch.Tensor:
@@ -105,8 +102,7 @@ class MediaStoreClient:
 
     async def resolve_names(self, request_id: str, keys: list[bytes]) -> dict[bytes, NamedMedia]:
         """What is bound here, by key. Raises EngineError: the engine is down."""
-        resolved: NamesResolved = await self._ask(request_id, ResolveNames(request_id, keys))
-        return resolved.named
+        return (await self._ask(Lookup(request_id, [], keys))).named
 
     def bind_name(self, key: bytes, media: NamedMedia) -> None:
         """From now on the name with this key means `media`. Lost if the engine is down."""
@@ -128,7 +124,7 @@ class MediaStoreClient:
         with contextlib.suppress(EngineError):
             self._send(Unreserve(request_id))
 
-    def on_found(self, found: Found | NamesResolved) -> None:
+    def on_found(self, found: Found) -> None:
         if (answer := self._lookups.get(found.request_id)) is not None and not answer.done():
             answer.set_result(found)
 
@@ -141,13 +137,13 @@ class MediaStoreClient:
             if not answer.done():
                 answer.set_exception(error)
 
-    async def _ask(self, request_id: str, question: Lookup | ResolveNames) -> Any:
-        self._send(question)
-        answer = self._lookups[request_id] = asyncio.get_running_loop().create_future()
+    async def _ask(self, look_up: Lookup) -> Found:
+        self._send(look_up)
+        answer = self._lookups[look_up.request_id] = asyncio.get_running_loop().create_future()
         try:
             return await answer
         finally:
-            del self._lookups[request_id]
+            del self._lookups[look_up.request_id]
 
     async def _store(self, request_id: str, item: MediaItem) -> bool:
         """Whether the request refers to the item in the store now."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from mini_engine.messages import ChildRequest, ControlReply, ControlRequest
-from tests.support.simulated_core import BYTES, TIMED, CachingWorld, World, item, message, named
+from mini_engine.messages import BindName, ChildRequest, ControlReply, ControlRequest, Found, Lookup, NamedMedia
+from tests.support.simulated_core import BYTES, OTHER, TIMED, CachingWorld, World, item, message, named
 from tests.support.simulated_ranks import token_of
 
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
@@ -284,3 +284,15 @@ def test_request_whose_embeddings_are_gone_is_needed_again_at_once_and_keeps_its
     stats = world.stats()
     assert (stats.media_needed, stats.media_facts) == (1, 1)
     world.assert_at_rest()
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_api_server_binds_a_name_and_another_asks_for_it_until_the_caches_are_reset():
+    world, meaning = World(), NamedMedia(b"content")
+    world.receive(BindName(b"key", meaning))
+    look_up = Lookup("r", [], [b"key", b"none"])
+    assert world.reply(Found, look_up, OTHER).named == {b"key": meaning}
+    world.reply(ControlReply, ControlRequest(1, "reset_caches"))
+    assert not world.reply(Found, look_up, OTHER).named

@@ -174,7 +174,7 @@ async def test_item_by_name_stays_on_its_embeddings_when_others_are_evicted(serv
 async def test_request_without_names_asks_for_none(served: Served) -> None:
     await served.post([image(), named(image()), video()])
     assert served.core.num_resolved == 0, "data need no answer"
-    assert len(served.core.names._named) == 1
+    assert len(served.core.names) == 1
 
 
 # --- URLs -------------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def hash_of(number: int) -> bytes:
 
 def facts(media_hash: bytes, rows: int | None = None) -> CachedMedia:
     grid = (1, 1, ROWS[media_hash[0]] if rows is None else rows)
-    return CachedMedia(media_hash, "video", 1, grid, 1.0, "x" * 512 * (media_hash[0] % 3))
+    return CachedMedia(media_hash, "video", 1, grid, 1.0)
 
 
 def put(store: MediaStore, number: int, rows: int, readers=()) -> Reserved:
@@ -65,8 +65,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.store = MediaStore(PAGES * PAGE_BYTES + 100, ROW, lambda: PLENTY)
-        self.store.facts.capacity = 4 * 512
-        self.known: list[bytes] = []  # of these the facts, least recently used first
+        self.known: set[bytes] = set()  # of these the facts
         self.encoded: set[bytes] = set()
         self.incarnations, self.numbers = [1, 2], itertools.count(3)
         self.stored: list[Stored] = []
@@ -91,12 +90,6 @@ class StoreAgainstModel(RuleBasedStateMachine):
             if not item.readers:
                 (self.lru.append if item.listed else self.stored.remove)(item)
 
-    def use_facts(self, media_hash: bytes) -> None:
-        """Each item's text takes as much as all else, or twice, or there is none; there is room for four parts."""
-        self.known = [other for other in self.known if other != media_hash] + [media_hash]
-        while sum(1 + other[0] % 3 for other in self.known) > 4:
-            self.known.pop(0)
-
     # --- what API servers do
 
     @rule(media_hash=hashes, is_encoded=st.booleans())
@@ -104,7 +97,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
         """A request has the item, and perhaps its embeddings stay."""
         item = facts(media_hash)
         self.store.remember([MediaItem(*msgspec.structs.astuple(item), offsets=[0], patches=None)])
-        self.use_facts(media_hash)
+        self.known.add(media_hash)
         (self.encoded.add if is_encoded else self.encoded.discard)(media_hash)
 
     @rule(server=servers, name=names, hashes=st.lists(hashes, max_size=3, unique=True))
@@ -115,9 +108,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
             if (item := self.listed(media_hash)) is not None:
                 self.refer(owner, item)
                 held, patches = "patches", StoreHandle(item.extents, (ROWS[media_hash[0]], ROW))
-            elif media_hash in self.known:
-                self.use_facts(media_hash)
-            else:
+            elif media_hash not in self.known:
                 continue
             expected.append(FoundMedia(facts(media_hash), held, patches))
         assert self.store.look_up(owner, hashes, self.encoded.__contains__) == expected
@@ -208,7 +199,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
         self.lru = []
         for item in [*self.stored, *self.writing.values()]:
             item.listed = False
-        self.known = []
+        self.known = set()
         self.store.reset()
 
     # --- what holds at any time
