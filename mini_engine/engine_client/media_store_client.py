@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -69,7 +70,7 @@ class MediaStoreClient:
         self._send = send
         self._num_ranks = num_ranks
         self._cache = cache
-        self._lookups: dict[str, asyncio.Future[Found]] = {}
+        self._lookups: dict[str, asyncio.Future[Any]] = {}  # `Found`
         self._writes: dict[bytes, _Write] = {}
         self._queries = metrics.mm_cache_queries_total.labels(str(engine))
         self._hits = metrics.mm_cache_hits_total.labels(str(engine))
