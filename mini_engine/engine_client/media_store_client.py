@@ -1,13 +1,14 @@
 """An API server's end of one engine's media cache: looks items up before they are decoded, writes them afterwards.
 
-The engine core owns the store (`core/caches/media_store.py`, which shows the messages); this end copies items into the
+The engine core owns the store (`core/caches/media_store.py`); this end copies items into the
 pages of its reservations. It runs in the event loop's thread; large items are copied in another.
 """
 
 import asyncio
 import contextlib
+import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,20 +76,19 @@ class MediaStoreClient:
         self._queries = metrics.mm_cache_queries_total.labels(str(engine))
         self._hits = metrics.mm_cache_hits_total.labels(str(engine))
 
-    async def look_up(self, request_id: str, items: Collection[Sequence[bytes]]) -> dict[bytes, FoundMedia]:
-        """What the engine knows, by hash. Each of `items` may have several. Raises EngineError: the engine is down."""
-        if not items:
-            return {}
-        found = await self.find(request_id, dict.fromkeys(media_hash for item in items for media_hash in item))
+    async def look_up(
+        self, request_id: str, items: Collection[Sequence[bytes]], is_counted: bool = True
+    ) -> dict[bytes, FoundMedia]:
+        """What the engine knows, by hash, of which each of `items` may have several. Queries are counted but for a
+        request that another engine may get. Raises EngineError: the engine is down."""
         distinct = {tuple(item) for item in items}
-        self._queries.inc(len(distinct))
-        held = {media_hash for media_hash, media in found.items() if media.held != "facts"}
-        self._hits.inc(sum(not held.isdisjoint(item) for item in distinct))
-        return found
-
-    async def find(self, request_id: str, hashes: Iterable[bytes]) -> dict[bytes, FoundMedia]:
-        """As `look_up`, for a request that another engine may get: it counts no queries."""
-        answer = await self._ask(Lookup(request_id, list(hashes)))
+        if not distinct:
+            return {}
+        answer = await self._ask(Lookup(request_id, list(dict.fromkeys(itertools.chain(*items)))))
+        if is_counted:
+            held = {media.facts.media_hash for media in answer.items if media.held != "facts"}
+            self._queries.inc(len(distinct))
+            self._hits.inc(sum(not held.isdisjoint(item) for item in distinct))
         return {media.facts.media_hash: media for media in answer.items}
 
     async def read(self, media: FoundMedia) -> torch.Tensor:

@@ -156,10 +156,10 @@ async def _copy_from_others(
 ) -> KnownMedia:
     """As `find_media`, if `engine` has found these, and that is not all of what names mean."""
     named = [item for item in items if item[0].content.is_absent]
-    hashes = {each.media_hash for item in named for each in item}
+    hashes = [[each.media_hash for each in item] for item in named]
     others = [other for other in engines.engines if other is not engine and other.stopped is None]
     try:  # in it the request refers there to items with patches
-        asked = (other.media.find(request_id, hashes) for other in others)
+        asked = (other.media.look_up(request_id, hashes, is_counted=False) for other in others)
         answers = zip(others, await asyncio.gather(*asked, return_exceptions=True), strict=True)
         known = {engine: found} | {other: answer for other, answer in answers if isinstance(answer, dict)}
         owners = {key: other for other, answer in known.items() for key, media in answer.items() if media.patches}

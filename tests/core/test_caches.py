@@ -157,9 +157,13 @@ def test_media_larger_than_the_encoder_cache_are_refused():
 
 
 def test_reset_makes_the_next_request_cold():
-    world = World()
+    """And forgets what one API server has named, and another knows."""
+    world, meaning = World(), NamedMedia(b"content")
+    world.receive(BindName(b"key", meaning))
     for number in (1, 2, 3):
         world.run_request(f"r{number}", prompt=14, media=[item(message(number), 2, 8, media_hash=A)])
+        named = world.reply(Found, Lookup("r", [], [b"key", b"none"]), OTHER).named
+        assert named == ({b"key": meaning} if number < 3 else {})
         if number == 2:
             world.receive(ControlRequest(5, "reset_caches"))
             world.run()
@@ -284,15 +288,3 @@ def test_request_whose_embeddings_are_gone_is_needed_again_at_once_and_keeps_its
     stats = world.stats()
     assert (stats.media_needed, stats.media_facts) == (1, 1)
     world.assert_at_rest()
-
-
-# --- names -----------------------------------------------------------------------------------------------------------
-
-
-def test_one_api_server_binds_a_name_and_another_asks_for_it_until_the_caches_are_reset():
-    world, meaning = World(), NamedMedia(b"content")
-    world.receive(BindName(b"key", meaning))
-    look_up = Lookup("r", [], [b"key", b"none"])
-    assert world.reply(Found, look_up, OTHER).named == {b"key": meaning}
-    world.reply(ControlReply, ControlRequest(1, "reset_caches"))
-    assert not world.reply(Found, look_up, OTHER).named

@@ -62,7 +62,6 @@ class RandomClients:
         self.prepared: list[Asked] = []
         self.asked: dict[str, Asked] = {}
         self.sent: dict[str, Asked] = {}  # but for aborted ones
-        self.num_needed = 0
 
     def begin(self) -> None:
         name, numbers = f"r{next(self.numbers)}", self.chance.choice(MEDIA)
@@ -136,7 +135,6 @@ class RandomClients:
         self.world.turn()
         needed, self.world.needed = self.world.needed, {}
         for name, arrival in needed.items():
-            self.num_needed += 1
             asked = self.asked[name.split()[0]]  # of an aborted one perhaps a child
             evictable = {media_hash for media_hash, source in asked.sources.items() if source == "embeddings"}
             assert evictable and (asked.arrival is None or evictable <= asked.named), "data are needed again"
@@ -166,8 +164,7 @@ def size_of(media_hash: bytes) -> int:
     return 1 + media_hash[0] % 3
 
 
-def play(kind: str, room: int, timing: int, flags: dict[str, object]) -> int:
-    """Returns how many requests were needed again."""
+def play(kind: str, room: int, timing: int, flags: dict[str, object]) -> None:
     chance = random.Random(timing)
     world = CachingWorld(kind, room, max_tokens=12, **flags)
     clients = RandomClients(world, chance)
@@ -200,7 +197,6 @@ def play(kind: str, room: int, timing: int, flags: dict[str, object]) -> int:
             assert world.tokens[sample] == [token_of(sample, index) for index in range(OUTPUT)]
     assert not [name for name in world.tokens if name.startswith("late")]
     world.assert_at_rest()
-    return clients.num_needed
 
 
 worlds = st.fixed_dictionaries(

@@ -1,17 +1,7 @@
 """Cached media: which items this engine's ranks can read, which requests refer to them, and what makes room.
 
 Cache type `shm`, `MediaStore`: one shared memory per engine. The engine core owns its pages and never maps it.
-
-    API server                                   engine core                     ranks
-      Lookup(request, hashes) ──────────────────► reference the items with patches
-      ◄───────────────── Found(facts of each that is known, and what is held: patches, embeddings, or nothing)
-      decode and process the others
-      Reserve(request, facts) ──────────────────► allocate, evict the longest unused
-      ◄───────────────── Reserved(number, extents)
-      copy to the extents
-      Written(number, requests that wait) ──────► readable; a reference for each of them
-      NewRequest(items named by hash) ──────────► resolved through its own references ──► view of the extents
-                                                  the last step that reads them retires: the references end
+docs/data-plane.md draws the messages.
 
 A request's id holds its references, and `NewRequest` is resolved through them, never through the directory: an item
 that was found cannot be missing later. A reservation belongs to the API server that writes it, not to a request: only
@@ -20,6 +10,7 @@ that was found cannot be missing later. A reservation belongs to the API server 
 Cache type `lru`, `RankCopies`: every rank keeps its own copies; the steps name what to keep and what to drop.
 
 The facts of items outlive their patches. Of an item whose embeddings are held no patches are sent: see `EncoderCache`.
+What clients' names mean is kept beside them; whether the engines have it is another matter.
 """
 
 import itertools
