@@ -16,10 +16,9 @@ import msgspec
 from starlette.datastructures import State
 
 from mini_engine.engine_client.engines import EngineClient, EngineHandle
-from mini_engine.engine_client.media_store_client import MediaStoreClient
 from mini_engine.http.context import AppContext
-from mini_engine.media.hashing import HASH_BYTES, name_key, url_hash
-from mini_engine.media.loader import Candidates, Content, ContentUrl, FetchedItem, origin_of
+from mini_engine.media.hashing import HASH_BYTES, content_digest, name_key
+from mini_engine.media.loader import Candidates, Content, FetchedItem, origin_of
 from mini_engine.media.processor import ProcessedItem
 from mini_engine.media.settings import prompt_tokens
 from mini_engine.messages import FoundMedia, NamedMedia
@@ -32,6 +31,7 @@ OPEN = "a `uuid` alone needs a `cache_salt` or an API key, since other clients m
 NOT_FOUND = "this server does not have what this `uuid` names, or not with these settings; send the data"
 AMBIGUOUS = "this `uuid` names another content before in this request; a name has one content"
 
+FRAMES = "data:video/jpeg;"  # begins the URL of a video that is sent as its frames
 FoundByHash = dict[bytes, FoundMedia]
 
 
@@ -39,9 +39,10 @@ FoundByHash = dict[bytes, FoundMedia]
 
 
 async def resolve_names(context: AppContext, chat: ChatRequest, state: State) -> list[MediaRef]:
-    """The media of a conversation, of which those with a `uuid` have a key. A name alone has a `ContentUrl`, and so has
-    a URL that was downloaded under its name before; unless this request has sent the name with data, or this URL,
-    before: then it is that part again, by its `name` too if its settings are the same.
+    """The media of a conversation, of which those with a `uuid` have a key. The `Content` that a name
+    means is the URL of those that are alone, or that have the URL which was downloaded under their name before; unless
+    this request has sent the name with data, or this URL, before: then it is that part again, by its `name` too if its
+    settings are the same.
 
     Raises ApiError: 400 for too many items, and for a name alone that other clients may use; EngineError.
     """
@@ -50,8 +51,10 @@ async def resolve_names(context: AppContext, chat: ChatRequest, state: State) ->
         replace(ref, key=name_key(ref.uuid, ref.modality, chat.cache_salt, client)) if ref.uuid else ref
         for ref in collect_media(chat.messages, context.config.item_limits)
     ]
-    keys = list({ref.key for ref in refs if ref.key and origin_of(ref.url) == ref.url})
-    named = await _home(context.engines, keys[0]).resolve_names(state.request_id, keys) if keys else {}
+    named: dict[bytes, NamedMedia] = {}
+    if keys := [*{ref.key for ref in refs if ref.key and origin_of(ref.url) == ref.url}]:
+        home = context.engines.preferred(keys[0][:HASH_BYTES])  # of all names of a client
+        named = await home.media.resolve_names(state.request_id, keys)
     resolved: list[MediaRef] = []
     sent: dict[bytes, MediaRef] = {}
     for ref in refs:
@@ -72,9 +75,10 @@ def _resolved(ref: MediaRef, bound: NamedMedia | None) -> MediaRef:
     """`ref`, whose name is bound to this, or to nothing."""
     if not ref.url:
         bound = bound or NamedMedia(ref.key, is_frames=True)  # a digest that nothing is found by
-    elif not bound or origin_of(ref.url) != ref.url or bound.url != url_hash(ref.url):
+    elif not bound or origin_of(ref.url) != ref.url or bound.url != content_digest(ref.url.encode()):
         return ref
-    return replace(ref, url=ContentUrl.of(ref.modality, Content(bound.digest), ref.url, bound.is_frames))
+    named = replace(ref, url=FRAMES) if bound.is_frames else ref
+    return replace(ref, url=Content.of(named, bound.digest))
 
 
 def bind_names(engines: EngineClient, items: Sequence[FetchedItem], processed: Mapping[bytes, ProcessedItem]) -> None:
@@ -84,14 +88,9 @@ def bind_names(engines: EngineClient, items: Sequence[FetchedItem], processed: M
         ref, content = item.ref, item.content
         is_whole = item.media_hash not in processed or processed[item.media_hash].missing is None
         if ref.key and is_whole and not content.is_absent:
-            origin = origin_of(ref.url)
-            media = NamedMedia(content.digest, url_hash(origin) if origin else b"", content.frames is not None)
-            _home(engines, ref.key).bind_name(ref.key, media)
-
-
-def _home(engines: EngineClient, key: bytes) -> MediaStoreClient:
-    """Of the engine that keeps all names of this one's client."""
-    return engines.preferred(key[:HASH_BYTES]).media
+            url = content_digest(origin.encode()) if (origin := origin_of(content)) else b""
+            media = NamedMedia(content.digest, url, content.frames is not None)
+            engines.preferred(ref.key[:HASH_BYTES]).media.bind_name(ref.key, media)
 
 
 # --- what the engines have --------------------------------------------------------------------------------------------
@@ -137,10 +136,11 @@ async def find_media(
     one name; EngineError: the engine is down.
     """
     found = await engine.media.look_up(request_id, [[each.media_hash for each in item] for item in items])
-    data = {each.media_hash for item in items for each in item if not each.content.is_absent}
-    for media in [] if trusts_embeddings else [*found.values()]:
-        if media.held == "embeddings" and media.facts.media_hash in data:
-            found[media.facts.media_hash] = msgspec.structs.replace(media, held="facts")
+    if not trusts_embeddings:
+        named = {each.media_hash for item in items for each in item if each.content.is_absent}
+        for media_hash, media in found.items():
+            if media.held == "embeddings" and media_hash not in named:
+                found[media_hash] = msgspec.structs.replace(media, held="facts")
     known = KnownMedia(_choose(items, found), found, {})
     if any(item.content.is_absent for item in known.absent):
         known = await _copy_from_others(engines, engine, items, request_id, found)
@@ -164,25 +164,24 @@ async def _copy_from_others(
         known = {engine: found} | {other: answer for other, answer in answers if isinstance(answer, dict)}
         owners = {key: other for other, answer in known.items() for key, media in answer.items() if media.patches}
         readable = {key: known[owner][key] for key, owner in owners.items()}
-        usable = {other: _with(answer, readable) for other, answer in known.items()}
-        complete = [other for other, own in usable.items() if all(_is_held(item, own) for item in _choose(named, own))]
+        usable = {  # what each has found, and what is readable in the place of facts
+            other: readable | {key: each for key, each in answer.items() if each.held != "facts" or key not in readable}
+            for other, answer in known.items()
+        }
+        complete = [other for other, its in usable.items() if all(_is_held(item, its) for item in _choose(named, its))]
+        here = usable[engine]
+        chosen = _choose(items, here)
         if not complete:
-            raise _not_found(_choose(items, usable[engine]), usable[engine])
+            raise _not_found(chosen, here)
         if engine not in complete:
             raise HeldElsewhere(complete[0])
-        chosen, own = _choose(items, usable[engine]), usable[engine]
-        copied = {item.media_hash for item in chosen if _is_held(item, own) and not _is_held(item, found)}
-        patches = await asyncio.gather(*(owners[key].media.read(own[key]) for key in copied))
-        copies = {key: ProcessedItem.of(own[key].facts, copy) for key, copy in zip(copied, patches, strict=True)}
-        return KnownMedia(chosen, own, copies)
+        copied = {item.media_hash for item in chosen if _is_held(item, here) and not _is_held(item, found)}
+        patches = await asyncio.gather(*(owners[key].media.read(here[key]) for key in copied))
+        copies = {key: ProcessedItem.of(here[key].facts, copy) for key, copy in zip(copied, patches, strict=True)}
+        return KnownMedia(chosen, here, copies)
     finally:
         for other in others:
             other.media.release_aborted(request_id)
-
-
-def _with(found: FoundByHash, readable: FoundByHash) -> FoundByHash:
-    """What is found, and what is readable in the place of facts."""
-    return readable | {key: media for key, media in found.items() if media.held != "facts" or key not in readable}
 
 
 def _is_held(item: FetchedItem, found: FoundByHash) -> bool:
@@ -203,7 +202,7 @@ def _choose(items: Sequence[Candidates], found: FoundByHash) -> list[FetchedItem
 def _not_found(items: Sequence[FetchedItem], found: FoundByHash) -> ApiError | UrlsAbsent:
     """The error for a request with these, of which names mean some that are not found."""
     lacking = dict.fromkeys(item for item in items if item.content.is_absent and not _is_held(item, found))
-    if unknown := [item.name for item in lacking if not origin_of(item.ref.url)]:
+    if unknown := [item.name for item in lacking if not origin_of(item.content)]:
         return ApiError(404, f"{', '.join(unknown)}: {NOT_FOUND}.", code="media_not_found", param="messages")
     keys, refs = {item.ref.key for item in lacking}, [item.ref for item in items]
     return UrlsAbsent([replace(ref, url=origin_of(ref.url) or ref.url) if ref.key in keys else ref for ref in refs])

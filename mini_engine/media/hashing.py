@@ -29,11 +29,6 @@ def name_key(uuid: str, modality: str, cache_salt: str | None, client: bytes) ->
     return b"".join(hashlib.blake2b(part, digest_size=HASH_BYTES, person=b"name").digest() for part in parts)
 
 
-def url_hash(url: str) -> bytes:
-    """HASH_BYTES for a URL."""
-    return hashlib.blake2b(url.encode(), digest_size=HASH_BYTES, person=b"url").digest()
-
-
 def media_hash(digest: bytes, key: bytes) -> bytes:
     """HASH_BYTES for a content digest under the key of its settings."""
     return hashlib.blake2b(digest, digest_size=HASH_BYTES, key=key).digest()

@@ -31,7 +31,6 @@ from mini_engine.media.sources.data_url import fetch_data
 from mini_engine.media.sources.http_fetch import fetch_http, tls_context
 from mini_engine.media.sources.local_files import LocalFiles
 from mini_engine.media.sources.policy import MediaPolicy, Received
-from mini_engine.messages import Modality
 from mini_engine.protocol.body_split import DataUrl
 from mini_engine.protocol.parts import MediaRef
 from mini_engine.protocol.request_clock import RequestClock
@@ -47,45 +46,39 @@ MAX_DOWNLOADS = 32  # connections of one API server at once
 START_SECONDS = 60.0  # for the threads of a pool
 
 
-@dataclass(frozen=True, eq=False)
-class Content:
-    """An item as fetched, or as its name means it."""
+class Content(str):
+    """An item as fetched, or as its name means it. It takes the place of the item's URL, and is not fetched again: as a
+    text it is a `data:` URL without data."""
 
     digest: bytes
-    data: bytes | None = None
-    file: str = ""  # the URL of a local file, which is read again if it must be decoded and `data` is None
-    frames: sources.Frames | None = None  # `data` are the images of a video, one after another
+    data: bytes | None  # None: of a local file, which is read again if it must be decoded; or of a name
+    frames: sources.Frames | None  # `data` are the images of a video, one after another
+    source: str  # the URL of that file, or of another server; empty for others
+
+    @classmethod
+    def of(cls, ref: MediaRef, digest: bytes, data: bytes | None = None, frames: sources.Frames | None = None) -> Self:
+        content = cls(f"data:{ref.modality}/{'jpeg' if sources.has_frames(ref.url) else ''};base64,")
+        content.digest, content.data, content.frames = digest, data, frames
+        content.source = ref.url if sources.is_elsewhere(ref.url) or sources.is_local_file(ref.url) else ""
+        return content
 
     @property
     def is_absent(self) -> bool:
         """It is known by name: only engines may have it."""
-        return self.data is None and not self.file
-
-
-class ContentUrl(str):
-    """Stands for the URL of `content`, which is not fetched again; `origin` is the URL if that is another server's. For
-    all else it is a `data:` URL without data."""
-
-    content: Content
-    origin: str
-
-    @classmethod
-    def of(cls, modality: Modality, content: Content, origin: str = "", is_frames: bool = False) -> Self:
-        url = cls(f"data:{modality}/{'jpeg' if is_frames or content.frames else ''};base64,")
-        url.content, url.origin = content, origin
-        return url
+        return self.data is None and not sources.is_local_file(self.source)
 
 
 def origin_of(url: str) -> str:
-    """The URL from which the content is, or would be, downloaded; empty for others."""
-    return url.origin if isinstance(url, ContentUrl) else url if sources.is_elsewhere(url) else ""
+    """The URL from which another server sends, or has sent, this; empty for others."""
+    source = url.source if isinstance(url, Content) else url
+    return source if sources.is_elsewhere(source) else ""
 
 
 @dataclass(frozen=True, eq=False)
 class FetchedItem:
     """An item's content and settings, and their 16-byte hash: equal hashes mean equal patches."""
 
-    ref: MediaRef  # its URL is a `ContentUrl`
+    ref: MediaRef  # its URL is `content`
     content: Content
     settings: MediaSettings
     media_hash: bytes
@@ -238,36 +231,30 @@ class MediaLoader:
 
     def _read(self, ref: MediaRef, settings: Sequence[MediaSettings], download: bytes | None) -> Candidates:
         """Read, or take what was downloaded, and hash it."""
-        url = ref.url
-        if not isinstance(url, ContentUrl):
-            content = self._read_content(ref, settings[0], download)
-            url = ContentUrl.of(ref.modality, content, origin_of(url))
-            ref = replace(ref, url=url)  # what is in a body is not kept
+        content = ref.url if isinstance(ref.url, Content) else self._read_content(ref, settings[0], download)
+        ref = replace(ref, url=content)  # what is in a body is not kept
         keys = [hash_key(candidate, ref.modality) for candidate in settings]
-        digest = url.content.digest
-        hashes = {key: media_hash(digest, key) for key in dict.fromkeys(keys)}  # of an image they are the same
-        return [
-            FetchedItem(ref, url.content, candidate, hashes[key]) for candidate, key in zip(settings, keys, strict=True)
-        ]
+        hashes = {key: media_hash(content.digest, key) for key in dict.fromkeys(keys)}  # of an image they are the same
+        return [FetchedItem(ref, content, each, hashes[key]) for each, key in zip(settings, keys, strict=True)]
 
     def _read_content(self, ref: MediaRef, settings: MediaSettings, download: bytes | None) -> Content:
         url, policy, name = ref.url, self.policy, ref.name
         if ref.modality == "video" and sources.has_frames(url):
             limits, times = self.decoders.limits, settings.timestamps
             data, frames = sources.fetch_frames(url, policy, limits, settings.sampling, name, times)
-            return Content(content_digest(data, frames.sizes), data, frames=frames)
+            return Content.of(ref, content_digest(data, frames.sizes), data, frames)
         if ref.modality == "video" and settings.timestamps:
             raise MediaError(name, "timestamps are for a video that is sent as frames; remove them")
         if not sources.is_local_file(url):
             data = fetch_data(url, policy, name) if download is None else download
-            return Content(content_digest(data), data)
+            return Content.of(ref, content_digest(data), data)
         if (digest := self._files.digest(url, policy, name)) is not None:
-            return Content(digest, file=url)
+            return Content.of(ref, digest)
         data, digest = self._files.read(url, policy, name)
-        return Content(digest, data, url)
+        return Content.of(ref, digest, data)
 
     def _read_again(self, item: FetchedItem) -> bytes:
-        data, digest = self._files.read(item.content.file, self.policy, item.name)
+        data, digest = self._files.read(item.content.source, self.policy, item.name)
         if digest != item.content.digest:
             raise MediaError(item.name, "the file was changed while this request was prepared; send the request again")
         return data

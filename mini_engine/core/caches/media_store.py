@@ -10,7 +10,6 @@ that was found cannot be missing later. A reservation belongs to the API server 
 Cache type `lru`, `RankCopies`: every rank keeps its own copies; the steps name what to keep and what to drop.
 
 The facts of items outlive their patches. Of an item whose embeddings are held no patches are sent: see `EncoderCache`.
-What clients' names mean is kept beside them; whether the engines have it is another matter.
 """
 
 import itertools
@@ -55,7 +54,7 @@ class MediaDirectory:
         self.num_references = 0
         self.num_evictions = 0
         self.facts = Recent(FACTS_BYTES, _facts_bytes)
-        self.names: Recent[NamedMedia] = Recent(MAX_NAMES)
+        self.names: Recent[NamedMedia] = Recent(MAX_NAMES)  # what they mean, whether this engine has it or not
         self._listed: OrderedDict[bytes, MediaEntry] = OrderedDict()  # the idle ones in the order of their last use
         self._held: dict[Owner, References] = {}  # of requests that have not arrived
 

@@ -22,7 +22,6 @@ from mini_engine.http.known_media import resolve_names
 from mini_engine.http.responses import usage_of, whole_response
 from mini_engine.http.routes.chat_completions import Prompt, load_media, render, start
 from mini_engine.media.media_errors import MediaError
-from mini_engine.media.sources.fetch import is_local_file
 from mini_engine.prompt.answer import Answer
 from mini_engine.prompt.pieces import pieces
 from mini_engine.prompt.pooling import InputPrompts, embedding, embedding_prompts, paired, ranking_prompts, score
@@ -99,9 +98,9 @@ async def _score(request: Request, body: RankingRequest) -> tuple[list[Answer], 
 async def _fetch_query(
     context: AppContext, body: PoolingRequest, query: Content, state: State, held: contextlib.AsyncExitStack
 ) -> None:
-    """Fetch the media of a query once for all of its documents: its parts get them as `ContentUrl`, which have room
-    until `held` is closed. Local files cost little again, since their digests are known. Raises as `start`."""
-    parts = [part for part in query if part.modality and not is_local_file(part.location)]
+    """Fetch the media of a query once for all of its documents: its parts get them as `loader.Content`, which has room
+    until `held` is closed. Raises as `start`."""
+    parts = [part for part in query if part.modality]
     chat = body.chat([ChatMessage(role="user", content=parts)])
     with context.engines.preparing(state.end):
         try:
