@@ -15,7 +15,6 @@ from mini_engine.config import EngineConfig
 from mini_engine.core.arrivals import Arrivals
 from mini_engine.core.caches.encoder_cache import EncoderCache
 from mini_engine.core.caches.kv_blocks import BlockPool
-from mini_engine.core.caches.media_names import MediaNames
 from mini_engine.core.caches.media_store import MediaDirectory, MediaStore, media_directory
 from mini_engine.core.caches.state_snapshots import StatePool
 from mini_engine.core.grammar_compiles import GrammarCompiles
@@ -48,7 +47,6 @@ from mini_engine.messages import (
     PeerGone,
     RequestOutput,
     Reserve,
-    ResolveNames,
     SampledToken,
     StepResult,
     TensorHandle,
@@ -77,7 +75,6 @@ class EngineCore:
     ):
         self.config, self.model, self.limits = config, model, limits
         self.media, self.links, self.next_step = media, links, next_step
-        self.names = MediaNames()
         self.arrivals = Arrivals(config.tensor_parallel_size, next_step)
         self.grammars = GrammarCompiles(next_step)
         self.blocks = BlockPool(limits.num_blocks, limits.block_size)
@@ -136,9 +133,10 @@ class EngineCore:
         """Messages of API servers about cached media."""
         media, incarnation = self.media, envelope.incarnation
         match envelope.body:
-            case Lookup(request_id=request_id, hashes=hashes):
+            case Lookup(request_id=request_id, hashes=hashes, names=keys):
                 found = media.look_up((incarnation, request_id), hashes, self.encoder.holds)
-                self.links.send(peer, Found(request_id, found))
+                named = {key: meaning for key in keys if (meaning := media.names.get(key))}
+                self.links.send(peer, Found(request_id, found, named))
             case Unreserve(request_id=request_id):
                 media.release_request((incarnation, request_id))
             case Reserve(request_id=request_id, media=item) if isinstance(media, MediaStore):
@@ -147,10 +145,8 @@ class EngineCore:
                 media.written(number, [(incarnation, request_id) for request_id in request_ids])
             case Abandoned(number=number) if isinstance(media, MediaStore):
                 media.abandoned(number)
-            case ResolveNames(request_id=request_id, keys=keys):
-                self.links.send(peer, self.names.resolve(request_id, keys))
-            case BindName(key=key, media=named):
-                self.names.bind(key, named)
+            case BindName(key=key, media=meaning):
+                media.names.put(key, meaning)
 
     def _handle_control(self, control: ControlRequest, peer: bytes) -> None:
         if control.action == "ping":
@@ -161,7 +157,6 @@ class EngineCore:
             self.blocks.forget_prefixes()
             self.encoder.forget_unused()
             self.media.reset()
-            self.names.reset()
             self.links.send(peer, ControlReply(control.number))
 
     def _on_api_server_gone(self, sender: str, incarnation: int) -> None:

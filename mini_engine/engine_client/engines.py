@@ -29,7 +29,6 @@ from mini_engine.messages import (
     Found,
     MediaMiss,
     MediaNeeded,
-    NamesResolved,
     NewRequest,
     Outputs,
     RequestOutput,
@@ -203,7 +202,7 @@ class EngineHandle:
                 self._forget(self.requests[request_id]).fail(MediaNotSent())
             case MediaNeeded(request_id=request_id, arrival=arrival):
                 self._forget(self.requests[request_id]).need_media(arrival)
-            case Found() | NamesResolved():
+            case Found():
                 self.media.on_found(body)
             case Reserved():
                 self.media.on_reserved(body)

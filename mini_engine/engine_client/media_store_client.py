@@ -1,13 +1,14 @@
 """An API server's end of one engine's media cache: looks items up before they are decoded, writes them afterwards.
 
-The engine core owns the store (`core/caches/media_store.py`, which shows the messages); this end copies items into the
+The engine core owns the store (`core/caches/media_store.py`); this end copies items into the
 pages of its reservations. It runs in the event loop's thread; large items are copied in another.
 """
 
 import asyncio
 import contextlib
+import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +26,9 @@ from mini_engine.messages import (
     Lookup,
     MediaItem,
     NamedMedia,
-    NamesResolved,
     NewRequest,
     Reserve,
     Reserved,
-    ResolveNames,
     Unreserve,
     Written,
 )
@@ -72,25 +71,24 @@ class MediaStoreClient:
         self._send = send
         self._num_ranks = num_ranks
         self._cache = cache
-        self._lookups: dict[str, asyncio.Future[Any]] = {}  # of names, or later of items
+        self._lookups: dict[str, asyncio.Future[Any]] = {}  # `Found`
         self._writes: dict[bytes, _Write] = {}
         self._queries = metrics.mm_cache_queries_total.labels(str(engine))
         self._hits = metrics.mm_cache_hits_total.labels(str(engine))
 
-    async def look_up(self, request_id: str, items: Collection[Sequence[bytes]]) -> dict[bytes, FoundMedia]:
-        """What the engine knows, by hash. Each of `items` may have several. Raises EngineError: the engine is down."""
-        if not items:
-            return {}
-        found = await self.find(request_id, dict.fromkeys(media_hash for item in items for media_hash in item))
+    async def look_up(
+        self, request_id: str, items: Collection[Sequence[bytes]], is_counted: bool = True
+    ) -> dict[bytes, FoundMedia]:
+        """What the engine knows, by hash, of which each of `items` may have several. Queries are counted but for a
+        request that another engine may get. Raises EngineError: the engine is down."""
         distinct = {tuple(item) for item in items}
-        self._queries.inc(len(distinct))
-        held = {media_hash for media_hash, media in found.items() if media.held != "facts"}
-        self._hits.inc(sum(not held.isdisjoint(item) for item in distinct))
-        return found
-
-    async def find(self, request_id: str, hashes: Iterable[bytes]) -> dict[bytes, FoundMedia]:
-        """As `look_up`, for a request that another engine may get: it counts no queries."""
-        answer: Found = await self._ask(request_id, Lookup(request_id, list(hashes)))
+        if not distinct:
+            return {}
+        answer = await self._ask(Lookup(request_id, list(dict.fromkeys(itertools.chain(*items)))))
+        if is_counted:
+            held = {media.facts.media_hash for media in answer.items if media.held != "facts"}
+            self._queries.inc(len(distinct))
+            self._hits.inc(sum(not held.isdisjoint(item) for item in distinct))
         return {media.facts.media_hash: media for media in answer.items}
 
     async def read(self, media: FoundMedia) -> torch.Tensor:
@@ -105,8 +103,7 @@ class MediaStoreClient:
 
     async def resolve_names(self, request_id: str, keys: list[bytes]) -> dict[bytes, NamedMedia]:
         """What is bound here, by key. Raises EngineError: the engine is down."""
-        resolved: NamesResolved = await self._ask(request_id, ResolveNames(request_id, keys))
-        return resolved.named
+        return (await self._ask(Lookup(request_id, [], keys))).named
 
     def bind_name(self, key: bytes, media: NamedMedia) -> None:
         """From now on the name with this key means `media`. Lost if the engine is down."""
@@ -128,7 +125,7 @@ class MediaStoreClient:
         with contextlib.suppress(EngineError):
             self._send(Unreserve(request_id))
 
-    def on_found(self, found: Found | NamesResolved) -> None:
+    def on_found(self, found: Found) -> None:
         if (answer := self._lookups.get(found.request_id)) is not None and not answer.done():
             answer.set_result(found)
 
@@ -141,13 +138,13 @@ class MediaStoreClient:
             if not answer.done():
                 answer.set_exception(error)
 
-    async def _ask(self, request_id: str, question: Lookup | ResolveNames) -> Any:
-        self._send(question)
-        answer = self._lookups[request_id] = asyncio.get_running_loop().create_future()
+    async def _ask(self, look_up: Lookup) -> Found:
+        self._send(look_up)
+        answer = self._lookups[look_up.request_id] = asyncio.get_running_loop().create_future()
         try:
             return await answer
         finally:
-            del self._lookups[request_id]
+            del self._lookups[look_up.request_id]
 
     async def _store(self, request_id: str, item: MediaItem) -> bool:
         """Whether the request refers to the item in the store now."""

@@ -23,14 +23,10 @@ def content_digest(data: bytes, frame_sizes: Sequence[int] = ()) -> bytes:
 
 
 def name_key(uuid: str, modality: str, cache_salt: str | None, client: bytes) -> bytes:
-    """HASH_BYTES for a client's name of an item. `client` is a hash of its API key; empty where none is needed."""
-    parts = msgspec.msgpack.encode([uuid, modality, cache_salt, client])
-    return hashlib.blake2b(parts, digest_size=HASH_BYTES, person=b"name").digest()
-
-
-def url_hash(url: str) -> bytes:
-    """HASH_BYTES for a URL."""
-    return hashlib.blake2b(url.encode(), digest_size=HASH_BYTES, person=b"url").digest()
+    """HASH_BYTES that all names of a client have in common, and HASH_BYTES for its name of an item. `client` is a hash
+    of its API key; empty where none is needed."""
+    parts = msgspec.msgpack.encode([cache_salt, client]), msgspec.msgpack.encode([uuid, modality])
+    return b"".join(hashlib.blake2b(part, digest_size=HASH_BYTES, person=b"name").digest() for part in parts)
 
 
 def media_hash(digest: bytes, key: bytes) -> bytes:

@@ -46,21 +46,39 @@ MAX_DOWNLOADS = 32  # connections of one API server at once
 START_SECONDS = 60.0  # for the threads of a pool
 
 
-@dataclass(frozen=True, eq=False)
-class Content:
-    """An item as fetched."""
+class Content(str):
+    """An item as fetched, or as its name means it. It takes the place of the item's URL, and is not fetched again: as a
+    text it is a `data:` URL without data."""
 
     digest: bytes
-    url: str
     data: bytes | None  # None: of a local file, which is read again if it must be decoded; or of a name
-    frames: sources.Frames | None = None  # `data` are the images of a video, one after another
+    frames: sources.Frames | None  # `data` are the images of a video, one after another
+    source: str  # the URL of that file, or of another server; empty for others
+
+    @classmethod
+    def of(cls, ref: MediaRef, digest: bytes, data: bytes | None = None, frames: sources.Frames | None = None) -> Self:
+        content = cls(f"data:{ref.modality}/{'jpeg' if sources.has_frames(ref.url) else ''};base64,")
+        content.digest, content.data, content.frames = digest, data, frames
+        content.source = ref.url if sources.is_elsewhere(ref.url) or sources.is_local_file(ref.url) else ""
+        return content
+
+    @property
+    def is_absent(self) -> bool:
+        """It is known by name: only engines may have it."""
+        return self.data is None and not sources.is_local_file(self.source)
+
+
+def origin_of(url: str) -> str:
+    """The URL from which another server sends, or has sent, this; empty for others."""
+    source = url.source if isinstance(url, Content) else url
+    return source if sources.is_elsewhere(source) else ""
 
 
 @dataclass(frozen=True, eq=False)
 class FetchedItem:
     """An item's content and settings, and their 16-byte hash: equal hashes mean equal patches."""
 
-    ref: MediaRef  # its URL only of another server's: `content` has the rest
+    ref: MediaRef  # its URL is `content`
     content: Content
     settings: MediaSettings
     media_hash: bytes
@@ -69,21 +87,6 @@ class FetchedItem:
     def name(self) -> str:
         """What errors call it."""
         return self.ref.name
-
-
-class FetchedUrl(str):
-    """Stands in a part for the URL of an item that was fetched before, as `content`, from `origin` if that is
-    elsewhere."""
-
-    content: Content
-    origin: str
-
-    @classmethod
-    def of(cls, item: FetchedItem) -> Self:
-        """For all else it is a `data:` URL without data."""
-        url = cls(f"data:{item.ref.modality}/{'jpeg' if item.content.frames else ''};base64,")
-        url.content, url.origin = item.content, item.ref.url
-        return url
 
 
 Candidates = list[FetchedItem]
@@ -133,10 +136,10 @@ class MediaLoader:
         be fetched, or has a name alone, which is not resolved."""
 
         def known_bytes() -> int:
-            if unknown := [ref.name for ref in refs if not (ref.url or ref.named)]:
+            if unknown := [ref.name for ref in refs if not ref.url]:
                 raise MediaError(unknown[0], "has a `uuid` alone, which means nothing here; send its data or URL")
-            sent = {ref.name: ref for ref in refs if ref.url}
-            return sum(sources.declared_size(ref.url, self.policy, ref.name) or 0 for ref in sent.values())
+            urls = {ref.name: origin_of(ref.url) or ref.url for ref in refs}
+            return sum(sources.declared_size(url, self.policy, name) or 0 for name, url in urls.items())
 
         if any(sources.is_local_file(ref.url) for ref in refs):  # the file system may block
             return await asyncio.get_running_loop().run_in_executor(self._reading, known_bytes)
@@ -146,8 +149,8 @@ class MediaLoader:
         self, refs: Sequence[MediaRef], settings: Iterable[Sequence[MediaSettings]], received: Received
     ) -> list[Candidates]:
         """The items in the order of `refs`, with the hashes by all of the `settings` of each. Cancelling it, or the
-        failure of one item, ends the work on the others. What is `named` is not fetched, and what is there several
-        times, under one `name`, only once.
+        failure of one item, ends the work on the others. What is there several times, under one `name`, is fetched
+        once.
 
         `received` is called with the size of each block of a download before the block is stored; what it raises ends
         all downloads. Raises MediaError: an item cannot be fetched.
@@ -215,7 +218,7 @@ class MediaLoader:
     async def _fetch(self, group: FetchGroup, received: Received) -> list[Candidates]:
         download: bytes | None = None
         first, _ = group[0]
-        if sources.is_elsewhere(first.url) and first.named is None:
+        if sources.is_elsewhere(first.url):
             async with self._downloads:
                 download = await fetch_http(first.url, self.policy, first.name, received)
 
@@ -228,35 +231,30 @@ class MediaLoader:
 
     def _read(self, ref: MediaRef, settings: Sequence[MediaSettings], download: bytes | None) -> Candidates:
         """Read, or take what was downloaded, and hash it."""
-        url, policy, name, times = ref.url, self.policy, ref.name, settings[0].timestamps
-        if ref.named is not None:
-            content = Content(ref.named.digest, "", None)
-        elif isinstance(url, FetchedUrl):
-            content = url.content
-        elif ref.modality == "video" and sources.has_frames(url):
-            sampling = settings[0].sampling
-            data, frames = sources.fetch_frames(url, policy, self.decoders.limits, sampling, name, times)
-            content = Content(content_digest(data, frames.sizes), "", data, frames)
-        elif ref.modality == "video" and times:
-            raise MediaError(name, "timestamps are for a video that is sent as frames; remove them")
-        elif not sources.is_local_file(url):
-            data = fetch_data(url, policy, name) if download is None else download
-            content = Content(content_digest(data), "", data)
-        elif (digest := self._files.digest(url, policy, name)) is not None:
-            content = Content(digest, url, None)
-        else:
-            data, digest = self._files.read(url, policy, name)
-            content = Content(digest, url, data)
-        if not sources.is_elsewhere(url):  # what it has in a body is not kept
-            ref = replace(ref, url=url.origin if isinstance(url, FetchedUrl) else "")
+        content = ref.url if isinstance(ref.url, Content) else self._read_content(ref, settings[0], download)
+        ref = replace(ref, url=content)  # what is in a body is not kept
         keys = [hash_key(candidate, ref.modality) for candidate in settings]
         hashes = {key: media_hash(content.digest, key) for key in dict.fromkeys(keys)}  # of an image they are the same
-        return [
-            FetchedItem(ref, content, candidate, hashes[key]) for candidate, key in zip(settings, keys, strict=True)
-        ]
+        return [FetchedItem(ref, content, each, hashes[key]) for each, key in zip(settings, keys, strict=True)]
+
+    def _read_content(self, ref: MediaRef, settings: MediaSettings, download: bytes | None) -> Content:
+        url, policy, name = ref.url, self.policy, ref.name
+        if ref.modality == "video" and sources.has_frames(url):
+            limits, times = self.decoders.limits, settings.timestamps
+            data, frames = sources.fetch_frames(url, policy, limits, settings.sampling, name, times)
+            return Content.of(ref, content_digest(data, frames.sizes), data, frames)
+        if ref.modality == "video" and settings.timestamps:
+            raise MediaError(name, "timestamps are for a video that is sent as frames; remove them")
+        if not sources.is_local_file(url):
+            data = fetch_data(url, policy, name) if download is None else download
+            return Content.of(ref, content_digest(data), data)
+        if (digest := self._files.digest(url, policy, name)) is not None:
+            return Content.of(ref, digest)
+        data, digest = self._files.read(url, policy, name)
+        return Content.of(ref, digest, data)
 
     def _read_again(self, item: FetchedItem) -> bytes:
-        data, digest = self._files.read(item.content.url, self.policy, item.name)
+        data, digest = self._files.read(item.content.source, self.policy, item.name)
         if digest != item.content.digest:
             raise MediaError(item.name, "the file was changed while this request was prepared; send the request again")
         return data
@@ -294,8 +292,7 @@ class MediaLoader:
 
 def _is_slow(ref: MediaRef) -> bool:
     """Whether it is downloaded, read from a file, or of a `data:` URL that stayed where it arrived."""
-    is_large = isinstance(ref.url, DataUrl) or sources.is_elsewhere(ref.url) or sources.is_local_file(ref.url)
-    return is_large and ref.named is None
+    return isinstance(ref.url, DataUrl) or sources.is_elsewhere(ref.url) or sources.is_local_file(ref.url)
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

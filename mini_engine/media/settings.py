@@ -131,7 +131,7 @@ class MediaSettingsResolver:
         sizes = parse_options("mm_processor_kwargs", rest, RequestKwargs)
         if sizes.do_sample_frames is False and options.get("num_frames") != -1:
             for ref in refs:
-                if ref.modality == "video" and not (ref.named.is_frames if ref.named else has_frames(ref.url)):
+                if ref.modality == "video" and not has_frames(ref.url):
                     raise ValueError(f"{ref.name}: {SAMPLED}")
         sizes.do_sample_frames = None
         return MediaSettings(

@@ -17,12 +17,10 @@ from mini_engine.messages.handshake import (
     Drain, EngineLimits, Init, MediaCachePlan, PeerGone, RankAddress, Ready, Refused,
     Role, Serving, Start, TransportChoice,
 )  # fmt: skip
-from mini_engine.messages.names import BindName, NamedMedia, NamesResolved, ResolveNames
 from mini_engine.messages.requests import (
-    Abandoned, ControlReply, ControlRequest, EngineStats, EngineTimes, Finish, FinishReason, Found,
-    FoundMedia, Lookup, MediaMiss, MediaNeeded, NewRequest, Outputs, PoolingParams, RequestOutput, Reserve, Reserved,
-    SamplingParams,
-    ChildRequest, TokenLogprob, Unreserve, Written,
+    Abandoned, BindName, ChildRequest, ControlReply, ControlRequest, EngineStats, EngineTimes, Finish, FinishReason,
+    Found, FoundMedia, Lookup, MediaMiss, MediaNeeded, NamedMedia, NewRequest, Outputs, PoolingParams, RequestOutput,
+    Reserve, Reserved, SamplingParams, TokenLogprob, Unreserve, Written,
 )  # fmt: skip
 from mini_engine.messages.steps import (
     Chunk, EncodeItem, Grammar, GrammarReady, KeepMedia, MediaReady, NewSequence, SampledToken, StateStart,
@@ -45,7 +43,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 AnyMessage = (
     Ready | Refused | Start | Serving | Drain | PeerGone
     | NewRequest | Finish | Outputs | MediaMiss | MediaNeeded | ControlRequest | ControlReply
-    | Lookup | Found | Reserve | Reserved | Written | Abandoned | Unreserve | ResolveNames | NamesResolved | BindName
+    | Lookup | Found | Reserve | Reserved | Written | Abandoned | Unreserve | BindName
     | Step | StepResult | WorkerReady | MediaReady | GrammarReady
     | TensorMessage | ProbeResult | DeviceSlots
 )  # fmt: skip

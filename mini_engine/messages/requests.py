@@ -58,10 +58,12 @@ class NewRequest(Message, frozen=True):
 
 
 class Lookup(Message, frozen=True):
-    """API server -> core: what is known of these media? From then on the request refers to those with patches."""
+    """API server -> core: what is known of these media? From then on the request refers to those with patches. And what
+    do names mean, of which this engine is the home, see `EngineClient.preferred`?"""
 
     request_id: str
     hashes: list[bytes]
+    names: list[bytes] = []  # keys
 
 
 class FoundMedia(msgspec.Struct, frozen=True, array_like=True):
@@ -73,11 +75,27 @@ class FoundMedia(msgspec.Struct, frozen=True, array_like=True):
     patches: StoreHandle | None = None  # where they lie in the engine's store, if it has one
 
 
+class NamedMedia(msgspec.Struct, frozen=True, array_like=True):
+    """What a name means. The media caches say whether they have it."""
+
+    digest: bytes  # of the content; for a name that means nothing one that no content has
+    url: bytes = b""  # digest of the `http(s)://` URL that the content was downloaded from
+    is_frames: bool = False  # a video that was sent as its frames
+
+
 class Found(Message, frozen=True):
-    """Core -> API server: answer to `Lookup`. The other items are unknown."""
+    """Core -> API server: answer to `Lookup`. The other items and names are unknown."""
 
     request_id: str
     items: list[FoundMedia]
+    named: dict[bytes, NamedMedia] = {}
+
+
+class BindName(Message, frozen=True):
+    """API server -> core: the name with this key means this from now on, whatever it meant before."""
+
+    key: bytes
+    media: NamedMedia
 
 
 class Reserve(Message, frozen=True):
@@ -125,7 +143,7 @@ class MediaMiss(Message, frozen=True):
 
 class MediaNeeded(Message, frozen=True):
     """Core -> API server: embeddings that the request relied on have been evicted. It has ended, as with `MediaMiss`,
-    and is to be sent again with all of its media."""
+    and is to be sent again, with the patches of all items whose data were sent."""
 
     request_id: str
     arrival: int  # for `NewRequest.arrival`

@@ -240,8 +240,8 @@ class Answer:
         self.arrived.set()
 
     def need_media(self, arrival: int) -> None:
-        """The engine sends no outputs: it needs the request again, with all of its media and this `arrival`, as another
-        answer. This one is over, and uncounted."""
+        """The engine sends no outputs: it needs the request again, with this `arrival`, as another answer. This one is
+        over, and uncounted."""
         for sample in self.samples.values():
             sample.end()
         self._unfinished, self.arrival = 0, arrival

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import msgspec
 from msgspec import Meta, Struct
 
-from mini_engine.messages import Modality, NamedMedia
+from mini_engine.messages import Modality
 from mini_engine.protocol.body_split import URL_FIELDS
 
 Count = Annotated[int, Meta(ge=1, le=10**9)]
@@ -154,6 +154,4 @@ class MediaRef:
     name: str  # what errors call it: "video 1" is the first video of the conversation
     settings: Mapping[str, Any] = field(default_factory=dict)  # of its part, see `PartSettings`
     uuid: str | None = None  # the client's name for it
-    # Once names are resolved, see `http/media_names.py`: the key of its binding, and what stands for its bytes.
-    key: bytes | None = None
-    named: NamedMedia | None = None
+    key: bytes = b""  # of that name, see `http/known_media.py`

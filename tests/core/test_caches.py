@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from mini_engine.messages import ChildRequest, ControlReply, ControlRequest
-from tests.support.simulated_core import BYTES, TIMED, CachingWorld, World, item, message, named
+from mini_engine.messages import BindName, ChildRequest, ControlReply, ControlRequest, Found, Lookup, NamedMedia
+from tests.support.simulated_core import BYTES, OTHER, TIMED, CachingWorld, World, item, message, named
 from tests.support.simulated_ranks import token_of
 
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
@@ -157,9 +157,13 @@ def test_media_larger_than_the_encoder_cache_are_refused():
 
 
 def test_reset_makes_the_next_request_cold():
-    world = World()
+    """And forgets what one API server has named, and another knows."""
+    world, meaning = World(), NamedMedia(b"content")
+    world.receive(BindName(b"key", meaning))
     for number in (1, 2, 3):
         world.run_request(f"r{number}", prompt=14, media=[item(message(number), 2, 8, media_hash=A)])
+        named = world.reply(Found, Lookup("r", [], [b"key", b"none"]), OTHER).named
+        assert named == ({b"key": meaning} if number < 3 else {})
         if number == 2:
             world.receive(ControlRequest(5, "reset_caches"))
             world.run()

@@ -112,43 +112,33 @@ async def test_longer_conversation_keeps_a_cached_video_if_it_fits(
     assert counted.since() == [2, 2 if held == "patches" else 0, decodes]
 
 
-async def test_item_with_embeddings_is_sent_without_patches_and_its_bytes_are_kept_until_the_first_output(
-    served: Served,
-) -> None:
-    core = served.core
-    core.keeps = True
-    await served.ask([image()])
-    core.held, core.accepts, core.hold, counted = "embeddings", False, True, Counted(*CACHE)
-    asking = served.asking([image()])
-    request = await core.has_requests(2)
-    assert request.media[0].patches is None and counted.since() == [1, 1, 0]
-    assert metric("inflight_media_bytes") >= len(png()) and served.context.places.num_free == 4
-    await core.accept(request)
-    await eventually(lambda: not metric("inflight_media_bytes"))
-    await core.end(request, "length")
-    assert (await asking).status_code == 200
-
-
 @pytest.mark.parametrize("stream", [False, True])
-async def test_request_whose_embeddings_were_evicted_is_sent_again_with_all_media(served: Served, stream: bool) -> None:
-    """Its client does not see that. Embeddings do not count again."""
+async def test_item_with_embeddings_is_sent_without_patches_and_if_they_are_evicted_again_with_its_data(
+    served: Served, stream: bool
+) -> None:
+    """Which are kept until the first output. The client does not see that; embeddings do not count again."""
     core = served.core
     core.keeps = True
     await served.ask([image()])
-    core.held, core.accepts = "embeddings", False
-    counted = Counted("media_decodes_total", "request_success_total{finished_reason=length}")
+    core.held, core.accepts, core.hold = "embeddings", False, True
+    counted = Counted(*CACHE, "request_success_total{finished_reason=length}")
     asking = served.asking([image(), image(84)], n=2, stream=stream)
     first = await core.has_requests(2)
+    assert [item.patches is None for item in first.media] == [True, False]
+    assert metric("inflight_media_bytes") >= len(png()) and served.context.places.num_free == 4
     await core.turn_down(first, arrival=17)
     again = await core.has_requests(3)
     assert all(item.patches is not None for item in again.media)
     assert (first.arrival, again.arrival, again.request_id) == (None, 17, first.request_id)
     assert again.prompt_token_ids == first.prompt_token_ids
     await core.accept(again)
+    await eventually(lambda: not metric("inflight_media_bytes"))
+    for sample in [*core.running.values()]:
+        await core.end(sample, "length")
     response = await asking
     texts = [event["choices"][0]["index"] for event in events_of(response)] if stream else response.json()["choices"]
     assert response.status_code == 200 and len(texts) >= 2
-    assert counted.since() == [3, 1] and not core.finishes
+    assert counted.since() == [4, 2, 3, 1] and not core.finishes
 
 
 async def test_request_whose_tensors_are_lost_is_a_503(served: Served) -> None:

@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import zmq.asyncio
 
-from mini_engine.core.caches.media_names import MediaNames
 from mini_engine.messages import (
     AnyMessage,
     BindName,
@@ -29,10 +28,10 @@ from mini_engine.messages import (
     Lookup,
     MediaMiss,
     MediaNeeded,
+    NamedMedia,
     NewRequest,
     Outputs,
     RequestOutput,
-    ResolveNames,
     StoreHandle,
     TokenLogprob,
     Unreserve,
@@ -73,7 +72,7 @@ class ScriptedCore:
         self.kept: dict[bytes, CachedMedia] = {}
         self.held: Literal["patches", "embeddings", "facts"] = "patches"
         self.handles: dict[bytes, StoreHandle] = {}
-        self.names = MediaNames()
+        self.names: dict[bytes, NamedMedia] = {}
         self.num_resolved = 0  # how often it was asked for names
         self.look_ups: list[Lookup] = []
         self.unreserved: list[str] = []
@@ -91,14 +90,10 @@ class ScriptedCore:
         while True:
             self._peer, frame = await self._socket.recv_multipart()
             match decode(frame).body:
-                case Lookup(request_id=request_id, hashes=hashes) as look_up:
-                    self.look_ups.append(look_up)
-                    if "look_up" in self.replies_to:
-                        known = [media_hash for media_hash in hashes if media_hash in self.kept]
-                        found = [FoundMedia(self.kept[each], self.held, self.handles.get(each)) for each in known]
-                        await self.send(Found(request_id, found))
-                case ResolveNames() | BindName() as message:
-                    await self._handle_names(message)
+                case Lookup() as look_up:
+                    await self._look_up(look_up)
+                case BindName(key=key, media=media):
+                    self.names[key] = media
                 case Unreserve(request_id=request_id):
                     self.unreserved.append(request_id)
                 case NewRequest() as request:
@@ -115,12 +110,14 @@ class ScriptedCore:
                     if action in self.replies_to:
                         await self.send(ControlReply(number, self.stats if action == "stats" else None))
 
-    async def _handle_names(self, message: ResolveNames | BindName) -> None:
-        if isinstance(message, BindName):
-            self.names.bind(message.key, message.media)
-        else:
-            self.num_resolved += 1
-            await self.send(self.names.resolve(message.request_id, message.keys))
+    async def _look_up(self, look_up: Lookup) -> None:
+        self.num_resolved += bool(look_up.names)
+        self.look_ups += [look_up] if look_up.hashes else []
+        if look_up.names or "look_up" in self.replies_to:
+            known = [media_hash for media_hash in look_up.hashes if media_hash in self.kept]
+            found = [FoundMedia(self.kept[each], self.held, self.handles.get(each)) for each in known]
+            named = {key: media for key, media in self.names.items() if key in look_up.names}
+            await self.send(Found(look_up.request_id, found, named))
 
     async def turn_down(self, request: NewRequest, arrival: int | None = None) -> None:
         """Its tensors cannot be used, or have not come in time; with `arrival`: embeddings have been evicted."""

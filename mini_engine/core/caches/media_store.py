@@ -1,17 +1,7 @@
 """Cached media: which items this engine's ranks can read, which requests refer to them, and what makes room.
 
 Cache type `shm`, `MediaStore`: one shared memory per engine. The engine core owns its pages and never maps it.
-
-    API server                                   engine core                     ranks
-      Lookup(request, hashes) ──────────────────► reference the items with patches
-      ◄───────────────── Found(facts of each that is known, and what is held: patches, embeddings, or nothing)
-      decode and process the others
-      Reserve(request, facts) ──────────────────► allocate, evict the longest unused
-      ◄───────────────── Reserved(number, extents)
-      copy to the extents
-      Written(number, requests that wait) ──────► readable; a reference for each of them
-      NewRequest(items named by hash) ──────────► resolved through its own references ──► view of the extents
-                                                  the last step that reads them retires: the references end
+docs/data-plane.md draws the messages.
 
 A request's id holds its references, and `NewRequest` is resolved through them, never through the directory: an item
 that was found cannot be missing later. A reservation belongs to the API server that writes it, not to a request: only
@@ -30,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
-from mini_engine.core.caches.media_facts import MediaFacts
+from mini_engine.core.caches.recent import Recent
 from mini_engine.core.request import MediaEntry, References
 from mini_engine.core.step_builder import StepBuilder
 from mini_engine.free_memory import RESERVE, available_memory
@@ -40,12 +30,16 @@ from mini_engine.messages import (
     Init,
     KeepMedia,
     MediaItem,
+    NamedMedia,
     NewRequest,
     Reserved,
     StoreHandle,
     TensorHandle,
 )
 from mini_engine.transport.pages import HIGH_WATER_PAGES, PAGE_BYTES, Extent, PageAllocator, pages_for
+
+FACTS_BYTES = 64 << 20
+MAX_NAMES = 1 << 16  # of some 400 bytes each
 
 Owner = tuple[int, str]
 """Incarnation of an API server, and the id of one of its requests."""
@@ -59,7 +53,8 @@ class MediaDirectory:
         self.num_bytes_pinned = 0  # of those, the items with references, or that a step copies
         self.num_references = 0
         self.num_evictions = 0
-        self.facts = MediaFacts()
+        self.facts = Recent(FACTS_BYTES, _facts_bytes)
+        self.names: Recent[NamedMedia] = Recent(MAX_NAMES)  # what they mean, whether this engine has it or not
         self._listed: OrderedDict[bytes, MediaEntry] = OrderedDict()  # the idle ones in the order of their last use
         self._held: dict[Owner, References] = {}  # of requests that have not arrived
 
@@ -95,7 +90,7 @@ class MediaDirectory:
         """The facts of the items of a request, which has just used them."""
         for item in items:
             if item.cacheable and self.facts.get(item.media_hash) is None:
-                self.facts.add(CachedMedia.of(item))
+                self.facts.put(item.media_hash, CachedMedia.of(item))
 
     def claim(self, owner: Owner) -> References:
         """The request arrived. Returns its references; the caller owns them until `release`."""
@@ -130,9 +125,10 @@ class MediaDirectory:
         """A step with this `KeepMedia` has retired."""
 
     def reset(self) -> None:
-        """Evict all items without references, and forget all facts."""
+        """Evict all items without references, and forget all facts and names."""
         self._evict_idle(self.num_bytes_idle)
         self.facts.clear()
+        self.names.clear()
 
     def _list(self, entry: MediaEntry) -> None:
         """`look_up` finds it from now on; it is idle."""
@@ -297,6 +293,11 @@ class MediaStore(MediaDirectory):
 
     def _free(self, entries: list[MediaEntry]) -> None:
         self.pages.free([extent for entry in entries for extent in entry.extents])
+
+
+def _facts_bytes(facts: CachedMedia) -> int:
+    """About what they take: a video's text may have 20,000 characters, of its 768 timestamps each takes 32 bytes."""
+    return 512 + len(facts.placeholder or "") + 32 * len(facts.timestamps or ())
 
 
 def media_directory(init: Init, row_bytes: int, device: str, next_step: StepBuilder) -> MediaDirectory:

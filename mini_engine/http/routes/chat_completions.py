@@ -14,11 +14,11 @@ from msgspec.structs import replace
 from starlette.datastructures import State
 from starlette.responses import Response
 
+from mini_engine import metrics
 from mini_engine.engine_client.engines import EngineHandle
 from mini_engine.http.body import INLINE_CHARACTERS, read_body, run_sized, takes
 from mini_engine.http.context import AppContext, context_of
-from mini_engine.http.known_media import HeldElsewhere, find_media
-from mini_engine.http.media_names import UrlsAbsent, bind_names, check_named, count_hits, fetch_absent, resolve_names
+from mini_engine.http.known_media import HeldElsewhere, UrlsAbsent, bind_names, find_media, resolve_names
 from mini_engine.http.responses import ChatResponder
 from mini_engine.log import about
 from mini_engine.media.loader import Candidates
@@ -68,8 +68,8 @@ async def chat_completions(request: Request) -> Response:
 
 async def start(context: AppContext, prompt: Prompt, state: State) -> Answer:
     """Rows 3 to 8 of docs/request-path.md, for a rendered prompt. When this returns the engine has the request, and its
-    media for good: if it relied on embeddings that have been evicted, it is sent again with all media, whose bytes are
-    kept until then.
+    media for good: if it relied on embeddings that have been evicted, it is sent again with all data, which are kept
+    until then.
 
     What the request holds until then, `held` releases; also if it fails or is cancelled. Raises ApiError, MediaError,
     DecoderUnavailable, Shortage: see `error_responses.report_error`.
@@ -78,25 +78,25 @@ async def start(context: AppContext, prompt: Prompt, state: State) -> Answer:
         with context.engines.preparing(state.end):
             items = await load_media(context, prompt, await resolve_names(context, prompt.chat, state), state, held)
         engine: EngineHandle | None = None
-        arrival: int | None = None  # the request's place in the queue of an engine that needs it again
+        arrival, is_again = None, False  # the request's place in the queue of an engine that needs it again
         while True:
             with context.engines.preparing(state.end):
                 try:
                     async with admission(context, items, state):
                         engine = engine or context.engines.choose(items[0][0].content.digest if items else b"")
                         with engine.holding(state.request_id, prompt.chat.num_choices):
-                            media = await look_up(context, engine, items, state, trusts_embeddings=arrival is None)
+                            media = await look_up(context, engine, items, state, trusts_embeddings=not is_again)
                             answer = await send(context, engine, prompt, media, state, arrival)
                 except HeldElsewhere as elsewhere:
                     engine, arrival = elsewhere.engine, None
                     continue
                 except UrlsAbsent as absent:  # fetched without places: a web server that hangs must block no queue
-                    items = await fetch_absent(context, items, absent, state, held)
+                    items = await load_media(context, prompt, absent.refs, state, held)
                     continue
             if await answer.is_admitted():
-                count_hits(items)
+                metrics.media_named_hits_total.inc(len({item[0] for item in items if item[0].content.is_absent}))
                 return answer
-            arrival = answer.arrival
+            arrival, is_again = answer.arrival, True
 
 
 async def render(context: AppContext, chat: ChatRequest) -> Prompt:
@@ -155,16 +155,14 @@ async def look_up(
     context: AppContext, engine: EngineHandle, items: list[Candidates], state: State, trusts_embeddings: bool
 ) -> PromptMedia:
     """Rows 5 and 6: ask the engine which items it has, and others for those that names mean, then decode and process
-    the rest. Raises as `start`, and HeldElsewhere."""
+    the rest. Raises as `start` and `find_media`."""
     known = await find_media(context.engines, engine, items, state.request_id, trusts_embeddings)
-    check_named(known.items, known.held)
-    absent = [item for item in known.items if item.media_hash not in known.held]
-    processed = await context.media.process(absent, state.clock, state.request_id)
-    bind_names(context, known.items, processed)
-    missing = [(item.name, processed[item.media_hash].missing) for item in absent]
+    processed = await context.media.process(known.absent, state.clock, state.request_id)
+    bind_names(context.engines, known.items, processed)
+    missing = [(item.name, processed[item.media_hash].missing) for item in known.absent]
     hashes = [item.media_hash for item in known.items]
     sources = prompt_sources(hashes, {**processed, **known.copies}, known.found)
-    cached = [known.held.get(media_hash) or ("facts" if media_hash in known.found else None) for media_hash in hashes]
+    cached = [media.held if (media := known.found.get(media_hash)) else None for media_hash in hashes]
     return PromptMedia(sources, [f"{name}: {text}" for name, text in missing if text], cached)
 
 

@@ -18,12 +18,10 @@ from starlette.responses import Response
 
 from mini_engine.http.body import read_body, takes
 from mini_engine.http.context import AppContext, context_of
-from mini_engine.http.media_names import resolve_names
+from mini_engine.http.known_media import resolve_names
 from mini_engine.http.responses import usage_of, whole_response
 from mini_engine.http.routes.chat_completions import Prompt, load_media, render, start
-from mini_engine.media.loader import FetchedUrl
 from mini_engine.media.media_errors import MediaError
-from mini_engine.media.sources.fetch import is_local_file
 from mini_engine.prompt.answer import Answer
 from mini_engine.prompt.pieces import pieces
 from mini_engine.prompt.pooling import InputPrompts, embedding, embedding_prompts, paired, ranking_prompts, score
@@ -100,20 +98,18 @@ async def _score(request: Request, body: RankingRequest) -> tuple[list[Answer], 
 async def _fetch_query(
     context: AppContext, body: PoolingRequest, query: Content, state: State, held: contextlib.AsyncExitStack
 ) -> None:
-    """Fetch the media of a query once for all of its documents: its parts get them as `FetchedUrl`, which have room
-    until `held` is closed. Local files, and what names mean, cost little again: their digests are known. Raises as
-    `start`."""
-    parts = [part for part in query if part.modality and not is_local_file(part.location)]
+    """Fetch the media of a query once for all of its documents: its parts get them as `loader.Content`, which has room
+    until `held` is closed. Raises as `start`."""
+    parts = [part for part in query if part.modality]
     chat = body.chat([ChatMessage(role="user", content=parts)])
     with context.engines.preparing(state.end):
         try:
             refs = await resolve_names(context, chat, state)
-            late = [(part, ref) for part, ref in zip(parts, refs, strict=True) if ref.named is None]
-            items = await load_media(context, Prompt(chat, [], False), [ref for _, ref in late], state, held)
+            items = await load_media(context, Prompt(chat, [], False), refs, state, held)
         except (ApiError, MediaError) as error:
             raise _located(error, "query") from None
-    for (part, ref), item in zip(late, items, strict=True):
-        part.fill_in({ref.url: FetchedUrl.of(item[0])})
+    for part, item in zip(parts, items, strict=True):
+        part.fill_in({part.location: item[0].ref.url})
 
 
 async def _respond(request: Request, answers: Sequence[Answer], name: str, items: Iterable[dict[str, Any]]) -> Response:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -29,7 +28,7 @@ def hash_of(number: int) -> bytes:
 
 def facts(media_hash: bytes, rows: int | None = None) -> CachedMedia:
     grid = (1, 1, ROWS[media_hash[0]] if rows is None else rows)
-    return CachedMedia(media_hash, "video", 1, grid, 1.0, "x" * 512 * (media_hash[0] % 3))
+    return CachedMedia(media_hash, "video", 1, grid, 1.0)
 
 
 def put(store: MediaStore, number: int, rows: int, readers=()) -> Reserved:
@@ -65,9 +64,6 @@ class StoreAgainstModel(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.store = MediaStore(PAGES * PAGE_BYTES + 100, ROW, lambda: PLENTY)
-        self.store.facts.capacity = 4 * 512
-        self.known: list[bytes] = []  # of these the facts, least recently used first
-        self.encoded: set[bytes] = set()
         self.incarnations, self.numbers = [1, 2], itertools.count(3)
         self.stored: list[Stored] = []
         self.lru: list[Stored] = []  # of those, the idle, least recently used first
@@ -91,36 +87,17 @@ class StoreAgainstModel(RuleBasedStateMachine):
             if not item.readers:
                 (self.lru.append if item.listed else self.stored.remove)(item)
 
-    def use_facts(self, media_hash: bytes) -> None:
-        """Each item's text takes as much as all else, or twice, or there is none; there is room for four parts."""
-        self.known = [other for other in self.known if other != media_hash] + [media_hash]
-        while sum(1 + other[0] % 3 for other in self.known) > 4:
-            self.known.pop(0)
-
     # --- what API servers do
-
-    @rule(media_hash=hashes, is_encoded=st.booleans())
-    def use(self, media_hash, is_encoded):
-        """A request has the item, and perhaps its embeddings stay."""
-        item = facts(media_hash)
-        self.store.remember([MediaItem(*msgspec.structs.astuple(item), offsets=[0], patches=None)])
-        self.use_facts(media_hash)
-        (self.encoded.add if is_encoded else self.encoded.discard)(media_hash)
 
     @rule(server=servers, name=names, hashes=st.lists(hashes, max_size=3, unique=True))
     def look_up(self, server, name, hashes):
         owner, expected = (self.incarnations[server], name), []
         for media_hash in hashes:
-            held, patches = "embeddings" if media_hash in self.encoded else "facts", None
             if (item := self.listed(media_hash)) is not None:
                 self.refer(owner, item)
-                held, patches = "patches", StoreHandle(item.extents, (ROWS[media_hash[0]], ROW))
-            elif media_hash in self.known:
-                self.use_facts(media_hash)
-            else:
-                continue
-            expected.append(FoundMedia(facts(media_hash), held, patches))
-        assert self.store.look_up(owner, hashes, self.encoded.__contains__) == expected
+                handle = StoreHandle(item.extents, (ROWS[media_hash[0]], ROW))
+                expected.append(FoundMedia(facts(media_hash), "patches", handle))
+        assert self.store.look_up(owner, hashes, lambda _: False) == expected
 
     @rule(server=servers, name=names, media_hash=hashes)
     def reserve(self, server, name, media_hash):
@@ -208,7 +185,6 @@ class StoreAgainstModel(RuleBasedStateMachine):
         self.lru = []
         for item in [*self.stored, *self.writing.values()]:
             item.listed = False
-        self.known = []
         self.store.reset()
 
     # --- what holds at any time
@@ -220,7 +196,6 @@ class StoreAgainstModel(RuleBasedStateMachine):
         assert store.num_bytes_pinned == sum(item.num_pages for item in read) * PAGE_BYTES
         assert store.num_bytes == sum(item.num_pages for item in self.stored) * PAGE_BYTES
         assert len(store.reservations) == len(self.writing)
-        assert len(store.facts) == len(self.known)
         assert [entry.media.media_hash for entry in store.idle] == [item.media_hash for item in self.lru]
 
     @invariant()
