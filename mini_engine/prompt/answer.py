@@ -18,9 +18,9 @@ from mini_engine.log import about
 from mini_engine.messages import EngineTimes, FinishReason, NewRequest, RequestOutput, SamplingParams
 from mini_engine.prompt.detokenizer import Detokenizer, ListedToken, Vocabulary
 from mini_engine.prompt.stop_strings import StopSearch
-from mini_engine.prompt.tool_calls import AnswerParser
+from mini_engine.prompt.tool_calls import AnswerParser, Kind
 from mini_engine.protocol.api_errors import ApiError, EngineError, bad_request
-from mini_engine.protocol.bodies import GenerationRequest
+from mini_engine.protocol.bodies import ChatRequest, GenerationRequest
 from mini_engine.protocol.request_clock import RequestClock
 
 logger = logging.getLogger(__name__)
@@ -36,8 +36,7 @@ class Piece:
 
     index: int
     num_tokens: int
-    thought: str
-    text: str  # after the thought
+    fragments: list[tuple[Kind, str]]
     finish_reason: FinishedBy | None
     logprobs: list[ListedToken] | None  # of each of the tokens; None: not asked for
 
@@ -54,7 +53,7 @@ class Sample:
         vocabulary: Vocabulary,
         thoughts: AnswerParser,
     ):
-        """`thoughts` splits the thought from the text."""
+        """`thoughts` splits the thought from the text, in which stop strings act before calls are split off."""
         include_stop = bool(body.include_stop_str_in_output)
         self.index = index
         self.request_id = request_id
@@ -66,6 +65,7 @@ class Sample:
         self._detokenizer = Detokenizer(vocabulary, body.skip_special_tokens is not False)
         self._thoughts = thoughts
         self._stops = StopSearch(body.stop_strings, include_stop)
+        self._calls = AnswerParser(calls=isinstance(body, ChatRequest) and body.calls_tools)
         self._min_tokens = sampling.min_tokens  # no stop string counts that these complete, as in vLLM
         self._with_logprobs = sampling.logprobs is not None
         self._hidden_ends = () if include_stop else sampling.stop_token_ids  # without text where they end the sample
@@ -85,7 +85,7 @@ class Sample:
         a stop string, is the last."""
         outputs, self.outputs = self.outputs[:PIECE_OUTPUTS], self.outputs[PIECE_OUTPUTS:]
         reason, before = outputs[-1].finish_reason, self.completion_tokens
-        parts: list[tuple[str, str]] = []
+        fragments: list[tuple[Kind, str]] = []
         listed: list[ListedToken] | None = [] if self._with_logprobs else None
         token_ids = [token for output in outputs for token in output.token_ids]
         logprobs = [each for output in outputs for each in output.logprobs]
@@ -97,20 +97,20 @@ class Sample:
             if listed is not None:
                 listed.append(self._detokenizer.list_token(logprobs[position - 1]))
             if not (hidden and position == len(token_ids)):
-                parts.append(self._split(self._detokenizer.push(token_id)))
+                fragments += self._split(self._detokenizer.push(token_id))
         if reason is not None and not self._stops.found:
-            parts.append(self._split(self._detokenizer.finish(), last=True))
+            fragments += self._split(self._detokenizer.finish(), last=True)
         finished: FinishedBy | None = None
         if self._stops.found or reason is not None:
             finished = "length" if reason == "length" and not self._stops.found else "stop"
-        thought, text = ("".join(texts) for texts in zip(("", ""), *parts, strict=True))
-        return Piece(self.index, self.completion_tokens - before, thought, text, finished, listed)
+        return Piece(self.index, self.completion_tokens - before, fragments, finished, listed)
 
-    def _split(self, decoded: str, last: bool = False) -> tuple[str, str]:
-        """What `decoded` adds to the thought, and to the text, where stop strings count."""
-        parts: dict[str, str] = dict(self._thoughts.push(decoded, last))
-        text = self._stops.push(parts.get("content", ""), exempt=self.completion_tokens <= self._min_tokens)
-        return parts.get("reasoning_content", ""), text + (self._stops.finish() if last else "")
+    def _split(self, decoded: str, last: bool = False) -> list[tuple[Kind, str]]:
+        """What `decoded` adds to the thought, the text and the calls."""
+        parts = dict(self._thoughts.push(decoded, last))
+        text = self._stops.push(parts.pop("content", ""), exempt=self.completion_tokens <= self._min_tokens)
+        text += self._stops.finish() if last else ""
+        return [*parts.items(), *self._calls.push(text, last or self._stops.found)]
 
     def end(self) -> None:
         """There are no more pieces; outputs that were not taken are dropped."""
