@@ -23,7 +23,7 @@ from mini_engine.media.sources.fetch import is_elsewhere
 from mini_engine.messages import NamedMedia
 from mini_engine.prompt.renderer import collect_media
 from mini_engine.protocol.api_errors import ApiError, bad_request
-from mini_engine.protocol.bodies import ChatRequest
+from mini_engine.protocol.bodies import GenerationRequest
 from mini_engine.protocol.parts import MediaRef
 
 OPEN = "a `uuid` alone needs a `cache_salt` or an API key, since other clients may use the same; or send the data"
@@ -31,18 +31,18 @@ NOT_FOUND = "this server does not have what this `uuid` names, or not with these
 AMBIGUOUS = "this `uuid` names another content before in this request; a name has one content"
 
 
-async def resolve_names(context: AppContext, chat: ChatRequest, state: State) -> list[MediaRef]:
+async def resolve_names(context: AppContext, body: GenerationRequest, state: State) -> list[MediaRef]:
     """The media of a conversation, of which those with a `uuid` have a key. A name alone is `named`, and so is a URL
     that was downloaded under its name before; unless this request has sent the name with data, or this URL, before:
     then it is that part again, by its `name` too if its settings are the same.
 
     Raises ApiError: 400 for too many items, and for a name alone that other clients may use; EngineError.
     """
-    refs = collect_media(chat.messages, context.config.item_limits)
+    refs = collect_media(body.parts, context.config.item_limits)
     if not any(ref.uuid for ref in refs):
         return refs
     client = state.client if context.config.api_key else b""
-    keys = [name_key(ref.uuid, ref.modality, chat.cache_salt, client) if ref.uuid else b"" for ref in refs]
+    keys = [name_key(ref.uuid, ref.modality, body.cache_salt, client) if ref.uuid else b"" for ref in refs]
     homes: defaultdict[EngineHandle, list[bytes]] = defaultdict(list)
     for key in {key for ref, key in zip(refs, keys, strict=True) if key and (not ref.url or is_elsewhere(ref.url))}:
         homes[context.engines.preferred(key)].append(key)
@@ -54,7 +54,7 @@ async def resolve_names(context: AppContext, chat: ChatRequest, state: State) ->
         first = sent.get(key)
         if first and (not ref.url or (ref.url == first.url and is_elsewhere(ref.url))):
             ref = first if ref.settings == first.settings else replace(first, name=ref.name, settings=ref.settings)
-        elif key and not (ref.url or client or chat.cache_salt):
+        elif key and not (ref.url or client or body.cache_salt):
             raise bad_request(f"{ref.name}: {OPEN}.", "cache_salt", "missing_required_parameter")
         elif key:
             ref = replace(ref, key=key, named=_meaning(ref.url, key, named.get(key)))

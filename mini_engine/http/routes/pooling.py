@@ -20,7 +20,7 @@ from mini_engine.http.body import read_body, takes
 from mini_engine.http.context import AppContext, context_of
 from mini_engine.http.media_names import resolve_names
 from mini_engine.http.responses import usage_of, whole_response
-from mini_engine.http.routes.chat_completions import Prompt, load_media, render, start
+from mini_engine.http.routes.chat_completions import Prompt, load_media, render, start, state_of
 from mini_engine.media.loader import FetchedUrl
 from mini_engine.media.media_errors import MediaError
 from mini_engine.media.sources.fetch import is_local_file
@@ -37,7 +37,6 @@ from mini_engine.protocol.pooling_bodies import (
     RerankRequest,
     ScoreRequest,
 )
-from mini_engine.protocol.request_clock import RequestClock
 
 PREPARED_AT_ONCE = 16  # inputs of a request; a text takes about a millisecond
 
@@ -109,7 +108,7 @@ async def _fetch_query(
         try:
             refs = await resolve_names(context, chat, state)
             late = [(part, ref) for part, ref in zip(parts, refs, strict=True) if ref.named is None]
-            items = await load_media(context, Prompt(chat, [], False), [ref for _, ref in late], state, held)
+            items = await load_media(context, Prompt(chat, []), [ref for _, ref in late], state, held)
         except (ApiError, MediaError) as error:
             raise _located(error, "query") from None
     for (part, ref), item in zip(late, items, strict=True):
@@ -138,7 +137,7 @@ async def _pool(request: Request, body: PoolingRequest, prompts: InputPrompts) -
         try:
             async with preparing:
                 await asyncio.sleep(0)
-                answer = await start(context, await _prompt(context, body, prompt), _state(request, number))
+                answer = await start(context, await _prompt(context, body, prompt), state_of(request, number))
             async for _ in pieces([answer]):
                 pass
         except (ApiError, MediaError) as error:
@@ -162,22 +161,12 @@ def _located(error: ApiError | MediaError, name: str) -> Exception:
     return ApiError(error.status, f"{name}: {error}", code=error.body.code, param=name)
 
 
-def _state(request: Request, number: int) -> State:
-    """That of the input `number`, which has an id and a clock of its own."""
-    state = request.state
-    if not number:
-        return state
-    state.clocks.append(clock := RequestClock())
-    own: dict[str, Any] = {"request_id": f"{state.request_id}-input{number}", "clock": clock}
-    return State(request.scope["state"] | own | {"end": lambda cause: state.end(cause)})  # each is an element of a set
-
-
 async def _prompt(context: AppContext, body: PoolingRequest, source: ChatRequest | list[int]) -> Prompt:
     """What the engine gets of an input."""
     if isinstance(source, list):
         context.sampling.check_tokens("input", source)
         context.renderer.check_tokens("input", source)
-        return Prompt(body.chat([]), source, False, context.task.pooling)
+        return Prompt(body.chat([]), source, pooling=context.task.pooling)
     prompt = await render(context, source)
     after = context.renderer.after_text if body.add_special_tokens is not False else []
-    return Prompt(prompt.chat, prompt.token_ids + after, False, context.task.pooling)
+    return Prompt(prompt.body, prompt.token_ids + after, pooling=context.task.pooling)
