@@ -22,7 +22,6 @@ from mini_engine.http.media_names import resolve_names
 from mini_engine.http.responses import usage_of, whole_response
 from mini_engine.http.routes.chat_completions import Prompt, load_media, render, start, state_of
 from mini_engine.media.loader import FetchedUrl
-from mini_engine.media.media_errors import MediaError
 from mini_engine.media.sources.fetch import is_local_file
 from mini_engine.prompt.answer import Answer
 from mini_engine.prompt.pieces import pieces
@@ -109,7 +108,7 @@ async def _fetch_query(
             refs = await resolve_names(context, chat, state)
             late = [(part, ref) for part, ref in zip(parts, refs, strict=True) if ref.named is None]
             items = await load_media(context, Prompt(chat, []), [ref for _, ref in late], state, held)
-        except (ApiError, MediaError) as error:
+        except ApiError as error:
             raise _located(error, "query") from None
     for (part, ref), item in zip(late, items, strict=True):
         part.fill_in({ref.url: FetchedUrl.of(item[0])})
@@ -140,7 +139,7 @@ async def _pool(request: Request, body: PoolingRequest, prompts: InputPrompts) -
                 answer = await start(context, await _prompt(context, body, prompt), state_of(request, number))
             async for _ in pieces([answer]):
                 pass
-        except (ApiError, MediaError) as error:
+        except ApiError as error:
             raise _located(error, name) if len(prompts) > 1 or name == "documents[0]" else error from None
         return answer
 
@@ -152,10 +151,8 @@ async def _pool(request: Request, body: PoolingRequest, prompts: InputPrompts) -
     return [task.result() for task in asked]
 
 
-def _located(error: ApiError | MediaError, name: str) -> Exception:
+def _located(error: ApiError, name: str) -> ApiError:
     """`error` with the `name` of the input that is at fault, if one is."""
-    if isinstance(error, MediaError):
-        return bad_request(f"{name}: {error}", name, "invalid_media")
     if error.status not in (400, 404):
         return error
     return ApiError(error.status, f"{name}: {error}", code=error.body.code, param=name)

@@ -99,8 +99,6 @@ def _opened(url: str, policy: MediaPolicy, item: str) -> Iterator[FileIO]:
         with FileIO(_open_below(root, os.fsdecode(unquote_to_bytes(match[1])))) as file:
             policy.check_size(os.fstat(file.fileno()).st_size, item)
             yield file
-    except MediaError:
-        raise
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise_if_short(error)
         raise MediaError(item, _NO_SUCH_FILE) from error
