@@ -204,9 +204,9 @@ class EngineHandle:
             case MediaNeeded(request_id=request_id, arrival=arrival):
                 self._forget(self.requests[request_id]).need_media(arrival)
             case Found() | NamesResolved():
-                self.media.on_found(body)
+                self.media.on_answer(body.request_id, body)
             case Reserved():
-                self.media.on_reserved(body)
+                self.media.on_answer(body.media_hash, body)
             case ControlReply(number=number, stats=stats):
                 if stats is not None:
                     self._metrics.update(stats)
