@@ -252,7 +252,7 @@ class EngineClient:
         caches: Sequence[CacheAccess],
     ):
         name = sockets.identity(encoder.sender, encoder.incarnation)
-        self._preparing: set[Callable[[EngineError], None]] = set()
+        self._preparing: list[Callable[[EngineError], None]] = []
         self.engines = []
         for number, (endpoint, queue, cache) in enumerate(zip(endpoints, queues, caches, strict=True)):
             socket = sockets.connect_dealer(context, endpoint, name)
@@ -275,11 +275,11 @@ class EngineClient:
     @contextlib.contextmanager
     def preparing(self, end: Callable[[EngineError], None]) -> Iterator[None]:
         """In this block no engine has the request that `end` ends: it is called when none runs."""
-        self._preparing.add(end)
+        self._preparing.append(end)
         try:
             yield
         finally:
-            self._preparing.discard(end)
+            self._preparing.remove(end)
 
     def choose(self, digest: bytes = b"") -> EngineHandle:
         """The engine for a request whose first item of media has this content digest. Raises EngineError: none runs.

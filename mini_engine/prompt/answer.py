@@ -123,12 +123,13 @@ class Answer:
     """One request, and the pieces of its choices. As a context it aborts, when it is left, what has not ended.
 
     `request` is what the engine gets of `body`, with its children; its first choice has the index `first_index`.
-    `finish_at_engine` ends a sample, by its id, at the engine, which sets it once it has the request.
-    `media`: what the response says of the images and videos, in order. `warnings`: what the answer does not rest on,
-    such as the missing part of a video. `make_thoughts` makes the parser of each choice's thought.
+    `make_thoughts` makes the parser of each choice's thought.
     """
 
-    finish_at_engine: Callable[[str, FinishReason], None]
+    finish_at_engine: Callable[[str, FinishReason], None]  # ends a sample, by its id; set once the engine has it
+    media: Sequence[dict[str, Any]] = ()  # what the response says of the images and videos, in order
+    warnings: Sequence[str] = ()  # what the answer does not rest on, such as the missing part of a video
+    may_need_media = False  # whether the engine may call `need_media`
 
     def __init__(
         self,
@@ -136,11 +137,8 @@ class Answer:
         request: NewRequest,
         vocabulary: Vocabulary,
         clock: RequestClock,
-        *,
-        first_index: int = 0,
-        media: Sequence[dict[str, Any]] = (),
-        warnings: Sequence[str] = (),
-        make_thoughts: Callable[[], AnswerParser] = AnswerParser,
+        make_thoughts: Callable[[], AnswerParser],
+        first_index: int,
     ):
         ids = [request.request_id, *(child.request_id for child in request.children)]
         # Not the request itself: its tensors would stay in memory until the last token.
@@ -151,10 +149,7 @@ class Answer:
             sample_id: Sample(index, sample_id, body, request.sampling, vocabulary, make_thoughts())
             for index, sample_id in enumerate(ids, first_index)
         }
-        self.media = media
-        self.warnings = warnings
         self.arrival: int | None = None  # of `need_media`
-        self.may_need_media = False  # set if the engine may call it
         self._error: ApiError | None = None
         self._grammar_field = body.grammar_field if request.sampling.grammar else None
         self._waiting: collections.deque[Sample] = collections.deque()  # samples with outputs, each once

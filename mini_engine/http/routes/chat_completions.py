@@ -5,7 +5,7 @@ Each step of the path is a function here, which calls a file of its own. Knows n
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -77,7 +77,7 @@ def state_of(request: Request, number: int) -> State:
         return state
     state.clocks.append(clock := RequestClock())
     own: dict[str, Any] = {"request_id": f"{state.request_id}-prompt{number}", "clock": clock}
-    return State(request.scope["state"] | own | {"end": lambda cause: state.end(cause)})  # each is an element of a set
+    return State(request.scope["state"] | own)
 
 
 async def start(context: AppContext, prompt: Prompt, state: State) -> Answer:
@@ -96,7 +96,7 @@ async def start(context: AppContext, prompt: Prompt, state: State) -> Answer:
         while True:
             with context.engines.preparing(state.end):
                 try:
-                    async with admission(context, items, state):
+                    async with context.places.hold(len(items), state.clock):
                         engine = engine or context.engines.choose(items[0][0].content.digest if items else b"")
                         with engine.holding(state.request_id, prompt.body.num_choices):
                             media = await look_up(context, engine, items, state, trusts_embeddings=arrival is None)
@@ -155,16 +155,6 @@ async def load_media(
     return items
 
 
-@contextlib.asynccontextmanager
-async def admission(context: AppContext, items: Sequence[object], state: State) -> AsyncIterator[None]:
-    """Row 4: the places of a prompt's items. Not before they are fetched: a web server that hangs would block the
-    queue."""
-    state.clock.enter("admission")
-    async with context.places.hold(len(items)):
-        state.clock.enter("other")
-        yield
-
-
 async def look_up(
     context: AppContext, engine: EngineHandle, items: list[Candidates], state: State, trusts_embeddings: bool
 ) -> PromptMedia:
@@ -196,17 +186,8 @@ async def send(
     request = replace(request, arrival=arrival)
     seen = zip(items, media.cached, strict=True)
     usage = [media_usage(item, context.media.processor) | {"cached": cached} for item, cached in seen]
-    answer = Answer(
-        body,
-        request,
-        context.vocabulary,
-        clock,
-        first_index=prompt.first_index,
-        media=usage,
-        warnings=media.warnings,
-        make_thoughts=prompt.thought_parser,
-    )
-    answer.may_need_media = "embeddings" in media.cached
+    answer = Answer(body, request, context.vocabulary, clock, prompt.thought_parser, prompt.first_index)
+    answer.media, answer.warnings, answer.may_need_media = usage, media.warnings, "embeddings" in media.cached
     clock.enter("transport")
     await engine.submit(answer, request)
     state.cleanup.enter_context(answer)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from mini_engine.http.body import INLINE_CHARACTERS, JSON, read_body, run_sized, takes
 from mini_engine.http.context import AppContext, context_of
 from mini_engine.http.responses import CompletionResponder
-from mini_engine.http.routes.chat_completions import Prompt, admission, load_media, render, start, state_of
+from mini_engine.http.routes.chat_completions import Prompt, load_media, render, start, state_of
 from mini_engine.messages import MediaItem
 from mini_engine.prompt.renderer import check_budget, collect_media, prompt_sources
 from mini_engine.protocol.api_errors import bad_request
@@ -66,7 +66,7 @@ async def tokenize(request: Request) -> Response:
             prompt = await render(context, body.chat(body.messages or ()))
             refs = collect_media(prompt.body.parts, context.config.item_limits)
             items = [item[-1] for item in await load_media(context, prompt, refs, request.state, held)]
-            await held.enter_async_context(admission(context, items, request.state))
+            await held.enter_async_context(context.places.hold(len(items), request.state.clock))
             measured = await context.media.process(items, request.state.clock, request.state.request_id, probe=True)
             sources = prompt_sources([item.media_hash for item in items], measured, {})
             tokens, media = context.renderer.expand(prompt.token_ids, sources)
