@@ -102,9 +102,8 @@ class ServerHandle:
         self._closing = asyncio.Event()
         self._running = set[asyncio.Task[Any]]()
         self._lock = threading.Lock()
-        self._ended = False  # changed with the lock
+        self._failure: Exception | None = None  # why there are no more answers
         self._ready = concurrent.futures.Future[None]()
-        self._failure: Exception = ServerError("closed")
         serving = self._serve() if root else self._serve_own(flags)
         # The kernel kills a child process when the thread that started it ends, so this one is not the caller's. A
         # daemon, since the interpreter waits for other threads before it runs what closes this.
@@ -122,7 +121,7 @@ class ServerHandle:
             work.close()
             raise ServerError("a forked process cannot use the server of its parent; start one of its own")
         with self._lock:
-            if not self._ended:
+            if self._failure is None:
                 return asyncio.run_coroutine_threadsafe(self._run_work(work), self._loop)
         work.close()
         raise self._failure.with_traceback(None)
@@ -177,7 +176,7 @@ class ServerHandle:
         try:
             return await work
         except asyncio.CancelledError:
-            if self._ended:
+            if self._failure is not None:
                 raise self._failure.with_traceback(None) from None
             raise
         finally:
@@ -205,18 +204,19 @@ class ServerHandle:
             self._ready.set_exception(error)
 
     async def _serve(self, connector: aiohttp.BaseConnector | None = None) -> None:
-        connector = connector or aiohttp.TCPConnector(limit=0)
+        is_own, connector = connector is not None, connector or aiohttp.TCPConnector(limit=0)
         headers = {"Content-Type": "application/json", **self._headers}
         timeout = aiohttp.ClientTimeout()  # none: a video may take minutes
         async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout) as self._session:
-            if isinstance(connector, aiohttp.UnixConnector):
-                await self._wait_until_serving()
+            # The socket listens from early on, but no process accepts connections before all are ready.
+            while is_own and (await self._send("/tokenize", b'{"prompt": ""}')).status != 200:  # noqa: ASYNC110
+                await asyncio.sleep(CONNECT_SECONDS)
             self._ready.set_result(None)
             try:
                 await self._closing.wait()
             finally:
                 with self._lock:
-                    self._ended = True
+                    self._failure = self._failure or ServerError("closed")
                 for _ in range(2):  # what other threads have just run becomes tasks, and these begin
                     await asyncio.sleep(0)
                 for task in self._running:
@@ -226,66 +226,51 @@ class ServerHandle:
     async def _serve_own(self, flags: Sequence[str]) -> None:
         with runtime_directory() as directory:
             path = str(directory / "http")
-            async with own_server(["--uds", path, *flags]) as server:
+            async with own_server(["--uds", path, *flags]) as exited:
                 serving = asyncio.create_task(self._serve(aiohttp.UnixConnector(path, limit=0)))
                 closing = asyncio.create_task(self._closing.wait())
-                await asyncio.wait([serving, closing, server.exited], return_when=asyncio.FIRST_COMPLETED)
-                if server.exited.done():
-                    self._failure = server.failure()
+                await asyncio.wait([serving, closing, exited], return_when=asyncio.FIRST_COMPLETED)
+                if exited.done():
+                    self._failure = exited.result()
                 serving.cancel()
                 await asyncio.wait([serving])
             if not self._ready.done():
-                raise self._failure
-
-    async def _wait_until_serving(self) -> None:
-        """The socket listens from early on, but no process accepts connections before all are ready."""
-        while (await self._send("/tokenize", b'{"prompt": ""}')).status != 200:  # noqa: ASYNC110 - another process
-            await asyncio.sleep(CONNECT_SECONDS)
-
-
-class OwnServer:
-    """A server that this program started."""
-
-    def __init__(self, process: asyncio.subprocess.Process):
-        self._last_lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
-        self._process = process
-        self.exited = asyncio.create_task(self._forward_log())
-
-    async def _forward_log(self) -> None:
-        """Write the server's log to this program's stderr, which in a notebook is no descriptor, until both end."""
-        assert self._process.stderr is not None
-        async for line in self._process.stderr:
-            self._last_lines.append(line.decode(errors="replace"))
-            with contextlib.suppress(AttributeError, OSError, ValueError):  # None, or closed
-                sys.stderr.write(self._last_lines[-1])
-        await self._process.wait()
-
-    def failure(self) -> Exception:
-        """Why it ended by itself."""
-        if self._process.returncode == 2:
-            return ConfigError(re.sub("^serve.py: |.*start failed: ", "", self._last_lines[-1]).rstrip())
-        lines = "".join(self._last_lines)
-        return ServerError(f"the server exited with status {self._process.returncode}; the end of its log:\n{lines}")
+                raise self._failure or ServerError("closed")
 
 
 @contextlib.asynccontextmanager
-async def own_server(flags: Sequence[str]) -> AsyncIterator[OwnServer]:
-    """Start a server, and stop it: running requests are aborted. It is killed when the calling thread ends."""
+async def own_server(flags: Sequence[str]) -> AsyncIterator[asyncio.Task[Exception]]:
+    """Start a server, and stop it: running requests are aborted. It is killed when the calling thread ends. Yields what
+    says why it has ended by itself."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", SERVE, str(os.getpid()), *flags),
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, limit=LINE_BYTES,
         env={**os.environ, **module_paths()},
         start_new_session=True,  # Ctrl-C is for this program, which may go on
     )  # fmt: skip
-    server = OwnServer(process)
+    exited = asyncio.create_task(_forward_log(process))
     try:
-        yield server
+        yield exited
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGINT)
-        if not (await asyncio.wait([server.exited], timeout=STOP_SECONDS))[0]:
+        if not (await asyncio.wait([exited], timeout=STOP_SECONDS))[0]:
             process.kill()
-            await server.exited
+            await exited
+
+
+async def _forward_log(process: asyncio.subprocess.Process) -> Exception:
+    """Write the server's log to this program's stderr, which in a notebook is no descriptor, until both end. Returns
+    why it has ended."""
+    assert process.stderr is not None
+    last_lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
+    async for line in process.stderr:
+        last_lines.append(line.decode(errors="replace"))
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # None, or closed
+            sys.stderr.write(last_lines[-1])
+    if (status := await process.wait()) == 2:
+        return ConfigError(re.sub("^serve.py: |.*start failed: ", "", last_lines[-1]).rstrip())
+    return ServerError(f"the server exited with status {status}; the end of its log:\n{''.join(last_lines)}")
 
 
 def check_flags(flags: Sequence[str]) -> None:

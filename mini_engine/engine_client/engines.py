@@ -203,9 +203,9 @@ class EngineHandle:
             case MediaNeeded(request_id=request_id, arrival=arrival):
                 self._forget(self.requests[request_id]).need_media(arrival)
             case Found():
-                self.media.on_found(body)
+                self.media.on_answer(body.request_id, body)
             case Reserved():
-                self.media.on_reserved(body)
+                self.media.on_answer(body.media_hash, body)
             case ControlReply(number=number, stats=stats):
                 if stats is not None:
                     self._metrics.update(stats)
@@ -251,7 +251,7 @@ class EngineClient:
         caches: Sequence[CacheAccess],
     ):
         name = sockets.identity(encoder.sender, encoder.incarnation)
-        self._preparing: set[Callable[[EngineError], None]] = set()
+        self._preparing: list[Callable[[EngineError], None]] = []
         self.engines = []
         for number, (endpoint, queue, cache) in enumerate(zip(endpoints, queues, caches, strict=True)):
             socket = sockets.connect_dealer(context, endpoint, name)
@@ -274,11 +274,11 @@ class EngineClient:
     @contextlib.contextmanager
     def preparing(self, end: Callable[[EngineError], None]) -> Iterator[None]:
         """In this block no engine has the request that `end` ends: it is called when none runs."""
-        self._preparing.add(end)
+        self._preparing.append(end)
         try:
             yield
         finally:
-            self._preparing.discard(end)
+            self._preparing.remove(end)
 
     def choose(self, digest: bytes = b"") -> EngineHandle:
         """The engine for a request whose first item of media has this content digest. Raises EngineError: none runs.

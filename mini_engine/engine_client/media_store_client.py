@@ -8,9 +8,10 @@ import asyncio
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+import weakref
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from msgspec.structs import replace
@@ -48,18 +49,6 @@ class CacheAccess:
     max_object_bytes: int = 0  # larger items are not stored
 
 
-class _Write:
-    """The write of one item, for all requests of this API server that bring it meanwhile."""
-
-    def __init__(self, request_id: str, item: MediaItem):
-        self.first = request_id  # sent `Reserve`
-        self.item = item
-        self.waiting: set[str] = {request_id}
-        self.answer: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
-        self.readers: Collection[str] = ()  # requests that refer to the item when the write has ended
-        self.task: asyncio.Task[None]
-
-
 class MediaStoreClient:
     """Towards one engine. `look_up` and `place` give a request references, which the engine claims with the request;
     `release_aborted` releases those of one that is not sent.
@@ -71,8 +60,8 @@ class MediaStoreClient:
         self._send = send
         self._num_ranks = num_ranks
         self._cache = cache
-        self._lookups: dict[str, asyncio.Future[Any]] = {}  # `Found`
-        self._writes: dict[bytes, _Write] = {}
+        self._asked: dict[str | bytes, asyncio.Future[Any]] = {}  # answers, by a request's id or an item's hash
+        self._locks = weakref.WeakValueDictionary[bytes, asyncio.Lock]()  # of items that are being written
         self._queries = metrics.mm_cache_queries_total.labels(str(engine))
         self._hits = metrics.mm_cache_hits_total.labels(str(engine))
 
@@ -84,7 +73,7 @@ class MediaStoreClient:
         distinct = {tuple(item) for item in items}
         if not distinct:
             return {}
-        answer = await self._ask(Lookup(request_id, list(dict.fromkeys(itertools.chain(*items)))))
+        answer = await self._ask(request_id, Lookup(request_id, list(dict.fromkeys(itertools.chain(*items)))))
         if is_counted:
             held = {media.facts.media_hash for media in answer.items if media.held != "facts"}
             self._queries.inc(len(distinct))
@@ -103,7 +92,7 @@ class MediaStoreClient:
 
     async def resolve_names(self, request_id: str, keys: list[bytes]) -> dict[bytes, NamedMedia]:
         """What is bound here, by key. Raises EngineError: the engine is down."""
-        return (await self._ask(Lookup(request_id, [], keys))).named
+        return (await self._ask(request_id, Lookup(request_id, [], keys))).named
 
     def bind_name(self, key: bytes, media: NamedMedia) -> None:
         """From now on the name with this key means `media`. Lost if the engine is down."""
@@ -125,26 +114,24 @@ class MediaStoreClient:
         with contextlib.suppress(EngineError):
             self._send(Unreserve(request_id))
 
-    def on_found(self, found: Found) -> None:
-        if (answer := self._lookups.get(found.request_id)) is not None and not answer.done():
-            answer.set_result(found)
-
-    def on_reserved(self, reserved: Reserved) -> None:
-        self._writes[reserved.media_hash].answer.set_result(reserved)
+    def on_answer(self, key: str | bytes, answer: Found | Reserved) -> None:
+        """To what `_ask` has sent under this key."""
+        if (asked := self._asked.get(key)) is not None and not asked.done():
+            asked.set_result(answer)
 
     def close(self, error: EngineError) -> None:
         """The engine is down: waiting calls raise `error`."""
-        for answer in (*self._lookups.values(), *(write.answer for write in self._writes.values())):
+        for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(error)
 
-    async def _ask(self, look_up: Lookup) -> Found:
-        self._send(look_up)
-        answer = self._lookups[look_up.request_id] = asyncio.get_running_loop().create_future()
+    async def _ask(self, key: str | bytes, question: Lookup | Reserve) -> Any:
+        self._send(question)
+        answer = self._asked[key] = asyncio.get_running_loop().create_future()
         try:
             return await answer
         finally:
-            del self._lookups[look_up.request_id]
+            del self._asked[key]
 
     async def _store(self, request_id: str, item: MediaItem) -> bool:
         """Whether the request refers to the item in the store now."""
@@ -152,40 +139,35 @@ class MediaStoreClient:
         if nbytes > self._cache.max_object_bytes:
             metrics.ipc_fallbacks_total.labels("store_oversize").inc()
             return False
-        outcome = "present"
-        while outcome == "present":  # for the request that sent `Reserve`; others that joined it send their own
-            write = self._writes.get(item.media_hash)
-            if write is None:
-                self._send(Reserve(request_id, CachedMedia.of(item)))
-                write = self._writes[item.media_hash] = _Write(request_id, item)
-                write.task = asyncio.create_task(self._write(write))
-                write.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # or it is logged
-            write.waiting.add(request_id)
-            try:
-                await asyncio.shield(write.task)
-            finally:
-                write.waiting.discard(request_id)
-            if request_id in write.readers:
-                metrics.ipc_messages_total.labels(SHM_STORE).inc(self._num_ranks)
-                metrics.ipc_bytes_total.labels(SHM_STORE).inc(nbytes * self._num_ranks)
-                return True
-            outcome = write.answer.result().outcome
-        metrics.ipc_fallbacks_total.labels("store_busy" if outcome == "busy" else "store_full").inc()
-        return False
-
-    async def _write(self, write: _Write) -> None:
-        """Write the item. Never cancelled: the reservation ends after the copy."""
+        readers = {request_id}
+        write = asyncio.create_task(self._write(item, readers))
+        write.add_done_callback(lambda task: task.cancelled() or task.exception())  # or it is logged
         try:
-            reserved = await write.answer
-            if reserved.outcome == "present":
-                write.readers = {write.first}
-            elif reserved.outcome == "reserved" and not (write.waiting and await self._copied(write.item, reserved)):
-                self._send(Abandoned(reserved.number))
-            elif reserved.outcome == "reserved":
-                write.readers = set(write.waiting)
-                self._send(Written(reserved.number, list(write.waiting)))
-        finally:  # later requests start a write of their own
-            del self._writes[write.item.media_hash]
+            outcome = await asyncio.shield(write)
+        finally:
+            readers.clear()
+        if outcome != "present":
+            metrics.ipc_fallbacks_total.labels(f"store_{outcome}").inc()
+            return False
+        metrics.ipc_messages_total.labels(SHM_STORE).inc(self._num_ranks)
+        metrics.ipc_bytes_total.labels(SHM_STORE).inc(nbytes * self._num_ranks)
+        return True
+
+    async def _write(self, item: MediaItem, readers: Set[str]) -> Literal["present", "full", "busy"]:
+        """Write the item for the request in `readers`, which is empty once that has left. One at a time writes an item:
+        the next finds it present. Never cancelled: the reservation ends after the copy."""
+        lock = self._locks.setdefault(item.media_hash, asyncio.Lock())
+        async with lock:
+            if not readers:
+                return "full"
+            reserved: Reserved = await self._ask(item.media_hash, Reserve(next(iter(readers)), CachedMedia.of(item)))
+            if reserved.outcome != "reserved":
+                return reserved.outcome
+            if readers and await self._copied(item, reserved):
+                self._send(Written(reserved.number, list(readers)))
+                return "present"
+            self._send(Abandoned(reserved.number))
+            return "full"
 
     async def _copied(self, item: MediaItem, reserved: Reserved) -> bool:
         """Copy the item to its pages; False: no memory for them."""

@@ -24,6 +24,7 @@ from typing import Literal
 from mini_engine import metrics
 from mini_engine.config import EngineConfig
 from mini_engine.protocol.api_errors import ApiError, bad_request
+from mini_engine.protocol.request_clock import RequestClock
 
 Reason = Literal["queued_requests", "inflight_bodies", "inflight_media"]
 COUNTED: dict[Reason, str] = {
@@ -104,16 +105,18 @@ class Places:
         self._freed = asyncio.Event()
 
     @contextlib.asynccontextmanager
-    async def hold(self, num_items: int) -> AsyncIterator[None]:
+    async def hold(self, num_items: int, clock: RequestClock) -> AsyncIterator[None]:
         """Wait for so many places, and hold them while the block runs. More items than the limit run alone; no later
-        request overtakes one with many."""
+        request overtakes one with many. On `clock` the wait is `admission`."""
         needed = min(num_items, self.limit)
+        clock.enter("admission")
         if needed:
             async with self.queue:
                 while self.num_free < needed:
                     self._freed.clear()
                     await self._freed.wait()
                 self.num_free -= needed
+        clock.enter("other")
         try:
             yield
         finally:

@@ -4,6 +4,7 @@ nothing of the meaning of the fields."""
 from __future__ import annotations
 
 import asyncio
+import difflib
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -57,7 +58,7 @@ def decode_body(body: SplitBody, kind: type[BodyT], served_names: Sequence[str],
             if body.text_bytes > max_text_bytes:
                 raise _too_large(LARGE_TEXT.format(max_text_bytes))
     except msgspec.ValidationError as error:
-        raise _invalid_field(str(error)) from None
+        raise _invalid_field(str(error), kind.__struct_fields__) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_request(f"The request body is not valid JSON: {error}.", code="invalid_json") from None
     request.check()
@@ -91,16 +92,19 @@ def check_model(name: str, served_names: Sequence[str]) -> None:
         raise ApiError(404, text, param="model", code="model_not_found")
 
 
-def _invalid_field(problem: str) -> ApiError:
-    """The error for msgspec's `problem`, such as "Expected `int`, got `str` - at `$.messages[0].role`"."""
+def _invalid_field(problem: str, known: Sequence[str]) -> ApiError:
+    """The error for msgspec's `problem`, such as "Expected `int`, got `str` - at `$.messages[0].role`". The request's
+    own fields are `known`."""
     # The last " - at ": a client's name of a field may contain it, too.
     at = re.fullmatch(r"(.*) - at `(?:key` in `)*\$\.?([^`]*)`", problem, re.DOTALL)
     problem, path = at.groups() if at else (problem, "")
     if name := re.match(r"Object (?:contains unknown|missing required) field `(.*)`", problem, re.DOTALL):
         param = f"{path}.{name[1][:60]}" if path else name[1][:60]
         if "unknown" in problem:
-            more = "" if path else "; variables of the chat template go in 'chat_template_kwargs'"
-            return bad_request(f"Unknown parameter: '{param}'; leave it out{more}.", param, "unknown_parameter")
+            more = "." if path else "; variables of the chat template go in 'chat_template_kwargs'."
+            near = difflib.get_close_matches(param, known, n=1, cutoff=0.75)
+            remedy = f"did you mean '{near[0]}'?" if near else f"leave it out{more}"
+            return bad_request(f"Unknown parameter: '{param}'; {remedy}", param, "unknown_parameter")
         return bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
     problem = problem[:1].lower() + problem[1:300]
     if not path:

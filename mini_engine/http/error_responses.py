@@ -10,8 +10,7 @@ from starlette.responses import Response
 from mini_engine import metrics
 from mini_engine.launch.shortage import shortage_in
 from mini_engine.log import about
-from mini_engine.media.media_errors import DecoderUnavailable, MediaError
-from mini_engine.protocol.api_errors import ApiError, bad_request
+from mini_engine.protocol.api_errors import ApiError
 from mini_engine.protocol.request_clock import RequestClock
 
 logger = logging.getLogger(__name__)
@@ -31,10 +30,6 @@ def report_error(error: Exception, request_id: str, caller: Mapping[str, Any], c
     match error:
         case ApiError():
             answer = error
-        case MediaError():
-            answer = bad_request(str(error), "messages", "invalid_media")
-        case DecoderUnavailable():
-            answer = ApiError(503, str(error), code="overloaded")
         case _ if shortage := shortage_in(error):
             resource, now = shortage.what, time.monotonic()
             # One line when a shortage begins: a host that is short of something should write no more than it has to.

@@ -24,7 +24,7 @@ from mini_engine.media.settings import prompt_tokens
 from mini_engine.messages import FoundMedia, NamedMedia
 from mini_engine.prompt.renderer import collect_media
 from mini_engine.protocol.api_errors import ApiError, bad_request
-from mini_engine.protocol.bodies import ChatRequest
+from mini_engine.protocol.bodies import GenerationRequest
 from mini_engine.protocol.parts import MediaRef
 
 OPEN = "a `uuid` alone needs a `cache_salt` or an API key, since other clients may use the same; or send the data"
@@ -38,7 +38,7 @@ FoundByHash = dict[bytes, FoundMedia]
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
-async def resolve_names(context: AppContext, chat: ChatRequest, state: State) -> list[MediaRef]:
+async def resolve_names(context: AppContext, body: GenerationRequest, state: State) -> list[MediaRef]:
     """The media of a conversation, of which those with a `uuid` have a key. The `Content` that a name
     means is the URL of those that are alone, or that have the URL which was downloaded under their name before; unless
     this request has sent the name with data, or this URL, before: then it is that part again, by its `name` too if its
@@ -48,8 +48,8 @@ async def resolve_names(context: AppContext, chat: ChatRequest, state: State) ->
     """
     client = state.client if context.config.api_key else b""
     refs = [
-        replace(ref, key=name_key(ref.uuid, ref.modality, chat.cache_salt, client)) if ref.uuid else ref
-        for ref in collect_media(chat.messages, context.config.item_limits)
+        replace(ref, key=name_key(ref.uuid, ref.modality, body.cache_salt, client)) if ref.uuid else ref
+        for ref in collect_media(body.parts, context.config.item_limits)
     ]
     named: dict[bytes, NamedMedia] = {}
     if keys := [*{ref.key for ref in refs if ref.key and origin_of(ref.url) == ref.url}]:
@@ -61,7 +61,7 @@ async def resolve_names(context: AppContext, chat: ChatRequest, state: State) ->
         first, origin = sent.get(ref.key), origin_of(ref.url)
         if first and (not ref.url or (origin and origin == origin_of(first.url))):
             ref = first if ref.settings == first.settings else replace(ref, url=first.url)
-        elif ref.key and not (ref.url or client or chat.cache_salt):
+        elif ref.key and not (ref.url or client or body.cache_salt):
             raise bad_request(f"{ref.name}: {OPEN}.", "cache_salt", "missing_required_parameter")
         elif ref.key:
             is_alone, ref = not ref.url, _resolved(ref, named.get(ref.key))

@@ -106,19 +106,15 @@ class RequestMiddleware:
         if exchange.path not in UNCOUNTED_PATHS:
             self._requests.add(exchange)
         if exchange.path in ENGINE_PATHS:  # before the body is received
-            self._check_task(exchange.path)
+            _, *kinds = ENGINE_PATHS[exchange.path]
+            if (own := self._context.task.kind) not in kinds:
+                needed = " or ".join(FLAGS[kind] for kind in kinds)
+                text = f"{exchange.path} needs {needed}; this server runs as with {FLAGS[own]}."
+                raise ApiError(404, text, code="unknown_url")
             self._context.engines.check()
             choices = exchange.cleanup.enter_context(self._context.requests.reserve(1))
             client = self._access.client_of(exchange.headers, exchange.scope["client"])
             exchange.scope["state"] |= {"choices": choices, "client": client}
-
-    def _check_task(self, path: str) -> None:
-        """Raises ApiError: 404 for what servers with other flags answer."""
-        _, *kinds = ENGINE_PATHS[path]
-        if (own := self._context.task.kind) not in kinds:
-            needed = " or ".join(FLAGS[kind] for kind in kinds)
-            text = f"{path} needs {needed}; this server runs as with {FLAGS[own]}."
-            raise ApiError(404, text, code="unknown_url")
 
 
 class Exchange:

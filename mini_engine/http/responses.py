@@ -13,7 +13,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -26,7 +25,6 @@ from mini_engine.http.error_responses import report_error
 from mini_engine.prompt.answer import Answer, Piece
 from mini_engine.prompt.detokenizer import ListedToken
 from mini_engine.prompt.pieces import pieces
-from mini_engine.prompt.tool_calls import AnswerParser
 from mini_engine.protocol.bodies import ChatRequest, GenerationRequest, StreamOptions
 from mini_engine.protocol.tools import Tool
 
@@ -156,18 +154,14 @@ class ChatResponder(Responder):
 
     def __init__(self, request: ChatRequest, state: State, model: str):
         super().__init__(request, state, model)
-        new_parser = partial(AnswerParser, calls=request.calls_tools)
-        self._parsers: dict[int, AnswerParser] = collections.defaultdict(new_parser)  # of the choices that have begun
+        self._last_calls: dict[int, int] = {}  # the number of the last call of each choice that has begun; -1: none
         self._is_named = isinstance(request.tool_choice, Tool)
 
     def _add(self, piece: Piece, choice: Choice) -> None:
-        if piece.index not in self._parsers:
+        if piece.index not in self._last_calls:
             choice.fields |= {"role": "assistant", "content": io.StringIO()}
-        if piece.thought:
-            choice.add_text("reasoning_content", piece.thought)
-        parser = self._parsers[piece.index]
-        number = parser.num_calls - 1
-        for kind, text in parser.push(piece.text, piece.finish_reason is not None):
+        number = self._last_calls.get(piece.index, -1)
+        for kind, text in piece.fragments:
             if kind not in ("call", "arguments"):
                 choice.add_text(kind, text)
                 continue
@@ -179,10 +173,11 @@ class ChatResponder(Responder):
             else:
                 calls.setdefault(number, {"index": number, "function": {"arguments": io.StringIO()}})
                 calls[number]["function"]["arguments"].write(text)
+        self._last_calls[piece.index] = number
         if piece.logprobs is not None:
             choice.add_logprobs({"content": _chat_logprobs(piece.logprobs)})
         # OpenAI's: a call that the request has named is no reason to stop.
-        called = piece.finish_reason == "stop" and parser.num_calls and not self._is_named
+        called = piece.finish_reason == "stop" and number >= 0 and not self._is_named
         choice.finish_reason = "tool_calls" if called else piece.finish_reason
 
     def _whole_fields(self, choice: Choice) -> dict[str, Any]:
@@ -206,8 +201,8 @@ class CompletionResponder(Responder):
     logprobs_head = b"{"
 
     def _add(self, piece: Piece, choice: Choice) -> None:
-        if piece.text:
-            choice.add_text("text", piece.text)
+        for _, text in piece.fragments:
+            choice.add_text("text", text)
         if piece.logprobs is not None:
             choice.add_logprobs(_legacy_logprobs(piece.logprobs))
         choice.finish_reason = piece.finish_reason

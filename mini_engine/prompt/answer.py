@@ -17,10 +17,10 @@ import msgspec
 from mini_engine.log import about
 from mini_engine.messages import EngineTimes, FinishReason, NewRequest, RequestOutput, SamplingParams
 from mini_engine.prompt.detokenizer import Detokenizer, ListedToken, Vocabulary
-from mini_engine.prompt.stop_strings import StopSearch, stop_strings
-from mini_engine.prompt.tool_calls import AnswerParser
+from mini_engine.prompt.stop_strings import StopSearch
+from mini_engine.prompt.tool_calls import AnswerParser, Kind
 from mini_engine.protocol.api_errors import ApiError, EngineError, bad_request
-from mini_engine.protocol.bodies import GenerationRequest
+from mini_engine.protocol.bodies import ChatRequest, GenerationRequest
 from mini_engine.protocol.request_clock import RequestClock
 
 logger = logging.getLogger(__name__)
@@ -36,8 +36,7 @@ class Piece:
 
     index: int
     num_tokens: int
-    thought: str
-    text: str  # after the thought
+    fragments: list[tuple[Kind, str]]
     finish_reason: FinishedBy | None
     logprobs: list[ListedToken] | None  # of each of the tokens; None: not asked for
 
@@ -54,7 +53,7 @@ class Sample:
         vocabulary: Vocabulary,
         thoughts: AnswerParser,
     ):
-        """`thoughts` splits the thought from the text."""
+        """`thoughts` splits the thought from the text, in which stop strings act before calls are split off."""
         include_stop = bool(body.include_stop_str_in_output)
         self.index = index
         self.request_id = request_id
@@ -65,7 +64,8 @@ class Sample:
         self.pooled = b""
         self._detokenizer = Detokenizer(vocabulary, body.skip_special_tokens is not False)
         self._thoughts = thoughts
-        self._stops = StopSearch(stop_strings(tuple(body.stop_strings)), include_stop)
+        self._stops = StopSearch(body.stop_strings, include_stop)
+        self._calls = AnswerParser(calls=isinstance(body, ChatRequest) and body.calls_tools)
         self._min_tokens = sampling.min_tokens  # no stop string counts that these complete, as in vLLM
         self._with_logprobs = sampling.logprobs is not None
         self._hidden_ends = () if include_stop else sampling.stop_token_ids  # without text where they end the sample
@@ -85,7 +85,7 @@ class Sample:
         a stop string, is the last."""
         outputs, self.outputs = self.outputs[:PIECE_OUTPUTS], self.outputs[PIECE_OUTPUTS:]
         reason, before = outputs[-1].finish_reason, self.completion_tokens
-        parts: list[tuple[str, str]] = []
+        fragments: list[tuple[Kind, str]] = []
         listed: list[ListedToken] | None = [] if self._with_logprobs else None
         token_ids = [token for output in outputs for token in output.token_ids]
         logprobs = [each for output in outputs for each in output.logprobs]
@@ -97,20 +97,20 @@ class Sample:
             if listed is not None:
                 listed.append(self._detokenizer.list_token(logprobs[position - 1]))
             if not (hidden and position == len(token_ids)):
-                parts.append(self._split(self._detokenizer.push(token_id)))
+                fragments += self._split(self._detokenizer.push(token_id))
         if reason is not None and not self._stops.found:
-            parts.append(self._split(self._detokenizer.finish(), last=True))
+            fragments += self._split(self._detokenizer.finish(), last=True)
         finished: FinishedBy | None = None
         if self._stops.found or reason is not None:
             finished = "length" if reason == "length" and not self._stops.found else "stop"
-        thought, text = ("".join(texts) for texts in zip(("", ""), *parts, strict=True))
-        return Piece(self.index, self.completion_tokens - before, thought, text, finished, listed)
+        return Piece(self.index, self.completion_tokens - before, fragments, finished, listed)
 
-    def _split(self, decoded: str, last: bool = False) -> tuple[str, str]:
-        """What `decoded` adds to the thought, and to the text, where stop strings count."""
-        parts: dict[str, str] = dict(self._thoughts.push(decoded, last))
-        text = self._stops.push(parts.get("content", ""), exempt=self.completion_tokens <= self._min_tokens)
-        return parts.get("reasoning_content", ""), text + (self._stops.finish() if last else "")
+    def _split(self, decoded: str, last: bool = False) -> list[tuple[Kind, str]]:
+        """What `decoded` adds to the thought, the text and the calls."""
+        parts = dict(self._thoughts.push(decoded, last))
+        text = self._stops.push(parts.pop("content", ""), exempt=self.completion_tokens <= self._min_tokens)
+        text += self._stops.finish() if last else ""
+        return [*parts.items(), *self._calls.push(text, last or self._stops.found)]
 
     def end(self) -> None:
         """There are no more pieces; outputs that were not taken are dropped."""
@@ -123,12 +123,13 @@ class Answer:
     """One request, and the pieces of its choices. As a context it aborts, when it is left, what has not ended.
 
     `request` is what the engine gets of `body`, with its children; its first choice has the index `first_index`.
-    `finish_at_engine` ends a sample, by its id, at the engine, which sets it once it has the request.
-    `media`: what the response says of the images and videos, in order. `warnings`: what the answer does not rest on,
-    such as the missing part of a video. `make_thoughts` makes the parser of each choice's thought.
+    `make_thoughts` makes the parser of each choice's thought.
     """
 
-    finish_at_engine: Callable[[str, FinishReason], None]
+    finish_at_engine: Callable[[str, FinishReason], None]  # ends a sample, by its id; set once the engine has it
+    media: Sequence[dict[str, Any]] = ()  # what the response says of the images and videos, in order
+    warnings: Sequence[str] = ()  # what the answer does not rest on, such as the missing part of a video
+    may_need_media = False  # whether the engine may call `need_media`
 
     def __init__(
         self,
@@ -136,11 +137,8 @@ class Answer:
         request: NewRequest,
         vocabulary: Vocabulary,
         clock: RequestClock,
-        *,
-        first_index: int = 0,
-        media: Sequence[dict[str, Any]] = (),
-        warnings: Sequence[str] = (),
-        make_thoughts: Callable[[], AnswerParser] = AnswerParser,
+        make_thoughts: Callable[[], AnswerParser],
+        first_index: int,
     ):
         ids = [request.request_id, *(child.request_id for child in request.children)]
         # Not the request itself: its tensors would stay in memory until the last token.
@@ -151,10 +149,7 @@ class Answer:
             sample_id: Sample(index, sample_id, body, request.sampling, vocabulary, make_thoughts())
             for index, sample_id in enumerate(ids, first_index)
         }
-        self.media = media
-        self.warnings = warnings
         self.arrival: int | None = None  # of `need_media`
-        self.may_need_media = False  # set if the engine may call it
         self._error: ApiError | None = None
         self._grammar_field = body.grammar_field if request.sampling.grammar else None
         self._waiting: collections.deque[Sample] = collections.deque()  # samples with outputs, each once

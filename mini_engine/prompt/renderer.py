@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from mini_engine.prompt.client_text import MARK, ClientText, encode_text
 from mini_engine.prompt.tool_calls import AnswerFormat, AnswerParser, after_thought
 from mini_engine.protocol.api_errors import bad_request
 from mini_engine.protocol.bodies import ChatMessage, ChatRequest, StructuredOutputs
-from mini_engine.protocol.parts import MediaRef
+from mini_engine.protocol.parts import MediaRef, Part
 from mini_engine.protocol.tools import CALL, CALL_END, TAGS, THINK
 
 MAX_MEDIA = 1024  # images and videos of a prompt
@@ -217,14 +217,14 @@ class ChatRenderer:
         return self._client_text.mark(own | used)
 
 
-def collect_media(messages: Sequence[ChatMessage], limits: Mapping[str, int]) -> list[MediaRef]:
-    """Returns the media of a conversation in order. `limits` is --limit-mm-per-prompt; absent means no limit.
+def collect_media(parts: Iterable[Part], limits: Mapping[str, int]) -> list[MediaRef]:
+    """Returns the media of a conversation's parts, in order. `limits` is --limit-mm-per-prompt; absent means no limit.
 
     Raises ApiError, a 400, for more items than a limit allows.
     """
     refs: list[MediaRef] = []
     counts: Counter[str] = Counter()
-    for part in (part for message in messages for part in message.parts):
+    for part in parts:
         if modality := part.modality:
             counts[modality] += 1
             refs.append(MediaRef(modality, part.location, f"{modality} {counts[modality]}", part.settings, part.uuid))

@@ -72,7 +72,6 @@ class AnswerParser:
 
     def __init__(self, *, calls: bool = False, thoughts: bool = False, in_thought: bool = False):
         """`in_thought`: the prompt has opened one."""
-        self.num_calls = 0
         self._calls = calls
         self._kind: Kind = "reasoning_content" if in_thought else "start" if thoughts else "content"
         self._held = ""  # of this kind, not delivered
@@ -98,7 +97,6 @@ class AnswerParser:
                 self._kind, self._held, self._after_tag = next_kind, self._held[len(end[0]) :], True
                 if next_kind == "arguments":
                     fragments.append(("call", end[1]))
-                    self.num_calls += 1
 
     def _take(self, end: int) -> list[tuple[Kind, str]]:
         text, self._held = self._held[:end], self._held[end:]

@@ -6,7 +6,7 @@ an error. None means the default of the model or the server. Knows nothing of HT
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 import msgspec
@@ -65,7 +65,8 @@ class Body(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
         return ChatRequest(**{name: getattr(self, name) for name in names} | {"messages": [*messages]})
 
     def check(self) -> None:
-        """Raises ApiError, a 400, for an unsupported field, and for fields that exclude each other."""
+        """Raises ApiError, a 400, for an unsupported field, for fields that exclude each other, and for too much
+        structure in the arguments of earlier calls, or in a template's variable."""
         for name, neutral in _unsupported(type(self)).items():
             value = getattr(self, name)
             # True == 1 in Python, but not in JSON.
@@ -73,6 +74,15 @@ class Body(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
                 accepted = msgspec.json.encode(neutral).decode()
                 text = f"'{name}' is not supported by this server; leave it out or send {accepted}."
                 raise bad_request(text, name, "unsupported_parameter")
+        calls = [call for message in getattr(self, "messages", None) or () for call in message.tool_calls or ()]
+        if sum(structure(str(call.function.arguments).encode()) for call in calls) > MAX_STRUCTURE:
+            text = f"The 'arguments' of all calls have {STRUCTURE_LIMIT}; send fewer."
+            raise bad_request(text, "messages", "invalid_value")
+        for name, value in (getattr(self, "chat_template_kwargs", None) or {}).items():
+            if structure(msgspec.json.encode(value)) > MAX_VARIABLE:
+                param = f"chat_template_kwargs.{name[:60]}"
+                problem = f"more than {MAX_VARIABLE} arrays, objects, fields and items; send fewer"
+                raise bad_request(f"Invalid '{param}': {problem}.", param, "invalid_value")
 
 
 @functools.cache
@@ -123,19 +133,6 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
-
-
-def check_structure(messages: Sequence[ChatMessage], variables: Mapping[str, Any] | None) -> None:
-    """Raises ApiError, a 400: the arguments of earlier calls, or a template's variable, have too much structure."""
-    calls = [call for message in messages for call in message.tool_calls or ()]
-    if sum(structure(str(call.function.arguments).encode()) for call in calls) > MAX_STRUCTURE:
-        text = f"The 'arguments' of all calls have {STRUCTURE_LIMIT}; send fewer."
-        raise bad_request(text, "messages", "invalid_value")
-    for name, value in (variables or {}).items():
-        if structure(msgspec.json.encode(value)) > MAX_VARIABLE:
-            param = f"chat_template_kwargs.{name[:60]}"
-            problem = f"more than {MAX_VARIABLE} arrays, objects, fields and items; send fewer"
-            raise bad_request(f"Invalid '{param}': {problem}.", param, "invalid_value")
 
 
 # --- generation ------------------------------------------------------------------------------------------------------
@@ -346,7 +343,6 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise bad_request("'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs")
-        check_structure(self.messages, self.chat_template_kwargs)
 
 
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
@@ -408,7 +404,6 @@ class TokenizeRequest(Body, kw_only=True, frozen=True):
 
     def check(self) -> None:
         super().check()
-        check_structure(self.messages or (), self.chat_template_kwargs)
         if (self.prompt is None) == (self.messages is None):
             raise bad_request("Send either 'prompt' or 'messages'.", "prompt", "missing_required_parameter")
         if self.messages is not None and self.add_special_tokens:

@@ -17,7 +17,6 @@ from mini_engine.protocol.bodies import (
     Messages,
     Positive,
     Prompts,
-    check_structure,
     separate,
 )
 from mini_engine.protocol.parts import Part
@@ -36,10 +35,6 @@ class PoolingRequest(Body, kw_only=True, frozen=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None  # those that the model's tokenizer puts after a text
     user: Ignored = IGNORED
-
-    def check(self) -> None:
-        super().check()
-        check_structure(getattr(self, "messages", None) or (), self.chat_template_kwargs)
 
 
 class EmbeddingRequest(PoolingRequest, kw_only=True, frozen=True):

@@ -94,7 +94,8 @@ def test_an_error_of_one_prompt_is_in_its_answer(llm: LLM, clip: Path, picture: 
         [Image(None)], nested(5000), None, [Video(clip), QUESTION],
     ]  # fmt: skip
     answers = llm.chat(prompts, max_tokens=32, temperature=0, use_tqdm=False)
-    assert "no such regular file" in answers[0].error and "fps" in answers[1].error and "object" in answers[2].error
+    assert answers[0].error == "video 1: no such regular file"
+    assert "fps" in answers[1].error and "object" in answers[2].error
     assert all(answer.error and not answer.text for answer in answers[:6]) and "`uuid`" in answers[3].error
     assert (answers[6].text, answers[6].error) == ("a red circle moving left", None)
 

@@ -1,4 +1,4 @@
-"""`MediaStoreClient` with a real store: requests share writes, and one that leaves releases its references."""
+"""`MediaStoreClient` with a real store: an item is written once, and one that leaves releases its references."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ class EngineStore:
         match body:
             case Lookup(request_id=request_id, hashes=hashes):
                 found = store.look_up((1, request_id), hashes, lambda media_hash: media_hash in self.encoded)
-                self.client.on_found(Found(request_id, found))
+                self.client.on_answer(request_id, Found(request_id, found))
             case Reserve(request_id=request_id, media=facts):
-                self.client.on_reserved(store.reserve((1, request_id), facts))
+                self.client.on_answer(facts.media_hash, store.reserve((1, request_id), facts))
             case NewRequest(request_id=request_id):
                 self.claimed[request_id] = store.claim((1, request_id))
             case Unreserve(request_id=request_id):
@@ -203,9 +203,9 @@ async def test_request_that_leaves_while_a_thread_copies(world: EngineStore, sta
     assert len(world.store.reservations) == 1 and Written not in world.seen
     world.memory.go.set()
     await eventually(lambda: world.seen.count(Written) == 1)
-    if staying is not None:  # it has joined the write
+    if staying is not None:  # it has waited for the write
         assert await world.read(await staying) == ["stored"]
-    assert world.seen.count(Reserve) == 1
+    assert world.seen.count(Reserve) == 1 + stays
     assert await world.read(await world.ask("later", item(A, LARGE))) == ["stored"] and world.memory.begun == 1
 
 
@@ -240,7 +240,7 @@ async def test_without_a_store_nothing_is_reserved_and_without_a_cache_media_are
     client = MediaStoreClient(0, sent.append, 2, CacheAccess(is_cached << 30))
     asking = asyncio.create_task(client.look_up("asks", [[A]]))
     await settle()
-    client.on_found(Found("asks", []))
+    client.on_answer("asks", Found("asks", []))
     assert await asking == {} == await client.look_up("asks", [])
     request = NewRequest("asks", [1], SamplingParams(1, 1), [item(B)])
     assert await client.place(request) is request

@@ -67,7 +67,8 @@ async def test_errors_name_the_field_and_what_it_may_hold(served: Served) -> Non
     """Those of a stream too, before anything is streamed."""
     bad_chat: list[tuple[dict[str, Any], str, str, str]] = [
         ({"model": "other"}, "model_not_found", "model", "does not exist; this server has tiny, alias."),
-        ({"frobnicate": 1}, UNKNOWN, "frobnicate", "Unknown parameter: 'frobnicate'"),
+        ({"frobnicate": 1}, UNKNOWN, "frobnicate", "Unknown parameter: 'frobnicate'; leave it out"),
+        ({"max_token": 1}, UNKNOWN, "max_token", "did you mean 'max_tokens'?"),
         ({"stream_options": {"x - at $y": 1}}, UNKNOWN, "stream_options.x - at $y", "Unknown parameter"),
         ({"a$b": 1}, UNKNOWN, "a$b", "Unknown parameter: 'a$b'; leave it out; variables of the chat template"),
         ({"chat_template_kwargs": {"part": [[]] * 2100}}, VALUE, "chat_template_kwargs.part", "more than 4096 arrays"),

@@ -34,7 +34,7 @@ def resolver(processor: MediaProcessor, **kwargs: Any) -> MediaSettingsResolver:
 
 
 def refs_of(*parts: dict[str, Any]) -> list[MediaRef]:
-    return collect_media([ChatMessage(role="user", content=msgspec.convert(parts, list[Part]))], {})
+    return collect_media(msgspec.convert(parts, list[Part]), {})
 
 
 FILE = {"type": "video", "video": "data:;base64,"}

@@ -62,11 +62,15 @@ def read(
         if pieces[-1].finish_reason is not None:
             break
     logprobs = [token for piece in pieces for token in piece.logprobs or ()]
-    thought, text = "".join(piece.thought for piece in pieces), "".join(piece.text for piece in pieces)
-    piece = Piece(0, sample.completion_tokens, thought, text, pieces[-1].finish_reason, logprobs)
+    fragments = [fragment for piece in pieces for fragment in piece.fragments]
+    piece = Piece(0, sample.completion_tokens, fragments, pieces[-1].finish_reason, logprobs)
     assert piece.num_tokens == sum(piece.num_tokens for piece in pieces)
     assert [token.likely[0][0] for token in logprobs] == [*map(vocabulary.bytes_of, ids[: piece.num_tokens])]
     return piece
+
+
+def text_of(piece: Piece, kind: str = "content") -> str:
+    return "".join(text for own, text in piece.fragments if own == kind)
 
 
 def stopped(text: str, stops: list[str], include: bool = False, first_end: int = 0) -> tuple[str, str]:
@@ -87,7 +91,7 @@ def test_any_token_ids_give_the_text_of_decoding_them_at_once(
 ) -> None:
     """Random tokens: bytes that form no character, cut-off characters, ids that the tokenizer does not have."""
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) + 3), max_size=20))
-    text = read(vocabulary, ids, skip_special_tokens=skip).text
+    text = text_of(read(vocabulary, ids, skip_special_tokens=skip))
     assert text == tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=skip)
 
 
@@ -99,7 +103,7 @@ def test_added_tokens_give_the_text_of_decoding_them_at_once(tmp_path: Path, ski
     tokenizer.add_special_tokens({"additional_special_tokens": ["<mine>"]})
     ids = encode(tokenizer, "a<plain>世two words <mine> b世caféĠx<|im_end|>\n")
     assert len({"<plain>", "two words ", "<mine>"} & {*tokenizer.convert_ids_to_tokens(ids)}) == 3
-    text = read(Vocabulary(tokenizer), ids, skip_special_tokens=skip).text
+    text = text_of(read(Vocabulary(tokenizer), ids, skip_special_tokens=skip))
     assert text == tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=skip)
     assert ("<mine>" in text) != skip
 
@@ -121,7 +125,7 @@ def test_stop_strings_act_after_the_thought(
     parser = AnswerParser(thoughts=True, in_thought=in_thought)
     piece = read(vocabulary, encode(tokenizer, "".join(pieces)), size, thoughts=parser, stop=stop)
     expected, matched = stopped(said.get("content", ""), stop)
-    assert (piece.thought, piece.text) == (said.get("reasoning_content", ""), expected)
+    assert (text_of(piece, "reasoning_content"), text_of(piece)) == (said.get("reasoning_content", ""), expected)
     assert piece.finish_reason == ("stop" if matched else "length")
 
 
@@ -166,7 +170,7 @@ def test_every_token_up_to_the_stop_string_is_listed(
     offsets = list(itertools.accumulate((len(decoder.decode(data)) for data in shown), initial=0))
     whole = b"".join(shown).decode(errors="replace")
     text, match = stopped(whole, stop, include, (offsets[min_tokens] if min_tokens < len(ids) else len(whole)) + 1)
-    assert (piece.text, match != "" or piece.num_tokens == len(ids)) == (text, True)
+    assert (text_of(piece), match != "" or piece.num_tokens == len(ids)) == (text, True)
     assert [token.offset for token in piece.logprobs or ()] == offsets[: piece.num_tokens]
     if match:
         stop_end = len(text) if include else len(text) + len(match)

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from mini_engine.metrics import stage_seconds
+from mini_engine.protocol.request_clock import RequestClock
 from tests.support.patience import eventually
 from tests.support.peers import as_requests
 from tests.support.serving import Counted, Served, events_of, image, metric
@@ -59,7 +60,7 @@ async def test_each_pause_falls_to_its_stage(served: Served) -> None:
     served.says()
 
     served.gate.door.clear()
-    async with served.context.places.hold(4):
+    async with served.context.places.hold(4, RequestClock()):
         asking = served.asking([image()], n=2, return_timings=True)
         await eventually(lambda: served.context.places.queue.locked())
         await pause(2)

@@ -5,9 +5,10 @@ Each step of the path is a function here, which calls a file of its own. Knows n
 
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Request
 from msgspec.structs import replace
@@ -26,8 +27,10 @@ from mini_engine.media.settings import INLINE_ITEMS, video_tokens
 from mini_engine.messages import PoolingParams
 from mini_engine.prompt.answer import Answer
 from mini_engine.prompt.renderer import Source, check_budget, media_usage, prompt_sources
-from mini_engine.protocol.bodies import ChatRequest
+from mini_engine.prompt.tool_calls import AnswerParser
+from mini_engine.protocol.bodies import ChatRequest, GenerationRequest
 from mini_engine.protocol.parts import MediaRef
+from mini_engine.protocol.request_clock import RequestClock
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +39,12 @@ router = APIRouter()
 
 @dataclass(frozen=True)
 class Prompt:
-    """A rendered conversation."""
+    """A rendered conversation, or a text."""
 
-    chat: ChatRequest  # with the grammar of its answer
+    body: GenerationRequest  # with the grammar of its answer
     token_ids: list[int]  # with one placeholder for each item
-    in_thought: bool  # the answer begins inside a thought
+    thought_parser: Callable[[], AnswerParser] = AnswerParser  # makes one for each choice
+    first_index: int = 0  # of its choices
     pooling: PoolingParams | None = None  # in the place of an answer
 
 
@@ -66,25 +70,35 @@ async def chat_completions(request: Request) -> Response:
     return await responder.respond([answer])
 
 
+def state_of(request: Request, number: int) -> State:
+    """That of a request's prompt `number`, each of which has an id and a clock of its own."""
+    state = request.state
+    if not number:
+        return state
+    state.clocks.append(clock := RequestClock())
+    own: dict[str, Any] = {"request_id": f"{state.request_id}-prompt{number}", "clock": clock}
+    return State(request.scope["state"] | own)
+
+
 async def start(context: AppContext, prompt: Prompt, state: State) -> Answer:
     """Rows 3 to 8 of docs/request-path.md, for a rendered prompt. When this returns the engine has the request, and its
     media for good: if it relied on embeddings that have been evicted, it is sent again with all data, which are kept
     until then.
 
-    What the request holds until then, `held` releases; also if it fails or is cancelled. Raises ApiError, MediaError,
-    DecoderUnavailable, Shortage: see `error_responses.report_error`.
+    What the request holds until then, `held` releases; also if it fails or is cancelled. Raises ApiError, Shortage:
+    see `error_responses.report_error`.
     """
     async with contextlib.AsyncExitStack() as held:
         with context.engines.preparing(state.end):
-            items = await load_media(context, prompt, await resolve_names(context, prompt.chat, state), state, held)
+            items = await load_media(context, prompt, await resolve_names(context, prompt.body, state), state, held)
         engine: EngineHandle | None = None
         arrival, is_again = None, False  # the request's place in the queue of an engine that needs it again
         while True:
             with context.engines.preparing(state.end):
                 try:
-                    async with admission(context, items, state):
+                    async with context.places.hold(len(items), state.clock):
                         engine = engine or context.engines.choose(items[0][0].content.digest if items else b"")
-                        with engine.holding(state.request_id, prompt.chat.num_choices):
+                        with engine.holding(state.request_id, prompt.body.num_choices):
                             media = await look_up(context, engine, items, state, trusts_embeddings=not is_again)
                             answer = await send(context, engine, prompt, media, state, arrival)
                 except HeldElsewhere as elsewhere:
@@ -107,10 +121,10 @@ async def render(context: AppContext, chat: ChatRequest) -> Prompt:
     def work() -> Prompt:
         token_ids = renderer.render(chat)
         in_thought = renderer.opens_thought(token_ids)
-        return Prompt(renderer.constrain(chat, in_thought), token_ids, in_thought)
+        return Prompt(renderer.constrain(chat, in_thought), token_ids, renderer.thought_parser(in_thought))
 
     prompt = await run_sized(work, chat.num_characters, INLINE_CHARACTERS)
-    context.sampling.check(prompt.chat)
+    context.sampling.check(prompt.body)
     return prompt
 
 
@@ -122,8 +136,8 @@ async def load_media(
     An item has settings as if there was no text; and where these leave too little room for the text, smaller ones. So a
     conversation that gets longer goes on with the videos that its engine has. Raises as `start`.
     """
-    chat, limits, clock = prompt.chat, context.limits, state.clock
-    if not (refs or chat.mm_processor_kwargs or chat.media_io_kwargs):
+    chat, limits, clock = prompt.body, context.limits, state.clock
+    if not isinstance(chat, ChatRequest) or not (refs or chat.mm_processor_kwargs or chat.media_io_kwargs):
         return []
     # Clients that mean no limit send the model's length, or more.
     answer_tokens = min(chat.token_limit or 1, limits.max_model_len // 2)
@@ -139,16 +153,6 @@ async def load_media(
     logger.debug("%s fetched: %d media items of %d bytes", request_id, len(refs), size, extra=about(request_id))
     clock.enter("other")
     return items
-
-
-@contextlib.asynccontextmanager
-async def admission(context: AppContext, items: Sequence[object], state: State) -> AsyncIterator[None]:
-    """Row 4: the places of a prompt's items. Not before they are fetched: a web server that hangs would block the
-    queue."""
-    state.clock.enter("admission")
-    async with context.places.hold(len(items)):
-        state.clock.enter("other")
-        yield
 
 
 async def look_up(
@@ -171,20 +175,17 @@ async def send(
 ) -> Answer:
     """Rows 7 and 8: placeholders at their length, sampling parameters; then tensors and request, which the answer
     aborts at the latest at the end of `state.cleanup`. Raises as `start`."""
-    chat, clock = prompt.chat, state.clock
+    body, clock = prompt.body, state.clock
     token_ids, items = context.renderer.expand(prompt.token_ids, media.sources)
     check_budget(items, context.limits)
     request = context.sampling.new_request(
-        chat, state.request_id, token_ids, items, client=state.client, pooling=prompt.pooling
+        body, state.request_id, token_ids, items, client=state.client, pooling=prompt.pooling
     )
     request = replace(request, arrival=arrival)
     seen = zip(items, media.cached, strict=True)
     usage = [media_usage(item, context.media.processor) | {"cached": cached} for item, cached in seen]
-    parser = context.renderer.thought_parser(prompt.in_thought)
-    answer = Answer(
-        chat, request, context.vocabulary, clock, media=usage, warnings=media.warnings, make_thoughts=parser
-    )
-    answer.may_need_media = "embeddings" in media.cached
+    answer = Answer(body, request, context.vocabulary, clock, prompt.thought_parser, prompt.first_index)
+    answer.media, answer.warnings, answer.may_need_media = usage, media.warnings, "embeddings" in media.cached
     clock.enter("transport")
     await engine.submit(answer, request)
     state.cleanup.enter_context(answer)

@@ -1,7 +1,7 @@
 """POST /v1/completions, /tokenize and /detokenize: text without a chat template, and token ids.
 
-The path of a completion is that of a chat request without its media; each of several prompts is a request of its own to
-an engine. The others, in vLLM's form, ask no engine: the media of a conversation are measured, and dropped.
+The path of a completion's prompt is that of a chat request; each of several is a request of its own to an engine. The
+others, in vLLM's form, ask no engine: the media of a conversation are measured, and dropped.
 """
 
 import asyncio
@@ -15,13 +15,11 @@ from starlette.responses import Response
 from mini_engine.http.body import INLINE_CHARACTERS, JSON, read_body, run_sized, takes
 from mini_engine.http.context import AppContext, context_of
 from mini_engine.http.responses import CompletionResponder
-from mini_engine.http.routes.chat_completions import admission, load_media, render
-from mini_engine.messages import MediaItem, NewRequest
-from mini_engine.prompt.answer import Answer
+from mini_engine.http.routes.chat_completions import Prompt, load_media, render, start, state_of
+from mini_engine.messages import MediaItem
 from mini_engine.prompt.renderer import check_budget, collect_media, prompt_sources
 from mini_engine.protocol.api_errors import bad_request
 from mini_engine.protocol.bodies import CompletionRequest, DetokenizeRequest, TokenizeRequest
-from mini_engine.protocol.request_clock import RequestClock
 
 router = APIRouter()
 
@@ -30,35 +28,20 @@ router = APIRouter()
 async def completions(request: Request) -> Response:
     """Continue one or several texts, as OpenAI's legacy completions.
 
-    Choice i of prompt p has the index p * n + i. No prompt is sent to an engine unless all are valid.
+    Choice i of prompt p has the index p * n + i.
     """
     context, state = context_of(request), request.state
     body = await read_body(request, CompletionRequest, context)
     state.choices.receive(len(body.prompts) * body.num_choices - 1)
-    responder = CompletionResponder(body, state, context.config.served_names[0])
     context.sampling.check(body)
-    answers: dict[Answer, NewRequest] = {}
+    prompts = []
     for number, prompt in enumerate(body.prompts):
         await asyncio.sleep(0)  # each may take some milliseconds
-        if isinstance(prompt, str):
-            token_ids = await _encode(context, body, prompt)
-        else:
-            token_ids = prompt
-            context.renderer.check_tokens("prompt", token_ids)
-        own_id = f"{state.request_id}-prompt{number}" if number else state.request_id
-        new = context.sampling.new_request(body, own_id, token_ids, client=state.client)
-        if number:
-            state.clocks.append(RequestClock())
-        clock, first_index = state.clocks[-1], number * body.num_choices
-        answers[Answer(body, new, context.vocabulary, clock, first_index=first_index)] = new
-    for answer, new in answers.items():
-        answer.clock.enter("transport")
-        engine = context.engines.choose()
-        with engine.holding(new.request_id, body.num_choices):
-            await engine.submit(answer, new)
-        state.cleanup.enter_context(answer)
-        answer.clock.enter("other")
-    return await responder.respond(list(answers))
+        token_ids = await _encode(context, body, prompt) if isinstance(prompt, str) else prompt
+        context.renderer.check_tokens("prompt", token_ids)
+        prompts.append(Prompt(body, token_ids, first_index=number * body.num_choices))
+    answers = [await start(context, prompt, state_of(request, number)) for number, prompt in enumerate(prompts)]
+    return await CompletionResponder(body, state, context.config.served_names[0]).respond(answers)
 
 
 async def _encode(context: AppContext, body: CompletionRequest, prompt: str) -> list[int]:
@@ -81,9 +64,9 @@ async def tokenize(request: Request) -> Response:
     if body.prompt is None:
         async with contextlib.AsyncExitStack() as held:
             prompt = await render(context, body.chat(body.messages or ()))
-            refs = collect_media(prompt.chat.messages, context.config.item_limits)
+            refs = collect_media(prompt.body.parts, context.config.item_limits)
             items = [item[-1] for item in await load_media(context, prompt, refs, request.state, held)]
-            await held.enter_async_context(admission(context, items, request.state))
+            await held.enter_async_context(context.places.hold(len(items), request.state.clock))
             measured = await context.media.process(items, request.state.clock, request.state.request_id, probe=True)
             sources = prompt_sources([item.media_hash for item in items], measured, {})
             tokens, media = context.renderer.expand(prompt.token_ids, sources)

@@ -20,8 +20,7 @@ from mini_engine.http.body import read_body, takes
 from mini_engine.http.context import AppContext, context_of
 from mini_engine.http.known_media import resolve_names
 from mini_engine.http.responses import usage_of, whole_response
-from mini_engine.http.routes.chat_completions import Prompt, load_media, render, start
-from mini_engine.media.media_errors import MediaError
+from mini_engine.http.routes.chat_completions import Prompt, load_media, render, start, state_of
 from mini_engine.prompt.answer import Answer
 from mini_engine.prompt.pieces import pieces
 from mini_engine.prompt.pooling import InputPrompts, embedding, embedding_prompts, paired, ranking_prompts, score
@@ -35,7 +34,6 @@ from mini_engine.protocol.pooling_bodies import (
     RerankRequest,
     ScoreRequest,
 )
-from mini_engine.protocol.request_clock import RequestClock
 
 PREPARED_AT_ONCE = 16  # inputs of a request; a text takes about a millisecond
 
@@ -105,8 +103,8 @@ async def _fetch_query(
     with context.engines.preparing(state.end):
         try:
             refs = await resolve_names(context, chat, state)
-            items = await load_media(context, Prompt(chat, [], False), refs, state, held)
-        except (ApiError, MediaError) as error:
+            items = await load_media(context, Prompt(chat, []), refs, state, held)
+        except ApiError as error:
             raise _located(error, "query") from None
     for part, item in zip(parts, items, strict=True):
         part.fill_in({part.location: item[0].ref.url})
@@ -134,10 +132,10 @@ async def _pool(request: Request, body: PoolingRequest, prompts: InputPrompts) -
         try:
             async with preparing:
                 await asyncio.sleep(0)
-                answer = await start(context, await _prompt(context, body, prompt), _state(request, number))
+                answer = await start(context, await _prompt(context, body, prompt), state_of(request, number))
             async for _ in pieces([answer]):
                 pass
-        except (ApiError, MediaError) as error:
+        except ApiError as error:
             raise _located(error, name) if len(prompts) > 1 or name == "documents[0]" else error from None
         return answer
 
@@ -149,23 +147,11 @@ async def _pool(request: Request, body: PoolingRequest, prompts: InputPrompts) -
     return [task.result() for task in asked]
 
 
-def _located(error: ApiError | MediaError, name: str) -> Exception:
+def _located(error: ApiError, name: str) -> ApiError:
     """`error` with the `name` of the input that is at fault, if one is."""
-    if isinstance(error, MediaError):
-        return bad_request(f"{name}: {error}", name, "invalid_media")
     if error.status not in (400, 404):
         return error
     return ApiError(error.status, f"{name}: {error}", code=error.body.code, param=name)
-
-
-def _state(request: Request, number: int) -> State:
-    """That of the input `number`, which has an id and a clock of its own."""
-    state = request.state
-    if not number:
-        return state
-    state.clocks.append(clock := RequestClock())
-    own: dict[str, Any] = {"request_id": f"{state.request_id}-input{number}", "clock": clock}
-    return State(request.scope["state"] | own | {"end": lambda cause: state.end(cause)})  # each is an element of a set
 
 
 async def _prompt(context: AppContext, body: PoolingRequest, source: ChatRequest | list[int]) -> Prompt:
@@ -173,7 +159,7 @@ async def _prompt(context: AppContext, body: PoolingRequest, source: ChatRequest
     if isinstance(source, list):
         context.sampling.check_tokens("input", source)
         context.renderer.check_tokens("input", source)
-        return Prompt(body.chat([]), source, False, context.task.pooling)
+        return Prompt(body.chat([]), source, pooling=context.task.pooling)
     prompt = await render(context, source)
     after = context.renderer.after_text if body.add_special_tokens is not False else []
-    return Prompt(prompt.chat, prompt.token_ids + after, False, context.task.pooling)
+    return Prompt(prompt.body, prompt.token_ids + after, pooling=context.task.pooling)

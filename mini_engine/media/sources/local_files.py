@@ -22,7 +22,6 @@ from mini_engine.media.media_errors import MediaError
 from mini_engine.media.sources.policy import MediaPolicy
 from mini_engine.protocol.parts import MAX_URL_CHARACTERS
 
-_NO_SUCH_FILE = "no such regular file under the directory that --allowed-local-media-path names"
 _URL = re.compile("file://(?:localhost)?(/[^?#\x00-\x1f\x7f\ud800-\udfff]*)", re.IGNORECASE)
 
 LOCAL_TYPES = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay", "tmpfs"}
@@ -99,11 +98,10 @@ def _opened(url: str, policy: MediaPolicy, item: str) -> Iterator[FileIO]:
         with FileIO(_open_below(root, os.fsdecode(unquote_to_bytes(match[1])))) as file:
             policy.check_size(os.fstat(file.fileno()).st_size, item)
             yield file
-    except MediaError:
-        raise
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         raise_if_short(error)
-        raise MediaError(item, _NO_SUCH_FILE) from error
+        below = "" if root == Path("/") else " under the directory that --allowed-local-media-path names"
+        raise MediaError(item, f"no such regular file{below}") from error
 
 
 def _open_below(root: Path, path: str) -> int:
