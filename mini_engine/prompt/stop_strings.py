@@ -1,61 +1,81 @@
 """Stop strings in the text of an answer, as it arrives.
 
-A character costs the same however long they are. Knows nothing of tokens or requests.
+A character costs the same however many stop strings there are, and however long. Knows nothing of tokens or requests.
 """
 
 import functools
-from collections.abc import Sequence
 
 
-@functools.lru_cache(maxsize=64)  # the choices of a request, and many requests, have the same
-def borders(string: str) -> list[int]:
-    """Of each beginning of a string, the length of the longest shorter one with which it ends: the table of Knuth,
-    Morris and Pratt ("Fast pattern matching in strings", 1977)."""
-    lengths = [0, 0]
-    for character in string[1:]:
-        lengths.append(_step(string, lengths, lengths[-1], character))
-    return lengths
+class StopStrings:
+    """The automaton of Aho and Corasick ("Efficient string matching", 1975) for some strings, which searches share.
+
+    A node is the beginning of a string; 0 is the empty one.
+    """
+
+    def __init__(self, strings: tuple[str, ...]) -> None:
+        self.lengths = [0]  # of each node
+        self.matches = [0]  # length of the longest string with which a node ends; 0: of none
+        self._children: list[dict[str, int]] = [{}]  # by the next character
+        for string in strings:
+            node = 0
+            for length, character in enumerate(string, 1):
+                node = self._children[node].setdefault(character, len(self._children))
+                if node == len(self._children):
+                    self._children.append({})
+                    self.lengths.append(length)
+                    self.matches.append(0)
+            self.matches[node] = len(string)
+        self.first_characters = self._children[0].keys()
+        self._fallbacks = [0] * len(self._children)  # the longest node that is a shorter end of a node
+        nodes = list(self._children[0].values())
+        for node in nodes:  # shorter ones first
+            nodes += self._children[node].values()
+            for character, child in self._children[node].items():
+                fallback = self._fallbacks[child] = self.step(self._fallbacks[node], character)
+                self.matches[child] = self.matches[child] or self.matches[fallback]
+
+    def step(self, node: int, character: str) -> int:
+        """From the longest node with which a text ends to that of the text with one more character."""
+        while (child := self._children[node].get(character)) is None and node:
+            node = self._fallbacks[node]
+        return child or 0
+
+    def unfinished(self, node: int) -> int:
+        """Of the nodes with which a text ends that `node` is the longest of, the longest that has children."""
+        while node and not self._children[node]:
+            node = self._fallbacks[node]
+        return node
 
 
-def _step(string: str, lengths: list[int], length: int, character: str) -> int:
-    """The most characters of a string's beginning with which a text ends, after one more `character`; `length` before
-    it, fewer than the whole string. `lengths` are its `borders`."""
-    while length and string[length] != character:
-        length = lengths[length]
-    return length + (string[length] == character)
+stop_strings = functools.lru_cache(maxsize=8)(StopStrings)  # the prompts of a request, and many requests, have the same
 
 
 class StopSearch:
     """Finds the first stop string of a text as it arrives: the one that is complete first, the longest of several."""
 
-    def __init__(self, strings: Sequence[str], include: bool = False) -> None:
+    def __init__(self, strings: StopStrings, include: bool = False) -> None:
         """`include` sends the stop string too."""
         self.found = False
-        self._strings = [(string, borders(string)) for string in strings]
-        self._first_characters = {string[0] for string in strings}
+        self._strings = strings
         self._include = include
-        self._lengths = [0] * len(strings)  # the most characters of each string's beginning with which the text ends
-        self._held = ""  # the longest of these: perhaps the start of a stop string
+        self._node = 0
+        self._held = ""  # the text of the node: perhaps the start of a stop string
 
     def push(self, text: str, exempt: bool = False) -> str:
         """Takes the next text, unless a stop string was found before it, and returns what may be sent now. No stop
         string counts that ends in text that is `exempt`."""
-        if not self._held and self._first_characters.isdisjoint(text):
+        node, step, matches = self._node, self._strings.step, self._strings.matches
+        if not node and self._strings.first_characters.isdisjoint(text):
             return text
         end = len(self._held)
         text = self._held + text
         for character in text[end:]:
-            end += 1
-            longest = 0
-            for number, (string, lengths) in enumerate(self._strings):
-                length = _step(string, lengths, self._lengths[number], character)
-                if length == len(string):
-                    longest, length = max(longest, length), lengths[length]
-                self._lengths[number] = length
-            if longest and not exempt:
+            node, end = step(node, character), end + 1
+            if matches[node] and not exempt:
                 self.found, self._held = True, ""
-                return text[: end if self._include else end - longest]
-        sent = end - max(self._lengths)
+                return text[: end if self._include else end - matches[node]]
+        self._node = self._strings.unfinished(node)
+        sent = end - self._strings.lengths[self._node]
         self._held = text[sent:]
         return text[:sent]
 
