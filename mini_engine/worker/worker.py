@@ -150,7 +150,10 @@ def load_shared(child: Child, tp: TensorParallel) -> VisionLanguageModel:
         use_own_pages(LEAST_BYTES)
     model = load(init.model_dir, init.config, tp, torch.device("cpu"))
     if memory is not None:
-        logger.info("%.1f MiB of the weights are shared with other engines", share_weights(model, memory) / 2**20)
+        try:
+            logger.info("%.1f MiB of the weights are shared with other engines", share_weights(model, memory) / 2**20)
+        except OSError as error:  # such as a limit for the size of files, which the memory counts as
+            logger.warning("not all weights are shared with other engines: %s", error)
     return model
 
 
