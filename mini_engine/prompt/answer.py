@@ -85,7 +85,7 @@ class Sample:
         a stop string, is the last."""
         outputs, self.outputs = self.outputs[:PIECE_OUTPUTS], self.outputs[PIECE_OUTPUTS:]
         reason, before = outputs[-1].finish_reason, self.completion_tokens
-        fragments: list[tuple[Kind, str]] = []
+        parts: list[tuple[str, str]] = []
         listed: list[ListedToken] | None = [] if self._with_logprobs else None
         token_ids = [token for output in outputs for token in output.token_ids]
         logprobs = [each for output in outputs for each in output.logprobs]
@@ -97,20 +97,22 @@ class Sample:
             if listed is not None:
                 listed.append(self._detokenizer.list_token(logprobs[position - 1]))
             if not (hidden and position == len(token_ids)):
-                fragments += self._split(self._detokenizer.push(token_id))
+                parts.append(self._split(self._detokenizer.push(token_id)))
         if reason is not None and not self._stops.found:
-            fragments += self._split(self._detokenizer.finish(), last=True)
+            parts.append(self._split(self._detokenizer.finish(), last=True))
         finished: FinishedBy | None = None
         if self._stops.found or reason is not None:
             finished = "length" if reason == "length" and not self._stops.found else "stop"
+        thought, text = ("".join(texts) for texts in zip(("", ""), *parts, strict=True))
+        fragments: list[tuple[Kind, str]] = [("reasoning_content", thought)] if thought else []
+        fragments += self._calls.push(text, last=finished is not None)
         return Piece(self.index, self.completion_tokens - before, fragments, finished, listed)
 
-    def _split(self, decoded: str, last: bool = False) -> list[tuple[Kind, str]]:
-        """What `decoded` adds to the thought, the text and the calls."""
-        parts = dict(self._thoughts.push(decoded, last))
-        text = self._stops.push(parts.pop("content", ""), exempt=self.completion_tokens <= self._min_tokens)
-        text += self._stops.finish() if last else ""
-        return [*parts.items(), *self._calls.push(text, last or self._stops.found)]
+    def _split(self, decoded: str, last: bool = False) -> tuple[str, str]:
+        """What `decoded` adds to the thought, and to the text, where stop strings count."""
+        parts: dict[str, str] = dict(self._thoughts.push(decoded, last))
+        text = self._stops.push(parts.get("content", ""), exempt=self.completion_tokens <= self._min_tokens)
+        return parts.get("reasoning_content", ""), text + (self._stops.finish() if last else "")
 
     def end(self) -> None:
         """There are no more pieces; outputs that were not taken are dropped."""
