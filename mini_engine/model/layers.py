@@ -78,7 +78,9 @@ def pack_weights(module: nn.Module) -> None:
         if number % TRIM_MODULES == 0:  # small matrices fragment the heap: a third of it was free and not returned
             return_freed_memory()
         if isinstance(layer, ColumnParallel | RowParallel) and isinstance(layer.weight, nn.Parameter):
-            layer.weight = ops.pack(layer.weight)
+            packed = ops.pack(layer.weight)
+            del layer.weight  # a parameter, which a module does not replace
+            layer.weight = packed
 
 
 def make_matrix(sources: Sequence[tuple[str, int]], inputs: int, part: slice, width: int, at: Placement) -> MadeMatrix:

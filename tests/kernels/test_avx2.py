@@ -9,7 +9,7 @@ from mini_engine.kernels import avx2, ops
 
 EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-11}  # half a unit in the last place, at most
 
-pytestmark = pytest.mark.skipif(avx2._pack is None, reason="torch has no FBGEMM here")
+pytestmark = pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="not on x86")
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mini_engine.kernels import avx2
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
@@ -14,6 +15,7 @@ from mini_engine.model.weights import load_model
 from tests.model.reference import ReferenceAttention, in_dtype, place, reference_logits
 
 EVERY_FAMILY = True
+needs_fbgemm = pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="not on x86")
 CPU = torch.device("cpu")
 BFLOAT16_BOUND = 0.05  # of the largest logit
 BOUNDS = {torch.bfloat16: BFLOAT16_BOUND, torch.float16: BFLOAT16_BOUND / 8}  # three more bits of fraction
@@ -76,10 +78,15 @@ def test_chunked_prefill_and_decode_equal_one_pass(name, model, checkpoint, orac
     torch.testing.assert_close(torch.cat(outputs), whole, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=needs_fbgemm)])
 @pytest.mark.parametrize("dtype", BOUNDS)
 @torch.inference_mode()
-def test_narrow_dtypes_stay_near(dtype, checkpoint, oracle, prompts):
+def test_narrow_dtypes_stay_near(dtype, packed, checkpoint, oracle, prompts, monkeypatch):
+    if packed:
+        monkeypatch.setattr(avx2, "is_this_cpu", lambda: True)
+        monkeypatch.setattr(avx2, "LEAST_PACKED", 1)
     model = load(checkpoint.path, dtype)
+    assert any(isinstance(module, avx2.HalfMatrix) for module in model.modules()) is packed
     assert {p.dtype for p in model.parameters() if p.ndim > 1} == {dtype}
     assert model.decoder.rope.inv_freq.dtype == model.visual.inv_freq.dtype == torch.float32
     for name, prompt in prompts.items():
