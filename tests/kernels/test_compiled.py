@@ -103,8 +103,6 @@ def test_small_operators(dtype: str):
         (elementwise._mul_gate, {"SIZE": 4096, "DIM": 128, "PADDED": 128, "ROWS": 8, "SILU": True}),
         (elementwise._rotate_heads, heads | {"HEADS": 16, "KV_HEADS": 4}),
         (elementwise._rotate_heads, heads | {"HEADS": 32, "KV_HEADS": 0, "q_weight": None, "k_weight": None}),
-        (elementwise._mrope, {"HALF": 40, "HALF_PADDED": 64}),
-        (elementwise._normalise, {"SIZE": 1176, "CHANNEL": 392, "COLUMNS": 1024}),
         (elementwise._penalise, {"SIZE": 152064, "COLUMNS": 1024}),
         (elementwise._mask_tokens, {"SIZE": 152064, "COLUMNS": 1024}),
     ):

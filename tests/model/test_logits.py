@@ -81,7 +81,7 @@ def test_chunked_prefill_and_decode_equal_one_pass(name, model, checkpoint, orac
 def test_narrow_dtypes_stay_near(dtype, checkpoint, oracle, prompts):
     model = load(checkpoint.path, dtype)
     assert {p.dtype for p in model.parameters() if p.ndim > 1} == {dtype}
-    assert model.decoder.rope.inv_freq.dtype == model.visual.inv_freq.dtype == torch.float32
+    assert model.decoder.rope.frequencies.dtype == model.visual.inv_freq.dtype == torch.float32
     for name, prompt in prompts.items():
         exact = oracle(checkpoint.oracle, prompt)
         error = narrow_error(reference_logits(model, [in_dtype(prompt, dtype)])[0], exact, checkpoint.config)
