@@ -91,32 +91,6 @@ def _rotate_heads(
         tl.store(values + place - KV_HEADS * DIM, result, mask=inside & is_value)
 
 
-@triton.jit(do_not_specialize=["count"])  # or it would be compiled for counts of 1 and of 16
-def _mrope(cos, sin, positions, axis, frequencies, count, HALF: tl.constexpr, HALF_PADDED: tl.constexpr):
-    """The tables of one token: frequency i turns by the position on its axis."""
-    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, HALF_PADDED)
-    inside = i < HALF
-    position = tl.load(positions + tl.load(axis + i, mask=inside, other=0) * count + row, mask=inside, other=0)
-    angle = position.to(tl.float32) * tl.load(frequencies + i, mask=inside, other=0.0)
-    c, s = tl.cos(angle), tl.sin(angle)
-    here = row * (2 * HALF) + i
-    tl.store(cos + here, c, mask=inside)
-    tl.store(cos + here + HALF, c, mask=inside)
-    tl.store(sin + here, -s, mask=inside)
-    tl.store(sin + here + HALF, s, mask=inside)
-
-
-@triton.jit
-def _normalise(out, patches, mean, std, SIZE: tl.constexpr, CHANNEL: tl.constexpr, COLUMNS: tl.constexpr):
-    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < SIZE
-    value = tl.load(patches + row * SIZE + column, mask=inside, other=0).to(tl.float32)
-    centred = value - tl.load(mean + column // CHANNEL, mask=inside, other=0.0)
-    # Rounded to nearest, as torch divides: a plain division on the device is off by up to two units.
-    result = tl.div_rn(centred, tl.load(std + column // CHANNEL, mask=inside, other=1.0))
-    tl.store(out + row * SIZE + column, result.to(out.dtype.element_ty), mask=inside)
-
-
 @triton.jit
 def _penalise(scores, counts, rows, factors, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
     at, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -194,27 +168,6 @@ def rotate_heads(
             KV_HEADS=kv_heads, DIM=dim, PADDED=padded(dim), HALF=cos.shape[-1] // 2, ROWS=rows, OFFSET=int(offset),
             num_warps=4 if kv_heads else 8,
         )  # fmt: skip
-    return out
-
-
-def mrope(positions: Tensor, axis: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    count, half = positions.shape[1], len(frequencies)
-    assert positions.is_contiguous()
-    cos, sin = torch.empty(2, count, 1, 2 * half, dtype=torch.float32, device=positions.device)
-    if count:
-        _mrope[(count,)](
-            cos, sin, positions, axis, frequencies, count, HALF=half, HALF_PADDED=padded(half), num_warps=1
-        )
-    return cos, sin
-
-
-def normalise(patches: Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype) -> Tensor:
-    rows, size = patches.shape
-    assert patches.is_contiguous()
-    out = torch.empty(rows, size, dtype=dtype, device=patches.device)
-    if out.numel():
-        grid = (rows, triton.cdiv(size, COLUMNS))
-        _normalise[grid](out, patches, mean, std, SIZE=size, CHANNEL=size // len(mean), COLUMNS=COLUMNS, num_warps=4)
     return out
 
 

@@ -166,36 +166,10 @@ def rotate_heads(heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def mrope_tables(positions: Tensor, axis: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Tables for `rotate`, cosines and sines: frequency i turns by the position on its axis, in float32.
-
-    Args:
-        positions: int64 `[axes, n]`, contiguous.
-        axis: int64 `[head_dim / 2]`.
-        frequencies: float32 `[head_dim / 2]`.
-    """
-    if fused(positions):
-        return _kernels().mrope(positions, axis, frequencies)
-    return rotary_tables(positions.index_select(0, axis).T.float() * frequencies)
-
-
 def rotary_tables(angles: Tensor) -> tuple[Tensor, Tensor]:
     """Tables for `rotate` of float32 `angles` `[n, head_dim / 2]`."""
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
-
-
-def normalise(patches: Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype) -> Tensor:
-    """`(x - mean) / std` per channel, in float32, as `dtype`.
-
-    Args:
-        patches: uint8 `[n, channels * rest]`, contiguous, channel outermost within a row.
-        mean, std: float32 `[channels]`, on the same device.
-    """
-    if fused(patches):
-        return _kernels().normalise(patches, mean, std, dtype)
-    x = patches.unflatten(1, (len(mean), -1)).to(torch.float32)
-    return x.sub_(mean.view(1, -1, 1)).div_(std.view(1, -1, 1)).view(patches.shape).to(dtype)
 
 
 def penalise(scores: Tensor, counts: Tensor, rows: Tensor, factors: Tensor) -> None:

@@ -29,6 +29,7 @@ DECODE_PROGRAMS, PREFILL_PROGRAMS = 4, 2
 # Of the loop over keys: the copies for two iterations are in flight during the products of a third.
 STAGES = 3
 JOIN_SPLITS, JOIN_WARPS = 32, 4
+LARGE_SHARED_MEMORY = 200 << 10  # bytes; devices with more have matrix units that read operands from there
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
@@ -100,7 +101,6 @@ def _attend(
     row, d = tl.arange(0, ROWS), tl.arange(0, PADDED)
     token, head = row // GROUP, kv_head * GROUP + row % GROUP
     inside = (token < count)[:, None] & (d < DIM)[None, :]
-    place = (first_row + token) * heads + head
     # A split begins at a key that the tile's first token sees, and so all do: no row of a split is without a key.
     size = tl.maximum(tl.cdiv(tl.cdiv(position + 1, N), splits) * N, LEAST)
     first = split * size
@@ -126,6 +126,8 @@ def _attend(
             block_stride, place_stride, True, BLOCK_SIZE, N, DIM, PADDED,
         )  # fmt: skip
         acc = acc / total[:, None]
+        # Not before the loop, which has no register left for it on compute capability 10.0 at head size 256.
+        place = (first_row + token) * heads + head
         if splits > 1:
             place = place * splits + split
             tl.store(parts + place[:, None] * DIM + d[None, :], acc, mask=inside)
@@ -133,6 +135,7 @@ def _attend(
         else:
             tl.store(out + place[:, None] * DIM + d[None, :], acc.to(out.dtype.element_ty), mask=inside)
     else:
+        place = (first_row + token) * heads + head
         tl.store(sums + place * splits + split, float("-inf"), mask=token < count)
 
 
@@ -171,7 +174,7 @@ def shape_of(chunks: bool, group: int, dim: int, itemsize: int, shared_memory: i
         return Shape(padded(group, 32 if chunks else 16), 16, 8)
     if not chunks:
         return Shape(padded(group, 16), _keys(dim, 16 << 10), 4)
-    wide = dim <= 128 or shared_memory > 200 << 10  # a Hopper's matrix units read such a tile from shared memory
+    wide = dim <= 128 or shared_memory > LARGE_SHARED_MEMORY
     return Shape(padded(group, 128 if wide else 64), _keys(dim, shared_memory // 2 // STAGES), 8)
 
 
@@ -183,7 +186,7 @@ def _keys(dim: int, size: int) -> int:
 def tile_tokens(q: Tensor, keys: Tensor) -> int:
     """Tokens of one tile of a chunk's queries; arguments as for `attend`."""
     group = q.shape[1] // keys.shape[2]
-    return shape_of(True, group, q.shape[2], q.element_size(), _shared_memory(q.device)).rows // group
+    return shape_of(True, group, q.shape[2], q.element_size(), shared_memory_of(q.device)).rows // group
 
 
 def choose_splits(programs: int, longest: int, per_processor: int, device: torch.device) -> int:
@@ -199,7 +202,7 @@ def _processors(device: torch.device) -> int:
 
 
 @functools.cache
-def _shared_memory(device: torch.device) -> int:
+def shared_memory_of(device: torch.device) -> int:
     """Bytes that one program can have."""
     properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None  # its stub lacks this
     return properties.shared_memory_per_block_optin if properties else 99 << 10
@@ -220,7 +223,7 @@ def attend(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor,
         splits: 1 or more; see `choose_splits`.
     """
     (count, heads, dim), (block_size, kv_heads), chunks = q.shape, keys.shape[1:3], tiles.ndim == 2
-    shape = shape_of(chunks, heads // kv_heads, dim, q.element_size(), _shared_memory(q.device))
+    shape = shape_of(chunks, heads // kv_heads, dim, q.element_size(), shared_memory_of(q.device))
     parts = torch.empty(count, heads, splits if splits > 1 else 0, dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
     _attend[(len(tiles) if chunks else count, kv_heads, splits)](

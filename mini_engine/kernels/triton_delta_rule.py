@@ -5,8 +5,9 @@ three, however many tokens there are: the convolution, the relations between the
 the chunks with the state in registers.
 
 A float32 factor is the sum of three bfloat16 numbers to its last bit. A product with it is the sum of three products on
-the matrix units if the other factor is bfloat16; two float32 factors take three products of TF32. Both are about as
-exact as float32 arithmetic; one product of TF32 would be a thousand times less so.
+the matrix units if the other factor is bfloat16. If that is float16, which TF32 holds, it is the sum of two products in
+TF32, and of two float32 factors the sum of three. All are about as exact as float32 arithmetic; one product in TF32
+would be a thousand times less so.
 """
 
 import torch
@@ -15,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_engine.kernels.elementwise import padded
-from mini_engine.kernels.paged import matmul
+from mini_engine.kernels.paged import LARGE_SHARED_MEMORY, matmul, shared_memory_of
 
 # Tokens that one triangular system holds, and columns of a state in one program: larger blocks spill registers.
 CHUNK, SCAN_COLUMNS = 32, 16
@@ -148,29 +149,29 @@ def _scan(
     PADDED: tl.constexpr, COLUMNS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """All chunks, one after the other, for some columns of the state of one value head. The order of the products is
-    the one that needs the fewest registers."""
+    one that needs few registers."""
     head, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     i, d = tl.arange(0, N), tl.arange(0, PADDED)
+    row = i[:, None]
     place = delta + head * (K * V) + d[:, None] * V + column
     state = tl.load(place, mask=(d < K)[:, None] & (column < V), other=0.0)
+    mixed += row * (2 * KEYS * K + HEADS * V)
+    out += (row * HEADS + head) * V + column
     maps += head * (MAP_ROWS * N)
     for start in range(0, count, N):
-        token = (start + i)[:, None].to(tl.int64)
-        rows = mixed + token * (2 * KEYS * K + HEADS * V)
-        here = rows + head // (HEADS // KEYS) * K + d[None, :]
-        q = tl.load(here, mask=(token < count) & (d < K)[None, :], other=0.0)
-        k = tl.load(here + KEYS * K, mask=(token < count) & (d < K)[None, :], other=0.0)
-        shown = (token < count) & (column < V)
-        v = tl.load(rows + 2 * KEYS * K + head * V + column, mask=shown, other=0.0)
-        inverse = tl.load(maps + i[:, None] * N + i[None, :])
-        factors = maps + 2 * N * N + i[:, None]
-        keep = tl.load(maps + (2 * N + 3) * N)
+        known = row < count - start
+        here, factors = mixed + head // (HEADS // KEYS) * K + d[None, :], maps + 2 * N * N + row
+        k = tl.load(here + KEYS * K, mask=known & (d < K)[None, :], other=0.0)
+        expected = tl.load(factors) * _exact(k, state)
+        q = tl.load(here, mask=known & (d < K)[None, :], other=0.0)
         result = tl.load(factors + 2 * N) * _exact(q, state)
-        change = _exact(inverse, v.to(tl.float32) - tl.load(factors) * _exact(k, state))
-        state = state * keep + _exact(tl.trans(k), change * tl.load(factors + N))
-        attention = tl.load(maps + (i[:, None] + N) * N + i[None, :])
-        result += _exact(attention, change)
-        tl.store(out + (token * HEADS + head) * V + column, result.to(out.dtype.element_ty), mask=shown)
+        v = tl.load(mixed + 2 * KEYS * K + head * V + column, mask=known & (column < V), other=0.0)
+        change = _exact(tl.load(maps + row * N + i[None, :]), v.to(tl.float32) - expected)
+        result += _exact(tl.load(maps + (row + N) * N + i[None, :]), change)
+        tl.store(out, result.to(out.dtype.element_ty), mask=known & (column < V))
+        state = state * tl.load(maps + (2 * N + 3) * N) + _exact(tl.trans(k), change * tl.load(factors + N))
+        mixed += N * (2 * KEYS * K + HEADS * V)
+        out += N * (HEADS * V)
         maps += HEADS * (MAP_ROWS * N)
     tl.store(place, state, mask=(d < K)[:, None] & (column < V))
 
@@ -186,6 +187,10 @@ def _exact(a, b):
         middle = rest.to(tl.bfloat16)
         low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
         product = matmul(a, low) + matmul(a, middle) + matmul(a, high)
+    elif a.dtype == tl.float16:
+        wide, high = a.to(tl.float32), (b.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        low = tl.dot(wide, b - high, input_precision="tf32")
+        product = tl.dot(wide, high, low, input_precision="tf32")
     else:
         product = tl.dot(a.to(tl.float32), b, input_precision="tf32x3")
     return product
@@ -214,9 +219,15 @@ def prefill(x: Tensor, gates: Tensor, weights: Weights, conv: Tensor, delta: Ten
         maps, mixed, gates, *weights[1:], len(x), gates.stride(0), EPS=eps, **sizes, N=CHUNK, num_warps=2
     )
     _scan[(heads, triton.cdiv(sizes["V"], columns))](
-        out, mixed, maps, delta, len(x), **sizes, COLUMNS=columns, N=CHUNK, num_stages=3
-    )
+        out, mixed, maps, delta, len(x), **sizes, COLUMNS=columns, N=CHUNK, num_stages=3,
+        num_warps=scan_warps(x.dtype is torch.bfloat16, shared_memory_of(x.device)),
+    )  # fmt: skip
     return out
+
+
+def scan_warps(is_bfloat16: bool, shared_memory: int) -> int:
+    """Four spill registers, but of bfloat16 where matrix units read operands from shared memory."""
+    return 4 if is_bfloat16 and shared_memory > LARGE_SHARED_MEMORY else 8
 
 
 def _convolved(x: Tensor, kernel: Tensor, conv: Tensor, state_indices: Tensor | None) -> Tensor:

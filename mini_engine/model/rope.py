@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mini_engine.kernels import ops
 from mini_engine.model.config import TextConfig, VisionConfig
 
 Grid = tuple[int, int, int]
@@ -85,13 +84,16 @@ class MRope:
     """M-RoPE tables of the decoder (Qwen2-VL, Wang et al. 2024): frequency i turns by the axis of its section."""
 
     def __init__(self, config: TextConfig, device: torch.device) -> None:
-        self.inv_freq = inverse_frequencies(config.rope_theta, config.rotary_dim, device)
+        # Twice, the first half negated, as the sines of a `Rotation` are; a cosine is that of the negated angle.
+        inv_freq = inverse_frequencies(config.rope_theta, config.rotary_dim, device)
+        self.frequencies = torch.cat((-inv_freq, inv_freq))
         axes = _interleaved_axes if config.spec.mrope_interleaved else _sectioned_axes
-        self.axis = torch.tensor(axes(config.mrope_section), device=device)
+        self.axis = torch.tensor(2 * axes(config.mrope_section), device=device)
 
     def tables(self, positions: Tensor) -> Rotation:
         """int64 `[3, n]` -> tables for n tokens."""
-        return ops.mrope_tables(positions, self.axis, self.inv_freq)
+        angles = (positions.T.index_select(1, self.axis) * self.frequencies).unsqueeze(1)
+        return angles.cos(), angles.sin()
 
 
 def _sectioned_axes(sections: Sequence[int]) -> list[int]:

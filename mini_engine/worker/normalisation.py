@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mini_engine.kernels import ops
 from mini_engine.messages import Modality
 
 # Where the settings are if the joint file does not hold them; videos fall back on those of images.
@@ -62,11 +61,12 @@ class Normalisation:
         """uint8 patches `[n, channels * temporal * patch * patch]`, channel outermost -> a new tensor of the same shape
         and device. In the processor's fused form `(x - mean/rescale) / (std/rescale)`, in float32."""
         mean, std = (_per_channel(values, self.rescale, patches.device) for values in (self.mean, self.std))
-        return ops.normalise(patches, mean, std, dtype)
+        x = patches.unflatten(1, (len(mean), -1)).to(torch.float32)
+        return x.sub_(mean).div_(std).flatten(1).to(dtype)
 
 
 @lru_cache(maxsize=16)
 def _per_channel(values: tuple[float, ...], rescale: float, device: torch.device) -> Tensor:
-    """Cached, since a copy to a device would wait for its queued work."""
+    """float32 `[channels, 1]`. Cached, since a copy to a device would wait for its queued work."""
     # float32 before the product, as the processor does it, so that the result is the same to the last bit.
-    return torch.tensor(values, dtype=torch.float32, device=device).mul_(1.0 / rescale)
+    return torch.tensor(values, dtype=torch.float32, device=device).mul_(1.0 / rescale).unsqueeze(1)

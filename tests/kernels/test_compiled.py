@@ -75,21 +75,21 @@ def stack_bytes(compiled: Any, path: Path) -> int:
 def test_attention(target: int, dim: int, dtype: str, tmp_path: Path):
     types, width, limit = types_of(dtype), WIDTHS[dtype], SHARED_MEMORY[target]
     attend = [
-        compile_for(target, paged._attend, types, paged.constants(shape, chunks, 7, dim, 16), shape.warps, paged.STAGES)
-        for chunks in (False, True)
-        for shape in [paged.shape_of(chunks, 7, dim, width, limit)]
+        compile_for(target, paged._attend, types, paged.constants(shape, *kind, dim, 16), shape.warps, paged.STAGES)
+        for kind in ((False, 7), (True, 7), (True, 8))
+        for shape in [paged.shape_of(*kind, dim, width, limit)]
     ]
     fixed = {"DIM": dim, "PADDED": padded(dim, 16), "N": paged.JOIN_SPLITS}
     join = compile_for(target, paged._join, types, fixed, paged.JOIN_WARPS)
     for compiled in (*attend, join):
         assert compiled.metadata.shared <= limit
-        assert stack_bytes(compiled, tmp_path / "cubin") <= (0 if width == 2 and dim < 256 else 64)
+        assert stack_bytes(compiled, tmp_path / "cubin") <= (0 if width == 2 else 64)
     for compiled in attend:
         in_flight = [int(number) for number in re.findall(r"async_wait .*num = (\d+)", compiled.asm["ttgir"])]
         assert max(in_flight) > 0, "copies overlap the products"
     if width == 2:
-        decode, chunk = (compiled.asm["ptx"] for compiled in attend)
-        assert "mma.sync" in decode and MATRIX_UNIT.get(target, "mma.sync") in chunk
+        for compiled, unit in zip(attend, ("mma.sync", *[MATRIX_UNIT.get(target, "mma.sync")] * 2), strict=True):
+            assert unit in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -103,8 +103,6 @@ def test_small_operators(dtype: str):
         (elementwise._mul_gate, {"SIZE": 4096, "DIM": 128, "PADDED": 128, "ROWS": 8, "SILU": True}),
         (elementwise._rotate_heads, heads | {"HEADS": 16, "KV_HEADS": 4}),
         (elementwise._rotate_heads, heads | {"HEADS": 32, "KV_HEADS": 0, "q_weight": None, "k_weight": None}),
-        (elementwise._mrope, {"HALF": 40, "HALF_PADDED": 64}),
-        (elementwise._normalise, {"SIZE": 1176, "CHANNEL": 392, "COLUMNS": 1024}),
         (elementwise._penalise, {"SIZE": 152064, "COLUMNS": 1024}),
         (elementwise._mask_tokens, {"SIZE": 152064, "COLUMNS": 1024}),
     ):
@@ -117,20 +115,22 @@ each_target = pytest.mark.parametrize(
 
 
 @each_target
-def test_gated_delta_rule(target: int, tmp_path: Path):
-    """Qwen3.5-4B's sizes: what the loop over chunks keeps in registers spills little, the rest nothing."""
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_gated_delta_rule(target: int, dtype: str, tmp_path: Path):
+    """Qwen3.5-4B's sizes."""
+    types, scan_warps = types_of(dtype), delta_rule.scan_warps(dtype == "bf16", SHARED_MEMORY[target])
     sizes = {"KEYS": 16, "HEADS": 32, "K": 128, "V": 128, "PADDED": 128}
     conv = {"CHANNELS": 8192, "SIZE": 4, "PADDED": 4, "COLUMNS": delta_rule.CONV_CHANNELS}
-    for kernel, fixed, warps, stack in (
-        (delta_rule._convolve, conv | {"TOKENS": 1}, 4, 0),
-        (delta_rule._convolve, conv | {"state_indices": None, "TOKENS": delta_rule.CONV_TOKENS}, 4, 0),
-        (delta_rule._decode, sizes | {"EPS": 1e-6, "COLUMNS": delta_rule.DECODE_COLUMNS}, 4, 0),
-        (delta_rule._relate, sizes | {"EPS": 1e-6, "N": delta_rule.CHUNK}, 2, 0),
-        (delta_rule._scan, sizes | {"COLUMNS": delta_rule.SCAN_COLUMNS, "N": delta_rule.CHUNK}, 4, 128),
+    for kernel, fixed, warps in (
+        (delta_rule._convolve, conv | {"TOKENS": 1}, 4),
+        (delta_rule._convolve, conv | {"state_indices": None, "TOKENS": delta_rule.CONV_TOKENS}, 4),
+        (delta_rule._decode, sizes | {"EPS": 1e-6, "COLUMNS": delta_rule.DECODE_COLUMNS}, 4),
+        (delta_rule._relate, sizes | {"EPS": 1e-6, "N": delta_rule.CHUNK}, 2),
+        (delta_rule._scan, sizes | {"COLUMNS": delta_rule.SCAN_COLUMNS, "N": delta_rule.CHUNK}, scan_warps),
     ):
-        compiled = compile_for(target, kernel, types_of("bf16"), fixed, warps)
+        compiled = compile_for(target, kernel, types, fixed, warps)
         assert compiled.metadata.shared <= 99 << 10
-        assert stack_bytes(compiled, tmp_path / "cubin") <= stack
+        assert stack_bytes(compiled, tmp_path / "cubin") == 0
     in_flight = [int(number) for number in re.findall(r"async_wait .*num = (\d+)", compiled.asm["ttgir"])]
     assert max(in_flight) > 0, "copies overlap the products"
 

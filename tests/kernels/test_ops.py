@@ -108,28 +108,6 @@ def test_rotate(heads, dim, dtype, device):
     close(ours, expected)
 
 
-def test_mrope_tables(device):
-    """Positions up to 100,000. The angle is a float32, so its sine is known to its last place times the angle."""
-    positions = torch.randint(0, 100_000, (3, 9), device=device)
-    axis = torch.tensor([0, 0, 1, 2, 2], device=device)
-    frequencies = torch.tensor([1.0, 0.3, 0.1, 0.01, 0.001], device=device)
-    angles = positions[axis].T.float() * frequencies
-    for ours, expected in zip(
-        ops.mrope_tables(positions, axis, frequencies), ops.rotary_tables(angles.double()), strict=True
-    ):
-        assert ours.shape == (9, 1, 10) and ours.is_contiguous()
-        close(ours, expected)
-
-
-@dtypes
-def test_normalise(dtype, device):
-    patches = torch.randint(0, 256, (5, 3 * 400), dtype=torch.uint8, device=device)
-    mean, std = (torch.tensor(values, device=device) for values in ([120.5, 110.0, 99.0], [60.0, 70.0, 80.5]))
-    ours = ops.normalise(patches, mean, std, dtype)
-    exact = patches.view(5, 3, 400).float().sub(mean.view(1, 3, 1)).div(std.view(1, 3, 1)).view(5, -1)
-    same(ours, exact.to(dtype))
-
-
 @dtypes
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(

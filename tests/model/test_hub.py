@@ -50,7 +50,7 @@ def test_names_and_shapes_are_transformers(raw: dict[str, Any], tmp_path):
     # transformers reads the same numbers out of it that have no shape.
     rope = oracle.config.text_config.rope_parameters
     assert rope["rope_theta"] == model.config.text.rope_theta
-    assert len(model.decoder.rope.inv_freq) == len(oracle.model.language_model.rotary_emb.inv_freq)
+    assert len(model.decoder.rope.axis) == 2 * len(oracle.model.language_model.rotary_emb.inv_freq)
     assert tuple(rope["mrope_section"]) == model.config.text.mrope_section
     assert oracle.config.text_config.rms_norm_eps == model.config.text.rms_norm_eps
 

@@ -88,7 +88,7 @@ def test_narrow_dtypes_stay_near(dtype, packed, checkpoint, oracle, prompts, mon
     model = load(checkpoint.path, dtype)
     assert any(isinstance(module, avx2.HalfMatrix) for module in model.modules()) is packed
     assert {p.dtype for p in model.parameters() if p.ndim > 1} == {dtype}
-    assert model.decoder.rope.inv_freq.dtype == model.visual.inv_freq.dtype == torch.float32
+    assert model.decoder.rope.frequencies.dtype == model.visual.inv_freq.dtype == torch.float32
     for name, prompt in prompts.items():
         exact = oracle(checkpoint.oracle, prompt)
         error = narrow_error(reference_logits(model, [in_dtype(prompt, dtype)])[0], exact, checkpoint.config)
