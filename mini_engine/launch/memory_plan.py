@@ -27,12 +27,12 @@ def settle_memory(
     block, states = _block_bytes(config, text, itemsize), _state_bytes(config, text, "cpu")
     stored = media.nbytes * engines * (ranks if media.kind == "lru" else 1)
     embeddings = config.encoder_tokens(longest) * model.vision.row_size * itemsize * ranks
-    left = free - stored - weights - engines * (embeddings + states)  # see `worker/shared_weights.py`
+    left = free - stored - engines * (weights + embeddings + states)
     needed = block * -(-longest // config.block_size)
     if text.linear is not None:
         needed += needed // 3  # a quarter of the cache is for snapshots
     size = max(config.cpu_cache_bytes, min(needed, left * 2 // 3 // (engines * ranks)))
-    parts = ((weights, "weights"), (stored, "media cache"), (engines * embeddings, "embeddings"))
+    parts = ((engines * weights, "weights"), (stored, "media cache"), (engines * embeddings, "embeddings"))
     used = ", ".join(f"{name} {nbytes / 2**30:.1f}" for nbytes, name in parts)
     line = (
         f"memory: of {free / 2**30:.1f} GiB that are free, {used}; "
@@ -54,8 +54,8 @@ def check_given_cache(config: EngineConfig, model: ModelConfig, device: str, fre
     if config.num_gpu_blocks_override is not None:
         flag = "--num-gpu-blocks-override"
         given = config.num_gpu_blocks_override * _block_bytes(config, model.text, itemsize)
-    states, ranks = _state_bytes(config, model.text, device), config.tensor_parallel_size
-    left = free - (min(workers, ranks) * weights + workers * states) // ranks  # engines share their weights
+    others = (weights + _state_bytes(config, model.text, device)) // config.tensor_parallel_size
+    left = free - workers * others
     if given * workers > max(0, left):
         raise ConfigError(
             f"{flag}: a KV cache of {given / 2**30:.1f} GiB for each of {workers} worker(s) does not fit, "

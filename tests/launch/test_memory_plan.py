@@ -56,10 +56,10 @@ def test_the_kv_cache_of_a_flag_must_fit_beside_the_weights(flag, fitting):
 
 @pytest.mark.parametrize("engines", [1, 2])
 def test_engines_divide_two_thirds_of_what_is_left(engines):
-    """They share the weights."""
-    config, free = EngineConfig(data_parallel_size=engines), 20 * GIB
+    """Each has its own weights."""
+    config, free = EngineConfig(data_parallel_size=engines), 20 * GIB * engines
     config, line = settle_memory(config, QWEN3_4B, MediaCachePlan("shm", GIB, ""), free)
     weights, embeddings = QWEN3_4B.weight_bytes(2), 65536 * QWEN3_4B.vision.row_size * 2
-    assert config.kv_cache_memory_bytes == (free - weights - engines * (GIB + embeddings)) * 2 // 3 // engines
-    assert f"weights {weights / GIB:.1f}" in line
+    assert config.kv_cache_memory_bytes == (free // engines - weights - GIB - embeddings) * 2 // 3
+    assert f"weights {engines * weights / GIB:.1f}" in line
     assert "--max-model-len allows up to 262144 tokens" in line
