@@ -20,8 +20,8 @@ from mini_engine.messages.handshake import (
 from mini_engine.messages.names import BindName, NamedMedia, NamesResolved, ResolveNames
 from mini_engine.messages.requests import (
     Abandoned, ControlReply, ControlRequest, EngineStats, EngineTimes, Finish, FinishReason, Found,
-    FoundMedia, Lookup, MediaMiss, MediaNeeded, NewRequest, Outputs, PoolingParams, RequestOutput, Reserve, Reserved,
-    SamplingParams,
+    FoundMedia, Lookup, MediaMiss, MediaNeeded, NewRequest, Outputs, PoolingParams, Problem, RequestOutput, Reserve,
+    Reserved, SamplingParams,
     ChildRequest, TokenLogprob, Unreserve, Written,
 )  # fmt: skip
 from mini_engine.messages.steps import (
