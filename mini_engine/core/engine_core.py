@@ -45,6 +45,7 @@ from mini_engine.messages import (
     NewRequest,
     Outputs,
     PeerGone,
+    Problem,
     RequestOutput,
     Reserve,
     SampledToken,
@@ -184,7 +185,7 @@ class EngineCore:
             self.grammars.acquire(parent)
         problem = problem_with(new, self.model, self.limits)
         if problem is not None:
-            self._refuse(parent, problem)
+            self._refuse(parent, Problem(problem))
             return
         self.media.remember(new.media)
         if all(map(self.encoder.holds, parent.tensors.embeddings)):
@@ -209,10 +210,11 @@ class EngineCore:
                 if isinstance(item.patches, TensorHandle) and item.cacheable:
                     self.media.arrived(item)
         request.accepted_at = request.accepted_at or time.monotonic()
-        problem = self.grammars.problem_with(request) if request.new.sampling.grammar else ""
-        if problem:
+        if not self.grammars.is_ready(request):
+            return
+        if problem := self.grammars.problem_with(request):
             self._refuse(request, problem)
-        elif problem is not None:
+        else:
             self.scheduler.clients.add(request)
 
     # --- schedule, dispatch and retire -------------------------------------------------------------------------------
@@ -357,12 +359,12 @@ class EngineCore:
             self._remove(sample)
         self.links.send(request.peer, reason)
 
-    def _refuse(self, request: Request, problem: str) -> None:
+    def _refuse(self, request: Request, problem: Problem) -> None:
         """End a request and its children, none of which has started."""
         for sample in [*request.children, request]:
             self._finish(sample, "error", problem)
 
-    def _finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
+    def _finish(self, request: Request, reason: FinishReason, error: Problem | None = None) -> None:
         """End a request for another reason than its tokens: an abort, or an `error` in it."""
         self._remove(request)
         self.outputs[request.peer].outputs.append(RequestOutput(request.id, [], reason, error))

@@ -8,14 +8,15 @@ import itertools
 
 from mini_engine.core.request import Request
 from mini_engine.core.step_builder import StepBuilder
-from mini_engine.messages import Grammar, GrammarReady
+from mini_engine.messages import Grammar, GrammarReady, Problem
 
 
 @dataclasses.dataclass(slots=True)
 class _Entry:
     number: int  # of its order
     users: int = 0  # samples that have not ended
-    problem: str | None = None  # see `GrammarReady`; None: it is not reported yet
+    is_reported: bool = False
+    problem: Problem | None = None  # see `GrammarReady`
     waiting: dict[str, Request] = dataclasses.field(default_factory=dict)  # by id
 
 
@@ -45,22 +46,28 @@ class GrammarCompiles:
             del self._entries[request.new.sampling.grammar]
             self._next_step.discard_grammar(request.new.sampling.grammar, entry.number)
 
-    def problem_with(self, request: Request) -> str | None:
-        """Why its grammar cannot be followed, for the client; empty: it can. None: `report` will return the request."""
-        entry = self._entries[request.new.sampling.grammar]
-        if entry.problem is None:
-            entry.waiting[request.id] = request
-        return entry.problem
+    def is_ready(self, request: Request) -> bool:
+        """Whether its grammar, if it has one, is reported. False: `report` will return the request."""
+        entry = self._entries.get(request.new.sampling.grammar)
+        if entry is None or entry.is_reported:
+            return True
+        entry.waiting[request.id] = request
+        return False
+
+    def problem_with(self, request: Request) -> Problem | None:
+        """Why its grammar, if it has one, cannot be followed, as far as is reported."""
+        entry = self._entries.get(request.new.sampling.grammar)
+        return entry.problem if entry is not None else None
 
     def report(self, ready: GrammarReady) -> list[Request]:
         """Rank 0's report of a grammar. Returns the requests that wait no longer."""
         entry = self._entries.get(ready.digest)
         if entry is None or entry.number != ready.number:  # no sample followed it any more when it was compiled
             return []
-        entry.problem = ready.problem
+        entry.is_reported, entry.problem = True, ready.problem
         waiting, entry.waiting = list(entry.waiting.values()), {}
         return waiting
 
-    def discard(self, request: Request, problem: str) -> None:
+    def discard(self, request: Request, problem: Problem) -> None:
         """Its grammar can be followed no further: nor can those of later requests, until no sample follows it."""
         self._entries[request.new.sampling.grammar].problem = problem

@@ -19,8 +19,8 @@ from mini_engine.messages.handshake import (
 )  # fmt: skip
 from mini_engine.messages.requests import (
     Abandoned, BindName, ChildRequest, ControlReply, ControlRequest, EngineStats, EngineTimes, Finish, FinishReason,
-    Found, FoundMedia, Lookup, MediaMiss, MediaNeeded, NamedMedia, NewRequest, Outputs, PoolingParams, RequestOutput,
-    Reserve, Reserved, SamplingParams, TokenLogprob, Unreserve, Written,
+    Found, FoundMedia, Lookup, MediaMiss, MediaNeeded, NamedMedia, NewRequest, Outputs, PoolingParams, Problem,
+    RequestOutput, Reserve, Reserved, SamplingParams, TokenLogprob, Unreserve, Written,
 )  # fmt: skip
 from mini_engine.messages.steps import (
     Chunk, EncodeItem, Grammar, GrammarReady, KeepMedia, MediaReady, NewSequence, SampledToken, StateStart,

@@ -9,6 +9,13 @@ from mini_engine.messages.tensors import CachedMedia, MediaItem, Message, Messag
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+class Problem(msgspec.Struct, frozen=True, array_like=True):
+    """Why a request has to end."""
+
+    text: str  # for the client
+    retry: bool = False  # the request is right: sent again, it may succeed
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How to choose tokens, with the defaults of the model and the server filled in."""
 
@@ -187,7 +194,7 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
-    error: str | None = None  # with "error", if the request is at fault: text for the client
+    error: Problem | None = None  # with "error"
     logprobs: list[list[TokenLogprob]] = []  # if asked for, of each of `token_ids`: its own, then the likeliest
     num_cached_tokens: int = 0  # with the first tokens: how many of the prompt's tokens the prefix cache held
     times: EngineTimes | None = None  # with the first and the last tokens of a request, but not of its children

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from mini_engine.messages.requests import PoolingParams, SamplingParams, TokenLogprob
+from mini_engine.messages.requests import PoolingParams, Problem, SamplingParams, TokenLogprob
 from mini_engine.messages.tensors import MediaItem, Message, MessageId, TensorHandle
 
 
@@ -94,7 +94,7 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
     token_id: int
     logprobs: list[TokenLogprob] = []  # see `RequestOutput`
-    problem: str = ""  # why its grammar can be followed no further and the request has to end, as a text for the client
+    problem: Problem | None = None  # its grammar can be followed no further
 
 
 class StepResult(Message, frozen=True):
@@ -120,7 +120,7 @@ class GrammarReady(Message, frozen=True):
 
     number: int
     digest: bytes
-    problem: str = ""  # why it cannot be followed, as a text for the client
+    problem: Problem | None = None  # it cannot be followed
 
 
 class MediaReady(Message, frozen=True):

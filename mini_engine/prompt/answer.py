@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 import msgspec
 
 from mini_engine.log import about
-from mini_engine.messages import EngineTimes, FinishReason, NewRequest, RequestOutput, SamplingParams
+from mini_engine.messages import EngineTimes, FinishReason, NewRequest, Problem, RequestOutput, SamplingParams
 from mini_engine.prompt.detokenizer import Detokenizer, ListedToken, Vocabulary
 from mini_engine.prompt.stop_strings import StopSearch, stop_strings
 from mini_engine.prompt.tool_calls import AnswerParser, Kind
@@ -223,13 +223,19 @@ class Answer:
         if sample.over:
             return
         if output.finish_reason in ("error", "abort"):
-            refusal = bad_request(output.error, self._grammar_field) if output.error else None
-            self.fail(refusal or EngineError("The engine has aborted this request.", 500, "internal_error"))
+            self.fail(self._failure(output.error))
             return
         if not sample.outputs:
             self._waiting.append(sample)
         sample.add(output)
         self.arrived.set()
+
+    def _failure(self, problem: Problem | None) -> ApiError:
+        if problem is None:
+            return EngineError("The engine has aborted this request.", 500, "internal_error")
+        if problem.retry:
+            return EngineError(problem.text, code="overloaded")
+        return bad_request(problem.text, self._grammar_field)
 
     def fail(self, error: ApiError) -> None:
         """The engine sends no more outputs: fail the request with `error`."""

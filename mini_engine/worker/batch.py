@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mini_engine.kernels.staging import to_device
-from mini_engine.messages import Chunk, NewSequence
+from mini_engine.messages import Chunk, NewSequence, Problem
 from mini_engine.model.config import VisionConfig
 from mini_engine.model.rope import PlacedRun, mrope_positions
 from mini_engine.worker.attention.sdpa import AttentionBackend, Span, StepAttention
@@ -29,13 +29,13 @@ class SequenceState:
     blocks: int64, the block table: the first `num_blocks` count.
     state_index: of its recurrent state, if any.
     pooling: what the end of its prompt returns, if it samples nothing.
-    problem: why its grammar can be followed no further, as a text for the client; on rank 0.
+    problem: why its grammar can be followed no further; on rank 0.
     """
 
     def __init__(self, new: NewSequence, vision: VisionConfig, block_size: int) -> None:
         self.request_id = new.request_id
         self.sampling, self.pooling = RowSampling.of(new.sampling), new.pooling
-        self.problem = ""
+        self.problem: Problem | None = None
         self._followed = 0  # tokens of the output that the grammar's process knows
         self.media = new.media
         self.prompt_length = len(new.prompt_token_ids)

@@ -152,7 +152,7 @@ def test_media_larger_than_the_encoder_cache_are_refused():
     world.request("sum", media=[item(message(2), 1, 5), item(message(2), 6, 5, 1)], prompt=14)
     world.run()
     assert world.ends == {"sum": ["error"]}
-    assert "10" in world.errors["sum"]
+    assert "10" in world.errors["sum"].text
     world.assert_at_rest()
 
 

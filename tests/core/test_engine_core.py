@@ -11,6 +11,7 @@ from mini_engine.messages import (
     Envelope,
     MediaReady,
     PoolingParams,
+    Problem,
     SampledToken,
     Step,
     StepResult,
@@ -124,22 +125,23 @@ def test_requests_end_whose_grammar_cannot_be_followed():
     world.request("a", grammar="bad", children=[ChildRequest("a-1", 2)])
     world.request("b", grammar="bad", media=[item(message(1), 1)], ready=False)
     world.run()
-    world.grammar_ready("bad", "too complex")
+    world.grammar_ready("bad", Problem("too complex"))
     world.run()
     world.request("c", grammar="bad")
     world.run()
     world.media_ready(message(1))
     world.run()
     assert world.ends == dict.fromkeys(["a", "a-1", "b", "c"], ["error"])
-    assert {*world.errors.values()} == {"too complex"} and not world.links.started
+    assert {*world.errors.values()} == {Problem("too complex")} and not world.links.started
     world.request("row", max_tokens=8, grammar="slow")
     world.run()
     world.grammar_ready("slow")
     world.turn()
     world.links.steps.clear()
-    world.receive(StepResult(world.core.in_flight[0].step.number, [SampledToken("row", 0, problem="too slow")]))
+    killed = Problem("it was killed", retry=True)
+    world.receive(StepResult(world.core.in_flight[0].step.number, [SampledToken("row", 0, problem=killed)]))
     world.turn()
-    assert world.errors["row"] == "too slow"
+    assert world.errors["row"] == killed
 
 
 # --- pings: the core answers for all of its ranks, and only when they have shown that they run -----------------------

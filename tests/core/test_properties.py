@@ -14,7 +14,7 @@ from collections.abc import Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mini_engine.messages import ChildRequest, ControlRequest, Finish, MediaReady, MessageId, PoolingParams
+from mini_engine.messages import ChildRequest, ControlRequest, Finish, MediaReady, MessageId, PoolingParams, Problem
 from tests.support.simulated_core import API, MODEL, TIMED, World, item
 from tests.support.simulated_ranks import token_of
 
@@ -137,7 +137,7 @@ def report_grammars(world: World, chosen: Callable[[], bool]) -> None:
     """What rank 0 has compiled, or could not."""
     for digest in world.links.grammars.keys() - world.links.compiled:
         if chosen():
-            world.grammar_ready(digest.decode(), "it is bad" if digest == b"bad" else "")
+            world.grammar_ready(digest.decode(), Problem("it is bad") if digest == b"bad" else None)
 
 
 def play(loads: list[RequestLoad], flags: dict[str, object], timing: int) -> None:

@@ -16,6 +16,7 @@ import torch
 from mini_engine.http import responses
 from mini_engine.media.loader import MediaLoader
 from mini_engine.media.sources.local_files import SETTLED_NS, LocalFiles
+from mini_engine.messages import Problem
 from mini_engine.protocol.bodies import ChatRequest
 from tests.support import serving
 from tests.support.patience import eventually
@@ -111,9 +112,13 @@ async def test_errors_of_the_engine_name_the_field_of_a_grammar_where_there_is_o
     served.core.hold = True
     for count, field in enumerate([None, "structured_outputs"], 1):
         asking = served.asking("hello", **({field: {"choice": ["a"]}} if field else {}))
-        await served.core.end(await served.core.has_requests(count), "error", "it cannot be computed")
+        await served.core.end(await served.core.has_requests(count), "error", Problem("it cannot be computed"))
         check_error(await asking, 400, "invalid_value", "it cannot be computed")
         assert (await asking).json()["error"]["param"] == field
+    asking = served.asking("hello", structured_outputs={"choice": ["a"]})
+    await served.core.end(await served.core.has_requests(3), "error", Problem("its process was killed", retry=True))
+    check_error(await asking, 503, "overloaded", "its process was killed")
+    assert (await asking).headers["retry-after"] and (await asking).json()["error"]["param"] is None
 
 
 @streamed_or_whole

@@ -31,6 +31,7 @@ from mini_engine.messages import (
     NamedMedia,
     NewRequest,
     Outputs,
+    Problem,
     RequestOutput,
     StoreHandle,
     TokenLogprob,
@@ -159,7 +160,7 @@ class ScriptedCore:
         await self.send(Outputs(outputs=[output]))
 
     async def end(
-        self, request: NewRequest, reason: Any, error: str | None = None, tokens: list[int] | None = None
+        self, request: NewRequest, reason: Any, error: Problem | None = None, tokens: list[int] | None = None
     ) -> None:
         del self.running[request.request_id]
         times = self._times_of(request) if reason in ("stop", "length") else None

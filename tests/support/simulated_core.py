@@ -28,6 +28,7 @@ from mini_engine.messages import (
     MessageId,
     NewRequest,
     Outputs,
+    Problem,
     Reserve,
     Reserved,
     SamplingParams,
@@ -73,7 +74,7 @@ class World:
         self.pool = self.core.blocks
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, list[str]] = {}
-        self.errors: dict[str, str | None] = {}
+        self.errors: dict[str, Problem | None] = {}
         self.times: dict[str, list[EngineTimes]] = {}
         self.pooled: dict[str, bytes] = {}
         self.cached: Counter[str] = Counter()
@@ -113,7 +114,7 @@ class World:
     def media_ready(self, message, rank=0):
         self.receive(MediaReady(rank, message), ("worker 0.0 media", 100))
 
-    def grammar_ready(self, grammar, problem=""):
+    def grammar_ready(self, grammar, problem=None):
         digest = grammar.encode()
         self.links.compiled.add(digest)
         self.receive(GrammarReady(self.links.grammars[digest], digest, problem), ("worker 0.0 grammars", 100))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mini_engine.kernels import ops
-from mini_engine.messages import Grammar, GrammarReady
+from mini_engine.messages import Grammar, GrammarReady, Problem
 from mini_engine.worker.sampling import grammar_process
 from mini_engine.worker.sampling.grammar_process import ManagerRequest, ManagerSpec, MaskAnswer
 from mini_engine.worker.sampling.matchers import Row
@@ -92,13 +92,12 @@ class Grammars:
         if rows:
             self._send(ManagerRequest(step=self._step, rows=[*rows.values()], seconds=seconds))
 
-    def receive_masks(self, device: torch.device = CPU) -> tuple[Masks | None, dict[int, str]]:
+    def receive_masks(self, device: torch.device = CPU) -> tuple[Masks | None, dict[int, Problem]]:
         """The masks for the model on `device`; and for each row that has none why its output can be followed no
-        further, as a text for the client. Waits for them, mostly less than 0.1 s. Raises RuntimeError: the manager
-        exited."""
+        further. Waits for them, mostly less than 0.1 s. Raises RuntimeError: the manager exited."""
         if not self._rows:
             return None, {}
-        problems: dict[int, str] = {}  # by place
+        problems: dict[int, Problem | None] = {}  # by place
         while len(problems) < len(self._rows):
             try:
                 size = self._answers.recv_into(self._answer)

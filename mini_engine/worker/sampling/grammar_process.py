@@ -31,7 +31,7 @@ import msgspec
 from setproctitle import setproctitle
 
 from mini_engine.launch.process_setup import die_with_parent, ignore_stop_signals
-from mini_engine.messages import Grammar, GrammarReady
+from mini_engine.messages import Grammar, GrammarReady, Problem
 from mini_engine.worker.sampling.matchers import MaskVocabulary, Matchers, Row
 
 COMPILE_SECONDS = 1  # of processor time, with the first mask
@@ -48,10 +48,10 @@ ANSWER_BYTES = 1 << 20  # of a `MaskAnswer`, at most: more than a socket takes a
 PAUSE_SECONDS = 5  # before the next grammar of a client is compiled after one that has delayed steps
 
 TOO_MUCH = f"The grammar of this request {{}}; send a simpler one. It is refused for {REFUSED_SECONDS // 60} minutes."
-SLOW_COMPILE = TOO_MUCH.format(f"takes more than {COMPILE_SECONDS} s of processor time to compile")
-SLOW_MASK = TOO_MUCH.format(f"delays steps by more than {SPARE_SECONDS * 1000:.0f} ms beyond the model")
-LARGE = TOO_MUCH.format(f"takes more than {MEMORY_BYTES >> 20} MiB of memory")
-KILLED = "The process of this request's grammar was killed; send the request again."
+SLOW_COMPILE = Problem(TOO_MUCH.format(f"takes more than {COMPILE_SECONDS} s of processor time to compile"))
+SLOW_MASK = Problem(TOO_MUCH.format(f"delays steps by more than {SPARE_SECONDS * 1000:.0f} ms beyond the model"))
+LARGE = Problem(TOO_MUCH.format(f"takes more than {MEMORY_BYTES >> 20} MiB of memory"))
+KILLED = Problem("The process of this request's grammar was killed; send the request again.", retry=True)
 
 
 class ManagerSpec(msgspec.Struct, frozen=True):
@@ -80,7 +80,7 @@ class ManagerRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MaskWork(msgspec.Struct, frozen=True, array_like=True):
-    """Manager -> a grammar's process, once that has reported by a problem, perhaps empty, that it is compiled."""
+    """Manager -> a grammar's process, once that has reported by a problem or none that it is compiled."""
 
     step: int
     finished: list[str]  # outputs
@@ -94,7 +94,7 @@ class MaskAnswer(msgspec.Struct, frozen=True, array_like=True):
     wakes no process."""
 
     step: int
-    problems: dict[int, str]  # by the places of all rows, for the client; where it is empty, the mask is there
+    problems: dict[int, Problem | None]  # by the places of all rows; None: the mask is there
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -124,7 +124,7 @@ class Manager:
         self._queues: dict[bytes, dict[bytes, Grammar]] = {}  # by client, the one that was served last is the last
         self._pauses: dict[bytes, float] = {}  # until when, by client
         self._compiling = max(1, len(os.sched_getaffinity(0)) // 2)  # at most; of a client one
-        self._refused: dict[bytes, tuple[float, str]] = {}  # until when, and why
+        self._refused: dict[bytes, tuple[float, Problem]] = {}  # until when, and why
         self._selector = selectors.DefaultSelector()
         self._selector.register(requests, selectors.EVENT_READ, self._take_request)
 
@@ -176,13 +176,13 @@ class Manager:
             with contextlib.suppress(OSError):  # it was killed or is stalled, as is found later
                 process.connection.sendall(_encode(work))
 
-    def _answer(self, step: int, places: list[int], problem: str) -> None:
+    def _answer(self, step: int, places: list[int], problem: Problem) -> None:
         self._answers.send(_encode(MaskAnswer(step, dict.fromkeys(places, problem))))
 
     def _take_report(self, process: _Process) -> None:
         """A process has compiled its grammar, or exited."""
         try:
-            problem = msgspec.msgpack.decode(process.connection.recv(RECEIVED_BYTES), type=str)
+            problem = msgspec.msgpack.decode(process.connection.recv(RECEIVED_BYTES), type=Problem | None)
         except (msgspec.DecodeError, OSError):
             self._on_exit(process)
             return
@@ -210,15 +210,15 @@ class Manager:
         else:
             self._report(process.grammar, problem)
 
-    def _refusal(self, digest: bytes) -> str:
-        """Why a grammar is refused; empty: it is not."""
-        until, problem = self._refused.get(digest, (0.0, ""))
+    def _refusal(self, digest: bytes) -> Problem | None:
+        """Why a grammar is refused, if it is."""
+        until, problem = self._refused.get(digest, (0.0, None))
         if time.monotonic() < until:
             return problem
         self._refused.pop(digest, None)
-        return ""
+        return None
 
-    def _report(self, grammar: Grammar, problem: str) -> None:
+    def _report(self, grammar: Grammar, problem: Problem | None) -> None:
         self._reports.send_bytes(msgspec.msgpack.encode(GrammarReady(grammar.number, grammar.digest, problem)))
 
     def _start_queued(self) -> None:
@@ -245,7 +245,8 @@ class Manager:
             own_end.settimeout(STALLED_SECONDS)
             pid = os.fork()
         except OSError as error:
-            self._report(grammar, f"The grammar of this request gets no process: {error.strerror}; retry later.")
+            text = f"The grammar of this request gets no process: {error.strerror}; send the request again later."
+            self._report(grammar, Problem(text, retry=True))
             return
         if pid == 0:
             try:

@@ -15,6 +15,8 @@ from pathlib import Path
 import msgspec
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
+from mini_engine.messages import Problem
+
 PROBLEM = "The grammar of this request cannot be followed: {}. Correct or simplify it."
 IN_TURN = 4  # rows whose masks one thread fills; more are shared by several
 
@@ -61,7 +63,7 @@ class Matchers:
     """A compiled grammar, and a matcher for each output that follows it.
 
     Attributes:
-        problem: why it cannot be followed, as a text for the client; empty: it can.
+        problem: why it cannot be followed; None: it can.
     """
 
     def __init__(self, vocabulary: MaskVocabulary, grammar: str) -> None:
@@ -79,9 +81,9 @@ class Matchers:
         for request_id in request_ids:
             self._outputs.pop(request_id, None)
 
-    def fill(self, rows: Sequence[tuple[int, Row]]) -> dict[int, str]:
+    def fill(self, rows: Sequence[tuple[int, Row]]) -> dict[int, Problem | None]:
         """Fill the masks at these places. By place, why an output can be followed no further, such as the grammar's
-        complexity, as a text for the client; empty: its mask is there."""
+        complexity; None: its mask is there."""
         matchers = [(self._advance(row), place) for place, row in rows]
         self._compute([(matcher, place) for matcher, place in matchers if not matcher.is_error()])
         problems = {place: _problem_of(matcher) for matcher, place in matchers}
@@ -142,12 +144,12 @@ def _may_follow(mask: memoryview, token: int) -> bool:
     return bool(mask[token >> 3] >> (token & 7) & 1)
 
 
-def _problem_of(matcher: LLMatcher) -> str:
+def _problem_of(matcher: LLMatcher) -> Problem | None:
     if not matcher.is_error():
-        return ""
+        return None
     # After the reason come lines of the grammar, which the client may not know.
     reason = re.split(r"\n *\d+ \|", matcher.get_error().replace("<non-verbose/>", ""))[0]
-    return PROBLEM.format(" ".join(reason.split())[:300])
+    return Problem(PROBLEM.format(" ".join(reason.split())[:300]))
 
 
 def _is_limited(number: bytes) -> bool:

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from mini_engine import demo
 from mini_engine.config import BUNDLED_MODEL
-from mini_engine.messages import Grammar, GrammarReady, NewSequence, SamplingParams
+from mini_engine.messages import Grammar, GrammarReady, NewSequence, Problem, SamplingParams
 from mini_engine.model.config import ModelConfig
 from mini_engine.protocol.structured_outputs import json_grammar, json_value, regex_grammar
 from mini_engine.worker.batch import SequenceState
@@ -53,13 +53,13 @@ class GrammarRank:
         self.reports = queue.SimpleQueue[GrammarReady]()
         self.grammars = Grammars(TOKENIZER, rows, "tests", self.reports.put)
 
-    def compile(self, *grammars: str) -> list[str]:
+    def compile(self, *grammars: str) -> list[Problem | None]:
         """The problem of each."""
         self.grammars.update([order(grammar) for grammar in grammars], [])
         problems = {report.digest: report.problem for report in (self.reports.get(timeout=60) for _ in grammars)}
         return [problems[digest(grammar)] for grammar in grammars]
 
-    def follow(self, outputs: Mapping[str, Sequence[int]]) -> list[str | torch.Tensor]:
+    def follow(self, outputs: Mapping[str, Sequence[int]]) -> list[Problem | torch.Tensor]:
         """The problem of each output, by its grammar, or its bars."""
         rows = [Row(digest(text), text, 0, [*output], STOPS) for text, output in outputs.items()]
         masks, problems = self.masks(dict(enumerate(rows)))
@@ -67,7 +67,7 @@ class GrammarRank:
         bars = dict(zip(masks.rows, masks.bars, strict=True))
         return [problems[i] if i in problems else bars[i] for i in range(len(rows))]
 
-    def masks(self, rows: Mapping[int, Row], seconds: float = 0.0) -> tuple[Masks | None, dict[int, str]]:
+    def masks(self, rows: Mapping[int, Row], seconds: float = 0.0) -> tuple[Masks | None, dict[int, Problem]]:
         self.grammars.request_masks(rows, seconds)
         return self.grammars.receive_masks()
 
@@ -115,7 +115,7 @@ def test_outputs_match_their_regular_expressions_and_schemas(forms, number):
         if not live:
             break
         for i in live:
-            assert matchers[i].fill([(i, Row(b"", "", max(0, place - 1), outputs[i][-1:], STOPS))]) == {i: ""}
+            assert matchers[i].fill([(i, Row(b"", "", max(0, place - 1), outputs[i][-1:], STOPS))]) == {i: None}
         scores = 4 * torch.randn(ROWS, VOCABULARY, generator=logits)
         scores = Masks(live, bars_of(WORDS.masks, ROWS, live)).apply(scores)
         chosen = sampler.sample(scores, samplings, [place] * ROWS).tokens
@@ -133,7 +133,7 @@ def test_outputs_match_their_regular_expressions_and_schemas(forms, number):
 
 
 def bars_after(matchers: Matchers, output: Sequence[int], words: MaskVocabulary = WORDS) -> torch.Tensor:
-    assert matchers.fill([(0, Row(b"", "", 0, [*output], STOPS))]) == {0: ""}
+    assert matchers.fill([(0, Row(b"", "", 0, [*output], STOPS))]) == {0: None}
     matchers.drop([""])
     return bars_of(words.masks, words.rows, [0])[0]
 
@@ -207,7 +207,7 @@ def test_numbers_of_a_thought_may_have_any_length():
 def test_a_complete_grammar_ends_even_below_min_tokens(rank):
     """Where it may go on it does. Tokens that are dropped at a restart, when more were in flight, come again."""
     grammar = regex_grammar("r{1,3}")
-    assert rank.compile(grammar) == [""]
+    assert rank.compile(grammar) == [None]
     sampling = SamplingParams(max_tokens=9, seed=1, stop_token_ids=ENDS, grammar=digest(grammar))
     state = SequenceState(NewSequence("r", [0], sampling, []), VISION, 16)
     for stop in (1, 2, 3, 2, 3, 4):
@@ -224,7 +224,7 @@ def test_a_complete_grammar_ends_even_below_min_tokens(rank):
 def test_a_grammar_that_allows_all_changes_no_token(temperature, make_runner, rank):
     """With every second request under it: alone and in company, ahead of the device, after a preemption."""
     results, everything = [], "start: <[*]>*"
-    assert rank.compile(everything) == [""]
+    assert rank.compile(everything) == [None]
     for grammar in (b"", digest(everything)):
         media = tiny.MemoryMedia()
         requests = tiny.mixed_requests(media, temperature=temperature, seed=3)
@@ -249,10 +249,10 @@ def ambiguous(count: int) -> str:
 
 LISTS = [{"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 0}] * 600
 NEVER_COMPILED = {
-    "start: T\nT: ~/(?s:.*a.{30}.*)/ & /(?s:.*b.{30})/": f"{SLOW_COMPILE}|{LARGE}",
-    f"start: s\n{ambiguous(650)}": SLOW_COMPILE,
-    json_grammar({"$defs": {"n": {"anyOf": LISTS}}, "$ref": "#/$defs/n"}): SLOW_COMPILE,
-    "start: /((a{1000}){1000}){1000}/": LARGE,
+    "start: T\nT: ~/(?s:.*a.{30}.*)/ & /(?s:.*b.{30})/": f"{SLOW_COMPILE.text}|{LARGE.text}",
+    f"start: s\n{ambiguous(650)}": SLOW_COMPILE.text,
+    json_grammar({"$defs": {"n": {"anyOf": LISTS}}, "$ref": "#/$defs/n"}): SLOW_COMPILE.text,
+    "start: /((a{1000}){1000}){1000}/": LARGE.text,
     f'start: {"(" * 20000}"a"{")" * 20000}': PROBLEM.format("1.37.: lark grammar too deeply nested [^|]*"),
     "start: <|unknown|>": PROBLEM.format(".*unknown special token.*"),
 }
@@ -262,12 +262,12 @@ NEVER_ENDING = f'start: "~~" s\n{ambiguous(650)}'
 def test_a_grammar_that_takes_too_much_fails_alone(rank):
     """While it is compiled, or later at a token, and it is refused from then on. Another keeps its masks."""
     outputs = [TEXT.encode(text).ids for text in ("", "red", "red blue")]
-    assert rank.compile(HONEST) == [""]
+    assert rank.compile(HONEST) == [None]
     before = rank.processes()
-    assert rank.compile(NEVER_ENDING) == [""]
+    assert rank.compile(NEVER_ENDING) == [None]
     alone = [rank.follow({HONEST: output})[0] for output in outputs]
     for problem, expected in zip(rank.compile(*NEVER_COMPILED), NEVER_COMPILED.values(), strict=True):
-        assert re.fullmatch(expected, problem)
+        assert problem and re.fullmatch(expected, problem.text) and not problem.retry
     tilde = TEXT.encode("~").ids
     for output, bars, hostile in zip(outputs, alone, ([], tilde, 2 * tilde), strict=True):
         other, unchanged = rank.follow({NEVER_ENDING: hostile, HONEST: output})
@@ -282,7 +282,7 @@ def test_a_grammar_that_delays_each_step_a_little_fails_in_time():
     """Not what it takes while the model computes. The next grammar of its client waits, those of others do not."""
     grammar = f"start: s\n{ambiguous(60)}"
     with contextlib.closing(GrammarRank(rows=1)) as rank:
-        assert rank.compile(grammar) == [""]
+        assert rank.compile(grammar) == [None]
         for seconds, most in ((1.0, 4), (0.0, 30)):
             for length in range(1, most):
                 row = Row(digest(grammar), grammar, 0, TEXT.encode("a" * length).ids, STOPS)
@@ -297,14 +297,14 @@ def test_a_grammar_that_delays_each_step_a_little_fails_in_time():
 
 def test_outputs_may_end_and_go_on_before_their_process_has_run():
     with contextlib.closing(GrammarRank(rows=2)) as rank:
-        assert rank.compile("start: /a+/") == [""]
+        assert rank.compile("start: /a+/") == [None]
         (process,) = rank.processes()
         rank.follow({"start: /a+/": []})
         os.kill(process, signal.SIGSTOP)
         rank.finish_output("start: /a+/")
         threading.Timer(0.1, os.kill, (process, signal.SIGCONT)).start()
         (bars,) = rank.follow({"start: /a+/": []})
-        assert not isinstance(bars, str)
+        assert isinstance(bars, torch.Tensor)
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
@@ -312,16 +312,16 @@ def test_a_process_that_is_killed_or_stopped_ends_one_grammar(end):
     """A grammar's process holds no descriptor but its own. Without the manager the rank cannot go on."""
     before = os.listdir("/proc/self/fd")
     with contextlib.closing(GrammarRank(rows=2)) as rank:
-        assert rank.compile("start: /a+/") == [""]
+        assert rank.compile("start: /a+/") == [None]
         (lost,) = rank.processes()
-        assert rank.compile(HONEST) == [""]
+        assert rank.compile(HONEST) == [None]
         assert len(os.listdir(f"/proc/{lost}/fd")) == 5
         assert Path(f"/proc/{lost}/oom_score_adj").read_text() == "1000\n"
         os.kill(lost, end)
         problem, bars = rank.follow({"start: /a+/": [], HONEST: []})
-        assert problem == KILLED and not bars.all()
+        assert problem == KILLED and problem.retry and not bars.all()
         rank.finish("start: /a+/")
-        assert rank.compile("start: /a+/") == [""]  # it was not at fault
+        assert rank.compile("start: /a+/") == [None]  # it was not at fault
         other = rank.processes()[-1]
         rank.grammars.manager.kill()
         with pytest.raises(RuntimeError, match="the grammar manager exited"):
@@ -337,7 +337,7 @@ def test_clients_do_not_wait_for_the_grammars_of_others():
     """Of one client at most as many are in use as there are rows."""
     grammars = [f"start: /{letter}+/" for letter in "abc"]
     with contextlib.closing(GrammarRank(rows=1)) as rank:
-        assert rank.compile(grammars[0]) == [""]
+        assert rank.compile(grammars[0]) == [None]
         rank.grammars.update([order(grammars[1]), order(grammars[2], b"other")], [])
         assert rank.reports.get(timeout=60).digest == digest(grammars[2]) and rank.reports.empty()
         rank.finish(grammars[0])
@@ -345,5 +345,6 @@ def test_clients_do_not_wait_for_the_grammars_of_others():
         rank.finish(*grammars[1:])
         resource.prlimit(rank.grammars.manager.pid, resource.RLIMIT_NOFILE, (3, 3))
         (problem,) = rank.compile(grammars[0])
-        assert problem == "The grammar of this request gets no process: Too many open files; retry later."
+        text = "The grammar of this request gets no process: Too many open files; send the request again later."
+        assert problem == Problem(text, retry=True)
         assert not rank.processes()
