@@ -102,7 +102,7 @@ def _invalid_field(problem: str, known: Sequence[str]) -> ApiError:
         param = f"{path}.{name[1][:60]}" if path else name[1][:60]
         if "unknown" in problem:
             more = "." if path else "; variables of the chat template go in 'chat_template_kwargs'."
-            near = difflib.get_close_matches(param, known, n=1, cutoff=0.75)
+            near = [] if path else difflib.get_close_matches(param, known, n=1, cutoff=0.75)
             remedy = f"did you mean '{near[0]}'?" if near else f"leave it out{more}"
             return bad_request(f"Unknown parameter: '{param}'; {remedy}", param, "unknown_parameter")
         return bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")

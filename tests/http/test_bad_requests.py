@@ -81,7 +81,7 @@ async def test_errors_name_the_field_and_what_it_may_hold(served: Served) -> Non
         ({"stop": ["a", ""]}, VALUE, "stop[1]", "length >= 1"),
         ({"stop_token_ids": [10**6]}, VALUE, "stop_token_ids", "token id 1000000 out of range"),
         ({"stream": False, "stream_options": {"include_usage": True}}, VALUE, "stream_options", "only allowed"),
-        ({"stream": True, "stream_options": {"x": 1}}, UNKNOWN, "stream_options.x", "Unknown parameter"),
+        ({"stream": True, "stream_options": {"x": 1}}, UNKNOWN, "stream_options.x", "stream_options.x'; leave it out"),
         ({"structured_outputs": {"regex": "a" * 100_001}}, VALUE, "structured_outputs", "more than 100000 bytes"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, VALUE, "structured_outputs", "exactly one of json, "),
         ({"tools": [], "tool_choice": tool()}, VALUE, "tool_choice", "function that is not in 'tools'"),
