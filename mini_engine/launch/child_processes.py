@@ -33,7 +33,7 @@ from mini_engine.transport.codec import Encoder, decode
 logger = logging.getLogger(__name__)
 
 TURNS = 4  # that the shortest of the time-outs is divided into
-STOPPING_TURNS = 2  # without an answer, of an API server that is to exit: a restart of the engines waits for that
+EXIT_SECONDS = 15.0  # without an answer, of an API server that is to exit: a restart of the engines waits for it
 DEATH_SECONDS = 30.0  # for a process that was killed to exit: it may have much memory to give back
 
 
@@ -296,7 +296,7 @@ class ProcessGroup:
                         late.append(child)
                 case ChildState.SERVING | ChildState.STOPPING if child.spec.role != "worker":
                     serves = child.state is ChildState.SERVING
-                    limit = self._silence if serves else STOPPING_TURNS * self._interval
+                    limit = self._silence if serves else min(self._silence, EXIT_SECONDS)
                     if seconds >= limit:
                         reason = f"it was unresponsive for {limit:g} s" + " (--collective-timeout)" * serves
                         _kill_hung(child, reason, self.engine_of(child) or [child])

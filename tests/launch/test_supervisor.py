@@ -98,8 +98,9 @@ def wait_for_a_kill(group: ProcessGroup) -> int:
 
 
 @pytest.mark.parametrize(("state", "seconds", "why"), [("SERVING", 2, " (--collective-timeout)"), ("STOPPING", 1, "")])
-def test_an_unresponsive_process_is_killed_at_its_timeout(state, seconds, why, make_processes):
+def test_an_unresponsive_process_is_killed_at_its_timeout(state, seconds, why, make_processes, monkeypatch):
     """It is pinged first one turn after it was seen alive, so that the time it had is the time-out."""
+    monkeypatch.setattr(child_processes, "EXIT_SECONDS", 1)
     group, begun = make_processes(EngineConfig(collective_timeout=2, health_timeout=1)), time.monotonic()
     child = start(group, "core", "0.sleeps", 1)
     child.advance(ChildState[state])
