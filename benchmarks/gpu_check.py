@@ -27,6 +27,7 @@ from benchmarks.cli import Report
 from benchmarks.runner import checkpoint, decode, make_runner, take
 from mini_engine.config import BUNDLED_MODEL
 from mini_engine.kernels import ops
+from mini_engine.kernels.avx2 import HalfMatrix
 from mini_engine.launch.cli import parse
 from mini_engine.launch.process_setup import die_with_parent
 from mini_engine.messages import DeviceSlots, Grammar, MediaItem, MessageId, NewSequence, SamplingParams, TensorHandle
@@ -203,7 +204,7 @@ def _outputs(flags: list[str]) -> list[tuple[str, Tensor]]:
             outputs.append((name, output.to("cpu", torch.float32, copy=True)))  # sums are made in place
 
     for name, module in model.named_modules():
-        if ".experts" in name:  # their rows have no order of their own
+        if ".experts" in name or isinstance(module, HalfMatrix):  # their rows have no order of their own; packed here
             continue
         module.register_forward_hook(partial(keep, name))
     new = requests(model.config.vision, "greedy", "image", logit_bias={9: 1e4})

@@ -69,7 +69,7 @@ class ServerGeneration:
             self.processes.start(ChildSpec("core", str(engine), init, endpoint), self.number)
         yield from preload("worker")
         ranks = range(config.tensor_parallel_size)
-        self._weights += [os.memfd_create("mini-engine") for _ in ranks if config.engines > 1]
+        self._weights += [os.memfd_create("mini-engine-weights") for _ in ranks if config.engines > 1]
         for engine, rank in itertools.product(range(config.engines), ranks):
             own, weights = self._media_stores[engine : engine + 1], self._weights[rank] if self._weights else None
             spec = ChildSpec("worker", f"{engine}.{rank}", init, endpoint, media_stores=own, weights=weights)

@@ -19,6 +19,7 @@ from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.http.middleware import ENGINE_PATHS
 from mini_engine.media import loader
 from mini_engine.media.hashing import content_digest
+from mini_engine.messages import Problem
 from mini_engine.prompt.pooling import Task, TaskKind, embedding
 from tests.support import serving
 from tests.support.serving import HIDDEN_SIZE, MAX_REQUESTS, Counted, Serve, Served, SlowWeb, check_error, image
@@ -216,7 +217,7 @@ async def test_a_failure_ends_all_inputs(embedder: Served) -> None:
     asking = asyncio.create_task(embedder.http.post("/v1/embeddings", json={"input": ["a", "b", "c"]}))
     await embedder.core.has_requests(3)
     failing, *others = embedder.core.requests
-    await embedder.core.end(failing, "error", "it is too long")
+    await embedder.core.end(failing, "error", Problem("it is too long"))
     check_error(await asking, 400, "invalid_value", "it is too long")
     await embedder.core.has_aborted(*(request.request_id for request in others))
 

@@ -13,6 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
 from mini_engine import demo
+from mini_engine.messages import Problem
 from mini_engine.prompt.tool_calls import AnswerFormat, AnswerParser, after_thought
 from mini_engine.protocol.tools import TAGS, Function
 from tests.support.serving import Counted, Served, check_error
@@ -161,7 +162,7 @@ async def test_grammar_that_an_engine_cannot_follow_is_a_400(served: Served, fie
     served.core.hold, served.core.script = True, lambda _: []
     counted = Counted(*(f"request_success_total{{finished_reason={reason}}}" for reason in ("error", "abort")))
     asking = served.asking(stream=True, **fields)
-    await served.core.end(await served.core.has_requests(), "error", "Too complex.")
+    await served.core.end(await served.core.has_requests(), "error", Problem("Too complex."))
     check_error(await asking, 400, "invalid_value", "Too complex.")
     assert asking.result().json()["error"]["param"] == [*fields][0]
     assert counted.since() == [0, 0]
