@@ -76,7 +76,7 @@ def pack_weights(module: nn.Module) -> None:
     there is one; see `ops.pack`. They are opaque, so no weights can be loaded afterwards."""
     with ThreadPoolExecutor(PACKING_THREADS) as pool:
         # FBGEMM takes one thread and 16 ns for a weight.
-        packing = (pool.map if avx2.is_this_cpu() else map)(_pack, module.modules())
+        packing = (pool.map if avx2.widens(next(module.parameters())) else map)(_pack, module.modules())
         for number, _ in enumerate(packing):
             if number % TRIM_MODULES == 0:  # small matrices fragment the heap: a third of it was free and not returned
                 return_freed_memory()
