@@ -1,6 +1,6 @@
 """Products of 16-bit floats on an x86 CPU without AVX-512, as most laptops have: in float32, with AVX2 and FMA.
 
-torch multiplies bfloat16 and float16 there at a sixth of float32's speed (docs/benchmarks.md, "A CPU without AVX-512").
+torch multiplies bfloat16 and float16 there at a sixth of float32's speed (`python -m benchmarks.products`).
 A `HalfMatrix` is as fast as memory for few rows and as float32 for many; other matrices are converted to float32 in
 slices, at each product.
 """
