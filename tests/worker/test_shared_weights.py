@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mini_engine.kernels import onednn
 from mini_engine.launch.process_setup import use_own_pages
-from mini_engine.worker.shared_weights import LEAST_BYTES, share_weights
+from mini_engine.worker.shared_weights import LEAST_BYTES, PAGE, share_weights
 
 SIZE = 1024
 WHOLE = (4 + 4 + 2) * SIZE**2  # bytes of a model
@@ -68,3 +68,17 @@ def test_a_write_changes_the_weights_of_one_process_alone(memory: int) -> None:
         share_weights(model, memory)
     first.dense.zero_()
     assert second.dense.any()
+
+
+def test_weights_that_begin_elsewhere_in_a_page_overwrite_none_that_are_shared(memory: int) -> None:
+    models = [nn.ParameterList([placed(begin)]) for begin in (16, 0)]
+    for model in models:
+        share_weights(model, memory)
+    assert torch.equal(models[0][0], models[1][0])
+
+
+def placed(begin: int) -> nn.Parameter:
+    """Weights that begin so many bytes after a page does."""
+    room = torch.empty(SIZE**2 + PAGE, dtype=torch.int32)
+    weights = room[(begin - room.data_ptr()) % PAGE // 4 :][: SIZE**2]
+    return nn.Parameter(torch.arange(SIZE**2, dtype=torch.int32, out=weights), requires_grad=False)
