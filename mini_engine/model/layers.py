@@ -74,21 +74,26 @@ def pieces_of(module: nn.Module) -> Iterator[WeightSlice]:
 def pack_weights(module: nn.Module) -> None:
     """Replace the matrices below `module` by copies in the order that products read fastest, one after the other, where
     there is one; see `ops.pack`. They are opaque, so no weights can be loaded afterwards."""
+    layers = [layer for layer in module.modules() if isinstance(layer, ColumnParallel | RowParallel)]
+    dense = [layer for layer in layers if isinstance(layer.weight, nn.Parameter)]
     with ThreadPoolExecutor(PACKING_THREADS) as pool:
         # FBGEMM takes one thread and 16 ns for a weight.
-        packing = (pool.map if avx2.widens(next(module.parameters())) else map)(_pack, module.modules())
-        for number, _ in enumerate(packing):
-            if number % TRIM_MODULES == 0:  # small matrices fragment the heap: a third of it was free and not returned
-                return_freed_memory()
+        is_slow = any(avx2.widens(weight) for layer in dense for weight in layer.parameters())
+        weights = (weight for layer in dense if isinstance(weight := layer.weight, nn.Parameter))  # held nowhere else
+        packing = (pool.map if is_slow else map)(ops.pack, weights)
+        for number, (layer, packed) in enumerate(zip(dense, packing, strict=True)):
+            del layer.weight  # a parameter, which a module does not replace
+            layer.weight = packed
+            _trim(number)
+    for number, matrix in enumerate(m for m in module.modules() if isinstance(m, QuantizedMatrix)):
+        matrix.pack()
+        _trim(number)
 
 
-def _pack(layer: nn.Module) -> None:
-    if isinstance(layer, QuantizedMatrix):
-        layer.pack()
-    if isinstance(layer, ColumnParallel | RowParallel) and isinstance(layer.weight, nn.Parameter):
-        packed = ops.pack(layer.weight)
-        del layer.weight  # a parameter, which a module does not replace
-        layer.weight = packed
+def _trim(number: int) -> None:
+    """Small matrices fragment the heap: a third of it was free and not returned."""
+    if number % TRIM_MODULES == 0:
+        return_freed_memory()
 
 
 def make_matrix(sources: Sequence[tuple[str, int]], inputs: int, part: slice, width: int, at: Placement) -> MadeMatrix:

@@ -37,7 +37,7 @@ def share_weights(model: nn.Module, fd: int) -> int:
     try:
         for address, nbytes in _tensors_of(model):
             first = -(-address // PAGE) * PAGE
-            length = (address + nbytes - first) // PAGE * PAGE
+            length = nbytes // PAGE * PAGE - PAGE  # wherever it begins: what another maps is never written again
             for start in range(0, length, COPIED_BYTES):
                 part = min(COPIED_BYTES, length - start)
                 shared += part * _share_pages(first + start, part, fd, offset + start)

@@ -21,6 +21,7 @@ import socket
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -45,6 +46,7 @@ STALLED_SECONDS = 1.0  # without an answer after the model has run, since a busy
 REFUSED_SECONDS, REFUSED = 600, 1000  # for how long, and how many grammars that exceeded a limit
 RECEIVED_BYTES = 4096  # at a time
 ANSWER_BYTES = 1 << 20  # of a `MaskAnswer`, at most: more than a socket takes at once
+ANSWER_ROWS = 100  # in a `MaskAnswer`, at most, whose problems a socket takes at once
 PAUSE_SECONDS = 5  # before the next grammar of a client is compiled after one that has delayed steps
 
 TOO_MUCH = f"The grammar of this request {{}}; send a simpler one. It is refused for {REFUSED_SECONDS // 60} minutes."
@@ -68,7 +70,7 @@ class ManagerSpec(msgspec.Struct, frozen=True):
 
 
 class ManagerRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Rank 0 -> manager. Each of `grammars` is reported by a `GrammarReady`, each of `rows` by a `MaskAnswer`."""
+    """Rank 0 -> manager. Each of `grammars` is reported by a `GrammarReady`, each of `rows` in a `MaskAnswer`."""
 
     grammars: list[Grammar] = []
     unused: list[bytes] = []  # digests; those that are not reported yet never are
@@ -169,15 +171,12 @@ class Manager:
         for digest, own in rows.items():
             places, process = [place for place, _ in own], self._processes.get(digest)
             if process is None:
-                self._answer(request.step, places, self._refusal(digest) or KILLED)
+                _answer(self._answers, request.step, dict.fromkeys(places, self._refusal(digest) or KILLED))
                 continue
             work = MaskWork(request.step, process.finished, own, seconds + ROW_SECONDS * len(own), spare)
             process.finished, process.step, process.places = [], request.step, places
             with contextlib.suppress(OSError):  # it was killed or is stalled, as is found later
                 process.connection.sendall(_encode(work))
-
-    def _answer(self, step: int, places: list[int], problem: Problem) -> None:
-        self._answers.send(_encode(MaskAnswer(step, dict.fromkeys(places, problem))))
 
     def _take_report(self, process: _Process) -> None:
         """A process has compiled its grammar, or exited."""
@@ -206,7 +205,8 @@ class Manager:
             if process.is_compiled:
                 self._pauses[process.grammar.client] = time.monotonic() + PAUSE_SECONDS
         if process.is_compiled:
-            self._answer(process.step, process.places, problem)  # perhaps once more, or late
+            problems = dict.fromkeys(process.places, problem)
+            _answer(self._answers, process.step, problems)  # perhaps once more, or late
         else:
             self._report(process.grammar, problem)
 
@@ -287,7 +287,13 @@ def _follow(
         problems = matchers.fill(work.rows)
         left, _ = signal.setitimer(signal.ITIMER_PROF, 0)
         spare = max(0.0, min(SPARE_SECONDS, spare + work.seconds - (limit - left)))
-        answers.send(_encode(MaskAnswer(work.step, problems)))
+        _answer(answers, work.step, problems)
+
+
+def _answer(answers: socket.socket, step: int, problems: Mapping[int, Problem | None]) -> None:
+    left = iter(problems.items())
+    while part := dict(itertools.islice(left, ANSWER_ROWS)):
+        answers.send(_encode(MaskAnswer(step, part)))
 
 
 def _receive(connection: socket.socket, decoder: msgspec.msgpack.Decoder[MaskWork]) -> MaskWork:

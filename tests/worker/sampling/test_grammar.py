@@ -307,6 +307,14 @@ def test_outputs_may_end_and_go_on_before_their_process_has_run():
         assert isinstance(bars, torch.Tensor)
 
 
+def test_a_problem_of_more_rows_than_a_message_holds():
+    with contextlib.closing(GrammarRank(rows=4000)) as rank:
+        assert rank.compile(HONEST) == [None]
+        os.kill(*rank.processes(), signal.SIGKILL)
+        _, problems = rank.masks({i: Row(digest(HONEST), str(i), 0, [], STOPS) for i in range(4000)})
+        assert len(problems) == 4000
+
+
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_process_that_is_killed_or_stopped_ends_one_grammar(end):
     """A grammar's process holds no descriptor but its own. Without the manager the rank cannot go on."""
