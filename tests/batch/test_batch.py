@@ -79,7 +79,7 @@ def test_a_link_to_the_answers_and_their_mode_stay(tmp_path: Path):
 
 
 def test_a_run_that_is_interrupted_is_continued(tmp_path: Path):
-    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 200, "ignore_eos": True}
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 400, "ignore_eos": True}
     chats = [{"custom_id": f"chat {i}", "url": "/v1/chat/completions", "body": body} for i in range(30)]
     stream = {**REQUEST, "custom_id": "stream", "body": {"prompt": "x", "stream": True}}
     requests = write(tmp_path / "in.jsonl", *chats, REQUEST, stream)
@@ -89,7 +89,7 @@ def test_a_run_that_is_interrupted_is_continued(tmp_path: Path):
     first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
     def has_answers() -> None:
-        assert path.exists() and path.read_bytes().count(b"\n") > 4
+        assert path.exists() and path.read_bytes().count(b"\n") > 0
 
     eventually(has_answers)
     processes = descendants(first.pid)
