@@ -59,6 +59,67 @@ def linear(x: Tensor, weight: Tensor | nn.Module, bias: Tensor | None = None) ->
     return F.linear(x, weight, bias)
 
 
+def multiplies(x: Tensor) -> bool:
+    """Whether `triton_products.multiply` takes rows such as these, with weights of any width."""
+    return x.dtype is not torch.float32 and fused(x)
+
+
+class Pairs(NamedTuple):
+    """Tokens and the experts that each has chosen, by expert. Pair i is of token `i // each`.
+
+    order: int32 `[pairs]`, the numbers of pairs, those of the first expert first.
+    ends: int32 `[experts]`, for each expert the place in this order after its last pair.
+    """
+
+    order: Tensor
+    ends: Tensor
+    each: int
+
+
+def choose_experts(scores: Tensor, each: int) -> tuple[Tensor, Tensor]:
+    """The `each` highest scores of each row of `[n, experts]`: their numbers int32 `[n, each]`, and float32 their
+    softmax, which is one over all scores divided by the sum of these."""
+    if fused(scores):
+        return _experts().choose(scores, each)
+    highest, chosen = scores.float().topk(each)
+    return chosen.int(), highest.softmax(-1)
+
+
+def sort_pairs(chosen: Tensor, experts: int) -> Pairs:
+    """Of int32 `[n, each]`, numbers of experts."""
+    if fused(chosen):
+        return Pairs(*_experts().sort(chosen, experts), chosen.shape[1])
+    held, order = chosen.flatten().sort(stable=True)
+    numbers = torch.arange(experts, dtype=torch.int32, device=chosen.device)
+    return Pairs(order.int(), torch.searchsorted(held, numbers, right=True, out_int32=True), chosen.shape[1])
+
+
+def sum_experts(outputs: Tensor, weights: Tensor, shared: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
+    """`sum_i weights[:, i] outputs[:, i] + sigmoid(gate) * shared`, in float32.
+
+    Args:
+        outputs: `[n * each, size]`, a row for each pair, by its number.
+        weights: float32 `[n, each]`.
+        shared, gate: `[n, size]` and `[n, 1]`, or neither.
+    """
+    if fused(outputs):
+        return _experts().combine(outputs, weights, shared, gate)
+    y = (outputs.unflatten(0, weights.shape).float() * weights.unsqueeze(2)).sum(1)
+    if shared is not None and gate is not None:
+        y.addcmul_(gate.float().sigmoid(), shared.float())
+    return y.to(outputs.dtype)
+
+
+def multiply_pairs(x: Tensor, codes: Tensor, scales: Tensor | None, pairs: Pairs, **ways: bool) -> Tensor:
+    """`triton_products.multiply` by expert."""
+    return _products().multiply(x, codes, scales, pairs, **ways)
+
+
+def multiply_codes(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    """`triton_products.multiply`."""
+    return _products().multiply(x, codes, scales)
+
+
 def pack(weight: nn.Parameter) -> nn.Parameter | avx2.HalfMatrix:
     """The matrix `[outputs, inputs]` in the order in which `linear` reads it fastest on this CPU, an opaque copy, or as
     it is."""
@@ -224,3 +285,15 @@ def _kernels() -> Any:
     from mini_engine.kernels import elementwise
 
     return elementwise
+
+
+def _experts() -> Any:
+    from mini_engine.kernels import triton_experts
+
+    return triton_experts
+
+
+def _products() -> Any:
+    from mini_engine.kernels import triton_products
+
+    return triton_products

@@ -36,11 +36,11 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.jit
 def matmul(a, b):
-    """`a b` in float32, of two blocks of one dtype; float32 is not cut to TF32."""
+    """`a b` in float32, of two blocks of one dtype, or of a in 8-bit integers; float32 is not cut to TF32."""
     if INTERPRETED:
         # The interpreter multiplies the bits of bfloat16 as if they were integers.
         a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee")
+    return tl.dot(a.to(b.dtype), b, input_precision="ieee")
 
 
 @triton.jit
@@ -191,13 +191,13 @@ def tile_tokens(q: Tensor, keys: Tensor) -> int:
 
 def choose_splits(programs: int, longest: int, per_processor: int, device: torch.device) -> int:
     """Splits of contexts up to `longest` that make of `programs` about `per_processor` for each processor."""
-    processors = _processors(device)
+    processors = processors_of(device)
     limit = min(max(MOST_SPLITS, processors // programs), -(-longest // LEAST_SPLIT))
     return max(1, min(per_processor * processors // programs, limit))
 
 
 @functools.cache
-def _processors(device: torch.device) -> int:
+def processors_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 

@@ -2,8 +2,8 @@
 
 Such a matrix is made empty, filled part by part, then packed once for its products. Weights are quantised by rounding
 to the nearest code. On a CPU the products are torch's, and which one a number of rows takes was measured
-(`benchmarks/products.py`); on other devices the codes are unpacked to the activations' dtype at each product, but
-for few rows and 4 bits, which torch multiplies. Not yet measured on a device.
+(`benchmarks/products.py`). On CUDA a kernel multiplies few rows (`triton_products.py`); for more the codes are unpacked
+to the activations' dtype at each product.
 """
 
 import functools
@@ -21,6 +21,7 @@ from mini_engine.kernels import avx2, ops
 GROUPS = (128, 64, 32)  # inputs that may share a scale of 4-bit codes
 BLOCK = 32 if avx2.is_this_cpu() else 64  # outputs that lie together in the kernel's order
 FEW_ROWS = 64  # of x, up to which torch's 4-bit kernel is about as fast as unpacking, or faster
+FEW_ROWS_CUDA = 512  # of x, up to which the kernel is faster than unpacking
 FEW_ROWS_INT8 = 16  # of x, up to which torch's 8-bit kernel is faster than products in float32
 UNPACKED = 2 << 20  # weights packed and unpacked at a time, which stay in the CPU's caches
 LEAST_BLOCKS = 4  # at a time; products with fewer outputs are slow
@@ -56,7 +57,6 @@ class QuantizedMatrix(nn.Module):
     """
 
     group = 1  # inputs, at whose multiples parts begin and end
-    kernel_rows = 0  # of x on CUDA, up to which `multiply` computes; the matrix is unpacked for more
 
     def __init__(self, outputs: int, inputs: int) -> None:
         super().__init__()
@@ -67,16 +67,21 @@ class QuantizedMatrix(nn.Module):
         """Set a part, whole groups of it: to codes as they are, or to floating-point values, which are rounded."""
 
     @abstractmethod
-    def codes_of(self, rows: slice | Tensor) -> Codes:
-        """The contents of some rows, also by their numbers. On a CPU only before `pack`."""
+    def codes_of(self, rows: slice) -> Codes:
+        """The contents of some rows. On a CPU only before `pack`."""
+
+    @property
+    @abstractmethod
+    def operands(self) -> tuple[Tensor, Tensor]:
+        """Codes and scales as `triton_products.multiply` takes them; after `pack` on CUDA."""
 
     @abstractmethod
     def pack(self) -> None:
-        """Put the codes in the order of the device's product, in place of what can be filled."""
+        """Put the contents in the order of the device's product, in place of what can be filled."""
 
     @abstractmethod
     def multiply(self, x: Tensor) -> Tensor:
-        """`[n, inputs]` -> `[n, outputs]`, after `pack`; on CUDA for at most `kernel_rows` rows."""
+        """`[n, inputs]` -> `[n, outputs]` on a CPU, after `pack`."""
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """All of it as a dense matrix. On a CPU only before `pack`."""
@@ -85,9 +90,12 @@ class QuantizedMatrix(nn.Module):
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x W^T + b`: `[..., inputs]`, `[outputs]` -> `[..., outputs]`."""
         rows = x.reshape(-1, x.shape[-1])
-        if x.device.type != "cpu" and not 0 < len(rows) <= self.kernel_rows:
+        if x.device.type == "cpu":
+            y = self.multiply(rows)
+        elif 0 < len(rows) <= FEW_ROWS_CUDA and ops.multiplies(x):
+            y = ops.multiply_codes(rows, *self.operands)
+        else:
             return F.linear(x, self.dequantize(x.dtype), bias)
-        y = self.multiply(rows)
         if bias is not None:
             y += bias
         return y.reshape(*x.shape[:-1], self.shape[0])
@@ -151,8 +159,12 @@ class Int8Matrix(QuantizedMatrix):
         self.codes[rows, columns] = values.codes
         self.scales[rows] = values.scales[:, 0].to(self.scales)
 
-    def codes_of(self, rows: slice | Tensor) -> Codes:
+    def codes_of(self, rows: slice) -> Codes:
         return Codes(self.codes[rows], self.scales[rows].unsqueeze(1))
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor]:
+        return self.codes, self.scales
 
     def pack(self) -> None:
         if self.codes.device.type == "cpu" and _has_vnni():
@@ -187,7 +199,7 @@ class Int4Matrix(QuantizedMatrix):
     def __init__(self, outputs: int, inputs: int, group: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(outputs, inputs)
         self.group = group
-        # Two columns to a byte, the first in the lower half.
+        # Column i of the first half of a group in the lower half of a byte, and column i of its second half.
         self.register_buffer("codes", torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=device))
         groups = outputs, inputs // group
         self.register_buffer("scales", torch.zeros(groups, dtype=dtype, device=device))
@@ -202,17 +214,19 @@ class Int4Matrix(QuantizedMatrix):
         if isinstance(values, Tensor):
             values = _round_groups(values.float(), self.group, self.scales.dtype)
         assert values.zeros is not None
-        low, high = values.codes[:, ::2], values.codes[:, 1::2]
-        self.codes[rows, columns.start // 2 : columns.stop // 2] = low | (high << 4)
+        low, high = values.codes.unflatten(1, (-1, 2, self.group // 2)).unbind(2)
+        self.codes[rows, columns.start // 2 : columns.stop // 2] = (low | (high << 4)).flatten(1)
         groups = slice(columns.start // self.group, -(-columns.stop // self.group))
         self.scales[rows, groups], self.zeros[rows, groups] = values.scales.to(self.scales), values.zeros.to(self.zeros)
 
-    def codes_of(self, rows: slice | Tensor) -> Codes:
-        if self.codes.dtype == torch.int32:
-            numbers = torch.arange(self.shape[0], device=self.codes.device)[rows]
-            return Codes(_codes_of_tiles(self.codes, numbers), self.scales[rows], self.zeros[rows])
-        held = self.codes[rows]
+    def codes_of(self, rows: slice) -> Codes:
+        held = self.codes[rows].unflatten(1, (-1, self.group // 2))
         return Codes(torch.stack((held & 15, held >> 4), dim=2).flatten(1), self.scales[rows], self.zeros[rows])
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor]:
+        assert self._scales_zeros is not None
+        return self.codes, self._scales_zeros
 
     @property
     def _blocks_at_once(self) -> int:
@@ -220,7 +234,8 @@ class Int4Matrix(QuantizedMatrix):
 
     def pack(self) -> None:
         if self.codes.device.type != "cpu":
-            self._pack_tiles()
+            self._scales_zeros = torch.stack((self.scales.T, self.zeros.T), dim=2)
+            self.scales, self.zeros = (part.T for part in self._scales_zeros.unbind(2))
             return
         (outputs, inputs), missing = self.shape, -self.shape[0] % BLOCK
         shape = (outputs + missing) // BLOCK, inputs, BLOCK // 2
@@ -238,21 +253,8 @@ class Int4Matrix(QuantizedMatrix):
         self._scales_zeros = _in_block_order(both).transpose(0, 1).contiguous()
         self.codes, self.scales, self.zeros = packed, both.new_empty(0), both.new_empty(0)
 
-    def _pack_tiles(self) -> None:
-        """In the order of torch's CUDA kernel, which is for bfloat16 and whole tiles of 8 outputs; any others stay."""
-        if self.scales.dtype != torch.bfloat16 or self.shape[0] % 8 or ops.triton_obstacle(self.codes.device):
-            return
-        # torch has the first of two columns in the upper half of a byte.
-        swapped = (self.codes << 4) | (self.codes >> 4)
-        self.codes = torch._convert_weight_to_int4pack(swapped, self.group // 16)
-        self._scales_zeros = torch.stack((self.scales.T, self.zeros.T), dim=2)
-        self.scales, self.zeros = (part.T for part in self._scales_zeros.unbind(2))
-        self.kernel_rows = FEW_ROWS
-
     def multiply(self, x: Tensor) -> Tensor:
         assert self._scales_zeros is not None
-        if x.device.type != "cpu":
-            return torch._weight_int4pack_mm(x.contiguous(), self.codes, self.group, self._scales_zeros)
         if len(x) > FEW_ROWS and _unpacks():
             return self._multiply_unpacked(x)
         y = torch._weight_int4pack_mm_for_cpu(
@@ -308,16 +310,6 @@ def _round_groups(values: Tensor, group: int, dtype: torch.dtype) -> Codes:
     zeros = (low + 8 * scales.float()).to(dtype)
     codes = ((grouped - zeros.float()) / scales.float() + 8).round_().clamp_(0, 15).to(torch.uint8)
     return Codes(codes.flatten(1), scales.squeeze(2), zeros.squeeze(2))
-
-
-def _codes_of_tiles(tiles: Tensor, rows: Tensor) -> Tensor:
-    """Codes uint8 `[rows, inputs]` of int32 `[outputs / 8, inputs / group, 32, group / 32]`, torch's order for CUDA
-    (`matrix_to_m16n8k16_Bint4_layout` of its int4mm.cu). A number is of one output, for two tiles of 16 columns: from
-    its lowest bits, columns 2j and 2j + 8 of the first and of the second tile, then the four that follow those."""
-    count, groups, _, pairs = tiles.shape
-    held = tiles.view(torch.uint8).view(count, groups, 8, 4, pairs, 2, 2)  # 4 numbers j; odd columns; second tiles
-    chosen = held[rows // 8, :, rows % 8]
-    return torch.stack((chosen & 15, chosen >> 4), dim=6).permute(0, 1, 3, 5, 6, 2, 4).flatten(1)
 
 
 def _in_block_order(rows: Tensor) -> Tensor:

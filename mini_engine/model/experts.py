@@ -2,9 +2,8 @@
 (Shazeer et al. 2017, with the softmax over the chosen ones). Each rank holds a slice of every expert.
 
 Pairs of a token and one of its experts are sorted by expert, so that an expert's rows lie together. On a CPU each
-expert that has rows is two products of its own, and the others are not read. Elsewhere all are one product of groups of
-rows: its shapes follow from the number of pairs alone and nothing is read back to the host, so a CUDA graph can hold
-it. Not yet measured on a device.
+expert that has rows is two products of its own, and the others are not read. On CUDA all are one product, whose shapes
+follow from the number of pairs alone: nothing is read back to the host, and a CUDA graph can hold it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,8 @@ from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import ExpertsConfig
 from mini_engine.model.layers import GatedMLP, Layer, WeightSlice, make_matrix, part_of
 from mini_engine.model.parallel import Placement
+
+FEW_ROWS = 64  # of an expert on CUDA, up to which the kernel is faster than torch's product of groups
 
 
 class Gate(Layer):
@@ -39,27 +40,25 @@ class Experts(nn.ModuleList):
         made = (GatedMLP(f"{source}.{i}", size, inner, bias=False, at=at, is_summed=False) for i in range(count))
         super().__init__(made)
 
-    def forward(self, rows: Tensor, experts: Tensor) -> Tensor:
-        """`[n, size]` -> `[n, size]`, row i by expert number `experts[i]`; int64 `[n]`, ascending."""
-        chosen, counts = experts.unique_consecutive(return_counts=True)
-        sizes, layers = counts.tolist(), [self[expert] for expert in chosen.tolist()]
+    def forward(self, x: Tensor, pairs: ops.Pairs) -> Tensor:
+        """`[n, size]` -> `[pairs, size]`, by their numbers."""
+        sizes = pairs.ends.diff(prepend=pairs.ends.new_zeros(1)).tolist()
+        layers = [(self[expert], size) for expert, size in enumerate(sizes) if size]
+        rows = x.index_select(0, pairs.order // pairs.each).split([size for _, size in layers])
         # What lies between the products is one operator each for all experts: of a row it takes as long as for one.
-        inner = torch.cat([layer.up(part) for layer, part in zip(layers, rows.split(sizes), strict=True)])
-        parts = ops.silu_mul(inner).split(sizes)
-        return torch.cat([layer.down(part) for layer, part in zip(layers, parts, strict=True)])
+        inner = ops.silu_mul(torch.cat([layer.up(part) for (layer, _), part in zip(layers, rows, strict=True)]))
+        parts = inner.split([size for _, size in layers])
+        outputs = torch.cat([layer.down(part) for (layer, _), part in zip(layers, parts, strict=True)])
+        return torch.empty_like(outputs).index_copy_(0, pairs.order.long(), outputs)
 
 
 class GroupedExperts(Layer):
-    """The same as `Experts`, by torch's product of groups; the matrices of all experts lie below each other.
-
-    Quantised ones are unpacked before each product: those of all experts, or, where pairs are fewer than experts, that
-    of each pair by itself, so that a few tokens do not read all weights.
-    """
+    """The same as `Experts`, in one product; the matrices of all experts lie below each other."""
 
     def __init__(self, source: str, size: int, inner: int, count: int, at: Placement) -> None:
         super().__init__()
-        if at.device.type == "cuda" and at.dtype is not torch.bfloat16:
-            raise ValueError("torch's products of groups take bfloat16 alone on CUDA; set --dtype bfloat16")
+        if at.device.type == "cuda" and (at.dtype is torch.float32 or ops.triton_obstacle(at.device) is not None):
+            raise ValueError("experts on CUDA need Triton's kernels and a 16-bit dtype; set --dtype bfloat16")
         self.source, self.count, self.size, self.inner = source, count, size, inner
         self.part = at.tp.part(inner)
         self.held = self.part.stop - self.part.start
@@ -78,24 +77,21 @@ class GroupedExperts(Layer):
             matrix.zero_()  # the padding stays zero
         return matrix
 
-    def forward(self, rows: Tensor, experts: Tensor) -> Tensor:
+    def forward(self, x: Tensor, pairs: ops.Pairs) -> Tensor:
         """As of `Experts`."""
-        if len(rows) < self.count and isinstance(self.gate_up, QuantizedMatrix):
-            groups, ends = experts, torch.arange(1, len(rows) + 1, device=rows.device)
-        else:
-            groups = torch.arange(self.count, device=rows.device)
-            ends = torch.searchsorted(experts, groups, right=True)
-        ends = ends.to(torch.int32)
-        inner = ops.silu_mul(F.grouped_mm(rows, self._matrices(self.gate_up, groups, rows.dtype).mT, offs=ends))
-        return F.grouped_mm(inner, self._matrices(self.down, groups, rows.dtype).mT, offs=ends)
+        order, ends, each = pairs
+        if len(order) <= FEW_ROWS * self.count or x.dtype is not torch.bfloat16:
+            inner = ops.silu_mul(ops.multiply_pairs(x, *_operands(self.gate_up), pairs, gathers=True))
+            return ops.multiply_pairs(inner, *_operands(self.down), pairs, scatters=True)
+        rows = x.index_select(0, order // each)
+        inner = ops.silu_mul(F.grouped_mm(rows, self._dense(self.gate_up), offs=ends))
+        outputs = F.grouped_mm(inner, self._dense(self.down), offs=ends)
+        return torch.empty_like(outputs).index_copy_(0, order.long(), outputs)
 
-    def _matrices(self, matrix: nn.Parameter | QuantizedMatrix, experts: Tensor, dtype: torch.dtype) -> Tensor:
-        """`[groups, outputs, inputs]`: of a dense matrix those of all experts."""
-        outputs = matrix.shape[0] // self.count
-        if not isinstance(matrix, QuantizedMatrix):
-            return matrix.unflatten(0, (self.count, outputs))
-        rows = experts.unsqueeze(1) * outputs + torch.arange(outputs, device=experts.device)
-        return matrix.codes_of(rows.flatten()).dequantize(dtype).unflatten(0, (-1, outputs))
+    def _dense(self, matrix: nn.Parameter | QuantizedMatrix) -> Tensor:
+        """`[experts, inputs, outputs]`, a view where the matrix is dense."""
+        whole = matrix.dequantize(torch.bfloat16) if isinstance(matrix, QuantizedMatrix) else matrix
+        return whole.unflatten(0, (self.count, -1)).mT
 
     def pieces(self) -> Iterator[WeightSlice]:
         whole, widths = slice(0, self.size), {"gate_proj": 0, "up_proj": self.padded}
@@ -109,6 +105,10 @@ class GroupedExperts(Layer):
             yield WeightSlice(f"{source}.down_proj.weight", (self.size, self.inner), (whole, self.part), held)
 
 
+def _operands(matrix: nn.Parameter | QuantizedMatrix) -> tuple[Tensor, Tensor | None]:
+    return matrix.operands if isinstance(matrix, QuantizedMatrix) else (matrix, None)
+
+
 class MixtureOfExperts(nn.Module):
     """`sum_i weight_i expert_i(x)` over the experts of the largest scores, and with a shared expert
     `sigmoid(gate x) * shared(x)` (Qwen1.5-MoE) besides.
@@ -120,7 +120,7 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, source: str, size: int, inner: int, config: ExpertsConfig, at: Placement) -> None:
         super().__init__()
-        self.top_k, self.tp = config.top_k, at.tp
+        self.top_k, self.count, self.tp = config.top_k, config.count, at.tp
         self.router = Gate(f"{source}.gate", size, config.count, at)
         kind = Experts if at.device.type == "cpu" else GroupedExperts
         self.experts = kind(f"{source}.experts", size, inner, config.count, at)
@@ -132,13 +132,8 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[n, size]` -> `[n, size]`, the same on every rank."""
-        # A softmax over the chosen scores is one over all of them, divided by the sum of the chosen.
-        scores, chosen = self.router(x).float().topk(self.top_k)
-        weights = scores.softmax(-1).to(x.dtype).unsqueeze(2)
-        experts, order = chosen.flatten().sort()
-        outputs = self.experts(x.index_select(0, order // self.top_k), experts)
-        by_token = torch.empty_like(outputs).index_copy_(0, order, outputs).view(len(x), self.top_k, -1)
-        y = by_token.mul_(weights).sum(1)
-        if self.shared is not None:
-            y.addcmul_(self.shared_gate(x).sigmoid(), self.shared(x))
-        return self.tp.all_reduce(y)
+        chosen, weights = ops.choose_experts(self.router(x), self.top_k)
+        outputs = self.experts(x, ops.sort_pairs(chosen, self.count))
+        if self.shared is None:
+            return self.tp.all_reduce(ops.sum_experts(outputs, weights))
+        return self.tp.all_reduce(ops.sum_experts(outputs, weights, self.shared(x), self.shared_gate(x)))

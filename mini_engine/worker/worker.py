@@ -320,17 +320,24 @@ def record_graphs(runner: ModelRunner) -> None:
 
 
 def warm_up(runner: ModelRunner, model: ModelConfig, ranks: int) -> None:
-    """Run a small image for each rank, which may have towers of their own (`--mm-encoder-tp-mode data`), and a short
-    prompt, so that lazy initialisation happens before the first request."""
+    """Run a small image for each rank, which may have towers of their own (`--mm-encoder-tp-mode data`), and a prompt,
+    so that lazy initialisation happens before the first request."""
     reach_failpoint("warming-up")
     side = 2 * model.vision.spatial_merge_size
     patches = torch.zeros(side * side, model.vision.patch_dim, dtype=torch.uint8)
     runner.encode_patches([patches] * ranks, [(1, side, side)] * ranks)
-    # A prefill of two tokens and a step of one, as a decode is, in the first blocks of the cache, which are still free.
-    new = NewSequence("warm-up", [0, 0, 0], HUNGRY_SAMPLING, [])
-    blocks = list(range(-(-3 // runner.block_size)))
-    runner.execute(Step(0, started=[new], chunks=[Chunk("warm-up", 0, 2, blocks, False)]))
-    runner.execute(Step(0, chunks=[Chunk("warm-up", 2, 1, [], True)]))
+    # Chunks and a step of one token, as a decode is, in the first blocks of the cache, which are still free. On CUDA
+    # chunks for which products with quantised matrices and experts are compiled in ways of their own.
+    chunks = [40, 600, 1] if runner.device.type == "cuda" else [2, 1]
+    if sum(chunks) > runner.num_blocks * runner.block_size:
+        chunks = [2, 1]
+    new, start, used = NewSequence("warm-up", [0] * sum(chunks), HUNGRY_SAMPLING, []), 0, 0
+    step = Step(0, started=[new])
+    for count in chunks:
+        needed = -(-(start + count) // runner.block_size)
+        step.chunks.append(Chunk("warm-up", start, count, [*range(used, needed)], start + count == sum(chunks)))
+        runner.execute(step)
+        step, start, used = Step(0), start + count, needed
     runner.execute(Step(0, finished=["warm-up"]))
     if runner.device.type == "cuda" and triton_obstacle(runner.device) is None:  # what a grammar needs is compiled, too
         scores = torch.zeros(1, model.text.vocab_size, device=runner.device)

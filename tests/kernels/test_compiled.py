@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from mini_engine.kernels import elementwise, paged  # noqa: E402
+from mini_engine.kernels import elementwise, paged, triton_experts, triton_products  # noqa: E402
 from mini_engine.kernels import token_draw as sampling  # noqa: E402
 from mini_engine.kernels import triton_delta_rule as delta_rule  # noqa: E402
 from mini_engine.kernels.elementwise import padded  # noqa: E402
@@ -35,11 +36,12 @@ TABLE = [
 def types_of(dtype: str) -> dict[str, str]:
     """Of each argument of any kernel, by its name; those that are not here are strides and counts."""
     names = [
-        (f"*{dtype}", "out q keys values k v qkv q_weight k_weight x residual weight gate gates mixed conv kernel"),
-        ("*fp32", "parts sums cos sin frequencies mean std scores factors maps delta A_log dt_bias"),
+        (f"*{dtype}", "out y x outputs shared gate q keys values k v qkv q_weight k_weight"),
+        (f"*{dtype}", "residual weight gates mixed conv kernel"),
+        ("*fp32", "parts weights shares sums cos sin frequencies mean std scores factors maps delta A_log dt_bias"),
         ("*fp64", "parameters"),
         ("*i64", "positions axis cache_indices state_indices rows tokens"),
-        ("*i32", "tables contexts tiles counts bars"),
+        ("*i32", "tables contexts tiles counts bars locks ends sources targets order chosen"),
         ("*u8", "patches"),
         ("fp32", "scale eps masked"),
     ]
@@ -109,6 +111,18 @@ def test_small_operators(dtype: str):
         assert "st.global" in compile_for(90, kernel, types_of(dtype), fixed, 8).asm["ptx"]
 
 
+def test_experts():
+    """What is around their products."""
+    types = types_of("bf16")
+    for kernel, fixed in (
+        (triton_experts._choose, {"SIZE": 128, "PADDED": 128, "EACH": 8, "TOP": 8}),
+        (triton_experts._sort, {"BLOCK": triton_experts.PAIRS}),
+        (triton_experts._combine, {"SIZE": 2048, "EACH": 8, "COLUMNS": 1024}),
+        (triton_experts._combine, {"SIZE": 2048, "EACH": 8, "COLUMNS": 1024, "shared": None, "gate": None}),
+    ):
+        assert "st.global" in compile_for(90, kernel, types, fixed, 4).asm["ptx"]
+
+
 each_target = pytest.mark.parametrize(
     "target", [90, *(pytest.param(target, marks=pytest.mark.slow) for target in (80, 89, 100, 120))]
 )
@@ -133,6 +147,26 @@ def test_gated_delta_rule(target: int, dtype: str, tmp_path: Path):
         assert stack_bytes(compiled, tmp_path / "cubin") == 0
     in_flight = [int(number) for number in re.findall(r"async_wait .*num = (\d+)", compiled.asm["ttgir"])]
     assert max(in_flight) > 0, "copies overlap the products"
+
+
+@each_target
+@pytest.mark.parametrize("experts", [1, 128])
+@pytest.mark.parametrize(("codes", "scales", "group"), [("*u8", "*i32", 128), ("*i8", "*fp32", 0), ("*bf16", None, 0)])
+def test_products_with_weights_as_they_lie(
+    target: int, codes: str, scales: str | None, group: int, experts: int, tmp_path: Path
+):
+    types = types_of("bf16") | {"codes": codes, "scales": scales or ""}
+    absent = {"scales": None} if scales is None else {}
+    if experts == 1:
+        absent |= dict.fromkeys(("ends", "sources", "targets"))
+    for shape in (triton_products.FEW, triton_products.MANY):
+        fixed = triton_products.constants(shape, torch.bfloat16, 2560, 4096, group, experts, 8) | absent
+        compiled = compile_for(target, triton_products._multiply, types, fixed, shape.warps, shape.stages)
+        assert compiled.metadata.shared <= 99 << 10
+        assert stack_bytes(compiled, tmp_path / "cubin") <= 8
+        in_flight = [int(number) for number in re.findall(r"async_wait .*num = (\d+)", compiled.asm["ttgir"])]
+        assert max(in_flight) >= 2, "copies of weights and of x overlap the products"
+        assert "mma" in compiled.asm["ptx"]
 
 
 @each_target

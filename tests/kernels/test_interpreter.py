@@ -13,7 +13,12 @@ pytest.importorskip("triton")
 # Two processes, of one thread each, take as long as each other.
 HALVES = [
     ["kernels/test_ops.py", "kernels/test_paged.py"],
-    ["model/test_delta_rule.py", "worker/attention/test_decode_graphs.py"],  # whose imports take as long again
+    [
+        "model/test_delta_rule.py",
+        "model/test_grouped_experts.py",
+        "kernels/test_triton_products.py",
+        "worker/attention/test_decode_graphs.py",
+    ],  # whose imports take as long again
 ]
 
 # Triton 3.6, with a numpy that makes no scalar of an array of one element any more, cannot loop over a kernel's values.

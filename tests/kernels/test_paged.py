@@ -90,7 +90,7 @@ def test_split_chunks_after_prefixes_of_any_length(device):
      (1, 4 * paged.LEAST_SPLIT, paged.DECODE_PROGRAMS, 4)],
 )  # fmt: skip
 def test_splits_fill_a_device_of_132_processors(programs, longest, per_processor, splits, monkeypatch):
-    monkeypatch.setattr(paged, "_processors", lambda device: 132)
+    monkeypatch.setattr(paged, "processors_of", lambda device: 132)
     assert paged.choose_splits(programs, longest, per_processor, torch.device("cpu")) == splits
 
 

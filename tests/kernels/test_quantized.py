@@ -1,10 +1,7 @@
 """Products with quantised matrices against dense products with the same values."""
 
-import itertools
-
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mini_engine.kernels import avx2, quantized
 from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix, MatrixPart, QuantizedMatrix, StackedMatrix
@@ -86,43 +83,3 @@ def test_unset_is_zero_and_stacked_matrices_follow_each_other():
     bias = torch.randn(51)
     torch.testing.assert_close(stacked(x, bias), x @ values.T + bias, atol=0.5, rtol=0)
     assert torch.equal(stacked(x)[..., :40], torch.zeros(2, 3, 40))
-
-
-def tiles_of(packed: torch.Tensor, inner: int) -> torch.Tensor:
-    """`torch._convert_weight_to_int4pack` on CUDA, number by number after its source."""
-    outputs, inputs = packed.shape[0], 2 * packed.shape[1]
-    tiles = torch.zeros(outputs // 8, inputs // (16 * inner), 32, inner // 2, dtype=torch.int64)
-    for n_tile, k_tile, lane, pair in itertools.product(*map(range, tiles.shape)):
-        row, first = packed[8 * n_tile + lane // 4].tolist(), (k_tile * inner + 2 * pair) * 8 + lane % 4
-        v = [row[first + offset] for offset in (0, 4, 8, 12)]
-        upper, lower = (sum((shift(b) & 15) << (4 * i) for i, b in enumerate(v)) for shift in (lambda b: b >> 4, int))
-        tiles[n_tile, k_tile, lane, pair] = upper | (lower << 16)
-    return tiles.to(torch.int32)
-
-
-@pytest.mark.parametrize("group", [128, 64, 32])
-def test_tiles_of_cuda_hold_the_same_matrix(group, monkeypatch):
-    """Packed as on a device, by a formula in the place of torch's kernel: the codes are those of before, also of some
-    rows by their numbers."""
-    monkeypatch.setattr(quantized.ops, "triton_obstacle", lambda device: None)
-    monkeypatch.setattr(torch, "_convert_weight_to_int4pack", tiles_of)
-    made = Int4Matrix(24, 256, group, torch.bfloat16, CPU)
-    MatrixPart(made, slice(0, 24), 256).copy_(torch.randn(24, 256))
-    before, rows = made.dequantize(torch.float32), torch.tensor([17, 3, 4])
-    made._pack_tiles()
-    assert made.codes.dtype is torch.int32
-    assert torch.equal(made.dequantize(torch.float32), before)
-    assert torch.equal(made.codes_of(rows).dequantize(), before[rows])
-
-
-@pytest.mark.parametrize("rows", [3, quantized.FEW_ROWS + 1])
-@pytest.mark.parametrize("bits", [8, 4])
-def test_shapes_on_cuda(bits, rows, monkeypatch):
-    """The product of torch, or of the unpacked matrix."""
-    monkeypatch.setattr(quantized.ops, "triton_obstacle", lambda device: None)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        device = torch.device("cuda")
-        made = Int8Matrix(48, 64, device) if bits == 8 else Int4Matrix(48, 64, 32, torch.bfloat16, device)
-        made.pack()
-        y = made(torch.empty(rows, 64, dtype=torch.bfloat16, device=device))
-    assert (y.shape, y.dtype, y.device.type) == ((rows, 48), torch.bfloat16, "cuda")

@@ -1,0 +1,85 @@
+"""Products with weights as they lie in memory, and what is around those of experts, against torch in float64.
+
+The bounds are of the norm of an error by that of the result: one rounding of it, and of sums in float32.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from mini_engine.kernels import ops, triton_experts, triton_products
+from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix, MatrixPart
+
+BOUNDS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
+WEIGHTS = [(16, 0, torch.float32), (16, 0, torch.bfloat16), (8, 0, torch.float16), (8, 0, torch.bfloat16),
+           (4, 128, torch.bfloat16), (4, 64, torch.float16), (4, 32, torch.bfloat16)]  # fmt: skip
+EXPERTS, EACH, OUTPUTS = 5, 2, 24
+each_kind = pytest.mark.parametrize(("bits", "group", "dtype"), WEIGHTS, ids=str)
+
+
+def weights(
+    bits: int, group: int, dtype: torch.dtype, shape: tuple[int, int], device: torch.device
+) -> tuple[Tensor, list]:
+    """A random matrix, in float64, and what the kernel takes of it."""
+    values = torch.randn(shape)
+    if bits == 16:
+        return values.to(dtype).double(), [values.to(dtype).to(device)]
+    matrix = Int8Matrix(*shape, device) if bits == 8 else Int4Matrix(*shape, group, dtype, device)
+    MatrixPart(matrix, slice(0, shape[0]), shape[1]).copy_(values.to(device))
+    dense = matrix.dequantize(torch.float64).cpu()
+    if bits == 8:
+        return dense, [*matrix.operands]
+    return dense, [matrix.codes, torch.stack((matrix.scales.T, matrix.zeros.T), dim=2)]  # as it is packed on CUDA
+
+
+def check(y: Tensor, expected: Tensor) -> None:
+    error = (y.cpu().double() - expected).norm() / expected.norm()
+    assert error <= BOUNDS[y.dtype]
+
+
+@each_kind
+@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 40, 512), (5, 100, 768), (40, 64, 512), (200, 33, 1024)])
+def test_products(bits, group, dtype, rows, outputs, inputs, device, monkeypatch):
+    """On a device with more processors than tiles, so that several programs share one, twice with the same locks."""
+    monkeypatch.setattr(triton_products, "processors_of", lambda device: 30)
+    triton_products._locks.cache_clear()
+    torch.manual_seed(rows)
+    dense, operands = weights(bits, group, dtype, (outputs, inputs), device)
+    for _ in range(2):
+        x = torch.randn(rows, inputs + 32).to(dtype)[:, :inputs]
+        check(triton_products.multiply(x.to(device), *operands), x.double() @ dense.T)
+    assert not triton_products._locks(device).any()
+    triton_products._locks.cache_clear()
+
+
+@each_kind
+@pytest.mark.parametrize("tokens", [1, 3, 60])
+def test_products_by_expert(bits, group, dtype, tokens, device):
+    torch.manual_seed(tokens)
+    dense, operands = weights(bits, group, dtype, (EXPERTS * OUTPUTS, 256), device)
+    x = torch.randn(tokens, 256).to(dtype)
+    chosen = torch.stack([torch.randperm(EXPERTS)[:EACH] for _ in range(tokens)]).int()
+    pairs = ops.Pairs(*triton_experts.sort(chosen.to(device), EXPERTS), EACH)
+    each = dense.unflatten(0, (EXPERTS, -1))
+    expected = torch.stack([each[e] @ x[i // EACH].double() for i, e in enumerate(chosen.flatten().tolist())])
+    order, more = pairs.order.cpu(), operands if len(operands) == 2 else [*operands, None]
+    assert torch.equal(order.long(), chosen.flatten().sort(stable=True).indices)
+    assert torch.equal(pairs.ends.cpu(), chosen.flatten().bincount(minlength=EXPERTS).cumsum(0).int())
+    check(triton_products.multiply(x.to(device), *more, pairs, gathers=True), expected[order])
+    check(triton_products.multiply(x[order // EACH].to(device), *more, pairs, scatters=True), expected)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_choice_and_sum_of_experts(dtype, device):
+    scores = torch.randn(7, 60).to(dtype)
+    scores[3, 5] = float("nan")
+    chosen, shares = triton_experts.choose(scores.to(device), 3)
+    highest, expected = scores.float().topk(3)
+    rows = torch.arange(7) != 3
+    assert torch.equal(scores.float().gather(1, chosen.cpu().long())[rows], highest[rows])
+    torch.testing.assert_close(shares.cpu()[rows], highest.softmax(-1)[rows])
+    assert ((chosen >= 0) & (chosen < 60)).all(), "an expert that there is, whatever the scores are"
+    outputs, shared, gate = (torch.randn(size).to(dtype) for size in ((21, 1500), (7, 1500), (7, 1)))
+    y = triton_experts.combine(outputs.to(device), shares, shared.to(device), gate.to(device)).cpu()
+    sums = (outputs.double().view(7, 3, -1) * shares.cpu().double().unsqueeze(2)).sum(1)
+    check(y[rows], (sums + gate.double().sigmoid() * shared.double())[rows])
