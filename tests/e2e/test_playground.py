@@ -137,8 +137,10 @@ def test_a_follow_up_and_an_answer_that_is_replaced_hit_the_caches(page, tmp_pat
     playwright.expect(second.locator(".chips")).to_contain_text("media patches 1 of 1")
     second.locator("summary").click()
     (ROOT / "build").mkdir(exist_ok=True)
-    page.wait_for_timeout(2500)  # the numbers of the server are read again, and no longer marked as changed
-    picture = page.screenshot(path=ROOT / "build" / "playground.png")  # docs/playground.png is such a picture
+    with page.expect_response("**/metrics"):
+        pass  # the numbers of the server are read again
+    picture_path = ROOT / "build" / "playground.png"  # docs/playground.png is such a picture
+    picture = page.screenshot(path=picture_path, animations="disabled")  # nothing is marked as changed
     assert max(len(picture), (ROOT / "docs" / "playground.png").stat().st_size) <= PICTURE_BYTES
     again = first.get_by_role("button", name="Ask again")
     again.click()
