@@ -17,7 +17,7 @@ const SHAPES = [ // name, colour, corners (none: a circle), and the way it goes;
 const CLIP_SECONDS = 1.5;
 const MOST_FRAMES = 64; // that are shown of a video
 const FRAME_PIXELS = 256; // of a shown frame's width, at most
-const INSIDE = 0.001; // seconds after a frame's time, which is rounded, that are still within the frame
+const INSIDE = 0.004; // seconds into a frame; Chromium may show an uneven one for longer than it lasts
 const PRESENTED = 250; // milliseconds after which a frame that is not presented is the one that was there before
 
 // What the next question is about: {kind, name, file, address, isSample}. `address` is an object URL; an item that was
