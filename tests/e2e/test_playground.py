@@ -119,9 +119,9 @@ def test_the_first_click_asks_about_the_sample_and_shows_the_frames_that_the_mod
     assert reds == sorted(reds, reverse=True) and reds[0] - reds[-1] > 20  # it moves to the left, by the frame's pixels
     playwright.expect(turn.locator(".legend")).to_be_hidden()
     turn.locator("summary").click()
-    turn.get_by_text("admission").focus()
-    tooltip = "getComputedStyle(document.activeElement, '::after').content"
-    assert "Queued for a place" in page.evaluate(tooltip)
+    for term, explained in (("admission", "Queued for a place"), ("shm_store", "shared memory")):
+        page.get_by_text(term, exact=True).focus()
+        assert explained in page.evaluate("getComputedStyle(document.activeElement, '::after').content")
 
 
 def test_a_follow_up_and_an_answer_that_is_replaced_hit_the_caches(page, tmp_path, monkeypatch):
