@@ -119,9 +119,9 @@ def test_the_first_click_asks_about_the_sample_and_shows_the_frames_that_the_mod
     assert reds == sorted(reds, reverse=True) and reds[0] - reds[-1] > 20  # it moves to the left, by the frame's pixels
     playwright.expect(turn.locator(".legend")).to_be_hidden()
     turn.locator("summary").click()
-    turn.get_by_text("admission").focus()
-    tooltip = "getComputedStyle(document.activeElement, '::after').content"
-    assert "Queued for a place" in page.evaluate(tooltip)
+    for term, explained in (("admission", "Queued for a place"), ("shm_store", "shared memory")):
+        page.get_by_text(term, exact=True).focus()
+        assert explained in page.evaluate("getComputedStyle(document.activeElement, '::after').content")
 
 
 def test_a_follow_up_and_an_answer_that_is_replaced_hit_the_caches(page, tmp_path, monkeypatch):
@@ -137,8 +137,10 @@ def test_a_follow_up_and_an_answer_that_is_replaced_hit_the_caches(page, tmp_pat
     playwright.expect(second.locator(".chips")).to_contain_text("media patches 1 of 1")
     second.locator("summary").click()
     (ROOT / "build").mkdir(exist_ok=True)
-    page.wait_for_timeout(2500)  # the numbers of the server are read again, and no longer marked as changed
-    picture = page.screenshot(path=ROOT / "build" / "playground.png")  # docs/playground.png is such a picture
+    with page.expect_response("**/metrics"):
+        pass  # the numbers of the server are read again
+    picture_path = ROOT / "build" / "playground.png"  # docs/playground.png is such a picture
+    picture = page.screenshot(path=picture_path, animations="disabled")  # nothing is marked as changed
     assert max(len(picture), (ROOT / "docs" / "playground.png").stat().st_size) <= PICTURE_BYTES
     again = first.get_by_role("button", name="Ask again")
     again.click()
@@ -156,9 +158,9 @@ def test_a_follow_up_and_an_answer_that_is_replaced_hit_the_caches(page, tmp_pat
         assert response["choices"][0]["message"]["content"] == "left"
 
 
-def test_composer_and_state_stay_on_screen_and_a_reload_keeps_the_texts(page):
+def test_composer_state_and_newest_answer_stay_on_screen_and_a_reload_keeps_the_texts(page):
     for question in ("Describe the video.", *["Which way does it move?"] * 5):
-        playwright.expect(ask(page, question).locator(".chips")).to_be_visible()
+        playwright.expect(ask(page, question).locator(".chips")).to_be_in_viewport(ratio=1)
     for width in (1280, 390):
         page.set_viewport_size({"width": width, "height": 800})
         page.locator(".turn").last.scroll_into_view_if_needed()

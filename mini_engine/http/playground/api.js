@@ -1,6 +1,6 @@
 // Requests to this server's API, with the key that it asks for.
 
-import { $ } from "./elements.js";
+import { $, once } from "./elements.js";
 
 export let key = ""; // in memory only
 let keyAsked = null; // the promise of a dialog that is open
@@ -40,16 +40,12 @@ function apiMessage(text) {
   }
 }
 
-function askForKey(message) {
+async function askForKey(message) {
   $("key-reason").textContent = message;
   $("key").value = "";
   $("key-dialog").showModal();
-  return new Promise((resolve) => {
-    $("key-dialog").onclose = () => {
-      keyAsked = null;
-      resolve();
-    };
-  });
+  await once($("key-dialog"), "close");
+  keyAsked = null;
 }
 
 $("key-dialog").addEventListener("submit", (event) => {

@@ -91,10 +91,8 @@ async function ask(turn) {
   }
   clearInterval(timer);
   showProgress(turn, run);
-  follow(turn.entry, () => {
-    part("pace").textContent = "";
-    if (run.report) showReport(turn, run.report);
-  });
+  part("pace").textContent = "";
+  if (run.report) showReport(turn, run.report);
   part("answer").ariaBusy = "false";
   part("actions").hidden = false;
   setRunning(null);
@@ -120,7 +118,7 @@ function receive(event, run, turn) {
 }
 
 /** What has arrived, the stage and a clock; then the time to the first token, and the tokens per second from there. */
-function showProgress({ entry, part }, run) {
+function showProgress({ part }, run) {
   const now = performance.now();
   const texts = [run.stage, time((now - run.begun) / 1000)];
   if (run.first) texts.push(`TTFT ${time((run.first - run.begun) / 1000)}`);
@@ -129,10 +127,8 @@ function showProgress({ entry, part }, run) {
   const arrived = run.thoughts + run.text;
   if (!run.first || arrived === run.shown) return;
   run.shown = arrived;
-  follow(entry, () => {
-    part("thoughts").textContent = run.thoughts;
-    part("answer").replaceChildren(...markdown(run.text));
-  });
+  part("thoughts").textContent = run.thoughts;
+  part("answer").replaceChildren(...markdown(run.text));
 }
 
 /** Where the time of an answer went, and the frames that the model saw. */
@@ -147,12 +143,15 @@ function showReport({ part, media }, { timings, usage, toFirst }) {
 
 const perSecond = (count, seconds) => `${(count / seconds).toFixed(count < 10 * seconds ? 1 : 0)} tokens/s`;
 
-/** Change an entry. Its end stays in view if it was. */
-function follow(entry, change) {
-  const isBelow = () => entry.getBoundingClientRect().bottom > $("composer").getBoundingClientRect().top;
-  const wasBelow = isBelow();
-  change();
-  if (!wasBelow && isBelow()) entry.scrollIntoView({ block: "end" });
+/** Whatever an entry grows by, its end stays in view if it was. */
+function follow(entry) {
+  let before = Infinity; // its height
+  new ResizeObserver(() => {
+    const { top, height } = entry.getBoundingClientRect();
+    const limit = $("composer").getBoundingClientRect().top;
+    if (top + before <= limit && top + height > limit) entry.scrollIntoView({ block: "end" });
+    before = height;
+  }).observe(entry);
 }
 
 // --- the conversation ------------------------------------------------------------------------------------------------
@@ -173,6 +172,7 @@ function addTurn({ question, media, answer = null }) {
   part("python").onclick = () => copy(turn, python);
   turns.push(turn);
   $("turns").append(entry);
+  follow(entry);
   return turn;
 }
 
@@ -218,8 +218,9 @@ $("composer").onsubmit = async (event) => {
   const media = takeAttached();
   $("question").value = "";
   const turn = addTurn({ question, media });
+  const asked = ask(turn); // which shows its progress
   turn.entry.scrollIntoView({ block: "end" });
-  await ask(turn);
+  await asked;
   if (turn.answer !== null) return;
   putBack(media); // for another try
   $("question").value ||= question;

@@ -13,6 +13,9 @@ export function make(tag, className, ...children) {
 /** The content of a template, which has one element. */
 export const copyOf = (template) => $(template).content.cloneNode(true).firstElementChild;
 
+/** Resolves at the next event of this name. */
+export const once = (target, name) => new Promise((resolve) => target.addEventListener(name, resolve, { once: true }));
+
 const EXPLAINED = {
   admission: "Queued for a place among the requests whose media are decoded at the same time.",
   shm_store: "Media that the engine caches: written once into its shared memory, from where all its workers read them.",

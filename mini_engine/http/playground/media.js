@@ -1,7 +1,7 @@
 // Videos and images: attaching them, the sample, clips that are rendered here, and the frames that the model sees.
 
 import { call, textOf } from "./api.js";
-import { $, bytes, make } from "./elements.js";
+import { $, bytes, make, once } from "./elements.js";
 
 // Of files whose type the browser does not know, or mistakes.
 const NAMES = {
@@ -17,7 +17,8 @@ const SHAPES = [ // name, colour, corners (none: a circle), and the way it goes;
 const CLIP_SECONDS = 1.5;
 const MOST_FRAMES = 64; // that are shown of a video
 const FRAME_PIXELS = 256; // of a shown frame's width, at most
-const INSIDE = 0.001; // seconds after a frame's time, which is rounded, that are still within the frame
+const INSIDE = 0.004; // seconds into a frame; Chromium may show an uneven one for longer than it lasts
+const PRESENTED = 250; // milliseconds after which a frame that is not presented is the one that was there before
 
 // What the next question is about: {kind, name, file, address, isSample}. `address` is an object URL; an item that was
 // lost by a reload has no file.
@@ -125,18 +126,17 @@ export function framesOf(item, seen) {
 
 async function drawFrames(list, item, { width, height }, times) {
   const source = make(item.kind === "image" ? "img" : "video");
-  const arrived = (event) =>
-    new Promise((resolve, reject) => {
-      source.addEventListener(event, resolve, { once: true });
-      source.onerror = () => reject(new Error(item.name));
-    });
+  const failed = once(source, "error").then(() => Promise.reject(new Error(item.name)));
+  const arrived = (event) => Promise.race([once(source, event), failed]);
   source.muted = true;
   source.src = item.address;
   await arrived(item.kind === "image" ? "load" : "loadeddata");
   for (const seconds of times) {
     if (seconds !== null) {
+      const presented = new Promise((resolve) => source.requestVideoFrameCallback?.(resolve));
       source.currentTime = seconds + INSIDE;
-      await arrived("seeked");
+      await arrived("seeked"); // when it may still show the frame before, or none
+      await Promise.race([presented, new Promise((resolve) => setTimeout(resolve, PRESENTED))]);
     }
     const canvas = make("canvas");
     const scale = Math.min(1, FRAME_PIXELS / width);
@@ -169,10 +169,8 @@ async function renderShape() {
     draw(canvas, shape, part);
     await new Promise((resolve) => setTimeout(resolve, 1000 / 24));
   }
-  await new Promise((resolve) => {
-    recorder.onstop = resolve;
-    recorder.stop();
-  });
+  recorder.stop();
+  await once(recorder, "stop");
   return new File(recorded, `${name}.webm`, { type: "video/webm" });
 }
 

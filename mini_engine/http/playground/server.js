@@ -1,7 +1,7 @@
 // The panel of the server, from `/metrics`, and whether the server can be reached.
 
 import { call, textOf } from "./api.js";
-import { $, bytes, copyOf, make, term } from "./elements.js";
+import { $, bytes, copyOf, make, once, term } from "./elements.js";
 
 const POLL_TIMEOUT = 5000; // milliseconds
 
@@ -112,7 +112,7 @@ let since = null; // when the server was first not reached; null: it is reached
 export async function watchServer() {
   for (;;) {
     if (document.hidden) {
-      await new Promise((resolve) => document.addEventListener("visibilitychange", resolve, { once: true }));
+      await once(document, "visibilitychange");
       continue;
     }
     const poll = (path) => call(path, { timeout: POLL_TIMEOUT });
