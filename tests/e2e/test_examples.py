@@ -97,6 +97,13 @@ def test_search_clips_embeds_each_file_once(tmp_path: Path) -> None:
     assert {*first} < {*second} and cosines["a.mp4"] == cosines["sub/c.mp4"]
 
 
+def test_caption_folder_keeps_another_file_as_it_is(tmp_path: Path) -> None:
+    out = tmp_path / "notes.json"
+    out.write_text("{}")  # no torn line either
+    ran = subprocess.run(**command("caption_folder.py", tmp_path, "--out", out), stderr=subprocess.PIPE, text=True)
+    assert ran.returncode == 1 and "choose another file" in ran.stderr and out.read_text() == "{}"
+
+
 def test_caption_folder_that_was_killed_has_each_file_once(tmp_path: Path) -> None:
     shown, out = make_folder(tmp_path / "in"), tmp_path / "captions.jsonl"
     flags = ["--question", "What colour is the shape?", "--max-num-seqs", 1]
