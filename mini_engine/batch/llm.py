@@ -157,8 +157,8 @@ class LLM:
         self.close()
 
     def submit(self, prompt: Prompt, **fields: Any) -> concurrent.futures.Future[ChatAnswer]:
-        """Ask about one prompt, without waiting: `result()` waits, `asyncio.wrap_future` lets a coroutine wait, and
-        `cancel()` aborts. Its `id` is 0. Raises ServerError."""
+        """Ask about one prompt, without waiting: `result()` waits and raises ServerError, `asyncio.wrap_future` lets a
+        coroutine wait, and `cancel()` aborts. Its `id` is 0. Raises ServerError: in a fork."""
         return self._server.run(ask(self._server, ChatAnswer, CHAT, 0, lambda: chat_body(prompt, fields)))
 
     def stream(self, prompts: Iterable[Prompt], **fields: Any) -> Iterator[ChatAnswer]:
