@@ -27,7 +27,7 @@ def main() -> None:
     args = parser.parse_args()
 
     response_format = {"type": "json_schema", "json_schema": {"name": "scene", "schema": SCHEMA}}
-    with LLM(**({"model": args.model} if args.model else {})) as llm:
+    with LLM(args.model) as llm:
         prompt = [Video(args.video), "Describe the video."]
         answer = llm.submit(prompt, temperature=0, response_format=response_format).result()
     if answer.error:

@@ -19,7 +19,6 @@ from urllib.parse import quote
 from tqdm.auto import tqdm
 
 from mini_engine.batch.server_handle import MAX_CONCURRENCY, ServerHandle
-from mini_engine.config import BUNDLED_MODEL
 from mini_engine.launch.cli import settle
 
 ROOT_FLAG = "--allowed-local-media-path=/"
@@ -126,9 +125,10 @@ class LLM:
     the server. Methods may be called from any thread. None needs the `__main__` guard of multiprocessing.
 
     Args:
-        model: directory or hub name.
+        model: directory or hub name; by default the bundled model.
         max_concurrency: prompts that are read ahead and in flight.
-        options: flags of `serve.py` with underscores, such as `max_model_len=16384`. Images and videos may be read from
+        flags: of `serve.py`, as in its command line.
+        options: the same flags with underscores, such as `max_model_len=16384`. Images and videos may be read from
             anywhere unless `allowed_local_media_path` says otherwise: set it for conversations of other people.
 
     Raises:
@@ -136,8 +136,15 @@ class LLM:
         ServerError: the server did not start.
     """
 
-    def __init__(self, model: str = BUNDLED_MODEL, *, max_concurrency: int = MAX_CONCURRENCY, **options: Any):
-        flags = [f"--model={model}", *flags_of(options)]
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        max_concurrency: int = MAX_CONCURRENCY,
+        flags: Sequence[str] = (),
+        **options: Any,
+    ):
+        flags = [*flags, *flags_of({"model": model, **options})]
         if "allowed_local_media_path" not in settle(flags, os.environ).origins:
             flags.append(ROOT_FLAG)
         self._server = ServerHandle(flags=flags, max_concurrency=max_concurrency)
@@ -150,8 +157,8 @@ class LLM:
         self.close()
 
     def submit(self, prompt: Prompt, **fields: Any) -> concurrent.futures.Future[ChatAnswer]:
-        """Ask about one prompt, without waiting: `result()` waits, `asyncio.wrap_future` lets a coroutine wait, and
-        `cancel()` aborts. Its `id` is 0. Raises ServerError."""
+        """Ask about one prompt, without waiting: `result()` waits and raises ServerError, `asyncio.wrap_future` lets a
+        coroutine wait, and `cancel()` aborts. Its `id` is 0. Raises ServerError: in a fork."""
         return self._server.run(ask(self._server, ChatAnswer, CHAT, 0, lambda: chat_body(prompt, fields)))
 
     def stream(self, prompts: Iterable[Prompt], **fields: Any) -> Iterator[ChatAnswer]:

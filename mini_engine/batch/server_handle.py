@@ -9,6 +9,7 @@ import asyncio
 import collections
 import concurrent.futures
 import contextlib
+import functools
 import itertools
 import os
 import queue
@@ -71,7 +72,7 @@ class Reply:
 
 
 class ServerHandle:
-    """A server, and a thread with the event loop of the requests to it.
+    """A server, and requests to it, which run in the event loop of this process.
 
     Args:
         root: URL of a running server, without `/v1`.
@@ -98,33 +99,22 @@ class ServerHandle:
         if root is None:
             check_flags(flags)
         self._pid = os.getpid()
-        self._loop = asyncio.new_event_loop()
-        self._closing = asyncio.Event()
-        self._running = set[asyncio.Task[Any]]()
-        self._lock = threading.Lock()
-        self._failure: Exception | None = None  # why there are no more answers
-        self._ready = concurrent.futures.Future[None]()
-        serving = self._serve() if root else self._serve_own(flags)
-        # The kernel kills a child process when the thread that started it ends, so this one is not the caller's. A
-        # daemon, since the interpreter waits for other threads before it runs what closes this.
-        self._thread = threading.Thread(target=self._run_loop, args=(serving,), name="mini-engine", daemon=True)
-        self._thread.start()
+        self._thread = loop_thread(self._pid)
+        self._ended: asyncio.Future[Exception] = self._thread.loop.create_future()  # why there are no more answers
+        self._resources = contextlib.AsyncExitStack()
+        opening = self.run(self._open(None if root else flags))
         try:
-            self._ready.result()
+            opening.result()
         except BaseException:
             self.close()
             raise
 
     def run(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Run a coroutine that may call `post`. Raises ServerError: the server has ended, or this is a fork."""
-        if os.getpid() != self._pid:  # which has no such thread, and maybe a lock that stays locked
-            work.close()
-            raise ServerError("a forked process cannot use the server of its parent; start one of its own")
-        with self._lock:
-            if self._failure is None:
-                return asyncio.run_coroutine_threadsafe(self._run_work(work), self._loop)
+        """Run a coroutine that may call `post`. Raises ServerError: this is a fork, which has no such thread."""
+        if os.getpid() == self._pid:
+            return asyncio.run_coroutine_threadsafe(work, self._thread.loop)
         work.close()
-        raise self._failure.with_traceback(None)
+        raise ServerError("a forked process cannot use the server of its parent; start one of its own")
 
     def as_finished(self, works: Iterable[Coroutine[Any, Any, T]]) -> Iterator[T]:
         """Run coroutines, `max_concurrency` at once; yields the results as they come. `works` is iterated in the
@@ -152,35 +142,54 @@ class ServerHandle:
 
     async def post(self, path: str, body: bytes) -> Reply:
         """Send a request, again if the server is busy or the connection ended. Raises ServerError."""
-        repeat = 0
-        while True:
+        pause = 0.0
+        for repeat in itertools.count():
+            await self._wait(pause)
             reply = await self._send(path, body)
             if repeat >= REPEATS.get(reply.status, 0):
-                return reply
-            await asyncio.sleep(min(2.0**repeat, LONGEST_PAUSE_SECONDS))
-            repeat += 1
+                break
+            pause = min(2.0**repeat, LONGEST_PAUSE_SECONDS)
+        return reply
 
     def close(self) -> None:
         """End the requests, and the program's own server with all its processes. May be called again."""
         if os.getpid() == self._pid:  # not in a fork
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._closing.set)
+            closing = self.run(self._close())
             if threading.current_thread() is not self._thread:  # in which the garbage may be collected
-                self._thread.join()
+                closing.result()
 
-    async def _run_work(self, work: Coroutine[Any, Any, T]) -> T:
-        """`work`, registered while it runs. Raises ServerError instead of CancelledError when the server has ended."""
-        task = asyncio.current_task()
-        assert task is not None
-        self._running.add(task)
-        try:
-            return await work
-        except asyncio.CancelledError:
-            if self._failure is not None:
-                raise self._failure.with_traceback(None) from None
-            raise
-        finally:
-            self._running.remove(task)
+    async def _open(self, flags: Sequence[str] | None) -> None:
+        self._opening = asyncio.current_task()
+        async with contextlib.AsyncExitStack() as resources:
+            connector: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=0)
+            if flags is not None:
+                path = str(resources.enter_context(runtime_directory()) / "http")
+                await resources.enter_async_context(own_server(["--uds", path, *flags], self._ended))
+                connector = aiohttp.UnixConnector(path, limit=0)
+            headers = {"Content-Type": "application/json", **self._headers}
+            timeout = aiohttp.ClientTimeout()  # none: a video may take minutes
+            session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout)
+            self._session = await resources.enter_async_context(session)
+            self._thread.sessions.add(session)
+            resources.callback(self._thread.sessions.remove, session)
+            # The socket listens from early on, but no process accepts connections before all are ready.
+            while flags is not None and (await self._send("/tokenize", b'{"prompt": ""}')).status != 200:
+                await self._wait(CONNECT_SECONDS)
+            self._resources = resources.pop_all()
+
+    async def _close(self) -> None:
+        if not self._ended.done():
+            self._ended.set_result(ServerError("closed"))
+        assert self._opening is not None
+        self._opening.cancel()
+        await asyncio.wait([self._opening])
+        await self._resources.aclose()  # the session is the first: its requests end, and find that `_ended` is done
+
+    async def _wait(self, seconds: float) -> None:
+        """Raises the error of `_ended`, once there is one."""
+        await asyncio.wait([self._ended], timeout=seconds)
+        if self._ended.done():
+            raise self._ended.result().with_traceback(None)
 
     async def _send(self, path: str, body: bytes) -> Reply:
         try:
@@ -194,83 +203,65 @@ class ServerHandle:
             status = 0 if response.status == 200 else response.status
             return Reply(status, {"error": {"message": f"status {response.status}, no JSON: {content[:200]!r}"}})
 
-    # --- the thread --------------------------------------------------------------------------------------------------
 
-    def _run_loop(self, serving: Coroutine[Any, Any, None]) -> None:
-        try:
-            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                runner.run(serving)
-        except Exception as error:  # noqa: BLE001 - the other thread raises it
-            self._ready.set_exception(error)
+class LoopThread(threading.Thread):
+    """The event loop of a process's requests. It runs until the process ends: no request comes too late for it, and the
+    kernel, which kills a child process when the thread that started it ends, kills no server before."""
 
-    async def _serve(self, connector: aiohttp.BaseConnector | None = None) -> None:
-        is_own, connector = connector is not None, connector or aiohttp.TCPConnector(limit=0)
-        headers = {"Content-Type": "application/json", **self._headers}
-        timeout = aiohttp.ClientTimeout()  # none: a video may take minutes
-        async with aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout) as self._session:
-            # The socket listens from early on, but no process accepts connections before all are ready.
-            while is_own and (await self._send("/tokenize", b'{"prompt": ""}')).status != 200:  # noqa: ASYNC110
-                await asyncio.sleep(CONNECT_SECONDS)
-            self._ready.set_result(None)
-            try:
-                await self._closing.wait()
-            finally:
-                with self._lock:
-                    self._failure = self._failure or ServerError("closed")
-                for _ in range(2):  # what other threads have just run becomes tasks, and these begin
-                    await asyncio.sleep(0)
-                for task in self._running:
-                    task.cancel()
-                await asyncio.gather(*self._running, return_exceptions=True)
+    def __init__(self) -> None:
+        super().__init__(name="mini-engine", daemon=True)
+        self.loop = asyncio.new_event_loop()
+        # In a fork, the frame of `run` keeps them: to collect them there would close them for the parent, too.
+        self.sessions = set[aiohttp.ClientSession]()
+        self.start()
 
-    async def _serve_own(self, flags: Sequence[str]) -> None:
-        with runtime_directory() as directory:
-            path = str(directory / "http")
-            async with own_server(["--uds", path, *flags]) as exited:
-                serving = asyncio.create_task(self._serve(aiohttp.UnixConnector(path, limit=0)))
-                closing = asyncio.create_task(self._closing.wait())
-                await asyncio.wait([serving, closing, exited], return_when=asyncio.FIRST_COMPLETED)
-                if exited.done():
-                    self._failure = exited.result()
-                serving.cancel()
-                await asyncio.wait([serving])
-            if not self._ready.done():
-                raise self._failure or ServerError("closed")
+    def run(self) -> None:
+        self.loop.run_forever()
+
+
+@functools.cache
+def loop_thread(_pid: int) -> LoopThread:
+    """That of the process `_pid`, which calls this."""
+    return LoopThread()
 
 
 @contextlib.asynccontextmanager
-async def own_server(flags: Sequence[str]) -> AsyncIterator[asyncio.Task[Exception]]:
-    """Start a server, and stop it: running requests are aborted. It is killed when the calling thread ends. Yields what
-    says why it has ended by itself."""
+async def own_server(flags: Sequence[str], ended: asyncio.Future[Exception]) -> AsyncIterator[None]:
+    """Start a server, and stop it: running requests are aborted. It is killed when the calling thread ends. `ended`
+    becomes what says why it has ended by itself."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", SERVE, str(os.getpid()), *flags),
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, limit=LINE_BYTES,
         env={**os.environ, **module_paths()},
         start_new_session=True,  # Ctrl-C is for this program, which may go on
     )  # fmt: skip
-    exited = asyncio.create_task(_forward_log(process))
+    log = asyncio.create_task(_forward_log(process, ended))
     try:
-        yield exited
+        yield
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGINT)
-        if not (await asyncio.wait([exited], timeout=STOP_SECONDS))[0]:
+        if not (await asyncio.wait([log], timeout=STOP_SECONDS))[0]:
             process.kill()
-            await exited
+            await log
 
 
-async def _forward_log(process: asyncio.subprocess.Process) -> Exception:
-    """Write the server's log to this program's stderr, which in a notebook is no descriptor, until both end. Returns
-    why it has ended."""
+async def _forward_log(process: asyncio.subprocess.Process, ended: asyncio.Future[Exception]) -> None:
+    """Write the server's log to this program's stderr, which in a notebook is no descriptor, until both end."""
     assert process.stderr is not None
     last_lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
     async for line in process.stderr:
         last_lines.append(line.decode(errors="replace"))
         with contextlib.suppress(AttributeError, OSError, ValueError):  # None, or closed
             sys.stderr.write(last_lines[-1])
-    if (status := await process.wait()) == 2:
-        return ConfigError(re.sub("^serve.py: |.*start failed: ", "", last_lines[-1]).rstrip())
-    return ServerError(f"the server exited with status {status}; the end of its log:\n{''.join(last_lines)}")
+    status = await process.wait()
+    if ended.done():
+        return
+    if status == 2:
+        ended.set_result(ConfigError(re.sub("^serve.py: |.*start failed: ", "", last_lines[-1]).rstrip()))
+    else:
+        log = "".join(last_lines)
+        ended.set_result(ServerError(f"the server exited with status {status}; the end of its log:\n{log}"))
 
 
 def check_flags(flags: Sequence[str]) -> None:

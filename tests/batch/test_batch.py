@@ -78,15 +78,15 @@ def test_a_link_to_the_answers_and_their_mode_stay(tmp_path: Path):
     assert link.is_symlink() and path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_run_that_is_interrupted_is_continued(tmp_path: Path):
+def test_a_run_that_is_interrupted_is_continued_by_another_server(server, tmp_path: Path):
     body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 400, "ignore_eos": True}
     chats = [{"custom_id": f"chat {i}", "url": "/v1/chat/completions", "body": body} for i in range(30)]
     stream = {**REQUEST, "custom_id": "stream", "body": {"prompt": "x", "stream": True}}
     requests = write(tmp_path / "in.jsonl", *chats, REQUEST, stream)
     path = tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "mini_engine.batch", "-i", requests, "-o", path, "--max-concurrency", "8"]
-    command += ["-dp", "1", "--max-num-seqs", "8"]
-    first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    own = [*command, "-dp", "1", "--max-num-seqs", "8"]
+    first = subprocess.Popen(own, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
     def has_answers() -> None:
         assert path.exists() and path.read_bytes().count(b"\n") > 0
@@ -96,9 +96,11 @@ def test_a_run_that_is_interrupted_is_continued(tmp_path: Path):
     os.killpg(first.pid, signal.SIGINT)
     _, log = first.communicate(timeout=60)
     assert first.returncode == 130 and "the same command goes on" in log, log
+    assert re.search(r"\d/32 .* 0 failed, .*prefill \d+%", log), log
     assert not any(map(alive, processes)) and path.read_bytes().count(b"\n") < len(chats)
+    command += ["--base-url", server.base_url]
     last = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert last.returncode == 1 and re.search(r"100%.*1 failed, .*prefill \d+%", last.stderr), last.stderr
+    assert last.returncode == 1 and re.search(r"100%.*, 1 failed", last.stderr), last.stderr
     answers = [json.loads(line) for line in path.read_text().splitlines()]
     by_id = {answer["custom_id"]: answer for answer in answers}
     assert len(answers) == len(by_id) == 32 and by_id.keys() == {"a", "stream", *(chat["custom_id"] for chat in chats)}

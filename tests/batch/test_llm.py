@@ -181,7 +181,7 @@ def test_the_end_of_the_server_is_raised(llm: LLM):  # the last: the others need
     with pytest.raises(ServerError, match="exited with status -9"):
         list(answers)
     with pytest.raises(ServerError, match="exited with status -9"):
-        llm.submit("hello")
+        llm.submit("hello").result(60)
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 
 from mini_engine.demo import videos
-from tests.support.processes import alive, descendants, eventually
 from tests.support.running_server import ROOT, RunningServer, environment
 
 PICTURES = ("png", "jpeg", "webp", "gif", "bmp", "tiff")
@@ -97,28 +95,28 @@ def test_search_clips_embeds_each_file_once(tmp_path: Path) -> None:
     assert {*first} < {*second} and cosines["a.mp4"] == cosines["sub/c.mp4"]
 
 
-def test_caption_folder_that_was_killed_has_each_file_once(tmp_path: Path) -> None:
+def test_caption_folder_keeps_another_file_as_it_is(tmp_path: Path) -> None:
+    out = tmp_path / "notes.json"
+    out.write_text("{}")  # no torn line either
+    ran = subprocess.run(**command("caption_folder.py", tmp_path, "--out", out), stderr=subprocess.PIPE, text=True)
+    assert ran.returncode == 1 and "choose another file" in ran.stderr and out.read_text() == "{}"
+
+
+def test_caption_folder_goes_on_and_has_each_file_once(tmp_path: Path) -> None:
     shown, out = make_folder(tmp_path / "in"), tmp_path / "captions.jsonl"
-    flags = ["--question", "What colour is the shape?", "--max-num-seqs", 1]
-    asking = command("caption_folder.py", tmp_path / "in", "--out", out, *flags)
+    kept = dict.fromkeys([*shown][:4], "of an earlier run")
+    earlier = [*({"file": file, "text": text} for file, text in kept.items()), {"file": "broken.mp4", "error": ""}]
+    out.write_text("".join(json.dumps(row) + "\n" for row in earlier) + '{"file": "0/0')
 
     def rows() -> list[dict[str, str]]:
         return [json.loads(line) for line in out.read_bytes().splitlines(True) if line.endswith(b"\n")]
 
-    def num_captions() -> int:
-        return sum("text" in row for row in rows())
-
-    out.touch()
-    with subprocess.Popen(**asking, start_new_session=True) as process:
-        while num_captions() < 4:
+    flags = ["--question", "What colour is the shape?", "--max-num-seqs", 1]
+    with subprocess.Popen(**command("caption_folder.py", tmp_path / "in", "--out", out, *flags)) as process:
+        while len(rows()) < 8:
             assert process.poll() is None
             time.sleep(0.005)
-        family = descendants(process.pid)
-        os.killpg(process.pid, signal.SIGKILL)
-    eventually(lambda: not any(map(alive, family)))
-    assert num_captions() < len(shown), "killed too late to show something"
-    with out.open("ab") as file:
-        file.write(b'{"file": "0/0')
-    assert subprocess.run(**asking, timeout=240).returncode == 1  # one is broken
-    assert {row["file"]: row["text"] for row in rows() if "text" in row} == shown
+        assert len(rows()) < 23, "answers are not written as they come"
+        assert process.wait(240) == 1  # one is broken
+    assert {row["file"]: row["text"] for row in rows() if "text" in row} == shown | kept
     assert [row["file"] for row in rows() if "error" in row] == ["broken.mp4"] and len(rows()) == 23

@@ -25,7 +25,7 @@ OUTPUT = "The answer:"  # the line before a block that is no command
 
 # The first line of each block, which a test here runs.
 CAPTION = INSTALL.format(".").removesuffix(" && ")
-OWN_VIDEOS = f"{PYTHON} examples/caption_folder.py ~/Videos --out captions.jsonl --model Qwen/Qwen2.5-VL-3B-Instruct"
+OWN_VIDEOS = f"{PYTHON} examples/caption_folder.py ~/Videos --out videos.jsonl --model Qwen/Qwen2.5-VL-3B-Instruct"
 FROM_PYTHON = "from mini_engine import LLM, Video"
 SERVE = f"{PYTHON} serve.py"
 TESTS = INSTALL.format('".[dev]"') + f"{PYTHON} -m pytest"
