@@ -36,6 +36,7 @@ from mini_engine.messages import Grammar, GrammarReady, Problem
 from mini_engine.worker.sampling.matchers import MaskVocabulary, Matchers, Row
 
 COMPILE_SECONDS = 1  # of processor time, with the first mask
+STALLED_COMPILE_SECONDS = 5  # on the clock: a process that is stopped takes no processor time
 # Of private memory, beyond what the manager has: a schema of 100,000 characters takes 50 MB, and 64 outputs 20 MB more.
 MEMORY_BYTES = 128 << 20
 # Of processor time for the masks of a step: besides what the model takes, which hides them, the processes share
@@ -109,6 +110,7 @@ class _Process:
     pid: int
     connection: socket.socket
     grammar: Grammar
+    begun: float = field(default_factory=time.monotonic)
     is_compiled: bool = False
     finished: list[str] = field(default_factory=list)  # outputs that it is to drop before it fills the next masks
     step: int = 0  # the last for which it had rows
@@ -134,10 +136,15 @@ class Manager:
     def serve(self) -> None:
         """Until rank 0 closes its connection: raises EOFError."""
         while True:
-            # A pause ends at most a second late.
-            for key, _ in self._selector.select(1 if self._pauses and self._queues else None):
+            compiling = [process for process in self._processes.values() if not process.is_compiled]
+            # A pause ends at most a second late, and so does a compile that is stalled.
+            for key, _ in self._selector.select(1 if compiling or (self._pauses and self._queues) else None):
                 if key.fd in self._selector.get_map():  # not ended meanwhile
                     key.data()
+            for process in compiling:
+                is_late = time.monotonic() - process.begun > STALLED_COMPILE_SECONDS
+                if is_late and not process.is_compiled and self._processes.get(process.grammar.digest) is process:
+                    self._on_exit(process)
             if self._queues:
                 self._start_queued()
 

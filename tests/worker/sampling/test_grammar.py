@@ -349,6 +349,17 @@ def test_a_process_that_is_killed_or_stopped_ends_one_grammar(end):
     assert os.listdir("/proc/self/fd") == before
 
 
+def test_a_process_that_is_stopped_while_it_compiles_ends_one_grammar():
+    grammar = next(iter(NEVER_COMPILED))
+    with contextlib.closing(GrammarRank(rows=2)) as rank:
+        rank.grammars.update([order(grammar)], [])
+        while not rank.processes():
+            time.sleep(0.001)
+        os.kill(*rank.processes(), signal.SIGSTOP)
+        rank.grammars.update([order(HONEST)], [])  # of the same client
+        assert [rank.reports.get(timeout=60).problem for _ in range(2)] == [KILLED, None]
+
+
 def test_clients_do_not_wait_for_the_grammars_of_others():
     """Of one client at most as many are in use as there are rows."""
     grammars = [f"start: /{letter}+/" for letter in "abc"]
