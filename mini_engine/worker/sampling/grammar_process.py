@@ -5,8 +5,8 @@
             <------------------------- answers -------------
 
 A few lines of a grammar can take hours or all memory, which no setting of llguidance prevents. So each grammar has a
-process, and timers and limits of the kernel end the one that takes too much. The manager runs nothing of a grammar and
-starts no thread, so it always answers in time.
+process, and timers and limits of the kernel end the one that takes too much. The manager runs nothing of a grammar,
+starts no thread and never waits for rank 0, which receives answers in steps only; so it always answers in time.
 `grammar.py` is rank 0's end.
 """
 
@@ -20,8 +20,8 @@ import signal
 import socket
 import sys
 import time
-from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -36,6 +36,7 @@ from mini_engine.messages import Grammar, GrammarReady, Problem
 from mini_engine.worker.sampling.matchers import MaskVocabulary, Matchers, Row
 
 COMPILE_SECONDS = 1  # of processor time, with the first mask
+STALLED_COMPILE_SECONDS = 5  # on the clock: a process that is stopped takes no processor time
 # Of private memory, beyond what the manager has: a schema of 100,000 characters takes 50 MB, and 64 outputs 20 MB more.
 MEMORY_BYTES = 128 << 20
 # Of processor time for the masks of a step: besides what the model takes, which hides them, the processes share
@@ -109,6 +110,7 @@ class _Process:
     pid: int
     connection: socket.socket
     grammar: Grammar
+    begun: float = field(default_factory=time.monotonic)
     is_compiled: bool = False
     finished: list[str] = field(default_factory=list)  # outputs that it is to drop before it fills the next masks
     step: int = 0  # the last for which it had rows
@@ -122,6 +124,7 @@ class Manager:
         self, vocabulary: MaskVocabulary, requests: Connection, reports: Connection, answers: socket.socket
     ) -> None:
         self._vocabulary, self._requests, self._reports, self._answers = vocabulary, requests, reports, answers
+        self._unsent = deque[bytes]()  # answers that the socket has no room for
         self._processes: dict[bytes, _Process] = {}  # by digest
         self._queues: dict[bytes, dict[bytes, Grammar]] = {}  # by client, the one that was served last is the last
         self._pauses: dict[bytes, float] = {}  # until when, by client
@@ -133,10 +136,15 @@ class Manager:
     def serve(self) -> None:
         """Until rank 0 closes its connection: raises EOFError."""
         while True:
-            # A pause ends at most a second late.
-            for key, _ in self._selector.select(1 if self._pauses and self._queues else None):
+            compiling = [process for process in self._processes.values() if not process.is_compiled]
+            # A pause ends at most a second late, and so does a compile that is stalled.
+            for key, _ in self._selector.select(1 if compiling or (self._pauses and self._queues) else None):
                 if key.fd in self._selector.get_map():  # not ended meanwhile
                     key.data()
+            for process in compiling:
+                is_late = time.monotonic() - process.begun > STALLED_COMPILE_SECONDS
+                if is_late and not process.is_compiled and self._processes.get(process.grammar.digest) is process:
+                    self._on_exit(process)
             if self._queues:
                 self._start_queued()
 
@@ -171,7 +179,7 @@ class Manager:
         for digest, own in rows.items():
             places, process = [place for place, _ in own], self._processes.get(digest)
             if process is None:
-                _answer(self._answers, request.step, dict.fromkeys(places, self._refusal(digest) or KILLED))
+                self._answer(request.step, dict.fromkeys(places, self._refusal(digest) or KILLED))
                 continue
             work = MaskWork(request.step, process.finished, own, seconds + ROW_SECONDS * len(own), spare)
             process.finished, process.step, process.places = [], request.step, places
@@ -205,10 +213,22 @@ class Manager:
             if process.is_compiled:
                 self._pauses[process.grammar.client] = time.monotonic() + PAUSE_SECONDS
         if process.is_compiled:
-            problems = dict.fromkeys(process.places, problem)
-            _answer(self._answers, process.step, problems)  # perhaps once more, or late
+            self._answer(process.step, dict.fromkeys(process.places, problem))  # perhaps once more, or late
         else:
             self._report(process.grammar, problem)
+
+    def _answer(self, step: int, problems: Mapping[int, Problem | None]) -> None:
+        if not self._unsent:
+            self._selector.register(self._answers, selectors.EVENT_WRITE, self._send_answers)
+        self._unsent.extend(_messages(step, problems))
+        self._send_answers()
+
+    def _send_answers(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._unsent:
+                self._answers.send(self._unsent[0], socket.MSG_DONTWAIT)
+                self._unsent.popleft()
+            self._selector.unregister(self._answers)
 
     def _refusal(self, digest: bytes) -> Problem | None:
         """Why a grammar is refused, if it is."""
@@ -287,13 +307,14 @@ def _follow(
         problems = matchers.fill(work.rows)
         left, _ = signal.setitimer(signal.ITIMER_PROF, 0)
         spare = max(0.0, min(SPARE_SECONDS, spare + work.seconds - (limit - left)))
-        _answer(answers, work.step, problems)
+        for message in _messages(work.step, problems):
+            answers.send(message)
 
 
-def _answer(answers: socket.socket, step: int, problems: Mapping[int, Problem | None]) -> None:
+def _messages(step: int, problems: Mapping[int, Problem | None]) -> Iterator[bytes]:
     left = iter(problems.items())
     while part := dict(itertools.islice(left, ANSWER_ROWS)):
-        answers.send(_encode(MaskAnswer(step, part)))
+        yield _encode(MaskAnswer(step, part))
 
 
 def _receive(connection: socket.socket, decoder: msgspec.msgpack.Decoder[MaskWork]) -> MaskWork:

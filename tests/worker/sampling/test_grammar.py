@@ -7,6 +7,7 @@ import os
 import queue
 import re
 import resource
+import select
 import signal
 import threading
 import time
@@ -307,12 +308,19 @@ def test_outputs_may_end_and_go_on_before_their_process_has_run():
         assert isinstance(bars, torch.Tensor)
 
 
-def test_a_problem_of_more_rows_than_a_message_holds():
+def test_a_process_of_many_rows_that_is_killed_between_steps_blocks_nothing():
+    """Rank 0 receives nothing then, and a socket holds fewer problems than there are rows."""
+    rows = {i: Row(digest(HONEST), str(i), 0, [], STOPS) for i in range(4000)}
     with contextlib.closing(GrammarRank(rows=4000)) as rank:
         assert rank.compile(HONEST) == [None]
-        os.kill(*rank.processes(), signal.SIGKILL)
-        _, problems = rank.masks({i: Row(digest(HONEST), str(i), 0, [], STOPS) for i in range(4000)})
-        assert len(problems) == 4000
+        assert not rank.masks(rows)[1]
+        (process,) = rank.processes()
+        exited = os.pidfd_open(process)
+        os.kill(process, signal.SIGKILL)
+        select.select([exited], [], [])
+        os.close(exited)
+        assert rank.compile("start: /a+/") == [None]
+        assert rank.masks(rows)[1] == dict.fromkeys(rows, KILLED)
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
@@ -339,6 +347,17 @@ def test_a_process_that_is_killed_or_stopped_ends_one_grammar(end):
         with pytest.raises(RuntimeError, match="the grammar manager exited"):
             rank.grammars.update([], [])
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_process_that_is_stopped_while_it_compiles_ends_one_grammar():
+    grammar = next(iter(NEVER_COMPILED))
+    with contextlib.closing(GrammarRank(rows=2)) as rank:
+        rank.grammars.update([order(grammar)], [])
+        while not rank.processes():
+            time.sleep(0.001)
+        os.kill(*rank.processes(), signal.SIGSTOP)
+        rank.grammars.update([order(HONEST)], [])  # of the same client
+        assert [rank.reports.get(timeout=60).problem for _ in range(2)] == [KILLED, None]
 
 
 def test_clients_do_not_wait_for_the_grammars_of_others():
