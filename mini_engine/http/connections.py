@@ -81,7 +81,8 @@ class HttpParser(h11.Connection):
 
 class Http(H11Protocol):
     """uvicorn's protocol, but clients have IPv4 addresses where they can, what is not HTTP is counted, with a line in
-    the log, and at exit the server does not wait for the close_notify of idle TLS clients."""
+    the log, and at exit requests that have arrived are answered, and the server does not wait for the close_notify of
+    idle TLS clients."""
 
     def __init__(self, **arguments: Any):
         super().__init__(**arguments)
@@ -102,6 +103,11 @@ class Http(H11Protocol):
         report_error(error, f"req-{uuid.uuid4().hex}", caller_of(Headers(), self.client), None)
 
     def shutdown(self) -> None:
+        """Called at exit. What has arrived is read first, and a request in it answered: closing a socket with unread
+        bytes resets it. asyncio and uvloop both run a timer of zero seconds after they have read."""
+        self.loop.call_later(0, self._shutdown)
+
+    def _shutdown(self) -> None:
         super().shutdown()
         if self.transport.is_closing() and not self.transport.get_write_buffer_size():
             self.transport.abort()

@@ -160,3 +160,12 @@ async def test_above_max_connections_requests_get_a_503(serve: Serve) -> None:
         writer.write(LIVE.replace(b"live", b"health"))
         assert b" 200 " in await reader.readline()
         assert await until_closed(served, b"") == b"", "half as many more are closed at once"
+
+
+async def test_request_that_has_arrived_when_the_server_stops_is_answered(serve: Serve) -> None:
+    async with serve() as served:
+        reader, writer = await served.connect(LIVE)
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(LIVE)  # arrives at once: the event loop has not read it
+        await served.server.shutdown()
+        assert b" 200 " in await reader.read()
