@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_engine.kernels import avx2, onednn
+from mini_engine.kernels.pairs import Pairs
 from mini_engine.kernels.staging import to_device
 
 MASKED = -3.4e38  # the score of a barred token: exp of it is 0, and unlike infinity it can be multiplied by 0
@@ -64,18 +65,6 @@ def multiplies(x: Tensor) -> bool:
     return x.dtype is not torch.float32 and fused(x)
 
 
-class Pairs(NamedTuple):
-    """Tokens and the experts that each has chosen, by expert. Pair i is of token `i // each`.
-
-    order: int32 `[pairs]`, the numbers of pairs, those of the first expert first.
-    ends: int32 `[experts]`, for each expert the place in this order after its last pair.
-    """
-
-    order: Tensor
-    ends: Tensor
-    each: int
-
-
 def choose_experts(scores: Tensor, each: int) -> tuple[Tensor, Tensor]:
     """The `each` highest scores of each row of `[n, experts]`: their numbers int32 `[n, each]`, and float32 their
     softmax, which is one over all scores divided by the sum of these."""
@@ -88,7 +77,8 @@ def choose_experts(scores: Tensor, each: int) -> tuple[Tensor, Tensor]:
 def sort_pairs(chosen: Tensor, experts: int) -> Pairs:
     """Of int32 `[n, each]`, numbers of experts."""
     if fused(chosen):
-        return Pairs(*_experts().sort(chosen, experts), chosen.shape[1])
+        order, ends = _experts().sort(chosen, experts)
+        return Pairs(order, ends, chosen.shape[1])
     held, order = chosen.flatten().sort(stable=True)
     numbers = torch.arange(experts, dtype=torch.int32, device=chosen.device)
     return Pairs(order.int(), torch.searchsorted(held, numbers, right=True, out_int32=True), chosen.shape[1])

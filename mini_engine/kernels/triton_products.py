@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_engine.kernels.elementwise import padded
-from mini_engine.kernels.ops import Pairs
 from mini_engine.kernels.paged import INTERPRETED, matmul, processors_of
+from mini_engine.kernels.pairs import Pairs
 
 
 class Bits(NamedTuple):
@@ -48,19 +48,6 @@ class Shape(NamedTuple):
 
 
 FEW, MANY = Shape(32, 16, 128, 2, 5), Shape(64, 64, 64, 4, 3)
-
-
-@triton.jit
-def _place(ends, tile, ROWS: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr):
-    """The expert of a tile, its first row, and the end of the expert's rows; both are 0 for a tile too many."""
-    e = tl.arange(0, PADDED)
-    end = tl.load(ends + e, mask=e < EXPERTS, other=0)
-    begin = tl.load(ends + e - 1, mask=(e > 0) & (e < EXPERTS), other=0)
-    tiles = (end - begin + ROWS - 1) // ROWS
-    sums = tl.cumsum(tiles, 0)
-    expert = tl.sum((sums <= tile).to(tl.int32), 0)
-    first = tl.sum(tl.where(e == expert, begin + (tile - sums + tiles) * ROWS, 0), 0)
-    return expert, first, tl.sum(tl.where(e == expert, end, 0), 0)
 
 
 @triton.jit
@@ -209,7 +196,7 @@ def multiply(
         wanted = PER_PROCESSOR * processors_of(x.device) // (blocks * tiles)
         splits = max(1, min(wanted, MOST_SPLITS, inputs // (shape.inputs * LEAST_TURNS)))
     parts = x.new_empty(splits if splits > 1 else 0, count, outputs, dtype=torch.float32)
-    order, ends, each = pairs or (None, None, 1)
+    order, ends, each = (None, None, 1) if pairs is None else pairs
     _multiply[(blocks, tiles, splits)](
         y, parts, _locks(x.device), x, codes, scales, ends, order if gathers else None, order if scatters else None,
         count, splits, x.stride(0), **constants(shape, x.dtype, outputs, inputs, group, experts, each),

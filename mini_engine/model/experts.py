@@ -7,12 +7,14 @@ follow from the number of pairs alone: nothing is read back to the host, and a C
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_engine.kernels import ops
+from mini_engine.kernels.pairs import Pairs
 from mini_engine.kernels.quantized import QuantizedMatrix, StackedMatrix
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import ExpertsConfig
@@ -40,15 +42,16 @@ class Experts(nn.ModuleList):
         made = (GatedMLP(f"{source}.{i}", size, inner, bias=False, at=at, is_summed=False) for i in range(count))
         super().__init__(made)
 
-    def forward(self, x: Tensor, pairs: ops.Pairs) -> Tensor:
+    def forward(self, x: Tensor, pairs: Pairs) -> Tensor:
         """`[n, size]` -> `[pairs, size]`, by their numbers."""
         sizes = pairs.ends.diff(prepend=pairs.ends.new_zeros(1)).tolist()
-        layers = [(self[expert], size) for expert, size in enumerate(sizes) if size]
-        rows = x.index_select(0, pairs.order // pairs.each).split([size for _, size in layers])
+        layers: list[Any] = [self[expert] for expert, size in enumerate(sizes) if size]
+        sizes = [*filter(None, sizes)]
+        rows = x.index_select(0, pairs.order // pairs.each).split(sizes)
         # What lies between the products is one operator each for all experts: of a row it takes as long as for one.
-        inner = ops.silu_mul(torch.cat([layer.up(part) for (layer, _), part in zip(layers, rows, strict=True)]))
-        parts = inner.split([size for _, size in layers])
-        outputs = torch.cat([layer.down(part) for (layer, _), part in zip(layers, parts, strict=True)])
+        inner = ops.silu_mul(torch.cat([layer.up(part) for layer, part in zip(layers, rows, strict=True)]))
+        parts = zip(layers, inner.split(sizes), strict=True)
+        outputs = torch.cat([layer.down(part) for layer, part in parts])
         return torch.empty_like(outputs).index_copy_(0, pairs.order.long(), outputs)
 
 
@@ -77,7 +80,7 @@ class GroupedExperts(Layer):
             matrix.zero_()  # the padding stays zero
         return matrix
 
-    def forward(self, x: Tensor, pairs: ops.Pairs) -> Tensor:
+    def forward(self, x: Tensor, pairs: Pairs) -> Tensor:
         """As of `Experts`."""
         order, ends, each = pairs
         if len(order) <= FEW_ROWS * self.count or x.dtype is not torch.bfloat16:

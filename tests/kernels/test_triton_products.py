@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mini_engine.kernels import ops, triton_experts, triton_products
+from mini_engine.kernels import triton_experts, triton_products
+from mini_engine.kernels.pairs import Pairs
 from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix, MatrixPart
 
 BOUNDS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
@@ -59,7 +60,7 @@ def test_products_by_expert(bits, group, dtype, tokens, device):
     dense, operands = weights(bits, group, dtype, (EXPERTS * OUTPUTS, 256), device)
     x = torch.randn(tokens, 256).to(dtype)
     chosen = torch.stack([torch.randperm(EXPERTS)[:EACH] for _ in range(tokens)]).int()
-    pairs = ops.Pairs(*triton_experts.sort(chosen.to(device), EXPERTS), EACH)
+    pairs = Pairs(*triton_experts.sort(chosen.to(device), EXPERTS), EACH)
     each = dense.unflatten(0, (EXPERTS, -1))
     expected = torch.stack([each[e] @ x[i // EACH].double() for i, e in enumerate(chosen.flatten().tolist())])
     order, more = pairs.order.cpu(), operands if len(operands) == 2 else [*operands, None]
