@@ -51,19 +51,6 @@ FEW, MANY = Shape(32, 16, 128, 2, 5), Shape(64, 64, 64, 4, 3)
 
 
 @triton.jit
-def _place(ends, tile, ROWS: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr):
-    """The expert of a tile, its first row, and the end of the expert's rows; both are 0 for a tile too many."""
-    e = tl.arange(0, PADDED)
-    end = tl.load(ends + e, mask=e < EXPERTS, other=0)
-    begin = tl.load(ends + e - 1, mask=(e > 0) & (e < EXPERTS), other=0)
-    tiles = (end - begin + ROWS - 1) // ROWS
-    sums = tl.cumsum(tiles, 0)
-    expert = tl.sum((sums <= tile).to(tl.int32), 0)
-    first = tl.sum(tl.where(e == expert, begin + (tile - sums + tiles) * ROWS, 0), 0)
-    return expert, first, tl.sum(tl.where(e == expert, end, 0), 0)
-
-
-@triton.jit
 def _halves(held, dtype: tl.constexpr, CODE: tl.constexpr, PTX: tl.constexpr):
     """Numbers with the lower codes of bytes, and with the upper ones."""
     if INTERPRETED:
