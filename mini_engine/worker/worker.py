@@ -31,6 +31,7 @@ from mini_engine.launch.process_setup import keep_freed_memory, use_own_pages
 from mini_engine.messages import Chunk, GrammarReady, Init, NewSequence, Step, WorkerReady
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import ModelConfig
+from mini_engine.model.experts import compile_products
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.quantization import DENSE_BITS, weight_bits
 from mini_engine.model.vision_language import VisionLanguageModel
@@ -116,6 +117,8 @@ def _run(child: Child) -> None:
     runner = runner_with(choose_cache_size(init.config, model, use))
     with room_for("CUDA graphs and a first step beside the KV cache", GRAPHS_REMEDY, device):
         record_graphs(runner)
+        if device.type == "cuda":
+            compile_products(model, runner.dtype)
         warm_up(runner, model.config, tp.size)
     gc.freeze()  # what is loaded stays: the collector need not walk over it
     gc.enable()
@@ -326,11 +329,8 @@ def warm_up(runner: ModelRunner, model: ModelConfig, ranks: int) -> None:
     side = 2 * model.vision.spatial_merge_size
     patches = torch.zeros(side * side, model.vision.patch_dim, dtype=torch.uint8)
     runner.encode_patches([patches] * ranks, [(1, side, side)] * ranks)
-    # Chunks and a step of one token, as a decode is, in the first blocks of the cache, which are still free. On CUDA
-    # chunks for which products with quantised matrices and experts are compiled in ways of their own.
-    chunks = [40, 600, 1] if runner.device.type == "cuda" else [2, 1]
-    if sum(chunks) > runner.num_blocks * runner.block_size:
-        chunks = [2, 1]
+    # A chunk and a step of one token, as a decode is, in the first blocks of the cache, which are still free.
+    chunks = [2, 1]
     new, start, used = NewSequence("warm-up", [0] * sum(chunks), HUNGRY_SAMPLING, []), 0, 0
     step = Step(0, started=[new])
     for count in chunks:
