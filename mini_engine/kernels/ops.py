@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import itertools
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -100,14 +101,19 @@ def sum_experts(outputs: Tensor, weights: Tensor, shared: Tensor | None = None, 
     return y.to(outputs.dtype)
 
 
-def multiply_pairs(x: Tensor, codes: Tensor, scales: Tensor | None, pairs: Pairs, **ways: bool) -> Tensor:
+def multiply_pairs(x: Tensor, codes: Tensor, scales: Tensor | None, pairs: Pairs, **ways: Any) -> Tensor:
     """`triton_products.multiply` by expert."""
     return _products().multiply(x, codes, scales, pairs, **ways)
 
 
-def multiply_codes(x: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+def multiply_codes(x: Tensor, codes: Tensor, scales: Tensor, **ways: Any) -> Tensor:
     """`triton_products.multiply`."""
-    return _products().multiply(x, codes, scales)
+    return _products().multiply(x, codes, scales, **ways)
+
+
+def product_shapes() -> Sequence[Any]:
+    """All that these two choose from by the number of rows, each compiled by itself."""
+    return _products().SHAPES
 
 
 def pack(weight: nn.Parameter) -> nn.Parameter | avx2.HalfMatrix:

@@ -87,6 +87,12 @@ class QuantizedMatrix(nn.Module):
         """All of it as a dense matrix. On a CPU only before `pack`."""
         return self.codes_of(slice(0, self.shape[0])).dequantize(dtype)
 
+    def compile_products(self, dtype: torch.dtype) -> None:
+        """Compile what x of this dtype takes on CUDA, for any number of rows; after `pack`."""
+        x = self.operands[0].new_zeros(1, self.shape[1], dtype=dtype)
+        for shape in ops.product_shapes() if ops.multiplies(x) else ():
+            ops.multiply_codes(x, *self.operands, shape=shape)
+
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x W^T + b`: `[..., inputs]`, `[outputs]` -> `[..., outputs]`."""
         rows = x.reshape(-1, x.shape[-1])

@@ -47,7 +47,7 @@ class Shape(NamedTuple):
     stages: int
 
 
-FEW, MANY = Shape(32, 16, 128, 2, 5), Shape(64, 64, 64, 4, 3)
+SHAPES = FEW, MANY = Shape(32, 16, 128, 2, 5), Shape(64, 64, 64, 4, 3)
 
 
 @triton.jit
@@ -166,7 +166,7 @@ def _multiply(
 
 def multiply(
     x: Tensor, codes: Tensor, scales: Tensor | None = None, pairs: Pairs | None = None, gathers: bool = False,
-    scatters: bool = False,
+    scatters: bool = False, shape: Shape | None = None,
 ) -> Tensor:  # fmt: skip
     """`x W^T`: `[n, inputs]` -> `[n, outputs]`, of x's dtype.
 
@@ -178,6 +178,7 @@ def multiply(
             and a zero of x's dtype.
         pairs: of several experts. Rows of x and of the result are pairs by expert; but x's are tokens if it `gathers`,
             and the result's are pairs in the order of their numbers if it `scatters`.
+        shape: one of SHAPES; by default that for the number of rows.
     """
     inputs, experts = x.shape[1], 1 if pairs is None else len(pairs.ends)
     count = len(x) if pairs is None else len(pairs.order)
@@ -188,7 +189,7 @@ def multiply(
     if codes.dtype == torch.uint8:
         assert scales is not None
         group, scales = inputs // len(scales), scales.view(torch.int32)
-    shape = FEW if count <= FEW.rows * experts else MANY
+    shape = shape or (FEW if count <= FEW.rows * experts else MANY)
     blocks = -(-outputs // shape.outputs)
     tiles = -(-count // shape.rows) if pairs is None else min(experts, count) + count // shape.rows
     splits = 1

@@ -84,12 +84,22 @@ class GroupedExperts(Layer):
         """As of `Experts`."""
         order, ends, each = pairs
         if len(order) <= FEW_ROWS * self.count or x.dtype is not torch.bfloat16:
-            inner = ops.silu_mul(ops.multiply_pairs(x, *_operands(self.gate_up), pairs, gathers=True))
-            return ops.multiply_pairs(inner, *_operands(self.down), pairs, scatters=True)
+            return self._multiply(x, pairs)
         rows = x.index_select(0, order // each)
         inner = ops.silu_mul(F.grouped_mm(rows, self._dense(self.gate_up), offs=ends))
         outputs = F.grouped_mm(inner, self._dense(self.down), offs=ends)
         return torch.empty_like(outputs).index_copy_(0, order.long(), outputs)
+
+    def _multiply(self, x: Tensor, pairs: Pairs, shape: Any = None) -> Tensor:
+        inner = ops.silu_mul(ops.multiply_pairs(x, *_operands(self.gate_up), pairs, gathers=True, shape=shape))
+        return ops.multiply_pairs(inner, *_operands(self.down), pairs, scatters=True, shape=shape)
+
+    def compile_products(self, each: int, dtype: torch.dtype) -> None:
+        """Compile what x of this dtype takes, for any number of rows with `each` experts."""
+        x = _operands(self.down)[0].new_zeros(1, self.size, dtype=dtype)
+        pairs = ops.sort_pairs(torch.zeros(1, each, dtype=torch.int32, device=x.device), self.count)
+        for shape in ops.product_shapes():
+            self._multiply(x, pairs, shape)
 
     def _dense(self, matrix: nn.Parameter | QuantizedMatrix) -> Tensor:
         """`[experts, inputs, outputs]`, a view where the matrix is dense."""
@@ -140,3 +150,16 @@ class MixtureOfExperts(nn.Module):
         if self.shared is None:
             return self.tp.all_reduce(ops.sum_experts(outputs, weights))
         return self.tp.all_reduce(ops.sum_experts(outputs, weights, self.shared(x), self.shared_gate(x)))
+
+
+@torch.inference_mode()
+def compile_products(module: nn.Module, dtype: torch.dtype) -> None:
+    """Compile what products with quantised matrices and experts below `module` take on CUDA, whatever rows x has."""
+    for child in module.children():
+        if isinstance(child, QuantizedMatrix):
+            child.compile_products(dtype)
+        elif isinstance(child, GroupedExperts):
+            assert isinstance(module, MixtureOfExperts)
+            child.compile_products(module.top_k, dtype)
+        else:
+            compile_products(child, dtype)

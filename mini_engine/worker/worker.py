@@ -31,6 +31,7 @@ from mini_engine.launch.process_setup import keep_freed_memory, use_own_pages
 from mini_engine.messages import Chunk, GrammarReady, Init, NewSequence, Step, WorkerReady
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import ModelConfig
+from mini_engine.model.experts import compile_products
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.quantization import DENSE_BITS, weight_bits
 from mini_engine.model.vision_language import VisionLanguageModel
@@ -116,6 +117,8 @@ def _run(child: Child) -> None:
     runner = runner_with(choose_cache_size(init.config, model, use))
     with room_for("CUDA graphs and a first step beside the KV cache", GRAPHS_REMEDY, device):
         record_graphs(runner)
+        if device.type == "cuda":
+            compile_products(model, runner.dtype)
         warm_up(runner, model.config, tp.size)
     gc.freeze()  # what is loaded stays: the collector need not walk over it
     gc.enable()
@@ -320,24 +323,17 @@ def record_graphs(runner: ModelRunner) -> None:
 
 
 def warm_up(runner: ModelRunner, model: ModelConfig, ranks: int) -> None:
-    """Run a small image for each rank, which may have towers of their own (`--mm-encoder-tp-mode data`), and a prompt,
-    so that lazy initialisation happens before the first request."""
+    """Run a small image for each rank, which may have towers of their own (`--mm-encoder-tp-mode data`), and a short
+    prompt, so that lazy initialisation happens before the first request."""
     reach_failpoint("warming-up")
     side = 2 * model.vision.spatial_merge_size
     patches = torch.zeros(side * side, model.vision.patch_dim, dtype=torch.uint8)
     runner.encode_patches([patches] * ranks, [(1, side, side)] * ranks)
-    # Chunks and a step of one token, as a decode is, in the first blocks of the cache, which are still free. On CUDA
-    # chunks for which products with quantised matrices and experts are compiled in ways of their own.
-    chunks = [40, 600, 1] if runner.device.type == "cuda" else [2, 1]
-    if sum(chunks) > runner.num_blocks * runner.block_size:
-        chunks = [2, 1]
-    new, start, used = NewSequence("warm-up", [0] * sum(chunks), HUNGRY_SAMPLING, []), 0, 0
-    step = Step(0, started=[new])
-    for count in chunks:
-        needed = -(-(start + count) // runner.block_size)
-        step.chunks.append(Chunk("warm-up", start, count, [*range(used, needed)], start + count == sum(chunks)))
-        runner.execute(step)
-        step, start, used = Step(0), start + count, needed
+    # A prefill of two tokens and a step of one, as a decode is, in the first blocks of the cache, which are still free.
+    new = NewSequence("warm-up", [0, 0, 0], HUNGRY_SAMPLING, [])
+    blocks = list(range(-(-3 // runner.block_size)))
+    runner.execute(Step(0, started=[new], chunks=[Chunk("warm-up", 0, 2, blocks, False)]))
+    runner.execute(Step(0, chunks=[Chunk("warm-up", 2, 1, [], True)]))
     runner.execute(Step(0, finished=["warm-up"]))
     if runner.device.type == "cuda" and triton_obstacle(runner.device) is None:  # what a grammar needs is compiled, too
         scores = torch.zeros(1, model.text.vocab_size, device=runner.device)

@@ -177,6 +177,21 @@ def test_a_kv_cache_beyond_the_device_is_refused_before_the_worker_loads_somethi
     assert not device.used
 
 
+def fewer_experts(raw: Any) -> None:
+    shorten(raw)
+    raw["text_config"]["num_experts"] = 16
+
+
+def test_a_cache_too_small_for_long_warm_ups_leaves_nothing_to_compile(device, monkeypatch):
+    with checkpoint("Qwen3.5-35B-A3B", fewer_experts) as flags:
+        cache = ["--num-gpu-blocks-override", "8", "--max-model-len", "128"]
+        [runner] = start([*flags, *cache, "-q", "int4"], 0, monkeypatch)
+    met = set(device.specialisations)
+    with contextlib.closing(decode(runner, plain_requests(1, 100))) as launched:
+        take(launched, 2)
+    assert not device.specialisations - met, "kernels first compiled while requests are served"
+
+
 TWO_LAYERS = [(*run, shorten) for run in (
     ("Qwen2-VL-2B-Instruct", 2, 1, []), ("Qwen2.5-VL-7B-Instruct", 4, 0, DATA),
     ("Qwen3-VL-4B-Instruct", 1, 0, NO_MEDIA), ("Qwen3-VL-4B-Instruct", 2, 0, ["-q", "int4"]),
