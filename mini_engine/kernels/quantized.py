@@ -148,8 +148,8 @@ class MatrixPart:
 
 class Int8Matrix(QuantizedMatrix):
     """Codes of 8 bits with a scale for each output. The product rounds each row of x to 8 bits as well, so y differs
-    from a dense product by at most `max|x| / 254 * sum|w|` of its row of x and its row of the matrix. With AVX2 alone,
-    where torch has no fast product of integers, x is not rounded."""
+    from a dense product by at most `max|x| / 254 * sum|w|` of its row of x and its row of the matrix. On CUDA, and with
+    AVX2 alone, where torch has no fast product of integers, x is not rounded."""
 
     def __init__(self, outputs: int, inputs: int, device: torch.device) -> None:
         super().__init__(outputs, inputs)
@@ -178,7 +178,7 @@ class Int8Matrix(QuantizedMatrix):
             self._zero_points = torch.zeros(self.shape[0], dtype=torch.int32)
 
     def multiply(self, x: Tensor) -> Tensor:
-        if avx2.is_this_cpu() and x.device.type == "cpu":
+        if avx2.is_this_cpu():
             return self._multiply_widened(x)
         codes, steps = _round_rows(x.float())
         if self._zero_points is None:

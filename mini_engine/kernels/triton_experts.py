@@ -46,16 +46,13 @@ def _sort(order, ends, chosen, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _combine(
-    y, outputs, weights, shared, gate, SIZE: tl.constexpr, EACH: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
+def _combine(y, outputs, weights, shared, gate, SIZE: tl.constexpr, EACH: tl.constexpr, COLUMNS: tl.constexpr):
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside, total = column < SIZE, tl.zeros((COLUMNS,), tl.float32)
     for i in range(EACH):
         pair = row * EACH + i
-        total += tl.load(weights + pair) * tl.load(outputs + pair * SIZE + column, mask=inside, other=0.0).to(
-            tl.float32
-        )
+        value = tl.load(outputs + pair * SIZE + column, mask=inside, other=0.0)
+        total += tl.load(weights + pair) * value.to(tl.float32)
     if shared is not None:
         factor = 1.0 / (1.0 + tl.exp(-tl.load(gate + row).to(tl.float32)))
         total += factor * tl.load(shared + row * SIZE + column, mask=inside, other=0.0).to(tl.float32)

@@ -60,8 +60,11 @@ class GroupedExperts(Layer):
 
     def __init__(self, source: str, size: int, inner: int, count: int, at: Placement) -> None:
         super().__init__()
-        if at.device.type == "cuda" and (at.dtype is torch.float32 or ops.triton_obstacle(at.device) is not None):
-            raise ValueError("experts on CUDA need Triton's kernels and a 16-bit dtype; set --dtype bfloat16")
+        if at.device.type == "cuda":
+            if at.dtype is torch.float32:
+                raise ValueError("experts on CUDA need a 16-bit dtype; set --dtype bfloat16")
+            if obstacle := ops.triton_obstacle(at.device):
+                raise ValueError(f"experts on CUDA need Triton's kernels: {obstacle}; or set --device cpu")
         self.source, self.count, self.size, self.inner = source, count, size, inner
         self.part = at.tp.part(inner)
         self.held = self.part.stop - self.part.start

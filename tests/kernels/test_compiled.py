@@ -38,7 +38,7 @@ def types_of(dtype: str) -> dict[str, str]:
     names = [
         (f"*{dtype}", "out y x outputs shared gate q keys values k v qkv q_weight k_weight"),
         (f"*{dtype}", "residual weight gates mixed conv kernel"),
-        ("*fp32", "parts weights shares sums cos sin frequencies mean std scores factors maps delta A_log dt_bias"),
+        ("*fp32", "parts weights sums cos sin frequencies mean std scores factors maps delta A_log dt_bias"),
         ("*fp64", "parameters"),
         ("*i64", "positions axis cache_indices state_indices rows tokens"),
         ("*i32", "tables contexts tiles counts bars locks ends sources targets order chosen"),

@@ -95,7 +95,7 @@ def test_a_tensor_of_all_experts_with_an_odd_row_has_a_wrong_shape():
     assert {tensor.shape for tensor in split.values()} == {(INNER + 1, SIZE)}
 
 
-def test_groups_of_experts_take_one_kind_of_matrix_and_bfloat16():
+def test_groups_of_experts_take_one_kind_of_matrix_and_16_bits():
     at = Placement(TensorParallel(), torch.float16, CPU)
     mixed = Quantization(stored={"experts.2.up_proj": MatrixKind(8)})
     with pytest.raises(ValueError, match="quantised in different ways, which only --device cpu"):

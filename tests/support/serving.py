@@ -380,6 +380,7 @@ async def running(server: HttpServer, *background: asyncio.Task[None]) -> AsyncI
         while not serving.done():
             skip(0.1)  # uvicorn sleeps so long, before it stops and afterwards
             await asyncio.sleep(STEP)
+        await serving  # raises its error
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
