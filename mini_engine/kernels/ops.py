@@ -86,19 +86,18 @@ def sort_pairs(chosen: Tensor, experts: int) -> Pairs:
 
 
 def sum_experts(outputs: Tensor, weights: Tensor, shared: Tensor | None = None, gate: Tensor | None = None) -> Tensor:
-    """`sum_i weights[:, i] outputs[:, i] + sigmoid(gate) * shared`, in float32.
+    """`sum_i weights[:, i] outputs[:, i] + sigmoid(gate) * shared`. On CUDA terms are in float32.
 
     Args:
-        outputs: `[n * each, size]`, a row for each pair, by its number.
+        outputs: `[n * each, size]`, a row for each pair, by its number; may change.
         weights: float32 `[n, each]`.
         shared, gate: `[n, size]` and `[n, 1]`, or neither.
     """
     if fused(outputs):
         return _experts().combine(outputs, weights, shared, gate)
-    y = (outputs.unflatten(0, weights.shape).float() * weights.unsqueeze(2)).sum(1)
-    if shared is not None and gate is not None:
-        y.addcmul_(gate.float().sigmoid(), shared.float())
-    return y.to(outputs.dtype)
+    # Terms in float32 would take four times as long, a quarter of a prompt's time.
+    y = outputs.unflatten(0, weights.shape).mul_(weights.to(outputs.dtype).unsqueeze(2)).sum(1)
+    return y if shared is None or gate is None else y.addcmul_(gate.sigmoid(), shared)
 
 
 def multiply_pairs(x: Tensor, codes: Tensor, scales: Tensor | None, pairs: Pairs, **ways: Any) -> Tensor:
