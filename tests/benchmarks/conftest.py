@@ -66,7 +66,6 @@ class BrokenServer(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
     server: BrokenServer
 
     def log_message(self, *_: object) -> None:
@@ -121,7 +120,7 @@ def _events(behaviour: str, chat: bool) -> list[bytes]:
 @pytest.fixture
 def broken() -> Iterator[BrokenServer]:
     with BrokenServer() as server:
-        thread = threading.Thread(target=server.serve_forever, args=[0.01])  # seconds until it sees its end
+        thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield server
         server.shutdown()

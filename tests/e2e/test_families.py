@@ -19,7 +19,7 @@ from tests.support.full_call import full_call
 from tests.support.oracle import exact_seconds
 from tests.support.running_server import RunningServer, message
 
-COUNT = 32  # of tokens: two blocks of the KV cache
+COUNT = 64
 PATCH_SIZES = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_5": 16, "qwen3_vl_moe": 16, "qwen3_5_moe": 16}
 # Prompts are cut into chunks in the middle of items.
 SMALL_STEPS = ["--max-num-batched-tokens", "64"]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import os
 import random
@@ -122,10 +121,10 @@ class ClientPool:
         return Counts(carried, total(grown, "media_decodes_total"))
 
 
-@functools.cache
-def ask_same_video(client: int) -> Question:
-    """In every cell. Encoded once."""
-    return ask_video(700 + client)
+@pytest.fixture(scope="module")
+def videos() -> list[Question]:
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(ask_video, range(700, 700 + CLIENTS)))
 
 
 CASES = [
@@ -135,10 +134,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("cell", "clients"), CASES)
-def test_every_combination_answers_right_and_frees_everything(cell: Cell, clients: int):
+def test_every_combination_answers_right_and_frees_everything(cell: Cell, clients: int, videos: list[Question]):
     tokens: list[list[list[str]]] = []
     with RunningServer(*cell.flags) as server:
-        pool = ClientPool(cell, [ask_same_video(client) for client in range(clients)], server)
+        pool = ClientPool(cell, videos[:clients], server)
         begun = time.monotonic()
         cold = pool.counts_during(lambda: tokens.append(pool.ask_all(clients)))
         took = time.monotonic() - begun
