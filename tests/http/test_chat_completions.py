@@ -7,6 +7,7 @@ import base64
 import gc
 import re
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -17,9 +18,22 @@ from mini_engine.media.loader import MediaLoader
 from mini_engine.media.sources.local_files import SETTLED_NS, LocalFiles
 from mini_engine.messages import Problem
 from mini_engine.protocol.bodies import ChatRequest
+from tests.support import serving
 from tests.support.patience import eventually
 from tests.support.peers import as_requests
-from tests.support.serving import ANSWER, CLIP, Counted, Serve, Served, check_error, choices_of, events_of, image, video
+from tests.support.serving import (
+    ANSWER,
+    CLIP,
+    Counted,
+    GatedProcessor,
+    Served,
+    check_error,
+    choices_of,
+    events_of,
+    image,
+    media_loader,
+    video,
+)
 
 CUT = CLIP[: len(CLIP) * 7 // 10]
 streamed_or_whole = pytest.mark.parametrize("stream", [False, True])
@@ -232,11 +246,17 @@ async def test_usage_says_what_the_model_saw_and_what_the_engine_had(served: Ser
     assert not hasattr((await choices_of(await served.ask(**with_usage(stream)))).usage, "media")
 
 
+@pytest.fixture(scope="module")
+async def partial_media(processor: GatedProcessor, media: MediaLoader) -> AsyncIterator[MediaLoader]:
+    made = media_loader(processor, media.policy, allow_partial=True)
+    yield made
+    made.close()
+
+
 async def test_part_of_a_video_is_answered_with_a_warning_where_the_server_says_so(
-    serve: Serve, media: MediaLoader, monkeypatch: pytest.MonkeyPatch
+    processor: GatedProcessor, partial_media: MediaLoader
 ) -> None:
-    monkeypatch.setattr(media, "_allow_partial", True)
-    async with serve() as served:
+    async with serving.serve(processor, partial_media) as served:
         served.core.keeps = True
         content = [video(CUT), image(), video(CUT)]
         first, second = (await served.post(content, n=2)).json()["warnings"]

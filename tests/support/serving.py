@@ -280,10 +280,10 @@ class Counted:
         return [self.read(name) - before for name, before in self.before.items()]
 
 
-def media_loader(processor: MediaProcessor, policy: MediaPolicy) -> MediaLoader:
+def media_loader(processor: MediaProcessor, policy: MediaPolicy, allow_partial: bool = False) -> MediaLoader:
     """A loader with two threads, and up to two decoder processes, which start with its first item."""
     decoders = DecoderPool("test", 2, DecodeLimits(), policy.max_media_bytes)
-    return MediaLoader(processor, policy, decoders, 2, allow_partial=False)
+    return MediaLoader(processor, policy, decoders, 2, allow_partial)
 
 
 @contextlib.asynccontextmanager
