@@ -17,14 +17,12 @@ __all__ = ["device"]
 COUNT, SIZE, INNER, EACH = 7, 64, 128, 2
 
 
-@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("bits", [16, 8, pytest.param(4, marks=pytest.mark.gpu)])  # packed as a CPU's are elsewhere
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("few", [0, 64])
 @torch.inference_mode()
 def test_the_product_of_groups_is_that_of_each_expert(bits, ranks, few, device, monkeypatch):
     """Summed over ranks, dense matrices padded, against float64. The terms of ranks are rounded by themselves."""
-    if bits == 4 and device.type == "cpu":
-        pytest.skip("4 bits are packed there for a CPU's product")
     monkeypatch.setitem(parallel.GRANULES, device.type, 36 if bits == 16 else 1)
     monkeypatch.setattr(experts, "FEW_ROWS", few)
     torch.manual_seed(0)
