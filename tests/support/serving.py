@@ -376,14 +376,7 @@ async def running(server: HttpServer, *background: asyncio.Task[None]) -> AsyncI
         yield listener.getsockname()[1]
     finally:
         server.should_exit = True
-<<<<<<< HEAD
-        while not serving.done():
-            skip(0.1)  # uvicorn sleeps so long, before it stops and afterwards
-            await asyncio.sleep(STEP)
-        await serving  # raises its error
-=======
         await serving
->>>>>>> parent of a9d6300c (Test: servers of the HTTP tests stop without uvicorn's pauses and answer without Nagle's delay)
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
