@@ -95,23 +95,18 @@ def sum_experts(outputs: Tensor, weights: Tensor, shared: Tensor | None = None, 
     """
     if fused(outputs):
         return _experts().combine(outputs, weights, shared, gate)
-    # Terms in float32 would take four times as long, a quarter of a prompt's time.
+    # Terms in float32 take four times as long there.
     y = outputs.unflatten(0, weights.shape).mul_(weights.to(outputs.dtype).unsqueeze(2)).sum(1)
     return y if shared is None or gate is None else y.addcmul_(gate.sigmoid(), shared)
 
 
-def multiply_pairs(x: Tensor, codes: Tensor, scales: Tensor | None, pairs: Pairs, **ways: Any) -> Tensor:
-    """`triton_products.multiply` by expert."""
+def multiply(x: Tensor, codes: Tensor, scales: Tensor | None, pairs: Pairs | None = None, **ways: Any) -> Tensor:
+    """`triton_products.multiply`."""
     return _products().multiply(x, codes, scales, pairs, **ways)
 
 
-def multiply_codes(x: Tensor, codes: Tensor, scales: Tensor, **ways: Any) -> Tensor:
-    """`triton_products.multiply`."""
-    return _products().multiply(x, codes, scales, **ways)
-
-
 def product_shapes() -> Sequence[Any]:
-    """All that these two choose from by the number of rows, each compiled by itself."""
+    """All that `multiply` chooses from by the number of rows, each compiled by itself."""
     return _products().SHAPES
 
 

@@ -42,15 +42,15 @@ def check(y: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 40, 512), (5, 100, 768), (40, 64, 512), (200, 33, 1024)])
 def test_products(bits, group, dtype, rows, outputs, inputs, device, monkeypatch):
     """On a device with more processors than tiles, so that several programs share one, twice with the same locks."""
+    locks = torch.zeros(triton_products.PER_PROCESSOR * 30, dtype=torch.int32, device=device)
     monkeypatch.setattr(triton_products, "processors_of", lambda device: 30)
-    triton_products._locks.cache_clear()
+    monkeypatch.setattr(triton_products, "_locks", lambda device: locks)
     torch.manual_seed(rows)
     dense, operands = weights(bits, group, dtype, (outputs, inputs), device)
     for _ in range(2):
         x = torch.randn(rows, inputs + 32).to(dtype)[:, :inputs]
         check(triton_products.multiply(x.to(device), *operands), x.double() @ dense.T)
-    assert not triton_products._locks(device).any()
-    triton_products._locks.cache_clear()
+    assert not locks.any()
 
 
 @each_kind
