@@ -6,7 +6,7 @@ is there instead of rendering it again.
 
 import os
 import pickle
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -18,14 +18,12 @@ from training.data import Item, make_item
 CHUNK = 64
 
 
-def make_chunk(index: int, folder: Path) -> Path:
-    """Render chunk `index` into a file of `folder`, unless it is there; returns its path."""
-    path = folder / f"{index:05d}.pickle"
-    if not path.exists():
-        items = [make_item(index * CHUNK + offset) for offset in range(CHUNK)]
-        partial = path.with_suffix(".part")
-        partial.write_bytes(pickle.dumps(items))
-        os.replace(partial, path)
+def make_chunk(index: int, path: Path) -> Path:
+    """Render chunk `index` into a file; returns its path."""
+    items = [make_item(index * CHUNK + offset) for offset in range(CHUNK)]
+    partial = path.with_suffix(".part")
+    partial.write_bytes(pickle.dumps(items))
+    os.replace(partial, path)
     return path
 
 
@@ -41,7 +39,16 @@ class Pool:
         folder.mkdir(parents=True, exist_ok=True)
         self.items: list[Item] = []
         self._executor = ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,))
-        self._waiting = [self._executor.submit(make_chunk, index, folder) for index in range(max(1, target // CHUNK))]
+        paths = [folder / f"{index:05d}.pickle" for index in range(max(1, target // CHUNK))]
+        self._waiting = [self._chunk(index, path) for index, path in enumerate(paths)]
+
+    def _chunk(self, index: int, path: Path) -> Future[Path]:
+        """A file that is there takes no process, whose imports take seconds."""
+        if not path.exists():
+            return self._executor.submit(make_chunk, index, path)
+        found: Future[Path] = Future()
+        found.set_result(path)
+        return found
 
     def wait_for(self, count: int) -> None:
         """Take in every chunk that is ready, and wait until `count` items are there, or all that will come."""

@@ -149,7 +149,8 @@ def test_lengths_of_answers(tmp_path: Path):
     assert [(prompt.output_tokens, prompt.answer) for prompt in found] == [(128, None), (5, "c")]
 
 
-def test_hf_reads_a_local_folder_with_its_media(tmp_path: Path):
+def test_hf_reads_a_local_folder_with_its_media(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hub.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)  # before a process that may end: not this one
     features = hub.Features({"question": hub.Value("string"), "image": hub.Image()})
     pictures = [videos.encode_image(videos.render_image(seed, width=32, height=32)) for seed in (1, 2)]
     rows = {"question": ["What?", "Which?"], "image": [Image.open(io.BytesIO(picture)) for picture in pictures]}

@@ -1,4 +1,4 @@
-"""Commands in processes of their own: `transport`, `step`, `gpu`, as small as can be, and what is left."""
+"""`transport`, `step`, `roofline`, `gpu`, as small as can be; and what commands in processes of their own leave."""
 
 from __future__ import annotations
 
@@ -6,31 +6,40 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
 
+from benchmarks import roofline
 from mini_engine.config import BUNDLED_MODEL
 from tests.support.processes import alive, descendants, eventually
 from tests.support.running_server import ROOT
 
 
-def start(*argv: str, program: tuple[str, ...] = ("bench.py",)) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *program, *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+@pytest.fixture
+def torch_settings() -> Iterator[None]:
+    """Commands that run a model here choose torch's threads, and how it treats denormal numbers."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(False)
 
 
-def last_line(*argv: str, program: tuple[str, ...] = ("bench.py",)) -> dict:
+def start(*argv: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "bench.py", *argv]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def last_line(*argv: str) -> dict:
     """Of a run that leaves no process behind."""
-    ran, family = start(*argv, program=program), set()
+    ran, family = start(*argv), set()
     while ran.poll() is None:
         family.update(descendants(ran.pid))
         time.sleep(0.1)
     out, err = ran.communicate()
     assert ran.returncode == 0, out + err
-    # `roofline` starts no process, and `gpu` only where Triton has something to compile.
-    assert family or argv[0] in ("gpu", "roofline")
+    assert family or argv[0] == "gpu", "which starts one only where Triton has something to compile"
     eventually(lambda: not any(map(alive, family)))
     return json.loads(out.splitlines()[-1])
 
@@ -55,8 +64,8 @@ def test_the_processes_of_a_killed_benchmark_exit(processes: int, command: list[
     eventually(lambda: not any(map(alive, family)))
 
 
-def test_transport():
-    rows = last_line("transport", "--payloads", "0.01", "2", "--repeats", "2")["results"]["rows"]
+def test_transport(bench):
+    rows = bench("transport", "--payloads", 0.01, 2, "--repeats", 2).results["rows"]
     states = [("direct_rpc", "fresh"), ("torch_shm", "cold"), ("torch_shm", "reused")]
     keys = [(row["payload_mb"], row["ranks"], row["placement"], row["memory"]) for row in rows]
     assert keys == [(size, ranks, *state) for size in (0.01, 2) for ranks in (1, 2) for state in states]
@@ -65,18 +74,19 @@ def test_transport():
         assert min(parts) > 0 and row["total_ms"] == pytest.approx(sum(parts), abs=1e-3), "a median of two is the mean"
 
 
-def test_step():
-    command = ["step", "--batch", "3", "--steps", "12", "--repeats", "1", "--launch", "--block-size 8"]
-    found = last_line(*command)["results"]
+def test_step(bench, torch_settings):
+    found = bench(*"step --batch 3 --steps 12 --repeats 1 --launch".split(), "--block-size 8").results
     assert found["batch"] == 3 and 0 < found["forward_ms"] < found["execute_ms"] and found["step_ms"] > 0
     assert found["engine_share"] == pytest.approx(1 - found["forward_ms"] / found["step_ms"], abs=1e-3)
 
 
-def test_roofline():
-    """The rates of the machine by an eighth of the bytes."""
-    program = "from benchmarks import cli, roofline; roofline.STREAMED_BYTES >>= 3; raise SystemExit(cli.main())"
-    command = ["roofline", "--launch", "--device cpu --dtype bfloat16", "--batches", "3", "--prompts", "300"]
-    found = last_line(*command, "--steps", "2", "--repeats", "1", program=("-c", program))["results"]
+def test_roofline(bench, torch_settings, monkeypatch):
+    """The rates of the machine by an eighth of the rows and of the bytes."""
+    for name in ("ROWS", "STREAMED_BYTES"):
+        monkeypatch.setattr(roofline, name, getattr(roofline, name) >> 3)
+    monkeypatch.setattr(roofline, "keep_freed_memory", lambda: None)  # later tests measure this process
+    flags = "--batches 3 --prompts 300 --steps 2 --repeats 1 --launch".split()
+    found = bench("roofline", *flags, "--device cpu --dtype float32").results
     sizes = {row["part"]: row["size"] for row in found["rows"]}
     assert sizes == {"decode": 3, "prefill": 300, "tower": 34 * 46}
     for row in found["rows"]:

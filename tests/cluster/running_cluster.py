@@ -43,9 +43,9 @@ class RunningCluster:
 
     def __enter__(self) -> RunningCluster:
         os.environ["PYTHONPATH"] = str(ROOT)  # Ray's workers import the application by name
+        absent = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
         self.cluster = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 1, "object_store_memory": STORE_BYTES, "include_dashboard": False},
+            initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": STORE_BYTES, **absent}
         )
         self.nodes = [
             self.cluster.add_node(num_cpus=1, resources={"engine": 1}, object_store_memory=STORE_BYTES)

@@ -97,7 +97,8 @@ def simulate(name: str) -> Result:
 def moved(before: int, after: int) -> float:
     """The share of keys that prefer another host when there are `after` hosts in place of `before`."""
     keys = [f"video {number}" for number in range(VIDEOS)]
-    return sum(preference(key, names(before))[0] != preference(key, names(after))[0] for key in keys) / len(keys)
+    old, new = names(before), names(after)
+    return sum(preference(key, old)[0] != preference(key, new)[0] for key in keys) / len(keys)
 
 
 def draw(results: dict[str, Result]) -> None:

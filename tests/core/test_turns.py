@@ -158,13 +158,12 @@ def num_running(world, client):
     return sum(request.new.client == client for request in world.core.scheduler.clients.running)
 
 
-@pytest.mark.parametrize("async_scheduling", [True, False])
 @pytest.mark.parametrize(
     ("flooding", "blocks"),
     [({}, 4000), ({}, 150), ({"count": 64, "samples": 1, "prompt": 1500}, 8000)],
     ids=["places", "blocks", "prefills"],
 )
-@pytest.mark.parametrize("prompt", [5, 300])
+@pytest.mark.parametrize(("prompt", "async_scheduling"), [(5, False), (300, True)])
 def test_one_client_does_not_hold_up_another(prompt, flooding, blocks, async_scheduling):
     world = World(blocks=blocks, block_size=16, max_seqs=64, max_tokens=512, async_scheduling=async_scheduling)
     flood(world, b"a", **flooding)

@@ -26,10 +26,11 @@ SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120
 MATRIX_UNIT = {90: "wgmma", 100: "tcgen05"}  # of chunks; otherwise and for decodes `mma.sync`
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-BY_DEFAULT = [(90, 128, "bf16"), (100, 80, "fp16"), (120, 256, "bf16")]
+KINDS = [(False, 7), (True, 7), (True, 8)]  # of attention: of chunks, and query heads for each key head
+BY_DEFAULT = [(90, 128, "bf16", KINDS[1]), (100, 80, "fp16", KINDS[2]), (120, 256, "bf16", KINDS[0])]
 TABLE = [
     pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.slow)
-    for case in itertools.product(SHARED_MEMORY, (64, 80, 128, 256), WIDTHS)
+    for case in itertools.product(SHARED_MEMORY, (64, 80, 128, 256), WIDTHS, KINDS)
 ]
 
 
@@ -73,28 +74,25 @@ def stack_bytes(compiled: Any, path: Path) -> int:
     return int(re.search(r"STACK:(\d+)", usage)[1])
 
 
-@pytest.mark.parametrize(("target", "dim", "dtype"), TABLE)
-def test_attention(target: int, dim: int, dtype: str, tmp_path: Path):
+@pytest.mark.parametrize(("target", "dim", "dtype", "kind"), TABLE)
+def test_attention(target: int, dim: int, dtype: str, kind: tuple[bool, int], tmp_path: Path):
     types, width, limit = types_of(dtype), WIDTHS[dtype], SHARED_MEMORY[target]
-    attend = [
-        compile_for(target, paged._attend, types, paged.constants(shape, *kind, dim, 16), shape.warps, paged.STAGES)
-        for kind in ((False, 7), (True, 7), (True, 8))
-        for shape in [paged.shape_of(*kind, dim, width, limit)]
-    ]
+    shape = paged.shape_of(*kind, dim, width, limit)
+    constants = paged.constants(shape, *kind, dim, 16)
+    attend = compile_for(target, paged._attend, types, constants, shape.warps, paged.STAGES)
     fixed = {"DIM": dim, "PADDED": padded(dim, 16), "N": paged.JOIN_SPLITS}
     join = compile_for(target, paged._join, types, fixed, paged.JOIN_WARPS)
-    for compiled in (*attend, join):
+    for compiled in (attend, join):
         assert compiled.metadata.shared <= limit
         assert stack_bytes(compiled, tmp_path / "cubin") <= (0 if width == 2 else 64)
-    for compiled in attend:
-        in_flight = [int(number) for number in re.findall(r"async_wait .*num = (\d+)", compiled.asm["ttgir"])]
-        assert max(in_flight) > 0, "copies overlap the products"
+    in_flight = [int(number) for number in re.findall(r"async_wait .*num = (\d+)", attend.asm["ttgir"])]
+    assert max(in_flight) > 0, "copies overlap the products"
+    chunks, _ = kind
     if width == 2:
-        for compiled, unit in zip(attend, ("mma.sync", *[MATRIX_UNIT.get(target, "mma.sync")] * 2), strict=True):
-            assert unit in compiled.asm["ptx"]
+        assert (MATRIX_UNIT.get(target, "mma.sync") if chunks else "mma.sync") in attend.asm["ptx"]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 def test_small_operators(dtype: str):
     columns = {"SIZE": 3420, "DIM": 1024, "PADDED": 1024, "ROWS": 1, "weight": None}
     heads = {"DIM": 80, "PADDED": 128, "HALF": 20, "ROWS": 8, "OFFSET": 1}
@@ -129,7 +127,7 @@ each_target = pytest.mark.parametrize(
 
 
 @each_target
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_gated_delta_rule(target: int, dtype: str, tmp_path: Path):
     """Qwen3.5-4B's sizes."""
     types, scan_warps = types_of(dtype), delta_rule.scan_warps(dtype == "bf16", SHARED_MEMORY[target])
@@ -150,8 +148,12 @@ def test_gated_delta_rule(target: int, dtype: str, tmp_path: Path):
 
 
 @each_target
-@pytest.mark.parametrize("experts", [1, 128])
-@pytest.mark.parametrize(("codes", "scales", "group"), [("*u8", "*i32", 128), ("*i8", "*fp32", 0), ("*bf16", None, 0)])
+@pytest.mark.parametrize(
+    ("codes", "scales", "group", "experts"),
+    [("*u8", "*i32", 128, 1), ("*i8", "*fp32", 0, 128), ("*bf16", None, 0, 128),
+     *(pytest.param(*case, marks=pytest.mark.slow)
+       for case in (("*u8", "*i32", 128, 128), ("*i8", "*fp32", 0, 1), ("*bf16", None, 0, 1)))],
+)  # fmt: skip
 def test_products_with_weights_as_they_lie(
     target: int, codes: str, scales: str | None, group: int, experts: int, tmp_path: Path
 ):

@@ -22,6 +22,9 @@ CALLS = {
     "more than ranks": [(1, 4, 4)] * 6,
     "the last is large": [(1, 4, 4), (3, 14, 4), (1, 24, 20)],
 }
+# Four ranks share a single key-value head, as two do: attention without a gate, and with one; and divide experts.
+CHECKPOINTS = {2: FAMILIES, 4: ("qwen2_vl untied", "qwen3_5 untied", "qwen3_vl_moe")}
+TOWERS = {2: (), 4: FAMILIES}
 
 
 class Ranks(NamedTuple):
@@ -39,12 +42,10 @@ def ranks(checkpoints, tmp_path_factory, request) -> Ranks:
     generator = torch.Generator().manual_seed(3)
     sizes = {name: sum(t * h * w for t, h, w in grids) for name, grids in CALLS.items()}
     calls = {name: (torch.randn(sizes[name], PATCH_DIM, generator=generator), grids) for name, grids in CALLS.items()}
-    # Four ranks share a single key-value head, as two do: attention without a gate, and with one.
-    names = [*FAMILIES, *(["qwen2_vl untied", "qwen3_5 untied"] if size == 4 else [])]
-    prompts = {name: list(make_prompts(name.split()[0]).values()) for name in names}
+    prompts = {name: list(make_prompts(name.split()[0]).values()) for name in CHECKPOINTS[size]}
     job = {
-        "checkpoints": {name: (checkpoints[name].path, prompts[name]) for name in names},
-        "towers": {family: checkpoints[family].path for family in FAMILIES},
+        "checkpoints": {name: (checkpoints[name].path, prompts[name]) for name in prompts},
+        "towers": {family: checkpoints[family].path for family in TOWERS[size]},
         "calls": calls,
     }
     results, towers = zip(*run_ranks(size, directory, job), strict=True)
@@ -67,6 +68,7 @@ def test_logits_equal_transformers(ranks, oracle, checkpoints):
 # --- a tower whole on each rank, the frames shared out ---------------------------------------------------------------
 
 
+@pytest.mark.parametrize("ranks", [4], indirect=True)
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.inference_mode()
 def test_a_spread_tower_gives_the_rows_of_one_rank_and_shares_the_work(name, ranks, checkpoints):

@@ -1,5 +1,6 @@
 """A tiny random checkpoint of any family, requests with text, images and videos, and what transformers makes of it."""
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -104,12 +105,19 @@ def mixed_requests(media: MemoryMedia, family: str = "qwen2_5_vl", **sampling: A
     return [make_request(media, name, pieces, family, **sampling) for name, pieces in shapes.items()]
 
 
-def oracle(folder: Path, media: MemoryMedia, request: NewSequence) -> tuple[Any, dict[str, Any]]:
-    """transformers' own model, and its arguments for the request."""
+@functools.lru_cache(maxsize=1)
+def load_oracle(folder: Path) -> Any:
+    """transformers' own model; the last one stays, since a test asks it about many requests."""
     # Here: the ranks that share this file need no transformers, which takes seconds to import.
     from transformers import AutoModelForImageTextToText
 
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def oracle(folder: Path, media: MemoryMedia, request: NewSequence) -> tuple[Any, dict[str, Any]]:
+    """transformers' own model, and its arguments for the request."""
+    model = load_oracle(folder)
+    model.model.rope_deltas = None  # of the request before
     normalise = Normalisation.from_dir(folder)
     ids, items = torch.tensor([request.prompt_token_ids]), {"image": [], "video": []}
     for item in request.media:
