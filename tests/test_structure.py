@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
@@ -46,10 +47,16 @@ FOR_ALL_BY_NAME = {"mini_engine.config.decode_limits"} | {
 }
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imports_of(path: Path) -> set[str]:
     """Full names of the package's own modules that a file imports."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -102,9 +109,8 @@ def test_the_core_and_the_supervisor_import_neither_torch_nor_aiohttp():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_functions_stay_short(path: Path):
-    text = path.read_text()
-    assert len(text.splitlines()) <= MAX_FILE_LINES
-    for node in ast.walk(ast.parse(text)):
+    assert len(path.read_text().splitlines()) <= MAX_FILE_LINES
+    for node in ast.walk(parsed(path)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             length = (node.end_lineno or 0) - node.lineno + 1
             assert length <= MAX_FUNCTION_LINES, f"{node.name}: {length} lines"
@@ -115,7 +121,7 @@ def test_helpers_of_tests_serve_one_folder_or_are_in_support():
     files, classes, wrong = sorted((ROOT / "tests").rglob("*.py")), [], []
     for path in files:
         own = ".".join(path.parent.relative_to(ROOT).parts)
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests"):
                 for name in (f"{node.module}.{alias.name}" for alias in node.names):
                     module = name if (ROOT / (name.replace(".", "/") + ".py")).exists() else node.module
@@ -123,13 +129,13 @@ def test_helpers_of_tests_serve_one_folder_or_are_in_support():
                     is_around = folder != "tests" and f"{own}.".startswith(f"{folder}.")
                     if folder != "tests.support" and not is_around:
                         wrong.append(f"{path.relative_to(ROOT)} imports {module}")
-        classes += [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+        classes += [node.name for node in parsed(path).body if isinstance(node, ast.ClassDef)]
     assert not wrong, wrong
     assert len(classes) == len({*classes}), sorted(name for name in {*classes} if classes.count(name) > 1)
 
 
 def test_every_module_says_what_it_is():
-    silent = [str(path) for path in FILES if path.stat().st_size and not ast.get_docstring(ast.parse(path.read_text()))]
+    silent = [str(path) for path in FILES if path.stat().st_size and not ast.get_docstring(parsed(path))]
     assert not silent, silent
 
 

@@ -114,7 +114,7 @@ def test_requests_generated_from_openapi_cause_no_500(strict, document, label, m
 
     @seed(1)
     @settings(
-        max_examples=30 if label in WITH_BODY else 10, deadline=None, database=None, phases=[Phase.generate],
+        max_examples=15 if label in WITH_BODY[:2] else 5, deadline=None, database=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(operation.as_strategy(generation_mode=modes.NEGATIVE if manner == "not as described" else modes.POSITIVE))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import random
@@ -121,11 +122,7 @@ class ClientPool:
         return Counts(carried, total(grown, "media_decodes_total"))
 
 
-@pytest.fixture(scope="module")
-def videos() -> list[Question]:
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(ask_video, range(700, 700 + CLIENTS)))
-
+ask_same_video = functools.cache(ask_video)
 
 CASES = [
     *(pytest.param(cell, FEW_CLIENTS, id=f"{cell}-few") for cell in FAST),
@@ -134,10 +131,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("cell", "clients"), CASES)
-def test_every_combination_answers_right_and_frees_everything(cell: Cell, clients: int, videos: list[Question]):
+def test_every_combination_answers_right_and_frees_everything(cell: Cell, clients: int):
     tokens: list[list[list[str]]] = []
     with RunningServer(*cell.flags) as server:
-        pool = ClientPool(cell, videos[:clients], server)
+        pool = ClientPool(cell, [ask_same_video(700 + client) for client in range(clients)], server)
         begun = time.monotonic()
         cold = pool.counts_during(lambda: tokens.append(pool.ask_all(clients)))
         took = time.monotonic() - begun

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from mini_engine.demo import videos
 from mini_engine.media.processor import MediaProcessor
 from mini_engine.prompt.pooling import EMBED, JUDGE, RANK
 from tests.e2e.test_families import SMALL_STEPS, Family
-from tests.support.client import image_url
+from tests.support.client import image_url, use_server
 from tests.support.running_server import RunningServer
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # not from GitHub
@@ -71,14 +72,22 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> PoolingFamily:
 
 
 @pytest.fixture(scope="module")
-def embedder(family: PoolingFamily) -> Iterator[RunningServer]:
-    with RunningServer(str(family.folder), *SMALL_STEPS) as server:
+def root(family: PoolingFamily) -> Path:
+    """The directory of --allowed-local-media-path."""
+    (family.folder / "media").mkdir()
+    return family.folder / "media"
+
+
+@pytest.fixture(scope="module")
+def embedder(family: PoolingFamily, root: Path) -> Iterator[RunningServer]:
+    with RunningServer(str(family.folder), *SMALL_STEPS, "--allowed-local-media-path", str(root)) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def ranker(family: PoolingFamily) -> Iterator[RunningServer]:
-    with RunningServer(str(family.folder), *SMALL_STEPS, "--convert", "classify") as server:
+def ranker(family: PoolingFamily, root: Path) -> Iterator[RunningServer]:
+    flags = [*SMALL_STEPS, "--allowed-local-media-path", str(root), "--convert", "classify"]
+    with RunningServer(str(family.folder), *flags) as server:
         yield server
 
 
@@ -154,17 +163,21 @@ def test_openai_langchain_and_litellm(family: PoolingFamily, embedder: RunningSe
     assert [(item["index"], item["document"]["text"]) for item in ranked.results] == [(i, TEXTS[i]) for i in best]
 
 
-def test_from_python(family: PoolingFamily, tmp_path: Any) -> None:
+def test_from_python(
+    family: PoolingFamily, embedder: RunningServer, ranker: RunningServer, monkeypatch: pytest.MonkeyPatch, root: Path
+) -> None:
     """An input or a document with an error takes no other with it."""
-    picture, absent = Image(tmp_path / "a.png"), Image(tmp_path / "none.png")
-    (tmp_path / "a.png").write_bytes(PICTURES[0])
-    with LLM(str(family.folder), data_parallel_size=1, dtype="float32") as llm:
+    picture, absent = Image(root / "a.png"), Image(root / "none.png")
+    (root / "a.png").write_bytes(PICTURES[0])
+    use_server(embedder, monkeypatch)
+    with LLM() as llm:
         *answers, failed = llm.embed([TEXTS[0], [picture, "it"], [absent]], use_tqdm=False)
         expected = [family.embedding(TEXTS[0]), family.embedding(IMAGES[0], "it")]
         np.testing.assert_allclose([answer.vector for answer in answers], expected, atol=1e-5)
         assert "no such regular file" in (failed.error or "")
         assert "--runner generate" in (llm.chat(["hello"], use_tqdm=False)[0].error or "")
-    with LLM(str(family.folder), convert="classify", data_parallel_size=1) as llm:
+    use_server(ranker, monkeypatch)
+    with LLM() as llm:
         *ranked, unusable, failed = llm.rank("red", [TEXTS[1], [picture], [Image(object())], [absent]])
         scores = [family.score(["red"], [TEXTS[1]]), family.score(["red"], [IMAGES[0]])]
         assert [document.id for document in ranked] == np.argsort(-np.array(scores)).tolist()

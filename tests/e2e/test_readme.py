@@ -16,6 +16,7 @@ from mini_engine.config import EngineConfig
 from mini_engine.demo import videos
 from mini_engine.launch.cli import parse
 from mini_engine.model.model_spec import SPECS
+from tests.support.client import use_server
 from tests.support.running_server import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -84,13 +85,14 @@ def test_video_request_and_its_documented_answer(server, tmp_path):
     assert shown is not None and answer == shown[1]
 
 
-def test_caption_commands(tmp_path):
-    one_engine = {"MINI_ENGINE_DATA_PARALLEL_SIZE": "1"}
+def test_caption_commands(server, media_root, monkeypatch, capsys):
     _, *commands = BLOCKS[CAPTION].splitlines()
-    shell("\n".join(commands), tmp_path, **one_engine)
-    assert len((tmp_path / "captions.jsonl").read_text().splitlines()) == 3
-    (tmp_path / "x.py").write_text(BLOCKS[FROM_PYTHON])
-    answers = shell(f"{PYTHON} x.py", tmp_path, **one_engine).splitlines()
+    shell("\n".join(commands), media_root, MINI_ENGINE_DATA_PARALLEL_SIZE="1")
+    assert len((media_root / "captions.jsonl").read_text().splitlines()) == 3
+    use_server(server, monkeypatch)
+    monkeypatch.chdir(media_root)
+    exec(BLOCKS[FROM_PYTHON], {})
+    answers = capsys.readouterr().out.splitlines()
     assert sorted(answer.split()[0] for answer in answers) == ["0", "1", "2"]
 
 

@@ -20,7 +20,7 @@ import pytest
 from mini_engine.demo import videos
 from tests.support.client import ClientRequest, Question, answers_of, ask_video, video_url
 from tests.support.processes import eventually
-from tests.support.running_server import CACHES, SERVE, START_SECONDS, RunningServer, refused
+from tests.support.running_server import CACHES, START_SECONDS, RunningServer
 from training import questions
 
 AS_IT_IS = [  # videos reach the model in the size and with all the frames that they are rendered with
@@ -39,28 +39,28 @@ def sized(seed: int, side: int = 84, num_frames: int = 8, kind: str | None = Non
     return Question(question.text, question.answer, [("video_url", video_url(clip, "mp4", "mpeg4"))])
 
 
-def with_own_mounts(size: str) -> list[str]:
-    """What to put before a command for which TMPDIR has so much room, and /dev/shm is read-only. Empty: this user may
-    not mount a file system."""
-    script = 'mount -t tmpfs -o size="$0" scarce "$TMPDIR" && mount -t tmpfs -o ro none /dev/shm && exec "$@"'
-    mount = ["unshare", "-m", "sh", "-c", script, size]
+def own_mounts(size: str) -> str:
+    """A script after which TMPDIR has so much room, and /dev/shm is read-only."""
+    mounts = f'mount -t tmpfs -o size={size} scarce "$TMPDIR"; mount -t tmpfs -o ro none /dev/shm'
+    return f"mount --make-rprivate /; {mounts}; "
+
+
+def may_mount() -> bool:
     with tempfile.TemporaryDirectory() as tried:
-        environ = {**os.environ, "TMPDIR": tried}
-        may_mount = subprocess.run([*mount, "true"], capture_output=True, env=environ).returncode == 0
-    return mount if may_mount else []
+        script = ["unshare", "-m", "sh", "-ec", own_mounts("2M")]
+        return subprocess.run(script, capture_output=True, env={**os.environ, "TMPDIR": tried}).returncode == 0
 
 
-MOUNTS = with_own_mounts("2M")
-needs_mounts = pytest.mark.skipif(not MOUNTS, reason="this user may not mount a file system")
+MAY_MOUNT = may_mount()
+needs_mounts = pytest.mark.skipif(not MAY_MOUNT, reason="this user may not mount a file system")
 
 
 @pytest.fixture(scope="module")
 def scarce() -> Iterator[RunningServer]:
     """A server with 256 descriptors in each process; and, with mounts, without /dev/shm. Its model is quantised, and
     answers as well."""
-    server = RunningServer("-tp", "2", "--api-server-count", "2", "--quantization", "int8")
-    server.command = [*MOUNTS, "sh", "-c", 'ulimit -n 256; exec "$@"', "sh", *server.command]
-    with server:
+    before = own_mounts("2M") * MAY_MOUNT + "prlimit --nofile=256 --pid $PPID"
+    with RunningServer("-tp", "2", "--api-server-count", "2", "--quantization", "int8", before=before) as server:
         server.client.close()  # its connection would count
         yield server
 
@@ -150,7 +150,7 @@ def test_a_replaced_api_server_needs_no_room_in_tmpdir(scarce, video_questions):
 
 @needs_mounts
 def test_a_tmpdir_without_room_for_metrics_is_refused_in_one_line():
-    with tempfile.TemporaryDirectory() as temporary:
-        log = refused(status=1, command=[*with_own_mounts("100k"), *SERVE], environ={"TMPDIR": temporary})
-    line = log.splitlines()[-1]  # after those on what is loaded
-    assert "start failed: " in line and "no room in TMPDIR for the metrics" in line and "set TMPDIR" in line, log
+    with pytest.raises(RuntimeError, match="ended with 1:") as ended, RunningServer(before=own_mounts("100k")):
+        pass
+    line = str(ended.value).splitlines()[-1]  # after those on what is loaded
+    assert "start failed: " in line and "no room in TMPDIR for the metrics" in line and "set TMPDIR" in line

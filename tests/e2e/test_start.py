@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
+from pathlib import Path
 
 import pytest
 import torch
 
 from mini_engine.config import BUNDLED_MODEL
 from mini_engine.launch.cli import parse
-from tests.support.client import answers_of, ask_video
+from tests.support.client import answers_of, ask_small, ask_video
 from tests.support.hub_cache import put_in_cache
+from tests.support.processes import descendants
 from tests.support.running_server import RunningServer, refused
 
 # As published, but for the program's name.
@@ -58,23 +61,54 @@ def test_published_command_lines_start_a_server(name, right):
         assert logged == len(useless) == 0
 
 
-def test_default_flags_start_an_engine_per_core_for_a_small_model(tmp_path):
-    """On two cores, whatever there are; in a directory with a file that is named as a module of the library."""
-    (tmp_path / "queue.py").write_text("raise ImportError('the working directory is not searched')")
-    everywhere = os.sched_getaffinity(0)
-    cores = sorted(everywhere)[:2]
-    os.sched_setaffinity(0, cores)
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory):
+    """A server by a new interpreter, with default flags, on two cores, whatever there are; in a directory with a file
+    that is named as a module of the library. Its stdout is closed. From when it serves, the pipe of its log is not
+    read."""
+    folder, everywhere = tmp_path_factory.mktemp("folder"), os.sched_getaffinity(0)
+    (folder / "queue.py").write_text("raise ImportError('the working directory is not searched')")
+    flags = ["-dp", "auto", "--device", "cpu", "--enable-log-requests"]
+    server = RunningServer(*flags, environ={"OMP_NUM_THREADS": ""}, cwd=folder)
+    unread = 'exec "$@" 2> >(sed -u "/ serving /q"; exec sleep 600) >&-'
+    server.command = ["bash", "-c", unread, "bash", *server.command]
+    os.sched_setaffinity(0, sorted(everywhere)[:2])
     try:
-        with RunningServer("-dp", "auto", "--device", "cpu", environ={"OMP_NUM_THREADS": ""}, cwd=tmp_path) as server:
-            workers = [name for name in server.pids() if name.startswith("worker")]
-            question = ask_video(1)
-            assert server.ask(question.text, question.urls) == question.answer
-            assert sorted(workers) == [f"worker {engine}.0" for engine in range(len(cores))]
-            assert server.log.count("on cpu with 1 thread(s)") == len(cores)
-            assert f"supervisor | {len(cores)} engine(s) x 1 worker(s) x 1 thread(s)" in server.log
-            assert "in each engine, 4.0 requests of 65,536 tokens" in server.log
+        with server:
+            yield server
     finally:
         os.sched_setaffinity(0, everywhere)
+
+
+def test_default_flags_start_an_engine_per_core_for_a_small_model(fresh):
+    question, cores = ask_video(1), len(os.sched_getaffinity(0))
+    assert fresh.ask(question.text, question.urls) == question.answer
+    workers = [name for name in fresh.pids() if name.startswith("worker")]
+    assert sorted(workers) == [f"worker {engine}.0" for engine in range(cores)]
+    assert fresh.log.count("on cpu with 1 thread(s)") == cores
+    assert f"supervisor | {cores} engine(s) x 1 worker(s) x 1 thread(s)" in fresh.log
+    assert "in each engine, 4.0 requests of 65,536 tokens" in fresh.log
+
+
+def test_processes_import_only_what_they_need(fresh):
+    """The supervisor has imported what API servers and workers share."""
+    maps = {name: Path(f"/proc/{pid}/maps").read_text() for name, pid in fresh.pids().items()}
+    assert {name.partition(" ")[0] for name in maps} == {"api", "core", "worker", "supervisor"}
+    for name, text in maps.items():
+        assert ("libtorch" in text) is (not name.startswith("core")), name
+        assert "libav" not in text, name  # FFmpeg is loaded in decoders only
+
+
+def test_unread_log_blocks_no_process(fresh):
+    """Nor does one without a reader. The server's last test."""
+    question = ask_small(33_003)
+    fresh.fill_log()
+    assert fresh.ask(question.text, question.urls) == question.answer
+    family = descendants(fresh.process.pid)
+    (reader,) = [pid for pid in family if Path(f"/proc/{pid}/comm").read_text() == "sleep\n"]
+    os.kill(reader, signal.SIGKILL)
+    assert fresh.ask(question.text, question.urls) == question.answer
+    assert fresh.stop(signal.SIGTERM) == 0
 
 
 # By the process that finds it: flags, and what is said.

@@ -26,12 +26,6 @@ API_SERVER_DIED = ("cut", "refused")
 SOON = 5  # seconds after a death: at once, on a busy machine
 
 
-def fill_log(server: RunningServer) -> None:
-    """Have twice as much logged as a pipe takes, by a server with --enable-log-requests."""
-    for _ in range(16):
-        assert server.get("/" + "a" * (8 << 10)).status == 404
-
-
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """How one request ended: `right`, `wrong`, `error` (in OpenAI's form), `cut` or `refused` (the connection)."""

@@ -1,5 +1,4 @@
-"""A start that is interrupted, or loses a process, at each of its phases; a stop with hung requests; and a log that
-cannot be written."""
+"""A start that is interrupted, or loses a process, at each of its phases, and a stop with hung requests."""
 
 from __future__ import annotations
 
@@ -8,12 +7,10 @@ import itertools
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.faults.load import ask, fill_log
-from tests.support.client import ENDLESS, TEXT, ClientRequest, ask_small
+from tests.support.client import ENDLESS, TEXT, ClientRequest
 from tests.support.processes import FailPoint, descendants, eventually
 from tests.support.running_server import RunningServer
 
@@ -131,18 +128,3 @@ def test_a_second_signal_stops_a_server_with_a_hung_process(role):
         assert server.process.wait(60) == 0
         server.assert_nothing_left(family)
         request.hang_up()
-
-
-def test_unread_log_blocks_no_process():
-    """From when it serves, the pipe of its log is not read, and later has no reader. Its stdout is closed."""
-    server, question = RunningServer("--enable-log-requests"), ask_small(33_003)
-    unread = 'exec "$@" 2> >(sed -u "/ serving /q"; exec sleep 600) >&-'
-    server.command = ["bash", "-c", unread, "bash", *server.command]
-    with server:
-        fill_log(server)
-        assert ask(server, question).kind == "right"
-        family = descendants(server.process.pid)
-        (reader,) = [pid for pid in family if Path(f"/proc/{pid}/comm").read_text() == "sleep\n"]
-        os.kill(reader, KILL)
-        assert ask(server, question).kind == "right"
-        assert server.stop(TERM) == 0

@@ -125,6 +125,15 @@ def test_of_processes_that_are_not_ready_those_that_sleep_are_not_killed(states,
     assert f"(state in proc(5): {', '.join(named)})" in caplog.text
 
 
+def test_no_process_is_killed_for_a_pause_of_the_supervisor(processes, monkeypatch):
+    """As when it was stopped, or the machine suspended: it has not read the answers to its pings."""
+    child, clock = start(processes, "core", "0.sleeps", 1), time.monotonic
+    child.advance(ChildState.SERVING)
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 1000)
+    processes.wait(0)
+    assert child.state is ChildState.SERVING and child.turns == 1
+
+
 # --- deaths -----------------------------------------------------------------------------------------------------------
 
 

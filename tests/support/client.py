@@ -12,6 +12,10 @@ import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
+from mini_engine.batch import llm
+from mini_engine.batch.server_handle import ServerHandle
 from mini_engine.demo import videos
 from tests.support.running_server import RunningServer, message
 from training import questions
@@ -77,6 +81,11 @@ def ask_two(seed: int) -> Question:
     clips = [videos.render(10**9 + seed + part) for part in (0, 1)]
     question = questions.ask(clips, "list", seed)
     return Question(question.text, question.answer, [("video_url", video_url(clip)) for clip in clips])
+
+
+def use_server(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each `LLM` that is made asks this server, and starts none of its own."""
+    monkeypatch.setattr(llm, "ServerHandle", lambda flags, **more: ServerHandle(server.base_url, **more))  # noqa: ARG005
 
 
 def answers_of(server: RunningServer, questions: Sequence[Question], at_once: int = 8, **more: object) -> list[str]:

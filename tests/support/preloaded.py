@@ -26,6 +26,7 @@ from typing import NoReturn
 from setproctitle import setproctitle
 
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+CLONE_NEWNS = 0x20000  # linux/sched.h
 REQUEST_BYTES = 1 << 20
 
 
@@ -76,11 +77,13 @@ class Preloaded:
         self._socket.close()
         self._process.wait()
 
-    def start(self, argv: Sequence[str], cwd: Path, environ: Mapping[str, str], log_fd: int) -> ForkedServer:
-        """Run `serve.py` with these arguments in a session of its own."""
+    def start(
+        self, argv: Sequence[str], cwd: Path, environ: Mapping[str, str], before: str, log_fd: int
+    ) -> ForkedServer:
+        """Run `serve.py` with these arguments in a session of its own. `before`: see `run`."""
         libc = ctypes.CDLL(None)
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # the process that forks it ends, and this one inherits it
-        request = json.dumps([[*argv], str(cwd), dict(environ)]).encode()
+        request = json.dumps([[*argv], str(cwd), dict(environ), before]).encode()
         socket.send_fds(self._socket, [request], [log_fd])
         pid = int(self._socket.recv(16))
         libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
@@ -123,8 +126,8 @@ def main() -> None:
             os.close(fd)
 
 
-def run(argv: list[str], cwd: str, environ: dict[str, str], log_fd: int) -> NoReturn:
-    """Be the server."""
+def run(argv: list[str], cwd: str, environ: dict[str, str], before: str, log_fd: int) -> NoReturn:
+    """Be the server, after the shell script `before`, its child. What that mounts no other process sees."""
     status = 70
     try:
         os.setsid()
@@ -134,6 +137,10 @@ def run(argv: list[str], cwd: str, environ: dict[str, str], log_fd: int) -> NoRe
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(environ)
+        if before:
+            is_shared = ctypes.CDLL(None).unshare(CLONE_NEWNS) != 0
+            assert not (is_shared and "mount" in before), "this user may not mount a file system"
+            subprocess.run(["sh", "-ec", before], check=True)
         sys.argv = ["serve.py", *argv]
         setproctitle(" ".join(sys.argv))
         from mini_engine.launch.cli import serve

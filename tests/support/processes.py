@@ -100,7 +100,7 @@ def eventually(check: Callable[[], T], seconds: float = 60) -> T:
             if time.monotonic() > deadline:
                 raise
         time.sleep(pause)
-        pause = min(2 * pause, 0.2)
+        pause = min(2 * pause, 0.05)
 
 
 @contextlib.contextmanager

@@ -54,12 +54,12 @@ GAUGES = (
 class RunningServer:
     """`with RunningServer("-tp", "2") as server:` The log goes to a file, so that no full pipe can stop the server."""
 
-    def __init__(self, *flags: str, environ: dict[str, str] | None = None, cwd: Path = ROOT, fresh: bool = False):
-        """`fresh`: by a new interpreter, not by a fork of one that has imported what a server imports. So is a server
-        with variables in `environ`, which libraries may read when they are imported."""
-        self.command, self.cwd = [*SERVE, *flags], cwd
+    def __init__(self, *flags: str, environ: dict[str, str] | None = None, cwd: Path = ROOT, before: str = ""):
+        """A fork of a process that has imported what a server imports. With variables in `environ`, which libraries may
+        read when they are imported, it is a new interpreter. `before`: see `preloaded.run`."""
+        self.command, self.cwd, self.before = [*SERVE, *flags], cwd, before
         self.environ = environment(flags, environ)
-        self.is_fresh = fresh or environ is not None
+        self.is_fresh = environ is not None
         self.client: OpenAI | None = None
 
     def __enter__(self) -> RunningServer:
@@ -93,7 +93,7 @@ class RunningServer:
         environ = self.environ | own
         with self._log_path.open("wb") as log:
             if not self.is_fresh and self.command[:2] == SERVE[:2]:
-                self.process = preloaded().start(self.command[2:], self.cwd, environ, log.fileno())
+                self.process = preloaded().start(self.command[2:], self.cwd, environ, self.before, log.fileno())
             else:
                 self.process = subprocess.Popen(
                     self.command, cwd=self.cwd, stdout=log, stderr=subprocess.STDOUT, env=environ,
@@ -196,6 +196,11 @@ class RunningServer:
         """A metric summed over its labels."""
         return total(self.metrics(api), name)
 
+    def fill_log(self) -> None:
+        """Have twice as much logged as a pipe takes. The server has --enable-log-requests."""
+        for _ in range(16):
+            assert self.get("/" + "a" * (8 << 10)).status == 404
+
     def num_listeners(self) -> int:
         """At how many sockets, one of each API server, the kernel queues connections."""
         return sum(local == self.address[1] and not remote for local, remote, _ in tcp_sockets())
@@ -278,13 +283,12 @@ def environment(flags: Sequence[str], environ: Mapping[str, str] | None = None) 
     return {**os.environ, **own, **(environ or {})}
 
 
-def refused(*flags: str, status: int = 2, command: Sequence[str] = SERVE, environ: dict[str, str] | None = None) -> str:
-    """What `serve.py` says when it ends with this status instead of starting."""
+def refused(*flags: str, command: Sequence[str] = SERVE) -> str:
+    """What `serve.py` says when it ends with status 2 instead of starting."""
     ended = subprocess.run(
-        [*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=START_SECONDS,
-        env=environment(flags, environ),
-    )  # fmt: skip
-    assert ended.returncode == status and not ended.stdout and "Traceback" not in ended.stderr, ended
+        [*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=START_SECONDS, env=environment(flags)
+    )
+    assert ended.returncode == 2 and not ended.stdout and "Traceback" not in ended.stderr, ended
     return ended.stderr
 
 

@@ -42,7 +42,7 @@ from mini_engine.prompt.sampling_params import SamplingDefaults
 from mini_engine.transport.codec import Encoder
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 from tests.support import clips
-from tests.support.patience import PATIENCE, cancelled, eventually
+from tests.support.patience import PATIENCE, STEP, cancelled, eventually, skip
 from tests.support.peers import ScriptedCore, make_queue
 from tests.support.web import WebServer, response
 
@@ -370,12 +370,16 @@ async def running(server: HttpServer, *background: asyncio.Task[None]) -> AsyncI
         listener = socket.create_server(("::ffff:127.0.0.1", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     else:
         listener = socket.create_server(("127.0.0.1", 0))
+    listener = socket.socket(fileno=listener.detach())  # knows its protocol: else asyncio does not set TCP_NODELAY
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await eventually(lambda: server.started)
     try:
         yield listener.getsockname()[1]
     finally:
         server.should_exit = True
+        while not serving.done():
+            skip(0.1)  # uvicorn sleeps so long, before it stops and afterwards
+            await asyncio.sleep(STEP)
         await serving
         for task in background:
             task.cancel()
