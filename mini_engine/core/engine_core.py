@@ -20,7 +20,7 @@ from mini_engine.core.caches.state_snapshots import StatePool
 from mini_engine.core.grammar_compiles import GrammarCompiles
 from mini_engine.core.links import Links
 from mini_engine.core.request import Request
-from mini_engine.core.request_limits import engine_limits, problem_with
+from mini_engine.core.request_limits import engine_limits
 from mini_engine.core.scheduler import Scheduler
 from mini_engine.core.step_builder import ChunkWork, InFlight, StepBuilder
 from mini_engine.failpoints import reach_failpoint
@@ -74,7 +74,7 @@ class EngineCore:
         links: Links,
         next_step: StepBuilder,
     ):
-        self.config, self.model, self.limits = config, model, limits
+        self.config, self.limits = config, limits
         self.media, self.links, self.next_step = media, links, next_step
         self.arrivals = Arrivals(config.tensor_parallel_size, next_step)
         self.grammars = GrammarCompiles(next_step)
@@ -183,10 +183,6 @@ class EngineCore:
         self.requests.update((request.id, request) for request in (parent, *parent.children))
         if new.sampling.grammar:
             self.grammars.acquire(parent)
-        problem = problem_with(new, self.model, self.limits)
-        if problem is not None:
-            self._refuse(parent, Problem(problem))
-            return
         self.media.remember(new.media)
         if all(map(self.encoder.holds, parent.tensors.embeddings)):
             self._queue(parent)

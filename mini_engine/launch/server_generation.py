@@ -149,4 +149,4 @@ class ServerGeneration:
                 child.advance(ChildState.SERVING)
             elif child.state is ChildState.READY:
                 child.advance(ChildState.STARTED)
-                self.processes.send(child, Start(min(self.limits, key=lambda limits: limits.max_model_len)))
+                self.processes.send(child, Start(min(self.limits, key=lambda limits: limits.num_blocks)))

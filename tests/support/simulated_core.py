@@ -68,7 +68,7 @@ class World:
         self.links = links = SimulatedLinks(config, seconds)
         self.links.identities |= {incarnation: f"{name}:{incarnation}".encode() for name, incarnation in (API, OTHER)}
         limits = engine_limits(config, model, blocks, "cpu", 0 if snapshots is None else max_seqs + snapshots)
-        next_step = StepBuilder()
+        self.model, next_step = model, StepBuilder()
         self.core = EngineCore(config, model, limits, self.make_media(next_step), self.links, next_step)
         self.core.scheduler.times.clock = lambda: links.now
         self.pool = self.core.blocks
