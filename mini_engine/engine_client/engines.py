@@ -182,7 +182,7 @@ class EngineHandle:
 
     async def receive(self) -> None:
         """Handle what the core sends, until cancelled; and watch whether the ranks can be reached."""
-        self._sender.queue.watch_end(self._lose)
+        await self._sender.queue.watch_end(self._lose)
         while True:
             body = decode(await self._socket.recv()).body
             if self.stopped is None:
