@@ -27,7 +27,6 @@ from mini_engine.failpoints import reach_failpoint
 from mini_engine.launch.child import Child
 from mini_engine.log import about
 from mini_engine.messages import (
-    Abandoned,
     BindName,
     ControlReply,
     ControlRequest,
@@ -40,7 +39,6 @@ from mini_engine.messages import (
     GrammarReady,
     Lookup,
     MediaMiss,
-    MediaNeeded,
     MediaReady,
     NewRequest,
     Outputs,
@@ -51,7 +49,6 @@ from mini_engine.messages import (
     SampledToken,
     StepResult,
     TensorHandle,
-    Unreserve,
     Written,
 )
 from mini_engine.model.config import ModelConfig
@@ -98,7 +95,7 @@ class EngineCore:
                 self._handle(envelope)
         for request in self.arrivals.expired():
             logger.warning("%s: timed out waiting for its media on all ranks", request.id, extra=about(request.id))
-            self._forget(request, MediaMiss(request.id))
+            self._forget(request)
         while len(self.in_flight) < self.max_in_flight and self._dispatch():
             pass
         for peer, outputs in self.outputs.items():
@@ -117,6 +114,8 @@ class EngineCore:
             case Finish(request_id=request_id, reason=reason):
                 if (request := self.requests.get(request_id)) is not None:
                     self._finish(request, reason)
+                else:
+                    self.media.release_request((envelope.incarnation, request_id))
             case MediaReady() as report:
                 if (request := self.arrivals.report(report)) is not None:
                     self._queue(request)
@@ -138,14 +137,12 @@ class EngineCore:
                 found = media.look_up((incarnation, request_id), hashes, self.encoder.holds)
                 named = {key: meaning for key in keys if (meaning := media.names.get(key))}
                 self.links.send(peer, Found(request_id, found, named))
-            case Unreserve(request_id=request_id):
-                media.release_request((incarnation, request_id))
             case Reserve(request_id=request_id, media=item) if isinstance(media, MediaStore):
                 self.links.send(peer, media.reserve((incarnation, request_id), item))
-            case Written(number=number, request_ids=request_ids) if isinstance(media, MediaStore):
-                media.written(number, [(incarnation, request_id) for request_id in request_ids])
-            case Abandoned(number=number) if isinstance(media, MediaStore):
+            case Written(number=number, request_ids=None) if isinstance(media, MediaStore):
                 media.abandoned(number)
+            case Written(number=number, request_ids=[*request_ids]) if isinstance(media, MediaStore):
+                media.written(number, [(incarnation, request_id) for request_id in request_ids])
             case BindName(key=key, media=meaning):
                 media.names.put(key, meaning)
 
@@ -195,7 +192,7 @@ class EngineCore:
         messages = request.tensors.messages
         if not request.tensors.released and not request.accepted_at:
             if self.arrivals.has_failed(messages):
-                self._forget(request, MediaMiss(request.id))
+                self._forget(request)
                 return
             if not self.arrivals.is_ready(messages):
                 limit = self.config.collective_timeout
@@ -347,13 +344,13 @@ class EngineCore:
     def _need_media(self, request: Request) -> None:
         """Embeddings that it relies on have been evicted."""
         self.scheduler.events["media_needed"] += 1
-        self._forget(request, MediaNeeded(request.id, request.arrival))
+        self._forget(request, request.arrival)
 
-    def _forget(self, request: Request, reason: MediaMiss | MediaNeeded) -> None:
-        """It cannot run with the media that were sent: remove it and its children, and notify its API server."""
+    def _forget(self, request: Request, arrival: int | None = None) -> None:
+        """It cannot run with the media that were sent: remove it and its children, and send `MediaMiss`."""
         for sample in [*request.children, request]:
             self._remove(sample)
-        self.links.send(request.peer, reason)
+        self.links.send(request.peer, MediaMiss(request.id, arrival))
 
     def _refuse(self, request: Request, problem: Problem) -> None:
         """End a request and its children, none of which has started."""

@@ -23,7 +23,6 @@ from mini_engine.messages import (
     Lookup,
     MediaItem,
     MediaMiss,
-    MediaNeeded,
     MediaReady,
     MessageId,
     NewRequest,
@@ -123,9 +122,9 @@ class World:
         """One turn of the core's loop, and what it sent to the API server."""
         self.core.turn()
         for _, body in self.links.sent:
-            if isinstance(body, MediaMiss):
+            if isinstance(body, MediaMiss) and body.arrival is None:
                 self.rejected.append(body.request_id)
-            elif isinstance(body, MediaNeeded):
+            elif isinstance(body, MediaMiss):
                 self.needed[body.request_id] = body.arrival
             elif isinstance(body, Outputs):
                 self.consumed += body.consumed
