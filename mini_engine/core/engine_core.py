@@ -6,6 +6,7 @@ in one poller until a message arrives or a deadline passes.
 
 import itertools
 import logging
+import math
 import time
 from collections import Counter, defaultdict, deque
 
@@ -83,6 +84,7 @@ class EngineCore:
         self.in_flight: deque[InFlight] = deque()
         self.max_in_flight = 2 if config.async_scheduling else 1
         self.requests: dict[str, Request] = {}
+        self.waiting: dict[str, Request] = {}  # of those, the ones whose media or grammar are not on the ranks yet
         self.arrival_numbers = itertools.count()
         self.step_tokens: Counter[int] = Counter()  # see `EngineStats`
         self.outputs: defaultdict[bytes, Outputs] = defaultdict(Outputs)  # of this turn, by API server
@@ -90,10 +92,12 @@ class EngineCore:
 
     def turn(self) -> None:
         """Wait for messages and handle all that have arrived, dispatch steps, send outputs."""
-        for envelope in self.links.receive(self.arrivals.seconds_left()):
+        deadline = min((request.deadline for request in self.waiting.values()), default=math.inf)
+        for envelope in self.links.receive(deadline):
             if envelope.incarnation not in self.links.gone:
                 self._handle(envelope)
-        for request in self.arrivals.expired():
+        now = time.monotonic()
+        for request in [request for request in self.waiting.values() if request.deadline <= now]:
             logger.warning("%s: timed out waiting for its media on all ranks", request.id, extra=about(request.id))
             self._forget(request)
         while len(self.in_flight) < self.max_in_flight and self._dispatch():
@@ -117,12 +121,14 @@ class EngineCore:
                 else:
                     self.media.release_request((envelope.incarnation, request_id))
             case MediaReady() as report:
-                if (request := self.arrivals.report(report)) is not None:
+                self.arrivals.report(report)
+                for request in [each for each in self.waiting.values() if report.message in each.tensors.messages]:
                     self._queue(request)
             case PeerGone(sender=sender, incarnation=incarnation) if sender.startswith("api "):
                 self._on_api_server_gone(sender, incarnation)
             case GrammarReady() as ready:
-                for request in self.grammars.report(ready):
+                self.grammars.report(ready)
+                for request in [each for each in self.waiting.values() if each.new.sampling.grammar == ready.digest]:
                     self._queue(request)
             case ControlRequest() as control:
                 self._handle_control(control, peer)
@@ -196,15 +202,18 @@ class EngineCore:
                 return
             if not self.arrivals.is_ready(messages):
                 limit = self.config.collective_timeout
-                self.arrivals.wait(request, limit if self.config.debug else min(MEDIA_TIMEOUT_SECONDS, limit))
+                limit = limit if self.config.debug else min(MEDIA_TIMEOUT_SECONDS, limit)
+                if self.waiting.setdefault(request.id, request).deadline == math.inf:
+                    request.deadline = time.monotonic() + limit
                 return
-            self.arrivals.stop_waiting(request)
             for item in request.media:
                 if isinstance(item.patches, TensorHandle) and item.cacheable:
                     self.media.arrived(item)
-        request.accepted_at = request.accepted_at or time.monotonic()
+        request.accepted_at, request.deadline = request.accepted_at or time.monotonic(), math.inf
         if not self.grammars.is_ready(request):
+            self.waiting[request.id] = request
             return
+        self.waiting.pop(request.id, None)
         if problem := self.grammars.problem_with(request):
             self._refuse(request, problem)
         else:
@@ -365,7 +374,7 @@ class EngineCore:
     def _remove(self, request: Request) -> None:
         """The only end of a request: frees all that it holds once the dispatched steps have retired."""
         del self.requests[request.id]
-        self.arrivals.stop_waiting(request)
+        self.waiting.pop(request.id, None)
         if request.new.sampling.grammar:
             self.grammars.release(request)
         self.scheduler.remove(request)
