@@ -159,9 +159,6 @@ class Supervisor:
 
     def _announce(self, seconds: float) -> None:
         config, limits, cache = self.config, self.generation.limits[0], self.generation.media_cache
-        media = "media that do not fit the cache" if cache.kind == "shm" else "media"
-        for choice in self.generation.transports:
-            logger.info("%s reach engine %d by %s: %s", media, choice.engine, choice.transport, choice.reason)
         if useless := host.without_effect(config, cache, limits):
             logger.info("no effect here: %s", "; ".join(useless))
         logger.info("media cache: %s (%s)", cache.kind, cache.reason)

@@ -15,7 +15,7 @@ import msgspec
 
 from mini_engine.messages.handshake import (
     Drain, EngineLimits, Init, MediaCachePlan, PeerGone, RankAddress, Ready, Refused,
-    Role, Serving, Start, TransportChoice,
+    Role, Serving, Start,
 )  # fmt: skip
 from mini_engine.messages.requests import (
     BindName, ChildRequest, ControlReply, ControlRequest, EngineStats, EngineTimes, Finish, FinishReason,
