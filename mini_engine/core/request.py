@@ -86,7 +86,7 @@ class Request:
     last_snapshot: bytes | None = None  # prefix hash of the latest one in its output, which the next one replaces
     num_cached: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
     deadline: float = math.inf  # for its media to be on all ranks, by `time.monotonic()`
-    accepted_at: float = 0.0  # when they were
+    accepted_at: float = 0.0  # when all ranks had its media
     scheduled_at: float = 0.0  # when a step first began to work on it
     times: EngineTimes | None = None  # known with its first token
 

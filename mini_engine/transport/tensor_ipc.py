@@ -36,7 +36,6 @@ from mini_engine.transport.arena import DTYPES, Arena, Pin, ReadableMemory, byte
 from mini_engine.transport.codec import Encoder, TransportError, decode
 from mini_engine.transport.cuda_memory import CudaCopy, CudaMapped, MapSlots, StagingSlots
 from mini_engine.transport.pages import HIGH_WATER_PAGES, PAGE_BYTES, Extent
-from mini_engine.transport.sockets import BoundPath
 from mini_engine.transport.stream_frames import Frame, FrameReceiver, FrameSender
 
 log = logging.getLogger(__name__)
@@ -359,7 +358,6 @@ class TensorIpcReceiver:
         self._me, self._pin, self._map_slots = me, pin, map_slots
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         self._listener.bind(address.tensor_ipc)
-        self._path = BoundPath(address.tensor_ipc)
         self._listener.listen(64)
         self._connections: dict[int, _Connection] = {}
 
@@ -386,10 +384,8 @@ class TensorIpcReceiver:
             self._connections.pop(fd).close()
 
     def close_streams(self) -> None:
-        """Close all streams and the socket, and unlink its path if it is still this socket's. Views stay valid."""
+        """Close all streams and the socket, whose path goes with the runtime directory. Views stay valid."""
         for connection in self._connections.values():
             connection.close()
         self._connections.clear()
-        if self._listener.fileno() != -1:
-            self._listener.close()
-            self._path.unlink()
+        self._listener.close()
