@@ -110,7 +110,7 @@ async def _transfers(
     arena = Arena(2 * tensor.nbytes + 64 * MB, lambda: 1 << 60)
     sender = TensorIpcSender(Encoder("api 0", incarnation), [rank.address for rank in ranks], arena)
     sender.probe(placement, PROBE_SECONDS)
-    sender.watch_end(say)
+    await sender.watch_end(say)
     found = []
     for _ in PLACEMENTS[placement]:
         for rank in ranks:

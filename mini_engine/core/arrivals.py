@@ -1,4 +1,4 @@
-"""Which tensor messages are on all ranks, and which requests wait for them. It sees ids, never tensors.
+"""Which tensor messages are on all ranks. It sees ids, never tensors.
 
 Every rank reports every message once, as ready or as failed: a stream loses nothing unless one of its ends dies. A step
 releases a message only after all ranks have reported it: a rank drops only what it holds. Messages and requests take
@@ -7,10 +7,8 @@ different connections: a report may arrive before the request, or after its end.
 
 import dataclasses
 import logging
-import time
 from collections.abc import Iterable
 
-from mini_engine.core.request import Request
 from mini_engine.core.step_builder import StepBuilder
 from mini_engine.messages import MediaReady, MessageId
 
@@ -22,7 +20,6 @@ class _Arrival:
     num_reports: int = 0  # one of each rank
     failed: bool = False  # a rank cannot use it
     unneeded: bool = False  # release it as soon as all ranks have reported it
-    waiting: Request | None = None
 
 
 class Arrivals:
@@ -32,20 +29,18 @@ class Arrivals:
         self._num_ranks = num_ranks
         self._next_step = next_step
         self._entries: dict[MessageId, _Arrival] = {}
-        self._deadlines: dict[str, tuple[float, Request]] = {}  # by id; soonest first, since all time-outs are equal
         self._void: set[int] = set()  # dead incarnations
 
-    def report(self, report: MediaReady) -> Request | None:
-        """A rank has received a message. Returns the request that waits for it."""
+    def report(self, report: MediaReady) -> None:
+        """A rank has received a message."""
         if report.problem:
             logger.error("rank %d cannot use tensor message %d: %s", report.rank, report.message.number, report.problem)
         if report.message.incarnation in self._void:
-            return None
+            return
         entry = self._entries.setdefault(report.message, _Arrival())
         entry.num_reports += 1
         entry.failed |= bool(report.problem)
         self._release_if_reported(report.message)
-        return entry.waiting
 
     def release(self, messages: Iterable[MessageId]) -> None:
         """No step after the next reads these: release each with the next step, or when all ranks have reported it."""
@@ -69,27 +64,6 @@ class Arrivals:
         for message in [message for message in self._entries if message.incarnation == incarnation]:
             del self._entries[message]
         self._next_step.drop_sender(incarnation)
-
-    def wait(self, request: Request, timeout: float) -> None:
-        """`request` waits for its messages, at most `timeout` seconds since the first call."""
-        self._deadlines.setdefault(request.id, (time.monotonic() + timeout, request))
-        for message in request.tensors.messages:
-            self._entries.setdefault(message, _Arrival()).waiting = request
-
-    def stop_waiting(self, request: Request) -> None:
-        """Without effect for a request that does not wait."""
-        if self._deadlines.pop(request.id, None) is not None:
-            for message in request.tensors.messages:
-                self._entries[message].waiting = None
-
-    def seconds_left(self) -> float | None:
-        """Until the first deadline of a request; None: no request waits."""
-        return next((max(0.0, deadline - time.monotonic()) for deadline, _ in self._deadlines.values()), None)
-
-    def expired(self) -> list[Request]:
-        """The requests whose deadline has passed."""
-        now = time.monotonic()
-        return [request for deadline, request in self._deadlines.values() if deadline <= now]
 
     def _release_if_reported(self, message: MessageId) -> None:
         entry = self._entries[message]

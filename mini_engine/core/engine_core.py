@@ -6,6 +6,7 @@ in one poller until a message arrives or a deadline passes.
 
 import itertools
 import logging
+import math
 import time
 from collections import Counter, defaultdict, deque
 
@@ -20,14 +21,13 @@ from mini_engine.core.caches.state_snapshots import StatePool
 from mini_engine.core.grammar_compiles import GrammarCompiles
 from mini_engine.core.links import Links
 from mini_engine.core.request import Request
-from mini_engine.core.request_limits import engine_limits, problem_with
+from mini_engine.core.request_limits import engine_limits
 from mini_engine.core.scheduler import Scheduler
 from mini_engine.core.step_builder import ChunkWork, InFlight, StepBuilder
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.launch.child import Child
 from mini_engine.log import about
 from mini_engine.messages import (
-    Abandoned,
     BindName,
     ControlReply,
     ControlRequest,
@@ -40,7 +40,6 @@ from mini_engine.messages import (
     GrammarReady,
     Lookup,
     MediaMiss,
-    MediaNeeded,
     MediaReady,
     NewRequest,
     Outputs,
@@ -51,7 +50,6 @@ from mini_engine.messages import (
     SampledToken,
     StepResult,
     TensorHandle,
-    Unreserve,
     Written,
 )
 from mini_engine.model.config import ModelConfig
@@ -74,7 +72,7 @@ class EngineCore:
         links: Links,
         next_step: StepBuilder,
     ):
-        self.config, self.model, self.limits = config, model, limits
+        self.config, self.limits = config, limits
         self.media, self.links, self.next_step = media, links, next_step
         self.arrivals = Arrivals(config.tensor_parallel_size, next_step)
         self.grammars = GrammarCompiles(next_step)
@@ -86,6 +84,7 @@ class EngineCore:
         self.in_flight: deque[InFlight] = deque()
         self.max_in_flight = 2 if config.async_scheduling else 1
         self.requests: dict[str, Request] = {}
+        self.waiting: dict[str, Request] = {}  # of those, the ones whose media or grammar are not on the ranks yet
         self.arrival_numbers = itertools.count()
         self.step_tokens: Counter[int] = Counter()  # see `EngineStats`
         self.outputs: defaultdict[bytes, Outputs] = defaultdict(Outputs)  # of this turn, by API server
@@ -93,12 +92,14 @@ class EngineCore:
 
     def turn(self) -> None:
         """Wait for messages and handle all that have arrived, dispatch steps, send outputs."""
-        for envelope in self.links.receive(self.arrivals.seconds_left()):
+        deadline = min((request.deadline for request in self.waiting.values()), default=math.inf)
+        for envelope in self.links.receive(deadline):
             if envelope.incarnation not in self.links.gone:
                 self._handle(envelope)
-        for request in self.arrivals.expired():
+        now = time.monotonic()
+        for request in [request for request in self.waiting.values() if request.deadline <= now]:
             logger.warning("%s: timed out waiting for its media on all ranks", request.id, extra=about(request.id))
-            self._forget(request, MediaMiss(request.id))
+            self._forget(request)
         while len(self.in_flight) < self.max_in_flight and self._dispatch():
             pass
         for peer, outputs in self.outputs.items():
@@ -117,13 +118,17 @@ class EngineCore:
             case Finish(request_id=request_id, reason=reason):
                 if (request := self.requests.get(request_id)) is not None:
                     self._finish(request, reason)
+                else:
+                    self.media.release_request((envelope.incarnation, request_id))
             case MediaReady() as report:
-                if (request := self.arrivals.report(report)) is not None:
+                self.arrivals.report(report)
+                for request in [each for each in self.waiting.values() if report.message in each.tensors.messages]:
                     self._queue(request)
             case PeerGone(sender=sender, incarnation=incarnation) if sender.startswith("api "):
                 self._on_api_server_gone(sender, incarnation)
             case GrammarReady() as ready:
-                for request in self.grammars.report(ready):
+                self.grammars.report(ready)
+                for request in [each for each in self.waiting.values() if each.new.sampling.grammar == ready.digest]:
                     self._queue(request)
             case ControlRequest() as control:
                 self._handle_control(control, peer)
@@ -138,14 +143,12 @@ class EngineCore:
                 found = media.look_up((incarnation, request_id), hashes, self.encoder.holds)
                 named = {key: meaning for key in keys if (meaning := media.names.get(key))}
                 self.links.send(peer, Found(request_id, found, named))
-            case Unreserve(request_id=request_id):
-                media.release_request((incarnation, request_id))
             case Reserve(request_id=request_id, media=item) if isinstance(media, MediaStore):
                 self.links.send(peer, media.reserve((incarnation, request_id), item))
-            case Written(number=number, request_ids=request_ids) if isinstance(media, MediaStore):
-                media.written(number, [(incarnation, request_id) for request_id in request_ids])
-            case Abandoned(number=number) if isinstance(media, MediaStore):
+            case Written(number=number, request_ids=None) if isinstance(media, MediaStore):
                 media.abandoned(number)
+            case Written(number=number, request_ids=[*request_ids]) if isinstance(media, MediaStore):
+                media.written(number, [(incarnation, request_id) for request_id in request_ids])
             case BindName(key=key, media=meaning):
                 media.names.put(key, meaning)
 
@@ -183,10 +186,6 @@ class EngineCore:
         self.requests.update((request.id, request) for request in (parent, *parent.children))
         if new.sampling.grammar:
             self.grammars.acquire(parent)
-        problem = problem_with(new, self.model, self.limits)
-        if problem is not None:
-            self._refuse(parent, Problem(problem))
-            return
         self.media.remember(new.media)
         if all(map(self.encoder.holds, parent.tensors.embeddings)):
             self._queue(parent)
@@ -199,19 +198,22 @@ class EngineCore:
         messages = request.tensors.messages
         if not request.tensors.released and not request.accepted_at:
             if self.arrivals.has_failed(messages):
-                self._forget(request, MediaMiss(request.id))
+                self._forget(request)
                 return
             if not self.arrivals.is_ready(messages):
                 limit = self.config.collective_timeout
-                self.arrivals.wait(request, limit if self.config.debug else min(MEDIA_TIMEOUT_SECONDS, limit))
+                limit = limit if self.config.debug else min(MEDIA_TIMEOUT_SECONDS, limit)
+                if self.waiting.setdefault(request.id, request).deadline == math.inf:
+                    request.deadline = time.monotonic() + limit
                 return
-            self.arrivals.stop_waiting(request)
             for item in request.media:
                 if isinstance(item.patches, TensorHandle) and item.cacheable:
                     self.media.arrived(item)
-        request.accepted_at = request.accepted_at or time.monotonic()
+        request.accepted_at, request.deadline = request.accepted_at or time.monotonic(), math.inf
         if not self.grammars.is_ready(request):
+            self.waiting[request.id] = request
             return
+        self.waiting.pop(request.id, None)
         if problem := self.grammars.problem_with(request):
             self._refuse(request, problem)
         else:
@@ -351,13 +353,13 @@ class EngineCore:
     def _need_media(self, request: Request) -> None:
         """Embeddings that it relies on have been evicted."""
         self.scheduler.events["media_needed"] += 1
-        self._forget(request, MediaNeeded(request.id, request.arrival))
+        self._forget(request, request.arrival)
 
-    def _forget(self, request: Request, reason: MediaMiss | MediaNeeded) -> None:
-        """It cannot run with the media that were sent: remove it and its children, and notify its API server."""
+    def _forget(self, request: Request, arrival: int | None = None) -> None:
+        """It cannot run with the media that were sent: remove it and its children, and send `MediaMiss`."""
         for sample in [*request.children, request]:
             self._remove(sample)
-        self.links.send(request.peer, reason)
+        self.links.send(request.peer, MediaMiss(request.id, arrival))
 
     def _refuse(self, request: Request, problem: Problem) -> None:
         """End a request and its children, none of which has started."""
@@ -372,7 +374,7 @@ class EngineCore:
     def _remove(self, request: Request) -> None:
         """The only end of a request: frees all that it holds once the dispatched steps have retired."""
         del self.requests[request.id]
-        self.arrivals.stop_waiting(request)
+        self.waiting.pop(request.id, None)
         if request.new.sampling.grammar:
             self.grammars.release(request)
         self.scheduler.remove(request)

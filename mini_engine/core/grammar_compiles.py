@@ -1,4 +1,4 @@
-"""Which grammars rank 0 has compiled, how many samples follow each, and which requests wait for one.
+"""Which grammars rank 0 has compiled, and how many samples follow each.
 
 Requests of a client with equal grammars share one. It sees digests, never what a grammar says.
 """
@@ -17,7 +17,6 @@ class _Entry:
     users: int = 0  # samples that have not ended
     is_reported: bool = False
     problem: Problem | None = None  # see `GrammarReady`
-    waiting: dict[str, Request] = dataclasses.field(default_factory=dict)  # by id
 
 
 class GrammarCompiles:
@@ -41,32 +40,25 @@ class GrammarCompiles:
         """A sample has ended."""
         entry = self._entries[request.new.sampling.grammar]
         entry.users -= 1
-        entry.waiting.pop(request.id, None)
         if not entry.users:
             del self._entries[request.new.sampling.grammar]
             self._next_step.discard_grammar(request.new.sampling.grammar, entry.number)
 
     def is_ready(self, request: Request) -> bool:
-        """Whether its grammar, if it has one, is reported. False: `report` will return the request."""
+        """Whether its grammar, if it has one, is reported."""
         entry = self._entries.get(request.new.sampling.grammar)
-        if entry is None or entry.is_reported:
-            return True
-        entry.waiting[request.id] = request
-        return False
+        return entry is None or entry.is_reported
 
     def problem_with(self, request: Request) -> Problem | None:
         """Why its grammar, if it has one, cannot be followed, as far as is reported."""
         entry = self._entries.get(request.new.sampling.grammar)
         return entry.problem if entry is not None else None
 
-    def report(self, ready: GrammarReady) -> list[Request]:
-        """Rank 0's report of a grammar. Returns the requests that wait no longer."""
+    def report(self, ready: GrammarReady) -> None:
+        """Rank 0's report of a grammar."""
         entry = self._entries.get(ready.digest)
-        if entry is None or entry.number != ready.number:  # no sample followed it any more when it was compiled
-            return []
-        entry.is_reported, entry.problem = True, ready.problem
-        waiting, entry.waiting = list(entry.waiting.values()), {}
-        return waiting
+        if entry is not None and entry.number == ready.number:  # else no sample followed it when it was compiled
+            entry.is_reported, entry.problem = True, ready.problem
 
     def discard(self, request: Request, problem: Problem) -> None:
         """Its grammar can be followed no further: nor can those of later requests, until no sample follows it."""

@@ -1,6 +1,8 @@
 """The engine core's sockets: to the supervisor, API servers and ranks."""
 
 import logging
+import math
+import time
 
 import zmq
 
@@ -31,10 +33,11 @@ class Links:
         for socket in self.sockets:
             self.poller.register(socket, zmq.POLLIN)
 
-    def receive(self, timeout: float | None) -> list[Envelope]:
-        """All received messages; waits at most `timeout` seconds for the first."""
+    def receive(self, deadline: float) -> list[Envelope]:
+        """All received messages; waits for the first, until the `deadline` by `time.monotonic()`."""
         envelopes: list[Envelope] = []
-        self.poller.poll(None if timeout is None else int(timeout * 1000) + 1)
+        left = deadline - time.monotonic()
+        self.poller.poll(None if left == math.inf else max(0, int(left * 1000) + 1))
         for socket in self.sockets:
             while True:
                 try:

@@ -28,7 +28,6 @@ from mini_engine.messages import (
     FinishReason,
     Found,
     MediaMiss,
-    MediaNeeded,
     NewRequest,
     Outputs,
     RequestOutput,
@@ -67,7 +66,7 @@ class OutputReceiver(Protocol):
 class EngineHandle:
     """One engine core and its ranks, seen from this API server. `requests` holds the receiver of each sample's id, from
     before its tensors are reserved until the core's final output for the sample, which comes even for one that was
-    aborted, or its `MediaMiss` or `MediaNeeded`."""
+    aborted, or its `MediaMiss`."""
 
     def __init__(
         self, number: int, socket: zmq.asyncio.Socket, encoder: Encoder, queue: TensorIpcSender, cache: CacheAccess
@@ -182,7 +181,7 @@ class EngineHandle:
 
     async def receive(self) -> None:
         """Handle what the core sends, until cancelled; and watch whether the ranks can be reached."""
-        self._sender.queue.watch_end(self._lose)
+        await self._sender.queue.watch_end(self._lose)
         while True:
             body = decode(await self._socket.recv()).body
             if self.stopped is None:
@@ -198,10 +197,9 @@ class EngineHandle:
                         receiver.receive(output)
                 if body.consumed:
                     self._sender.consumed(body.consumed)
-            case MediaMiss(request_id=request_id):
-                self._forget(self.requests[request_id]).fail(MediaNotSent())
-            case MediaNeeded(request_id=request_id, arrival=arrival):
-                self._forget(self.requests[request_id]).need_media(arrival)
+            case MediaMiss(request_id=request_id, arrival=arrival):
+                receiver = self._forget(self.requests[request_id])
+                receiver.fail(MediaNotSent()) if arrival is None else receiver.need_media(arrival)
             case Found():
                 self.media.on_answer(body.request_id, body)
             case Reserved():

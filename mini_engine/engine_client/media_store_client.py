@@ -18,10 +18,10 @@ from msgspec.structs import replace
 
 from mini_engine import metrics
 from mini_engine.messages import (
-    Abandoned,
     AnyMessage,
     BindName,
     CachedMedia,
+    Finish,
     Found,
     FoundMedia,
     Lookup,
@@ -30,7 +30,6 @@ from mini_engine.messages import (
     NewRequest,
     Reserve,
     Reserved,
-    Unreserve,
     Written,
 )
 from mini_engine.protocol.api_errors import EngineError
@@ -112,7 +111,7 @@ class MediaStoreClient:
     def release_aborted(self, request_id: str) -> None:
         """The request will not be sent: the items that it refers to may be evicted, and their pages freed."""
         with contextlib.suppress(EngineError):
-            self._send(Unreserve(request_id))
+            self._send(Finish(request_id, "abort"))
 
     def on_answer(self, key: str | bytes, answer: Found | Reserved) -> None:
         """To what `_ask` has sent under this key."""
@@ -163,11 +162,9 @@ class MediaStoreClient:
             reserved: Reserved = await self._ask(item.media_hash, Reserve(next(iter(readers)), CachedMedia.of(item)))
             if reserved.outcome != "reserved":
                 return reserved.outcome
-            if readers and await self._copied(item, reserved):
-                self._send(Written(reserved.number, list(readers)))
-                return "present"
-            self._send(Abandoned(reserved.number))
-            return "full"
+            is_written = bool(readers) and await self._copied(item, reserved)
+            self._send(Written(reserved.number, list(readers) if is_written else None))
+            return "present" if is_written else "full"
 
     async def _copied(self, item: MediaItem, reserved: Reserved) -> bool:
         """Copy the item to its pages; False: no memory for them."""

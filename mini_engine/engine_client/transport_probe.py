@@ -12,7 +12,7 @@ import torch
 from mini_engine import metrics
 from mini_engine.config import STAGING_SLOTS, ConfigError, EngineConfig, TensorIpc
 from mini_engine.free_memory import available_memory, processor_memory
-from mini_engine.messages import TransportChoice, TransportName
+from mini_engine.messages import TransportName
 from mini_engine.transport.arena import Arena
 from mini_engine.transport.codec import TransportError
 from mini_engine.transport.cuda_memory import CudaStaging, StagingSlots
@@ -37,8 +37,9 @@ def choose(
     queue: TensorIpcSender,
     make_slots: Callable[[], StagingSlots] | None = None,
     timeout: float = PROBE_SECONDS,
-) -> TransportChoice:
-    """Have `queue`, to the ranks of `engine`, use the first placement allowed by `mode` that passes its probe. Blocks.
+) -> str:
+    """Have `queue`, to the ranks of `engine`, use the first placement allowed by `mode` that passes its probe; returns
+    why it is that one. Blocks.
 
     `make_slots` makes staging slots for CUDA tensors towards one engine; None: this server makes no such tensors. Under
     `auto`, where the probe fails with the slots, CUDA tensors are copied to the host. Raises ConfigError: the placement
@@ -63,7 +64,7 @@ def choose(
     # Without the errors' texts, which may hold addresses: more people read metrics than logs.
     label = "asked_for" if mode != "auto" else "torch_shm_failed" if "torch_shm" in failures else "probe_passed"
     metrics.mm_tensor_ipc_info.labels(str(engine), queue.placement, label).set(1)
-    return TransportChoice(engine, queue.placement, reason)
+    return reason
 
 
 # --- the device of the processor --------------------------------------------------------------------------------------

@@ -49,25 +49,16 @@ WORK_THREADS = min(32, (os.cpu_count() or 1) + 4)  # as asyncio's own
 
 
 def run(child: Child) -> None:
-    """Main function of an API server's process. Does not return: it ends the process."""
+    """Main function of an API server's process."""
     init = child.spec.init
     config = init.config
     metrics.engine_restarts.set(init.restarts)
     sizes = config.api_server_count, config.engines, config.tensor_parallel_size
     metrics.parallel_config_info.labels(*sizes).set(1)
-    try:
-        front = load(init, int(child.spec.index))
-        gc.freeze()  # half a million objects of torch and transformers, which stay: no collector need walk them
-        gc.enable()
-        uvloop.run(_main(child, init, front))
-        status = 0
-    except ConfigError as error:
-        child.refuse(str(error))
-        status = 1
-    # All is closed. The interpreter would take seconds more to free what the kernel frees anyway, and libraries would
-    # print what they leak below an error's one line.
-    logging.shutdown()
-    os._exit(status)
+    front = load(init, int(child.spec.index))
+    gc.freeze()  # half a million objects of torch and transformers, which stay: no collector need walk them
+    gc.enable()
+    uvloop.run(_main(child, init, front))
 
 
 def load(init: Init, index: int) -> ModelFront:
@@ -118,10 +109,12 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
     asyncio.get_running_loop().set_default_executor(start_thread_pool(WORK_THREADS, "work"))
     arena = transport_probe.make_arena(init.config)
     make_slots = transport_probe.staging_slots(init.config, int(child.spec.index), len(init.cores))
-    queues, choices = [], []
+    queues, media = [], "media that do not fit the cache" if init.media_cache.kind == "shm" else "media"
     for engine in range(len(init.cores)):
         queues.append(TensorIpcSender(child.encoder, [rank for rank in init.ranks if rank.engine == engine], arena))
-        choices.append(transport_probe.choose(engine, init.config.mm_tensor_ipc, queues[-1], make_slots))
+        reason = transport_probe.choose(engine, init.config.mm_tensor_ipc, queues[-1], make_slots)
+        if child.spec.index == "0":
+            logger.info("%s reach engine %d by %s: %s", media, engine, queues[-1].placement, reason)
     # The same context, so the same I/O thread, seen through asyncio.
     context = zmq.asyncio.Context(shadow=child.context)
     stores: list[WritableMemory | None] = [*map(WritableMemory, child.spec.media_stores)] or [None] * len(init.cores)
@@ -129,7 +122,7 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
     caches = [CacheAccess(capacity, store, max_bytes) for store in stores]
     engines = EngineClient(context, child.encoder, init.cores, queues, caches)
     await front.media.decoders.start()
-    child.ready(transports=choices)
+    child.ready()
     link = SupervisorLink(child, engines)
     background = [asyncio.create_task(link.run()), asyncio.create_task(engines.run())]
     if child.spec.index == "0" and not init.config.disable_log_stats:

@@ -24,7 +24,7 @@ from mini_engine import log
 from mini_engine.config import ConfigError
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.launch.process_setup import STOP_SIGNALS, die_with_parent, ignore_stop_signals, keep_freed_memory
-from mini_engine.messages import EngineLimits, Init, Ready, Refused, Role, TransportChoice
+from mini_engine.messages import EngineLimits, Init, Ready, Refused, Role
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder
 
@@ -89,9 +89,9 @@ class Child:
         me = sockets.identity(spec.name, spec.incarnation)
         self.supervisor = sockets.connect_dealer(self.context, spec.supervisor, me)
 
-    def ready(self, limits: EngineLimits | None = None, transports: list[TransportChoice] | None = None) -> None:
+    def ready(self, limits: EngineLimits | None = None) -> None:
         """Report to the supervisor that this process can serve."""
-        self.supervisor.send(self.encoder.encode(Ready(limits, transports or [])))
+        self.supervisor.send(self.encoder.encode(Ready(limits)))
 
     def refuse(self, reason: str) -> None:
         """Report to the supervisor that this process cannot be built, and wait to be killed: a process that exits by

@@ -1,7 +1,9 @@
 """The sockets that API servers listen at, bound by the supervisor, so that they outlive each API server."""
 
+import contextlib
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,18 @@ def _bind_unix(config: EngineConfig, path: str) -> list[socket.socket]:
     except OSError as error:
         raise ConfigError(f"--uds: cannot listen on {path}: {error.strerror or error}") from None
     return [listener] * config.api_server_count
+
+
+@contextlib.contextmanager
+def removed_afterwards(path: str) -> Iterator[None]:
+    """Remove the name of a bound unix socket at the end, unless another socket has been bound there since."""
+    inode = os.stat(path).st_ino
+    try:
+        yield
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(path).st_ino == inode:
+                os.unlink(path)
 
 
 def _bind(family: int, address: Any) -> socket.socket:

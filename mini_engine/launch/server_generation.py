@@ -16,7 +16,7 @@ from pathlib import Path
 from mini_engine.config import EngineConfig
 from mini_engine.launch.child import ChildSpec, preload
 from mini_engine.launch.child_processes import ChildMessage, ChildProcess, ChildState, ProcessGroup
-from mini_engine.messages import EngineLimits, Init, MediaCachePlan, RankAddress, Ready, Serving, Start, TransportChoice
+from mini_engine.messages import EngineLimits, Init, MediaCachePlan, RankAddress, Ready, Serving, Start
 from mini_engine.transport.shared_memory import create_sparse, discard, map_sparse
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,6 @@ class ServerGeneration:
 
     serving_since: float = field(default=math.inf, init=False)  # by `time.monotonic`
     limits: list[EngineLimits] = field(default_factory=list, init=False)  # of its engines
-    transports: list[TransportChoice] = field(default_factory=list, init=False)  # of one of its API servers
     early_deaths: int = field(default=0, init=False)  # of API servers in a row, before they served
     _media_stores: list[int] = field(default_factory=list, init=False)  # descriptors, by engine
     _weights: list[int] = field(default_factory=list, init=False)  # descriptors, by rank, where engines share them
@@ -107,11 +106,10 @@ class ServerGeneration:
         """Take the next message of the handshake: Ready, once all engines are -> Start; Serving."""
         child = received.child
         match received.body:
-            case Ready(limits=limits, transports=transports):
+            case Ready(limits=limits):
                 child.advance(ChildState.READY)
                 if limits is not None:
                     self.limits.append(limits)
-                self.transports = self.transports or transports
                 self.release_api_servers()
             case Serving():
                 self.early_deaths = 0
@@ -149,4 +147,4 @@ class ServerGeneration:
                 child.advance(ChildState.SERVING)
             elif child.state is ChildState.READY:
                 child.advance(ChildState.STARTED)
-                self.processes.send(child, Start(min(self.limits, key=lambda limits: limits.max_model_len)))
+                self.processes.send(child, Start(min(self.limits, key=lambda limits: limits.num_blocks)))

@@ -36,13 +36,12 @@ from mini_engine.launch.child_processes import (
     Unkillable,
     catch_stop_signals,
 )
-from mini_engine.launch.listeners import bind_listeners, leave_port, url_of
+from mini_engine.launch.listeners import bind_listeners, leave_port, removed_afterwards, url_of
 from mini_engine.launch.memory_plan import settle_memory
 from mini_engine.launch.parallelism import choose_parallelism
 from mini_engine.launch.process_setup import module_paths
 from mini_engine.launch.server_generation import ServerGeneration
 from mini_engine.messages import Drain, Refused
-from mini_engine.transport import sockets
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +78,7 @@ def run_server(config: EngineConfig) -> int:
         reach_failpoint("binding-sockets")
         listeners = bind_listeners(config)
         if config.uds is not None:
-            stack.callback(sockets.BoundPath(config.uds).unlink)
+            stack.enter_context(removed_afterwards(config.uds))
         if config.debug and os.isatty(0):  # a debugger that is killed leaves it without echo
             stack.callback(termios.tcsetattr, 0, termios.TCSADRAIN, termios.tcgetattr(0))
         runtime_dir = stack.enter_context(host.runtime_directory())
@@ -159,9 +158,6 @@ class Supervisor:
 
     def _announce(self, seconds: float) -> None:
         config, limits, cache = self.config, self.generation.limits[0], self.generation.media_cache
-        media = "media that do not fit the cache" if cache.kind == "shm" else "media"
-        for choice in self.generation.transports:
-            logger.info("%s reach engine %d by %s: %s", media, choice.engine, choice.transport, choice.reason)
         if useless := host.without_effect(config, cache, limits):
             logger.info("no effect here: %s", "; ".join(useless))
         logger.info("media cache: %s (%s)", cache.kind, cache.reason)

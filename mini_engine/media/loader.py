@@ -13,7 +13,6 @@ import time
 from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Self, TypeVar
 
 import torch
@@ -164,13 +163,10 @@ class MediaLoader:
         return [items[ref.name] for ref in refs]
 
     async def process(
-        self, items: Iterable[FetchedItem], clock: RequestClock, owner: str, probe: bool = False
+        self, items: Iterable[FetchedItem], clock: RequestClock, owner: str
     ) -> dict[bytes, ProcessedItem]:
         """The processed items by hash. Requests that need the same hash at the same time share the work. `owner` is the
         request; decoders are shared fairly between requests.
-
-        With `probe` the patches have no data, no pixel is decoded where a file's headers and packets tell how many
-        tokens it has, and the work is not shared.
 
         On `clock` the wait counts as `media_decode`, a wait for a free decoder too, and as `process`, in the proportion
         of the times that the items took.
@@ -184,8 +180,7 @@ class MediaLoader:
             return {}
         began = time.monotonic()
         clock.enter("media_decode")
-        work = partial(self._decode_and_process, probe=True) if probe else self._share_work
-        processed = await _all(work(item, owner) for item in distinct.values())
+        processed = await _all(self._share_work(item, owner) for item in distinct.values())
         clock.enter("other")
         processing = sum(result.processing for result in processed)
         share = processing / (processing + sum(result.decoding for result in processed))
@@ -259,31 +254,29 @@ class MediaLoader:
             raise MediaError(item.name, "the file was changed while this request was prepared; send the request again")
         return data
 
-    async def _decode_and_process(self, item: FetchedItem, owner: str, probe: bool = False) -> _Processed:
+    async def _decode_and_process(self, item: FetchedItem, owner: str) -> _Processed:
         began = time.monotonic()
         frames, data = item.content.frames, item.content.data
         if data is None:
             data = await asyncio.get_running_loop().run_in_executor(self._reading, self._read_again, item)
         sampling = item.settings.sampling if item.ref.modality == "video" and frames is None else None
-        job = Job(item.name, len(data), sampling, self._allow_partial, frames.sizes if frames else [], probe)
+        job = Job(item.name, len(data), sampling, self._allow_partial, frames.sizes if frames else [])
         decoding = await self.decoders.decode(job, data, owner)
         decoded = time.monotonic()
-        settings = item.settings.measuring() if probe else item.settings
-        processing = self._processing.submit(self._process_frames, item, decoding, settings)
+        processing = self._processing.submit(self._process_frames, item, decoding)
         # The frames are in use until the thread is done, whether it is waited for or not.
         processing.add_done_callback(lambda _: decoding.release())
         processed = await asyncio.wrap_future(processing)
-        if not probe:
-            metrics.media_decodes_total.inc()
+        metrics.media_decodes_total.inc()
         return _Processed(processed, decoded - began, time.monotonic() - decoded)
 
-    def _process_frames(self, item: FetchedItem, decoding: Decoding, settings: MediaSettings) -> ProcessedItem:
+    def _process_frames(self, item: FetchedItem, decoding: Decoding) -> ProcessedItem:
         reach_failpoint("processing")
         try:
             video = item.content.frames.facts if item.content.frames else decoding.video
             if video is None:
-                return self.processor.process_image(decoding.frames[0], settings)
-            return self.processor.process_video(decoding.frames, video, settings)
+                return self.processor.process_image(decoding.frames[0], item.settings)
+            return self.processor.process_video(decoding.frames, video, item.settings)
         except torch.AcceleratorError:  # such as an illegal access: from then on all CUDA calls of a process fail
             logger.critical("unrecoverable CUDA error in the media processor; exiting", exc_info=True)
             logging.shutdown()

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,6 @@ class MediaSettings:
     bounds: Mapping[str, int] = field(default_factory=dict)
     timestamps: list[float] | None = None  # of each frame, of a video that is sent as frames
     cache_salt: str | None = None  # for the media hash alone
-
-    def measuring(self) -> "MediaSettings":
-        """These settings, by which patches have a shape and no data: torch's device "meta" computes nothing else."""
-        return replace(self, calls={kind: {**call, "device": "meta"} for kind, call in self.calls.items()})
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,12 +15,12 @@ import msgspec
 
 from mini_engine.messages.handshake import (
     Drain, EngineLimits, Init, MediaCachePlan, PeerGone, RankAddress, Ready, Refused,
-    Role, Serving, Start, TransportChoice,
+    Role, Serving, Start,
 )  # fmt: skip
 from mini_engine.messages.requests import (
-    Abandoned, BindName, ChildRequest, ControlReply, ControlRequest, EngineStats, EngineTimes, Finish, FinishReason,
-    Found, FoundMedia, Lookup, MediaMiss, MediaNeeded, NamedMedia, NewRequest, Outputs, PoolingParams, Problem,
-    RequestOutput, Reserve, Reserved, SamplingParams, TokenLogprob, Unreserve, Written,
+    BindName, ChildRequest, ControlReply, ControlRequest, EngineStats, EngineTimes, Finish, FinishReason,
+    Found, FoundMedia, Lookup, MediaMiss, NamedMedia, NewRequest, Outputs, PoolingParams, Problem,
+    RequestOutput, Reserve, Reserved, SamplingParams, TokenLogprob, Written,
 )  # fmt: skip
 from mini_engine.messages.steps import (
     Chunk, EncodeItem, Grammar, GrammarReady, KeepMedia, MediaReady, NewSequence, SampledToken, StateStart,
@@ -42,8 +42,8 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
 AnyMessage = (
     Ready | Refused | Start | Serving | Drain | PeerGone
-    | NewRequest | Finish | Outputs | MediaMiss | MediaNeeded | ControlRequest | ControlReply
-    | Lookup | Found | Reserve | Reserved | Written | Abandoned | Unreserve | BindName
+    | NewRequest | Finish | Outputs | MediaMiss | ControlRequest | ControlReply
+    | Lookup | Found | Reserve | Reserved | Written | BindName
     | Step | StepResult | WorkerReady | MediaReady | GrammarReady
     | TensorMessage | ProbeResult | DeviceSlots
 )  # fmt: skip

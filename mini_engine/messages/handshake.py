@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from mini_engine.config import EngineConfig
-from mini_engine.messages.tensors import Message, TransportName
+from mini_engine.messages.tensors import Message
 
 Role = Literal["api", "core", "worker"]
 
@@ -39,14 +39,6 @@ class Init(msgspec.Struct, frozen=True):
     restarts: int = 0  # of all engines, so far
 
 
-class TransportChoice(msgspec.Struct, frozen=True):
-    """The transport from an API server to one engine, and why."""
-
-    engine: int
-    transport: TransportName
-    reason: str
-
-
 class EngineLimits(msgspec.Struct, frozen=True):
     """What an engine can hold, known once its workers have loaded."""
 
@@ -60,10 +52,9 @@ class EngineLimits(msgspec.Struct, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """Child -> supervisor: it can serve. A core sends its limits, an API server its transports."""
+    """Child -> supervisor: it can serve. A core sends its limits."""
 
     limits: EngineLimits | None = None
-    transports: list[TransportChoice] = []
 
 
 class Refused(Message, frozen=True):

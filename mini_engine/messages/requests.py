@@ -59,7 +59,7 @@ class NewRequest(Message, frozen=True):
     priority: int = 0  # lower goes first, of one client's
     cache_salt: str = ""  # prefix-cache blocks are shared only within one salt
     children: list[ChildRequest] = []  # each ends in a finish message of its own
-    arrival: int | None = None  # its place in the queue if it is sent again, from `MediaNeeded`
+    arrival: int | None = None  # its place in the queue if it is sent again, from `MediaMiss`
     grammar: str = ""  # in llguidance's Lark: an output matches it, then a stop token ends it; empty: any output
     pooling: PoolingParams | None = None  # sample nothing, and have no children: one output ends it
 
@@ -123,41 +123,24 @@ class Reserved(Message, frozen=True):
 
 
 class Written(Message, frozen=True):
-    """API server -> core: the item lies in the pages of this reservation; these requests refer to it."""
-
-    number: int
-    request_ids: list[str]
-
-
-class Abandoned(Message, frozen=True):
     """API server -> core: no thread writes to this reservation, and none will."""
 
     number: int
-
-
-class Unreserve(Message, frozen=True):
-    """API server -> core: this request will not be sent; release its references."""
-
-    request_id: str
+    request_ids: list[str] | None  # the item lies in its pages, and these refer to it; None: it does not
 
 
 class MediaMiss(Message, frozen=True):
-    """Core -> API server: the request's tensors do not reach all ranks. It has ended, without an output, and its
-    references too."""
+    """Core -> API server: the request has ended, without an output, and its references too: its tensors do not reach
+    all ranks; or with `arrival` embeddings that it relied on have been evicted: it is to be sent again, with the
+    patches of all items whose data were sent."""
 
     request_id: str
-
-
-class MediaNeeded(Message, frozen=True):
-    """Core -> API server: embeddings that the request relied on have been evicted. It has ended, as with `MediaMiss`,
-    and is to be sent again, with the patches of all items whose data were sent."""
-
-    request_id: str
-    arrival: int  # for `NewRequest.arrival`
+    arrival: int | None = None  # for `NewRequest.arrival`
 
 
 class Finish(Message, frozen=True):
-    """API server -> core: end this request: stop string found, or client gone. Ignored after its end."""
+    """API server -> core: end this request: stop string found, or client gone. One that has not been sent, and will not
+    be, releases its references. Ignored after its end."""
 
     request_id: str
     reason: FinishReason
@@ -224,7 +207,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     generation_tokens: int = 0  # sampled by steps that have retired
     preemptions: int = 0
     media_evictions: int = 0  # cached media dropped to make room
-    media_needed: int = 0  # requests that were to be sent again: see `MediaNeeded`
+    media_needed: int = 0  # requests that were to be sent again: see `MediaMiss`
     state_snapshots_taken: int = 0
     state_snapshot_hits: int = 0  # admissions that began with one
     step_tokens: dict[int, int] = {}  # how many retired steps had so many tokens to compute

@@ -4,8 +4,6 @@ Every endpoint is a unix socket in the runtime directory. A ROUTER names its pee
 replacement of a dead process never gets messages for it.
 """
 
-import contextlib
-import os
 from typing import TypeVar
 
 import zmq
@@ -14,20 +12,6 @@ import zmq
 QUEUE_LIMIT = 100_000
 
 SocketT = TypeVar("SocketT", bound=zmq.Socket)
-
-
-class BoundPath:
-    """The file of a unix socket that this process has bound. Neither the kernel nor ZMQ removes it on close."""
-
-    def __init__(self, path: str):
-        self._path = path
-        self._inode = os.stat(path).st_ino
-
-    def unlink(self) -> None:
-        """Remove the file, unless another socket has been bound to the path."""
-        with contextlib.suppress(FileNotFoundError):
-            if os.stat(self._path).st_ino == self._inode:
-                os.unlink(self._path)
 
 
 def identity(sender: str, incarnation: int) -> bytes:

@@ -11,14 +11,12 @@ import array
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import os
-import select
 import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -40,109 +38,72 @@ def pack_frame(head: bytes, num_bytes: int = 0, descriptors: int = 0) -> bytes:
 # --- sender ----------------------------------------------------------------------------------------------------------
 
 
-class FrameSender:
+class FrameSender(asyncio.Protocol):
     """An API server's end of a stream, connected to `path`. Blocks at first; `watch_end` gives it to the event loop.
     Raises TransportError: nothing accepts it by `deadline`, a time of `time.monotonic`."""
 
     def __init__(self, path: str, deadline: float):
-        self._socket = connect_stream(path, deadline)
+        self._socket, self._deadline = connect_stream(path, deadline), deadline
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, TURN_BYTES)
-        self._queue: deque[memoryview] = deque()
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._transport: asyncio.WriteTransport | None = None
         self._on_end: Callable[[str], None] | None = None
 
-    def watch_end(self, on_end: Callable[[str], None]) -> None:
+    async def watch_end(self, on_end: Callable[[str], None]) -> None:
         """From now on the running event loop writes what is queued, and calls `on_end` once if the stream ends, with
         the reason: a rank sends nothing but answers to probes."""
-        self._loop, self._on_end = asyncio.get_running_loop(), on_end
-        self._loop.add_reader(self._socket, self._read)
+        self._on_end = on_end
+        loop = asyncio.get_running_loop()
+        self._transport, _ = await loop.create_unix_connection(lambda: self, sock=self._socket)
 
     def enqueue_frame(self, head: bytes, payload: memoryview | None = None, descriptor: int | None = None) -> None:
-        """Write a frame, or queue it until the rank reads. `payload` (bytes) is kept until then; `descriptor` is sent
-        at once, so that nothing may be queued. A frame for a stream that has ended is dropped, and the end reported.
-        Raises TransportError: the stream has ended, before `watch_end`."""
-        if self._socket.fileno() == -1:
-            return
-        frame = memoryview(pack_frame(head, len(payload or b""), descriptor is not None))
-        writes_later = bool(self._queue)
-        if descriptor is not None:
-            assert not writes_later, "a descriptor would overtake the frames before it"
-            frame = frame[self._write_now([frame], [descriptor]) :]
-        self._queue += [part for part in (frame, payload) if part is not None and len(part)]
-        if not writes_later:
-            self._write_queued()
+        """Write a frame, or from `watch_end` on queue it until the rank reads. `payload` (bytes) is kept until then; a
+        `descriptor` is sent before. A frame for a stream that has ended is dropped, and the end reported. Raises
+        TransportError: the stream has ended, before `watch_end`."""
+        frame = pack_frame(head, len(payload or b""), descriptor is not None)
+        parts: list[bytes | memoryview] = [frame, payload] if payload else [frame]
+        if self._transport is None:
+            with self._blocking():
+                fds = [] if descriptor is None else [descriptor]
+                sent = socket.send_fds(self._socket, [frame], fds)
+                for rest in (frame[sent:], payload):
+                    if rest:
+                        self._socket.sendall(rest)
+        elif not self._transport.is_closing():
+            self._transport.writelines(parts)
 
-    def receive_answer(self, deadline: float) -> bytes:
-        """The head of the next frame from the rank; meanwhile writes what is queued. Blocks. Raises TransportError: the
-        stream has ended, or the deadline has passed."""
+    def receive_answer(self) -> bytes:
+        """The head of the next frame from the rank, before `watch_end`. Raises TransportError: the stream has ended, or
+        the deadline has passed."""
         received = bytearray()
         while len(received) < HEADER.size or len(received) < HEADER.size + HEADER.unpack_from(received)[0]:
-            poller = select.poll()  # not select.select, which cannot wait for descriptors above 1023
-            poller.register(self._socket, select.POLLIN | (select.POLLOUT if self._queue else 0))
-            if not poller.poll(max(deadline - time.monotonic(), 0) * 1000):
-                raise TransportError("connected, but no answer to the probe in time")
-            self._write_queued()
-            received += self._read()
+            with self._blocking():
+                if not (data := self._socket.recv(1 << 16)):
+                    raise TransportError("tensor stream ended: closed by the rank")
+                received += data
         return bytes(received[HEADER.size :])
 
     def close_stream(self) -> None:
         """Without effect when closed. Frames that are not written yet are lost, and the stream has no end to report."""
-        if self._socket.fileno() != -1:
-            if self._loop is not None:
-                self._loop.remove_reader(self._socket)
-                self._loop.remove_writer(self._socket)
-            self._socket.close()
-        self._queue.clear()
         self._on_end = None
+        if self._transport is None:
+            self._socket.close()
+        else:
+            self._transport.abort()
 
-    def _write_queued(self) -> None:
-        written = 0
-        while self._queue and written < TURN_BYTES:
-            count = self._write_now(list(itertools.islice(self._queue, 64)))
-            if not count:
-                break
-            written += count
-            while count:
-                first = self._queue.popleft()
-                if count < len(first):
-                    self._queue.appendleft(first[count:])
-                count -= min(count, len(first))
-        if self._loop is not None and self._socket.fileno() != -1:
-            if self._queue:
-                self._loop.add_writer(self._socket, self._write_queued)
-            else:
-                self._loop.remove_writer(self._socket)
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the event loop, not in between the frames of a request."""
+        if self._on_end is not None:
+            self._on_end("closed by the rank" if exc is None else str(getattr(exc, "strerror", exc)))
 
-    def _write_now(self, parts: Sequence[memoryview], descriptors: Sequence[int] = ()) -> int:
-        """Bytes that the socket takes at once."""
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+    @contextlib.contextmanager
+    def _blocking(self) -> Iterator[None]:
+        self._socket.settimeout(max(self._deadline - time.monotonic(), 0.001))
         try:
-            return self._socket.sendmsg(parts, ancillary, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        except BlockingIOError:
-            return 0
+            yield
+        except TimeoutError:
+            raise TransportError("connected, but no answer to the probe in time") from None
         except OSError as error:
-            self._end(error.strerror)
-            return 0
-
-    def _read(self) -> bytes:
-        try:
-            data = self._socket.recv(1 << 16, socket.MSG_DONTWAIT)
-            if not data:
-                self._end("closed by the rank")
-            return data
-        except BlockingIOError:
-            return b""
-        except OSError as error:
-            self._end(error.strerror)
-            return b""
-
-    def _end(self, reason: str | None) -> None:
-        loop, on_end = self._loop, self._on_end
-        self.close_stream()
-        if loop is None:
-            raise TransportError(f"tensor stream ended: {reason}")
-        if on_end is not None:
-            loop.call_soon(on_end, str(reason))  # not in between the frames of a request
+            raise TransportError(f"tensor stream ended: {error.strerror}") from error
 
 
 def connect_stream(path: str, deadline: float) -> socket.socket:

@@ -36,7 +36,6 @@ from mini_engine.transport.arena import DTYPES, Arena, Pin, ReadableMemory, byte
 from mini_engine.transport.codec import Encoder, TransportError, decode
 from mini_engine.transport.cuda_memory import CudaCopy, CudaMapped, MapSlots, StagingSlots
 from mini_engine.transport.pages import HIGH_WATER_PAGES, PAGE_BYTES, Extent
-from mini_engine.transport.sockets import BoundPath
 from mini_engine.transport.stream_frames import Frame, FrameReceiver, FrameSender
 
 log = logging.getLogger(__name__)
@@ -120,9 +119,9 @@ class TensorIpcSender:
                 stream = FrameSender(address.tensor_ipc, deadline)
                 self._streams.append(stream)
                 stream.enqueue_frame(head, message.payload, arena)
-                _check_answer(stream, content, deadline)
+                _check_answer(stream, content)
                 if slots is not None:
-                    self._probe_slots(slots, stream, content, deadline)
+                    self._probe_slots(slots, stream, content)
         except TransportError as error:
             self._disconnect()
             self._slots = None
@@ -130,11 +129,12 @@ class TensorIpcSender:
         finally:
             self.release([message])
 
-    def watch_end(self, on_end: Callable[[str], None]) -> None:
-        """The event loop runs now. It calls `on_end`, with a text for the log, when the stream to a rank ends."""
+    async def watch_end(self, on_end: Callable[[str], None]) -> None:
+        """The running event loop writes from now on, and calls `on_end`, with a text for the log, when the stream to a
+        rank ends."""
         for address, stream in zip(self._addresses, self._streams, strict=True):
             prefix = f"tensor stream to rank {address.rank} ended: "
-            stream.watch_end(lambda why, prefix=prefix: on_end(prefix + why))  # type: ignore[misc]
+            await stream.watch_end(lambda why, prefix=prefix: on_end(prefix + why))  # type: ignore[misc]
 
     async def reserve(self, tensors: Sequence[torch.Tensor]) -> Outgoing:
         """Room for the CPU tensors of a request, each a message of its own. See `Arena.acquire`."""
@@ -213,7 +213,7 @@ class TensorIpcSender:
         self._held |= {message.number: message for message in messages}
         return Outgoing(self, messages)
 
-    def _probe_slots(self, slots: StagingSlots, stream: FrameSender, content: torch.Tensor, deadline: float) -> None:
+    def _probe_slots(self, slots: StagingSlots, stream: FrameSender, content: torch.Tensor) -> None:
         acquired = slots.acquire([PROBE_BYTES])
         if acquired is None:
             raise TransportError(f"a staging slot of {slots.nbytes} bytes is too small for a probe")
@@ -222,7 +222,7 @@ class TensorIpcSender:
             head = self.place(message, slots.staging.local(content))
             stream.enqueue_frame(self._me.encode(slots.staging.export(slots.nbytes)))
             stream.enqueue_frame(self._me.encode(head))
-            _check_answer(stream, content, deadline)
+            _check_answer(stream, content)
         finally:
             self.release([message])
 
@@ -232,9 +232,9 @@ class TensorIpcSender:
         self._streams = []
 
 
-def _check_answer(stream: FrameSender, content: torch.Tensor, deadline: float) -> None:
+def _check_answer(stream: FrameSender, content: torch.Tensor) -> None:
     """Wait for the answer to a probe of `content`. Raises TransportError."""
-    answer = decode(stream.receive_answer(deadline)).body
+    answer = decode(stream.receive_answer()).body
     if not isinstance(answer, ProbeResult) or answer.error or answer.checksum != checksum(content):
         raise TransportError(getattr(answer, "error", None) or "wrong checksum of the probe")
 
@@ -358,7 +358,6 @@ class TensorIpcReceiver:
         self._me, self._pin, self._map_slots = me, pin, map_slots
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         self._listener.bind(address.tensor_ipc)
-        self._path = BoundPath(address.tensor_ipc)
         self._listener.listen(64)
         self._connections: dict[int, _Connection] = {}
 
@@ -385,10 +384,8 @@ class TensorIpcReceiver:
             self._connections.pop(fd).close()
 
     def close_streams(self) -> None:
-        """Close all streams and the socket, and unlink its path if it is still this socket's. Views stay valid."""
+        """Close all streams and the socket, whose path goes with the runtime directory. Views stay valid."""
         for connection in self._connections.values():
             connection.close()
         self._connections.clear()
-        if self._listener.fileno() != -1:
-            self._listener.close()
-            self._path.unlink()
+        self._listener.close()

@@ -5,7 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from mini_engine.messages import BindName, ChildRequest, ControlReply, ControlRequest, Found, Lookup, NamedMedia
+from mini_engine.messages import (
+    BindName,
+    ChildRequest,
+    ControlReply,
+    ControlRequest,
+    Found,
+    Lookup,
+    NamedMedia,
+    Problem,
+)
 from tests.support.simulated_core import BYTES, OTHER, TIMED, CachingWorld, World, item, message, named
 from tests.support.simulated_ranks import token_of
 
@@ -147,15 +156,6 @@ def test_video_partly_in_the_prefix_cache_needs_its_last_embeddings():
     world.assert_at_rest()
 
 
-def test_media_larger_than_the_encoder_cache_are_refused():
-    world = World(encoder_cache_tokens=8)
-    world.request("sum", media=[item(message(2), 1, 5), item(message(2), 6, 5, 1)], prompt=14)
-    world.run()
-    assert world.ends == {"sum": ["error"]}
-    assert "10" in world.errors["sum"].text
-    world.assert_at_rest()
-
-
 def test_reset_makes_the_next_request_cold():
     """And forgets what one API server has named, and another knows."""
     world, meaning = World(), NamedMedia(b"content")
@@ -242,7 +242,9 @@ def test_preempted_requests_do_not_wait_for_room_that_the_other_has():
 def test_refused_request_leaves_no_reference():
     world = CachingWorld("shm")
     world.write(world.reserve("bad", A), "bad")
-    world.request("bad", prompt=8, media=[named(1, A), named(1, A)])  # on the same placeholders
+    world.request("bad", prompt=8, media=[named(1, A)], grammar="bad")
+    world.run()
+    world.grammar_ready("bad", Problem("it is bad"))
     world.run()
     assert world.ends["bad"] == ["error"]
     world.assert_at_rest()

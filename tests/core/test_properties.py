@@ -101,7 +101,7 @@ small_worlds_of_three = small_worlds.map(lambda sizes: {**sizes, "max_seqs": 3})
 
 def send(world: World, name: str, message: MessageId, load: RequestLoad) -> bool:
     """Send a request and its children; returns whether it has a tensor message."""
-    gap = 2 * (world.core.model is TIMED)
+    gap = 2 * (world.model is TIMED)
     media = [
         item(message, 10 * index, 1 + video % 4, index, b"video %10d" % video, grids=1 + video % 4 // 3 * 3, gap=gap)
         for index, video in enumerate(load.media)

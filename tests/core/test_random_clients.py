@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mini_engine.messages import (
-    Abandoned,
     ChildRequest,
     ControlRequest,
     Finish,
@@ -24,7 +23,7 @@ from mini_engine.messages import (
     MessageId,
     PeerGone,
     Reserved,
-    Unreserve,
+    Written,
 )
 from mini_engine.transport.pages import PAGE_BYTES
 from tests.support.simulated_core import API, BYTES, OTHER, CachingWorld, item
@@ -75,7 +74,7 @@ class RandomClients:
         """A name is not found only if the engine has neither patches nor embeddings."""
         found = {media_hash: self.world.look_up(asked.name, media_hash, asked.sender) for media_hash in asked.hashes}
         if any(found[media_hash] in ("", "facts") for media_hash in asked.named):
-            self.world.receive(Unreserve(asked.name), asked.sender)
+            self.world.receive(Finish(asked.name, "abort"), asked.sender)
             return
         for media_hash, held in found.items():
             if held == "facts" or (
@@ -96,7 +95,7 @@ class RandomClients:
         leaves = self.chance.random() < 0.15
         for media_hash, reserved in asked.reservations.items():
             if leaves or self.chance.random() < 0.2:
-                self.world.receive(Abandoned(reserved.number), asked.sender)
+                self.world.receive(Written(reserved.number, None), asked.sender)
                 asked.sources[media_hash] = "tensor"
             else:
                 self.world.write(reserved, asked.name, sender=asked.sender)
@@ -104,7 +103,7 @@ class RandomClients:
         asked.reservations = {}
         self.prepared.remove(asked)
         if leaves:
-            self.world.receive(Unreserve(asked.name), asked.sender)
+            self.world.receive(Finish(asked.name, "abort"), asked.sender)
         else:
             self.send(asked)
 

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 from mini_engine.core.caches.media_store import MediaStore
 from mini_engine.engine_client.media_store_client import INLINE_COPY_BYTES, SHM_STORE, CacheAccess, MediaStoreClient
 from mini_engine.messages import (
-    Abandoned,
     AnyMessage,
+    Finish,
     Found,
     Lookup,
     MediaItem,
@@ -25,7 +25,6 @@ from mini_engine.messages import (
     Reserve,
     SamplingParams,
     StoreHandle,
-    Unreserve,
     Written,
 )
 from mini_engine.protocol.api_errors import EngineError
@@ -99,12 +98,12 @@ class EngineStore:
                 self.client.on_answer(facts.media_hash, store.reserve((1, request_id), facts))
             case NewRequest(request_id=request_id):
                 self.claimed[request_id] = store.claim((1, request_id))
-            case Unreserve(request_id=request_id):
+            case Finish(request_id=request_id):
                 store.release_request((1, request_id))
-            case Written(number=number, request_ids=request_ids):
-                store.written(number, [(1, request_id) for request_id in request_ids])
-            case Abandoned(number=number):
+            case Written(number=number, request_ids=None):
                 store.abandoned(number)
+            case Written(number=number, request_ids=[*request_ids]):
+                store.written(number, [(1, request_id) for request_id in request_ids])
 
     async def ask(self, name: str, *media: MediaItem) -> NewRequest:
         """A request's path: look up, bring what is absent, place it, and hand it over."""

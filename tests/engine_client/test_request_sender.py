@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -45,7 +45,7 @@ def arena() -> Iterator[Arena]:
 
 
 @pytest.fixture(params=["torch_shm", "direct_rpc"])
-def queue(ranks: list[Rank], arena: Arena, request: pytest.FixtureRequest) -> Iterator[TensorIpcSender]:
+async def queue(ranks: list[Rank], arena: Arena, request: pytest.FixtureRequest) -> AsyncIterator[TensorIpcSender]:
     made = TensorIpcSender(ME, [rank.address for rank in ranks], arena)
     made.probe(request.param, PATIENCE)
     yield made
@@ -55,7 +55,7 @@ def queue(ranks: list[Rank], arena: Arena, request: pytest.FixtureRequest) -> It
 async def test_tensors_and_then_their_request_leave_and_are_counted(queue: TensorIpcSender, ranks: list[Rank]) -> None:
     transport = f"{{transport={queue.placement}}}"
     counted = Counted(f"ipc_messages_total{transport}", f"ipc_bytes_total{transport}")
-    queue.watch_end(lambda why: None)
+    await queue.watch_end(lambda why: None)
     frames: list[bytes] = []
     sender = RequestSender(ME, queue, frames.append)
     for new in (request("small", 10, 20), request("large", INLINE_COPY_BYTES + 1), request("text")):

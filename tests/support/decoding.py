@@ -28,15 +28,14 @@ def decode_video(
     limits: DecodeLimits = NO_LIMITS,
     allow_partial: bool = False,
     should_stop: Callable[[], bool] = lambda: False,
-    probe: bool = False,
 ) -> Video:
     guard, file = Guard("video 1", limits, allow_partial, should_stop), mapped(data)
     decode = animation.decode_animation if animation.is_animation(file) else video.decode_video
-    return Video(*decode(file, sampling, guard, allocate, probe))
+    return Video(*decode(file, sampling, guard, allocate))
 
 
-def decode_image(data: bytes, limits: DecodeLimits = NO_LIMITS, probe: bool = False) -> NDArray[np.uint8]:
-    return image.decode_image(mapped(data), Guard("image 1", limits), allocate, probe)
+def decode_image(data: bytes, limits: DecodeLimits = NO_LIMITS) -> NDArray[np.uint8]:
+    return image.decode_image(mapped(data), Guard("image 1", limits), allocate)
 
 
 def decode_frames(frames: Sequence[bytes], limits: DecodeLimits = NO_LIMITS) -> NDArray[np.uint8]:

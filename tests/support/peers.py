@@ -27,7 +27,6 @@ from mini_engine.messages import (
     FoundMedia,
     Lookup,
     MediaMiss,
-    MediaNeeded,
     NamedMedia,
     NewRequest,
     Outputs,
@@ -35,7 +34,6 @@ from mini_engine.messages import (
     RequestOutput,
     StoreHandle,
     TokenLogprob,
-    Unreserve,
 )
 from mini_engine.transport import sockets
 from mini_engine.transport.arena import Arena
@@ -76,7 +74,8 @@ class ScriptedCore:
         self.names: dict[bytes, NamedMedia] = {}
         self.num_resolved = 0  # how often it was asked for names
         self.look_ups: list[Lookup] = []
-        self.unreserved: list[str] = []
+        self.sent: set[str] = set()  # ids of samples, but for those that it has turned down
+        self.unreserved: list[str] = []  # requests that were not sent, and will not be
         self.replies_to = {"look_up", "ping", "stats", "reset_caches"}
         self.controls: dict[str, list[int]] = {action: [] for action in self.replies_to}  # numbers of requests
         self.requests: list[NewRequest] = []
@@ -95,13 +94,14 @@ class ScriptedCore:
                     await self._look_up(look_up)
                 case BindName(key=key, media=media):
                     self.names[key] = media
-                case Unreserve(request_id=request_id):
-                    self.unreserved.append(request_id)
                 case NewRequest() as request:
                     self.requests.append(request)
                     self.running |= {sample.request_id: sample for sample in (request, *as_requests(request))}
+                    self.sent |= self.running.keys()
                     if self.accepts:
                         await self.accept(request)
+                case Finish(request_id=request_id) if request_id not in self.sent:
+                    self.unreserved.append(request_id)
                 case Finish(request_id=request_id, reason=reason) as finish:
                     self.finishes.append(finish)
                     if request_id in self.running:
@@ -124,8 +124,8 @@ class ScriptedCore:
         """Its tensors cannot be used, or have not come in time; with `arrival`: embeddings have been evicted."""
         for sample in (request, *as_requests(request)):
             self.running.pop(sample.request_id, None)
-        request_id = request.request_id
-        await self.send(MediaMiss(request_id) if arrival is None else MediaNeeded(request_id, arrival))
+            self.sent.discard(sample.request_id)
+        await self.send(MediaMiss(request.request_id, arrival))
         await self._consumed(request)
 
     async def accept(self, request: NewRequest) -> None:

@@ -23,7 +23,6 @@ from mini_engine.messages import (
     Lookup,
     MediaItem,
     MediaMiss,
-    MediaNeeded,
     MediaReady,
     MessageId,
     NewRequest,
@@ -68,7 +67,7 @@ class World:
         self.links = links = SimulatedLinks(config, seconds)
         self.links.identities |= {incarnation: f"{name}:{incarnation}".encode() for name, incarnation in (API, OTHER)}
         limits = engine_limits(config, model, blocks, "cpu", 0 if snapshots is None else max_seqs + snapshots)
-        next_step = StepBuilder()
+        self.model, next_step = model, StepBuilder()
         self.core = EngineCore(config, model, limits, self.make_media(next_step), self.links, next_step)
         self.core.scheduler.times.clock = lambda: links.now
         self.pool = self.core.blocks
@@ -123,9 +122,9 @@ class World:
         """One turn of the core's loop, and what it sent to the API server."""
         self.core.turn()
         for _, body in self.links.sent:
-            if isinstance(body, MediaMiss):
+            if isinstance(body, MediaMiss) and body.arrival is None:
                 self.rejected.append(body.request_id)
-            elif isinstance(body, MediaNeeded):
+            elif isinstance(body, MediaMiss):
                 self.needed[body.request_id] = body.arrival
             elif isinstance(body, Outputs):
                 self.consumed += body.consumed
@@ -177,7 +176,7 @@ class World:
     def assert_at_rest(self):
         core, links, states = self.core, self.links, self.core.states
         assert not core.requests and not core.in_flight and not [*core.scheduler.clients.in_turns()]
-        assert not core.arrivals._entries and core.arrivals.seconds_left() is None
+        assert not core.arrivals._entries and not core.waiting
         assert not core.grammars._entries and not links.grammars
         assert not links.sequences, "the ranks still keep a sequence"
         assert links.num_grids.keys() == links.encoded.keys(), "the ranks still keep half of an item"

@@ -83,7 +83,7 @@ class SimulatedLinks:
         self.seconds = seconds  # of a decode step, and for a token of a prompt and a media token beside it
 
     # --- what EngineCore calls
-    def receive(self, timeout):
+    def receive(self, deadline):
         envelopes, self.inbox = self.inbox, []
         return envelopes
 

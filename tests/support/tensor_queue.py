@@ -7,7 +7,7 @@ import os
 import queue
 import select
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -95,7 +95,7 @@ def arena() -> Iterator[Arena]:
 
 
 @pytest.fixture
-def connect(arena: Arena, runtime: Path) -> Iterator[Callable[..., TensorIpcSender]]:
+async def connect(arena: Arena, runtime: Path) -> AsyncIterator[Callable[..., TensorIpcSender]]:
     """Makes a sender to the first ranks of `runtime`, all with the same arena."""
     made: list[TensorIpcSender] = []
 

@@ -43,7 +43,7 @@ def broken(why: str) -> None:
 async def test_tensors_arrive_at_every_rank_as_they_were_sent(placement: str, ranks: Any, connect: Any) -> None:
     both = ranks()
     sender = connect(placement)
-    sender.watch_end(broken)
+    await sender.watch_end(broken)
     tensors = [torch.randint(0, 2, (300, 7)).to(dtype) for dtype in DTYPES.values()]
     tensors += [torch.rand(3, 100, 1000), torch.arange(10).view(2, 5).t()]
     for tensor in tensors:
@@ -63,7 +63,7 @@ async def test_a_blocked_rank_gets_its_frames_later_and_the_other_goes_on(
 ) -> None:
     blocked, other = ranks()
     sender = connect(placement)
-    sender.watch_end(broken)
+    await sender.watch_end(broken)
     blocked.pause()
     messages: list[MessageId] = []
     for number in range(2000 if placement == "torch_shm" else 10):
@@ -102,7 +102,7 @@ async def test_the_end_of_a_stream_is_reported_once_and_frames_after_it_are_drop
     ended: list[str] = []
     first, second = ranks()
     sender = connect("torch_shm")
-    sender.watch_end(ended.append)
+    await sender.watch_end(ended.append)
     second.close()
     await asyncio.to_thread(second.thread.join)
     sent = await send(sender, torch.ones(3))
@@ -163,13 +163,13 @@ def test_a_probe_that_arrives_with_other_bytes_fails(runtime: Path, arena: Arena
         thread.join()
 
 
-def test_a_lost_descriptor_fails_messages_and_the_next_stream_is_served(ranks: Any, connect: Any) -> None:
+async def test_a_lost_descriptor_fails_messages_and_the_next_stream_is_served(ranks: Any, connect: Any) -> None:
     (rank,) = ranks(1)
     with socket.socket(socket.AF_UNIX) as peer:
         peer.connect(rank.address.tensor_ipc)
         head = ME.encode(TensorMessage(7, (3,), "uint8", extents=[(0, 1)]))
         peer.sendall(pack_frame(head, descriptors=1))
-        failed = rank.next()
+        failed = await arrival(rank)
     assert isinstance(failed, Failed) and failed.message == MessageId(API, 7)
     assert failed.why == "descriptor of the arena lost: out of file descriptors"
     connect("torch_shm", 1)
@@ -187,7 +187,7 @@ def test_descriptors_and_mappings_are_back_once_nothing_of_the_arena_is_viewed(
         arena = Arena(16 * MIB, unlimited)
         sender = TensorIpcSender(ME, [rank.address for rank in both], arena)
         sender.probe(placement, PATIENCE)
-        sender.watch_end(broken)
+        await sender.watch_end(broken)
         for _ in range(3):
             messages = [handle.message for handle in await send(sender, torch.ones(100_000), torch.arange(50))]
             for rank in both:
@@ -203,7 +203,7 @@ def test_descriptors_and_mappings_are_back_once_nothing_of_the_arena_is_viewed(
     rows = asyncio.run(scenario())
     assert held.mappings() == (placement == "torch_shm") and rows.tolist() == list(range(10, 20))
     del rows
-    assert held.is_baseline() and not list(runtime.glob("t*"))
+    assert held.is_baseline()
 
 
 # --- staging slots, in host memory -----------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def with_slots(
 async def test_slots_bring_tensors_and_are_used_again_once_consumed(ranks: Any, arena: Arena) -> None:
     rank, sender, slots = with_slots(ranks, arena, HostMapped)
     sender.probe("torch_shm", PATIENCE, slots)
-    sender.watch_end(broken)
+    await sender.watch_end(broken)
     assert sender.reserve_slots([torch.zeros(1 << 17)]) is None, "too large for a slot"
     assert sender.reserve_slots([torch.zeros(1)] * 4) is None, "more than there are"
     tensors = [torch.rand(100, 3), torch.arange(5)]

@@ -117,7 +117,7 @@ def send_until_killed(address: Any, placement: str, incarnation: int) -> None:
         arena = Arena(512 * MIB, unlimited)
         sender = TensorIpcSender(Encoder("api 0", incarnation), [address], arena)
         sender.probe(placement, PATIENCE)
-        sender.watch_end(lambda _: os._exit(1))
+        await sender.watch_end(lambda _: os._exit(1))
         for number in range(1, 100):
             tensor = torch.full((4 * MIB,), number, dtype=torch.uint8)
             await send(sender, tensor)

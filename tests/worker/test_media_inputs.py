@@ -14,7 +14,6 @@ from mini_engine.messages import MediaReady, MessageId, Step, TensorHandle, Tens
 from mini_engine.transport.codec import Encoder, TransportError, decode
 from mini_engine.transport.sockets import bind_router
 from mini_engine.transport.stream_frames import pack_frame
-from mini_engine.transport.tensor_ipc import TensorIpcSender
 from mini_engine.worker.media_inputs import MediaInputs
 from tests.support.tensor_queue import API, ME, address_of, arena, connect, send
 
@@ -38,10 +37,6 @@ class CoreEnd:
             assert name == f"{envelope.sender} media:{envelope.incarnation}".encode()
             bodies.append(envelope.body)
         return bodies
-
-
-def send_now(sender: TensorIpcSender, *tensors: torch.Tensor) -> list[TensorHandle]:
-    return asyncio.run(send(sender, *tensors))
 
 
 def ready(number: int, incarnation: int = API) -> MediaReady:
@@ -75,10 +70,10 @@ def is_here(inputs: MediaInputs, handle: TensorHandle) -> bool:
     return True
 
 
-def test_life_of_a_message(start, core, connect) -> None:
+async def test_life_of_a_message(start, core, connect) -> None:
     inputs, sender = start(), connect("torch_shm", 1)
     tensors = [torch.arange(1000).view(10, 100), torch.randint(0, 256, (64, 48), dtype=torch.uint8)]
-    handles = send_now(sender, *tensors)
+    handles = await send(sender, *tensors)
     assert core.reports(2) == [ready(1), ready(2)]
     for handle, tensor in zip(handles, tensors, strict=True):
         assert torch.equal(inputs.rows(handle, 0, len(tensor)), tensor)
@@ -87,25 +82,25 @@ def test_life_of_a_message(start, core, connect) -> None:
     assert [is_here(inputs, handle) for handle in handles] == [False, True]
 
 
-def test_the_core_drops_a_sender_and_the_end_of_its_stream_does_not(start, core, connect) -> None:
+async def test_the_core_drops_a_sender_and_the_end_of_its_stream_does_not(start, core, connect) -> None:
     """To all ranks in one step. Later messages of that sender are ignored."""
     inputs = start()
     sender, other = (connect("torch_shm", 1, incarnation) for incarnation in (API, API + 1))
-    (handle,) = send_now(sender, torch.arange(5))
+    (handle,) = await send(sender, torch.arange(5))
     assert core.reports(1) == [ready(1)]
     sender.close_streams()
     assert core.reports(1, seconds=0.1) == [] and inputs.rows(handle, 0, 5).tolist() == [0, 1, 2, 3, 4]
     inputs.drop_sender(API)
     sender = connect("torch_shm", 1)
-    send_now(sender, torch.ones(3))
-    (theirs,) = send_now(other, torch.ones(3))
+    await send(sender, torch.ones(3))
+    (theirs,) = await send(other, torch.ones(3))
     assert core.reports(2, seconds=0.2) == [ready(1, API + 1)]
     assert not is_here(inputs, handle) and is_here(inputs, theirs)
 
 
-def test_a_tensor_that_cannot_be_read_fails_alone(start, core, connect, runtime) -> None:
+async def test_a_tensor_that_cannot_be_read_fails_alone(start, core, connect, runtime) -> None:
     inputs, sender = start(), connect("torch_shm", 1)
-    (handle,) = send_now(sender, torch.ones(3))
+    (handle,) = await send(sender, torch.ones(3))
     lost = MessageId(API, 7)
     with socket.socket(socket.AF_UNIX) as peer:
         peer.connect(address_of(runtime).tensor_ipc)
@@ -118,12 +113,12 @@ def test_a_tensor_that_cannot_be_read_fails_alone(start, core, connect, runtime)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_crashed_thread_fails_the_next_step_even_an_empty_one(start, connect, make_runner) -> None:
+async def test_a_crashed_thread_fails_the_next_step_even_an_empty_one(start, connect, make_runner) -> None:
     runner = make_runner(start(pin=lambda address, nbytes: 1 / 0))
     with pytest.raises(TransportError):
         connect("torch_shm", 1)
     with pytest.raises(RuntimeError, match="thread crashed") as caught:
         for _ in range(1000):
             runner.execute(Step(1))
-            time.sleep(0.01)
+            await asyncio.sleep(0.01)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)

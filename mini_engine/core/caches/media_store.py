@@ -5,7 +5,7 @@ docs/data-plane.md draws the messages.
 
 A request's id holds its references, and `NewRequest` is resolved through them, never through the directory: an item
 that was found cannot be missing later. A reservation belongs to the API server that writes it, not to a request: only
-`Written`, `Abandoned` or the death of that process ends it, since a thread may be writing to the pages until then.
+`Written` or the death of that process ends it, since a thread may be writing to the pages until then.
 
 Cache type `lru`, `RankCopies`: every rank keeps its own copies; the steps name what to keep and what to drop.
 

@@ -67,7 +67,7 @@ async def tokenize(request: Request) -> Response:
             refs = collect_media(prompt.body.parts, context.config.item_limits)
             items = [item[-1] for item in await load_media(context, prompt, refs, request.state, held)]
             await held.enter_async_context(context.places.hold(len(items), request.state.clock))
-            measured = await context.media.process(items, request.state.clock, request.state.request_id, probe=True)
+            measured = await context.media.process(items, request.state.clock, request.state.request_id)
             sources = prompt_sources([item.media_hash for item in items], measured, {})
             tokens, media = context.renderer.expand(prompt.token_ids, sources)
             check_budget(media, context.limits)

@@ -28,7 +28,7 @@ def is_animation(data: mmap.mmap) -> bool:
 
 
 def decode_animation(
-    data: mmap.mmap, sampling: VideoSampling, guard: Guard, allocate: Allocate, probe: bool = False
+    data: mmap.mmap, sampling: VideoSampling, guard: Guard, allocate: Allocate
 ) -> tuple[NDArray[np.uint8], VideoFacts]:
     """As `video.decode_video`, but the file must be whole. Transparency is laid over white."""
     width, height = (1 + int.from_bytes(data[place : place + 3], "little") for place in (24, 27))
@@ -36,9 +36,6 @@ def decode_animation(
     times = _frame_times(data, guard)
     timeline = Timeline(times[:-1], 1 / times[1], sampling, guard)
     indices = timeline.indices()
-    facts = timeline.facts(indices)
-    if probe:
-        return timeline.measure(indices, width, height, allocate), facts
     frames = FrameRows(indices.tolist(), guard, allocate)
     try:
         # As if it had transparency, as it has where no frame covers the canvas, whatever its flag says.
@@ -54,7 +51,7 @@ def decode_animation(
         raise
     except Exception as error:  # noqa: BLE001 - what Pillow raises depends on the damage
         raise MediaError(guard.item, UNREADABLE) from error
-    return frames.select(indices.tolist()), facts
+    return frames.select(indices.tolist()), timeline.facts(indices)
 
 
 def _frame_times(data: mmap.mmap, guard: Guard) -> list[float]:

@@ -66,7 +66,6 @@ class Job(msgspec.Struct, frozen=True):
     sampling: VideoSampling | None = None  # None: an image, or frames
     allow_partial: bool = False
     frames: list[Size] = []  # a video of images, one after another: the bytes of each
-    probe: bool = False  # leave out the pixels if the file's headers and packets tell the size and the times of frames
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
@@ -130,11 +129,11 @@ class _Decoder:
             data = mmap.mmap(self._input, job.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ, offset=DATA_OFFSET)
             if job.sampling is not None:
                 decode = decode_animation if is_animation(data) else decode_video
-                _, video = decode(data, job.sampling, guard, self._allocate, job.probe)
+                _, video = decode(data, job.sampling, guard, self._allocate)
             elif job.frames:
-                decode_frames(data, job.frames, guard, self._allocate, job.probe)
+                decode_frames(data, job.frames, guard, self._allocate)
             else:
-                decode_image(data, guard, self._allocate, job.probe)
+                decode_image(data, guard, self._allocate)
             return Decoded(video)
         except MediaError as error:
             # After a failed allocation FFmpeg may report damage: was less than a quarter of the memory left?

@@ -38,15 +38,12 @@ Image.MAX_IMAGE_PIXELS = None  # the limit here is a flag, and memory has one of
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
-def decode_image(file: mmap.mmap, guard: Guard, allocate: Allocate, probe: bool = False) -> NDArray[np.uint8]:
-    """Returns [H, W, 3], sRGB, contiguous: upright as EXIF says, transparency laid over white. `probe`: without the
-    pixels, and not turned if the header says the size: an image that is turned has as many tokens. The size is checked
-    against the header before any pixel is decoded. Raises MediaError and MemoryError."""
+def decode_image(file: mmap.mmap, guard: Guard, allocate: Allocate) -> NDArray[np.uint8]:
+    """Returns [H, W, 3], sRGB, contiguous: upright as EXIF says, transparency laid over white. The size is
+    checked against the header before any pixel is decoded. Raises MediaError and MemoryError."""
     try:
         with Image.open(cast(BinaryIO, file), formats=_FORMATS) as image:
             guard.check_size("max_image_pixels", *image.size)
-            if probe:
-                return allocate((1, image.height, image.width))[0]
             image.load()
             guard.check_size("max_image_pixels", *image.size)  # what an icon holds may have another size
             upright = _upright(image)
@@ -62,25 +59,23 @@ def decode_image(file: mmap.mmap, guard: Guard, allocate: Allocate, probe: bool 
             return pixels
     except UnidentifiedImageError:
         file.seek(0)
-        return decode_video(file, VideoSampling(num_frames=1), guard, allocate, probe)[0][0]
+        return decode_video(file, VideoSampling(num_frames=1), guard, allocate)[0][0]
     except (MediaError, MemoryError):
         raise
     except Exception as error:  # noqa: BLE001 - what Pillow raises depends on the format and on the damage
         raise MediaError(guard.item, UNREADABLE) from error
 
 
-def decode_frames(
-    data: mmap.mmap, sizes: Sequence[int], guard: Guard, allocate: Allocate, probe: bool = False
-) -> NDArray[np.uint8]:
+def decode_frames(data: mmap.mmap, sizes: Sequence[int], guard: Guard, allocate: Allocate) -> NDArray[np.uint8]:
     """Returns [T, H, W, 3]: the images of one height and width that lie in `data` one after another. `sizes` are their
-    bytes. `probe` and errors as `decode_image`."""
+    bytes. Errors as `decode_image`."""
     rows, start = np.empty((0, 0, 0, 3), np.uint8), 0
     for place, size in enumerate(sizes):
         guard.tick()
         try:
             with mmap.mmap(-1, size) as file:
                 file[:] = data[start : start + size]
-                pixels = decode_image(file, guard, lambda shape: np.empty((*shape, 3), np.uint8), probe)
+                pixels = decode_image(file, guard, lambda shape: np.empty((*shape, 3), np.uint8))
         except MediaError as error:
             raise MediaError(guard.item, f"frame {place + 1}: {error.problem}") from error
         height, width, _ = pixels.shape
@@ -91,8 +86,7 @@ def decode_frames(
         elif pixels.shape != rows.shape[1:]:
             problem = f"frame {place + 1} has {width}x{height} pixels, the first {rows.shape[2]}x{rows.shape[1]}"
             raise MediaError(guard.item, f"{problem}; send frames of one size")
-        if not probe:
-            rows[place] = pixels
+        rows[place] = pixels
         start += size
     return rows
 

@@ -40,14 +40,13 @@ NO_FRAME = TRUNCATED.format("no frame can be decoded")
 
 
 def decode_video(
-    data: mmap.mmap, sampling: VideoSampling, guard: Guard, allocate: Allocate, probe: bool = False
+    data: mmap.mmap, sampling: VideoSampling, guard: Guard, allocate: Allocate
 ) -> tuple[NDArray[np.uint8], VideoFacts]:
     """Returns the sampled frames of a video file, [T, H, W, 3], and what there is to know of the whole. A file of which
     not all can be read is refused, unless `guard.allow_partial`: then the readable frames count as all frames, and
-    `missing` of the result names the rest. Damage in frames that need not be decoded goes unseen. `probe`: where the
-    packets show all frames and their times, no frame is decoded. Then the result has no pixels, and is not turned: a
-    video that is turned has as many tokens. Raises MediaError for a file that cannot be read or exceeds a limit, or
-    within a frame's time after `guard.should_stop()` is true; MemoryError."""
+    `missing` of the result names the rest. Damage in frames that need not be decoded goes unseen. Raises MediaError
+    for a file that cannot be read or exceeds a limit, or within a frame's time after `guard.should_stop()` is true;
+    MemoryError."""
     if (size := declared_size(data)) > len(data):
         guard.add_damage(f"{len(data)} of at least {size} bytes are there")
     try:
@@ -58,7 +57,7 @@ def decode_video(
             container_options={"format_whitelist": _DEMUXERS, "protocol_whitelist": ""},
             options={"max_pixels": str(guard.limits.max_frame_pixels)},  # FFmpeg decodes a little while it opens a file
         ) as container:
-            return _Decode(container, sampling, guard, allocate).run(probe)
+            return _Decode(container, sampling, guard, allocate).run()
     except (MediaError, MemoryError):
         raise
     except (av.error.FFmpegError, ValueError) as error:  # a ValueError of PyAV itself
@@ -93,11 +92,6 @@ class Timeline:
         self.guard.check("max_video_frames_kept", len(indices), "frames in its sampling", "fewer, or sample fewer")
         return indices
 
-    def measure(self, indices: NDArray[np.int64], width: int, height: int, allocate: Allocate) -> NDArray[np.uint8]:
-        """The array of the frames at `indices`, of a video of this size, without pixels. Raises MediaError."""
-        width, height = self.guard.fitting_size(len(indices), width, height)
-        return allocate((len(indices), height, width))
-
     def facts(self, indices: NDArray[np.int64], promised: int = 0) -> VideoFacts:
         """Of the video, where the frames at `indices` are kept. `promised`: how many frames the file should have."""
         count = len(self.times)
@@ -127,15 +121,12 @@ class _Decode:
         guard.check_size("max_frame_pixels", self.codec.width, self.codec.height)
         self.rate = float(stream.average_rate or stream.guessed_rate or 0) or 24.0
 
-    def run(self, probe: bool) -> tuple[NDArray[np.uint8], VideoFacts]:
+    def run(self) -> tuple[NDArray[np.uint8], VideoFacts]:
         self.packets = PacketTable(self.container, self.stream, self.guard)
         if not len(self.packets.stamps):
             raise MediaError(self.guard.item, NO_FRAME)
         promised, timeline = len(self.packets.stamps), self._timeline(self.packets.stamps)
         indices = timeline.indices()
-        if probe and self.packets.can_seek and not self.guard.damage:
-            pixels = timeline.measure(indices, self.codec.width, self.codec.height, self.allocate)
-            return pixels, timeline.facts(indices, promised)
         frames, walks = self._seek(indices), 0
         while frames is None or not frames.holds(indices.tolist()):
             if walks == 2:  # a decoder that has seen damage may remember it

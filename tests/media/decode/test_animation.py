@@ -37,13 +37,12 @@ def test_sampled_frames(duration: int | list[int]) -> None:
     times = np.cumsum([0, *spans[:-1]]) / 1000
     samplings = [VideoSampling(num_frames=count) for count in (1, 3, 8, -1)] + [VideoSampling(fps=4)]
     for sampling in (*samplings, VideoSampling(fps=2, start=1), VideoSampling(num_frames=2, start=0.5, end=1.05)):
-        decoded, probed = (decode_video(data, sampling, probe=probe) for probe in (False, True))
+        decoded = decode_video(data, sampling)
         expected = sampling.indices(times, decoded.facts.fps, 768)
         np.testing.assert_array_equal(decoded.frames, FRAMES[expected])
         np.testing.assert_allclose(decoded.facts.timestamps, times[expected])
         assert decoded.facts.fps == pytest.approx(20 / times[-1])
         assert (decoded.facts.total_frames, decoded.facts.window_frames) == (21, len(sampling.window(times)))
-        assert (probed.facts, probed.frames.shape) == (decoded.facts, decoded.frames.shape)
 
 
 def test_transparency_is_laid_over_white() -> None:
@@ -68,12 +67,11 @@ def test_frames_are_scaled_to_fit_the_limit_of_their_pixels() -> None:
     assert decode_video(DATA, ALL, limits).frames.shape == (21, 24, 32, 3)
 
 
-@pytest.mark.parametrize("probe", [False, True])
-def test_limits_name_their_flag(probe: bool) -> None:
+def test_limits_name_their_flag() -> None:
     limits = {"max_video_frames": 20, "max_video_seconds": 1.9, "max_video_frames_kept": 20}
     for name, limit in (limits | {"max_frame_pixels": 64 * 48 - 1, "max_video_pixels_kept": 21 * 3}).items():
         with pytest.raises(MediaError, match=rf"^video 1: it has .* more than .*, the limit of {flag_of(name)}; send"):
-            decode_video(DATA, ALL, DecodeLimits(**{name: limit}), probe=probe)
+            decode_video(DATA, ALL, DecodeLimits(**{name: limit}))
 
 
 @pytest.mark.parametrize("allow_partial", [False, True])
