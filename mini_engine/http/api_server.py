@@ -77,6 +77,8 @@ def load(init: Init, index: int) -> ModelFront:
     # The media threads are the parallelism; torch's own beside them would only take turns with them.
     torch.set_num_threads(1)
     config = init.config
+    threads = max(1, len(os.sched_getaffinity(0)) // config.api_server_count)  # this server's part of the cores
+    decoders = start_decoders(config, index, threads)
     device = transport_probe.processor_device(config, index)
     if device is not None:
         transport_probe.limit_memory(config, device)
@@ -96,22 +98,27 @@ def load(init: Init, index: int) -> ModelFront:
     defaults = SamplingDefaults.load(init.model_dir, config.generation_config)
     if index == 0 and task.kind != "generate":
         logger.info("no text generation: this server runs as with %s", FLAGS[task.kind])
-    media = media_loader(config, index, processor)
+    media = MediaLoader(processor, media_policy(config), decoders, threads, config.allow_partial_video)
     return ModelFront(renderer, vocabulary, model.text.vocab_size, settings, media, defaults, task)
 
 
-def media_loader(config: EngineConfig, index: int, processor: MediaProcessor) -> MediaLoader:
-    """The media path of API server `index`, with no decoder process yet. Raises ConfigError."""
-    threads = max(1, len(os.sched_getaffinity(0)) // config.api_server_count)  # this server's part of the cores
-    root, max_bytes = config.allowed_local_media_path, config.max_media_bytes
+def start_decoders(config: EngineConfig, index: int, threads: int) -> DecoderPool:
+    """The decoders of API server `index`, `threads` at once. The first starts here, beside the rest of `load`. Raises
+    OSError."""
+    limits = DecodeLimits(**{field.name: getattr(config, field.name) for field in fields(DecodeLimits)})
+    decoders = DecoderPool(f"api {index}", threads, limits, config.max_media_bytes)
+    decoders.launch()
+    return decoders
+
+
+def media_policy(config: EngineConfig) -> MediaPolicy:
+    """Where media may come from. Raises ConfigError."""
+    root = config.allowed_local_media_path
     try:
         path = None if root is None else Path(root)
-        policy = MediaPolicy(path, max_bytes, config.allowed_media_domains, config.media_fetch_timeout)
+        return MediaPolicy(path, config.max_media_bytes, config.allowed_media_domains, config.media_fetch_timeout)
     except ValueError as error:
         raise ConfigError(f"--allowed-media-domains: {error}") from None
-    limits = DecodeLimits(**{field.name: getattr(config, field.name) for field in fields(DecodeLimits)})
-    decoders = DecoderPool(f"api {index}", threads, limits, max_bytes)
-    return MediaLoader(processor, policy, decoders, threads, config.allow_partial_video)
 
 
 async def _main(child: Child, init: Init, front: ModelFront) -> None:
