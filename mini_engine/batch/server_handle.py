@@ -27,8 +27,8 @@ import msgspec
 
 from mini_engine.config import ConfigError, fields
 from mini_engine.launch.cli import settle
-from mini_engine.launch.host import runtime_directory
 from mini_engine.launch.process_setup import module_paths
+from mini_engine.launch.runtime_directory import runtime_directory
 
 T = TypeVar("T")
 
