@@ -165,7 +165,7 @@ def test_from_python(family: PoolingFamily, tmp_path: Any) -> None:
         assert "no such regular file" in (failed.error or "")
         assert "--runner generate" in (llm.chat(["hello"], use_tqdm=False)[0].error or "")
     with LLM(str(family.folder), convert="classify", data_parallel_size=1) as llm:
-        *ranked, unusable, failed = llm.rank("red", [TEXTS[1], [picture], [Image(object())], [absent]])
+        *ranked, unusable, failed = llm.rank("red", [TEXTS[1], [picture], [object()], [absent]])
         scores = [family.score(["red"], [TEXTS[1]]), family.score(["red"], [IMAGES[0]])]
         assert [document.id for document in ranked] == np.argsort(-np.array(scores)).tolist()
         np.testing.assert_allclose([document.score for document in ranked], sorted(scores, reverse=True), atol=1e-5)
