@@ -80,7 +80,7 @@ def test_a_link_to_the_answers_and_their_mode_stay(tmp_path: Path):
 
 
 def test_a_run_that_is_interrupted_is_continued_by_another_server(server, tmp_path: Path):
-    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 400, "ignore_eos": True}
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 100, "ignore_eos": True}
     chats = [{"custom_id": f"chat {i}", "url": "/v1/chat/completions", "body": body} for i in range(30)]
     wrong = {**REQUEST, "custom_id": "wrong", "body": {"prompt": "x", "n": 0}}
     requests = write(tmp_path / "in.jsonl", *chats, REQUEST, wrong)
