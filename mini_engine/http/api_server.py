@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import socket
-from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -17,7 +16,6 @@ import zmq.asyncio
 
 from mini_engine import metrics
 from mini_engine.config import ConfigError, EngineConfig
-from mini_engine.config.decode_limits import DecodeLimits
 from mini_engine.engine_client import transport_probe
 from mini_engine.engine_client.engines import EngineClient, send_now
 from mini_engine.engine_client.media_store_client import CacheAccess
@@ -48,15 +46,15 @@ logger = logging.getLogger(__name__)
 WORK_THREADS = min(32, (os.cpu_count() or 1) + 4)  # as asyncio's own
 
 
-def run(child: Child) -> None:
-    """Main function of an API server's process. Does not return: it ends the process."""
+def run(child: Child, decoders: DecoderPool) -> None:
+    """Load and serve. Does not return: it ends the process."""
     init = child.spec.init
     config = init.config
     metrics.engine_restarts.set(init.restarts)
     sizes = config.api_server_count, config.engines, config.tensor_parallel_size
     metrics.parallel_config_info.labels(*sizes).set(1)
     try:
-        front = load(init, int(child.spec.index))
+        front = load(init, int(child.spec.index), decoders)
         gc.freeze()  # half a million objects of torch and transformers, which stay: no collector need walk them
         gc.enable()
         uvloop.run(_main(child, init, front))
@@ -70,15 +68,13 @@ def run(child: Child) -> None:
     os._exit(status)
 
 
-def load(init: Init, index: int) -> ModelFront:
+def load(init: Init, index: int, decoders: DecoderPool) -> ModelFront:
     """Load processor, tokenizer and chat template for API server `index`; a few seconds, most of them imports. Raises
     ConfigError: a setting that the model cannot be served with."""
     reach_failpoint("loading-api")
     # The media threads are the parallelism; torch's own beside them would only take turns with them.
     torch.set_num_threads(1)
     config = init.config
-    threads = max(1, len(os.sched_getaffinity(0)) // config.api_server_count)  # this server's part of the cores
-    decoders = start_decoders(config, index, threads)
     device = transport_probe.processor_device(config, index)
     if device is not None:
         transport_probe.limit_memory(config, device)
@@ -98,17 +94,8 @@ def load(init: Init, index: int) -> ModelFront:
     defaults = SamplingDefaults.load(init.model_dir, config.generation_config)
     if index == 0 and task.kind != "generate":
         logger.info("no text generation: this server runs as with %s", FLAGS[task.kind])
-    media = MediaLoader(processor, media_policy(config), decoders, threads, config.allow_partial_video)
+    media = MediaLoader(processor, media_policy(config), decoders, decoders.places, config.allow_partial_video)
     return ModelFront(renderer, vocabulary, model.text.vocab_size, settings, media, defaults, task)
-
-
-def start_decoders(config: EngineConfig, index: int, threads: int) -> DecoderPool:
-    """The decoders of API server `index`, `threads` at once. The first starts here, beside the rest of `load`. Raises
-    OSError."""
-    limits = DecodeLimits(**{field.name: getattr(config, field.name) for field in fields(DecodeLimits)})
-    decoders = DecoderPool(f"api {index}", threads, limits, config.max_media_bytes)
-    decoders.launch()
-    return decoders
 
 
 def media_policy(config: EngineConfig) -> MediaPolicy:

@@ -71,7 +71,7 @@ class DecoderPool:
 
     def __init__(self, name: str, places: int, limits: DecodeLimits, max_input_bytes: int):
         """`name` is the API server's, for the titles of the processes. No process is started yet."""
-        self.limits, self.is_closed = limits, False
+        self.limits, self.places, self.is_closed = limits, places, False
         # Called with the bytes by which the decoded frames in memory grow, before they are allocated, or shrink.
         self.count_decoded: Callable[[int], None] = lambda _: None
         self._name, self._max_input_bytes = name, max_input_bytes
