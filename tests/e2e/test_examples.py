@@ -95,13 +95,6 @@ def test_search_clips_embeds_new_files_only(tmp_path: Path) -> None:
     assert [*cosines.values()] == sorted(cosines.values(), reverse=True)
 
 
-def test_caption_folder_keeps_another_file_as_it_is(tmp_path: Path) -> None:
-    out = tmp_path / "notes.json"
-    out.write_text("{}")  # no torn line either
-    ran = subprocess.run(**command("caption_folder.py", tmp_path, "--out", out), stderr=subprocess.PIPE, text=True)
-    assert ran.returncode == 1 and "choose another file" in ran.stderr and out.read_text() == "{}"
-
-
 def test_caption_folder_goes_on_and_has_each_file_once(tmp_path: Path) -> None:
     shown, out = make_folder(tmp_path / "in"), tmp_path / "captions.jsonl"
     kept = dict.fromkeys([*shown][:4], "of an earlier run")
