@@ -32,8 +32,8 @@ import torch
 import zmq
 
 from benchmarks.cli import Report, say, table
-from mini_engine.launch.host import runtime_directory
 from mini_engine.launch.process_setup import die_with_parent
+from mini_engine.launch.runtime_directory import runtime_directory
 from mini_engine.messages import MediaReady, RankAddress, TensorHandle, TransportName
 from mini_engine.transport import sockets
 from mini_engine.transport.arena import Arena

@@ -8,38 +8,19 @@ moving shapes; for real footage add `--model Qwen/Qwen2.5-VL-3B-Instruct`.
 """
 
 import argparse
-import json
-import os
 import sys
 from pathlib import Path
 
 from tqdm import tqdm
 
 from mini_engine import LLM, Image, Video
+from mini_engine.batch.row_file import RowFile
 from mini_engine.batch.server_handle import ServerError
 from mini_engine.config import ConfigError
 
 KINDS = dict.fromkeys(
     ".avif .bmp .heic .heif .jfif .jp2 .jpeg .jpg .png .tif .tiff .webp".split(), Image
 ) | dict.fromkeys(".avi .flv .gif .m2ts .m4v .mkv .mov .mp4 .mpeg .mpg .mts .ts .webm .wmv".split(), Video)
-ROW_START = b'{"file": '
-
-
-def keep_answers(path: Path) -> set[str]:
-    """Remove a torn last line and the errors from a file of captions; returns the files that it still has. Raises
-    ConfigError: it has other lines."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    is_torn = bool(lines) and not lines[-1].endswith(b"\n") and ROW_START.startswith(lines[-1][: len(ROW_START)])
-    try:
-        rows = [json.loads(line) for line in lines[: len(lines) - is_torn]]
-        kept = {row["file"]: line for row, line in zip(rows, lines, strict=False) if "error" not in row}
-    except (KeyError, TypeError, ValueError):
-        raise ConfigError(f"{path} has lines that are no captions; choose another file") from None
-    if len(kept) < len(lines):
-        copy = path.with_name(path.name + ".tmp")
-        copy.write_bytes(b"".join(kept.values()))
-        os.replace(copy, path)  # at once: a process killed here leaves the old file or the new one
-    return set(kept)
 
 
 def main() -> int:
@@ -52,27 +33,34 @@ def main() -> int:
     if not args.folder.is_dir():
         parser.error(f"{args.folder} is no folder")
     try:
-        done = keep_answers(args.out.resolve())
-        paths = sorted(path for path in args.folder.rglob("*") if path.suffix.lower() in KINDS)
-        left = [path for path in paths if str(path.relative_to(args.folder)) not in done]
-        num_failed = caption(left, args, flags) if left else 0
+        return caption(args, flags)
     except (ConfigError, ServerError, OSError) as error:
         sys.exit(f"caption_folder.py: {error}")
-    num_before = len(paths) - len(left)
-    print(f"{len(paths)} files, {num_before} with a caption before, {num_failed} failed: {args.out}", file=sys.stderr)
-    return 1 if num_failed else 0
 
 
-def caption(paths: list[Path], args: argparse.Namespace, flags: list[str]) -> int:
-    """Append the captions of these files; returns how many failed."""
-    num_failed = 0
-    with args.out.open("a", buffering=1) as out, LLM(flags=flags) as llm:
-        prompts = ([KINDS[path.suffix.lower()](path), args.question] for path in paths)
-        for answer in tqdm(llm.stream(prompts, temperature=0), total=len(paths), unit=" files"):
-            row = {"error": answer.error} if answer.error else {"text": answer.text}
-            out.write(json.dumps({"file": str(paths[answer.id].relative_to(args.folder)), **row}) + "\n")
-            num_failed += answer.error is not None
-    return num_failed
+def caption(args: argparse.Namespace, flags: list[str]) -> int:
+    """Append a caption of each file that has none; returns 1 if one failed."""
+    paths = {str(path.relative_to(args.folder)): path for path in sorted(args.folder.rglob("*"))}
+    kinds = {name: KINDS[path.suffix.lower()] for name, path in paths.items() if path.suffix.lower() in KINDS}
+    done = set[str]()
+
+    def has_caption(row: dict[str, str]) -> bool:
+        if "error" not in row:
+            done.add(row["file"])
+        return row["file"] in done
+
+    out = RowFile(args.out, b'{"file":', has_caption)
+    left, num_failed = [name for name in kinds if name not in done], 0
+    if left:
+        with LLM(flags=flags) as llm:
+            prompts = ([kinds[name](paths[name]), args.question] for name in left)
+            for answer in tqdm(llm.stream(prompts, temperature=0), total=len(left), unit=" files"):
+                row = {"error": answer.error} if answer.error else {"text": answer.text}
+                out.append({"file": left[answer.id], **row})
+                num_failed += answer.error is not None
+    num_before = len(kinds) - len(left)
+    print(f"{len(kinds)} files, {num_before} with a caption before, {num_failed} failed: {args.out}", file=sys.stderr)
+    return int(num_failed > 0)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "model": {"model", "kernels"},
     "kernels": {"kernels"},
     "demo": {"demo"},
-    "batch": {"batch", "mini_engine.launch.cli", "mini_engine.launch.host"},
+    "batch": {"batch", "mini_engine.launch.cli", "mini_engine.launch.runtime_directory"},
     "cluster": {"cluster", "protocol", "mini_engine.launch.cli"} | FRONT,
 }
 FOR_ALL = {"messages", "config", "log", "metrics", "failpoints", "free_memory"}  # as folders: what is in them is theirs

@@ -12,12 +12,13 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from tqdm import tqdm
 
-from mini_engine.batch.request_files import AnswerFile, BatchAnswer, BatchRequest, ids_of, read_requests
-from mini_engine.batch.server_handle import MAX_CONCURRENCY, Reply, ServerError, ServerHandle
+from mini_engine.batch.request_files import AnswerFile, BatchRequest, answer_row, ids_of, read_requests
+from mini_engine.batch.server_handle import MAX_CONCURRENCY, ServerError, ServerHandle, check_flags
 from mini_engine.config import ConfigError
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -72,6 +73,8 @@ def main(argv: Sequence[str]) -> int:
 def answer_all(args: argparse.Namespace, flags: Sequence[str], answers: AnswerFile, ids: set[str]) -> None:
     """Send the requests that have no answer, and append the answers. Raises ConfigError, ServerError; OSError: an
     answer cannot be written."""
+    if args.base_url is None:
+        check_flags(flags)
     key = os.environ.get("OPENAI_API_KEY")
     headers = {"Authorization": f"Bearer {key}"} if key and args.base_url else {}
     seconds: dict[str, float] = collections.defaultdict(float)
@@ -93,16 +96,16 @@ def answer_all(args: argparse.Namespace, flags: Sequence[str], answers: AnswerFi
                 bar.update()
 
 
-async def ask(server: ServerHandle, request: BatchRequest, with_timings: bool) -> tuple[BatchAnswer, dict[str, float]]:
-    """The answer, and the seconds of each stage. Raises ServerError."""
+async def ask(
+    server: ServerHandle, request: BatchRequest, with_timings: bool
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """The answer's line, and the seconds of each stage. Raises ServerError."""
     body, is_chat = request.body, request.url == "/v1/chat/completions"
-    if body.get("stream"):
-        return BatchAnswer.of(request.custom_id, Reply(400, {"error": {"message": "a batch has no 'stream'"}})), {}
     adds_timings = with_timings and is_chat and not body.get("return_timings")
     if adds_timings:
         body = body | {"return_timings": True}
     reply = await server.post(request.url, msgspec.json.encode(body))
-    return BatchAnswer.of(request.custom_id, reply), reply.body.pop("metrics", {}) if adds_timings else {}
+    return answer_row(request.custom_id, reply), reply.body.pop("metrics", {}) if adds_timings else {}
 
 
 if __name__ == "__main__":

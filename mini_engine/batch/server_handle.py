@@ -18,17 +18,19 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import aiohttp
 import msgspec
 
 from mini_engine.config import ConfigError, fields
 from mini_engine.launch.cli import settle
-from mini_engine.launch.host import runtime_directory
 from mini_engine.launch.process_setup import module_paths
+from mini_engine.launch.runtime_directory import runtime_directory
+
+if TYPE_CHECKING:
+    import aiohttp
 
 T = TypeVar("T")
 
@@ -49,6 +51,7 @@ CONNECT_SECONDS = 0.05  # between attempts to connect to a server that starts
 STOP_SECONDS = 20.0  # then it is killed
 LINE_BYTES = 1 << 20  # of the log
 LAST_LINES = 20  # of the log, in an error
+OPEN_SESSIONS = set["aiohttp.ClientSession"]()
 
 
 class ServerError(RuntimeError):
@@ -76,12 +79,12 @@ class ServerHandle:
 
     Args:
         root: URL of a running server, without `/v1`.
-        flags: of `serve.py`, for a server of this program's own, instead. Settings of its port are refused.
+        flags: of `serve.py`, for a server of this program's own, instead; see `check_flags`.
         headers: of each request.
         max_concurrency: coroutines that `as_finished` runs at once.
 
     Raises:
-        ConfigError: unusable flags, or fewer than one at once.
+        ConfigError: the server refuses its flags, or fewer than one at once.
         ServerError: the server did not start.
     """
 
@@ -96,11 +99,9 @@ class ServerHandle:
         self._max_concurrency = max_concurrency
         if max_concurrency < 1:
             raise ConfigError(f"max-concurrency is {max_concurrency}: it must be at least 1")
-        if root is None:
-            check_flags(flags)
         self._pid = os.getpid()
-        self._thread = loop_thread(self._pid)
-        self._ended: asyncio.Future[Exception] = self._thread.loop.create_future()  # why there are no more answers
+        self._loop = loop_of(self._pid)
+        self._ended: asyncio.Future[Exception] = self._loop.create_future()  # why there are no more answers
         self._resources = contextlib.AsyncExitStack()
         opening = self.run(self._open(None if root else flags))
         try:
@@ -112,7 +113,7 @@ class ServerHandle:
     def run(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Run a coroutine that may call `post`. Raises ServerError: this is a fork, which has no such thread."""
         if os.getpid() == self._pid:
-            return asyncio.run_coroutine_threadsafe(work, self._thread.loop)
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
         work.close()
         raise ServerError("a forked process cannot use the server of its parent; start one of its own")
 
@@ -155,23 +156,26 @@ class ServerHandle:
         """End the requests, and the program's own server with all its processes. May be called again."""
         if os.getpid() == self._pid:  # not in a fork
             closing = self.run(self._close())
-            if threading.current_thread() is not self._thread:  # in which the garbage may be collected
+            if asyncio._get_running_loop() is not self._loop:  # in whose thread the garbage may be collected
                 closing.result()
 
     async def _open(self, flags: Sequence[str] | None) -> None:
         self._opening = asyncio.current_task()
         async with contextlib.AsyncExitStack() as resources:
-            connector: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=0)
+            path: str | None = None
             if flags is not None:
                 path = str(resources.enter_context(runtime_directory()) / "http")
                 await resources.enter_async_context(own_server(["--uds", path, *flags], self._ended))
-                connector = aiohttp.UnixConnector(path, limit=0)
+            import aiohttp  # which takes as long as a tenth of the server's start, beside it
+
+            connector = aiohttp.TCPConnector(limit=0) if path is None else aiohttp.UnixConnector(path, limit=0)
             headers = {"Content-Type": "application/json", **self._headers}
             timeout = aiohttp.ClientTimeout()  # none: a video may take minutes
             session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout)
             self._session = await resources.enter_async_context(session)
-            self._thread.sessions.add(session)
-            resources.callback(self._thread.sessions.remove, session)
+            # In a fork nothing removes it: to collect it there would close its connections for the parent, too.
+            OPEN_SESSIONS.add(session)
+            resources.callback(OPEN_SESSIONS.remove, session)
             # The socket listens from early on, but no process accepts connections before all are ready.
             while flags is not None and (await self._send("/tokenize", b'{"prompt": ""}')).status != 200:
                 await self._wait(CONNECT_SECONDS)
@@ -192,6 +196,8 @@ class ServerHandle:
             raise self._ended.result().with_traceback(None)
 
     async def _send(self, path: str, body: bytes) -> Reply:
+        import aiohttp  # by `_open`
+
         try:
             async with self._session.post(self._root + path, data=body) as response:
                 content = await response.read()
@@ -204,25 +210,14 @@ class ServerHandle:
             return Reply(status, {"error": {"message": f"status {response.status}, no JSON: {content[:200]!r}"}})
 
 
-class LoopThread(threading.Thread):
-    """The event loop of a process's requests. It runs until the process ends: no request comes too late for it, and the
-    kernel, which kills a child process when the thread that started it ends, kills no server before."""
-
-    def __init__(self) -> None:
-        super().__init__(name="mini-engine", daemon=True)
-        self.loop = asyncio.new_event_loop()
-        # In a fork, the frame of `run` keeps them: to collect them there would close them for the parent, too.
-        self.sessions = set[aiohttp.ClientSession]()
-        self.start()
-
-    def run(self) -> None:
-        self.loop.run_forever()
-
-
 @functools.cache
-def loop_thread(_pid: int) -> LoopThread:
-    """That of the process `_pid`, which calls this."""
-    return LoopThread()
+def loop_of(_pid: int) -> asyncio.AbstractEventLoop:
+    """The event loop of the requests of the process `_pid`, which calls this, in a thread. It runs until the process
+    ends: no request comes too late for it, and the kernel, which kills a child process when the thread that started it
+    ends, kills no server before."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="mini-engine", daemon=True).start()
+    return loop
 
 
 @contextlib.asynccontextmanager
@@ -264,10 +259,11 @@ async def _forward_log(process: asyncio.subprocess.Process, ended: asyncio.Futur
         ended.set_result(ServerError(f"the server exited with status {status}; the end of its log:\n{log}"))
 
 
-def check_flags(flags: Sequence[str]) -> None:
-    """Raises ConfigError: unusable flags or variables, or settings of a port, which the program's own server does not
-    have."""
+def check_flags(flags: Sequence[str]) -> Collection[str]:
+    """The names of the settings that flags, variables and their file give for a server of this program's own. Raises
+    ConfigError: they are unusable, or of a port, which it does not have."""
     origins = settle(flags, os.environ).origins
     for setting in fields():
         if setting.group in OF_THE_PORT and setting.name in origins:
             raise ConfigError(f"{origins[setting.name]}: there is no port here; omit it")
+    return origins

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import socket
-from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -17,7 +16,6 @@ import zmq.asyncio
 
 from mini_engine import metrics
 from mini_engine.config import ConfigError, EngineConfig
-from mini_engine.config.decode_limits import DecodeLimits
 from mini_engine.engine_client import transport_probe
 from mini_engine.engine_client.engines import EngineClient, send_now
 from mini_engine.engine_client.media_store_client import CacheAccess
@@ -48,20 +46,20 @@ logger = logging.getLogger(__name__)
 WORK_THREADS = min(32, (os.cpu_count() or 1) + 4)  # as asyncio's own
 
 
-def run(child: Child) -> None:
-    """Main function of an API server's process."""
+def run(child: Child, decoders: DecoderPool) -> None:
+    """Load and serve, until the supervisor asks for the end. Raises ConfigError: see `load`."""
     init = child.spec.init
     config = init.config
     metrics.engine_restarts.set(init.restarts)
     sizes = config.api_server_count, config.engines, config.tensor_parallel_size
     metrics.parallel_config_info.labels(*sizes).set(1)
-    front = load(init, int(child.spec.index))
+    front = load(init, int(child.spec.index), decoders)
     gc.freeze()  # half a million objects of torch and transformers, which stay: no collector need walk them
     gc.enable()
     uvloop.run(_main(child, init, front))
 
 
-def load(init: Init, index: int) -> ModelFront:
+def load(init: Init, index: int, decoders: DecoderPool) -> ModelFront:
     """Load processor, tokenizer and chat template for API server `index`; a few seconds, most of them imports. Raises
     ConfigError: a setting that the model cannot be served with."""
     reach_failpoint("loading-api")
@@ -87,22 +85,18 @@ def load(init: Init, index: int) -> ModelFront:
     defaults = SamplingDefaults.load(init.model_dir, config.generation_config)
     if index == 0 and task.kind != "generate":
         logger.info("no text generation: this server runs as with %s", FLAGS[task.kind])
-    media = media_loader(config, index, processor)
+    media = MediaLoader(processor, media_policy(config), decoders, decoders.places, config.allow_partial_video)
     return ModelFront(renderer, vocabulary, model.text.vocab_size, settings, media, defaults, task)
 
 
-def media_loader(config: EngineConfig, index: int, processor: MediaProcessor) -> MediaLoader:
-    """The media path of API server `index`, with no decoder process yet. Raises ConfigError."""
-    threads = max(1, len(os.sched_getaffinity(0)) // config.api_server_count)  # this server's part of the cores
-    root, max_bytes = config.allowed_local_media_path, config.max_media_bytes
+def media_policy(config: EngineConfig) -> MediaPolicy:
+    """Where media may come from. Raises ConfigError."""
+    root = config.allowed_local_media_path
     try:
         path = None if root is None else Path(root)
-        policy = MediaPolicy(path, max_bytes, config.allowed_media_domains, config.media_fetch_timeout)
+        return MediaPolicy(path, config.max_media_bytes, config.allowed_media_domains, config.media_fetch_timeout)
     except ValueError as error:
         raise ConfigError(f"--allowed-media-domains: {error}") from None
-    limits = DecodeLimits(**{field.name: getattr(config, field.name) for field in fields(DecodeLimits)})
-    decoders = DecoderPool(f"api {index}", threads, limits, max_bytes)
-    return MediaLoader(processor, policy, decoders, threads, config.allow_partial_video)
 
 
 async def _main(child: Child, init: Init, front: ModelFront) -> None:

@@ -31,7 +31,7 @@ from mini_engine.transport.codec import Encoder
 REFUSAL_SECONDS = 10  # within which the supervisor kills a process that refused its settings
 
 ROLE_MODULES: dict[Role, str] = {
-    "api": "mini_engine.http.api_server",
+    "api": "mini_engine.http.api_process",
     "core": "mini_engine.core.engine_core",
     "worker": "mini_engine.worker.worker",
 }

@@ -1,13 +1,8 @@
-"""The start-up checks of what the host has: model, memory and TLS files; and the runtime directory."""
+"""The start-up checks of what the host has: model, memory and TLS files."""
 
-import contextlib
 import importlib.metadata
 import logging
-import os
 import ssl
-import subprocess
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from mini_engine.config import ConfigError, EngineConfig, flag_of
@@ -20,7 +15,6 @@ from mini_engine.model.quantization import weight_bits
 logger = logging.getLogger(__name__)
 
 DEFAULT_MEDIA_CACHE_BYTES = 4 << 30
-MAX_UNIX_PATH = 107  # sun_path without its terminating zero
 
 
 def check_device_and_tls(config: EngineConfig) -> None:
@@ -140,26 +134,3 @@ def plan_media_cache(config: EngineConfig) -> MediaCachePlan:
     if on_device:
         reason = "--mm-processor-device cuda"
     return MediaCachePlan("shm" if shared else "lru", total // holders, reason)
-
-
-@contextlib.contextmanager
-def runtime_directory() -> Iterator[Path]:
-    """A fresh 0700 directory, in TMPDIR if the paths of sockets are short enough there, removed however this process
-    ends. Raises ConfigError: there is no room for one, or no shell.
-
-    A supervisor that is killed cannot clean up, and its children die with it; so a shell waits for the end of a pipe
-    whose only writer is the supervisor, and then removes the directory. It ignores the signals of a service manager
-    that stops all processes at once.
-    """
-    base = Path(os.environ.get("TMPDIR", "/tmp"))
-    if len(str(base)) + 50 > MAX_UNIX_PATH:
-        base = Path("/tmp")
-    script = 'trap "" TERM INT HUP; read -r _; rm -rf -- "$0"'  # one process: `read` is the shell's own
-    try:
-        path = tempfile.mkdtemp(prefix="mini-engine-", dir=base)
-        janitor = subprocess.Popen(["/bin/sh", "-c", script, path], stdin=subprocess.PIPE, start_new_session=True)
-    except OSError as error:
-        remedy = "set TMPDIR to a writable one with free space"
-        raise ConfigError(f"cannot create a directory in {base} ({error.strerror}): {remedy}") from None
-    with janitor:
-        yield Path(path)

@@ -40,6 +40,7 @@ from mini_engine.launch.listeners import bind_listeners, leave_port, removed_aft
 from mini_engine.launch.memory_plan import settle_memory
 from mini_engine.launch.parallelism import choose_parallelism
 from mini_engine.launch.process_setup import module_paths
+from mini_engine.launch.runtime_directory import runtime_directory
 from mini_engine.launch.server_generation import ServerGeneration
 from mini_engine.messages import Drain, Refused
 
@@ -81,7 +82,7 @@ def run_server(config: EngineConfig) -> int:
             stack.enter_context(removed_afterwards(config.uds))
         if config.debug and os.isatty(0):  # a debugger that is killed leaves it without echo
             stack.callback(termios.tcsetattr, 0, termios.TCSADRAIN, termios.tcgetattr(0))
-        runtime_dir = stack.enter_context(host.runtime_directory())
+        runtime_dir = stack.enter_context(runtime_directory())
         # What libraries leave in TMPDIR, here and in the children, is removed. Decoders find modules as this does.
         os.environ |= {**module_paths(), "TMPDIR": tempfile.mkdtemp(prefix="tmp-", dir=runtime_dir)}
         tempfile.tempdir = None

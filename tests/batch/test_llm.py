@@ -90,13 +90,13 @@ def nested(depth: int) -> list:
 
 def test_an_error_of_one_prompt_is_in_its_answer(llm: LLM, clip: Path, picture: Path):
     prompts = [
-        [Video(clip.parent / "none.mp4"), QUESTION], [Video(picture.read_bytes(), fps=-1), QUESTION], [Image(object())],
+        [Video(clip.parent / "none.mp4"), QUESTION], [Video(picture.read_bytes(), fps=-1), QUESTION], [object()],
         [Image(None)], nested(5000), None, [Video(clip), QUESTION],
     ]  # fmt: skip
     answers = llm.chat(prompts, max_tokens=32, temperature=0, use_tqdm=False)
     assert answers[0].error == "video 1: no such regular file"
     assert "fps" in answers[1].error and "object" in answers[2].error
-    assert all(answer.error and not answer.text for answer in answers[:6]) and "`uuid`" in answers[3].error
+    assert all(answer.error and not answer.text for answer in answers[:6])
     assert (answers[6].text, answers[6].error) == ("a red circle moving left", None)
 
 
@@ -147,7 +147,7 @@ def test_a_fork_is_refused_and_harms_nothing(llm: LLM):
 @pytest.mark.parametrize(
     ("options", "named"),
     [({"max_concurrency": 0}, "at least 1"), ({"max_model_length": 5}, "--max-model-length"), ({"port": 80}, "--port"),
-     ({"model": "/nowhere"}, "/nowhere"), ({"quantization": "int8", "model": "/"}, "config.json")],
+     ({"quantization": "int8", "model": "/nowhere"}, "/nowhere")],
 )  # fmt: skip
 def test_unusable_options(options: dict, named: str):
     with pytest.raises(ConfigError, match=named):
@@ -190,7 +190,7 @@ def test_the_memory_of_a_program_does_not_grow_with_its_prompts():
         return memory(os.getpid(), "VmRSS")
 
     with LLM(data_parallel_size=1, log_level="warning") as model:
-        prompts = ("hello" if number % 100 == 0 else [Image(None)] for number in range(10**6))
+        prompts = ("hello" if number % 100 == 0 else [object()] for number in range(10**6))
         answers = model.stream(prompts, max_tokens=1)
         num_served = sum(answer.error is None for answer in itertools.islice(answers, 10**5))
         before = resident()

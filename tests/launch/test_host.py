@@ -13,7 +13,8 @@ import pytest
 from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
 from mini_engine.launch import host, parallelism
 from mini_engine.launch.cli import parse
-from mini_engine.launch.host import check_model, resolve_model, runtime_directory, without_effect
+from mini_engine.launch.host import check_model, resolve_model, without_effect
+from mini_engine.launch.runtime_directory import runtime_directory
 from mini_engine.messages import EngineLimits, MediaCachePlan
 from tests.support.hub_cache import put_in_cache
 

@@ -71,7 +71,7 @@ class DecoderPool:
 
     def __init__(self, name: str, places: int, limits: DecodeLimits, max_input_bytes: int):
         """`name` is the API server's, for the titles of the processes. No process is started yet."""
-        self.limits, self.is_closed = limits, False
+        self.limits, self.places, self.is_closed = limits, places, False
         # Called with the bytes by which the decoded frames in memory grow, before they are allocated, or shrink.
         self.count_decoded: Callable[[int], None] = lambda _: None
         self._name, self._max_input_bytes = name, max_input_bytes
@@ -79,12 +79,18 @@ class DecoderPool:
         self._places = FairPlaces(places)
         self._decoders: set[DecoderProcess] = set()
         self._idle: list[DecoderProcess] = []  # the last one's memory is the warmest
+        self._first: DecoderProcess | None = None
         self._spare: asyncio.Task[None] | None = None
         self._background: set[asyncio.Task[None]] = set()
 
+    def launch(self) -> None:
+        """Start the first decoder, which imports its libraries while this process does something else until `start`. It
+        needs no event loop. Raises OSError."""
+        self._first = self._launch_decoder()
+
     async def start(self) -> None:
-        """Wait until a decoder is ready, with a spare on its way. Raises OSError."""
-        first = await self._start_decoder()
+        """Wait until the first decoder is ready, with a spare on its way. Raises OSError."""
+        first = await self._wait_until_started(self._first or self._launch_decoder())
         if first.missing:
             logger.warning("media decoders run without a part of their sandbox: %s", ", ".join(first.missing))
         self._ensure_spare()
@@ -110,7 +116,7 @@ class DecoderPool:
                 self._remove_idle(child)
                 os.kill(child.pid, signal.SIGCONT)
             else:
-                child = await self._start_decoder()
+                child = await self._wait_until_started(self._launch_decoder())
         except BaseException as error:
             place.release()
             if isinstance(error, OSError) and shortage_in(error) is None:
@@ -142,9 +148,12 @@ class DecoderPool:
             child.close()
         self._decoders.clear()
 
-    async def _start_decoder(self) -> DecoderProcess:
+    def _launch_decoder(self) -> DecoderProcess:
         child = DecoderProcess(self._name, self.limits, self._max_input_bytes, lambda size: self.count_decoded(size))
         self._decoders.add(child)
+        return child
+
+    async def _wait_until_started(self, child: DecoderProcess) -> DecoderProcess:
         try:
             await child.wait_until_started()
         except BaseException:
@@ -158,7 +167,7 @@ class DecoderPool:
 
     async def _start_spare(self) -> None:
         try:
-            self._keep_idle(await self._start_decoder())
+            self._keep_idle(await self._wait_until_started(self._launch_decoder()))
         except Exception as error:  # noqa: BLE001 - the next job tries again, and reports it
             if not self.is_closed:
                 logger.warning("a spare media decoder cannot be started: %s", error)

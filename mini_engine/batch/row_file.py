@@ -1,0 +1,64 @@
+"""A file of JSON lines that are appended as they come. A run that ends early, in whatever way, leaves whole lines and
+at most one torn one; the next run goes on from there.
+"""
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from mini_engine.config import ConfigError
+
+
+class RowFile:
+    """The rows of a file, to which further ones are appended. One process at a time has it open.
+
+    Rows that are to be made again are removed when it is opened, and so is a torn last line.
+
+    Args:
+        path: of the file, which may not exist yet.
+        start: how each line begins, by which a torn one is known.
+        is_kept: whether a row, as decoded from JSON, stays. Raises LookupError, TypeError, ValueError: it is no row.
+
+    Raises:
+        ConfigError: the file cannot be written, another process appends to it, or a line is no row.
+    """
+
+    def __init__(self, path: Path, start: bytes, is_kept: Callable[[Any], bool]):
+        path = path.resolve()  # a link stays one
+        copy = path.with_name(path.name + ".tmp")
+        try:
+            with contextlib.ExitStack() as files:
+                # It stays locked: a process that opens it before the copy takes its place must not append to it.
+                old = files.enter_context(path.open("a+b"))
+                fcntl.flock(old, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                old.seek(0)
+                self._file = files.enter_context(copy.open("wb"))
+                files.callback(copy.unlink, missing_ok=True)
+                for number, line in enumerate(old, 1):
+                    if not line.endswith(b"\n") and start.startswith(line[: len(start)]):
+                        break
+                    try:
+                        if is_kept(msgspec.json.decode(line)):
+                            self._file.write(line.rstrip(b"\n") + b"\n")
+                    except (LookupError, TypeError, ValueError, RecursionError):
+                        raise ConfigError(f"{path}, line {number}: no row of such a file; choose another") from None
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                os.fchmod(self._file.fileno(), os.fstat(old.fileno()).st_mode)
+                fcntl.flock(self._file, fcntl.LOCK_EX)
+                os.replace(copy, path)
+                self.close = files.pop_all().close
+        except BlockingIOError:
+            raise ConfigError(f"{path}: another process appends to it") from None
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror or error}") from None
+
+    def append(self, row: Any) -> None:
+        """Write a line. Raises OSError."""
+        self._file.write(msgspec.json.encode(row) + b"\n")
+        self._file.flush()
