@@ -30,7 +30,7 @@ from mini_engine.protocol.structured_outputs import json_grammar, json_value, re
 from mini_engine.worker.batch import SequenceState
 from mini_engine.worker.sampling import sampler
 from mini_engine.worker.sampling.grammar import Grammars, Masks, bars_of
-from mini_engine.worker.sampling.grammar_process import KILLED, LARGE, SLOW_COMPILE, SLOW_MASK
+from mini_engine.worker.sampling.grammar_process import IDLE_BYTES, KILLED, LARGE, SLOW_COMPILE, SLOW_MASK
 from mini_engine.worker.sampling.matchers import PROBLEM, MaskVocabulary, Matchers, Row
 from mini_engine.worker.sampling.penalties import BARRED
 from tests.support.grammars import REGEXES, SCHEMAS
@@ -369,9 +369,63 @@ def test_clients_do_not_wait_for_the_grammars_of_others():
         assert rank.reports.get(timeout=60).digest == digest(grammars[2]) and rank.reports.empty()
         rank.finish(grammars[0])
         assert rank.reports.get(timeout=60).digest == digest(grammars[1])
-        rank.finish(*grammars[1:])
         resource.prlimit(rank.grammars.manager.pid, resource.RLIMIT_NOFILE, (3, 3))
-        (problem,) = rank.compile(grammars[0])
+        rank.grammars.update([order(grammars[0], b"third")], [])
         text = "The grammar of this request gets no process: Too many open files; send the request again later."
-        assert problem == Problem(text, retry=True)
+        assert rank.reports.get(timeout=60).problem == Problem(text, retry=True)
+        rank.finish(*grammars[1:])  # their memory cannot be read
+        rank.grammars.update([order(grammars[0], b"third")], [])
+        assert rank.reports.get(timeout=60).problem == Problem(text, retry=True)
         assert not rank.processes()
+
+
+def test_the_process_of_an_unused_grammar_follows_it_again_or_another():
+    """As a new process would: no memory of earlier outputs or grammars is left, and limits are as they were."""
+    grammar, other = "start: /ab+/", f"start: /cd+/\n// {'x' * 100_000}"
+    large = next(text for text, problem in NEVER_COMPILED.items() if problem == LARGE.text)
+    with contextlib.closing(GrammarRank(rows=1)) as rank:
+        assert rank.compile(grammar) == [None]
+        before = rank.processes()
+        (limit, _) = resource.prlimit(*before, resource.RLIMIT_DATA)
+        for number in range(300):
+            row = Row(digest(grammar), f"{number}", 0, [], STOPS)
+            assert not rank.masks({0: row})[1]
+            rank.finish(grammar)
+            assert rank.compile(grammar) == [None]
+        for text, next_text in ((grammar, other), (other, grammar)):
+            (bars,) = rank.follow({text: []})
+            assert torch.equal(bars, bars_after(Matchers(WORDS, text), []))
+            rank.finish(text)
+            assert rank.compile(next_text) == [None]
+        assert rank.processes() == before
+        assert resource.prlimit(*before, resource.RLIMIT_DATA)[0] - limit < IDLE_BYTES
+        rank.finish(grammar)
+        assert rank.compile(large) == [LARGE]
+        assert not rank.processes()
+
+
+def test_a_process_that_compiles_or_has_much_memory_is_not_kept():
+    never, large = next(iter(NEVER_COMPILED)), f'start: "{"e" * 50_000}"'
+    with contextlib.closing(GrammarRank(rows=1)) as rank:
+        rank.grammars.update([order(never)], [])
+        while not rank.processes():
+            time.sleep(0.001)
+        rank.finish(never)
+        assert rank.compile(large) == [None]
+        rank.finish(large)
+        (problem,) = rank.compile("start: <|unknown|>")
+        assert problem
+        assert not rank.processes()
+
+
+def test_an_idle_process_that_is_killed_is_replaced():
+    with contextlib.closing(GrammarRank(rows=1)) as rank:
+        assert rank.compile(HONEST) == [None]
+        (lost,) = rank.processes()
+        rank.finish(HONEST)
+        exited = os.pidfd_open(lost)
+        os.kill(lost, signal.SIGKILL)
+        select.select([exited], [], [])
+        os.close(exited)
+        assert rank.compile(HONEST) == [None]
+        assert rank.processes() != [lost] and len(rank.processes()) == 1
