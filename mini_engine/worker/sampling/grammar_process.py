@@ -131,7 +131,7 @@ class Manager:
         self._unsent = deque[bytes]()  # answers that the socket has no room for
         self._processes: dict[bytes, _Process] = {}  # in use, by digest
         self._idle: dict[bytes, _Process] = {}  # by the digest that they have compiled, the longest unused first
-        self._own_bytes = _private_bytes(os.getpid())
+        self._own_bytes = private_bytes(os.getpid())
         self._queues: dict[bytes, dict[bytes, Grammar]] = {}  # by client, the one that was served last is the last
         self._pauses: dict[bytes, float] = {}  # until when, by client
         self._compiling = max(1, len(os.sched_getaffinity(0)) // 2)  # at most; of a client one
@@ -311,7 +311,7 @@ class Manager:
         """Keep the process of an unused grammar, unless it compiles it or has much memory; as many as rows at most."""
         is_small = False
         with contextlib.suppress(OSError):  # out of file descriptors
-            is_small = _private_bytes(process.pid) - self._own_bytes <= IDLE_BYTES
+            is_small = private_bytes(process.pid) - self._own_bytes <= IDLE_BYTES
         if not (process.is_compiled and is_small):
             self._end(process)
             return
@@ -336,7 +336,7 @@ def _follow(
     setproctitle("mini-engine: grammar")
     _limit({connection.fileno(), answers.fileno()})
     while True:
-        memory = _private_bytes(os.getpid()) + MEMORY_BYTES  # what RLIMIT_DATA bounds, beyond what is there
+        memory = private_bytes(os.getpid()) + MEMORY_BYTES  # what RLIMIT_DATA bounds, beyond what is there
         resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
         grammar = _fill_masks(_compile(vocabulary, grammar), connection, answers)
 
@@ -396,7 +396,7 @@ def _limit(kept: set[int]) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # no core dump; with 0 a pipe of core_pattern still gets one
 
 
-def _private_bytes(pid: int) -> int:
+def private_bytes(pid: int) -> int:
     """What RLIMIT_DATA bounds: private memory, written or not."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[5]) * resource.getpagesize()
 
