@@ -5,9 +5,10 @@
             <------------------------- answers -------------
 
 A few lines of a grammar can take hours or all memory, which no setting of llguidance prevents. So each grammar has a
-process, and timers and limits of the kernel end the one that takes too much. The manager runs nothing of a grammar,
-starts no thread and never waits for rank 0, which receives answers in steps only; so it always answers in time.
-`grammar.py` is rank 0's end.
+process, and timers and limits of the kernel end the one that takes too much. A process whose grammar is unused is kept
+for the same grammar or another one: to start a process takes longer than to compile most grammars. The manager runs
+nothing of a grammar, starts no thread and never waits for rank 0, which receives answers in steps only; so it always
+answers in time. `grammar.py` is rank 0's end.
 """
 
 import contextlib
@@ -39,6 +40,7 @@ COMPILE_SECONDS = 1  # of processor time, with the first mask
 STALLED_COMPILE_SECONDS = 5  # on the clock: a process that is stopped takes no processor time
 # Of private memory, beyond what the manager has: a schema of 100,000 characters takes 50 MB, and 64 outputs 20 MB more.
 MEMORY_BYTES = 128 << 20
+IDLE_BYTES = 16 << 20  # of it that a process may have to be kept
 # Of processor time for the masks of a step: besides what the model takes, which hides them, the processes share
 # `STEP_SECONDS`, and have `ROW_SECONDS` for each row. What they take more comes out of `SPARE_SECONDS` of each, of
 # which they share as much in a step; what they take less goes there.
@@ -47,6 +49,7 @@ STALLED_SECONDS = 1.0  # without an answer after the model has run, since a busy
 REFUSED_SECONDS, REFUSED = 600, 1000  # for how long, and how many grammars that exceeded a limit
 RECEIVED_BYTES = 4096  # at a time
 ANSWER_BYTES = 1 << 20  # of a `MaskAnswer`, at most: more than a socket takes at once
+SAME_GRAMMAR = ""  # instead of a text
 ANSWER_ROWS = 100  # in a `MaskAnswer`, at most, whose problems a socket takes at once
 PAUSE_SECONDS = 5  # before the next grammar of a client is compiled after one that has delayed steps
 
@@ -83,7 +86,8 @@ class ManagerRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MaskWork(msgspec.Struct, frozen=True, array_like=True):
-    """Manager -> a grammar's process, once that has reported by a problem or none that it is compiled."""
+    """Manager -> a grammar's process, once that has reported by a problem or none that it is compiled. After the work
+    comes the text of another grammar, or `SAME_GRAMMAR`, which is to be reported again, its outputs forgotten."""
 
     step: int
     finished: list[str]  # outputs
@@ -125,7 +129,9 @@ class Manager:
     ) -> None:
         self._vocabulary, self._requests, self._reports, self._answers = vocabulary, requests, reports, answers
         self._unsent = deque[bytes]()  # answers that the socket has no room for
-        self._processes: dict[bytes, _Process] = {}  # by digest
+        self._processes: dict[bytes, _Process] = {}  # in use, by digest
+        self._idle: dict[bytes, _Process] = {}  # by the digest that they have compiled, the longest unused first
+        self._own_bytes = private_bytes(os.getpid())
         self._queues: dict[bytes, dict[bytes, Grammar]] = {}  # by client, the one that was served last is the last
         self._pauses: dict[bytes, float] = {}  # until when, by client
         self._compiling = max(1, len(os.sched_getaffinity(0)) // 2)  # at most; of a client one
@@ -152,7 +158,7 @@ class Manager:
         request = msgspec.msgpack.decode(self._requests.recv_bytes(), type=ManagerRequest)
         for digest in request.unused:
             if digest in self._processes:
-                self._end(digest)
+                self._keep_idle(self._processes.pop(digest))
             for queue in self._queues.values():
                 queue.pop(digest, None)
         for grammar in request.grammars:
@@ -195,13 +201,17 @@ class Manager:
             return
         process.is_compiled = True
         if problem:
-            self._end(process.grammar.digest)
+            self._end(self._processes.pop(process.grammar.digest))
         self._report(process.grammar, problem)
 
     def _on_exit(self, process: _Process) -> None:
         """A process has exceeded a limit or was killed, or is killed now, as it is stalled."""
         digest, problem = process.grammar.digest, LARGE
-        status = self._end(digest)
+        is_idle = self._idle.pop(digest, None) is not None
+        status = self._end(process)
+        if is_idle:
+            return
+        del self._processes[digest]
         if status == signal.SIGKILL:
             problem = KILLED
         else:
@@ -259,27 +269,58 @@ class Manager:
                 compiling.add(client)
 
     def _start(self, grammar: Grammar) -> None:
-        manager = os.getpid()
         try:
-            own_end, child_end = socket.socketpair()
-            own_end.settimeout(STALLED_SECONDS)
-            pid = os.fork()
+            pid, connection = self._reuse(grammar) or self._fork(grammar)
         except OSError as error:
             text = f"The grammar of this request gets no process: {error.strerror}; send the request again later."
             self._report(grammar, Problem(text, retry=True))
             return
+        self._processes[grammar.digest] = process = _Process(pid, connection, grammar)
+        self._selector.register(connection, selectors.EVENT_READ, partial(self._take_report, process))
+
+    def _reuse(self, grammar: Grammar) -> tuple[int, socket.socket] | None:
+        """Have an idle process report the grammar: the one that has compiled it; else, if there are as many processes
+        as rows, the one that was unused for longest. None: it gets a new one."""
+        process, message = self._idle.pop(grammar.digest, None), SAME_GRAMMAR
+        if process is None and self._idle and len(self._idle) + len(self._processes) >= self._vocabulary.rows:
+            process, message = self._idle.pop(next(iter(self._idle))), grammar.text
+        if process is None:
+            return None
+        encoded = _encode(message)
+        with contextlib.suppress(OSError):  # it was killed
+            if process.connection.send(encoded) == len(encoded):  # else it is stopped, or the grammar is large
+                self._selector.unregister(process.connection)
+                return process.pid, process.connection
+        self._end(process)
+        return None
+
+    def _fork(self, grammar: Grammar) -> tuple[int, socket.socket]:
+        manager = os.getpid()
+        own_end, child_end = socket.socketpair()
+        own_end.settimeout(STALLED_SECONDS)
+        pid = os.fork()
         if pid == 0:
             try:
                 _follow(self._vocabulary, grammar.text, child_end, self._answers, manager)
             finally:
                 os._exit(1)  # whatever happened: the manager's code ends here
         child_end.close()
-        self._processes[grammar.digest] = process = _Process(pid, own_end, grammar)
-        self._selector.register(own_end, selectors.EVENT_READ, partial(self._take_report, process))
+        return pid, own_end
 
-    def _end(self, digest: bytes) -> int:
+    def _keep_idle(self, process: _Process) -> None:
+        """Keep the process of an unused grammar, unless it compiles it or has much memory; as many as rows at most."""
+        is_small = False
+        with contextlib.suppress(OSError):  # out of file descriptors
+            is_small = private_bytes(process.pid) - self._own_bytes <= IDLE_BYTES
+        if not (process.is_compiled and is_small):
+            self._end(process)
+            return
+        self._idle[process.grammar.digest] = process
+        if len(self._idle) > self._vocabulary.rows:
+            self._end(self._idle.pop(next(iter(self._idle))))
+
+    def _end(self, process: _Process) -> int:
         """Returns its exit status. It writes no mask from here on."""
-        process = self._processes.pop(digest)
         os.kill(process.pid, signal.SIGKILL)
         _, status = os.waitpid(process.pid, 0)
         self._selector.unregister(process.connection)
@@ -294,21 +335,36 @@ def _follow(
     die_with_parent(manager)
     setproctitle("mini-engine: grammar")
     _limit({connection.fileno(), answers.fileno()})
+    while True:
+        memory = private_bytes(os.getpid()) + MEMORY_BYTES  # what RLIMIT_DATA bounds, beyond what is there
+        resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+        grammar = _fill_masks(_compile(vocabulary, grammar), connection, answers)
+
+
+def _compile(vocabulary: MaskVocabulary, grammar: str) -> Matchers:
     signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)  # Python does not handle its signal, which ends the process
     matchers = Matchers(vocabulary, grammar)
     signal.setitimer(signal.ITIMER_PROF, 0)
-    connection.sendall(_encode(matchers.problem))
-    decoder, spare = msgspec.msgpack.Decoder(MaskWork), SPARE_SECONDS
+    return matchers
+
+
+def _fill_masks(matchers: Matchers, connection: socket.socket, answers: socket.socket) -> str:
+    """Report a compiled grammar, and fill masks until the manager sends another grammar, which is returned."""
+    decoder, spare = msgspec.msgpack.Decoder(MaskWork | str), SPARE_SECONDS
     while True:
-        work = _receive(connection, decoder)
-        matchers.drop(work.finished)
-        limit = work.seconds + min(spare, work.spare)
-        signal.setitimer(signal.ITIMER_PROF, limit)
-        problems = matchers.fill(work.rows)
-        left, _ = signal.setitimer(signal.ITIMER_PROF, 0)
-        spare = max(0.0, min(SPARE_SECONDS, spare + work.seconds - (limit - left)))
-        for message in _messages(work.step, problems):
-            answers.send(message)
+        connection.sendall(_encode(matchers.problem))
+        while isinstance(work := _receive(connection, decoder), MaskWork):
+            matchers.drop(work.finished)
+            limit = work.seconds + min(spare, work.spare)
+            signal.setitimer(signal.ITIMER_PROF, limit)
+            problems = matchers.fill(work.rows)
+            left, _ = signal.setitimer(signal.ITIMER_PROF, 0)
+            spare = max(0.0, min(SPARE_SECONDS, spare + work.seconds - (limit - left)))
+            for message in _messages(work.step, problems):
+                answers.send(message)
+        if work != SAME_GRAMMAR:
+            return work
+        matchers.clear()
 
 
 def _messages(step: int, problems: Mapping[int, Problem | None]) -> Iterator[bytes]:
@@ -317,7 +373,7 @@ def _messages(step: int, problems: Mapping[int, Problem | None]) -> Iterator[byt
         yield _encode(MaskAnswer(step, part))
 
 
-def _receive(connection: socket.socket, decoder: msgspec.msgpack.Decoder[MaskWork]) -> MaskWork:
+def _receive(connection: socket.socket, decoder: msgspec.msgpack.Decoder[MaskWork | str]) -> MaskWork | str:
     """A `Connection` would read twice, and has more to run in each process. Raises EOFError."""
     received = b""
     while part := connection.recv(RECEIVED_BYTES):
@@ -337,10 +393,12 @@ def _limit(kept: set[int]) -> None:
     os.close(2)  # llguidance's last words could hold a client's lines
     os.open(os.devnull, os.O_WRONLY)  # gets the lowest number, which is 2
     Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, the kernel kills this process first
-    # What RLIMIT_DATA bounds: private memory, written or not.
-    memory = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # no core dump; with 0 a pipe of core_pattern still gets one
-    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+
+
+def private_bytes(pid: int) -> int:
+    """What RLIMIT_DATA bounds: private memory, written or not."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[5]) * resource.getpagesize()
 
 
 def main() -> NoReturn:

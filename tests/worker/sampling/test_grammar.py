@@ -28,9 +28,9 @@ from mini_engine.messages import Grammar, GrammarReady, NewSequence, Problem, Sa
 from mini_engine.model.config import ModelConfig
 from mini_engine.protocol.structured_outputs import json_grammar, json_value, regex_grammar
 from mini_engine.worker.batch import SequenceState
-from mini_engine.worker.sampling import sampler
+from mini_engine.worker.sampling import grammar_process, sampler
 from mini_engine.worker.sampling.grammar import Grammars, Masks, bars_of
-from mini_engine.worker.sampling.grammar_process import KILLED, LARGE, SLOW_COMPILE, SLOW_MASK
+from mini_engine.worker.sampling.grammar_process import KILLED, LARGE, SLOW_COMPILE, SLOW_MASK, private_bytes
 from mini_engine.worker.sampling.matchers import PROBLEM, MaskVocabulary, Matchers, Row
 from mini_engine.worker.sampling.penalties import BARRED
 from tests.support.grammars import REGEXES, SCHEMAS
@@ -369,9 +369,63 @@ def test_clients_do_not_wait_for_the_grammars_of_others():
         assert rank.reports.get(timeout=60).digest == digest(grammars[2]) and rank.reports.empty()
         rank.finish(grammars[0])
         assert rank.reports.get(timeout=60).digest == digest(grammars[1])
-        rank.finish(*grammars[1:])
         resource.prlimit(rank.grammars.manager.pid, resource.RLIMIT_NOFILE, (3, 3))
-        (problem,) = rank.compile(grammars[0])
+        rank.grammars.update([order(grammars[0], b"third")], [])
         text = "The grammar of this request gets no process: Too many open files; send the request again later."
-        assert problem == Problem(text, retry=True)
+        assert rank.reports.get(timeout=60).problem == Problem(text, retry=True)
+        rank.finish(*grammars[1:])  # their memory cannot be read
+        rank.grammars.update([order(grammars[0], b"third")], [])
+        assert rank.reports.get(timeout=60).problem == Problem(text, retry=True)
         assert not rank.processes()
+
+
+def test_the_process_of_an_unused_grammar_follows_it_again_or_another():
+    """Without the outputs before; and a grammar has as much memory as in a new process."""
+    grammar, other = "start: /ab+/", f"start: /cd+/\n// {'x' * 100_000}"
+    with contextlib.closing(GrammarRank(rows=1)) as rank:
+        assert rank.compile(grammar) == [None]
+        (process,) = rank.processes()
+        before = private_bytes(process)
+        for number in range(200):
+            row = Row(digest(grammar), f"{number}", 0, TEXT.encode("a" + 200 * "b").ids, STOPS)
+            assert not rank.masks({0: row})[1]
+            rank.finish(grammar)
+            assert rank.compile(grammar) == [None]
+        assert private_bytes(process) - before < 1 << 20
+        for text, next_text in ((grammar, other), (other, grammar)):
+            (bars,) = rank.follow({text: []})
+            assert torch.equal(bars, bars_after(Matchers(WORDS, text), []))
+            unused = private_bytes(process)
+            rank.finish(text)
+            assert rank.compile(next_text) == [None]
+            assert 0 < resource.prlimit(process, resource.RLIMIT_DATA)[0] - grammar_process.MEMORY_BYTES <= unused
+        assert rank.processes() == [process]
+
+
+def test_a_process_that_compiles_or_has_much_memory_is_not_kept():
+    never, large = next(iter(NEVER_COMPILED)), f'start: "{"e" * 50_000}"'
+    with contextlib.closing(GrammarRank(rows=1)) as rank:
+        rank.grammars.update([order(never)], [])
+        while not rank.processes():
+            time.sleep(0.001)
+        rank.finish(never)
+        assert rank.compile(large) == [None]
+        before = rank.processes()
+        rank.finish(large)
+        assert rank.compile(HONEST) == [None]
+        assert not {*before} & {*rank.processes()}
+
+
+def test_an_idle_process_that_is_killed_or_cannot_receive_a_grammar_is_replaced():
+    with contextlib.closing(GrammarRank(rows=1)) as rank:
+        assert rank.compile(HONEST) == [None]
+        (lost,) = rank.processes()
+        rank.finish(HONEST)
+        exited = os.pidfd_open(lost)
+        os.kill(lost, signal.SIGKILL)
+        select.select([exited], [], [])
+        os.close(exited)
+        assert rank.compile(HONEST) == [None]
+        assert rank.processes() != [lost] and len(rank.processes()) == 1
+        rank.finish(HONEST)
+        assert rank.compile(f"{HONEST}\n// {'x' * 500_000}") == [None]  # a socket takes less at once
