@@ -9,8 +9,8 @@ from mini_engine.media.decode.decoder_pool import DecoderPool
 
 
 def run(child: Child) -> None:
-    """Main function of an API server's process. Does not return: it ends the process. Raises OSError: no decoder can be
-    started."""
+    """Main function of an API server's process. Raises OSError: no decoder can be started; ConfigError: see
+    `api_server.load`."""
     config = child.spec.init.config
     places = max(1, len(os.sched_getaffinity(0)) // config.api_server_count)  # this server's part of the cores
     limits = DecodeLimits(**{field.name: getattr(config, field.name) for field in fields(DecodeLimits)})
