@@ -100,7 +100,7 @@ def tokens_and_text(hf: Any, template: str, messages: list[dict[str, Any]], said
 
 @pytest.mark.parametrize("template", FAMILIES)
 @given(messages=conversations(), said=st.sampled_from(ORDINARY))
-@settings(max_examples=170)
+@settings(max_examples=80)
 def test_tokens_are_those_of_apply_chat_template(tagged: Any, template: str, messages: Any, said: str) -> None:
     token_ids, text = tokens_and_text(tagged, template, messages, said)
     assert token_ids == tagged.tokenizer.encode(text, add_special_tokens=False)
@@ -108,7 +108,7 @@ def test_tokens_are_those_of_apply_chat_template(tagged: Any, template: str, mes
 
 @pytest.mark.parametrize("template", FAMILIES)
 @given(messages=conversations(*CONTROL), said=st.sampled_from(CONTROL))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_control_tokens_in_what_a_client_writes_are_text(tagged: Any, template: str, messages: Any, said: str) -> None:
     token_ids, text = tokens_and_text(tagged, template, messages, said)
     assert tagged.tokenizer.decode(token_ids) == text

@@ -25,9 +25,9 @@ def processor(tmp_path_factory: pytest.TempPathFactory) -> GatedProcessor:
     return GatedProcessor(tiny_processor.build(tmp_path_factory.mktemp("model")))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 async def media(processor: GatedProcessor, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[MediaLoader]:
-    """Of a file's servers: decoder processes are slow to start. While it is open, all tests share an event loop."""
+    """Of all servers: decoder processes are slow to start. While it is open, all tests share an event loop."""
     policy = MediaPolicy(tmp_path_factory.mktemp("allowed"), MAX_MEDIA_BYTES, ["127.0.0.1"])
     made = serving.media_loader(processor, policy)
     yield made

@@ -282,7 +282,7 @@ class Counted:
 
 def media_loader(processor: MediaProcessor, policy: MediaPolicy, allow_partial: bool = False) -> MediaLoader:
     """A loader with two threads, and up to two decoder processes, which start with its first item."""
-    decoders = DecoderPool("test", 2, DecodeLimits(), policy.max_media_bytes)
+    decoders = DecoderPool("served", 2, DecodeLimits(), policy.max_media_bytes)
     return MediaLoader(processor, policy, decoders, 2, allow_partial)
 
 

@@ -142,8 +142,9 @@ class DecoderPool:
         """Kill all decoders and wait for them. Running jobs are lost."""
         self.is_closed = True
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            while self._idle:
-                self._remove_idle(self._idle[0])
+            for child in self._decoders:  # some start: the next descriptor with this number must not be read for them
+                asyncio.get_running_loop().remove_reader(child.connection)
+        self._idle.clear()
         for child in self._decoders:
             child.close()
         self._decoders.clear()

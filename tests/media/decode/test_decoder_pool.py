@@ -32,7 +32,7 @@ from tests.media.decode.hostile_code import Target
 from tests.media.decode.test_image import FORMATS, saved, tall
 from tests.support import clips, corpus
 from tests.support.decoding import decode_image, decode_video
-from tests.support.patience import eventually
+from tests.support.patience import PATIENCE, cancelled, eventually, settle
 from tests.support.processes import FailPoint, descendants, memory
 
 GOOD = clips.encode(20)
@@ -290,6 +290,21 @@ async def test_a_decoder_that_dies_idle_costs_no_request() -> None:
         await eventually(lambda: exits("killed") == counted + 2)
         await decoders.check()
         await decoders.settled(2)
+
+
+async def test_a_pool_that_is_closed_while_a_decoder_starts_leaves_no_reader_of_its_descriptor() -> None:
+    decoders = Decoders(places=1)
+    starting = asyncio.ensure_future(decoders.pool.start())
+    await eventually(lambda: len(decoders.pids()) == 1)
+    decoders.pool.close()
+    ours, theirs = socket.socketpair()  # ours has the number of the connection to the decoder
+    with ours, theirs:
+        ours.setblocking(False)
+        receiving = asyncio.ensure_future(asyncio.get_running_loop().sock_recv(ours, 1))
+        await settle()
+        theirs.send(b"x")
+        assert await asyncio.wait_for(receiving, PATIENCE) == b"x"
+    await cancelled(starting)
 
 
 @pytest.mark.parametrize("stuck", [False, True])
