@@ -188,9 +188,7 @@ FILTERS = [*itertools.product([0.0, 0.02], [0, 20, 2500], [0.0, 0.3, 0.99, 1.0])
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize(
-    ("spread", "steps", "size"), [(0.0, 1, 50), (1.0, 1, 9001), (3.0, 4, 9001), (0.1, 1 << 20, 9001)]
-)
+@pytest.mark.parametrize(("spread", "steps", "size"), [(0.0, 1, 50), (3.0, 4, 9001), (0.1, 1 << 20, 9001)])
 def test_draw(spread, steps, size, device):
     """Every combination of filters. With few `steps` many scores are equal; the largest lie in a few lanes of a tile;
     a third is masked; some rows are not finite. A token may be one that sums a little larger or smaller would give."""

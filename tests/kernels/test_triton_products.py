@@ -10,12 +10,13 @@ from torch import Tensor
 from mini_engine.kernels import triton_experts, triton_products
 from mini_engine.kernels.pairs import Pairs
 from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix, MatrixPart
+from tests.support.devices import combinations
 
 BOUNDS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 WEIGHTS = [(16, 0, torch.float32), (16, 0, torch.bfloat16), (8, 0, torch.float16), (8, 0, torch.bfloat16),
            (4, 128, torch.bfloat16), (4, 64, torch.float16), (4, 32, torch.bfloat16)]  # fmt: skip
 EXPERTS, EACH, OUTPUTS = 5, 2, 24
-each_kind = pytest.mark.parametrize(("bits", "group", "dtype"), WEIGHTS, ids=str)
+SHAPES = [(1, 40, 512), (5, 100, 768), (40, 64, 512), (200, 33, 1024)]  # rows, outputs, inputs
 
 
 def weights(
@@ -38,27 +39,26 @@ def check(y: Tensor, expected: Tensor) -> None:
     assert error <= BOUNDS[y.dtype]
 
 
-@each_kind
-@pytest.mark.parametrize(("rows", "outputs", "inputs"), [(1, 40, 512), (5, 100, 768), (40, 64, 512), (200, 33, 1024)])
-def test_products(bits, group, dtype, rows, outputs, inputs, device, monkeypatch):
+@pytest.mark.parametrize(("weight", "shape"), combinations(WEIGHTS, SHAPES), ids=str)
+def test_products(weight, shape, device, monkeypatch):
     """On a device with more processors than tiles, so that several programs share one, twice with the same locks."""
+    (rows, outputs, inputs), dtype = shape, weight[-1]
     locks = torch.zeros(triton_products.PER_PROCESSOR * 30, dtype=torch.int32, device=device)
     monkeypatch.setattr(triton_products, "processors_of", lambda device: 30)
     monkeypatch.setattr(triton_products, "_locks", lambda device: locks)
     torch.manual_seed(rows)
-    dense, operands = weights(bits, group, dtype, (outputs, inputs), device)
+    dense, operands = weights(*weight, (outputs, inputs), device)
     for _ in range(2):
         x = torch.randn(rows, inputs + 32).to(dtype)[:, :inputs]
         check(triton_products.multiply(x.to(device), *operands), x.double() @ dense.T)
     assert not locks.any()
 
 
-@each_kind
-@pytest.mark.parametrize("tokens", [1, 3, 60])
-def test_products_by_expert(bits, group, dtype, tokens, device):
+@pytest.mark.parametrize(("weight", "tokens"), combinations(WEIGHTS, [1, 3, 60]), ids=str)
+def test_products_by_expert(weight, tokens, device):
     torch.manual_seed(tokens)
-    dense, operands = weights(bits, group, dtype, (EXPERTS * OUTPUTS, 256), device)
-    x = torch.randn(tokens, 256).to(dtype)
+    dense, operands = weights(*weight, (EXPERTS * OUTPUTS, 256), device)
+    x = torch.randn(tokens, 256).to(weight[-1])
     chosen = torch.stack([torch.randperm(EXPERTS)[:EACH] for _ in range(tokens)]).int()
     pairs = Pairs(*triton_experts.sort(chosen.to(device), EXPERTS), EACH)
     each = dense.unflatten(0, (EXPERTS, -1))

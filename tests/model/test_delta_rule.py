@@ -68,7 +68,7 @@ def close(ours: Tensor, theirs: Tensor, bound: float = 1e-5) -> None:
 
 @settings(max_examples=40, phases=[Phase.explicit] if INTERPRETED else [*Phase])
 @given(st.lists(st.one_of(st.integers(1, 5), st.integers(60, 70), st.integers(100, 500)), min_size=1, max_size=5))
-@example([1, 63, 64, 65, 200])
+@example([1, 63, 64, 65, 7])
 def test_prefill_in_pieces_equals_one_token_after_the_other(device: torch.device, lengths: list[int]):
     inputs = make_inputs(sum(lengths))
     (conv,), (delta,) = empty_states(1, device)
@@ -93,8 +93,11 @@ def test_the_last_token_does_not_decay(device: torch.device):
 
 
 # Of 16-bit types, two units in the last place: the convolution's output is rounded, and the interpreter cuts.
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 1.6e-2)])
-def test_published_sizes(dtype: torch.dtype, bound: float, device: torch.device):
+BOUNDS = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16] if INTERPRETED else [torch.float32, *BOUNDS], ids=str)
+def test_published_sizes(dtype: torch.dtype, device: torch.device):
     """A prompt in two pieces, views of wider rows as the model has them, then two tokens."""
     x, gates = (each.to(dtype) for each in make_inputs(102, PUBLISHED))
     conv, delta = empty_states(1, device, PUBLISHED)
@@ -110,8 +113,8 @@ def test_published_sizes(dtype: torch.dtype, bound: float, device: torch.device)
             ours.append(delta_rule.prefill(*common, conv[0], delta[0]))
     out, state = expected(x, gates, PUBLISHED)
     assert ours[0].dtype == dtype
-    close(torch.cat(ours), out, bound)
-    close(delta[0], state, bound)
+    close(torch.cat(ours), out, BOUNDS.get(dtype, 1e-5))
+    close(delta[0], state, BOUNDS.get(dtype, 1e-5))
 
 
 def test_decode_after_prefill_changes_its_states_alone(device: torch.device):

@@ -10,15 +10,16 @@ from mini_engine.model.layers import pack_weights
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.quantization import Quantization
 from mini_engine.model.weights import fill_randomly
-from tests.support.devices import device
+from tests.support.devices import INTERPRETED, combinations, device
 
 __all__ = ["device"]
 
 COUNT, SIZE, INNER, EACH = 7, 64, 128, 2
 
 
-@pytest.mark.parametrize("bits", [16, 8, pytest.param(4, marks=pytest.mark.gpu)])  # a CPU's matrices of 4 bits differ
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("bits", "ranks"), combinations([16, 8] if INTERPRETED else [16, 8, 4], [1, 2])
+)  # a CPU's matrices of 4 bits differ
 @pytest.mark.parametrize("few", [0, 64])
 @torch.inference_mode()
 def test_the_product_of_groups_is_that_of_each_expert(bits, ranks, few, device, monkeypatch):

@@ -148,7 +148,7 @@ def assert_close(ours: Tensor, theirs: Tensor, bound: float, median: bool = Fals
 
 
 @pytest.mark.parametrize(
-    ("form", "family"), zip(CONFIGS, itertools.cycle(FAMILIES), strict=False), indirect=["family"], scope="session"
+    ("form", "family"), [*zip(CONFIGS, itertools.cycle(FAMILIES), strict=False)], indirect=["family"], scope="session"
 )
 @torch.inference_mode()
 def test_a_published_layout_gives_the_logits_of_its_weights(form, source, tmp_path, prompts):

@@ -4,7 +4,10 @@ Triton reads that variable when a kernel is defined, so one process cannot do bo
 another.
 """
 
+import itertools
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,13 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 )
+
+
+def combinations(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """All of them on a device; where kernels are interpreted, which is slow, enough that each value is in one."""
+    if not INTERPRETED:
+        return [*itertools.product(*values)]
+    return [tuple(each[i % len(each)] for each in values) for i in range(max(map(len, values)))]
 
 
 @pytest.fixture(params=["cpu"] if INTERPRETED else [ON_CUDA])

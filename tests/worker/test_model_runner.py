@@ -43,7 +43,7 @@ def test_32_sequences_in_a_batch_have_the_tokens_of_each_alone(make_runner):
 
 @pytest.mark.parametrize("family", ["qwen3_5"], indirect=True, scope="session")
 def test_a_prompt_may_be_cut_anywhere(make_runner, expected):
-    for budget in range(1, 60):
+    for budget in (1, 2, 3, 5, 7, 11, 13, 17, 29, 59):
         media = tiny.MemoryMedia()
         (new,) = [request for request in tiny.mixed_requests(media, "qwen3_5") if request.request_id == "two"]
         steps = script.write_steps([new], 6, budget, 16, NUM_BLOCKS)

@@ -50,9 +50,9 @@ class GraphRig:
         media = tiny.MemoryMedia()
         requests = [new for new in tiny.mixed_requests(media, self.family) if new.request_id != "video"]
         if INTERPRETED:
-            prompts = {"short": [17], "half a block": [*range(3, 12)], "block": [*range(20, 36)]}
+            prompts = {"short": [17], "two": [3, 4], "almost a block": [*range(20, 35)]}
             requests = [tiny.make_request(media, *prompt, self.family) for prompt in prompts.items()]
-        steps = script.write_steps(requests, 4 if INTERPRETED else 20, 48, 16, BLOCKS, preempt_at=(3,))
+        steps = script.write_steps(requests, 3 if INTERPRETED else 20, 48, 16, BLOCKS, preempt_at=(2,))
         assert max(len(step.chunks) for step in steps) == len(requests)
         return script.run(self.runner(media, backend, graphs), steps, ahead=1)
 
