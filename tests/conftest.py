@@ -12,6 +12,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 import zmq
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 gc.disable()  # until all tests are imported, nearly all of which stays
 
@@ -31,48 +33,44 @@ QUICK = ["test_structure.py", "config", "core", "prompt", "protocol", "transport
 
 # A whole run has two processes (pytest-xdist). One takes what is below COMPUTING, which mostly computes, in the time
 # that the other, whose servers' latencies are tested, leaves of the cores.
-COMPUTING = [
-    "test_structure.py",
-    "config",
-    "core",
-    "demo",
-    "kernels",
-    "model",
-    "prompt",
-    "protocol",
-    "training",
-    "worker",
-]
+COMPUTING = (
+    *("tests/test_structure.py", "tests/config/", "tests/core/", "tests/demo/", "tests/kernels/", "tests/model/"),
+    *("tests/prompt/", "tests/protocol/", "tests/training/", "tests/worker/"),
+)
+
+
+class TwoProcesses(LoadScopeScheduling):
+    """Which tests go together."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "computing" if nodeid.startswith(COMPUTING) else "serving"
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> TwoProcesses:
+    return TwoProcesses(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Before pytest-xdist, which reads these options. Not where some tests were chosen, or one may be debugged."""
-    options = config.option
+    """Before pytest-xdist, which reads the option. Not where some tests were chosen, or one may be debugged."""
+    options, is_worker = config.option, hasattr(config, "workerinput")
     is_whole = config.args_source is config.ArgsSource.TESTPATHS and options.markexpr == "not slow"
     is_plain = not (options.keyword or options.usepdb or options.collectonly or options.capture == "no")
-    has_workers = config.pluginmanager.hasplugin("xdist") and not hasattr(config, "workerinput")
-    if is_whole and is_plain and has_workers and options.numprocesses is None:
-        options.numprocesses, options.dist = 2, "loadgroup"
+    if is_whole and is_plain and not is_worker and options.numprocesses is None:
+        options.numprocesses = 2
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    group = item.get_closest_marker("xdist_group")
-    if group is not None and group.args == ("computing",):
-        os.setpriority(os.PRIO_PROCESS, 0, 19)
+    if hasattr(item.config, "workerinput") and item.nodeid.startswith(COMPUTING):
+        os.setpriority(os.PRIO_PROCESS, 0, 10)
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests below QUICK but the slow ones, which pytest deselects afterwards by `-m`; and name the process of
-    each."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests below QUICK but the slow ones, which pytest deselects afterwards by `-m`."""
     quick = [TESTS / name for name in QUICK]
     missing = [str(path) for path in quick if not path.exists()]
     assert not missing, f"QUICK names {missing}"
-    computing = [TESTS / name for name in COMPUTING]
     for item in items:
-        if hasattr(config, "workerinput"):
-            is_computing = any(item.path.is_relative_to(path) for path in computing)
-            item.add_marker(pytest.mark.xdist_group("computing" if is_computing else "serving"))
         if any(item.path.is_relative_to(path) for path in quick) and item.get_closest_marker("slow") is None:
             item.add_marker("quick")
 
