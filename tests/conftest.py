@@ -31,19 +31,16 @@ TESTS = Path(__file__).parent
 QUICK = ["test_structure.py", "config", "core", "prompt", "protocol", "transport"]
 
 
-# A whole run has two processes (pytest-xdist). One takes what is below COMPUTING, which mostly computes, in the time
-# that the other, whose servers' latencies are tested, leaves of the cores.
-COMPUTING = (
-    *("tests/test_structure.py", "tests/config/", "tests/core/", "tests/demo/", "tests/kernels/", "tests/model/"),
-    *("tests/prompt/", "tests/protocol/", "tests/training/", "tests/worker/"),
-)
+# A whole run has two processes (pytest-xdist): one for these folders, whose servers' latencies are tested, and one that
+# takes the others in the time that the first leaves of the cores.
+SERVING = tuple(f"tests/{name}/" for name in ("batch", "cluster", "e2e", "engine_client", "faults", "http", "launch"))
 
 
 class TwoProcesses(LoadScopeScheduling):
     """Which tests go together."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "computing" if nodeid.startswith(COMPUTING) else "serving"
+        return "serving" if nodeid.startswith(SERVING) else "others"
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> TwoProcesses:
@@ -61,7 +58,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if hasattr(item.config, "workerinput") and item.nodeid.startswith(COMPUTING):
+    if hasattr(item.config, "workerinput") and not item.nodeid.startswith(SERVING):
         os.setpriority(os.PRIO_PROCESS, 0, 10)
 
 

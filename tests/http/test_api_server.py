@@ -13,6 +13,7 @@ import pytest
 from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
 from mini_engine.config.decode_limits import DecodeLimits
 from mini_engine.http import api_server as server
+from mini_engine.http.api_process import make_decoders
 from mini_engine.messages import Init, MediaCachePlan
 from mini_engine.protocol.bodies import ChatMessage, ChatRequest
 
@@ -21,7 +22,7 @@ from mini_engine.protocol.bodies import ChatMessage, ChatRequest
 def loaded(**settings: Any) -> Iterator[server.ModelFront]:
     no_cache = MediaCachePlan("off", 0, "")
     init = Init(EngineConfig(**settings), BUNDLED_MODEL, "", cores=[], core_workers=[], ranks=[], media_cache=no_cache)
-    front = server.load(init, 0)
+    front = server.load(init, 0, make_decoders("api 0", init.config))
     yield front
     front.media.close()
 

@@ -42,8 +42,6 @@ def test_patches_equal_those_of_a_full_call(processor):
             assert_same(processor, item, expected)
             duration = 2 * 3 * count / 29.97 / count
             assert item.second_per_grid == pytest.approx(expected.get("second_per_grid_ts", [duration])[0])
-        measured = processor.process_video(*video, own_settings(processor).measuring())
-        assert measured.patches.is_meta and measured.patches.shape == item.patches.shape
         image = video.frames[0]
         item = processor.process_image(image, own_settings(processor))
         assert_same(processor, item, full_call(processor, image))
