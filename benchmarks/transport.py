@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import uvloop
 import zmq
 
 from benchmarks.cli import Report, say, table
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> Report:
     with start_ranks(max(args.ranks)) as ranks:
         for megabytes in args.payloads:
             say(f"{megabytes:g} MB")
-            rows += asyncio.run(_measure(ranks, args, megabytes))
+            rows += uvloop.run(_measure(ranks, args, megabytes))
     print("Milliseconds, medians. copy: into shared memory; arrive: until the last rank's report; touch: every page")
     print(table(list(rows[0]), [list(row.values()) for row in rows]))
     return Report({"repeats": args.repeats, "rows": rows})

@@ -24,8 +24,8 @@ CHAT = "/v1/chat/completions"
 Prompt = Any  # see `LLM`
 
 
-class Media(dict[str, Any]):
-    """An item of a prompt: the part of a message.
+class Media:
+    """An item of a prompt.
 
     Args:
         source: a path, a URL (`http(s)://`, `file://`, `data:`), or a file's content as bytes; of an image also a PIL
@@ -36,8 +36,24 @@ class Media(dict[str, Any]):
     kind: ClassVar[str]
 
     def __init__(self, source: str | os.PathLike[str] | bytes | Any, **settings: Any):
+        self.source, self.settings = source, settings
+
+    def part(self) -> dict[str, Any]:
+        """The part of a message. Raises OSError, AttributeError: an image cannot be encoded, or is none."""
         name = f"{self.kind}_url"
-        super().__init__(settings, type=name, **{name: None if source is None else _url(source, self.kind)})
+        return {"type": name, name: None if self.source is None else self._url(), **self.settings}
+
+    def _url(self) -> str:
+        source = self.source
+        if isinstance(source, str) and source.startswith(("http://", "https://", "file://", "data:")):
+            return source
+        if isinstance(source, str | os.PathLike):
+            return f"file://{quote(os.path.abspath(os.fsencode(source)))}"
+        if not isinstance(source, bytes):
+            buffer = io.BytesIO()
+            source.save(buffer, "PNG", compress_level=1)  # a quarter of the default's time, a fifth more bytes
+            source = buffer.getvalue()
+        return f"data:{self.kind}/;base64,{base64.b64encode(source).decode()}"
 
 
 class Image(Media):
@@ -46,18 +62,6 @@ class Image(Media):
 
 class Video(Media):
     kind = "video"
-
-
-def _url(source: Any, kind: str) -> str:
-    if isinstance(source, str) and source.startswith(("http://", "https://", "file://", "data:")):
-        return source
-    if isinstance(source, str | os.PathLike):
-        return f"file://{quote(os.path.abspath(os.fsencode(source)))}"
-    if not isinstance(source, bytes):
-        buffer = io.BytesIO()
-        source.save(buffer, "PNG", compress_level=1)  # a quarter of the default's time, a fifth more bytes
-        source = buffer.getvalue()
-    return f"data:{kind}/;base64,{base64.b64encode(source).decode()}"
 
 
 @dataclass(frozen=True)
@@ -164,7 +168,8 @@ class LLM:
     ) -> list[LLMAnswer]:
         """Documents by how well they answer a query, the best first and those with an error last; with the option
         `convert="classify"`, or `"embed"` for cosines. Query and documents are texts, or lists of texts, `Image` and
-        `Video`. Fields are those of a score request, such as `instruction`. Raises ServerError."""
+        `Video`. Fields are those of a score request, such as `instruction`. Raises ServerError, and
+        what `messages_of` raises for the query."""
         queries = {"content": _content(query)}
 
         def body(document: Prompt) -> dict[str, Any]:
@@ -232,12 +237,15 @@ def chat_body(prompt: Prompt, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def messages_of(prompt: Prompt) -> list[dict[str, Any]]:
-    """The messages of a prompt. Raises TypeError, AttributeError: it has another form."""
+    """The messages of a prompt. Raises TypeError, AttributeError: it has another form; what `Media.part` raises."""
     messages = prompt if is_conversation(prompt) else [{"role": "user", "content": prompt}]
     return [{**message, "content": _content(message.get("content"))} for message in messages]
 
 
 def _content(content: Any) -> Any:
-    if isinstance(content, list | tuple):
-        return [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
-    return [content] if isinstance(content, Media) else content
+    if isinstance(content, Media):
+        content = [content]
+    if not isinstance(content, list | tuple):
+        return content
+    parts = ({"type": "text", "text": part} if isinstance(part, str) else part for part in content)
+    return [part.part() if isinstance(part, Media) else part for part in parts]

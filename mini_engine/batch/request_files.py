@@ -50,7 +50,11 @@ def read_requests(path: Path) -> Iterator[BatchRequest]:
     if not path.is_file():
         raise ConfigError(f"{path}: no regular file, which can be read twice")
     decoder = msgspec.json.Decoder(BatchRequest)
-    with path.open("rb") as file:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    with file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue

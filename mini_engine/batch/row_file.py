@@ -29,6 +29,8 @@ class RowFile:
     """
 
     def __init__(self, path: Path, start: bytes, is_kept: Callable[[Any], bool]):
+        if path.exists() and not path.is_file():  # a device or pipe, which cannot be replaced
+            raise ConfigError(f"{path}: no regular file")
         path = path.resolve()  # a link stays one
         copy = path.with_name(path.name + ".tmp")
         try:

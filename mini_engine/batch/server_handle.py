@@ -173,7 +173,6 @@ class ServerHandle:
             timeout = aiohttp.ClientTimeout()  # none: a video may take minutes
             session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=timeout)
             self._session = await resources.enter_async_context(session)
-            # In a fork nothing removes it: to collect it there would close its connections for the parent, too.
             OPEN_SESSIONS.add(session)
             resources.callback(OPEN_SESSIONS.remove, session)
             # The socket listens from early on, but no process accepts connections before all are ready.
@@ -216,7 +215,9 @@ def loop_of(_pid: int) -> asyncio.AbstractEventLoop:
     ends: no request comes too late for it, and the kernel, which kills a child process when the thread that started it
     ends, kills no server before."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="mini-engine", daemon=True).start()
+    # In a fork, which has no such thread, its frame keeps the sessions: to collect them would end the parent's, too.
+    run = lambda _kept=OPEN_SESSIONS: loop.run_forever()  # noqa: E731
+    threading.Thread(target=run, name="mini-engine", daemon=True).start()
     return loop
 
 

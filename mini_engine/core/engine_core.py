@@ -203,8 +203,8 @@ class EngineCore:
             if not self.arrivals.is_ready(messages):
                 limit = self.config.collective_timeout
                 limit = limit if self.config.debug else min(MEDIA_TIMEOUT_SECONDS, limit)
-                if self.waiting.setdefault(request.id, request).deadline == math.inf:
-                    request.deadline = time.monotonic() + limit
+                self.waiting[request.id] = request
+                request.deadline = min(request.deadline, time.monotonic() + limit)
                 return
             for item in request.media:
                 if isinstance(item.patches, TensorHandle) and item.cacheable:

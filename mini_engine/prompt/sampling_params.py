@@ -119,7 +119,10 @@ class SamplingResolver:
         pooling: PoolingParams | None = None,
     ) -> NewRequest:
         """The engine's form of `request`, with its expanded prompt; or of a request for what `pooling` says of that.
-        Raises ApiError: 400 as `resolve`, or if the prompt has a token that the tokenizer has, but not the model."""
+        Raises ApiError: 400 as `resolve`, or if the prompt is empty, or has a token that the tokenizer has, but not the
+        model."""
+        if not token_ids:
+            raise bad_request("The prompt is empty: it needs at least one token.", request.prompt_field)
         self.check_tokens(request.prompt_field, token_ids)
         priority, salt = request.priority or 0, request.cache_salt or ""
         new = NewRequest(

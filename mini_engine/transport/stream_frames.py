@@ -24,7 +24,7 @@ from mini_engine.transport.codec import TransportError
 
 HEADER = struct.Struct("<IBQ")  # bytes of the head, descriptors passed with the frame (0 or 1), bytes after the head
 MAX_HEAD = 1 << 20
-TURN_BYTES = 1 << 20  # written to, or read from, one stream before the loop serves others
+TURN_BYTES = 1 << 20  # read from one stream before the loop serves others; and the socket's buffer for what is sent
 
 # The rank may bind a moment later.
 _TRANSIENT = (FileNotFoundError, ConnectionRefusedError, BlockingIOError, TimeoutError)
@@ -54,13 +54,14 @@ class FrameSender(asyncio.Protocol):
         self._on_end = on_end
         loop = asyncio.get_running_loop()
         self._transport, _ = await loop.create_unix_connection(lambda: self, sock=self._socket)
+        if self._on_end is None:  # closed meanwhile
+            self._transport.abort()
 
     def enqueue_frame(self, head: bytes, payload: memoryview | None = None, descriptor: int | None = None) -> None:
         """Write a frame, or from `watch_end` on queue it until the rank reads. `payload` (bytes) is kept until then; a
-        `descriptor` is sent before. A frame for a stream that has ended is dropped, and the end reported. Raises
-        TransportError: the stream has ended, before `watch_end`."""
+        `descriptor` can only be passed before. A frame for a stream that has ended is dropped, and the end reported.
+        Raises TransportError: the stream has ended, before `watch_end`."""
         frame = pack_frame(head, len(payload or b""), descriptor is not None)
-        parts: list[bytes | memoryview] = [frame, payload] if payload else [frame]
         if self._transport is None:
             with self._blocking():
                 fds = [] if descriptor is None else [descriptor]
@@ -69,7 +70,8 @@ class FrameSender(asyncio.Protocol):
                     if rest:
                         self._socket.sendall(rest)
         elif not self._transport.is_closing():
-            self._transport.writelines(parts)
+            assert descriptor is None
+            self._transport.writelines([frame, payload] if payload else [frame])
 
     def receive_answer(self) -> bytes:
         """The head of the next frame from the rank, before `watch_end`. Raises TransportError: the stream has ended, or
@@ -84,11 +86,11 @@ class FrameSender(asyncio.Protocol):
 
     def close_stream(self) -> None:
         """Without effect when closed. Frames that are not written yet are lost, and the stream has no end to report."""
-        self._on_end = None
-        if self._transport is None:
-            self._socket.close()
-        else:
+        is_watched, self._on_end = self._on_end is not None, None
+        if self._transport is not None:
             self._transport.abort()
+        elif not is_watched:  # else the loop is about to have it
+            self._socket.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the event loop, not in between the frames of a request."""

@@ -13,6 +13,7 @@ This file knows neither requests nor when a rank has read a tensor.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 import logging
@@ -132,9 +133,11 @@ class TensorIpcSender:
     async def watch_end(self, on_end: Callable[[str], None]) -> None:
         """The running event loop writes from now on, and calls `on_end`, with a text for the log, when the stream to a
         rank ends."""
+        watches = []
         for address, stream in zip(self._addresses, self._streams, strict=True):
             prefix = f"tensor stream to rank {address.rank} ended: "
-            await stream.watch_end(lambda why, prefix=prefix: on_end(prefix + why))  # type: ignore[misc]
+            watches.append(stream.watch_end(lambda why, prefix=prefix: on_end(prefix + why)))  # type: ignore[misc]
+        await asyncio.gather(*watches)  # at once: the end of one closes all
 
     async def reserve(self, tensors: Sequence[torch.Tensor]) -> Outgoing:
         """Room for the CPU tensors of a request, each a message of its own. See `Arena.acquire`."""

@@ -66,7 +66,7 @@ def test_what_is_no_file_of_answers_stays_as_it_is(tmp_path: Path):
     path.unlink()
     os.mkfifo(path)
     for use in (ids_of, lambda path: AnswerFile(path, retry_failed=False)):
-        with pytest.raises(ConfigError, match="no regular file|seek"):
+        with pytest.raises(ConfigError, match="no regular file"):
             use(path)
     assert path.is_fifo()
 

@@ -90,7 +90,7 @@ def nested(depth: int) -> list:
 
 def test_an_error_of_one_prompt_is_in_its_answer(llm: LLM, clip: Path, picture: Path):
     prompts = [
-        [Video(clip.parent / "none.mp4"), QUESTION], [Video(picture.read_bytes(), fps=-1), QUESTION], [object()],
+        [Video(clip.parent / "none.mp4"), QUESTION], [Video(picture.read_bytes(), fps=-1), QUESTION], [Image(object())],
         [Image(None)], nested(5000), None, [Video(clip), QUESTION],
     ]  # fmt: skip
     answers = llm.chat(prompts, max_tokens=32, temperature=0, use_tqdm=False)
@@ -190,7 +190,7 @@ def test_the_memory_of_a_program_does_not_grow_with_its_prompts():
         return memory(os.getpid(), "VmRSS")
 
     with LLM(data_parallel_size=1, log_level="warning") as model:
-        prompts = ("hello" if number % 100 == 0 else [object()] for number in range(10**6))
+        prompts = ("hello" if number % 100 == 0 else [Image(object())] for number in range(10**6))
         answers = model.stream(prompts, max_tokens=1)
         num_served = sum(answer.error is None for answer in itertools.islice(answers, 10**5))
         before = resident()

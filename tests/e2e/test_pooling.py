@@ -178,7 +178,7 @@ def test_from_python(
         assert "--runner generate" in (llm.chat(["hello"], use_tqdm=False)[0].error or "")
     use_server(ranker, monkeypatch)
     with LLM() as llm:
-        *ranked, unusable, failed = llm.rank("red", [TEXTS[1], [picture], [object()], [absent]])
+        *ranked, unusable, failed = llm.rank("red", [TEXTS[1], [picture], [Image(object())], [absent]])
         scores = [family.score(["red"], [TEXTS[1]]), family.score(["red"], [IMAGES[0]])]
         assert [document.id for document in ranked] == np.argsort(-np.array(scores)).tolist()
         np.testing.assert_allclose([document.score for document in ranked], sorted(scores, reverse=True), atol=1e-5)

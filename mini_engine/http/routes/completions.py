@@ -1,7 +1,7 @@
 """POST /v1/completions, /tokenize and /detokenize: text without a chat template, and token ids.
 
 The path of a completion's prompt is that of a chat request; each of several is a request of its own to an engine. The
-others, in vLLM's form, ask no engine: the media of a conversation are measured, and dropped.
+others, in vLLM's form, ask no engine: the media of a conversation are decoded, and dropped.
 """
 
 import asyncio
@@ -46,10 +46,7 @@ async def completions(request: Request) -> Response:
 
 async def _encode(context: AppContext, body: CompletionRequest, prompt: str) -> list[int]:
     encode = partial(context.renderer.encode, prompt, body.add_special_tokens is not False)
-    token_ids = await run_sized(encode, len(prompt), INLINE_CHARACTERS)
-    if not token_ids:
-        raise bad_request("The prompt is empty: it needs at least one token.", "prompt")
-    return token_ids
+    return await run_sized(encode, len(prompt), INLINE_CHARACTERS)
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------

@@ -38,7 +38,8 @@ from mini_engine.worker.sampling.matchers import MaskVocabulary, Matchers, Row
 
 COMPILE_SECONDS = 1  # of processor time, with the first mask
 STALLED_COMPILE_SECONDS = 5  # on the clock: a process that is stopped takes no processor time
-# Of private memory, beyond what the manager has: a schema of 100,000 characters takes 50 MB, and 64 outputs 20 MB more.
+# Of private memory, beyond what is there before it compiles: a schema of 100,000 characters takes 50 MB, and 64 outputs
+# 20 MB more.
 MEMORY_BYTES = 128 << 20
 IDLE_BYTES = 16 << 20  # of it that a process may have to be kept
 # Of processor time for the masks of a step: besides what the model takes, which hides them, the processes share
@@ -131,7 +132,6 @@ class Manager:
         self._unsent = deque[bytes]()  # answers that the socket has no room for
         self._processes: dict[bytes, _Process] = {}  # in use, by digest
         self._idle: dict[bytes, _Process] = {}  # by the digest that they have compiled, the longest unused first
-        self._own_bytes = private_bytes(os.getpid())
         self._queues: dict[bytes, dict[bytes, Grammar]] = {}  # by client, the one that was served last is the last
         self._pauses: dict[bytes, float] = {}  # until when, by client
         self._compiling = max(1, len(os.sched_getaffinity(0)) // 2)  # at most; of a client one
@@ -272,6 +272,10 @@ class Manager:
         try:
             pid, connection = self._reuse(grammar) or self._fork(grammar)
         except OSError as error:
+            if self._idle:  # they have what this one lacks
+                self._end(self._idle.pop(next(iter(self._idle))))
+                self._start(grammar)
+                return
             text = f"The grammar of this request gets no process: {error.strerror}; send the request again later."
             self._report(grammar, Problem(text, retry=True))
             return
@@ -311,7 +315,7 @@ class Manager:
         """Keep the process of an unused grammar, unless it compiles it or has much memory; as many as rows at most."""
         is_small = False
         with contextlib.suppress(OSError):  # out of file descriptors
-            is_small = private_bytes(process.pid) - self._own_bytes <= IDLE_BYTES
+            is_small = private_bytes(process.pid) - private_bytes(os.getpid()) <= IDLE_BYTES
         if not (process.is_compiled and is_small):
             self._end(process)
             return
@@ -334,7 +338,7 @@ def _follow(
     """What a grammar's process does, until it is killed."""
     die_with_parent(manager)
     setproctitle("mini-engine: grammar")
-    _limit({connection.fileno(), answers.fileno()})
+    _isolate({connection.fileno(), answers.fileno()})
     while True:
         memory = private_bytes(os.getpid()) + MEMORY_BYTES  # what RLIMIT_DATA bounds, beyond what is there
         resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.getrlimit(resource.RLIMIT_DATA)[1]))
@@ -385,8 +389,8 @@ def _receive(connection: socket.socket, decoder: msgspec.msgpack.Decoder[MaskWor
     raise EOFError
 
 
-def _limit(kept: set[int]) -> None:
-    """Bound what this process takes, and keep these descriptors alone: by one the manager sees that it exited."""
+def _isolate(kept: set[int]) -> None:
+    """Keep these descriptors alone: by one the manager sees that it exited. Leave no trace of a client's text."""
     edges = [2, *sorted(kept), os.sysconf("SC_OPEN_MAX")]
     for before, after in itertools.pairwise(edges):
         os.closerange(before + 1, after)

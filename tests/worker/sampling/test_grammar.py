@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import queue
@@ -377,6 +378,20 @@ def test_clients_do_not_wait_for_the_grammars_of_others():
         rank.grammars.update([order(grammars[0], b"third")], [])
         assert rank.reports.get(timeout=60).problem == Problem(text, retry=True)
         assert not rank.processes()
+
+
+def test_idle_processes_are_given_up_where_a_new_one_lacks_what_they_hold():
+    with contextlib.closing(GrammarRank(rows=3)) as rank:
+        assert rank.compile("start: /a+/", "start: /b+/") == [None, None]
+        before, manager = rank.processes(), rank.grammars.manager.pid
+        rank.finish("start: /a+/", "start: /b+/")
+        assert rank.compile("start: /a+/") == [None]  # so both were kept
+        rank.finish("start: /a+/")
+        used = os.listdir(f"/proc/{manager}/fd")
+        limit = 1 + next(fd for fd in itertools.count() if f"{fd}" not in used)  # one is left, and a fork needs two
+        resource.prlimit(manager, resource.RLIMIT_NOFILE, (limit, limit))
+        assert rank.compile("start: /c+/") == [None]
+        assert len({*before} & {*rank.processes()}) == 1
 
 
 def test_the_process_of_an_unused_grammar_follows_it_again_or_another():
