@@ -46,7 +46,10 @@ async def completions(request: Request) -> Response:
 
 async def _encode(context: AppContext, body: CompletionRequest, prompt: str) -> list[int]:
     encode = partial(context.renderer.encode, prompt, body.add_special_tokens is not False)
-    return await run_sized(encode, len(prompt), INLINE_CHARACTERS)
+    token_ids = await run_sized(encode, len(prompt), INLINE_CHARACTERS)
+    if not token_ids:  # before any of the prompts is sent
+        raise bad_request("The prompt is empty: it needs at least one token.", "prompt")
+    return token_ids
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
