@@ -5,7 +5,7 @@ torch takes MKL for float32, which uses AVX-512 on Intel's processors only; oneD
 says whether this torch has it.
 
 In bfloat16 both take oneDNN, which rearranges a matrix for its kernel at each product unless the matrix is kept in that
-order (`pack`); docs/benchmarks.md has the times of both.
+order (`pack`).
 
 torch's attention in bfloat16 multiplies blocks of a few hundred rows and columns, at a third of the speed of products;
 here a product has whole rows of scores. Those can only be had rounded to bfloat16, so `_scores` subtracts from each
