@@ -1,4 +1,4 @@
-"""What docs/request-path.md and docs/glossary.md say of files, their lines and their functions is so.
+"""What docs/request-path.md and docs/glossary.md say of files, their lines and their functions is so; pages stay short.
 
 `python -m tests.test_documents` writes the numbers of lines into docs/request-path.md.
 """
@@ -67,6 +67,11 @@ def test_calls_exist_and_are_as_few_as_the_page_says() -> None:
     text, video = len(calls["text"]), len(calls["text"] + calls["video"])
     assert f"a text request takes {text} calls, a request with a new video {video}." in PAGE.read_text()
     assert text <= MOST_TEXT_CALLS and video <= MOST_VIDEO_CALLS
+
+
+@pytest.mark.parametrize(("page", "words"), [("benchmarks.md", 2800), ("data-plane.md", 2300)])
+def test_pages_can_be_read_to_the_end(page: str, words: int) -> None:
+    assert len((ROOT / "docs" / page).read_text().split()) <= words
 
 
 def test_the_glossary_is_short() -> None:
