@@ -1,4 +1,5 @@
-"""The small operators of a layer: on CUDA one Triton kernel each, elsewhere torch's own, which are the reference.
+"""The operators of a layer: on CUDA one Triton kernel for each small one, elsewhere torch's own, which are the reference,
+and for products those of oneDNN and FBGEMM where they are faster.
 
 A caller says what it wants, and never where it runs. This file knows nothing of the model.
 """
