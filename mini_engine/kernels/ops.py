@@ -1,5 +1,5 @@
-"""The operators of a layer: on CUDA one Triton kernel for each small one, elsewhere torch's own, which are the reference,
-and for products those of oneDNN and FBGEMM where they are faster.
+"""The operators of a layer: on CUDA one Triton kernel for each small one, elsewhere torch's own, which are the
+reference, and for products oneDNN's and FBGEMM's where they are faster.
 
 A caller says what it wants, and never where it runs. This file knows nothing of the model.
 """
