@@ -5,7 +5,7 @@ registers."""
 import itertools
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,21 @@ MATRIX_UNIT = {90: "wgmma", 100: "tcgen05"}  # of chunks; otherwise and for deco
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 KINDS = [(False, 7), (True, 7), (True, 8)]  # of attention: of chunks, and query heads for each key head
-BY_DEFAULT = [(90, 128, "bf16", KINDS[1]), (100, 80, "fp16", KINDS[2]), (120, 256, "bf16", KINDS[0])]
-TABLE = [
-    pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.slow)
-    for case in itertools.product(SHARED_MEMORY, (64, 80, 128, 256), WIDTHS, KINDS)
-]
+CODES = {"*u8": ("*i32", 128), "*i8": ("*fp32", 0), "*bf16": (None, 0)}  # of weights: their scales, and rows of a group
+
+
+def table(by_default: list[Any], *axes: Iterable[Any]) -> list[Any]:
+    """All combinations, of which some are not slow."""
+    cases = itertools.product(SHARED_MEMORY, *axes)
+    return [pytest.param(*case, marks=() if case in by_default else pytest.mark.slow) for case in cases]
+
+
+ATTENTION = table(
+    [(90, 128, "bf16", KINDS[1]), (100, 80, "fp16", KINDS[2]), (120, 256, "bf16", KINDS[0])],
+    *((64, 80, 128, 256), WIDTHS, KINDS),
+)
+FEW, MANY = triton_products.FEW, triton_products.MANY
+PRODUCTS = table([(90, "*u8", 1, MANY), (80, "*i8", 128, FEW), (120, "*bf16", 128, MANY)], CODES, (1, 128), (FEW, MANY))
 
 
 def types_of(dtype: str) -> dict[str, str]:
@@ -74,22 +84,23 @@ def stack_bytes(compiled: Any, path: Path) -> int:
     return int(re.search(r"STACK:(\d+)", usage)[1])
 
 
-@pytest.mark.parametrize(("target", "dim", "dtype", "kind"), TABLE)
+@pytest.mark.parametrize(("target", "dim", "dtype", "kind"), ATTENTION)
 def test_attention(target: int, dim: int, dtype: str, kind: tuple[bool, int], tmp_path: Path):
     types, width, limit = types_of(dtype), WIDTHS[dtype], SHARED_MEMORY[target]
     shape = paged.shape_of(*kind, dim, width, limit)
     constants = paged.constants(shape, *kind, dim, 16)
-    attend = compile_for(target, paged._attend, types, constants, shape.warps, paged.STAGES)
-    fixed = {"DIM": dim, "PADDED": padded(dim, 16), "N": paged.JOIN_SPLITS}
-    join = compile_for(target, paged._join, types, fixed, paged.JOIN_WARPS)
-    for compiled in (attend, join):
-        assert compiled.metadata.shared <= limit
-        assert stack_bytes(compiled, tmp_path / "cubin") <= (0 if width == 2 else 64)
-    in_flight = [int(number) for number in re.findall(r"async_wait .*num = (\d+)", attend.asm["ttgir"])]
+    kernels = [compile_for(target, paged._attend, types, constants, shape.warps, paged.STAGES)]
+    in_flight = [int(number) for number in re.findall(r"async_wait .*num = (\d+)", kernels[0].asm["ttgir"])]
     assert max(in_flight) > 0, "copies overlap the products"
     chunks, _ = kind
     if width == 2:
-        assert (MATRIX_UNIT.get(target, "mma.sync") if chunks else "mma.sync") in attend.asm["ptx"]
+        assert (MATRIX_UNIT.get(target, "mma.sync") if chunks else "mma.sync") in kernels[0].asm["ptx"]
+    if not chunks:  # the same kernel joins either's splits
+        fixed = {"DIM": dim, "PADDED": padded(dim, 16), "N": paged.JOIN_SPLITS}
+        kernels.append(compile_for(target, paged._join, types, fixed, paged.JOIN_WARPS))
+    for compiled in kernels:
+        assert compiled.metadata.shared <= limit
+        assert stack_bytes(compiled, tmp_path / "cubin") <= (0 if width == 2 else 64)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
@@ -147,28 +158,22 @@ def test_gated_delta_rule(target: int, dtype: str, tmp_path: Path):
     assert max(in_flight) > 0, "copies overlap the products"
 
 
-@each_target
-@pytest.mark.parametrize(
-    ("codes", "scales", "group", "experts"),
-    [("*u8", "*i32", 128, 1), ("*i8", "*fp32", 0, 128), ("*bf16", None, 0, 128),
-     *(pytest.param(*case, marks=pytest.mark.slow)
-       for case in (("*u8", "*i32", 128, 128), ("*i8", "*fp32", 0, 1), ("*bf16", None, 0, 1)))],
-)  # fmt: skip
+@pytest.mark.parametrize(("target", "codes", "experts", "shape"), PRODUCTS)
 def test_products_with_weights_as_they_lie(
-    target: int, codes: str, scales: str | None, group: int, experts: int, tmp_path: Path
+    target: int, codes: str, experts: int, shape: triton_products.Shape, tmp_path: Path
 ):
+    scales, group = CODES[codes]
     types = types_of("bf16") | {"codes": codes, "scales": scales or ""}
     absent = {"scales": None} if scales is None else {}
     if experts == 1:
         absent |= dict.fromkeys(("ends", "sources", "targets"))
-    for shape in (triton_products.FEW, triton_products.MANY):
-        fixed = triton_products.constants(shape, torch.bfloat16, 2560, 4096, group, experts, 8) | absent
-        compiled = compile_for(target, triton_products._multiply, types, fixed, shape.warps, shape.stages)
-        assert compiled.metadata.shared <= 99 << 10
-        assert stack_bytes(compiled, tmp_path / "cubin") <= 8
-        in_flight = [int(number) for number in re.findall(r"async_wait .*num = (\d+)", compiled.asm["ttgir"])]
-        assert max(in_flight) >= 2, "copies of weights and of x overlap the products"
-        assert "mma" in compiled.asm["ptx"]
+    fixed = triton_products.constants(shape, torch.bfloat16, 2560, 4096, group, experts, 8) | absent
+    compiled = compile_for(target, triton_products._multiply, types, fixed, shape.warps, shape.stages)
+    assert compiled.metadata.shared <= 99 << 10
+    assert stack_bytes(compiled, tmp_path / "cubin") <= 8
+    in_flight = [int(number) for number in re.findall(r"async_wait .*num = (\d+)", compiled.asm["ttgir"])]
+    assert max(in_flight) >= 2, "copies of weights and of x overlap the products"
+    assert "mma" in compiled.asm["ptx"]
 
 
 @each_target
