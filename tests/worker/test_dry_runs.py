@@ -5,6 +5,7 @@ operators that are neither views nor copies from the host."""
 
 import contextlib
 import itertools
+import re
 import weakref
 from collections import Counter
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu_check import SAMPLING, grammars, requests, shorten
-from benchmarks.runner import CONFIGS, checkpoint, decode, made_up_media, plain_requests, take
+from benchmarks.runner import CONFIGS, checkpoint, decode, made_up_media, plain_requests
 from mini_engine.config import BUNDLED_MODEL, ConfigError
 from mini_engine.launch.cli import parse
 from mini_engine.model import weights
@@ -35,7 +36,6 @@ DEVICE, TOTAL, TARGET = torch.device("cuda", 0), 80 << 30, triton.backends.compi
 PROPERTIES = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448)
 aten, THREADS = torch.ops.aten, torch.get_num_threads()
 MOVE, COPY, EMPTY = aten._to_copy.default, aten.copy_.default, aten.empty.memory_format
-NO_LAUNCH = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view"}
 PIXELS = ("--mm-processor-kwargs", '{"size": {"shortest_edge": 3136, "longest_edge": 12845056}}')  # the hub's
 NO_MEDIA, DATA = ["--limit-mm-per-prompt", '{"image": 0, "video": 0}'], ["--mm-encoder-tp-mode", "data"]
 
@@ -78,7 +78,7 @@ class Device(TorchDispatchMode):
                 kwargs = {"dtype": kwargs.get("dtype", host[0].dtype), "device": DEVICE}
         else:
             assert not host, f"{func}: operands on the host and on the device"
-            self.launches["operators"] += not func.is_view and func.overloadpacket.__name__ not in NO_LAUNCH
+            self.launches["operators"] += not func.is_view and not re.search("empty|_unsafe_view", func.name())
         for x in tree_leaves(result := func(*args, **kwargs)):
             if isinstance(x, FakeTensor) and x.is_cuda and (storage := x.untyped_storage())._cdata not in self._live:
                 self._live[storage._cdata] = storage.nbytes()
@@ -87,7 +87,9 @@ class Device(TorchDispatchMode):
         return result
 
     def launch(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **fixed: Any) -> None:
-        assert all(isinstance(x, FakeTensor) for x in args if isinstance(x, Tensor)), f"{kernel}: an operand on the host"
+        assert all(isinstance(x, FakeTensor) for x in args if isinstance(x, Tensor)), (
+            (kernel, "an operand on the host")
+        )
         assert all(0 < size < 65536 for size in grid[1:]) and 0 < grid[0] < 2**31, (kernel, grid)
         bind, more = kernel.device_caches[0][4], {"debug": False, "instrumentation_mode": ""}
         read = lambda x: SimpleNamespace(dtype=x.dtype, data_ptr=lambda: x.storage_offset() * x.element_size())  # noqa: E731
@@ -140,13 +142,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def start(flags: list[str], rank: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The worker's main function without its connections. The memory that it measured, and the runner."""
-    config, made, profile = parse([*flags, *PIXELS, "--max-num-seqs", "16"], {}), list[Any](), worker.profile
-    others: Any = SimpleNamespace(**dict.fromkeys(("all_reduce", "broadcast", "all_gather", "gather"), lambda *_: None))
+    config, made, profile = parse([*flags, *PIXELS, "--max-num-seqs", "8"], {}), list[Any](), worker.profile
     received = lambda patches: torch.empty(patches.shape, dtype=patches.dtype, device=DEVICE)  # noqa: E731
     for name, replacement in {
         "choose_device": lambda *_: DEVICE, "PinnedMemory": lambda _: SimpleNamespace(to_device=received),
         "receive_media": lambda *_: made_up_media(), "start_grammars": lambda *_: None,
-        "join_group": lambda *_: TensorParallel(rank, config.tensor_parallel_size, others),
+        "join_group": lambda *_: TensorParallel(rank, config.tensor_parallel_size, MagicMock()),
         "profile": lambda *args: made.append(profile(*args)) or made[0],
         "serve_ahead": lambda core, encoder, runner: made.append(runner),
         **dict.fromkeys(("gc", "sockets"), MagicMock()), "os": MagicMock(environ={"OMP_NUM_THREADS": THREADS}),
@@ -157,43 +158,21 @@ def start(flags: list[str], rank: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def serve(name: str, runner: Any, kinds: list[str], device: Device) -> None:
-    """All kinds at once, chunks beside single tokens, and preemption; then each alone, whose launches are printed."""
-    vision, longest = runner._model.config.vision, runner._model.config.text.max_position_embeddings
-    steps = script.write_steps(requests(vision, *kinds), 6, 160, runner.block_size, 256, preempt_at=(2, 7))
-    script.run(runner, steps, ahead=1)
-    after_prefix = plain_requests(1, longest - 100), longest - 200, 1
-    cases = [("2,048 tokens", plain_requests(1, 2048), 0, 1), ("100 tokens after a long prefix", *after_prefix)]
-    for kind in kinds:
-        cases.append((f"a decode step, {kind}", requests(vision, *[kind] * 3), 0, 4))  # after one with a new block
-    for case, new, cached, count in cases:
-        with contextlib.closing(decode(runner, new, cached)) as launched:
-            for number in range(count):
-                before, device.ahead = Counter(device.launches), number > 1
-                next(launched)
-            device.ahead = False
-        print(name, case, dict(device.launches - before), sep=", ")
-
-
 def test_a_kv_cache_beyond_the_device_is_refused_before_the_worker_loads_something(device, monkeypatch):
     with pytest.raises(ConfigError, match="--kv-cache-memory-bytes: a KV cache of 80.0 GiB .* does not fit, 80.0 GiB"):
         start([BUNDLED_MODEL, "--kv-cache-memory-bytes", "80G"], 0, monkeypatch)
     assert not device.used
 
 
-def fewer_experts(raw: Any) -> None:
-    shorten(raw)
-    raw["text_config"]["num_experts"] = 16
-
-
 def test_a_cache_too_small_for_long_warm_ups_leaves_nothing_to_compile(device, monkeypatch):
     """Nor does a model without its tower."""
-    with checkpoint("Qwen3.5-35B-A3B", fewer_experts) as flags:
+    few_experts = lambda raw: shorten(raw) or raw["text_config"].update(num_experts=16)  # noqa: E731
+    with checkpoint("Qwen3.5-35B-A3B", few_experts) as flags:
         cache = ["--num-gpu-blocks-override", "8", "--max-model-len", "128"]
         [runner] = start([*flags, *cache, *NO_MEDIA, "-q", "int4"], 0, monkeypatch)
     met = set(device.specialisations)
     with contextlib.closing(decode(runner, plain_requests(1, 100))) as launched:
-        take(launched, 2)
+        next(launched), next(launched)
     assert not device.specialisations - met, "kernels first compiled while requests are served"
 
 
@@ -207,11 +186,24 @@ ALL_LAYERS = [pytest.param(path.stem, size, 0, flags, None, marks=pytest.mark.sl
 
 @pytest.mark.parametrize(("name", "size", "rank", "flags", "change"), [*TWO_LAYERS, *ALL_LAYERS])
 def test_a_worker(name, size, rank, flags, change, device, monkeypatch):
-    with checkpoint(name, change) as model_flags:
+    """All kinds of requests at once, chunks beside single tokens, and preemption; then each kind alone."""
+    with checkpoint(name, change) as model_flags, grammars() as known:
         use, runner = start([*model_flags, *flags, "-tp", str(size)], rank, monkeypatch)
-    met, held, device.serving = set(device.specialisations), device.used, True
-    with grammars() as known:
         runner.grammars = None if rank else known
-        serve(f"{name}, {size} ranks", runner, [*SAMPLING], device)
+        met, held, device.serving = set(device.specialisations), device.used, True
+        vision, longest = runner._model.config.vision, runner._model.config.text.max_position_embeddings
+        steps = script.write_steps(requests(vision, *SAMPLING), 6, 160, runner.block_size, 256, preempt_at=(2, 7))
+        script.run(runner, steps, ahead=1)
+        after_prefix = plain_requests(1, longest - 100), longest - 200, 1
+        cases = [("2,048 tokens", plain_requests(1, 2048), 0, 1), ("100 tokens after a long prefix", *after_prefix)]
+        # After a decode step with a new block.
+        cases += [(f"a decode step, {kind}", requests(vision, *[kind] * 3), 0, 4) for kind in SAMPLING]
+        for case, new, cached, count in cases:
+            with contextlib.closing(decode(runner, new, cached)) as launched:
+                for number in range(count):
+                    before, device.ahead = Counter(device.launches), number > 1
+                    next(launched)
+                device.ahead = False
+            print(f"{name}, {size} ranks, {case}", dict(device.launches - before), sep=", ")
     assert not device.specialisations - met, "kernels first compiled while requests are served"
     assert device.peak - held <= use.step + use.media
