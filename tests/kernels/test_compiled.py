@@ -31,10 +31,14 @@ KINDS = [(False, 7), (True, 7), (True, 8)]  # of attention: of chunks, and query
 CODES = {"*u8": ("*i32", 128), "*i8": ("*fp32", 0), "*bf16": (None, 0)}  # of weights: their scales, and rows of a group
 
 
+def slow(cases: Iterable[Any]) -> list[Any]:
+    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
 def table(by_default: list[Any], first: Iterable[Any], *axes: Iterable[Any]) -> list[Any]:
     """A few combinations of a target with each axis; then all, those of a target and of the first axis together."""
     rows = [list(itertools.product([target], [x], *axes)) for target in SHARED_MEMORY for x in first]
-    return [pytest.param(by_default, id="diagonal"), *(pytest.param(row, marks=pytest.mark.slow) for row in rows)]
+    return [pytest.param(by_default, id="diagonal"), *slow(rows)]
 
 
 ATTENTION = table(
@@ -97,9 +101,9 @@ def stack_bytes(compiled: Any, path: Path) -> int:
     return int(re.search(r"STACK:(\d+)", usage)[1])
 
 
-each_target = pytest.mark.parametrize(
-    "target", [90, *(pytest.param(target, marks=pytest.mark.slow) for target in (80, 89, 100, 120))]
-)
+def each_target(by_default: int) -> pytest.MarkDecorator:
+    others = [target for target in SHARED_MEMORY if target != by_default]
+    return pytest.mark.parametrize("target", [by_default, *slow(others)])
 
 
 def attention(target: int, dim: int, dtype: str, kind: tuple[bool, int]) -> tuple[Any, ...]:
@@ -119,18 +123,17 @@ def test_attention(cases: list[tuple[int, int, str, tuple[bool, int]]], tmp_path
             assert (MATRIX_UNIT.get(target, "mma.sync") if chunks else "mma.sync") in compiled.asm["ptx"], case
 
 
-@each_target
-@pytest.mark.parametrize(
-    "dtype", ["bf16", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in ("fp16", "fp32"))]
-)
-def test_join_of_splits(target: int, dtype: str, tmp_path: Path):
-    sizes = [{"DIM": dim, "PADDED": padded(dim, 16), "N": paged.JOIN_SPLITS} for dim in (64, 80, 128, 256)]
+@each_target(120)
+@pytest.mark.parametrize("dtype", ["bf16", *slow(["fp16", "fp32"])])
+@pytest.mark.parametrize("dims", [(80, 256), *slow([(64, 128)])])
+def test_join_of_splits(target: int, dtype: str, dims: tuple[int, ...], tmp_path: Path):
+    sizes = [{"DIM": dim, "PADDED": padded(dim, 16), "N": paged.JOIN_SPLITS} for dim in dims]
     for compiled in compile_all((target, paged._join, types_of(dtype), size, paged.JOIN_WARPS) for size in sizes):
         assert compiled.metadata.shared <= SHARED_MEMORY[target]
         assert stack_bytes(compiled, tmp_path / "cubin") <= (0 if WIDTHS[dtype] == 2 else 64)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["bf16", *slow(["fp32"])])
 def test_small_operators(dtype: str):
     columns = {"SIZE": 3420, "DIM": 1024, "PADDED": 1024, "ROWS": 1, "weight": None}
     heads = {"DIM": 80, "PADDED": 128, "HALF": 20, "ROWS": 8, "OFFSET": 1}
@@ -160,8 +163,8 @@ def test_experts():
         assert "st.global" in compiled.asm["ptx"]
 
 
-@each_target
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+@each_target(90)
+@pytest.mark.parametrize("dtype", ["bf16", *slow(["fp16"])])
 def test_gated_delta_rule(target: int, dtype: str, tmp_path: Path):
     """Qwen3.5-4B's sizes."""
     types, scan_warps = types_of(dtype), delta_rule.scan_warps(dtype == "bf16", SHARED_MEMORY[target])
@@ -199,7 +202,7 @@ def test_products_with_weights_as_they_lie(cases: list[Any], tmp_path: Path):
         assert "mma" in compiled.asm["ptx"], case
 
 
-@each_target
+@each_target(80)
 def test_draw_keeps_tiles_in_registers(target: int, tmp_path: Path):
     fixed = {"SIZE": 151936, "START": 151936, "TILE": sampling.TILE}
     compiled = compile_for(target, sampling._draw, types_of("fp32"), fixed, sampling.WARPS)
