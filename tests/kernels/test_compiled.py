@@ -5,7 +5,8 @@ registers."""
 import itertools
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,26 @@ MATRIX_UNIT = {90: "wgmma", 100: "tcgen05"}  # of chunks; otherwise and for deco
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 KINDS = [(False, 7), (True, 7), (True, 8)]  # of attention: of chunks, and query heads for each key head
-BY_DEFAULT = [(90, 128, "bf16", KINDS[1]), (100, 80, "fp16", KINDS[2]), (120, 256, "bf16", KINDS[0])]
-TABLE = [
-    pytest.param(*case, marks=() if case in BY_DEFAULT else pytest.mark.slow)
-    for case in itertools.product(SHARED_MEMORY, (64, 80, 128, 256), WIDTHS, KINDS)
-]
+CODES = {"*u8": ("*i32", 128), "*i8": ("*fp32", 0), "*bf16": (None, 0)}  # of weights: their scales, and rows of a group
+
+
+def slow(cases: Iterable[Any]) -> list[Any]:
+    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
+def table(by_default: list[Any], first: Iterable[Any], *axes: Iterable[Any]) -> list[Any]:
+    """A few combinations of a target with each axis; then all, those of a target and of the first axis together."""
+    rows = [list(itertools.product([target], [x], *axes)) for target in SHARED_MEMORY for x in first]
+    return [pytest.param(by_default, id="diagonal"), *slow(rows)]
+
+
+ATTENTION = table(
+    [(90, 128, "bf16", KINDS[1]), (100, 64, "fp16", KINDS[2]),
+     (120, 256, "bf16", KINDS[0]), (80, 80, "fp16", KINDS[0])],
+    (64, 80, 128, 256), WIDTHS, KINDS,
+)  # fmt: skip
+FEW, MANY = triton_products.SHAPES
+PRODUCTS = table([(90, "*u8", 1, MANY), (80, "*i8", 128, FEW), (120, "*bf16", 128, MANY)], CODES, (1, 128), (FEW, MANY))
 
 
 def types_of(dtype: str) -> dict[str, str]:
@@ -67,6 +83,17 @@ def compile_for(
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
 
 
+def compile_all(jobs: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """`compile_for` of each: two at a time, since Triton's passes, LLVM and ptxas leave the interpreter free."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda job: compile_for(*job), jobs))
+
+
+def in_flight(compiled: Any) -> int:
+    """Most asynchronous copies that a wait leaves unfinished."""
+    return max(int(number) for number in re.findall(r"async_wait .*num = (\d+)", compiled.asm["ttgir"]))
+
+
 def stack_bytes(compiled: Any, path: Path) -> int:
     """Of one thread: what did not fit its registers."""
     path.write_bytes(compiled.asm["cubin"])
@@ -74,29 +101,43 @@ def stack_bytes(compiled: Any, path: Path) -> int:
     return int(re.search(r"STACK:(\d+)", usage)[1])
 
 
-@pytest.mark.parametrize(("target", "dim", "dtype", "kind"), TABLE)
-def test_attention(target: int, dim: int, dtype: str, kind: tuple[bool, int], tmp_path: Path):
-    types, width, limit = types_of(dtype), WIDTHS[dtype], SHARED_MEMORY[target]
-    shape = paged.shape_of(*kind, dim, width, limit)
+def each_target(by_default: int) -> pytest.MarkDecorator:
+    others = [target for target in SHARED_MEMORY if target != by_default]
+    return pytest.mark.parametrize("target", [by_default, *slow(others)])
+
+
+def attention(target: int, dim: int, dtype: str, kind: tuple[bool, int]) -> tuple[Any, ...]:
+    shape = paged.shape_of(*kind, dim, WIDTHS[dtype], SHARED_MEMORY[target])
     constants = paged.constants(shape, *kind, dim, 16)
-    attend = compile_for(target, paged._attend, types, constants, shape.warps, paged.STAGES)
-    fixed = {"DIM": dim, "PADDED": padded(dim, 16), "N": paged.JOIN_SPLITS}
-    join = compile_for(target, paged._join, types, fixed, paged.JOIN_WARPS)
-    for compiled in (attend, join):
-        assert compiled.metadata.shared <= limit
-        assert stack_bytes(compiled, tmp_path / "cubin") <= (0 if width == 2 else 64)
-    in_flight = [int(number) for number in re.findall(r"async_wait .*num = (\d+)", attend.asm["ttgir"])]
-    assert max(in_flight) > 0, "copies overlap the products"
-    chunks, _ = kind
-    if width == 2:
-        assert (MATRIX_UNIT.get(target, "mma.sync") if chunks else "mma.sync") in attend.asm["ptx"]
+    return target, paged._attend, types_of(dtype), constants, shape.warps, paged.STAGES
 
 
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", ATTENTION)
+def test_attention(cases: list[tuple[int, int, str, tuple[bool, int]]], tmp_path: Path):
+    for case, compiled in zip(cases, compile_all(attention(*case) for case in cases), strict=True):
+        target, _, dtype, (chunks, _) = case
+        assert compiled.metadata.shared <= SHARED_MEMORY[target], case
+        assert stack_bytes(compiled, tmp_path / "cubin") <= (0 if WIDTHS[dtype] == 2 else 64), case
+        assert in_flight(compiled) > 0, (case, "copies overlap the products")
+        if WIDTHS[dtype] == 2:
+            assert (MATRIX_UNIT.get(target, "mma.sync") if chunks else "mma.sync") in compiled.asm["ptx"], case
+
+
+@each_target(120)
+@pytest.mark.parametrize("dtype", ["bf16", *slow(["fp16", "fp32"])])
+@pytest.mark.parametrize("dims", [(80, 256), *slow([(64, 128)])])
+def test_join_of_splits(target: int, dtype: str, dims: tuple[int, ...], tmp_path: Path):
+    sizes = [{"DIM": dim, "PADDED": padded(dim, 16), "N": paged.JOIN_SPLITS} for dim in dims]
+    for compiled in compile_all((target, paged._join, types_of(dtype), size, paged.JOIN_WARPS) for size in sizes):
+        assert compiled.metadata.shared <= SHARED_MEMORY[target]
+        assert stack_bytes(compiled, tmp_path / "cubin") <= (0 if WIDTHS[dtype] == 2 else 64)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", *slow(["fp32"])])
 def test_small_operators(dtype: str):
     columns = {"SIZE": 3420, "DIM": 1024, "PADDED": 1024, "ROWS": 1, "weight": None}
     heads = {"DIM": 80, "PADDED": 128, "HALF": 20, "ROWS": 8, "OFFSET": 1}
-    for kernel, fixed in (
+    small = (
         (elementwise._rms_norm, {"SIZE": 3584, "PADDED": 4096, "OFFSET": True}),
         (elementwise._mul_gate, columns | {"SILU": True}),
         (elementwise._mul_gate, columns | {"SILU": False}),
@@ -105,73 +146,63 @@ def test_small_operators(dtype: str):
         (elementwise._rotate_heads, heads | {"HEADS": 32, "KV_HEADS": 0, "q_weight": None, "k_weight": None}),
         (elementwise._penalise, {"SIZE": 152064, "COLUMNS": 1024}),
         (elementwise._mask_tokens, {"SIZE": 152064, "COLUMNS": 1024}),
-    ):
-        assert "st.global" in compile_for(90, kernel, types_of(dtype), fixed, 8).asm["ptx"]
+    )
+    for compiled in compile_all((90, kernel, types_of(dtype), fixed, 8) for kernel, fixed in small):
+        assert "st.global" in compiled.asm["ptx"]
 
 
 def test_experts():
     """What is around their products."""
-    types = types_of("bf16")
-    for kernel, fixed in (
+    around = (
         (triton_experts._choose, {"SIZE": 128, "PADDED": 128, "EACH": 8, "TOP": 8}),
         (triton_experts._sort, {"BLOCK": triton_experts.PAIRS}),
         (triton_experts._combine, {"SIZE": 2048, "EACH": 8, "COLUMNS": 1024}),
         (triton_experts._combine, {"SIZE": 2048, "EACH": 8, "COLUMNS": 1024, "shared": None, "gate": None}),
-    ):
-        assert "st.global" in compile_for(90, kernel, types, fixed, 4).asm["ptx"]
+    )
+    for compiled in compile_all((90, kernel, types_of("bf16"), fixed, 4) for kernel, fixed in around):
+        assert "st.global" in compiled.asm["ptx"]
 
 
-each_target = pytest.mark.parametrize(
-    "target", [90, *(pytest.param(target, marks=pytest.mark.slow) for target in (80, 89, 100, 120))]
-)
-
-
-@each_target
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+@each_target(90)
+@pytest.mark.parametrize("dtype", ["bf16", *slow(["fp16"])])
 def test_gated_delta_rule(target: int, dtype: str, tmp_path: Path):
     """Qwen3.5-4B's sizes."""
     types, scan_warps = types_of(dtype), delta_rule.scan_warps(dtype == "bf16", SHARED_MEMORY[target])
     sizes = {"KEYS": 16, "HEADS": 32, "K": 128, "V": 128, "PADDED": 128}
     conv = {"CHANNELS": 8192, "SIZE": 4, "PADDED": 4, "COLUMNS": delta_rule.CONV_CHANNELS}
-    for kernel, fixed, warps in (
+    rule = (
         (delta_rule._convolve, conv | {"TOKENS": 1}, 4),
         (delta_rule._convolve, conv | {"state_indices": None, "TOKENS": delta_rule.CONV_TOKENS}, 4),
         (delta_rule._decode, sizes | {"EPS": 1e-6, "COLUMNS": delta_rule.DECODE_COLUMNS}, 4),
         (delta_rule._relate, sizes | {"EPS": 1e-6, "N": delta_rule.CHUNK}, 2),
         (delta_rule._scan, sizes | {"COLUMNS": delta_rule.SCAN_COLUMNS, "N": delta_rule.CHUNK}, scan_warps),
-    ):
-        compiled = compile_for(target, kernel, types, fixed, warps)
+    )
+    for compiled in compile_all((target, kernel, types, fixed, warps) for kernel, fixed, warps in rule):
         assert compiled.metadata.shared <= 99 << 10
         assert stack_bytes(compiled, tmp_path / "cubin") == 0
-    in_flight = [int(number) for number in re.findall(r"async_wait .*num = (\d+)", compiled.asm["ttgir"])]
-    assert max(in_flight) > 0, "copies overlap the products"
+    assert in_flight(compiled) > 0, "copies overlap the products"
 
 
-@each_target
-@pytest.mark.parametrize(
-    ("codes", "scales", "group", "experts"),
-    [("*u8", "*i32", 128, 1), ("*i8", "*fp32", 0, 128), ("*bf16", None, 0, 128),
-     *(pytest.param(*case, marks=pytest.mark.slow)
-       for case in (("*u8", "*i32", 128, 128), ("*i8", "*fp32", 0, 1), ("*bf16", None, 0, 1)))],
-)  # fmt: skip
-def test_products_with_weights_as_they_lie(
-    target: int, codes: str, scales: str | None, group: int, experts: int, tmp_path: Path
-):
+def product(target: int, codes: str, experts: int, shape: triton_products.Shape) -> tuple[Any, ...]:
+    scales, group = CODES[codes]
     types = types_of("bf16") | {"codes": codes, "scales": scales or ""}
     absent = {"scales": None} if scales is None else {}
     if experts == 1:
         absent |= dict.fromkeys(("ends", "sources", "targets"))
-    for shape in (triton_products.FEW, triton_products.MANY):
-        fixed = triton_products.constants(shape, torch.bfloat16, 2560, 4096, group, experts, 8) | absent
-        compiled = compile_for(target, triton_products._multiply, types, fixed, shape.warps, shape.stages)
-        assert compiled.metadata.shared <= 99 << 10
-        assert stack_bytes(compiled, tmp_path / "cubin") <= 8
-        in_flight = [int(number) for number in re.findall(r"async_wait .*num = (\d+)", compiled.asm["ttgir"])]
-        assert max(in_flight) >= 2, "copies of weights and of x overlap the products"
-        assert "mma" in compiled.asm["ptx"]
+    fixed = triton_products.constants(shape, torch.bfloat16, 2560, 4096, group, experts, 8) | absent
+    return target, triton_products._multiply, types, fixed, shape.warps, shape.stages
 
 
-@each_target
+@pytest.mark.parametrize("cases", PRODUCTS)
+def test_products_with_weights_as_they_lie(cases: list[Any], tmp_path: Path):
+    for case, compiled in zip(cases, compile_all(product(*case) for case in cases), strict=True):
+        assert compiled.metadata.shared <= 99 << 10, case
+        assert stack_bytes(compiled, tmp_path / "cubin") <= 8, case
+        assert in_flight(compiled) >= 2, (case, "copies of weights and of x overlap the products")
+        assert "mma" in compiled.asm["ptx"], case
+
+
+@each_target(80)
 def test_draw_keeps_tiles_in_registers(target: int, tmp_path: Path):
     fixed = {"SIZE": 151936, "START": 151936, "TILE": sampling.TILE}
     compiled = compile_for(target, sampling._draw, types_of("fp32"), fixed, sampling.WARPS)
