@@ -4,12 +4,11 @@ at most one torn one; the next run goes on from there.
 
 import contextlib
 import fcntl
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from mini_engine.config import ConfigError
 
@@ -45,7 +44,7 @@ class RowFile:
                     if not line.endswith(b"\n") and start.startswith(line[: len(start)]):
                         break
                     try:
-                        if is_kept(msgspec.json.decode(line)):
+                        if is_kept(json.loads(line)):
                             self._file.write(line.rstrip(b"\n") + b"\n")
                     except (LookupError, TypeError, ValueError, RecursionError):
                         raise ConfigError(f"{path}, line {number}: no row of such a file; choose another") from None
@@ -62,5 +61,7 @@ class RowFile:
 
     def append(self, row: Any) -> None:
         """Write a line. Raises OSError."""
-        self._file.write(msgspec.json.encode(row) + b"\n")
+        # A name of a file may be no UTF-8: Python has a surrogate for each such byte, and JSON an escape for that.
+        text = json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode(errors="backslashreplace")
+        self._file.write(text + b"\n")
         self._file.flush()

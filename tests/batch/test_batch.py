@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from mini_engine.batch.request_files import AnswerFile, answer_row, ids_of
+from mini_engine.batch.row_file import RowFile
 from mini_engine.batch.server_handle import Reply
 from mini_engine.config import ConfigError
 from tests.support.processes import alive, descendants, eventually
@@ -77,6 +78,15 @@ def test_a_link_to_the_answers_and_their_mode_stay(tmp_path: Path):
     link.symlink_to(path)
     AnswerFile(link, retry_failed=False).close()
     assert link.is_symlink() and path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_row_may_name_a_file_whose_name_is_no_utf_8(tmp_path: Path):
+    row, rows = {"file": os.fsdecode(b"caf\xe9 \xe2\x82\xac")}, list[dict]()
+    for _ in range(2):
+        file = RowFile(tmp_path / "out.jsonl", b"{", lambda row: not rows.append(row))
+        file.append(row)
+        file.close()
+    assert rows == [row]
 
 
 def test_a_run_that_is_interrupted_is_continued_by_another_server(server, tmp_path: Path):

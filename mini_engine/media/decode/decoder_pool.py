@@ -90,7 +90,10 @@ class DecoderPool:
 
     async def start(self) -> None:
         """Wait until the first decoder is ready, with a spare on its way. Raises OSError."""
-        first = await self._wait_until_started(self._first or self._launch_decoder())
+        try:
+            first = await self._wait_until_started(self._first or self._launch_decoder())
+        except OSError:  # since `launch` it may have been killed, as the first of all if memory runs out
+            first = await self._wait_until_started(self._launch_decoder())
         if first.missing:
             logger.warning("media decoders run without a part of their sandbox: %s", ", ".join(first.missing))
         self._ensure_spare()

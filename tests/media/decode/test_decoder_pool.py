@@ -292,6 +292,16 @@ async def test_a_decoder_that_dies_idle_costs_no_request() -> None:
         await decoders.settled(2)
 
 
+async def test_a_decoder_that_dies_while_its_api_server_loads_costs_no_start() -> None:
+    decoders, before = Decoders(), {*descendants(os.getpid())}
+    decoders.pool.launch()
+    (launched,) = {*descendants(os.getpid())} - before
+    os.kill(launched, signal.SIGKILL)
+    await decoders.pool.start()
+    await decoders.check()
+    decoders.pool.close()
+
+
 async def test_a_pool_that_is_closed_while_a_decoder_starts_leaves_no_reader_of_its_descriptor() -> None:
     decoders = Decoders(places=1)
     starting = asyncio.ensure_future(decoders.pool.start())
