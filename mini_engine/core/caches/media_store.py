@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
-from mini_engine.core.caches.recent import Recent
+from mini_engine.recent import Recent
 from mini_engine.core.request import MediaEntry, References
 from mini_engine.core.step_builder import StepBuilder
 from mini_engine.free_memory import RESERVE, available_memory

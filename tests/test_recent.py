@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mini_engine.core.caches.recent import Recent
+from mini_engine.recent import Recent
 
 ROOM = 6
 KEYS = st.integers(0, 8).map(lambda number: bytes([number]))
