@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.support.client import TEXT, ClientRequest, Question, ask_large, ask_small, ask_video
+from tests.support.client import TEXT, ClientRequest, Question, ask_large, ask_small
 from tests.support.processes import eventually, stopped
 from tests.support.running_server import START_SECONDS, RunningServer
 
@@ -19,14 +19,11 @@ def assert_right(server: RunningServer, api: str, question: Question) -> None:
     assert ClientRequest(server, api, question).answer() == question.answer
 
 
-def test_cached_media_survive_the_death_of_an_api_server_and_its_unfinished_write_is_freed():
+def test_unfinished_write_of_a_dead_api_server_is_freed():
     """A thread of a server that hangs may still write: no time-out frees its pages. Meanwhile another sends the item
     uncached."""
-    kept, unfinished = [ask_video(seed) for seed in range(300, 303)], ask_large(8100)
+    unfinished = ask_large(8100)
     with RunningServer("-tp", "2", "--api-server-count", "2", "--mm-processor-cache-gb", "0.5") as server:
-        for question in kept:
-            assert_right(server, API, question)
-        messages = server.total("ipc_messages_total", OTHER)
         with server.failpoint("loading-api") as loading:
             with server.failpoint("writing") as writing:
                 request = ClientRequest(server, API, unfinished)
@@ -40,14 +37,11 @@ def test_cached_media_survive_the_death_of_an_api_server_and_its_unfinished_writ
                 assert ClientRequest(server, None, TEXT, max_tokens=1).answer()
         eventually(lambda: "replacement ready" in server.log, START_SECONDS)
         decodes = server.total("media_decodes_total", OTHER)
-        for question in kept:
-            assert_right(server, API, question)
-        assert server.total("media_decodes_total", OTHER) == decodes
         server.get("/reset_caches", method="POST")  # the embeddings of the item that was sent uncached
         for api in (OTHER, API):
             assert_right(server, api, unfinished)
         assert server.total("media_decodes_total", OTHER) == decodes + 1
-        assert server.total("ipc_messages_total", OTHER) == messages + 2 * 2  # once uncached, and once to be kept
+        assert server.total("ipc_messages_total", OTHER) == 2 * 2  # once uncached, and once to be kept
         assert server.total("ipc_fallbacks_total", OTHER) == 1
         server.assert_at_rest(OTHER)
 
