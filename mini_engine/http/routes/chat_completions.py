@@ -164,12 +164,11 @@ async def look_up(
     absent = known.absent(trusts_embeddings)
     processed = await context.media.process(absent, state.clock, state.request_id)
     bind_names(context.engines, known.items, processed)
-    missing = [(item.name, processed[item.media_hash].missing) for item in absent]
-    found = {key: ProcessedItem(media.facts, known.copies.get(key)) for key, media in known.found.items()}
-    held = {key: "facts" if key in processed else media.held for key, media in known.found.items()}
-    hashes = [item.media_hash for item in known.items]
-    used = [processed.get(key) or found[key] for key in hashes]
-    return PromptMedia(used, [f"{name}: {text}" for name, text in missing if text], [*map(held.get, hashes)])
+    warnings = [f"{item.name}: {text}" for item in absent if (text := processed[item.media_hash].missing)]
+    found, hashes = known.found, [item.media_hash for item in known.items]
+    used = [processed.get(key) or ProcessedItem(found[key].facts, known.copies.get(key)) for key in hashes]
+    cached = [("facts" if key in processed else found[key].held) if key in found else None for key in hashes]
+    return PromptMedia(used, warnings, cached)
 
 
 async def send(
