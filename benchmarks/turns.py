@@ -11,16 +11,14 @@ import asyncio
 import base64
 import functools
 import http.server
-import io
 import json
+import os
 import statistics
 import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from PIL import Image
 
 from benchmarks.cli import table
@@ -30,10 +28,7 @@ from benchmarks.server import launched
 IMAGES = (1, 4, 8, 16, 26)
 KINDS = ("data", "URL", "name")
 QUESTIONS = 9
-
-
-class WebServer(http.server.ThreadingHTTPServer):
-    request_queue_size = 128  # connections at once; of more some would wait for a second
+FIELDS = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 1, "cache_salt": "turns"}
 
 
 class Files(http.server.SimpleHTTPRequestHandler):
@@ -44,21 +39,18 @@ class Files(http.server.SimpleHTTPRequestHandler):
 
 def conversation(count: int, folder: Path, root: str) -> list[bytes]:
     """Bodies of the first turn, and of the next ones, of each kind in turn; the images become files of `folder`."""
-    parts: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
-    for name in (f"{count}-{number}" for number in range(count)):
-        pixels = np.random.default_rng([*name.encode()]).integers(256, size=(540, 640, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(stored := io.BytesIO(), "PNG", compress_level=1)
-        (folder / f"{name}.png").write_bytes(stored.getvalue())
-        data = f"data:image/png;base64,{base64.b64encode(stored.getvalue()).decode()}"
-        parts["data"].append({"type": "image_url", "image_url": {"url": data}, "uuid": name})
-        parts["URL"].append({"type": "image_url", "image_url": {"url": f"{root}/{name}.png"}})
+    parts: dict[str, list[dict[str, str]]] = {kind: [] for kind in KINDS}
+    for name in (f"{count}-{number}.png" for number in range(count)):
+        Image.frombytes("RGB", (640, 540), os.urandom(640 * 540 * 3)).save(folder / name, compress_level=1)
+        data = f"data:image/png;base64,{base64.b64encode((folder / name).read_bytes()).decode()}"
+        parts["data"].append({"type": "image_url", "image_url": data, "uuid": name})
+        parts["URL"].append({"type": "image_url", "image_url": f"{root}/{name}"})
         parts["name"].append({"type": "image_url", "uuid": name})
 
     def body(kind: str, question: str) -> bytes:
-        first = {"role": "user", "content": [*parts[kind], {"type": "text", "text": "What is it?"}]}
-        turns = [first, {"role": "assistant", "content": "noise"}, {"role": "user", "content": question}]
-        fields = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 1, "cache_salt": "turns"}
-        return json.dumps({"messages": turns, **fields}).encode()
+        first = [*parts[kind], {"type": "text", "text": "What is it?"}]
+        turns = zip(("user", "assistant", "user"), (first, "noise", question), strict=True)
+        return json.dumps({"messages": [{"role": role, "content": text} for role, text in turns], **FIELDS}).encode()
 
     asked = [body(kind, f"What is in picture {number}?") for number in range(QUESTIONS) for kind in KINDS]
     return [body("data", "How many?"), *asked]
@@ -66,7 +58,8 @@ def conversation(count: int, folder: Path, root: str) -> list[bytes]:
 
 def main(flags: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        web = WebServer(("127.0.0.1", 0), functools.partial(Files, directory=folder))
+        web = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Files, directory=folder))
+        web.socket.listen(128)  # connections at once; of more some would wait for a second
         threading.Thread(target=web.serve_forever, daemon=True).start()
         host, rows = f"127.0.0.1:{web.server_port}", []
         with launched([*flags, "--allowed-media-domains", host]) as (root, _):

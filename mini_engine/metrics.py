@@ -99,9 +99,6 @@ mm_cache_queries_total = _counter("mm_cache_queries_total", "Media items looked 
 mm_cache_hits_total = _counter(
     "mm_cache_hits_total", "Media items whose patches or embeddings the engine had: not decoded.", "engine"
 )
-mm_store_copies_total = _counter(
-    "mm_store_copies_total", "Media items that names meant, copied from another engine's store."
-)
 media_named_hits_total = _counter("media_named_hits_total", "Media items found by their names: nothing was fetched.")
 mm_store_fragmented_total = _counter("mm_store_fragmented_total", "Media items stored in several extents.")
 media_decodes_total = _counter("media_decodes_total", "Images and videos decoded and processed.")

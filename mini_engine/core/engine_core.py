@@ -190,7 +190,7 @@ class EngineCore:
         if all(map(self.encoder.holds, parent.tensors.embeddings)):
             self._queue(parent)
         else:
-            self._need_media(parent)
+            self._forget(parent, parent.arrival)
 
     def _queue(self, request: Request) -> None:
         """Queue a request once its media are on all ranks and its grammar is compiled; end it if one of them failed.
@@ -225,7 +225,7 @@ class EngineCore:
         """Send the next step to every rank; False: there is none."""
         plan = self.scheduler.schedule(heavy_in_flight=any(flight.plan.heavy for flight in self.in_flight))
         for request in plan.unmet:
-            self._need_media(request)
+            self._forget(request, request.arrival)
         for request in plan.requests.values():
             own, items = request.reserved, request.media_tokens
             if not request.tensors.released and all(each in own and self.encoder.holds(each) for each in items):
@@ -350,13 +350,10 @@ class EngineCore:
 
     # --- end of a request --------------------------------------------------------------------------------------------
 
-    def _need_media(self, request: Request) -> None:
-        """Embeddings that it relies on have been evicted."""
-        self.scheduler.events["media_needed"] += 1
-        self._forget(request, request.arrival)
-
     def _forget(self, request: Request, arrival: int | None = None) -> None:
-        """It cannot run with the media that were sent: remove it and its children, and send `MediaMiss`."""
+        """It cannot run with the media that were sent: remove it and its children, and send `MediaMiss`, with `arrival`
+        if embeddings that it relies on have been evicted."""
+        self.scheduler.events["media_needed"] += arrival is not None
         for sample in [*request.children, request]:
             self._remove(sample)
         self.links.send(request.peer, MediaMiss(request.id, arrival))

@@ -200,10 +200,8 @@ class EngineHandle:
             case MediaMiss(request_id=request_id, arrival=arrival):
                 receiver = self._forget(self.requests[request_id])
                 receiver.fail(MediaNotSent()) if arrival is None else receiver.need_media(arrival)
-            case Found():
-                self.media.on_answer(body.request_id, body)
-            case Reserved():
-                self.media.on_answer(body.media_hash, body)
+            case Found() | Reserved():
+                self.media.on_answer(body)
             case ControlReply(number=number, stats=stats):
                 if stats is not None:
                     self._metrics.update(stats)

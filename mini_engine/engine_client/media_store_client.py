@@ -6,10 +6,9 @@ pages of its reservations. It runs in the event loop's thread; large items are c
 
 import asyncio
 import contextlib
-import itertools
 import math
 import weakref
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -61,22 +60,14 @@ class MediaStoreClient:
         self._cache = cache
         self._asked: dict[str | bytes, asyncio.Future[Any]] = {}  # answers, by a request's id or an item's hash
         self._locks = weakref.WeakValueDictionary[bytes, asyncio.Lock]()  # of items that are being written
-        self._queries = metrics.mm_cache_queries_total.labels(str(engine))
-        self._hits = metrics.mm_cache_hits_total.labels(str(engine))
+        self.queries = metrics.mm_cache_queries_total.labels(str(engine))
+        self.hits = metrics.mm_cache_hits_total.labels(str(engine))
 
-    async def look_up(
-        self, request_id: str, items: Collection[Sequence[bytes]], is_counted: bool = True
-    ) -> dict[bytes, FoundMedia]:
-        """What the engine knows, by hash, of which each of `items` may have several. Queries are counted but for a
-        request that another engine may get. Raises EngineError: the engine is down."""
-        distinct = {tuple(item) for item in items}
-        if not distinct:
+    async def look_up(self, request_id: str, hashes: Iterable[bytes]) -> dict[bytes, FoundMedia]:
+        """What the engine knows of these, by hash. Raises EngineError: the engine is down."""
+        if not (distinct := [*dict.fromkeys(hashes)]):
             return {}
-        answer = await self._ask(request_id, Lookup(request_id, list(dict.fromkeys(itertools.chain(*items)))))
-        if is_counted:
-            held = {media.facts.media_hash for media in answer.items if media.held != "facts"}
-            self._queries.inc(len(distinct))
-            self._hits.inc(sum(not held.isdisjoint(item) for item in distinct))
+        answer = await self._ask(request_id, Lookup(request_id, distinct))
         return {media.facts.media_hash: media for media in answer.items}
 
     async def read(self, media: FoundMedia) -> torch.Tensor:
@@ -86,7 +77,6 @@ class MediaStoreClient:
         assert memory is not None and patches is not None
         nbytes = math.prod(patches.shape)
         content = await asyncio.get_running_loop().run_in_executor(None, memory.read, patches.extents, nbytes)
-        metrics.mm_store_copies_total.inc()
         return content.view(patches.shape)
 
     async def resolve_names(self, request_id: str, keys: list[bytes]) -> dict[bytes, NamedMedia]:
@@ -113,8 +103,9 @@ class MediaStoreClient:
         with contextlib.suppress(EngineError):
             self._send(Finish(request_id, "abort"))
 
-    def on_answer(self, key: str | bytes, answer: Found | Reserved) -> None:
-        """To what `_ask` has sent under this key."""
+    def on_answer(self, answer: Found | Reserved) -> None:
+        """To what `_ask` has sent."""
+        key = answer.request_id if isinstance(answer, Found) else answer.media_hash
         if (asked := self._asked.get(key)) is not None and not asked.done():
             asked.set_result(answer)
 
@@ -134,10 +125,6 @@ class MediaStoreClient:
 
     async def _store(self, request_id: str, item: MediaItem) -> bool:
         """Whether the request refers to the item in the store now."""
-        nbytes = item.patches.nbytes  # type: ignore[union-attr] # a tensor: see `messages.Tensor`
-        if nbytes > self._cache.max_object_bytes:
-            metrics.ipc_fallbacks_total.labels("store_oversize").inc()
-            return False
         readers = {request_id}
         write = asyncio.create_task(self._write(item, readers))
         write.add_done_callback(lambda task: task.cancelled() or task.exception())  # or it is logged
@@ -149,14 +136,16 @@ class MediaStoreClient:
             metrics.ipc_fallbacks_total.labels(f"store_{outcome}").inc()
             return False
         metrics.ipc_messages_total.labels(SHM_STORE).inc(self._num_ranks)
+        nbytes = item.patches.nbytes  # type: ignore[union-attr] # a tensor: see `messages.Tensor`
         metrics.ipc_bytes_total.labels(SHM_STORE).inc(nbytes * self._num_ranks)
         return True
 
-    async def _write(self, item: MediaItem, readers: Set[str]) -> Literal["present", "full", "busy"]:
+    async def _write(self, item: MediaItem, readers: Set[str]) -> Literal["present", "full", "busy", "oversize"]:
         """Write the item for the request in `readers`, which is empty once that has left. One at a time writes an item:
         the next finds it present. Never cancelled: the reservation ends after the copy."""
-        lock = self._locks.setdefault(item.media_hash, asyncio.Lock())
-        async with lock:
+        if item.patches.nbytes > self._cache.max_object_bytes:  # type: ignore[union-attr] # a tensor
+            return "oversize"
+        async with self._locks.setdefault(item.media_hash, asyncio.Lock()):
             if not readers:
                 return "full"
             reserved: Reserved = await self._ask(item.media_hash, Reserve(next(iter(readers)), CachedMedia.of(item)))

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import msgspec
+import torch
 from starlette.datastructures import State
 
 from mini_engine.engine_client.engines import EngineClient, EngineHandle
@@ -64,21 +64,14 @@ async def resolve_names(context: AppContext, body: GenerationRequest, state: Sta
         elif ref.key and not (ref.url or client or body.cache_salt):
             raise bad_request(f"{ref.name}: {OPEN}.", "cache_salt", "missing_required_parameter")
         elif ref.key:
-            is_alone, ref = not ref.url, _resolved(ref, named.get(ref.key))
+            bound = named.get(ref.key) or NamedMedia(ref.key, is_frames=True)  # a digest that nothing is found by
+            is_alone = not ref.url
+            if is_alone or (origin == ref.url and bound.url == content_digest(origin.encode())):
+                ref = replace(ref, url=Content.of(replace(ref, url=FRAMES) if bound.is_frames else ref, bound.digest))
             if not is_alone:
                 sent.setdefault(ref.key, ref)
         resolved.append(ref)
     return resolved
-
-
-def _resolved(ref: MediaRef, bound: NamedMedia | None) -> MediaRef:
-    """`ref`, whose name is bound to this, or to nothing."""
-    if not ref.url:
-        bound = bound or NamedMedia(ref.key, is_frames=True)  # a digest that nothing is found by
-    elif not bound or origin_of(ref.url) != ref.url or bound.url != content_digest(ref.url.encode()):
-        return ref
-    named = replace(ref, url=FRAMES) if bound.is_frames else ref
-    return replace(ref, url=Content.of(named, bound.digest))
 
 
 def bind_names(engines: EngineClient, items: Sequence[FetchedItem], processed: Mapping[bytes, ProcessedItem]) -> None:
@@ -88,8 +81,7 @@ def bind_names(engines: EngineClient, items: Sequence[FetchedItem], processed: M
         ref, content = item.ref, item.content
         is_whole = item.media_hash not in processed or processed[item.media_hash].missing is None
         if ref.key and is_whole and not content.is_absent:
-            url = content_digest(origin.encode()) if (origin := origin_of(content)) else b""
-            media = NamedMedia(content.digest, url, content.frames is not None)
+            media = NamedMedia(content.digest, content_digest(origin_of(content).encode()), content.frames is not None)
             engines.preferred(ref.key[:HASH_BYTES]).media.bind_name(ref.key, media)
 
 
@@ -97,18 +89,14 @@ def bind_names(engines: EngineClient, items: Sequence[FetchedItem], processed: M
 
 
 @dataclass(eq=False)
-class HeldElsewhere(Exception):
-    """The patches of what a request names cannot all be copied, but `engine` has the rest: send the request there."""
+class LookAgain(Exception):
+    """Look the media of a request up at `engine`. Another one than before has what names mean, of which not all patches
+    can be copied. Or no engine has what some URLs were downloaded as: then load the request's `refs` first, in which
+    these are to be fetched, and all URLs with the same name: no part means what was downloaded before, and another what
+    is there now."""
 
     engine: EngineHandle
-
-
-@dataclass(eq=False)
-class UrlsAbsent(Exception):
-    """No engine has what some URLs were downloaded as: load the request's `refs`, in which they are to be fetched. All
-    URLs with the same name are: no part means what was downloaded before, and another what is there now."""
-
-    refs: list[MediaRef]
+    refs: list[MediaRef] | None = None
 
 
 @dataclass(frozen=True)
@@ -117,32 +105,33 @@ class KnownMedia:
 
     items: list[FetchedItem]  # each with the settings that it is used with
     found: FoundByHash  # by the engine that gets the request, which gets the `copies`, too
-    copies: Mapping[bytes, ProcessedItem]  # of the patches that other engines hold
+    copies: Mapping[bytes, torch.Tensor]  # of the patches that other engines hold
 
-    @property
-    def absent(self) -> list[FetchedItem]:
-        """What has to be decoded."""
-        return [item for item in self.items if not _is_held(item, self.found)]
+    def absent(self, trusts_embeddings: bool) -> list[FetchedItem]:
+        """What has to be decoded. Without `trusts_embeddings` data too, of which there are only these: they may be
+        evicted each time; names still mean embeddings, which another request has encoded since."""
+        return [
+            item
+            for item in self.items
+            if not _is_held(item, self.found)
+            or not (trusts_embeddings or item.content.is_absent or self.found[item.media_hash].held == "patches")
+        ]
 
 
 async def find_media(
-    engines: EngineClient, engine: EngineHandle, items: Sequence[Candidates], request_id: str, trusts_embeddings: bool
+    engines: EngineClient, engine: EngineHandle, items: Sequence[Candidates], request_id: str
 ) -> KnownMedia:
     """Ask `engine`, which is to get the request, what it has, and the others if it lacks any of what names mean.
-    Without `trusts_embeddings` data are sent, whatever embeddings it has, since these may be evicted each time; names
-    still mean embeddings, which another request has encoded since.
 
-    Raises HeldElsewhere, UrlsAbsent; ApiError: 404 for names alone of what no engine has, 400 for two contents under
-    one name; EngineError: the engine is down.
+    Raises LookAgain; ApiError: 404 for names alone of what no engine has, 400 for two contents under one name;
+    EngineError: the engine is down.
     """
-    found = await engine.media.look_up(request_id, [[each.media_hash for each in item] for item in items])
-    if not trusts_embeddings:
-        named = {each.media_hash for item in items for each in item if each.content.is_absent}
-        for media_hash, media in found.items():
-            if media.held == "embeddings" and media_hash not in named:
-                found[media_hash] = msgspec.structs.replace(media, held="facts")
+    found = await engine.media.look_up(request_id, (each.media_hash for item in items for each in item))
     known = KnownMedia(_choose(items, found), found, {})
-    if any(item.content.is_absent for item in known.absent):
+    distinct = {item.media_hash: item for item in known.items}
+    engine.media.queries.inc(len(distinct))
+    engine.media.hits.inc(sum(_is_held(item, found) for item in distinct.values()))
+    if _lacking(known.items, found):
         known = await _copy_from_others(engines, engine, items, request_id, found)
     digests: dict[bytes, bytes] = {}
     for item in known.items:
@@ -156,10 +145,10 @@ async def _copy_from_others(
 ) -> KnownMedia:
     """As `find_media`, if `engine` has found these, and that is not all of what names mean."""
     named = [item for item in items if item[0].content.is_absent]
-    hashes = [[each.media_hash for each in item] for item in named]
+    hashes = [each.media_hash for item in named for each in item]
     others = [other for other in engines.engines if other is not engine and other.stopped is None]
     try:  # in it the request refers there to items with patches
-        asked = (other.media.look_up(request_id, hashes, is_counted=False) for other in others)
+        asked = (other.media.look_up(request_id, hashes) for other in others)
         answers = zip(others, await asyncio.gather(*asked, return_exceptions=True), strict=True)
         known = {engine: found} | {other: answer for other, answer in answers if isinstance(answer, dict)}
         owners = {key: other for other, answer in known.items() for key, media in answer.items() if media.patches}
@@ -168,17 +157,19 @@ async def _copy_from_others(
             other: readable | {key: each for key, each in answer.items() if each.held != "facts" or key not in readable}
             for other, answer in known.items()
         }
-        complete = [other for other, its in usable.items() if all(_is_held(item, its) for item in _choose(named, its))]
-        here = usable[engine]
-        chosen = _choose(items, here)
-        if not complete:
-            raise _not_found(chosen, here)
-        if engine not in complete:
-            raise HeldElsewhere(complete[0])
+        here, chosen = usable[engine], _choose(items, usable[engine])
+        if lacking := _lacking(chosen, here):
+            for other, its in usable.items():
+                if not _lacking(_choose(named, its), its):
+                    raise LookAgain(other)
+            if unknown := [item.name for item in lacking if not origin_of(item.content)]:
+                raise ApiError(404, f"{', '.join(unknown)}: {NOT_FOUND}.", code="media_not_found", param="messages")
+            keys, refs = {item.ref.key for item in lacking}, [item.ref for item in chosen]
+            fetched = [replace(ref, url=origin_of(ref.url) or ref.url) if ref.key in keys else ref for ref in refs]
+            raise LookAgain(engine, fetched)
         copied = {item.media_hash for item in chosen if _is_held(item, here) and not _is_held(item, found)}
         patches = await asyncio.gather(*(owners[key].media.read(here[key]) for key in copied))
-        copies = {key: ProcessedItem.of(here[key].facts, copy) for key, copy in zip(copied, patches, strict=True)}
-        return KnownMedia(chosen, here, copies)
+        return KnownMedia(chosen, here, dict(zip(copied, patches, strict=True)))
     finally:
         for other in others:
             other.media.release_aborted(request_id)
@@ -186,6 +177,11 @@ async def _copy_from_others(
 
 def _is_held(item: FetchedItem, found: FoundByHash) -> bool:
     return item.media_hash in found and found[item.media_hash].held != "facts"
+
+
+def _lacking(items: Sequence[FetchedItem], found: FoundByHash) -> list[FetchedItem]:
+    """What names mean and an engine that has `found` these does not hold, each once."""
+    return [*dict.fromkeys(item for item in items if item.content.is_absent and not _is_held(item, found))]
 
 
 def _choose(items: Sequence[Candidates], found: FoundByHash) -> list[FetchedItem]:
@@ -197,12 +193,3 @@ def _choose(items: Sequence[Candidates], found: FoundByHash) -> list[FetchedItem
         fits = known is not None and prompt_tokens(known.facts) <= budget
         chosen.append(first if fits and (_is_held(first, found) or not _is_held(last, found)) else last)
     return chosen
-
-
-def _not_found(items: Sequence[FetchedItem], found: FoundByHash) -> ApiError | UrlsAbsent:
-    """The error for a request with these, of which names mean some that are not found."""
-    lacking = dict.fromkeys(item for item in items if item.content.is_absent and not _is_held(item, found))
-    if unknown := [item.name for item in lacking if not origin_of(item.content)]:
-        return ApiError(404, f"{', '.join(unknown)}: {NOT_FOUND}.", code="media_not_found", param="messages")
-    keys, refs = {item.ref.key for item in lacking}, [item.ref for item in items]
-    return UrlsAbsent([replace(ref, url=origin_of(ref.url) or ref.url) if ref.key in keys else ref for ref in refs])

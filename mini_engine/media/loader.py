@@ -15,13 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
+import msgspec
 import torch
 
 from mini_engine import metrics
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.media.decode.decoder import Job
 from mini_engine.media.decode.decoder_pool import DecoderPool, Decoding
-from mini_engine.media.hashing import content_digest, media_hash
+from mini_engine.media.hashing import HASH_BYTES, content_digest, media_hash
 from mini_engine.media.media_errors import ItemError, MediaError
 from mini_engine.media.processor import MediaProcessor, MediaSettings, ProcessedItem
 from mini_engine.media.settings import hash_key
@@ -149,7 +150,7 @@ class MediaLoader:
     ) -> list[Candidates]:
         """The items in the order of `refs`, with the hashes by all of the `settings` of each. Cancelling it, or the
         failure of one item, ends the work on the others. What is there several times, under one `name`, is fetched
-        once.
+        once; so is a URL with a `uuid`, of which two downloads could differ.
 
         `received` is called with the size of each block of a download before the block is stored; what it raises ends
         all downloads. Raises MediaError: an item cannot be fetched.
@@ -157,7 +158,8 @@ class MediaLoader:
         groups: dict[str, FetchGroup] = {}
         distinct = {ref.name: (ref, of_item) for ref, of_item in zip(refs, settings, strict=True)}
         for name, item in distinct.items():  # those that take no time share a task, which costs more than many of them
-            groups.setdefault(name if _is_slow(item[0]) else "", []).append(item)
+            url = item[0].uuid and origin_of(item[0].url)
+            groups.setdefault((url or name) if _is_slow(item[0]) else "", []).append(item)
         fetched = await _all(self._fetch(group, received) for group in groups.values())
         items = {candidates[0].name: candidates for group in fetched for candidates in group}
         return [items[ref.name] for ref in refs]
@@ -243,14 +245,12 @@ class MediaLoader:
         if not sources.is_local_file(url):
             data = fetch_data(url, policy, name) if download is None else download
             return Content.of(ref, content_digest(data), data)
-        if (digest := self._files.digest(url, policy, name)) is not None:
-            return Content.of(ref, digest)
-        data, digest = self._files.read(url, policy, name)
-        return Content.of(ref, digest, data)
+        known, digest = self._files.read(url, policy, name)
+        return Content.of(ref, digest, known)
 
     def _read_again(self, item: FetchedItem) -> bytes:
-        data, digest = self._files.read(item.content.source, self.policy, item.name)
-        if digest != item.content.digest:
+        data, digest = self._files.read(item.content.source, self.policy, item.name, again=True)
+        if data is None or digest != item.content.digest:
             raise MediaError(item.name, "the file was changed while this request was prepared; send the request again")
         return data
 
@@ -271,12 +271,17 @@ class MediaLoader:
         return _Processed(processed, decoded - began, time.monotonic() - decoded)
 
     def _process_frames(self, item: FetchedItem, decoding: Decoding) -> ProcessedItem:
+        """An item of which a part could not be read gets a unique hash: a hit is not decoded, so it could not report
+        the missing part."""
         reach_failpoint("processing")
         try:
             video = item.content.frames.facts if item.content.frames else decoding.video
             if video is None:
-                return self.processor.process_image(decoding.frames[0], item.settings)
-            return self.processor.process_video(decoding.frames, video, item.settings)
+                made = self.processor.process_image(decoding.frames[0], item.settings)
+            else:
+                made = self.processor.process_video(decoding.frames, video, item.settings)
+            own_hash = os.urandom(HASH_BYTES) if made.missing else item.media_hash
+            return replace(made, facts=msgspec.structs.replace(made.facts, media_hash=own_hash))
         except torch.AcceleratorError:  # such as an illegal access: from then on all CUDA calls of a process fail
             logger.critical("unrecoverable CUDA error in the media processor; exiting", exc_info=True)
             logging.shutdown()

@@ -49,21 +49,9 @@ class MediaSettings:
 class ProcessedItem:
     """The model's input for one image or video."""
 
-    modality: Modality
-    patches: torch.Tensor  # uint8 [grid_t * grid_h * grid_w, 3 * temporal_patch_size * patch_size**2], contiguous
-    grid_thw: tuple[int, int, int]  # in patches
-    num_tokens: int  # placeholders in the prompt, after merging merge_size**2 patches each
-    second_per_grid: float | None = None  # seconds between temporal patches; None: an image
+    facts: CachedMedia  # from `MediaProcessor` without a hash
+    patches: torch.Tensor | None  # contiguous, see `MediaItem`; None: the engine has them, or the item's embeddings
     missing: str | None = None  # of a video: see `VideoFacts`
-    # The item's text in a prompt, one placeholder token for each run of them. None: one run, nothing else.
-    placeholder: str | None = None
-    timestamps: list[float] | None = None  # of a video: see `VideoFacts`
-
-    @classmethod
-    def of(cls, facts: CachedMedia, patches: torch.Tensor) -> "ProcessedItem":
-        """A whole item that was processed before."""
-        layout = (facts.grid_thw, facts.num_tokens, facts.second_per_grid)
-        return cls(facts.modality, patches, *layout, placeholder=facts.placeholder, timestamps=facts.timestamps)
 
 
 class MediaProcessor:
@@ -133,7 +121,7 @@ class MediaProcessor:
         seconds = step / out["video_metadata"][0].sampled_fps
         token = self.hf_processor.video_token
         text = re.sub(f"(?:{re.escape(token)})+", token, self.hf_processor.replace_video_token(out, 0))
-        rest = (seconds, video.missing, None if text == token else text, video.timestamps)
+        rest = (video.missing, seconds, None if text == token else text, video.timestamps)
         return self._item("video", out["pixel_values_videos"], out["video_grid_thw"], *rest)
 
     def _bounds(self, frames: int, settings: MediaSettings) -> dict[str, int]:
@@ -155,11 +143,14 @@ class MediaProcessor:
             high = min(high, max(share, 1))
         return {"shortest_edge": min(low, high), "longest_edge": high}
 
-    def _item(self, kind: Modality, patches: torch.Tensor, grid: torch.Tensor, *rest: Any) -> ProcessedItem:
+    def _item(
+        self, kind: Modality, patches: torch.Tensor, grid: torch.Tensor, missing: str | None = None, *rest: Any
+    ) -> ProcessedItem:
         assert patches.element_size() == 1, f"its patches are {patches.dtype}, not uint8"
         frames, height, width = grid[0].tolist()
         tokens = frames * height * width // self._image.merge_size**2
-        return ProcessedItem(kind, patches.contiguous(), (frames, height, width), tokens, *rest)
+        facts = CachedMedia(b"", kind, tokens, (frames, height, width), *rest)
+        return ProcessedItem(facts, patches.contiguous(), missing)
 
 
 def _run(half: Any, pixels: torch.Tensor, call: Kwargs) -> Any:

@@ -86,7 +86,7 @@ class NamedMedia(msgspec.Struct, frozen=True, array_like=True):
     """What a name means. The media caches say whether they have it."""
 
     digest: bytes  # of the content; for a name that means nothing one that no content has
-    url: bytes = b""  # digest of the `http(s)://` URL that the content was downloaded from
+    url: bytes = b""  # digest of the `http(s)://` URL that the content was downloaded from, or of no text
     is_frames: bool = False  # a video that was sent as its frames
 
 

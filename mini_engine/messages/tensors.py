@@ -49,7 +49,7 @@ class CachedMedia(msgspec.Struct, frozen=True, array_like=True):
     modality: Modality
     num_tokens: int  # placeholders, that is merged patches: t * h * w / merge_size**2
     grid_thw: tuple[int, int, int]  # patches: frames / temporal_patch_size, height / patch_size, width / patch_size
-    second_per_grid: float | None  # seconds between temporal patches; None for an image
+    second_per_grid: float | None = None  # seconds between temporal patches; None for an image
     placeholder: str | None = None  # its text in a prompt, one placeholder token for each run. None: just one run
     timestamps: list[float] | None = None  # of the sampled frames: seconds after the video's first. None: an image
 

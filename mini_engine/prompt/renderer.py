@@ -5,7 +5,6 @@ writes one placeholder for each, `expand` makes each placeholder as long as its 
 media are fetched or processed. All methods may run in several threads at once.
 """
 
-import os
 import re
 import sys
 from collections import Counter
@@ -16,9 +15,8 @@ from typing import Any
 import jinja2
 import msgspec
 
-from mini_engine.media.hashing import HASH_BYTES
 from mini_engine.media.processor import MediaProcessor, ProcessedItem
-from mini_engine.messages import CachedMedia, EngineLimits, FoundMedia, MediaItem, Modality
+from mini_engine.messages import EngineLimits, MediaItem, Modality
 from mini_engine.prompt.client_text import MARK, ClientText, encode_text
 from mini_engine.prompt.tool_calls import AnswerFormat, AnswerParser, after_thought
 from mini_engine.protocol.api_errors import bad_request
@@ -28,8 +26,6 @@ from mini_engine.protocol.tools import CALL, CALL_END, TAGS, THINK
 
 MAX_MEDIA = 1024  # images and videos of a prompt
 PIECE = 1 << 16  # characters that are tokenised at once to see how many tokens a long text has
-
-Source = tuple[bytes, ProcessedItem | CachedMedia]  # an item under its hash
 
 
 class ChatRenderer:
@@ -154,29 +150,28 @@ class ChatRenderer:
                 "context_length_exceeded",
             )
 
-    def expand(self, token_ids: Sequence[int], sources: Sequence[Source]) -> tuple[list[int], list[MediaItem]]:
+    def expand(self, token_ids: Sequence[int], items: Sequence[ProcessedItem]) -> tuple[list[int], list[MediaItem]]:
         """The prompt with each placeholder as long as its item, with the item's text, and the items with their offsets.
-        `sources` are in order."""
+        `items` are in order."""
         expanded: list[int] = []
         placed: list[MediaItem] = []
-        remaining = iter(sources)
+        remaining = iter(items)
         for token in token_ids:
-            modality = self._modality_of.get(token)
-            if modality is None:
+            if token not in self.placeholders:
                 expanded.append(token)
                 continue
-            media_hash, item = next(remaining)
+            item = next(remaining)
+            facts = item.facts
             # By itself: in a model's own template a special token stands on either side, which no token reaches across.
-            text, offsets = item.placeholder, []
+            text, offsets = facts.placeholder, []
             written = [token] if text is None else self.tokenizer.encode(text, add_special_tokens=False).ids
-            run = [token] * (item.num_tokens // written.count(token))
+            run = [token] * (facts.num_tokens // written.count(token))
             for written_token in written:
                 if written_token == token:
                     offsets.append(len(expanded))
                 expanded += run if written_token == token else [written_token]
-            patches, cacheable = (None, True) if isinstance(item, CachedMedia) else (item.patches, item.missing is None)
-            facts = (media_hash, modality, item.num_tokens, item.grid_thw, item.second_per_grid, text, item.timestamps)
-            placed.append(MediaItem(*facts, offsets=offsets, patches=patches, cacheable=cacheable))
+            own = {"offsets": offsets, "patches": item.patches, "cacheable": item.missing is None}
+            placed.append(MediaItem(**msgspec.structs.asdict(facts), **own))  # type: ignore[arg-type] # facts of any type
         return expanded, placed
 
     def _template_message(self, message: ChatMessage) -> dict[str, Any]:
@@ -239,18 +234,6 @@ def collect_media(parts: Iterable[Part], limits: Mapping[str, int]) -> list[Medi
 
 
 # --- the prompt's media, for the engine -------------------------------------------------------------------------------
-
-
-def prompt_sources(
-    hashes: Sequence[bytes], processed: Mapping[bytes, ProcessedItem], found: Mapping[bytes, FoundMedia]
-) -> list[Source]:
-    """The items with these hashes, in order; each is in `processed`, or else in `found`.
-
-    An item of which a part could not be read gets a unique hash: a hit is not decoded, so it could not report the
-    missing part.
-    """
-    private = {digest: os.urandom(HASH_BYTES) for digest, item in processed.items() if item.missing}
-    return [(private.get(digest, digest), processed.get(digest) or found[digest].facts) for digest in hashes]
 
 
 def media_usage(item: MediaItem, processor: MediaProcessor) -> dict[str, Any]:

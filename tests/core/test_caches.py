@@ -5,16 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from mini_engine.messages import (
-    BindName,
-    ChildRequest,
-    ControlReply,
-    ControlRequest,
-    Found,
-    Lookup,
-    NamedMedia,
-    Problem,
-)
+from mini_engine.messages import BindName, ChildRequest, ControlReply, ControlRequest, Found, Lookup, NamedMedia
 from tests.support.simulated_core import BYTES, OTHER, TIMED, CachingWorld, World, item, message, named
 from tests.support.simulated_ranks import token_of
 
@@ -237,17 +228,6 @@ def test_preempted_requests_do_not_wait_for_room_that_the_other_has():
 
 
 # --- cached media ----------------------------------------------------------------------------------------------------
-
-
-def test_refused_request_leaves_no_reference():
-    world = CachingWorld("shm")
-    world.write(world.reserve("bad", A), "bad")
-    world.request("bad", prompt=8, media=[named(1, A)], grammar="bad")
-    world.run()
-    world.grammar_ready("bad", Problem("it is bad"))
-    world.run()
-    assert world.ends["bad"] == ["error"]
-    world.assert_at_rest()
 
 
 def test_lru_eviction_counts_lookups_as_use():

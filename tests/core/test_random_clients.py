@@ -18,7 +18,6 @@ from mini_engine.messages import (
     ChildRequest,
     ControlRequest,
     Finish,
-    MediaItem,
     MediaReady,
     MessageId,
     PeerGone,
@@ -77,16 +76,14 @@ class RandomClients:
             self.world.receive(Finish(asked.name, "abort"), asked.sender)
             return
         for media_hash, held in found.items():
-            if held == "facts" or (
-                held == "embeddings" and asked.arrival is not None and media_hash not in asked.named
-            ):
-                held = ""
-            if not held and self.world.kind == "shm":
+            is_needed = held == "embeddings" and asked.arrival is not None and media_hash not in asked.named
+            source = "tensor" if is_needed or held in ("", "facts") else held
+            if source == "tensor" and self.world.kind == "shm":
                 reserved = self.world.reserve(asked.name, media_hash, size_of(media_hash), asked.sender)
-                held = {"present": "patches", "reserved": "reserved"}.get(reserved.outcome, "")
-                if held == "reserved":
+                source = "patches" if reserved.outcome == "present" else source
+                if reserved.outcome == "reserved":
                     asked.reservations[media_hash] = reserved
-            asked.sources[media_hash] = held or "tensor"
+            asked.sources[media_hash] = source
         self.prepared.append(asked)
 
     def proceed(self) -> None:
@@ -96,7 +93,6 @@ class RandomClients:
         for media_hash, reserved in asked.reservations.items():
             if leaves or self.chance.random() < 0.2:
                 self.world.receive(Written(reserved.number, None), asked.sender)
-                asked.sources[media_hash] = "tensor"
             else:
                 self.world.write(reserved, asked.name, sender=asked.sender)
                 asked.sources[media_hash] = "patches"
@@ -115,12 +111,10 @@ class RandomClients:
         more = {"children": asked.children, "arrival": asked.arrival, "ready": not is_lost}
         self.world.request(asked.name, prompt=9, max_tokens=OUTPUT, media=media, sender=asked.sender, **more)
         self.sent[asked.name] = asked
-        for message in self.messages(media) if is_lost else []:
-            self.world.receive(MediaReady(0, message, "no descriptor"), ("worker 0.0 media", 100))
-
-    @staticmethod
-    def messages(media: list[MediaItem]) -> list[MessageId]:
-        return [each.patches.message for each in media if each.patches is not None]
+        for each in media if is_lost else []:
+            if each.patches is not None:
+                report = MediaReady(0, each.patches.message, "no descriptor")
+                self.world.receive(report, ("worker 0.0 media", 100))
 
     def abort(self) -> None:
         asked = self.sent.pop(self.chance.choice(list(self.sent)))

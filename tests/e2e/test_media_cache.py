@@ -1,4 +1,4 @@
-"""Cached media while API servers die, and while all is evicted all the time."""
+"""Cached and named media while API servers die, and while all is evicted all the time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.support.client import TEXT, ClientRequest, Question, ask_large, ask_small, ask_video
+from tests.support.client import TEXT, ClientRequest, Question, ask_large, ask_small, ask_two
 from tests.support.processes import eventually, stopped
 from tests.support.running_server import START_SECONDS, RunningServer
 
@@ -19,14 +19,11 @@ def assert_right(server: RunningServer, api: str, question: Question) -> None:
     assert ClientRequest(server, api, question).answer() == question.answer
 
 
-def test_cached_media_survive_the_death_of_an_api_server_and_its_unfinished_write_is_freed():
+def test_unfinished_write_of_a_dead_api_server_is_freed():
     """A thread of a server that hangs may still write: no time-out frees its pages. Meanwhile another sends the item
     uncached."""
-    kept, unfinished = [ask_video(seed) for seed in range(300, 303)], ask_large(8100)
+    unfinished = ask_large(8100)
     with RunningServer("-tp", "2", "--api-server-count", "2", "--mm-processor-cache-gb", "0.5") as server:
-        for question in kept:
-            assert_right(server, API, question)
-        messages = server.total("ipc_messages_total", OTHER)
         with server.failpoint("loading-api") as loading:
             with server.failpoint("writing") as writing:
                 request = ClientRequest(server, API, unfinished)
@@ -40,14 +37,11 @@ def test_cached_media_survive_the_death_of_an_api_server_and_its_unfinished_writ
                 assert ClientRequest(server, None, TEXT, max_tokens=1).answer()
         eventually(lambda: "replacement ready" in server.log, START_SECONDS)
         decodes = server.total("media_decodes_total", OTHER)
-        for question in kept:
-            assert_right(server, API, question)
-        assert server.total("media_decodes_total", OTHER) == decodes
         server.get("/reset_caches", method="POST")  # the embeddings of the item that was sent uncached
         for api in (OTHER, API):
             assert_right(server, api, unfinished)
         assert server.total("media_decodes_total", OTHER) == decodes + 1
-        assert server.total("ipc_messages_total", OTHER) == messages + 2 * 2  # once uncached, and once to be kept
+        assert server.total("ipc_messages_total", OTHER) == 2 * 2  # once uncached, and once to be kept
         assert server.total("ipc_fallbacks_total", OTHER) == 1
         server.assert_at_rest(OTHER)
 
@@ -82,3 +76,37 @@ def test_store_and_encoder_cache_of_one_item(gigabytes: float):
         list(pool.map(ask, range(30)))
         server.assert_at_rest()
         assert server.total("media_facts") == 3
+
+
+def test_names_are_known_to_all_api_servers_and_survive_the_one_that_was_sent_the_data():
+    """On two engines: videos that were named apart meet in one conversation."""
+    pairs = {(f"first {number}", f"second {number}"): ask_two(9300 + 2 * number) for number in range(4)}
+    apart = Question("Well?", "", [], more={"max_tokens": 1})
+
+    def ask(api: str, question: Question, urls: dict[str, str | None]) -> ClientRequest:
+        """About videos by name, with their data or alone."""
+        parts = [{"type": "video_url", "video_url": url, "uuid": uuid} for uuid, url in urls.items()]
+        messages = [{"role": "user", "content": [*parts, {"type": "text", "text": question.text}]}]
+        return ClientRequest(server, api, question, messages=messages, cache_salt="mine")
+
+    def assert_known(*apis: str) -> None:
+        for api, (uuids, both) in zip(apis, pairs.items(), strict=True):
+            assert ask(api, both, dict.fromkeys(uuids)).answer() == both.answer
+
+    with RunningServer("-tp", "2", "-dp", "2", "--api-server-count", "3") as server:
+        for uuids, both in pairs.items():
+            for uuid, (_, url) in zip(uuids, both.urls, strict=True):
+                ask(API, apart, {uuid: url}).reply()
+        assert_known(OTHER, "api 2", OTHER, "api 2")
+        assert server.total("media_decodes_total") == server.total("media_named_hits_total") == 2 * len(pairs)
+        assert server.total("ipc_messages_total") > 2 * 2 * len(pairs), "copies, too, are written for both ranks"
+        os.kill(server.pids()[API], signal.SIGKILL)
+        decodes = server.total("media_decodes_total", OTHER)
+        eventually(lambda: "replacement ready" in server.log, START_SECONDS)
+        assert_known(API, OTHER, "api 2", API)
+        assert server.total("media_decodes_total", OTHER) == decodes
+        server.get("/reset_caches", method="POST")
+        lost = ask("api 2", both, dict.fromkeys(uuids))
+        assert lost.response().status == 404 and b"media_not_found" in lost.response().read()
+        lost.hang_up()
+        server.assert_at_rest(OTHER)

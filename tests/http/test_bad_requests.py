@@ -103,6 +103,9 @@ async def test_errors_name_the_field_and_what_it_may_hold(served: Served) -> Non
         (user(image() | {"fps": 1, "nframes": 2}), VALUE, PART, "either `fps` or `nframes`"),
         (user(image() | {"resized_width": 8}), VALUE, PART, "`resized_width` of a part is not supp"),
         (user(video() | {"num_frames": 8}), VALUE, PART, "`num_frames` of a part is not supported; "),
+        (user(image() | {"uuid": ""}), VALUE, PART + ".uuid", "length >= 1"),
+        (user(image() | {"uuid": "a" * 257}), VALUE, PART + ".uuid", "length <= 256"),
+        (user({"type": "image", "uuid": "a"}), MISSING, "cache_salt", "image 1: a `uuid` alone needs a `cache_salt`"),
         (user({"type": "image_url", "image_url": {}}), MISSING, PART + ".image_url.url", "Missing"),
         ({"media_io_kwargs": {"video": {"timestamps": [0, 1, 1]}}}, VALUE, "media_io_kwargs", "later than the one"),
         ({"media_io_kwargs": {"video": {"timestamps": [*range(10_001)]}}}, VALUE, "media_io_kwargs", "length <= 10000"),
@@ -119,6 +122,7 @@ async def test_errors_name_the_field_and_what_it_may_hold(served: Served) -> Non
         ("/tokenize", {"prompt": "x", "messages": MESSAGES}, MISSING, "prompt", "either 'prompt' or 'messages'"),
         ("/tokenize", {"prompt": "some words " * 3000}, TOO_LONG, "prompt", "Send a shorter prompt."),
         ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, VALUE, "add_special_tokens", "only allowed"),
+        ("/tokenize", user({"type": "image", "uuid": "a"}), "invalid_media", "messages", "image 1: has a `uuid` alone"),
         ("/detokenize", {"tokens": [10**6]}, VALUE, "tokens", "token id 1000000"),
         ("/detokenize", {"tokens": [-1]}, VALUE, "tokens[0]", ">= 0"),
     ]

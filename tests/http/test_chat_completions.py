@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from mini_engine.http import responses
+from mini_engine.media.hashing import content_digest
 from mini_engine.media.loader import MediaLoader
-from mini_engine.media.sources.local_files import SETTLED_NS, LocalFiles
+from mini_engine.media.sources import local_files
 from mini_engine.messages import Problem
 from mini_engine.protocol.bodies import ChatRequest
 from tests.support import serving
@@ -186,7 +187,6 @@ SETTINGS: list[tuple[dict[str, Any], list[tuple[dict[str, Any], int]]]] = [
 
 @pytest.mark.parametrize(("part", "cases"), SETTINGS)
 async def test_request_may_ask_for_fewer_frames_or_smaller_items(served: Served, part: Any, cases: Any) -> None:
-    served.core.keeps = True
     for fields, tokens in [*cases, *cases]:
         assert (await served.post([part], **fields)).json()["usage"]["media"][0]["tokens"] == tokens
     items = [request.media[0] for request in served.core.requests]
@@ -213,23 +213,22 @@ async def test_parts_by_other_names_are_the_same(served: Served, part: Any, kind
 
 
 async def test_a_file_is_read_again_only_if_it_must_be_decoded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = time.time_ns() + 2 * SETTLED_NS
+    now = time.time_ns() + 2 * local_files.SETTLED_NS
     monkeypatch.setattr(time, "time_ns", lambda: now)
     (path := served.allowed / "a picture").write_bytes(base64.b64decode(image()["image_url"]["url"].partition(",")[2]))
     part, reads = {"type": "image_url", "image_url": path.as_uri()}, []
-    read = LocalFiles.read
-    monkeypatch.setattr(LocalFiles, "read", lambda *args: reads.append(args) or read(*args))
-    for keeps, num_reads in ((False, 1), (True, 2), (True, 2)):  # the engine does not have it, twice; then it has it
-        served.core.keeps = keeps
+    monkeypatch.setattr(local_files, "content_digest", lambda data: reads.append(data) or content_digest(data))
+    for num_reads in (1, 2, 2):  # the engine does not have it, twice; then it has it
+        served.core.kept = {} if num_reads > len(reads) else served.core.kept
         assert (await served.post([part])).status_code == 200 and len(reads) == num_reads
     assert len({request.media[0].media_hash for request in served.core.requests}) == 1
-    monkeypatch.setattr(LocalFiles, "digest", lambda *_: b"of before")
+    served.core.kept.clear()
+    monkeypatch.setattr(local_files, "content_digest", lambda _: b"of another")
     assert "was changed" in (await served.post([part])).json()["error"]["message"]
 
 
 @streamed_or_whole
 async def test_usage_says_what_the_model_saw_and_what_the_engine_had(served: Served, stream: bool) -> None:
-    served.core.keeps = True
     for cached in (None, "patches", "embeddings", "facts"):
         served.core.held = cached or "patches"
         answer = await served.ask([image(140), video()], extra_body=FEWER[0], **with_usage(stream))
@@ -257,7 +256,6 @@ async def test_part_of_a_video_is_answered_with_a_warning_where_the_server_says_
     processor: GatedProcessor, partial_media: MediaLoader
 ) -> None:
     async with serving.serve(processor, partial_media) as served:
-        served.core.keeps = True
         content = [video(CUT), image(), video(CUT)]
         first, second = (await served.post(content, n=2)).json()["warnings"]
         assert first.startswith(f"video 1: {len(CUT)} of at least {len(CLIP)} bytes are there; ")

@@ -28,9 +28,8 @@ Asking = asyncio.Task[httpx.Response]
 
 @pytest.fixture
 async def served(serve: Serve) -> AsyncIterator[Served]:
-    """With room for the tensors of one request. The engine keeps one item, and holds what it is sent."""
+    """With room for the tensors of one request. The engine has one item, and holds what it is sent."""
     async with serve(queue=make_queue(PAGE_BYTES)) as served:
-        served.core.keeps = True
         await served.post([image(84)])
         served.core.hold = True
         yield served

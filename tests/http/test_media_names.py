@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import AsyncIterator
 from typing import Any
@@ -43,48 +44,41 @@ def hashes(served: Served) -> list[list[bytes]]:
     return [[item.media_hash for item in request.media] for request in served.core.requests]
 
 
-@pytest.fixture
-def keeping(served: Served) -> Served:
-    """The engine keeps the patches of each request."""
-    served.core.keeps = True
-    return served
-
-
 @pytest.mark.parametrize(
     "part", [image(), video(), {"type": "file", "file": {"file_data": image()["image_url"]["url"]}}]
 )
-async def test_name_alone_is_the_item_that_had_it(keeping: Served, part: dict[str, Any]) -> None:
+async def test_name_alone_is_the_item_that_had_it(served: Served, part: dict[str, Any]) -> None:
     kind = "video" if part == video() else "image"
-    await ask(keeping, named(part))
+    await ask(served, named(part))
     counted = Counted(*COUNTS)
     for form in ({f"{kind}_url": None, "type": f"{kind}_url"}, {"type": kind}, {"type": f"input_{kind}", kind: None}):
-        await ask(keeping, named(form))
-    assert counted.since() == [0, 3] and keeping.core.num_resolved == 3, "data need no answer"
-    first, *others = hashes(keeping)
+        await ask(served, named(form))
+    assert counted.since() == [0, 3] and served.core.num_resolved == 3, "data need no answer"
+    first, *others = hashes(served)
     assert others == [first] * 3
 
 
-async def test_settings_of_the_later_request_apply(keeping: Served) -> None:
+async def test_settings_of_the_later_request_apply(served: Served) -> None:
     """As if the content had been sent: other settings are another item, which is there or not."""
     part, small = named(image(140)), {"mm_processor_kwargs": {"max_pixels": 56 * 56}}
-    await ask(keeping, part)
-    check_not_found(await keeping.post([ALONE], **SALT, **small), "image 1")
-    await ask(keeping, part, **small)
+    await ask(served, part)
+    check_not_found(await served.post([ALONE], **SALT, **small), "image 1")
+    await ask(served, part, **small)
     for fields in ({}, small):
-        await ask(keeping, ALONE, **fields)
-    assert hashes(keeping)[2:] == hashes(keeping)[:2]
+        await ask(served, ALONE, **fields)
+    assert hashes(served)[2:] == hashes(served)[:2]
 
 
-async def test_video_of_frames_is_found_with_its_times_only(keeping: Served) -> None:
+async def test_video_of_frames_is_found_with_its_times_only(served: Served) -> None:
     frames = ",".join(image()["image_url"]["url"].partition(",")[2] for _ in range(2))
     part = {"type": "video_url", "video_url": f"data:video/jpeg;base64,{frames}", "uuid": "a"}
     first, second = ({"media_io_kwargs": {"video": {"timestamps": [0, at]}}} for at in (1, 2))
     unsampled = {"mm_processor_kwargs": {"do_sample_frames": False}}
     for each in (part, VIDEO_ALONE):
-        await ask(keeping, each, **first, **unsampled)
-    check_not_found(await keeping.post([VIDEO_ALONE], **SALT, **second), "video 1")
-    await ask(keeping, named(video()))
-    check_error(await keeping.post([VIDEO_ALONE], **SALT, **unsampled), 400, "invalid_value", "sent as frames")
+        await ask(served, each, **first, **unsampled)
+    check_not_found(await served.post([VIDEO_ALONE], **SALT, **second), "video 1")
+    await ask(served, named(video()))
+    check_error(await served.post([VIDEO_ALONE], **SALT, **unsampled), 400, "invalid_value", "sent as frames")
 
 
 # --- to which client --------------------------------------------------------------------------------------------------
@@ -92,7 +86,6 @@ async def test_video_of_frames_is_found_with_its_times_only(keeping: Served) -> 
 
 async def test_name_is_known_within_one_api_key_salt_and_modality(serve: Serve) -> None:
     async with serve(api_key=["one", "two"]) as served:
-        served.core.keeps = True
 
         async def post(key: str, part: dict[str, Any], **more: Any) -> httpx.Response:
             headers = {"authorization": f"Bearer {key}"}
@@ -105,39 +98,32 @@ async def test_name_is_known_within_one_api_key_salt_and_modality(serve: Serve) 
         check_not_found(await post("one", VIDEO_ALONE), "video 1")
 
 
-async def test_name_alone_needs_a_salt_where_no_key_says_whose_it_is(keeping: Served) -> None:
-    await keeping.post([named(image())])
-    response, says = await keeping.post([ALONE]), "image 1: a `uuid` alone needs a `cache_salt` or an API key"
-    check_error(response, 400, "missing_required_parameter", says)
-    assert response.json()["error"]["param"] == "cache_salt"
-
-
 # --- what is absent ---------------------------------------------------------------------------------------------------
 
 
-async def test_one_error_lists_all_names_that_are_not_found(keeping: Served) -> None:
+async def test_one_error_lists_all_names_that_are_not_found(served: Served) -> None:
     """Those that mean nothing, and those of what the engine has lost."""
-    core, kept, lost = keeping.core, named(image(), "kept"), named(image(84), "lost")
-    await ask(keeping, kept, lost)
-    del core.kept[hashes(keeping)[0][1]]
+    core, kept, lost = served.core, named(image(), "kept"), named(image(84), "lost")
+    await ask(served, kept, lost)
+    del core.kept[hashes(served)[0][1]]
     counted = Counted(*COUNTS, "mm_cache_hits_total{engine=0}")
     alone = [named(ALONE, name) for name in ("kept", "lost", "never sent")]
-    response = await keeping.post([*alone[:2], image(), alone[2]], **SALT)
+    response = await served.post([*alone[:2], image(), alone[2]], **SALT)
     check_not_found(response, "image 2", "image 4")
     assert "lost" not in response.text
     await eventually(lambda: len(core.unreserved) == 1)
-    await ask(keeping, kept, lost, kept)
+    await ask(served, kept, lost, kept)
     assert counted.since() == [1, 0, 2]
 
 
-async def test_requests_whose_embeddings_are_evicted_before_they_are_used(keeping: Served, web: SlowWeb) -> None:
+async def test_requests_whose_embeddings_are_evicted_before_they_are_used(served: Served, web: SlowWeb) -> None:
     """Data are sent then. Names mean embeddings as long as there are any; then a URL is downloaded again. Its request
     keeps its place in the queue."""
-    core, data = keeping.core, image(112)
+    core, data = served.core, image(112)
     web.go.set()
-    await ask(keeping, named(image(84)), named(web.part, "b"), data)
+    await ask(served, named(image(84)), named(web.part, "b"), data)
     core.held, core.accepts = "embeddings", False
-    alone, by_url = (keeping.asking([part, data], **SALT) for part in (ALONE, named(web.part, "b")))
+    alone, by_url = (served.asking([part, data], **SALT) for part in (ALONE, named(web.part, "b")))
     for held, sent in (("embeddings", [False, False]), ("facts", [False, True])):
         await eventually(lambda: len(core.running) == 2)
         requests, core.held = [*core.running.values()], held
@@ -154,36 +140,32 @@ async def test_requests_whose_embeddings_are_evicted_before_they_are_used(keepin
 # --- URLs -------------------------------------------------------------------------------------------------------------
 
 
-async def test_url_is_downloaded_once_under_its_name(keeping: Served, web: SlowWeb) -> None:
+async def test_url_is_downloaded_once_under_its_name(
+    served: Served, web: SlowWeb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is not there by the settings of one part is downloaded again for all parts, or they would mean two contents.
+    The policy holds for a URL that is not downloaded."""
     web.go.set()
     part, counted = named(web.part), Counted(*COUNTS)
     for _ in range(2):
-        await ask(keeping, part, part)
+        await ask(served, part, part)
     assert (web.dialled, counted.since()) == (1, [1, 1])
-    keeping.core.kept.clear()
     web.body = png(84)  # now another image
-    await ask(keeping, part, ALONE)
-    assert (web.dialled, counted.since()) == (2, [2, 1])
-    assert hashes(keeping)[2][0] == hashes(keeping)[2][1] != hashes(keeping)[0][0]
-    await ask(keeping, named({"type": "image_url", "image_url": web.part["image_url"]["url"] + "?2"}))
-    await ask(keeping, part)
+    await ask(served, part, {**ALONE, "max_pixels": 3136})
+    assert (web.dialled, counted.since()) == (2, [3, 1])
+    assert len({*itertools.chain(*hashes(served))}) == 3
+    await ask(served, named({"type": "image_url", "image_url": web.part["image_url"]["url"] + "?2"}))
+    await ask(served, part)
     assert web.dialled == 4, "a name stands for the URL that it came with last"
-
-
-async def test_parts_of_one_url_are_downloaded_again_together(keeping: Served, web: SlowWeb) -> None:
-    """Or one would mean what was downloaded before, and the other what is there now."""
-    web.go.set()
-    await ask(keeping, named(web.part))
-    web.body = png(84)
-    await ask(keeping, named(web.part), {**ALONE, "max_pixels": 3136})
-    (before,), (now, resized) = hashes(keeping)
-    assert len({before, now, resized}) == 3
+    monkeypatch.setitem(vars(served.context.media.policy), "allowed_hosts", frozenset())
+    check_error(await served.post([part], **SALT), 400, "invalid_media")
 
 
 async def test_download_after_all_holds_up_no_other_request(serve: Serve, web: SlowWeb) -> None:
     async with serve(maximum_concurrent_videos=1) as served:
         web.go.set()
         await ask(served, named(web.part))
+        served.core.kept.clear()
         web.go.clear()
         web.asked.clear()
         asking = served.asking([named(web.part)], **SALT)
@@ -195,15 +177,6 @@ async def test_download_after_all_holds_up_no_other_request(serve: Serve, web: S
         assert (await asking).status_code == 200
 
 
-async def test_policy_holds_for_a_url_that_is_not_downloaded(
-    keeping: Served, web: SlowWeb, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    web.go.set()
-    await ask(keeping, named(web.part))
-    monkeypatch.setitem(vars(keeping.context.media.policy), "allowed_hosts", frozenset())
-    check_error(await keeping.post([named(web.part)], **SALT), 400, "invalid_media")
-
-
 # --- with several engines ---------------------------------------------------------------------------------------------
 
 
@@ -212,8 +185,6 @@ async def pair(serve: Serve) -> AsyncIterator[Served]:
     """With two engines, each with a store that takes nothing. Nothing is pinned in either at the end."""
     fds = [create_sparse(16 * PAGE_BYTES) for _ in range(2)]
     async with serve(caches=[CacheAccess(1 << 30, WritableMemory(fd)) for fd in fds]) as served:
-        for core in served.cores:
-            core.keeps = True
         yield served
         for core in served.cores:
             sent = {request.request_id for request in core.requests}
@@ -235,12 +206,12 @@ async def moved(pair: Served, *parts: dict[str, Any], stored: bool = True) -> tu
 
 async def test_named_item_is_copied_from_another_engine(pair: Served) -> None:
     first, other = await moved(pair, named(image()))
-    counted = Counted(*COUNTS, "mm_store_copies_total")
+    counted = Counted(*COUNTS)
     response = await ask(pair, ALONE, image(84))
     assert response.json()["usage"]["media"][0]["cached"] == "patches"
     before, (copied, _) = (request.media for request in first.requests)
     assert (copied.media_hash, copied.patches.shape) == (before[0].media_hash, before[0].patches.shape)
-    assert counted.since() == [1, 1, 1] and not other.requests
+    assert counted.since() == [1, 1] and not other.requests
 
 
 @pytest.mark.parametrize("is_stored", [False, True])
@@ -278,41 +249,28 @@ async def test_client_leaves_or_an_engine_dies_while_it_is_asked_for_the_media_o
 # --- within one request -----------------------------------------------------------------------------------------------
 
 
-async def test_names_of_one_request_resolve_in_order(keeping: Served) -> None:
+async def test_names_of_one_request_resolve_in_order(served: Served) -> None:
     counted, other = Counted(*COUNTS), named(image(84))
-    await ask(keeping, named(image()), ALONE, {**ALONE, "max_pixels": 3136})
-    first, second, resized = hashes(keeping)[0]
+    await ask(served, named(image()), ALONE, {**ALONE, "max_pixels": 3136})
+    first, second, resized = hashes(served)[0]
     assert first == second != resized and counted.since() == [2, 0]
     large, larger = (named(image(side)) for side in (700, 728))  # too long to be part of the body's text
     for parts in ([ALONE, other], [ALONE, larger], [large, larger]):
         says = "image 2: this `uuid` names another content"
-        check_error(await keeping.post(parts, **SALT), 400, "invalid_value", says)
-    await ask(keeping, ALONE, named(image()), named(image(84), "b"), named(video()))
+        check_error(await served.post(parts, **SALT), 400, "invalid_value", says)
+    await ask(served, ALONE, named(image()), named(image(84), "b"), named(video()))
 
 
 # --- what a name never means ------------------------------------------------------------------------------------------
 
 
 async def test_name_of_an_item_that_failed_or_is_not_whole_means_nothing(
-    keeping: Served, monkeypatch: pytest.MonkeyPatch
+    served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut = video(CLIP[: len(CLIP) * 7 // 10])
     with monkeypatch.context() as patch:
-        patch.setattr(keeping.context.media, "_allow_partial", True)
-        assert (await ask(keeping, named(cut))).json()["warnings"]
-    check_error(await keeping.post([named(cut, "b")], **SALT), 400, "invalid_media")
+        patch.setattr(served.context.media, "_allow_partial", True)
+        assert (await ask(served, named(cut))).json()["warnings"]
+    check_error(await served.post([named(cut, "b")], **SALT), 400, "invalid_media")
     for uuid in "ab":
-        check_not_found(await keeping.post([named(VIDEO_ALONE, uuid)], **SALT), "video 1")
-
-
-async def test_tokenize_takes_no_name_alone(served: Served) -> None:
-    body = {"messages": [{"role": "user", "content": [named(image()), ALONE]}]}
-    check_error(await served.http.post("/tokenize", json=body), 400, "invalid_media", "image 2: has a `uuid` alone")
-    assert served.core.num_resolved == 0
-
-
-@pytest.mark.parametrize("uuid", ["", "a" * 257, 7])
-async def test_bad_names(served: Served, uuid: Any) -> None:
-    response = await served.post([named(image(), uuid)])
-    check_error(response, 400, "invalid_value")
-    assert response.json()["error"]["param"] == "messages[0].content[0].uuid"
+        check_not_found(await served.post([named(VIDEO_ALONE, uuid)], **SALT), "video 1")

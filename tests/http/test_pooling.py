@@ -98,7 +98,6 @@ async def test_base64_and_leading_dimensions(embedder: Served) -> None:
 
 async def test_a_conversation_with_media(embedder: Served) -> None:
     """In vLLM's form for Qwen3-VL-Embedding too, and with media that the engine has already."""
-    embedder.core.keeps = True
     user = {"role": "user", "content": [image(57), {"type": "text", "text": "what"}, serving.video()]}
     decoded = Counted("media_decodes_total")
     body = await embed(embedder, messages=[user])
@@ -117,6 +116,7 @@ async def test_rerank(ranker: Served) -> None:
     part = {"content": [image(57), {"type": "text", "text": "of a red circle"}]}
     asked = {"query": "q", "documents": ["long " * 9, {"text": ""}, part]}
     body = (await ranker.http.post("/rerank", json=asked)).json()
+    ranker.core.kept.clear()
     assert body == (await ranker.http.post("/v1/rerank", json=asked)).json() | {
         name: body[name] for name in ("id", "created")
     }
@@ -167,7 +167,6 @@ async def test_media_of_a_query_are_fetched_hashed_and_decoded_once(
     name: dict[str, str], ranker: Served, web: SlowWeb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     web.go.set()
-    ranker.core.keeps = True
     decoded, hashed = Counted("media_decodes_total"), []
     monkeypatch.setattr(loader, "content_digest", lambda *content: hashed.append(1) or content_digest(*content))
     query = {"content": [web.part | name, image(57), serving.video()]}

@@ -41,11 +41,11 @@ def test_patches_equal_those_of_a_full_call(processor):
             item, expected = process_video(processor, video), full_call(processor, video)
             assert_same(processor, item, expected)
             duration = 2 * 3 * count / 29.97 / count
-            assert item.second_per_grid == pytest.approx(expected.get("second_per_grid_ts", [duration])[0])
+            assert item.facts.second_per_grid == pytest.approx(expected.get("second_per_grid_ts", [duration])[0])
         image = video.frames[0]
         item = processor.process_image(image, own_settings(processor))
         assert_same(processor, item, full_call(processor, image))
-        assert (item.second_per_grid, item.placeholder, item.missing) == (None, None, None)
+        assert (item.facts.second_per_grid, item.facts.placeholder, item.missing) == (None, None, None)
 
 
 def test_a_processor_of_another_family_is_refused(processor):
@@ -70,21 +70,21 @@ def test_prompts_equal_those_of_a_full_call(processor):
     items = [process_video(processor, media[0]), image_item, process_video(processor, media[2])]
     message = msgspec.convert({"role": "user", "content": parts}, ChatMessage)
     prompt = renderer.render(ChatRequest(messages=[message]))
-    token_ids, placed_items = renderer.expand(prompt, [(b"hash", item) for item in items])
+    token_ids, placed_items = renderer.expand(prompt, items)
     text = hf.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
     theirs = full_call(processor, *media, text=text)
     assert token_ids == list(theirs["input_ids"][0])
-    for placed, item in zip(placed_items, items, strict=True):
+    for item in placed_items:
         token = hf.image_token_id if item.modality == "image" else hf.video_token_id
-        runs = placed.offsets
+        runs = item.offsets
         assert len(runs) == (1 if item.placeholder is None else item.grid_thw[0])
         length = item.num_tokens // len(runs)
         assert all(token_ids[run - 1 : run + length + 1].count(token) == length for run in runs)
     # The window keeps a frame each half second, and a step has two.
     if "second_per_grid_ts" in theirs:
-        assert items[2].second_per_grid == pytest.approx(1.0) == theirs["second_per_grid_ts"][1].item()
-    if items[2].placeholder is not None:
-        assert re.findall(r"<([\d.]+) seconds>", items[2].placeholder) == ["1.3", "2.5", "3.6"]
+        assert item.second_per_grid == pytest.approx(1.0) == theirs["second_per_grid_ts"][1].item()
+    if item.placeholder is not None:
+        assert re.findall(r"<([\d.]+) seconds>", item.placeholder) == ["1.3", "2.5", "3.6"]
 
 
 def test_a_video_of_one_frame_fills_a_patch_twice(processor):
@@ -93,14 +93,14 @@ def test_a_video_of_one_frame_fills_a_patch_twice(processor):
     twice = np.repeat(still.frames, 2, axis=0)
     own = processor.hf_processor.video_processor([twice], do_sample_frames=False, do_rescale=False, do_normalize=False)
     item = process_video(processor, still)
-    assert item.grid_thw == tuple(own["video_grid_thw"][0])
+    assert item.facts.grid_thw == tuple(own["video_grid_thw"][0])
     assert torch.equal(item.patches, own["pixel_values_videos"])
-    assert item.placeholder in (None, "<0.0 seconds><|vision_start|><|video_pad|><|vision_end|>")
+    assert item.facts.placeholder in (None, "<0.0 seconds><|vision_start|><|video_pad|><|vision_end|>")
 
 
 def test_frames_that_the_client_sends_keep_their_times(processor):
     facts = VideoFacts([10.0, 10.4, 12.0, 14.0], fps=CLOCK, total_frames=5000, window_frames=5000)
-    item = process_video(processor, decoded(4, 64, 96)._replace(facts=facts))
+    item = process_video(processor, decoded(4, 64, 96)._replace(facts=facts)).facts
     assert item.second_per_grid == pytest.approx(2.5)
     assert re.findall(r"<([\d.]+) seconds>", item.placeholder or "<10.2 seconds><13.0 seconds>") == ["10.2", "13.0"]
 
@@ -120,5 +120,5 @@ def test_patches_of_cuda_equal_those_of_the_cpu_but_for_rounding(model_dir: Path
     video = decoded(4, 60, 100)
     video = video._replace(frames=96 + video.frames // 4)
     here, there = (process_video(MediaProcessor(model_dir, device=device), video) for device in (None, "cuda:0"))
-    assert here.grid_thw == there.grid_thw
+    assert here.facts.grid_thw == there.facts.grid_thw
     assert (here.patches.int() - there.patches.cpu().int()).abs().max() <= 1

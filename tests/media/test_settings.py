@@ -150,7 +150,7 @@ def test_pixel_bounds_of_server_and_request(family: str, tmp_path: Path) -> None
                 part = IMAGE if kind == "image" else FILE
                 for settings in (server, of_request(unbounded, part, **kwargs)):
                     arguments = item if kind == "video" else (item,)
-                    grid = getattr(processor, f"process_{kind}")(*arguments, settings).grid_thw
+                    grid = getattr(processor, f"process_{kind}")(*arguments, settings).facts.grid_thw
                     assert grid == (*expected[f"{kind}_grid_thw"][0],)
 
 
@@ -158,7 +158,7 @@ def test_pixels_of_long_videos_can_be_capped(tmp_path: Path) -> None:
     clip, processor = decoded(8, 100, 100), MediaProcessor(tiny_processor.build(tmp_path, "qwen3_vl"))
     server = resolver(processor, max_video_tokens=8)
     capped = processor.process_video(*clip, of_request(server, cap_pixels_per_frame=True))
-    assert capped.num_tokens < processor.process_video(*clip, server.server).num_tokens
+    assert capped.facts.num_tokens < processor.process_video(*clip, server.server).facts.num_tokens
 
 
 def published(directory: Path, family: str) -> tuple[MediaProcessor, MediaSettingsResolver]:
@@ -197,7 +197,7 @@ def test_videos_are_sampled_and_sized_as_by_the_authors(
     """The counts are those of qwen_vl_utils 0.0.14."""
     processor, server = published(tmp_path, family)
     count, item = processed(processor, server.fitted(server.server, 115_200), seconds, size)
-    assert (count, item.num_tokens) == (frames, tokens)
+    assert (count, item.facts.num_tokens) == (frames, tokens)
 
 
 # Of a part of a video of ten seconds, 640x360, its pixels in tokens: what qwen_vl_utils 0.0.14 makes of it.
@@ -223,7 +223,7 @@ def test_settings_of_a_part_mean_what_they_mean_to_qwen_vl_utils(family: str, tm
         scaled = {name: value * processor.token_pixels if "pixels" in name else value for name, value in part.items()}
         settings = of_request(server, FILE | scaled, num_frames=3, max_pixels=processor.token_pixels * 2000)
         count, item = processed(processor, settings, 10, (640, 360))
-        assert (count, item.num_tokens) == (frames, tokens), part
+        assert (count, item.facts.num_tokens) == (frames, tokens), part
         hashes.add(hash_key(settings, "video"))
     assert len(hashes) == len(PARTS) + 1
     large = {"min_pixels": 800 * processor.token_pixels}  # more than a frame of Qwen2.5-VL may have
@@ -251,7 +251,7 @@ def test_long_videos_fit(family: str, tmp_path: Path) -> None:
     processor, server = published(tmp_path, family)
     for most, seconds in ((300, 20), (300, 3600), (4000, 3600)):
         _, item = processed(processor, server.fitted(server.server, most), seconds, (320, 180))
-        tokens = item.num_tokens + (0 if item.placeholder is None else TIME_TOKENS * item.grid_thw[0])
+        tokens = item.facts.num_tokens + (0 if item.facts.placeholder is None else TIME_TOKENS * item.facts.grid_thw[0])
         assert most / 3 < tokens <= most or seconds < 3600
 
 

@@ -42,11 +42,11 @@ def full_call(processor: MediaProcessor, *items: Video | np.ndarray, text: str =
 
 def assert_same(processor: MediaProcessor, item: ProcessedItem, expected: Any) -> None:
     """The worker's normalisation of the patches gives the expected pixels."""
-    name, half = ("pixel_values_videos", "video") if item.modality == "video" else ("pixel_values", "image")
+    name, half = ("pixel_values_videos", "video") if item.facts.modality == "video" else ("pixel_values", "image")
     own = getattr(processor.hf_processor, f"{half}_processor")
     assert item.patches.dtype == torch.uint8 and item.patches.is_contiguous()
-    assert item.grid_thw == tuple(expected[f"{half}_grid_thw"][0].tolist())
-    assert item.num_tokens == (expected["input_ids"] == getattr(processor.hf_processor, f"{half}_token_id")).sum()
+    assert item.facts.grid_thw == tuple(expected[f"{half}_grid_thw"][0].tolist())
+    assert item.facts.num_tokens == (expected["input_ids"] == getattr(processor.hf_processor, f"{half}_token_id")).sum()
     normalise = Normalisation(tuple(own.image_mean), tuple(own.image_std), own.rescale_factor)
     exact, narrow = (normalise(item.patches, dtype) for dtype in (torch.float32, torch.half))
     torch.testing.assert_close(exact, expected[name], atol=1e-6, rtol=0)

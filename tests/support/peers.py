@@ -54,10 +54,9 @@ class ScriptedCore:
     `script` gives the token lists that a request is answered with; then it ends with "length", unless `hold` is set:
     then it runs until its `Finish`. Siblings are answered too, in turns; `script` sees each as a request of its own.
 
-    `kept` is its directory, for `Lookup`; what it has of these items is `held`, at the `handles` in its store, if there
-    is one; `names` are its bindings. Requests are
-    accepted at once, unless `accepts` is off: then when the test calls `accept`, if it does not `turn_down`. With
-    `keeps`, it keeps the tensors of what it accepts.
+    `kept` is its directory, for `Lookup`: what it has accepted with patches. It has `held` of these items, at the
+    `handles` in its store, if there is one; `names` are its bindings. Requests are accepted at once, unless `accepts`
+    is off: then when the test calls `accept`, if it does not `turn_down`.
     """
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str):
@@ -67,7 +66,6 @@ class ScriptedCore:
         self.pool: Callable[[NewRequest], list[float]] = lambda request: []  # what a request with `pooling` is for
         self.stats = EngineStats(kv_blocks_total=8)
         self.accepts = True
-        self.keeps = False
         self.kept: dict[bytes, CachedMedia] = {}
         self.held: Literal["patches", "embeddings", "facts"] = "patches"
         self.handles: dict[bytes, StoreHandle] = {}
@@ -132,8 +130,7 @@ class ScriptedCore:
         """Take a request, and answer it by the script."""
         samples = [request, *as_requests(request)]
         self.times[request.request_id] = EngineTimes(*[time.monotonic()] * 2, 0, 0, 0)
-        if self.keeps:
-            self.kept |= {item.media_hash: CachedMedia.of(item) for item in request.media if item.patches is not None}
+        self.kept |= {item.media_hash: CachedMedia.of(item) for item in request.media if item.patches}
         if request.pooling is not None and not self.hold:
             pooled = np.array(self.pool(request), "<f4").tobytes()
             self.running.pop(request.request_id)

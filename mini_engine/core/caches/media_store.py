@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
-from mini_engine.core.caches.recent import Recent
 from mini_engine.core.request import MediaEntry, References
 from mini_engine.core.step_builder import StepBuilder
 from mini_engine.free_memory import RESERVE, available_memory
@@ -36,6 +35,7 @@ from mini_engine.messages import (
     StoreHandle,
     TensorHandle,
 )
+from mini_engine.recent import Recent
 from mini_engine.transport.pages import HIGH_WATER_PAGES, PAGE_BYTES, Extent, PageAllocator, pages_for
 
 FACTS_BYTES = 64 << 20
@@ -53,8 +53,8 @@ class MediaDirectory:
         self.num_bytes_pinned = 0  # of those, the items with references, or that a step copies
         self.num_references = 0
         self.num_evictions = 0
-        self.facts = Recent(FACTS_BYTES, _facts_bytes)
-        self.names: Recent[NamedMedia] = Recent(MAX_NAMES)  # what they mean, whether this engine has it or not
+        self.facts = Recent[bytes, CachedMedia](FACTS_BYTES, _facts_bytes)
+        self.names = Recent[bytes, NamedMedia](MAX_NAMES)  # what they mean, whether this engine has it or not
         self._listed: OrderedDict[bytes, MediaEntry] = OrderedDict()  # the idle ones in the order of their last use
         self._held: dict[Owner, References] = {}  # of requests that have not arrived
 
@@ -100,9 +100,11 @@ class MediaDirectory:
         """The request ends before its `NewRequest`."""
         self.release(self.claim(owner))
 
-    def resolve(self, new: NewRequest, references: References) -> NewRequest:  # noqa: ARG002 - of the store
-        """`new` for the ranks; they find the items with references by hash."""
-        return new
+    def resolve(self, new: NewRequest, references: References) -> NewRequest:
+        """`new` for the ranks: they find items with references by a handle in the store, or their copies by hash."""
+        stored, replace = {key: entry.patches for key, entry in references.items()}, msgspec.structs.replace
+        media = [replace(item, patches=item.patches or stored.get(item.media_hash)) for item in new.media]
+        return replace(new, media=media)
 
     def release(self, references: References) -> None:
         """End these references, now the last use of their items."""
@@ -254,14 +256,6 @@ class MediaStore(MediaDirectory):
     def abandoned(self, number: int) -> None:
         """No process writes to these pages: free them."""
         self.pages.free(self.reservations.pop(number).extents)
-
-    def resolve(self, new: NewRequest, references: References) -> NewRequest:
-        """See `MediaDirectory`: names become handles."""
-        media = list(new.media)
-        for index, item in enumerate(media):
-            if item.patches is None and (entry := references.get(item.media_hash)) is not None:
-                media[index] = msgspec.structs.replace(item, patches=entry.patches)
-        return msgspec.structs.replace(new, media=media)
 
     def on_api_server_gone(self, incarnation: int) -> None:
         """See `MediaDirectory`. What it has written stays; its reservations end."""

@@ -19,14 +19,15 @@ from mini_engine import metrics
 from mini_engine.engine_client.engines import EngineHandle
 from mini_engine.http.body import INLINE_CHARACTERS, read_body, run_sized, takes
 from mini_engine.http.context import AppContext, context_of
-from mini_engine.http.known_media import HeldElsewhere, UrlsAbsent, bind_names, find_media, resolve_names
+from mini_engine.http.known_media import LookAgain, bind_names, find_media, resolve_names
 from mini_engine.http.responses import ChatResponder
 from mini_engine.log import about
 from mini_engine.media.loader import Candidates
+from mini_engine.media.processor import ProcessedItem
 from mini_engine.media.settings import INLINE_ITEMS, video_tokens
 from mini_engine.messages import PoolingParams
 from mini_engine.prompt.answer import Answer
-from mini_engine.prompt.renderer import Source, check_budget, media_usage, prompt_sources
+from mini_engine.prompt.renderer import check_budget, media_usage
 from mini_engine.prompt.tool_calls import AnswerParser
 from mini_engine.protocol.bodies import ChatRequest, GenerationRequest
 from mini_engine.protocol.parts import MediaRef
@@ -50,9 +51,9 @@ class Prompt:
 
 @dataclass(frozen=True)
 class PromptMedia:
-    """The items of a prompt, in order: facts about what the engine has, patches of the others."""
+    """The items of a prompt, in order: without patches what the engine has."""
 
-    sources: list[Source]
+    items: list[ProcessedItem]
     warnings: list[str]  # a sentence for each item of which a part could not be read
     # Of each item, what the engine had: "embeddings", which it may evict, are without patches; "facts" were no help.
     cached: Sequence[str | None]
@@ -101,11 +102,10 @@ async def start(context: AppContext, prompt: Prompt, state: State) -> Answer:
                         with engine.holding(state.request_id, prompt.body.num_choices):
                             media = await look_up(context, engine, items, state, trusts_embeddings=not is_again)
                             answer = await send(context, engine, prompt, media, state, arrival)
-                except HeldElsewhere as elsewhere:
-                    engine, arrival = elsewhere.engine, None
-                    continue
-                except UrlsAbsent as absent:  # fetched without places: a web server that hangs must block no queue
-                    items = await load_media(context, prompt, absent.refs, state, held)
+                except LookAgain as again:
+                    engine, arrival = again.engine, arrival if again.engine is engine else None
+                    if again.refs:  # fetched without places: a web server that hangs must block no queue
+                        items = await load_media(context, prompt, again.refs, state, held)
                     continue
             if await answer.is_admitted():
                 metrics.media_named_hits_total.inc(len({item[0] for item in items if item[0].content.is_absent}))
@@ -160,14 +160,15 @@ async def look_up(
 ) -> PromptMedia:
     """Rows 5 and 6: ask the engine which items it has, and others for those that names mean, then decode and process
     the rest. Raises as `start` and `find_media`."""
-    known = await find_media(context.engines, engine, items, state.request_id, trusts_embeddings)
-    processed = await context.media.process(known.absent, state.clock, state.request_id)
+    known = await find_media(context.engines, engine, items, state.request_id)
+    absent = known.absent(trusts_embeddings)
+    processed = await context.media.process(absent, state.clock, state.request_id)
     bind_names(context.engines, known.items, processed)
-    missing = [(item.name, processed[item.media_hash].missing) for item in known.absent]
-    hashes = [item.media_hash for item in known.items]
-    sources = prompt_sources(hashes, {**processed, **known.copies}, known.found)
-    cached = [media.held if (media := known.found.get(media_hash)) else None for media_hash in hashes]
-    return PromptMedia(sources, [f"{name}: {text}" for name, text in missing if text], cached)
+    warnings = [f"{item.name}: {text}" for item in absent if (text := processed[item.media_hash].missing)]
+    found, hashes = known.found, [item.media_hash for item in known.items]
+    used = [processed.get(key) or ProcessedItem(found[key].facts, known.copies.get(key)) for key in hashes]
+    cached = [("facts" if key in processed else found[key].held) if key in found else None for key in hashes]
+    return PromptMedia(used, warnings, cached)
 
 
 async def send(
@@ -176,7 +177,7 @@ async def send(
     """Rows 7 and 8: placeholders at their length, sampling parameters; then tensors and request, which the answer
     aborts at the latest at the end of `state.cleanup`. Raises as `start`."""
     body, clock = prompt.body, state.clock
-    token_ids, items = context.renderer.expand(prompt.token_ids, media.sources)
+    token_ids, items = context.renderer.expand(prompt.token_ids, media.items)
     check_budget(items, context.limits)
     request = context.sampling.new_request(
         body, state.request_id, token_ids, items, client=state.client, pooling=prompt.pooling

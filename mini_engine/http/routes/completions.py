@@ -17,7 +17,7 @@ from mini_engine.http.context import AppContext, context_of
 from mini_engine.http.responses import CompletionResponder
 from mini_engine.http.routes.chat_completions import Prompt, load_media, render, start, state_of
 from mini_engine.messages import MediaItem
-from mini_engine.prompt.renderer import check_budget, collect_media, prompt_sources
+from mini_engine.prompt.renderer import check_budget, collect_media
 from mini_engine.protocol.api_errors import bad_request
 from mini_engine.protocol.bodies import CompletionRequest, DetokenizeRequest, TokenizeRequest
 
@@ -68,8 +68,8 @@ async def tokenize(request: Request) -> Response:
             items = [item[-1] for item in await load_media(context, prompt, refs, request.state, held)]
             await held.enter_async_context(context.places.hold(len(items), request.state.clock))
             measured = await context.media.process(items, request.state.clock, request.state.request_id)
-            sources = prompt_sources([item.media_hash for item in items], measured, {})
-            tokens, media = context.renderer.expand(prompt.token_ids, sources)
+            processed = [measured[item.media_hash] for item in items]
+            tokens, media = context.renderer.expand(prompt.token_ids, processed)
             check_budget(media, context.limits)
     else:
         special = body.add_special_tokens is not False

@@ -9,7 +9,6 @@ import re
 import stat
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
@@ -21,6 +20,7 @@ from mini_engine.media.hashing import content_digest
 from mini_engine.media.media_errors import MediaError
 from mini_engine.media.sources.policy import MediaPolicy
 from mini_engine.protocol.parts import MAX_URL_CHARACTERS
+from mini_engine.recent import Recent
 
 _URL = re.compile("file://(?:localhost)?(/[^?#\x00-\x1f\x7f\ud800-\udfff]*)", re.IGNORECASE)
 
@@ -37,30 +37,24 @@ class LocalFiles:
     """
 
     def __init__(self) -> None:
-        self._digests: OrderedDict[tuple[int, ...], bytes] = OrderedDict()
+        self._digests = Recent[tuple[int, ...], bytes](MAX_DIGESTS)
         self._lock = threading.Lock()
 
-    def digest(self, url: str, policy: MediaPolicy, item: str) -> bytes | None:
-        """The content digest of a file, if it is known. Raises MediaError, Shortage, as `read`."""
-        with _opened(url, policy, item) as file, self._lock:
-            state = _state_of(file)
-            if state in self._digests:
-                self._digests.move_to_end(state)
-            return self._digests.get(state)
-
-    def read(self, url: str, policy: MediaPolicy, item: str) -> tuple[bytes, bytes]:
-        """The content, and its digest. Follows symlinks to files below the root. Raises MediaError, Shortage."""
+    def read(self, url: str, policy: MediaPolicy, item: str, again: bool = False) -> tuple[bytes | None, bytes]:
+        """The content, and its digest; if this is known the content only `again`. Follows symlinks to files below the
+        root. Raises MediaError, Shortage."""
         with _opened(url, policy, item) as file:
-            before = _state_of(file)
-            device, _, _, *times = before
+            device, _, _, *times = before = _state_of(file)
+            with self._lock:
+                known = self._digests.get(before)
+            if known and not again:
+                return None, known
             data = policy.checked(file.readall(), item)
             digest = content_digest(data)
             age = time.time_ns() - max(times)
             if _state_of(file) == before and age > SETTLED_NS and _is_local(device):
                 with self._lock:
-                    self._digests[before] = digest
-                    if len(self._digests) > MAX_DIGESTS:
-                        self._digests.popitem(last=False)
+                    self._digests.put(before, digest)
         return data, digest
 
 

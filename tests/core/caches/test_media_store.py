@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -236,18 +235,3 @@ def test_raised_mark_is_reported_if_ranks_register_the_memory():
     for number, rows in ((1, 1), (2, 1), (3, 2 * HIGH_WATER_PAGES)):
         put(store, number, rows)
     assert marks == [HIGH_WATER_PAGES * PAGE_BYTES, 2 * HIGH_WATER_PAGES * PAGE_BYTES]
-
-
-@pytest.mark.parametrize("number", [6_000, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_many_small_items_make_room_for_a_large_one(number):
-    """As many as its pages, the least recently used of those without a reference; in as few runs as possible."""
-    store = MediaStore(number * PAGE_BYTES, ROW, lambda: PLENTY)
-    hashes = [index.to_bytes(16) for index in range(number)]
-    for index, media_hash in enumerate(hashes):
-        reserved = store.reserve((API, "writer"), facts(media_hash, 1))
-        store.written(reserved.number, [(API, "reader")] if index % 4 == 0 else [])
-    reserved = store.reserve((API, "large"), facts(b"large", number))
-    assert reserved.outcome == "reserved" and store.num_evictions == number // 2
-    unused = [media_hash for index, media_hash in enumerate(hashes) if index % 4]
-    assert [entry.media.media_hash for entry in store.idle] == unused[number // 2 :]
-    assert store.num_references == number // 4 and len(reserved.extents) == -(-number // 6)
