@@ -31,7 +31,14 @@ from mini_engine.protocol.structured_outputs import json_grammar, json_value, re
 from mini_engine.worker.batch import SequenceState
 from mini_engine.worker.sampling import grammar_process, sampler
 from mini_engine.worker.sampling.grammar import Grammars, Masks, bars_of
-from mini_engine.worker.sampling.grammar_process import KILLED, LARGE, SLOW_COMPILE, SLOW_MASK, private_bytes
+from mini_engine.worker.sampling.grammar_process import (
+    KILLED,
+    LARGE,
+    SLOW_COMPILE,
+    SLOW_MASK,
+    ManagerRequest,
+    private_bytes,
+)
 from mini_engine.worker.sampling.matchers import PROBLEM, MaskVocabulary, Matchers, Row
 from mini_engine.worker.sampling.penalties import BARRED
 from tests.support.grammars import REGEXES, SCHEMAS
@@ -348,6 +355,24 @@ def test_a_process_that_is_killed_or_stopped_ends_one_grammar(end):
         with pytest.raises(RuntimeError, match="the grammar manager exited"):
             rank.grammars.update([], [])
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_process_that_runs_is_not_killed_however_slow_it_is():
+    """As on a busy machine: it runs for a moment before each time that the manager looks."""
+    with contextlib.closing(GrammarRank(rows=2)) as rank:
+        assert rank.compile(HONEST) == [None]
+        (process,) = rank.processes()
+        os.kill(process, signal.SIGSTOP)
+        rank.grammars.request_masks({0: Row(digest(HONEST), HONEST, 0, [], STOPS)})
+        for _ in range(3):
+            os.kill(process, signal.SIGCONT)
+            os.kill(process, signal.SIGSTOP)
+            while ") T " not in Path(f"/proc/{process}/stat").read_text():
+                time.sleep(0.001)
+            rank.grammars._send(ManagerRequest(stalled=[digest(HONEST)]))
+            rank.compile("start: <|unknown|>")  # reported after that
+        os.kill(process, signal.SIGCONT)
+        assert not rank.grammars.receive_masks()[1]
 
 
 def test_a_process_that_is_stopped_while_it_compiles_ends_one_grammar():
