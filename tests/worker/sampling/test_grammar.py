@@ -10,7 +10,6 @@ import re
 import resource
 import select
 import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,14 +30,7 @@ from mini_engine.protocol.structured_outputs import json_grammar, json_value, re
 from mini_engine.worker.batch import SequenceState
 from mini_engine.worker.sampling import grammar_process, sampler
 from mini_engine.worker.sampling.grammar import Grammars, Masks, bars_of
-from mini_engine.worker.sampling.grammar_process import (
-    KILLED,
-    LARGE,
-    SLOW_COMPILE,
-    SLOW_MASK,
-    ManagerRequest,
-    private_bytes,
-)
+from mini_engine.worker.sampling.grammar_process import KILLED, LARGE, SLOW_COMPILE, SLOW_MASK, private_bytes
 from mini_engine.worker.sampling.matchers import PROBLEM, MaskVocabulary, Matchers, Row
 from mini_engine.worker.sampling.penalties import BARRED
 from tests.support.grammars import REGEXES, SCHEMAS
@@ -304,16 +296,24 @@ def test_a_grammar_that_delays_each_step_a_little_fails_in_time():
         assert rank.reports.get(timeout=60).digest == digest("start: /b/") and rank.reports.empty()
 
 
-def test_outputs_may_end_and_go_on_before_their_process_has_run():
+def test_outputs_may_end_and_go_on_while_their_process_hardly_runs():
+    """As on a busy machine: it runs for a moment before each time that the manager looks, and is not killed."""
     with contextlib.closing(GrammarRank(rows=2)) as rank:
-        assert rank.compile("start: /a+/") == [None]
+        assert rank.compile(HONEST) == [None]
         (process,) = rank.processes()
-        rank.follow({"start: /a+/": []})
+        rank.follow({HONEST: []})
         os.kill(process, signal.SIGSTOP)
-        rank.finish_output("start: /a+/")
-        threading.Timer(0.1, os.kill, (process, signal.SIGCONT)).start()
-        (bars,) = rank.follow({"start: /a+/": []})
-        assert isinstance(bars, torch.Tensor)
+        rank.finish_output(HONEST)
+        rank.grammars.request_masks({0: Row(digest(HONEST), HONEST, 0, [], STOPS)})
+        for _ in range(3):
+            os.kill(process, signal.SIGCONT)
+            os.kill(process, signal.SIGSTOP)
+            while ") T " not in Path(f"/proc/{process}/stat").read_text():
+                time.sleep(0.001)
+            rank.grammars._send(grammar_process.ManagerRequest(stalled=[digest(HONEST)]))
+            rank.compile("start: <|unknown|>")  # reported after that
+        os.kill(process, signal.SIGCONT)
+        assert not rank.grammars.receive_masks()[1]
 
 
 def test_a_process_of_many_rows_that_is_killed_between_steps_blocks_nothing():
@@ -355,24 +355,6 @@ def test_a_process_that_is_killed_or_stopped_ends_one_grammar(end):
         with pytest.raises(RuntimeError, match="the grammar manager exited"):
             rank.grammars.update([], [])
     assert os.listdir("/proc/self/fd") == before
-
-
-def test_a_process_that_runs_is_not_killed_however_slow_it_is():
-    """As on a busy machine: it runs for a moment before each time that the manager looks."""
-    with contextlib.closing(GrammarRank(rows=2)) as rank:
-        assert rank.compile(HONEST) == [None]
-        (process,) = rank.processes()
-        os.kill(process, signal.SIGSTOP)
-        rank.grammars.request_masks({0: Row(digest(HONEST), HONEST, 0, [], STOPS)})
-        for _ in range(3):
-            os.kill(process, signal.SIGCONT)
-            os.kill(process, signal.SIGSTOP)
-            while ") T " not in Path(f"/proc/{process}/stat").read_text():
-                time.sleep(0.001)
-            rank.grammars._send(ManagerRequest(stalled=[digest(HONEST)]))
-            rank.compile("start: <|unknown|>")  # reported after that
-        os.kill(process, signal.SIGCONT)
-        assert not rank.grammars.receive_masks()[1]
 
 
 def test_a_process_that_is_stopped_while_it_compiles_ends_one_grammar():
