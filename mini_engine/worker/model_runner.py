@@ -138,7 +138,8 @@ class ModelRunner:
         self._decode: DecodeBatch | None = None  # the last step's, if it was one
         self._processors: LogitsProcessors | None = None  # the last step's, as long as its batch continues
         self._pending: PendingTokens | None = None  # the last step's, until they are in the sequences
-        self._model_seconds = 0.0  # that the last step took beside which masks were made
+        # Of processor time, as masks are bounded, that the model took for the last step beside which some were made.
+        self._model_seconds = 0.0
 
     def execute(self, step: Step) -> StepResult:
         """Execute the step and wait for it; only rank 0's result has tokens. Raises any error: a rank that failed in
@@ -277,7 +278,7 @@ class ModelRunner:
         is_beside = batch.constrained and self.device.type == "cpu"
         if is_beside:
             self._request_masks(batch)
-        begun = time.monotonic()
+        begun = time.thread_time()
         states = self._cache.states
         hook = StepHook(attend, Recurrence.of(states, batch.parts) if states is not None else None)
         if self.graphs is not None and self._decode is not None:
@@ -288,7 +289,7 @@ class ModelRunner:
         if states is not None:
             self._snapshot_single_tokens(states, chunks)
         if is_beside:
-            self._model_seconds = time.monotonic() - begun
+            self._model_seconds = time.thread_time() - begun
         return self._finish(hidden, batch) if batch.sampled or batch.pooled else None
 
     def _snapshot_single_tokens(self, states: RecurrentStates, chunks: Sequence[Chunk]) -> None:

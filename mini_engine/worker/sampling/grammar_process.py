@@ -37,7 +37,6 @@ from mini_engine.messages import Grammar, GrammarReady, Problem
 from mini_engine.worker.sampling.matchers import MaskVocabulary, Matchers, Row
 
 COMPILE_SECONDS = 1  # of processor time, with the first mask
-STALLED_COMPILE_SECONDS = 5  # on the clock: a process that is stopped takes no processor time
 # Of private memory, beyond what is there before it compiles: a schema of 100,000 characters takes 50 MB, and 64 outputs
 # 20 MB more.
 MEMORY_BYTES = 128 << 20
@@ -46,7 +45,9 @@ IDLE_BYTES = 16 << 20  # of it that a process may have to be kept
 # `STEP_SECONDS`, and have `ROW_SECONDS` for each row. What they take more comes out of `SPARE_SECONDS` of each, of
 # which they share as much in a step; what they take less goes there.
 STEP_SECONDS, ROW_SECONDS, SPARE_SECONDS, LEAST_SPARE = 0.01, 0.0005, 0.06, 0.01
-STALLED_SECONDS = 1.0  # without an answer after the model has run, since a busy machine is no fault of a grammar
+# On the clock, without a report or an answer and without any processor time: the process is stopped. One that runs has
+# the limits above, however little of a busy machine it gets.
+STALLED_COMPILE_SECONDS, STALLED_SECONDS = 5, 0.5
 REFUSED_SECONDS, REFUSED = 600, 1000  # for how long, and how many grammars that exceeded a limit
 RECEIVED_BYTES = 4096  # at a time
 ANSWER_BYTES = 1 << 20  # of a `MaskAnswer`, at most: more than a socket takes at once
@@ -115,11 +116,19 @@ class _Process:
     pid: int
     connection: socket.socket
     grammar: Grammar
-    begun: float = field(default_factory=time.monotonic)
+    seen: float = field(default_factory=time.monotonic)  # when it was last found to run
+    used: float = 0.0  # seconds of processor time, until then
     is_compiled: bool = False
     finished: list[str] = field(default_factory=list)  # outputs that it is to drop before it fills the next masks
     step: int = 0  # the last for which it had rows
     places: list[int] = field(default_factory=list)  # of these
+
+    def has_run(self) -> bool:
+        """Whether it has taken processor time since the last call."""
+        before, self.used = self.used, time.clock_gettime(~self.pid << 3 | 2)  # clock_getcpuclockid(3)
+        if self.used > before:
+            self.seen = time.monotonic()
+        return self.used > before
 
 
 class Manager:
@@ -148,8 +157,9 @@ class Manager:
                 if key.fd in self._selector.get_map():  # not ended meanwhile
                     key.data()
             for process in compiling:
-                is_late = time.monotonic() - process.begun > STALLED_COMPILE_SECONDS
-                if is_late and not process.is_compiled and self._processes.get(process.grammar.digest) is process:
+                if process.is_compiled or self._processes.get(process.grammar.digest) is not process:
+                    continue  # reported or ended meanwhile
+                if not process.has_run() and time.monotonic() - process.seen > STALLED_COMPILE_SECONDS:
                     self._on_exit(process)
             if self._queues:
                 self._start_queued()
@@ -170,7 +180,7 @@ class Manager:
             if digest in self._processes:
                 self._processes[digest].finished.append(request_id)
         for digest in request.stalled:
-            if digest in self._processes:  # else its answer is on its way
+            if digest in self._processes and not self._processes[digest].has_run():
                 self._on_exit(self._processes[digest])
         if request.rows:
             self._send_work(request)

@@ -10,7 +10,6 @@ import re
 import resource
 import select
 import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -297,16 +296,24 @@ def test_a_grammar_that_delays_each_step_a_little_fails_in_time():
         assert rank.reports.get(timeout=60).digest == digest("start: /b/") and rank.reports.empty()
 
 
-def test_outputs_may_end_and_go_on_before_their_process_has_run():
+def test_outputs_may_end_and_go_on_while_their_process_hardly_runs():
+    """As on a busy machine: it runs for a moment before each time that the manager looks, and is not killed."""
     with contextlib.closing(GrammarRank(rows=2)) as rank:
-        assert rank.compile("start: /a+/") == [None]
+        assert rank.compile(HONEST) == [None]
         (process,) = rank.processes()
-        rank.follow({"start: /a+/": []})
+        rank.follow({HONEST: []})
         os.kill(process, signal.SIGSTOP)
-        rank.finish_output("start: /a+/")
-        threading.Timer(0.1, os.kill, (process, signal.SIGCONT)).start()
-        (bars,) = rank.follow({"start: /a+/": []})
-        assert isinstance(bars, torch.Tensor)
+        rank.finish_output(HONEST)
+        rank.grammars.request_masks({0: Row(digest(HONEST), HONEST, 0, [], STOPS)})
+        for _ in range(3):
+            os.kill(process, signal.SIGCONT)
+            os.kill(process, signal.SIGSTOP)
+            while ") T " not in Path(f"/proc/{process}/stat").read_text():
+                time.sleep(0.001)
+            rank.grammars._send(grammar_process.ManagerRequest(stalled=[digest(HONEST)]))
+            rank.compile("start: <|unknown|>")  # reported after that
+        os.kill(process, signal.SIGCONT)
+        assert not rank.grammars.receive_masks()[1]
 
 
 def test_a_process_of_many_rows_that_is_killed_between_steps_blocks_nothing():
