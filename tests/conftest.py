@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,12 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 gc.disable()  # until all tests are imported, nearly all of which stays
+
+# `nohup` and `&` start a process with these ignored, and its child processes inherit that; tests send them to servers.
+# Handlers are not inherited, and one that does nothing ignores them as well.
+for number in (signal.SIGHUP, signal.SIGINT):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 # The same examples in each run, however long the machine takes for them: a run that fails does so for what was changed.
 # To search further: --hypothesis-profile default.

@@ -130,7 +130,7 @@ class Exchange:
         self.clock = RequestClock()
         self._clocks = [self.clock]
         self.cleanup = contextlib.ExitStack()  # at the end of the request, however it ends
-        self.receiving = False  # the body
+        self.receiving = False  # it waits for a part of the body
         self._receive = receive
         self._send = send
         self._status: int | None = None  # of the response, once it has started
@@ -171,9 +171,11 @@ class Exchange:
             await asyncio.wait([self._disconnect])
             return {"type": "http.disconnect"}
         self.receiving = True
-        message = await self._receive()
-        if not message.get("more_body", False):
+        try:
+            message = await self._receive()
+        finally:
             self.receiving = False
+        if not message.get("more_body", False):
             self._disconnect = asyncio.create_task(self._watch())
         return message
 

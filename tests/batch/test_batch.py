@@ -16,7 +16,10 @@ from mini_engine.batch.request_files import AnswerFile, answer_row, ids_of
 from mini_engine.batch.row_file import RowFile
 from mini_engine.batch.server_handle import Reply
 from mini_engine.config import ConfigError
-from tests.support.processes import alive, descendants, eventually
+from mini_engine.failpoints import VARIABLE
+from tests.support.client import ask_small
+from tests.support.processes import FailPoint, alive, descendants
+from tests.support.running_server import message
 
 REQUEST = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
 
@@ -90,31 +93,34 @@ def test_a_row_may_name_a_file_whose_name_is_no_utf_8(tmp_path: Path):
 
 
 def test_a_run_that_is_interrupted_is_continued_by_another_server(server, tmp_path: Path):
-    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 100, "ignore_eos": True}
-    chats = [{"custom_id": f"chat {i}", "url": "/v1/chat/completions", "body": body} for i in range(30)]
+    """The second chat is held until the program is stopped, so that it and those behind it have no answers."""
+    (video,) = ask_small(1).urls
+    chats = [
+        {"custom_id": name, "url": "/v1/chat/completions", "body": {"messages": [message("hello", urls)]}}
+        for name, urls in (("chat", []), ("video", [video]))
+    ]
     wrong = {**REQUEST, "custom_id": "wrong", "body": {"prompt": "x", "n": 0}}
     requests = write(tmp_path / "in.jsonl", *chats, REQUEST, wrong)
     path = tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "mini_engine.batch", "-i", requests, "-o", path, "--max-concurrency", "8"]
-    own = [*command, "-dp", "1", "--max-num-seqs", "8"]
-    first = subprocess.Popen(own, stderr=subprocess.PIPE, text=True, start_new_session=True)
-
-    def has_answers() -> None:
-        assert path.exists() and path.read_bytes().count(b"\n") > 0
-
-    eventually(has_answers)
-    processes = descendants(first.pid)
-    os.killpg(first.pid, signal.SIGINT)
-    _, log = first.communicate(timeout=60)
+    command = [sys.executable, "-m", "mini_engine.batch", "-i", requests, "-o", path, "--max-concurrency", "1"]
+    environ = {**os.environ, VARIABLE: str(tmp_path)}
+    with FailPoint(tmp_path, "decoding") as point:
+        first = subprocess.Popen(
+            [*command, "-dp", "1"], stderr=subprocess.PIPE, text=True, start_new_session=True, env=environ
+        )
+        point.wait()
+        processes = descendants(first.pid)
+        os.killpg(first.pid, signal.SIGINT)
+        _, log = first.communicate(timeout=60)
     assert first.returncode == 130 and "the same command goes on" in log, log
-    assert re.search(r"\d/32 .* 0 failed, .*prefill \d+%", log), log
-    assert not any(map(alive, processes)) and path.read_bytes().count(b"\n") < len(chats)
+    assert re.search(r"1/4 .* 0 failed, .*prefill \d+%", log), log
+    assert not any(map(alive, processes)) and path.read_bytes().count(b"\n") == 1
     command += ["--base-url", server.base_url]
     last = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120)
     assert last.returncode == 1 and re.search(r"100%.*, 1 failed", last.stderr), last.stderr
     answers = [json.loads(line) for line in path.read_text().splitlines()]
     by_id = {answer["custom_id"]: answer for answer in answers}
-    assert len(answers) == len(by_id) == 32 and by_id.keys() == {"a", "wrong", *(chat["custom_id"] for chat in chats)}
+    assert [*by_id] == ["chat", "video", "a", "wrong"] and len(answers) == 4
     assert by_id.pop("wrong")["response"]["status_code"] == 400
     assert all(answer["response"]["status_code"] == 200 and answer["error"] is None for answer in by_id.values())
     assert not any("metrics" in answer["response"]["body"] for answer in by_id.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -15,13 +16,17 @@ from tests.support.running_server import CHAT_HEAD, RunningServer
 
 def test_a_drain_finishes_running_requests_and_refuses_new_ones():
     """The signal is sent to all processes, as by the end of a terminal; the supervisor acts on it."""
-    with RunningServer("--api-server-count", "2", "-tp", "2", "--shutdown-timeout", "600") as server:
+    with (
+        RunningServer("--api-server-count", "2", "-tp", "2", "--shutdown-timeout", "600") as server,
+        contextlib.ExitStack() as stack,
+    ):
         family, pids = descendants(server.process.pid), server.pids()
         with stopped(pids["worker 0.1"]):  # so that the request runs for as long as the rest takes
             usage = {"stream_options": {"include_usage": True}}
             request = ClientRequest(server, "api 0", TEXT, **usage, stream=True, max_tokens=20, ignore_eos=True)
+            stack.callback(request.hang_up)
             eventually(lambda: server.total("num_requests_running") == 1)
-            half = socket.create_connection(server.address, timeout=60)
+            half = stack.enter_context(socket.create_connection(server.address, timeout=60))
             half.sendall(CHAT_HEAD + b"Content-Length: 20\r\nExpect: 100-continue\r\n\r\n")
             assert b" 100 " in half.recv(4096)  # the server asks for the body
             half.sendall(b"{")
@@ -33,8 +38,7 @@ def test_a_drain_finishes_running_requests_and_refuses_new_ones():
                     code = json.loads(refused.body)["error"]["code"]
                     assert (refused.status, code) == (503, "shutting_down")
                 assert refused.headers["retry-after"]
-            with half:
-                assert b" 503 " in half.recv(4096)  # it delays nothing
+            assert b" 503 " in half.recv(4096)  # it delays nothing
         *events, done = re.findall("^data: (.*)$", request.response().read().decode(), re.MULTILINE)
         *_, last, used = map(json.loads, events)
         assert done == "[DONE]" and used["usage"]["completion_tokens"] == 20

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,9 @@ import pytest
 
 from mini_engine.config import BUNDLED_MODEL
 from mini_engine.demo import videos
+from mini_engine.failpoints import VARIABLE
 from mini_engine.model.config import ModelConfig
+from tests.support.processes import FailPoint, eventually
 from tests.support.running_server import ROOT, RunningServer, environment
 
 PICTURES = ("png", "jpeg", "webp", "gif", "bmp", "tiff")
@@ -104,12 +105,16 @@ def test_caption_folder_goes_on_and_has_each_file_once(tmp_path: Path) -> None:
     def rows() -> list[dict[str, str]]:
         return [json.loads(line) for line in out.read_bytes().splitlines(True) if line.endswith(b"\n")]
 
-    flags = ["--question", "What colour is the shape?", "--max-num-seqs", 1]
-    with subprocess.Popen(**command("caption_folder.py", tmp_path / "in", "--out", out, *flags)) as process:
-        while len(rows()) < 8:
-            assert process.poll() is None
-            time.sleep(0.005)
-        assert len(rows()) < 23, "answers are not written as they come"
+    arguments = command("caption_folder.py", tmp_path / "in", "--out", out, "--question", "What colour is the shape?")
+    arguments["env"][VARIABLE] = str(tmp_path)
+    point = FailPoint(tmp_path, "processing")
+    point.arm()  # for one of the files
+    with subprocess.Popen(**arguments) as process:
+        try:
+            point.wait()
+            eventually(lambda: len(rows()) == 22)  # answers are written as they come
+        finally:
+            point.release()
         assert process.wait(240) == 1  # one is broken
     assert {row["file"]: row["text"] for row in rows() if "text" in row} == shown | kept
     assert [row["file"] for row in rows() if "error" in row] == ["broken.mp4"] and len(rows()) == 23

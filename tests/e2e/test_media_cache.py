@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.support.client import TEXT, ClientRequest, Question, ask_large, ask_small, ask_two
+from tests.support.client import ENDLESS, TEXT, ClientRequest, Question, ask_large, ask_small, ask_two
 from tests.support.processes import eventually, stopped
 from tests.support.running_server import START_SECONDS, RunningServer
 
@@ -51,7 +51,6 @@ def test_store_and_encoder_cache_of_one_item(gigabytes: float):
     """Requests that rely on embeddings are sent again, others leave; no answer is wrong, and nothing is held."""
     questions = [ask_small(seed) for seed in (400, 401, 402)]
     first, second, _ = questions
-    endless = {"max_tokens": 2000, "ignore_eos": True, "stream": True}
     flags = ["--api-server-count", "2", "--encoder-cache-tokens", "16", "--mm-processor-cache-gb", str(gigabytes)]
 
     def ask(number: int) -> None:
@@ -59,10 +58,10 @@ def test_store_and_encoder_cache_of_one_item(gigabytes: float):
         if number % 5:
             assert_right(server, api, question)
         else:
-            ClientRequest(server, api, question, **endless).hang_up()
+            ClientRequest(server, api, question, **ENDLESS).hang_up()
 
     with RunningServer(*flags) as server, ThreadPoolExecutor(8) as pool:
-        running = ClientRequest(server, API, first, **endless)
+        running = ClientRequest(server, API, first, **ENDLESS)
         running.read_events(2)
         waiting = []
         with stopped(server.pids()["worker 0.0"]):

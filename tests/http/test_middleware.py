@@ -102,6 +102,21 @@ async def test_drain_finishes_what_runs_and_refuses_the_rest(
     await asyncio.wait_for(draining, PATIENCE)
 
 
+async def test_drain_waits_for_a_refusal_that_the_client_does_not_read(serve: Serve) -> None:
+    async with serve(max_text_bytes=100) as served:
+        reader, writer = await served.connect(CHAT_HEAD + b"content-length: 1000\r\n\r\n{")
+        await eventually(lambda: served.context.bodies.used == 1)
+        (connection,) = served.server.server_state.connections
+        connection.flow.pause_writing()
+        writer.write(bytes(200))
+        await eventually(lambda: not served.context.bodies.used)
+        draining = asyncio.create_task(served.requests.drain())
+        assert await served.http.get("/live") and not draining.done()
+        connection.flow.resume_writing()
+        assert b" 413 " in await asyncio.wait_for(reader.readline(), PATIENCE)
+        await asyncio.wait_for(draining, PATIENCE)
+
+
 async def test_request_that_does_not_end_is_answered_when_the_server_ends(served: Served) -> None:
     served.core.hold = True
     reader, _ = await served.connect_chat()
