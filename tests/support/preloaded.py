@@ -98,7 +98,7 @@ def preloaded() -> Preloaded:
 
 def main() -> None:
     gc.disable()
-    from mini_engine.launch.child import LIBRARIES
+    from mini_engine.launch.preload import LIBRARIES
 
     for name in LIBRARIES["api"]:
         importlib.import_module(name)

@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import os, sys, torch
-from mini_engine.launch.child import preload
+from mini_engine.launch.preload import preload
 
 def look(*_):
     os._exit(1)
