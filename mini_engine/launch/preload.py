@@ -1,7 +1,8 @@
 """The libraries that take seconds to import: the supervisor imports them once for all children (`child.py`).
 
 They import in turn what takes longer than they do and has no effect in a server: torch's compiler, and models.
-Such modules are left out: meanwhile others stand in for them.
+Such modules are left out: meanwhile others stand in for them. Not while torch is imported, which cannot be imported
+again where that fails.
 """
 
 import contextlib
@@ -25,11 +26,8 @@ LIBRARIES: dict[Role, tuple[str, ...]] = {
     "worker": ("torch",),
     "api": ("torch", "fastapi", "aiohttp", "torchvision", "transformers", "transformers.models.auto.processing_auto"),
 }
-# Operators for tensors without data, which are the compiler's. To import them late ends in an import cycle of torch.
-LEFT_OUT_FOR_GOOD = "torch._meta_registrations"
 # What libraries use of these while they are imported is a decorator or a class each: see `Unchanged`.
 LEFT_OUT = (
-    LEFT_OUT_FOR_GOOD,
     "torch._dynamo",
     "torch._dynamo.utils",
     "transformers.integrations.hub_kernels",
@@ -61,7 +59,7 @@ def preload(role: Role) -> Iterator[None]:
         if name not in sys.modules:
             gc.disable()  # collections would take a quarter of the time
             try:
-                with stand_ins(), one_scan():
+                with contextlib.nullcontext() if name == "torch" else stand_ins(), one_scan():
                     importlib.import_module(name)
             except Exception as error:  # noqa: BLE001 - the children import it as it is, and log what they cannot do
                 logger.warning("each process imports %s itself, since here it failed: %s", name, error)
@@ -72,13 +70,13 @@ def preload(role: Role) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
-    """Leave out LEFT_OUT; what imports another than LEFT_OUT_FOR_GOOD afterwards gets it."""
+    """Leave out LEFT_OUT; what imports one afterwards gets it."""
     absent = {name: StandIn(name) for name in LEFT_OUT if name not in sys.modules}
     sys.modules.update(absent)
     try:
         yield
     finally:
-        for name in absent.keys() - {LEFT_OUT_FOR_GOOD}:
+        for name in absent:
             del sys.modules[name]
 
 
