@@ -31,4 +31,3 @@ def test_preloading_looks_for_no_device_opens_nothing_and_leaves_out_what_has_no
     """A child could not use a device that its parent has initialised, and closes what it has not been given. A module
     that is left out can still be imported, by the code of a model."""
     subprocess.run([sys.executable, "-c", PROGRAM], check=True)
-
