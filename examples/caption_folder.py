@@ -8,6 +8,7 @@ moving shapes; for real footage add `--model Qwen/Qwen2.5-VL-3B-Instruct`.
 """
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 
@@ -49,15 +50,15 @@ def caption(args: argparse.Namespace, flags: list[str]) -> int:
             done.add(row["file"])
         return row["file"] in done
 
-    out = RowFile(args.out, b'{"file":', has_caption)
-    left, num_failed = [name for name in kinds if name not in done], 0
-    if left:
-        with LLM(flags=flags) as llm:
-            prompts = ([kinds[name](paths[name]), args.question] for name in left)
-            for answer in tqdm(llm.stream(prompts, temperature=0), total=len(left), unit=" files"):
-                row = {"error": answer.error} if answer.error else {"text": answer.text}
-                out.append({"file": left[answer.id], **row})
-                num_failed += answer.error is not None
+    with contextlib.closing(RowFile(args.out, b'{"file":', has_caption)) as out:
+        left, num_failed = [name for name in kinds if name not in done], 0
+        if left:
+            with LLM(flags=flags) as llm:
+                prompts = ([kinds[name](paths[name]), args.question] for name in left)
+                for answer in tqdm(llm.stream(prompts, temperature=0), total=len(left), unit=" files"):
+                    row = {"error": answer.error} if answer.error else {"text": answer.text}
+                    out.append({"file": left[answer.id], **row})
+                    num_failed += answer.error is not None
     num_before = len(kinds) - len(left)
     print(f"{len(kinds)} files, {num_before} with a caption before, {num_failed} failed: {args.out}", file=sys.stderr)
     return int(num_failed > 0)

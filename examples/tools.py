@@ -20,36 +20,31 @@ from openai import OpenAI
 MAX_TURNS = 8
 
 
-def make_tool(video: Path) -> dict[str, Any]:
-    """What the model is shown of `frame_at`. Raises av.FFmpegError, ValueError: a file without a duration."""
-    with av.open(str(video)) as container:
-        if container.duration is None:
-            raise ValueError(f"{video} does not say how long it is")
-        last = container.duration // av.time_base
-    second = {"type": "integer", "minimum": 0, "maximum": last}
+def make_tool(seconds: int) -> dict[str, Any]:
+    """What the model is shown of `frame_at`, for a video of this length."""
+    second = {"type": "integer", "minimum": 0, "maximum": seconds}
     parameters = {"type": "object", "properties": {"second": second}, "required": ["second"]}
     description = "The frame of the video that is shown at a time, in full resolution."
     return {"type": "function", "function": {"name": "frame_at", "description": description, "parameters": parameters}}
 
 
-def frame_at(video: Path, second: float) -> list[dict[str, Any]]:
+def frame_at(container: av.container.InputContainer, second: float) -> list[dict[str, Any]]:
     """The frame, or the last one before it, as the content of a message. Raises av.FFmpegError."""
-    with av.open(str(video)) as container:
-        container.seek(int(second * av.time_base))  # to the key frame before it
-        for frame in container.decode(video=0):
-            if (frame.time or 0.0) >= second:
-                break
-        sink = io.BytesIO()
-        frame.to_image().save(sink, "PNG")
+    container.seek(int(second * av.time_base))  # to the key frame before it
+    for frame in container.decode(video=0):
+        if (frame.time or 0.0) >= second:
+            break
+    sink = io.BytesIO()
+    frame.to_image().save(sink, "PNG")
     url = f"data:image/png;base64,{base64.b64encode(sink.getvalue()).decode()}"
     return [{"type": "image_url", "image_url": {"url": url}}]
 
 
-def call(video: Path, function: Any) -> Any:
+def call(container: av.container.InputContainer, function: Any) -> Any:
     """The result of a call; a wrong one is for the model to correct."""
     print(f"{function.name}({function.arguments})")
     try:
-        return {"frame_at": frame_at}[function.name](video, **json.loads(function.arguments))
+        return {"frame_at": frame_at}[function.name](container, **json.loads(function.arguments))
     except (av.FFmpegError, KeyError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
 
@@ -66,8 +61,9 @@ def main() -> None:
     content = [{"type": "video_url", "video_url": {"url": url}}, {"type": "text", "text": args.question}]
     messages: list[Any] = [{"role": "user", "content": content}]
     choice: Any = "required" if args.force else "auto"
-    tools: Any = [make_tool(args.video)]
-    with OpenAI(base_url=args.base_url, api_key=os.environ.get("OPENAI_API_KEY", "none")) as client:
+    key = os.environ.get("OPENAI_API_KEY", "none")
+    with av.open(str(args.video)) as container, OpenAI(base_url=args.base_url, api_key=key) as client:
+        tools: Any = [make_tool((container.duration or 0) // av.time_base)]
         asking: dict[str, Any] = {"model": client.models.list().data[0].id, "tools": tools, "temperature": 0}
         for _ in range(MAX_TURNS):
             reply = client.chat.completions.create(
@@ -79,7 +75,7 @@ def main() -> None:
                 print(message.content)
                 return
             for made in message.tool_calls:
-                result = call(args.video, made.function)
+                result = call(container, made.function)
                 messages.append({"role": "tool", "tool_call_id": made.id, "content": result})
             choice = "auto"
     raise SystemExit(f"no answer after {MAX_TURNS} calls")

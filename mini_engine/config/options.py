@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import itertools
 import json
+import sys
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -119,7 +120,8 @@ def options_of(group: str) -> Callable[..., Any]:
 def settings_of(options: type) -> list[Setting]:
     """The settings of a dataclass whose fields `options_of` has made. The help of each is the text below it."""
     types = get_type_hints(options)
-    definition: Any = ast.parse(inspect.getsource(options)).body[0]
+    source = inspect.getsource(sys.modules[options.__module__])  # to find the class in it takes inspect 20 ms
+    definition: Any = next(part for part in ast.parse(source).body if getattr(part, "name", "") == options.__name__)
     pairs = itertools.pairwise(definition.body)
     helps = {ast.unparse(field.target): text.value.value for field, text in pairs if isinstance(field, ast.AnnAssign)}
     settings = []

@@ -1,11 +1,11 @@
 """A child process, forked from the supervisor: from the fork to the role that it runs.
 
-What a role imports first, libraries that take seconds, the supervisor imports once (`preload`): every process of that
-role starts in a moment, as do those that replace dead ones, and all share the libraries' memory. To fork is safe since
-the supervisor computes nothing, uses no device, and its other threads, ZMQ's and that of the log, are used by no child.
+What a role imports first, libraries that take seconds, the supervisor imports once (`preload.py`): every process of
+that role starts in a moment, as do those that replace dead ones, and all share the libraries' memory. To fork is safe
+since the supervisor computes nothing, uses no device, and its other threads, ZMQ's and that of the log, are used by no
+child.
 """
 
-import contextlib
 import gc
 import importlib
 import itertools
@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -35,26 +35,6 @@ ROLE_MODULES: dict[Role, str] = {
     "core": "mini_engine.core.engine_core",
     "worker": "mini_engine.worker.worker",
 }
-# The libraries that take long, each with what it imports. None of this package's modules: `metrics` depends on the
-# process that imports it. None starts a thread that outlives a fork, opens a descriptor or looks for a device.
-LIBRARIES: dict[Role, tuple[str, ...]] = {
-    "core": (),
-    "worker": ("torch",),
-    "api": ("torch", "fastapi", "aiohttp", "torchvision", "transformers.models.auto.processing_auto"),
-}
-
-
-def preload(role: Role) -> Iterator[None]:
-    """Import the libraries of `role` into this process, to be shared with the children that it starts from then on. One
-    is imported at each step, which may take seconds; at once where all are imported already."""
-    for name in LIBRARIES[role]:
-        if name not in sys.modules:
-            gc.disable()  # collections would take a quarter of the time
-            with contextlib.suppress(Exception):  # it fails in the children, too, where the log names the role
-                importlib.import_module(name)
-            gc.freeze()  # a collector that walked the objects would copy their pages in each process
-            gc.enable()
-            yield
 
 
 @dataclass(frozen=True)

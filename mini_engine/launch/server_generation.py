@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mini_engine.config import EngineConfig
-from mini_engine.launch.child import ChildSpec, preload
+from mini_engine.launch.child import ChildSpec
 from mini_engine.launch.child_processes import ChildMessage, ChildProcess, ChildState, ProcessGroup
+from mini_engine.launch.preload import preload
 from mini_engine.messages import EngineLimits, Init, MediaCachePlan, RankAddress, Ready, Serving, Start
 from mini_engine.transport.shared_memory import create_sparse, discard, map_sparse
 

@@ -8,9 +8,8 @@ import itertools
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import PIL.Image
@@ -20,28 +19,17 @@ from mini_engine import LLM, Image, Video
 from mini_engine.batch.server_handle import ServerError
 from mini_engine.config import ConfigError
 from mini_engine.demo.videos import encode, encode_image, render, render_image
-from tests.support.processes import alive, descendants, eventually, memory
+from tests.support.processes import descendants, memory
 
 QUESTION = "Describe the video."
-
-# No `__main__` guard; a thread that ends before the first question, and one that goes on after the main thread's end.
-SCRIPT = """
-import threading
-from mini_engine import LLM
-maker = threading.Thread(target=lambda: globals().update(llm=LLM(data_parallel_size=1)))
-maker.start()
-maker.join()
-def ask():
-    threading.main_thread().join()
-    for answer in llm.stream("hello" for _ in iter(int, 1)):
-        print(answer.text, flush=True)
-threading.Thread(target=ask).start()
-"""
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(data_parallel_size=1, max_concurrency=4) as model:
+    """Started by a thread that ends, with which the kernel would kill its children."""
+    with ThreadPoolExecutor(1) as pool:
+        model = pool.submit(LLM, data_parallel_size=1, max_concurrency=4).result()
+    with model:
         yield model
 
 
@@ -152,25 +140,6 @@ def test_a_fork_is_refused_and_harms_nothing(llm: LLM):
 def test_unusable_options(options: dict, named: str):
     with pytest.raises(ConfigError, match=named):
         LLM(**options)
-
-
-def test_a_killed_program_leaves_nothing(tmp_path: Path):
-    (tmp_path / "queue.py").write_text("raise ImportError('the working directory is not searched')")
-    script = tmp_path / "scripts" / "a.py"
-    script.parent.mkdir()
-    script.write_text(SCRIPT)
-    environ = {**os.environ, "TMPDIR": str(tmp_path / "scripts")}
-    program = subprocess.Popen([sys.executable, script], cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True)
-    assert program.stdout is not None and program.stdout.readline()
-    processes = descendants(program.pid)
-    assert len(processes) > 5
-    program.send_signal(signal.SIGKILL)
-    program.communicate()
-
-    def nothing_is_left() -> None:
-        assert not any(map(alive, processes)) and list(script.parent.iterdir()) == [script]
-
-    eventually(nothing_is_left)
 
 
 def test_the_end_of_the_server_is_raised(llm: LLM):  # the last: the others need the server

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,45 +18,50 @@ from mini_engine.config import BUNDLED_MODEL
 from mini_engine.demo import videos
 from mini_engine.failpoints import VARIABLE
 from mini_engine.model.config import ModelConfig
-from tests.support.processes import FailPoint, eventually
+from tests.support.client import use_server
+from tests.support.processes import FailPoint, alive, descendants, eventually
 from tests.support.running_server import ROOT, RunningServer, environment
 
 PICTURES = ("png", "jpeg", "webp", "gif", "bmp", "tiff")
 
 
-def command(name: str, *args: object) -> dict[str, Any]:
-    """Arguments of `subprocess` for a script."""
-    argv = [sys.executable, str(ROOT / "examples" / name), *map(str, args)]
-    return {"args": argv, "env": environment([]) | {"PYTHONPATH": str(ROOT)}}
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a script in this process; returns what it prints."""
 
+    def run(name: str, *args: object) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+        return capsys.readouterr().out
 
-def output(name: str, *args: object) -> str:
-    """What a script prints; its log is pytest's to show."""
-    return subprocess.run(**command(name, *args), check=True, stdout=subprocess.PIPE, text=True, timeout=240).stdout
+    return run
 
 
 @pytest.fixture(scope="module")
-def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def clip(media_root: Path) -> Path:
     """A red circle that moves left."""
-    path = tmp_path_factory.mktemp("clip") / "clip.mp4"
+    path = media_root / "a red circle.mp4"
     path.write_bytes(videos.encode(videos.render(10**9, colour="red", shape="circle", motion="left")))
     return path
 
 
-def test_ask_video(server: RunningServer, clip: Path) -> None:
-    answer, *timings = output("ask_video.py", clip, "--base-url", server.url).splitlines()
+def test_ask_video(server: RunningServer, clip: Path, run: Callable[..., str]) -> None:
+    answer, *timings = run("ask_video.py", clip, "--base-url", server.url).splitlines()
     assert answer == "a red circle moving left"
     assert any(re.fullmatch(r" *generation +\d+\.\d{3} s", line) for line in timings)
 
 
-def test_tools(server: RunningServer, clip: Path) -> None:
+def test_tools(server: RunningServer, clip: Path, run: Callable[..., str]) -> None:
     """The model sees the video and the frame that the tool has sent."""
-    *calls, answer = output("tools.py", clip, "--force", "--base-url", server.url).splitlines()
+    *calls, answer = run("tools.py", clip, "--force", "--base-url", server.url).splitlines()
     assert re.fullmatch(r'frame_at\({"second": \d+}\)', "".join(calls)) and answer.count("a red circle") == 2
 
 
-def test_structured(clip: Path) -> None:
-    shown = dict(line.split(": ") for line in output("structured.py", clip).splitlines())
+def test_structured(
+    server: RunningServer, clip: Path, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_server(server, monkeypatch)
+    shown = dict(line.split(": ") for line in run("structured.py", clip).splitlines())
     assert shown.keys() == {"motion", "colour", "shape"} and shown["colour"] == "red"
 
 
@@ -79,7 +86,7 @@ def make_folder(folder: Path) -> dict[str, str]:
     return shown
 
 
-def test_search_clips_embeds_new_files_only(tmp_path: Path) -> None:
+def test_search_clips_embeds_new_files_only(tmp_path: Path, run: Callable[..., str]) -> None:
     """The bundled model was not trained for it, so the order says nothing; equal files have equal cosines."""
     (tmp_path / "sub").mkdir()
     for name in ("a.mp4", "sub/b.mp4"):
@@ -89,32 +96,43 @@ def test_search_clips_embeds_new_files_only(tmp_path: Path) -> None:
     key = f"{(tmp_path / 'known.mp4').stat().st_mtime_ns}:known.mp4"
     vector = np.eye(ModelConfig.from_dir(BUNDLED_MODEL).text.hidden_size)[0]
     np.savez(tmp_path / "embeddings.npz", **{key: vector})  # type: ignore[arg-type] # its own argument is a flag
-    lines = [line.split() for line in output("search_clips.py", tmp_path, "a red circle").splitlines()]
+    lines = [line.split() for line in run("search_clips.py", tmp_path, "a red circle", "-dp", 1).splitlines()]
     cosines = {name: float(cosine) for cosine, name in lines}
     assert cosines.keys() == {"a.mp4", "sub/b.mp4", "known.mp4"} and cosines["a.mp4"] == cosines["sub/b.mp4"]
     assert 1 >= max(cosines.values()) >= min(cosines.values()) >= -1
     assert [*cosines.values()] == sorted(cosines.values(), reverse=True)
 
 
-def test_caption_folder_goes_on_and_has_each_file_once(tmp_path: Path) -> None:
-    shown, out = make_folder(tmp_path / "in"), tmp_path / "captions.jsonl"
+def test_a_killed_caption_folder_leaves_nothing_and_goes_on(
+    server: RunningServer, media_root: Path, tmp_path: Path, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out, scratch = media_root / "captions", tmp_path / "captions.jsonl", tmp_path / "scratch"
+    shown = make_folder(folder)
     kept = dict.fromkeys([*shown][:4], "of an earlier run")
     earlier = [*({"file": file, "text": text} for file, text in kept.items()), {"file": "broken.mp4", "error": ""}]
     out.write_text("".join(json.dumps(row) + "\n" for row in earlier) + '{"file": "0/0')
+    (tmp_path / "queue.py").write_text("raise ImportError('the working directory is not searched')")
+    scratch.mkdir()
 
     def rows() -> list[dict[str, str]]:
         return [json.loads(line) for line in out.read_bytes().splitlines(True) if line.endswith(b"\n")]
 
-    arguments = command("caption_folder.py", tmp_path / "in", "--out", out, "--question", "What colour is the shape?")
-    arguments["env"][VARIABLE] = str(tmp_path)
-    point = FailPoint(tmp_path, "processing")
-    point.arm()  # for one of the files
-    with subprocess.Popen(**arguments) as process:
-        try:
+    def nothing_is_left() -> None:
+        assert not any(map(alive, processes)) and not [*scratch.iterdir()]
+
+    args = ["caption_folder.py", folder, "--out", out, "--question", "What colour is the shape?"]
+    environ = environment([], {"PYTHONPATH": str(ROOT), "TMPDIR": str(scratch), VARIABLE: str(tmp_path)})
+    with FailPoint(tmp_path, "processing") as point:  # one of the files is held there
+        command = [sys.executable, ROOT / "examples" / args[0], *args[1:]]
+        with subprocess.Popen(command, cwd=tmp_path, env=environ) as program:
             point.wait()
-            eventually(lambda: len(rows()) == 22)  # answers are written as they come
-        finally:
-            point.release()
-        assert process.wait(240) == 1  # one is broken
+            eventually(lambda: len(rows()) == 22)  # captions are written as they come
+            processes = descendants(program.pid)
+            program.send_signal(signal.SIGKILL)
+        eventually(nothing_is_left)
+    assert len(processes) > 5
+    use_server(server, monkeypatch)
+    with pytest.raises(SystemExit, match="1"):  # one is broken
+        run(*args)
     assert {row["file"]: row["text"] for row in rows() if "text" in row} == shown | kept
     assert [row["file"] for row in rows() if "error" in row] == ["broken.mp4"] and len(rows()) == 23

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -86,11 +87,15 @@ def test_video_request_and_its_documented_answer(server, tmp_path):
 
 
 def test_caption_commands(server, media_root, monkeypatch, capsys):
-    _, *commands = BLOCKS[CAPTION].splitlines()
-    shell("\n".join(commands), media_root, MINI_ENGINE_DATA_PARALLEL_SIZE="1")
-    assert len((media_root / "captions.jsonl").read_text().splitlines()) == 3
-    use_server(server, monkeypatch)
+    _, render, caption = BLOCKS[CAPTION].splitlines()
+    shell(render, media_root)
     monkeypatch.chdir(media_root)
+    use_server(server, monkeypatch)
+    _, script, *args = shlex.split(caption)
+    monkeypatch.setattr(sys, "argv", [script, *args])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert len((media_root / "captions.jsonl").read_text().splitlines()) == 3
     exec(BLOCKS[FROM_PYTHON], {})
     answers = capsys.readouterr().out.splitlines()
     assert sorted(answer.split()[0] for answer in answers) == ["0", "1", "2"]

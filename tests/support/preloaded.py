@@ -9,8 +9,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
-import gc
-import importlib
 import json
 import logging
 import os
@@ -97,16 +95,13 @@ def preloaded() -> Preloaded:
 
 
 def main() -> None:
-    gc.disable()
-    from mini_engine.launch.child import LIBRARIES
+    from mini_engine.launch.preload import preload
 
-    for name in LIBRARIES["api"]:
-        importlib.import_module(name)
+    for _ in preload("api"):
+        pass
     for name in [name for name in sys.modules if name.partition(".")[0] == "mini_engine"]:
         del sys.modules[name]  # some read the environment when they are imported
     setproctitle("tests: preloaded")  # finds its place by the environment, which changes in `run`
-    gc.freeze()
-    gc.enable()
     requests = socket.socket(fileno=int(sys.argv[1]))
     while True:
         request, fds, _, _ = socket.recv_fds(requests, REQUEST_BYTES, 1)
