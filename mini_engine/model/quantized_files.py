@@ -31,9 +31,9 @@ from mini_engine.model.quantization import SUPPORTED, MatrixKind, StoredQuantiza
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where the 4 bits of each of eight outputs are (AutoAWQ's `pack_intweight`)
 RUN_VALUES = 4 << 20  # weights decoded at once
-# The codes, by the end of their name, and in which dtypes. Other tensors are float, but for packed zero points.
+# The codes, by the end of their name, and in which dtypes, and what else is not float.
 CODES = {"qweight": ("I32",), "weight_packed": ("I32",), "weight": ("I8", "F8_E4M3")}
-ZERO_POINTS = ("qzeros", "weight_zero_point")
+INTEGERS = CODES | {"qzeros": ("I32",), "weight_zero_point": ("I32",), "weight_shape": ("I64", "I32")}
 # What is read beside, and scales of activations, which are quantised by their own values here.
 UNUSED = ("g_idx", "weight_shape", "input_scale", "input_zero_point", "activation_scale")
 
@@ -97,11 +97,11 @@ class StoredMatrix:
         others = self.tensors.keys() - {*ends, *UNUSED, "bias"}
         problems = [f"{self.name}.{end} beside {self._end}" for end in sorted(others)]
         for end in ends:
-            if end == "weight_shape":
-                continue
             stored = self.tensors[end]
-            dtypes = CODES.get(end, CODES["qweight"] if end in ZERO_POINTS else tuple(FLOATS))
-            if stored.dtype not in dtypes or (len(stored.shape) != 2 and (self._end, end) != ("weight", self._scale)):
+            dtypes, axes = INTEGERS.get(end, tuple(FLOATS)), 1 if end == "weight_shape" else 2
+            if stored.dtype not in dtypes or (
+                len(stored.shape) != axes and (self._end, end) != ("weight", self._scale)
+            ):
                 problems.append(f"{self.name}.{end} is {stored.dtype} {stored.shape}")
         return problems or self._wrong_shapes()
 

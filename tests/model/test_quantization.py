@@ -46,7 +46,7 @@ MIXED = {  # as llm-compressor writes them
     "group_1": {"format": "pack-quantized", "targets": ["re:.*mlp.*"], "weights": FOUR_BITS},
 }
 CONFIGS: dict[str, dict[str, Any]] = {
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": False},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False},
     "gptq whole rows": {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": True},
     "gptq_v2": {"quant_method": "gptq", "bits": 4, "desc_act": False, "checkpoint_format": "gptq_v2"},
@@ -56,7 +56,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "pack symmetric": {"format": "pack-quantized", "config_groups": {"group_0": {"weights": FOUR_BITS}}},
     "float": {"format": "float-quantized", "config_groups": {"group_0": {"weights": EIGHT_BITS}}},
     "int": {"format": "int-quantized", "config_groups": {"group_0": {"weights": EIGHT_BITS}}},
-    "gptq 8 bits": {"quant_method": "gptq", "bits": 8, "group_size": -1, "sym": True},
+    "gptq 8 bits": {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "dynamic": {"+:.*": {"group_size": -1}}},
     "pack mixed": {"format": "mixed-precision", "config_groups": MIXED, "sparsity_config": {}, "transform_config": {}},
 }
 PACKED_8_BITS = ("gptq 8 bits", "pack mixed")
@@ -85,7 +85,7 @@ def store(form: str, rows: int, columns: int) -> tuple[dict[str, Tensor], Tensor
         codes = torch.randn(rows, columns).mul_(100 if form == "float" else 30)
         codes = codes.to(torch.float8_e4m3fn) if form == "float" else codes.to(torch.int8)
         return {"weight": codes, "weight_scale": scales}, codes.float() * scales
-    group = columns if CONFIGS[form].get("group_size") == -1 else GROUP
+    group = columns if form in ("gptq whole rows", "gptq 8 bits") else GROUP
     order, most = (range(4), 256) if form in PACKED_8_BITS else (range(8), 16)
     codes, points = torch.randint(0, most, (rows, columns)), torch.randint(1, most, (rows, columns // group))
     scales = ((torch.rand(points.shape) * 0.02 + 0.01) * 16 / most).half()
