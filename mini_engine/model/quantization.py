@@ -19,7 +19,12 @@ PACKED_FORMATS = {"pack-quantized": (4, 8), "int-quantized": (8,), "float-quanti
 # The options of each method that change the files, and the values that are read; the first is the default.
 READ: dict[str, dict[str, Sequence[Any]]] = {
     "awq": {"bits": (4,), "w_bit": (4,), "version": ("gemm",), "zero_point": (True, False)},
-    "gptq": {"bits": (4, 8), "desc_act": (False, None), "checkpoint_format": ("gptq", "gptq_v2")},
+    "gptq": {
+        "bits": (4, 8),
+        "desc_act": (False, None),
+        "checkpoint_format": ("gptq", "gptq_v2"),
+        "format": ("gptq", "gptq_v2"),
+    },
     "fp8": {"fmt": ("e4m3", None)},
     "compressed-tensors": {"transform_config": (None, {}), "kv_cache_scheme": (None,)},
 }
@@ -69,7 +74,7 @@ class StoredQuantization:
         return cls(
             method,
             bits,
-            method == "gptq" and raw.get("checkpoint_format") != "gptq_v2",
+            method == "gptq" and raw.get("checkpoint_format", raw.get("format")) != "gptq_v2",
             next((tuple(block) for block in blocks if block), (128, 128)),
             frozenset(-1 if size is None else size for size in sizes) if any(sizes) else frozenset(),
         )
