@@ -181,7 +181,9 @@ class ModelConfig:
         """Build from the parsed json. Raises ValueError: an unsupported architecture or setting, a missing field."""
         spec = find_spec(raw.get("architectures"))
         text = raw.get("text_config") or raw
-        stored = raw.get("quantization_config") or text.get("quantization_config")
+        # The second name is that of llm-compressor's first files.
+        names = ("quantization_config", "compression_config")
+        stored = next((part[name] for part in (raw, text) for name in names if part.get(name)), None)
         try:
             return cls(
                 architecture=spec.architecture,

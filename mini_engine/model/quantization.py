@@ -8,19 +8,25 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 SUPPORTED = (
-    "awq (gemm, 4 bits), gptq (4 bits, without desc_act), fp8 (e4m3), compressed-tensors (pack-quantized with 4 bits, "
-    "int-quantized with 8, float-quantized)"
+    "awq (gemm, 4 bits), gptq (4 or 8 bits, without desc_act), fp8 (e4m3), compressed-tensors (pack-quantized with 4 "
+    "or 8 bits, int-quantized with 8, float-quantized)"
 )
 BITS = {"none": 16, "int8": 8, "int4": 4}  # by the values of --quantization and --quantize-head
 DENSE_BITS = 16  # stands for any dense dtype
 HEADS = ("lm_head", "model.language_model.embed_tokens")  # where the output head's matrix is, the second if it is tied
-PACKED_FORMATS = {"pack-quantized": 4, "int-quantized": 8, "float-quantized": 8, "naive-quantized": 8}
+# The formats of compressed-tensors, and the bits that are read in each; the first is the default.
+PACKED_FORMATS = {"pack-quantized": (4, 8), "int-quantized": (8,), "float-quantized": (8,), "naive-quantized": (8,)}
 # The options of each method that change the files, and the values that are read; the first is the default.
 READ: dict[str, dict[str, Sequence[Any]]] = {
-    "awq": {"bits": (4,), "w_bit": (4,), "version": ("gemm",), "zero_point": (True,)},
-    "gptq": {"bits": (4,), "desc_act": (False, None), "checkpoint_format": ("gptq", "gptq_v2")},
+    "awq": {"bits": (4,), "w_bit": (4,), "version": ("gemm",), "zero_point": (True, False)},
+    "gptq": {
+        "bits": (4, 8),
+        "desc_act": (False, None),
+        "checkpoint_format": ("gptq", "gptq_v2"),
+        "format": ("gptq", "gptq_v2"),
+    },
     "fp8": {"fmt": ("e4m3", None)},
-    "compressed-tensors": {"format": [*PACKED_FORMATS], "transform_config": (None, {}), "kv_cache_scheme": (None,)},
+    "compressed-tensors": {"transform_config": (None, {}), "kv_cache_scheme": (None,)},
 }
 
 
@@ -36,11 +42,13 @@ class StoredQuantization:
     """What a checkpoint's `quantization_config` says. Which of its matrices are quantised the files say: what
     `modules_to_not_convert` or `ignore` names is dense there.
 
-    bits: of its quantised matrices in memory. FP8 becomes 8-bit integers with a scale per output: they add a rounding
-        of 0.008 of the weights' deviation to FP8's own of 0.026.
+    bits: of its quantised matrices in memory, the most where they differ. FP8, and 8 bits with scales of groups, become
+        8-bit integers with a scale per output: they add a rounding of 0.008 of the weights' deviation to FP8's own of
+        0.026.
     is_shifted: the files have zero points minus one, as GPTQ's first format does.
     block: outputs and inputs that share a scale in FP8.
-    groups: the numbers of inputs that share a scale in 4 bits, of which a matrix has one; -1 or 0 for all. Empty: any.
+    groups: the numbers of inputs that share a scale in packed codes, of which a matrix has one; -1 or 0 for all.
+        Empty: any.
     """
 
     method: str
@@ -52,26 +60,21 @@ class StoredQuantization:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "StoredQuantization":
         """Of the parsed `quantization_config`. Raises ValueError: a method or an option that is not read."""
-        method, form = str(raw.get("quant_method")), str(raw.get("format", "pack-quantized")).lower()
+        method = str(raw.get("quant_method"))
         if method not in READ:
             raise _unsupported(method, "this method")
         _check_options(method, raw, READ[method])
-        bits, weights = 8 if method == "fp8" else 4, [raw]
+        bits, weights = 8 if method == "fp8" else raw.get("bits") or 4, [raw]
         if method == "compressed-tensors":
-            bits = PACKED_FORMATS[form]
-            groups = [group for group in (raw.get("config_groups") or {}).values() if group.get("weights")]
-            weights = [group["weights"] for group in groups]
-            for group in groups:
-                _check_options(method, group, {"format": (form, None)})
-                # `weight` and `static` leave the inputs in order.
-                options = {"num_bits": (bits,), "actorder": (None, False, "weight", "static")}
-                _check_options(f"{method} in format {form}", group["weights"], options)
+            weights, bits = _packed_groups(raw)
+        elif method == "gptq":  # matrices by patterns of names, with options of their own
+            weights += [each for each in (raw.get("dynamic") or {}).values() if "group_size" in each]
         sizes = [each.get("group_size", each.get("q_group_size")) for each in weights]
         blocks = [each.get("weight_block_size") or each.get("block_structure") for each in weights]
         return cls(
             method,
             bits,
-            method == "gptq" and raw.get("checkpoint_format") != "gptq_v2",
+            method == "gptq" and raw.get("checkpoint_format", raw.get("format")) != "gptq_v2",
             next((tuple(block) for block in blocks if block), (128, 128)),
             frozenset(-1 if size is None else size for size in sizes) if any(sizes) else frozenset(),
         )
@@ -120,6 +123,22 @@ def weight_bits(flag: str, stored: StoredQuantization | None) -> int:
 def bytes_per_weight(bits: int, itemsize: int) -> float:
     """In memory; scales and zeros of groups of 128 count."""
     return {DENSE_BITS: float(itemsize), 8: 1.0}.get(bits, 0.5 + 2 * itemsize / 128)
+
+
+def _packed_groups(raw: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], int]:
+    """What compressed-tensors says of the weights of each group of matrices, and the most bits of a code."""
+    method, whole = "compressed-tensors", raw.get("format", "pack-quantized")
+    _check_options(f"{method} with sparsity_config", raw.get("sparsity_config") or {}, {"format": (None, "dense")})
+    groups = [group for group in (raw.get("config_groups") or {}).values() if group.get("weights")]
+    bits = []
+    for group in groups or [{"format": whole, "weights": {}}]:
+        form = str(group.get("format") or whole).lower()
+        _check_options(method, {"format": form}, {"format": [*PACKED_FORMATS]})
+        # `weight` and `static` leave the inputs in order.
+        options = {"num_bits": PACKED_FORMATS[form], "actorder": (None, False, "weight", "static")}
+        _check_options(f"{method} in format {form}", group["weights"], options)
+        bits.append(group["weights"].get("num_bits", PACKED_FORMATS[form][0]))
+    return [group["weights"] for group in groups], max(bits)
 
 
 def _check_options(method: str, raw: Mapping[str, Any], read: Mapping[str, Sequence[Any]]) -> None:

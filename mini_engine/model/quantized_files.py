@@ -1,14 +1,14 @@
 """How the files of a quantised checkpoint store a matrix of `[outputs, inputs]`, and reading a rank's part of one.
 
-Numbers of 4 bits lie eight to an int32, the first in the lowest bits, but for AWQ's order. The tensors, by the end of
-their names, with G groups of inputs:
+Numbers of 4 bits lie eight to an int32, and those of 8 bits four, the first in the lowest bits, but for AWQ's order.
+The tensors in 4 bits, by the end of their names, with G groups of inputs; in 8 bits there are twice as many words:
 
 | | codes | scales | zero points |
 |---|---|---|---|
 | awq (AutoAWQ's gemm) | qweight `[inputs, outputs / 8]` | scales `[G, outputs]` | qzeros `[G, outputs / 8]` |
 | gptq (AutoGPTQ) | qweight `[inputs / 8, outputs]` | scales `[G, outputs]` | qzeros `[G, outputs / 8]` |
 | pack-quantized (compressed-tensors) | weight_packed `[outputs, inputs / 8]` | weight_scale `[outputs, G]` | \
-weight_zero_point `[outputs / 8, G]`, or 8 |
+weight_zero_point `[outputs / 8, G]`, or 8; in 8 bits 128 |
 | int-quantized | weight, int8 | weight_scale `[outputs, 1]` | |
 | fp8, float-quantized | weight, e4m3 | weight_scale_inv per block, weight_scale per output or for all | |
 
@@ -17,6 +17,7 @@ A weight is (code - zero point) * scale.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -30,10 +31,10 @@ from mini_engine.model.quantization import SUPPORTED, MatrixKind, StoredQuantiza
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where the 4 bits of each of eight outputs are (AutoAWQ's `pack_intweight`)
 RUN_VALUES = 4 << 20  # weights decoded at once
-# The codes, by the end of their name, and in which dtypes. Other tensors are float, but for packed zero points.
+# The codes, by the end of their name, and in which dtypes, and what else is not float.
 CODES = {"qweight": ("I32",), "weight_packed": ("I32",), "weight": ("I8", "F8_E4M3")}
-ZERO_POINTS = ("qzeros", "weight_zero_point")
-# What is known from the shapes, and scales of activations, which are quantised by their own values here.
+INTEGERS = CODES | {"qzeros": ("I32",), "weight_zero_point": ("I32",), "weight_shape": ("I64", "I32")}
+# What is read beside, and scales of activations, which are quantised by their own values here.
 UNUSED = ("g_idx", "weight_shape", "input_scale", "input_zero_point", "activation_scale")
 
 
@@ -52,22 +53,43 @@ class StoredMatrix:
     @property
     def kind(self) -> MatrixKind:
         """How it is held in memory."""
-        if self._end == "weight":
+        if self.bits == 8:
             return MatrixKind(8)
-        scales = self.tensors[self._scale].shape
-        return MatrixKind(4, self.shape[1] // (scales[1] if self._end == "weight_packed" else scales[0]))
+        return MatrixKind(4, self._group)
 
     @property
+    def bits(self) -> int:
+        """Of a code, by the shapes, since a config may name some matrices for 4 and others for 8; 0: neither."""
+        if self._end == "weight":
+            return 8
+        if self._end == "weight_packed":
+            count, words = self.shape[1], self.codes.shape[1]
+        else:
+            count, words = self.tensors["scales"].shape[1], self.tensors["qzeros"].shape[1]
+        read = (4,) if self.config.method == "awq" else (4, 8)
+        return next((bits for bits in read if -(-count * bits // 32) == words), 0)
+
+    @property
+    def _group(self) -> int:
+        """Inputs that share a scale, of those that are packed."""
+        scales = self.tensors[self._scale].shape
+        return self.shape[1] // (scales[1] if self._end == "weight_packed" else scales[0])
+
+    @cached_property
     def shape(self) -> tuple[int, int]:
-        """Outputs and inputs, by the codes."""
+        """Outputs and inputs."""
         first, last = self.codes.shape
-        if self._end != "qweight":
-            return first, last if self._end == "weight" else 8 * last
-        return (8 * last, first) if self.config.method == "awq" else (last, 8 * first)
+        if self._end == "weight":
+            return first, last
+        if self._end == "weight_packed":
+            return first, int(read_tensor(self.tensors["weight_shape"])[-1])
+        each = 32 // self.bits
+        return (each * last, first) if self.config.method == "awq" else (last, each * first)
 
     def problems(self) -> list[str]:
         """In words: tensors of it that are missing, do not belong to its format, or have a wrong dtype or shape."""
-        ends = [self._end, self._scale, *(["qzeros"] if self._end == "qweight" else [])]
+        beside = {"qweight": ["qzeros"], "weight_packed": ["weight_shape"]}
+        ends = [self._end, self._scale, *beside.get(self._end, [])]
         if self._end == "weight_packed" and "weight_zero_point" in self.tensors:
             ends.append("weight_zero_point")
         if missing := [end for end in ends if end not in self.tensors]:
@@ -76,18 +98,23 @@ class StoredMatrix:
         problems = [f"{self.name}.{end} beside {self._end}" for end in sorted(others)]
         for end in ends:
             stored = self.tensors[end]
-            dtypes = CODES.get(end, CODES["qweight"] if end in ZERO_POINTS else tuple(FLOATS))
-            if stored.dtype not in dtypes or (len(stored.shape) != 2 and (self._end, end) != ("weight", self._scale)):
+            dtypes, axes = INTEGERS.get(end, tuple(FLOATS)), 1 if end == "weight_shape" else 2
+            if stored.dtype not in dtypes or (
+                len(stored.shape) != axes and (self._end, end) != ("weight", self._scale)
+            ):
                 problems.append(f"{self.name}.{end} is {stored.dtype} {stored.shape}")
         return problems or self._wrong_shapes()
 
     def _wrong_shapes(self) -> list[str]:
+        if not self.bits:
+            end = "qzeros" if self._end == "qweight" else self._end
+            return [f"{self.name}.{end} is {self.tensors[end].shape}, not of 4 or 8 bits"]
         (outputs, inputs), scales = self.shape, self.tensors[self._scale].shape
         if self._end == "weight":
             height, width = self.config.block
             allowed = [(-(-outputs // height), -(-inputs // width)), (outputs, 1), (outputs,), (), (1,), (1, 1)]
             return [] if scales in allowed else [f"{self.name}.{self._scale} is {scales}, not one of {allowed}"]
-        by_outputs = self._end == "weight_packed"
+        by_outputs, each = self._end == "weight_packed", 32 // self.bits
         groups = scales[1] if by_outputs else scales[0]
         group = inputs // groups if groups and inputs % groups == 0 else 0
         allowed_groups = {min(size, inputs) if size > 0 else inputs for size in self.config.groups}  # -1, 0: all inputs
@@ -95,7 +122,7 @@ class StoredMatrix:
             sizes = ", ".join(map(str, sorted(self.config.groups))) or "none"
             return [f"{self.name} has {inputs} inputs in {groups} groups (group_size: {sizes})"]
         wanted = {self._scale: (outputs, groups) if by_outputs else (groups, outputs)}
-        wanted |= {"qzeros": (groups, outputs // 8), "weight_zero_point": (-(-outputs // 8), groups)}
+        wanted |= {"qzeros": (groups, outputs // each), "weight_zero_point": (-(-outputs // each), groups)}
         return [
             f"{self.name}.{end} is {self.tensors[end].shape}, not {shape}"
             for end, shape in wanted.items()
@@ -105,12 +132,12 @@ class StoredMatrix:
     def parts(self, rows: slice, columns: slice, unit: int) -> Iterator[tuple[slice, slice, Tensor | Codes]]:
         """Decode a part of the matrix, run by run: which rows and columns of the part, and their values. In 4 bits
         there are scales for each `unit` inputs, at whose multiples the part begins and ends."""
-        if self._end == "weight":
-            yield from self._parts_of_8_bits(rows, columns)
+        if self.bits == 8:
+            yield from (self._parts_of_8_bits if self._end == "weight" else self._parts_of_packed_8_bits)(rows, columns)
             return
         outputs, inputs = self.shape
         scales, zero_points = self._scales(rows)
-        group, by_outputs = self.kind.group, self._end == "weight_packed"
+        group, by_outputs = self._group, self._end == "weight_packed"
         along, other = (rows, inputs) if by_outputs else (columns, outputs)
         step = max(256, RUN_VALUES // other // 256 * 256)
         for start in range(along.start, along.stop, step):
@@ -135,20 +162,20 @@ class StoredMatrix:
         return "weight_scale_inv" if "weight_scale_inv" in self.tensors else "weight_scale"
 
     def _scales(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Scales and zero points of 4-bit codes, float32 `[rows, groups]`."""
+        """Scales and zero points of packed codes, float32 `[rows, groups]`."""
         if self._end == "weight_packed":
             scales = read_tensor(self.tensors["weight_scale"], rows).float()
             if "weight_zero_point" not in self.tensors:
-                return scales, torch.full_like(scales, 8)
+                return scales, torch.full_like(scales, 1 << self.bits - 1)
             packed = read_tensor(self.tensors["weight_zero_point"])
-            return scales, _unpack_rows(packed)[rows].float()
+            return scales, _unpack_rows(packed, self.bits)[rows].float()
         scales = read_tensor(self.tensors["scales"]).T[rows].float()
-        zero_points = _unpack(read_tensor(self.tensors["qzeros"]))
+        zero_points = _unpack(read_tensor(self.tensors["qzeros"]), self.bits)
         if self.config.method == "awq":
             zero_points = _from_awq_order(zero_points)
         elif "g_idx" in self.tensors:
             order = read_tensor(self.tensors["g_idx"])
-            if not torch.equal(order, torch.arange(len(order), dtype=order.dtype) // self.kind.group):
+            if not torch.equal(order, torch.arange(len(order), dtype=order.dtype) // self._group):
                 raise CheckpointError(f"{self.name}.g_idx reorders the inputs (desc_act), which is not supported")
         return scales, zero_points.T[rows].float() + self.config.is_shifted
 
@@ -156,12 +183,13 @@ class StoredMatrix:
         """uint8 `[rows, columns]`."""
         stored = self.codes
         if self._end == "weight_packed":
-            return _unpack(read_tensor(stored, rows))[:, columns]
+            return _unpack(read_tensor(stored, rows), self.bits)[:, columns]
         if self.config.method == "awq":
-            return _from_awq_order(_unpack(read_tensor(stored, columns)))[:, rows].T
-        whole = slice(columns.start // 8, -(-columns.stop // 8))
-        codes = _unpack_rows(read_tensor(stored, whole)[:, rows])
-        return codes[columns.start - 8 * whole.start : columns.stop - 8 * whole.start].T
+            return _from_awq_order(_unpack(read_tensor(stored, columns), self.bits))[:, rows].T
+        each = 32 // self.bits
+        whole = slice(columns.start // each, -(-columns.stop // each))
+        codes = _unpack_rows(read_tensor(stored, whole)[:, rows], self.bits)
+        return codes[columns.start - each * whole.start : columns.stop - each * whole.start].T
 
     def _parts_of_8_bits(self, rows: slice, columns: slice) -> Iterator[tuple[slice, slice, Tensor | Codes]]:
         outputs, inputs = self.shape
@@ -178,6 +206,23 @@ class StoredMatrix:
             is_kept = codes.dtype is torch.int8 and of_row.shape[1] == 1
             values = Codes(codes, of_row) if is_kept else codes.float() * of_row[:, of_column]
             yield slice(run.start - rows.start, run.stop - rows.start), slice(0, codes.shape[1]), values
+
+    def _parts_of_packed_8_bits(self, rows: slice, columns: slice) -> Iterator[tuple[slice, slice, Tensor | Codes]]:
+        scales, zero_points = self._scales(rows)
+        is_kept = scales.shape[1] == 1 and bool((zero_points == 128).all())
+        of_column = torch.arange(columns.start, columns.stop) // self._group
+        # GPTQ's words lie input by input, so no run of outputs can be read alone.
+        whole = None if self._end == "weight_packed" else self._codes(rows, columns)
+        step = max(1, RUN_VALUES // self.shape[1])
+        for start in range(0, len(scales), step):
+            run = slice(start, min(start + step, len(scales)))
+            here = slice(rows.start + run.start, rows.start + run.stop)
+            codes = self._codes(here, columns) if whole is None else whole[run]
+            if is_kept:
+                values: Tensor | Codes = Codes(codes.bitwise_xor(128).view(torch.int8), scales[run])
+            else:
+                values = (codes.float() - zero_points[run][:, of_column]) * scales[run][:, of_column]
+            yield run, slice(0, codes.shape[1]), values
 
 
 def find_weights(
@@ -219,15 +264,15 @@ def is_empty_bias(name: str, weights: Mapping[str, Stored | StoredMatrix]) -> bo
     return is_quantised and isinstance(stored, Stored) and not read_tensor(stored).any()
 
 
-def _unpack(packed: Tensor) -> Tensor:
-    """int32 `[n, m]` -> uint8 `[n, 8 * m]`."""
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    """int32 `[n, m]` -> uint8 `[n, 32 / bits * m]`."""
     pairs = packed.contiguous().view(torch.uint8)
-    return torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)
+    return pairs if bits == 8 else torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)
 
 
-def _unpack_rows(packed: Tensor) -> Tensor:
-    """int32 `[n, m]` -> uint8 `[8 * n, m]`."""
-    return _unpack(packed).unflatten(1, (-1, 8)).transpose(1, 2).flatten(0, 1)
+def _unpack_rows(packed: Tensor, bits: int) -> Tensor:
+    """int32 `[n, m]` -> uint8 `[32 / bits * n, m]`."""
+    return _unpack(packed, bits).unflatten(1, (-1, 32 // bits)).transpose(1, 2).flatten(0, 1)
 
 
 def _from_awq_order(codes: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,25 +37,36 @@ GROUP, BLOCK = 32, 40  # blocks of FP8: the last ones are partial
 AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
 FOUR_BITS = {"num_bits": 4, "type": "int", "group_size": GROUP, "actorder": "weight"}
 EIGHT_BITS = {"num_bits": 8, "strategy": "channel"}
+MIXED = {  # as llm-compressor writes them
+    "group_0": {
+        "format": "pack-quantized",
+        "targets": ["re:.*(attn|visual).*"],
+        "weights": FOUR_BITS | {"num_bits": 8},
+    },
+    "group_1": {"format": "pack-quantized", "targets": ["re:.*mlp.*"], "weights": FOUR_BITS},
+}
 CONFIGS: dict[str, dict[str, Any]] = {
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": False},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False},
     "gptq whole rows": {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": True},
-    "gptq_v2": {"quant_method": "gptq", "bits": 4, "desc_act": False, "checkpoint_format": "gptq_v2"},
+    "gptq_v2": {"quant_method": "gptq", "bits": 4, "desc_act": False, "format": "gptq_v2"},
     "fp8": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]},
     "fp8 one scale": {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
     "pack": {"format": "pack-quantized", "config_groups": {"group_0": {"weights": FOUR_BITS}}},
     "pack symmetric": {"format": "pack-quantized", "config_groups": {"group_0": {"weights": FOUR_BITS}}},
     "float": {"format": "float-quantized", "config_groups": {"group_0": {"weights": EIGHT_BITS}}},
     "int": {"format": "int-quantized", "config_groups": {"group_0": {"weights": EIGHT_BITS}}},
+    "gptq 8 bits": {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "dynamic": {"+:.*": {"group_size": -1}}},
+    "pack mixed": {"format": "mixed-precision", "config_groups": MIXED, "sparsity_config": {}, "transform_config": {}},
 }
-IS_4_BITS = {name: not name.startswith(("f", "i")) for name in CONFIGS}
+PACKED_8_BITS = ("gptq 8 bits", "pack mixed")
+IS_4_BITS = {name: not name.startswith(("f", "i")) and name not in PACKED_8_BITS for name in CONFIGS}
 
 
-def pack(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """`[n, 8 * m]` below 16 -> int32 `[n, m]`, the first of `order` in the lowest bits."""
-    eights = codes.long().unflatten(1, (-1, 8))
-    words = sum(eights[:, :, at] << 4 * i for i, at in enumerate(order))
+def pack(codes: Tensor, order: Sequence[int] = range(8)) -> Tensor:
+    """`[n, 8 * m]` below 16, or `[n, 4 * m]` below 256 -> int32 `[n, m]`, the first of `order` in the lowest bits."""
+    runs = codes.long().unflatten(1, (-1, len(order)))
+    words = sum(runs[:, :, at] << 32 // len(order) * i for i, at in enumerate(order))
     return torch.where(words < 1 << 31, words, words - (1 << 32)).int()
 
 
@@ -74,22 +85,24 @@ def store(form: str, rows: int, columns: int) -> tuple[dict[str, Tensor], Tensor
         codes = torch.randn(rows, columns).mul_(100 if form == "float" else 30)
         codes = codes.to(torch.float8_e4m3fn) if form == "float" else codes.to(torch.int8)
         return {"weight": codes, "weight_scale": scales}, codes.float() * scales
-    group = columns if form == "gptq whole rows" else GROUP
-    codes, points = torch.randint(0, 16, (rows, columns)), torch.randint(1, 16, (rows, columns // group))
-    scales = (torch.rand(points.shape) * 0.02 + 0.01).half()
-    if form == "pack symmetric":
-        points.fill_(8)
+    group = columns if form in ("gptq whole rows", "gptq 8 bits") else GROUP
+    order, most = (range(4), 256) if form in PACKED_8_BITS else (range(8), 16)
+    codes, points = torch.randint(0, most, (rows, columns)), torch.randint(1, most, (rows, columns // group))
+    scales = ((torch.rand(points.shape) * 0.02 + 0.01) * 16 / most).half()
+    if form in ("pack symmetric", "gptq 8 bits"):
+        points.fill_(most // 2)
     values = (codes - points.repeat_interleave(group, 1)) * scales.float().repeat_interleave(group, 1)
     if form == "awq":
         stored = {"qweight": pack(codes.T, AWQ), "qzeros": pack(points.T, AWQ), "scales": scales.T}
     elif form.startswith("gptq"):
-        qzeros = pack(points.T - int(form != "gptq_v2"))
-        stored = {"qweight": pack(codes).T, "qzeros": qzeros, "scales": scales.T, "bias": torch.zeros(rows)}
+        qzeros = pack(points.T - int(form != "gptq_v2"), order)
+        stored = {"qweight": pack(codes, order).T, "qzeros": qzeros, "scales": scales.T, "bias": torch.zeros(rows)}
         stored["g_idx"] = (torch.arange(columns) // group).int()
     else:
-        stored = {"weight_packed": pack(codes), "weight_scale": scales, "weight_shape": torch.tensor([rows, columns])}
-        if form == "pack":
-            stored["weight_zero_point"] = pack(points.T).T
+        shape = torch.tensor([rows, columns])
+        stored = {"weight_packed": pack(codes, order), "weight_scale": scales, "weight_shape": shape}
+        if form != "pack symmetric":
+            stored["weight_zero_point"] = pack(points.T, order).T
     return stored, values
 
 
@@ -114,7 +127,7 @@ def write(form: str, source: Path, folder: Path, inner: int = 96) -> Path:
     for name, tensor in sorted(dense.items()):  # a bias before the weight
         if is_quantised(name):
             shape = [inner if "mlp" in name and size == 96 else size for size in tensor.shape]
-            tensors, dense[name] = store(form, *shape)
+            tensors, dense[name] = store("pack" if form == "pack mixed" and "mlp" in name else form, *shape)
             for end, value in tensors.items():
                 stored.setdefault(f"{name.removesuffix('weight')}{end}", value.contiguous())
         else:
@@ -164,7 +177,8 @@ def test_a_published_layout_gives_the_logits_of_its_weights(form, source, tmp_pa
         ours, theirs = (torch.cat(reference_logits(each, batch, size)) for each in (model, dense))
         assert_close(ours, theirs, bound, median=model.config.text.experts is not None and bound > 1e-5)
     kinds = [type(module) for module in model.decoder.modules() if isinstance(module, QuantizedMatrix)]
-    assert {*kinds} == {Int4Matrix if IS_4_BITS[form] else Int8Matrix}
+    expected = {Int4Matrix, Int8Matrix} if form == "pack mixed" else {Int4Matrix if IS_4_BITS[form] else Int8Matrix}
+    assert {*kinds} == expected
     mlp = load_model(path, TensorParallel(), None, CPU, "dummy").decoder.layers[0].mlp
     assert (mlp.experts[6] if model.config.text.experts else mlp).down.weight.shape == (64, 96)
 
@@ -229,11 +243,12 @@ def test_quantising_at_load(bits, load_format, source, prompts, monkeypatch):
 def test_two_ranks_give_the_logits_of_one(source, prompts, tmp_path):
     """Whole and in chunks. In 4 bits, with groups that the ranks cut, only a head in 8 bits rounds x: sums in another
     order flip few of its codes. In 8 bits each rank rounds its own part of x: twice 0.035, see above."""
-    paths = {form: write(form, source, tmp_path / form, inner=128) for form in ("int", "fp8", "gptq whole rows")}
+    bounds = {"int": 0.05, "fp8": 0.05, "gptq whole rows": 1e-3} | dict.fromkeys(PACKED_8_BITS, 0.05)
+    paths = {form: write(form, source, tmp_path / form, inner=128) for form in bounds}
     batch = [prompts["image then video"], prompts["text"]]
     checkpoints = {form: (path, batch) for form, path in paths.items()}
     (results, _), _ = run_ranks(2, tmp_path, {"checkpoints": checkpoints, "towers": {}, "calls": {}})
-    for form, bound in {"int": 0.05, "fp8": 0.05, "gptq whole rows": 1e-3}.items():
+    for form, bound in bounds.items():
         alone = run(paths[form], batch, TensorParallel())
         for steps in ("batch", "chunked"):
             assert_close(torch.cat(results[form][steps]), torch.cat(alone[steps]), bound)
@@ -249,7 +264,7 @@ def test_what_cannot_be_cut_names_a_number_of_workers(source, tmp_path):
 WRONG: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
     "no scales": ("gptq", lambda m: m.pop("scales"), "m.scales is missing"),
     "no FP8 scales": ("fp8", lambda m: m.pop("weight_scale_inv"), "m.weight_scale is missing"),
-    "shape": ("gptq", lambda m: m.update(qzeros=m["qzeros"][:, 1:]), r"m.qzeros is \(2, 7\), not \(2, 8\)"),
+    "shape": ("gptq", lambda m: m.update(qzeros=m["qzeros"][:, 1:]), r"m.qzeros is \(2, 7\), not of 4 or 8 bits"),
     "axes": ("awq", lambda m: m.update(qweight=m["qweight"][0]), r"m.qweight is I32 \(8,\)"),
     "dtype": ("awq", lambda m: m.update(qzeros=m["qzeros"].long()), "m.qzeros is I64"),
     "dense as well": ("pack", lambda m: m.update(weight=torch.ones(64, 64)), "m.weight beside weight_packed"),
@@ -312,11 +327,12 @@ def test_options_that_are_not_read_are_named(checkpoint):
     for change, said in {
         '{"quant_method": "bitsandbytes"}': "bitsandbytes with this method",
         '{"quant_method": "gptq", "desc_act": true}': "gptq with desc_act True",
-        '{"quant_method": "gptq", "bits": 8}': "gptq with bits 8",
+        '{"quant_method": "gptq", "bits": 3}': "gptq with bits 3",
         '{"quant_method": "gptq", "checkpoint_format": "marlin"}': "gptq with checkpoint_format marlin",
         '{"quant_method": "awq", "version": "gemv"}': "awq with version gemv",
         '{"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}': "format nvfp4-pack-quantized",
-        '{"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8}}}}': "num_bits 8",
+        '{"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 6}}}}': "num_bits 6",
+        '{"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}': "sparsity_config",
         '{"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 4, "actorder": '
         '"dynamic"}}}}': "actorder dynamic",
         '{"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}': "kv_cache_scheme",
@@ -324,6 +340,6 @@ def test_options_that_are_not_read_are_named(checkpoint):
         with pytest.raises(ValueError) as error:
             ModelConfig.from_dict(raw | {"quantization_config": json.loads(change)})
         assert said in str(error.value) and SUPPORTED in str(error.value)
-    model = ModelConfig.from_dict(raw | {"quantization_config": {"quant_method": "gptq"}})
+    model = ModelConfig.from_dict(raw | {"compression_config": {"quant_method": "gptq"}})  # its older name
     with pytest.raises(ValueError, match=r"--quantization int8: the checkpoint is quantised already \(gptq\)"):
         weight_bits("int8", model.quantization)
