@@ -6,7 +6,6 @@ import itertools
 import re
 import subprocess
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +82,6 @@ def compile_for(
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
 
 
-def compile_all(jobs: Iterable[tuple[Any, ...]]) -> list[Any]:
-    """`compile_for` of each: two at a time, since Triton's passes, LLVM and ptxas leave the interpreter free."""
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda job: compile_for(*job), jobs))
-
-
 def in_flight(compiled: Any) -> int:
     """Most asynchronous copies that a wait leaves unfinished."""
     return max(int(number) for number in re.findall(r"async_wait .*num = (\d+)", compiled.asm["ttgir"]))
@@ -114,8 +107,8 @@ def attention(target: int, dim: int, dtype: str, kind: tuple[bool, int]) -> tupl
 
 @pytest.mark.parametrize("cases", ATTENTION)
 def test_attention(cases: list[tuple[int, int, str, tuple[bool, int]]], tmp_path: Path):
-    for case, compiled in zip(cases, compile_all(attention(*case) for case in cases), strict=True):
-        target, _, dtype, (chunks, _) = case
+    for case in cases:
+        compiled, (target, _, dtype, (chunks, _)) = compile_for(*attention(*case)), case
         assert compiled.metadata.shared <= SHARED_MEMORY[target], case
         assert stack_bytes(compiled, tmp_path / "cubin") <= (0 if WIDTHS[dtype] == 2 else 64), case
         assert in_flight(compiled) > 0, (case, "copies overlap the products")
@@ -127,8 +120,9 @@ def test_attention(cases: list[tuple[int, int, str, tuple[bool, int]]], tmp_path
 @pytest.mark.parametrize("dtype", ["bf16", *slow(["fp16", "fp32"])])
 @pytest.mark.parametrize("dims", [(80, 256), *slow([(64, 128)])])
 def test_join_of_splits(target: int, dtype: str, dims: tuple[int, ...], tmp_path: Path):
-    sizes = [{"DIM": dim, "PADDED": padded(dim, 16), "N": paged.JOIN_SPLITS} for dim in dims]
-    for compiled in compile_all((target, paged._join, types_of(dtype), size, paged.JOIN_WARPS) for size in sizes):
+    for dim in dims:
+        size = {"DIM": dim, "PADDED": padded(dim, 16), "N": paged.JOIN_SPLITS}
+        compiled = compile_for(target, paged._join, types_of(dtype), size, paged.JOIN_WARPS)
         assert compiled.metadata.shared <= SHARED_MEMORY[target]
         assert stack_bytes(compiled, tmp_path / "cubin") <= (0 if WIDTHS[dtype] == 2 else 64)
 
@@ -147,8 +141,8 @@ def test_small_operators(dtype: str):
         (elementwise._penalise, {"SIZE": 152064, "COLUMNS": 1024}),
         (elementwise._mask_tokens, {"SIZE": 152064, "COLUMNS": 1024}),
     )
-    for compiled in compile_all((90, kernel, types_of(dtype), fixed, 8) for kernel, fixed in small):
-        assert "st.global" in compiled.asm["ptx"]
+    for kernel, fixed in small:
+        assert "st.global" in compile_for(90, kernel, types_of(dtype), fixed, 8).asm["ptx"]
 
 
 def test_experts():
@@ -159,8 +153,8 @@ def test_experts():
         (triton_experts._combine, {"SIZE": 2048, "EACH": 8, "COLUMNS": 1024}),
         (triton_experts._combine, {"SIZE": 2048, "EACH": 8, "COLUMNS": 1024, "shared": None, "gate": None}),
     )
-    for compiled in compile_all((90, kernel, types_of("bf16"), fixed, 4) for kernel, fixed in around):
-        assert "st.global" in compiled.asm["ptx"]
+    for kernel, fixed in around:
+        assert "st.global" in compile_for(90, kernel, types_of("bf16"), fixed, 4).asm["ptx"]
 
 
 @each_target(90)
@@ -177,7 +171,8 @@ def test_gated_delta_rule(target: int, dtype: str, tmp_path: Path):
         (delta_rule._relate, sizes | {"EPS": 1e-6, "N": delta_rule.CHUNK}, 2),
         (delta_rule._scan, sizes | {"COLUMNS": delta_rule.SCAN_COLUMNS, "N": delta_rule.CHUNK}, scan_warps),
     )
-    for compiled in compile_all((target, kernel, types, fixed, warps) for kernel, fixed, warps in rule):
+    for kernel, fixed, warps in rule:
+        compiled = compile_for(target, kernel, types, fixed, warps)
         assert compiled.metadata.shared <= 99 << 10
         assert stack_bytes(compiled, tmp_path / "cubin") == 0
     assert in_flight(compiled) > 0, "copies overlap the products"
@@ -195,7 +190,8 @@ def product(target: int, codes: str, experts: int, shape: triton_products.Shape)
 
 @pytest.mark.parametrize("cases", PRODUCTS)
 def test_products_with_weights_as_they_lie(cases: list[Any], tmp_path: Path):
-    for case, compiled in zip(cases, compile_all(product(*case) for case in cases), strict=True):
+    for case in cases:
+        compiled = compile_for(*product(*case))
         assert compiled.metadata.shared <= 99 << 10, case
         assert stack_bytes(compiled, tmp_path / "cubin") <= 8, case
         assert in_flight(compiled) >= 2, (case, "copies of weights and of x overlap the products")
