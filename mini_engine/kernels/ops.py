@@ -106,6 +106,11 @@ def multiply(x: Tensor, codes: Tensor, scales: Tensor | None, pairs: Pairs | Non
     return _products().multiply(x, codes, scales, pairs, **ways)
 
 
+def unpack(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """`triton_products.unpack`."""
+    return _products().unpack(codes, scales, dtype)
+
+
 def product_shapes() -> Sequence[Any]:
     """All that `multiply` chooses from by the number of rows, each compiled by itself."""
     return _products().SHAPES

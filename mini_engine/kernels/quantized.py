@@ -21,7 +21,7 @@ from mini_engine.kernels import avx2, ops
 GROUPS = (128, 64, 32)  # inputs that may share a scale of 4-bit codes
 BLOCK = 32 if avx2.is_this_cpu() else 64  # outputs that lie together in the kernel's order
 FEW_ROWS = 64  # of x, up to which torch's 4-bit kernel is about as fast as unpacking, or faster
-FEW_ROWS_CUDA = 512  # of x: with 256 the kernel takes less than half the time of unpacking
+FEW_ROWS_CUDA = 256  # of x, up to which the kernel takes less time than unpacking and torch's product
 FEW_ROWS_INT8 = 16  # of x, up to which torch's 8-bit kernel is faster than products in float32
 UNPACKED = 2 << 20  # weights packed and unpacked at a time, which stay in the CPU's caches
 LEAST_BLOCKS = 4  # at a time; products with fewer outputs are slow
@@ -57,6 +57,7 @@ class QuantizedMatrix(nn.Module):
     """
 
     group = 1  # inputs, at whose multiples parts begin and end
+    codes: Tensor
 
     def __init__(self, outputs: int, inputs: int) -> None:
         super().__init__()
@@ -84,7 +85,9 @@ class QuantizedMatrix(nn.Module):
         """`[n, inputs]` -> `[n, outputs]` on a CPU, after `pack`."""
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """All of it as a dense matrix. On a CPU only before `pack`."""
+        """All of it as a dense matrix. On a CPU only before `pack`, on CUDA only after it."""
+        if dtype.itemsize == 2 and self.codes.is_cuda and ops.fused(self.codes):
+            return ops.unpack(*self.operands, dtype)
         return self.codes_of(slice(0, self.shape[0])).dequantize(dtype)
 
     def compile_products(self, dtype: torch.dtype) -> None:
@@ -92,6 +95,7 @@ class QuantizedMatrix(nn.Module):
         x = self.operands[0].new_zeros(1, self.shape[1], dtype=dtype)
         for shape in ops.product_shapes() if ops.multiplies(x) else ():
             ops.multiply(x, *self.operands, shape=shape)
+        self.dequantize(dtype)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x W^T + b`: `[..., inputs]`, `[outputs]` -> `[..., outputs]`."""

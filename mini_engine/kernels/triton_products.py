@@ -5,7 +5,7 @@ sums are in float32, and a row's result depends on no other row. As to devices a
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -64,6 +64,13 @@ def _halves(held, dtype: tl.constexpr, CODE: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def _scale_and_zero(both, dtype: tl.constexpr):
+    """Of words with both."""
+    scale = both.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return scale, (both >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def _group(
     rows, codes, scales, turn, output, is_output, is_row, dtype: tl.constexpr, OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr, K: tl.constexpr, CODE: tl.constexpr, VALUE: tl.constexpr, ONE: tl.constexpr,
@@ -83,8 +90,7 @@ def _group(
     wide = held.to(tl.int16)
     total = matmul(((wide >> 8) | ONE).to(dtype, bitcast=True), low)
     total += matmul((((wide & 15) >> 4) | ONE).to(dtype, bitcast=True), high)
-    scale = both.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
-    zero = (both >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    scale, zero = _scale_and_zero(both, dtype)
     return part * scale[:, None] + (zero - (VALUE + 8) * scale)[:, None] * total
 
 
@@ -204,6 +210,48 @@ def multiply(
         num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
     return y
+
+
+@triton.jit(do_not_specialize=["count"])
+def _unpack(
+    values, codes, scales, count, inputs, GROUP: tl.constexpr, CODE: tl.constexpr, VALUE: tl.constexpr,
+    PTX: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """K inputs of N of `count` outputs."""
+    n, turn = tl.program_id(0) * N + tl.arange(0, N), tl.program_id(1)
+    dtype: tl.constexpr = values.dtype.element_ty
+    output, is_output = n.to(tl.int64)[:, None], (n < count)[:, None]
+    if GROUP > 0:
+        j = tl.arange(0, K // 2)[None, :]
+        held = tl.load(codes + output * (inputs // 2) + turn * (K // 2) + j, mask=is_output, other=0)
+        lower, upper = _halves(held, dtype, CODE, PTX)
+        scale, zero = _scale_and_zero(tl.load(scales + turn * count + output, mask=is_output, other=0), dtype)
+        place = values + output * inputs + turn * K + j
+        tl.store(place, ((lower.to(tl.float32) - (VALUE + 8)) * scale + zero).to(dtype), mask=is_output)
+        tl.store(place + K // 2, ((upper.to(tl.float32) - (VALUE + 8)) * scale + zero).to(dtype), mask=is_output)
+    else:
+        k = turn * K + tl.arange(0, K)[None, :]
+        place, inside = output * inputs + k, is_output & (k < inputs)
+        scale = tl.load(scales + output, mask=is_output, other=0.0)
+        tl.store(values + place, (tl.load(codes + place, mask=inside, other=0) * scale).to(dtype), mask=inside)
+
+
+def unpack(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """A matrix of 8 or 4 bits, as `multiply` takes it, as a dense one of this dtype, which has 16 bits."""
+    outputs, inputs = codes.shape
+    group = 0
+    if codes.dtype == torch.uint8:
+        inputs *= 2
+        group, scales = inputs // len(scales), scales.view(torch.int32)
+    values, fixed = codes.new_empty(outputs, inputs, dtype=dtype), unpack_constants(dtype, group)
+    _unpack[(-(-outputs // fixed["N"]), -(-inputs // fixed["K"]))](values, codes, scales, outputs, inputs, **fixed)
+    return values
+
+
+def unpack_constants(dtype: torch.dtype, group: int) -> dict[str, Any]:
+    """What `_unpack` is compiled for."""
+    fixed = constants(FEW, dtype, 0, 0, group)
+    return {name: fixed[name] for name in ("GROUP", "CODE", "VALUE", "PTX", "N", "K")}
 
 
 def constants(

@@ -57,8 +57,8 @@ def types_of(dtype: str) -> dict[str, str]:
         ("*fp32", "parts weights sums cos sin frequencies mean std scores factors maps delta A_log dt_bias"),
         ("*fp64", "parameters"),
         ("*i64", "positions axis cache_indices state_indices rows tokens"),
-        ("*i32", "tables contexts tiles counts bars locks ends sources targets order chosen"),
-        ("*u8", "patches"),
+        ("*i32", "tables contexts tiles counts bars locks ends sources targets order chosen scales"),
+        ("*u8", "patches codes"),
         ("fp32", "scale eps masked"),
     ]
     return {name: kind for kind, group in names for name in group.split()}
@@ -145,13 +145,13 @@ def test_small_operators(dtype: str):
         assert "st.global" in compile_for(90, kernel, types_of(dtype), fixed, 8).asm["ptx"]
 
 
-def test_experts():
-    """What is around their products."""
+def test_around_products():
     around = (
         (triton_experts._choose, {"SIZE": 128, "PADDED": 128, "EACH": 8, "TOP": 8}),
         (triton_experts._sort, {"BLOCK": triton_experts.PAIRS}),
         (triton_experts._combine, {"SIZE": 2048, "EACH": 8, "COLUMNS": 1024}),
         (triton_experts._combine, {"SIZE": 2048, "EACH": 8, "COLUMNS": 1024, "shared": None, "gate": None}),
+        (triton_products._unpack, triton_products.unpack_constants(torch.bfloat16, 128)),
     )
     for kernel, fixed in around:
         assert "st.global" in compile_for(90, kernel, types_of("bf16"), fixed, 4).asm["ptx"]

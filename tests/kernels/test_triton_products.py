@@ -54,6 +54,12 @@ def test_products(weight, shape, device, monkeypatch):
     assert not locks.any()
 
 
+@pytest.mark.parametrize("weight", WEIGHTS[2:], ids=str)
+def test_matrices_are_unpacked(weight, device):
+    dense, operands = weights(*weight, (100, 768), device)
+    check(triton_products.unpack(*operands, weight[-1]), dense)
+
+
 @pytest.mark.parametrize(("weight", "tokens"), combinations(WEIGHTS, [1, 3, 60]), ids=str)
 def test_products_by_expert(weight, tokens, device):
     torch.manual_seed(tokens)

@@ -253,7 +253,6 @@ NEVER_COMPILED = {
     "start: T\nT: ~/(?s:.*a.{30}.*)/ & /(?s:.*b.{30})/": f"{SLOW_COMPILE.text}|{LARGE.text}",
     f"start: s\n{ambiguous(650)}": SLOW_COMPILE.text,
     json_grammar({"$defs": {"n": {"anyOf": LISTS}}, "$ref": "#/$defs/n"}): SLOW_COMPILE.text,
-    "start: /((a{1000}){1000}){1000}/": LARGE.text,
     f'start: {"(" * 20000}"a"{")" * 20000}': PROBLEM.format("1.37.: lark grammar too deeply nested [^|]*"),
     "start: <|unknown|>": PROBLEM.format(".*unknown special token.*"),
 }
@@ -277,6 +276,13 @@ def test_a_grammar_that_takes_too_much_fails_alone(rank):
     assert rank.follow({NEVER_ENDING: hostile}) == rank.compile(NEVER_ENDING) == [SLOW_MASK]
     assert {*rank.processes()} <= {*before}
     rank.finish(HONEST)
+
+
+def test_a_grammar_that_takes_too_much_memory_fails(monkeypatch):
+    """With less of it than users have, or a slow machine would reach the limit of time first."""
+    monkeypatch.setattr(grammar_process, "MEMORY_BYTES", 16 << 20)
+    with contextlib.closing(GrammarRank(rows=1)) as rank:
+        assert rank.compile("start: /((a{1000}){1000}){1000}/") == [LARGE]
 
 
 def test_a_grammar_that_delays_each_step_a_little_fails_in_time():
