@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "batch": {"batch", "mini_engine.launch.cli", "mini_engine.launch.runtime_directory"},
     "cluster": {"cluster", "protocol", "mini_engine.launch.cli"} | FRONT,
 }
-FOR_ALL = {"messages", "config", "log", "metrics", "failpoints", "free_memory", "recent"}  # not what is in folders
+FOR_ALL = {"messages", "config", "log", "metrics", "failpoints", "free_memory"}  # not what is in folders
 FOR_ALL_BY_NAME = {"mini_engine.config.decode_limits"} | {
     f"mini_engine.launch.{name}" for name in ("child", "process_setup", "shortage")
 }

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
+from mini_engine.core.caches.recent import Recent
 from mini_engine.core.request import MediaEntry, References
 from mini_engine.core.step_builder import StepBuilder
 from mini_engine.free_memory import RESERVE, available_memory
@@ -35,7 +36,6 @@ from mini_engine.messages import (
     StoreHandle,
     TensorHandle,
 )
-from mini_engine.recent import Recent
 from mini_engine.transport.pages import HIGH_WATER_PAGES, PAGE_BYTES, Extent, PageAllocator, pages_for
 
 FACTS_BYTES = 64 << 20

@@ -20,7 +20,6 @@ from mini_engine.media.hashing import content_digest
 from mini_engine.media.media_errors import MediaError
 from mini_engine.media.sources.policy import MediaPolicy
 from mini_engine.protocol.parts import MAX_URL_CHARACTERS
-from mini_engine.recent import Recent
 
 _URL = re.compile("file://(?:localhost)?(/[^?#\x00-\x1f\x7f\ud800-\udfff]*)", re.IGNORECASE)
 
@@ -37,7 +36,7 @@ class LocalFiles:
     """
 
     def __init__(self) -> None:
-        self._digests = Recent[tuple[int, ...], bytes](MAX_DIGESTS)
+        self._digests: dict[tuple[int, ...], bytes] = {}  # those that were read first, first
         self._lock = threading.Lock()
 
     def read(self, url: str, policy: MediaPolicy, item: str, again: bool = False) -> tuple[bytes | None, bytes]:
@@ -54,7 +53,9 @@ class LocalFiles:
             age = time.time_ns() - max(times)
             if _state_of(file) == before and age > SETTLED_NS and _is_local(device):
                 with self._lock:
-                    self._digests.put(before, digest)
+                    if len(self._digests) == MAX_DIGESTS:
+                        del self._digests[next(iter(self._digests))]
+                    self._digests[before] = digest
         return data, digest
 
 
