@@ -56,6 +56,7 @@ class StoredQuantization:
     is_shifted: bool = False
     block: tuple[int, int] = (128, 128)
     groups: frozenset[int] = frozenset()
+    is_asymmetric: bool = False  # packed codes have zero points, which otherwise are there or not
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> "StoredQuantization":
@@ -77,6 +78,7 @@ class StoredQuantization:
             method == "gptq" and raw.get("checkpoint_format", raw.get("format")) != "gptq_v2",
             next((tuple(block) for block in blocks if block), (128, 128)),
             frozenset(-1 if size is None else size for size in sizes) if any(sizes) else frozenset(),
+            not any(each.get("symmetric", True) for each in weights),
         )
 
 

@@ -90,7 +90,7 @@ class StoredMatrix:
         """In words: tensors of it that are missing, do not belong to its format, or have a wrong dtype or shape."""
         beside = {"qweight": ["qzeros"], "weight_packed": ["weight_shape"]}
         ends = [self._end, self._scale, *beside.get(self._end, [])]
-        if self._end == "weight_packed" and "weight_zero_point" in self.tensors:
+        if self._end == "weight_packed" and (self.config.is_asymmetric or "weight_zero_point" in self.tensors):
             ends.append("weight_zero_point")
         if missing := [end for end in ends if end not in self.tensors]:
             return [f"{self.name}.{end} is missing" for end in missing]

@@ -52,7 +52,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gptq_v2": {"quant_method": "gptq", "bits": 4, "desc_act": False, "format": "gptq_v2"},
     "fp8": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]},
     "fp8 one scale": {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
-    "pack": {"format": "pack-quantized", "config_groups": {"group_0": {"weights": FOUR_BITS}}},
+    "pack": {"format": "pack-quantized", "config_groups": {"group_0": {"weights": FOUR_BITS | {"symmetric": False}}}},
     "pack symmetric": {"format": "pack-quantized", "config_groups": {"group_0": {"weights": FOUR_BITS}}},
     "float": {"format": "float-quantized", "config_groups": {"group_0": {"weights": EIGHT_BITS}}},
     "int": {"format": "int-quantized", "config_groups": {"group_0": {"weights": EIGHT_BITS}}},
@@ -264,6 +264,7 @@ def test_what_cannot_be_cut_names_a_number_of_workers(source, tmp_path):
 WRONG: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
     "no scales": ("gptq", lambda m: m.pop("scales"), "m.scales is missing"),
     "no FP8 scales": ("fp8", lambda m: m.pop("weight_scale_inv"), "m.weight_scale is missing"),
+    "no zero points": ("pack", lambda m: m.pop("weight_zero_point"), "m.weight_zero_point is missing"),
     "shape": ("gptq", lambda m: m.update(qzeros=m["qzeros"][:, 1:]), r"m.qzeros is \(2, 7\), not of 4 or 8 bits"),
     "axes": ("awq", lambda m: m.update(qweight=m["qweight"][0]), r"m.qweight is I32 \(8,\)"),
     "dtype": ("awq", lambda m: m.update(qzeros=m["qzeros"].long()), "m.qzeros is I64"),
