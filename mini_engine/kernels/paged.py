@@ -175,7 +175,8 @@ def shape_of(chunks: bool, group: int, dim: int, itemsize: int, shared_memory: i
     if not chunks:
         return Shape(padded(group, 16), _keys(dim, 16 << 10), 4)
     wide = dim <= 128 or shared_memory > LARGE_SHARED_MEMORY
-    return Shape(padded(group, 128 if wide else 64), _keys(dim, shared_memory // 2 // STAGES), 8)
+    most = 32 if dim <= 64 else 64  # more spill registers by Triton 3.6 for compute capability 10.0
+    return Shape(padded(group, 128 if wide else 64), min(most, _keys(dim, shared_memory // 2 // STAGES)), 8)
 
 
 def _keys(dim: int, size: int) -> int:
