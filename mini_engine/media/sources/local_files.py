@@ -7,7 +7,6 @@ import functools
 import os
 import re
 import stat
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,26 +35,22 @@ class LocalFiles:
     """
 
     def __init__(self) -> None:
-        self._digests: dict[tuple[int, ...], bytes] = {}  # those that were read first, first
-        self._lock = threading.Lock()
+        self._digests: dict[tuple[int, ...], bytes] = {}  # each access is atomic
 
     def read(self, url: str, policy: MediaPolicy, item: str, again: bool = False) -> tuple[bytes | None, bytes]:
         """The content, and its digest; if this is known the content only `again`. Follows symlinks to files below the
         root. Raises MediaError, Shortage."""
         with _opened(url, policy, item) as file:
             device, _, _, *times = before = _state_of(file)
-            with self._lock:
-                known = self._digests.get(before)
-            if known and not again:
+            if (known := self._digests.get(before)) and not again:
                 return None, known
             data = policy.checked(file.readall(), item)
             digest = content_digest(data)
             age = time.time_ns() - max(times)
             if _state_of(file) == before and age > SETTLED_NS and _is_local(device):
-                with self._lock:
-                    if len(self._digests) == MAX_DIGESTS:
-                        del self._digests[next(iter(self._digests))]
-                    self._digests[before] = digest
+                if len(self._digests) >= MAX_DIGESTS:
+                    self._digests.clear()
+                self._digests[before] = digest
         return data, digest
 
 
