@@ -29,7 +29,7 @@ from mini_engine.media.settings import hash_key
 from mini_engine.media.sources import fetch as sources
 from mini_engine.media.sources.data_url import fetch_data
 from mini_engine.media.sources.http_fetch import fetch_http, tls_context
-from mini_engine.media.sources.local_files import LocalFiles
+from mini_engine.media.sources.local_files import read_file
 from mini_engine.media.sources.policy import MediaPolicy, Received
 from mini_engine.protocol.body_split import DataUrl
 from mini_engine.protocol.parts import MediaRef
@@ -120,7 +120,6 @@ class MediaLoader:
         self._allow_partial = allow_partial
         self._processing = start_thread_pool(threads, "media")
         self._reading = start_thread_pool(threads, "read")
-        self._files = LocalFiles()
         self._downloads = asyncio.Semaphore(MAX_DOWNLOADS)
         self._flights: dict[bytes, _Flight] = {}
         if policy.allowed_hosts:
@@ -239,12 +238,12 @@ class MediaLoader:
         if not sources.is_local_file(url):
             data = fetch_data(url, policy, name) if download is None else download
             return Content.of(ref, content_digest(data), data)
-        known, digest = self._files.read(url, policy, name)
+        known, digest = read_file(url, policy, name)
         return Content.of(ref, digest, known)
 
     def _read_again(self, item: FetchedItem) -> bytes:
         name = item.ref.name
-        data, digest = self._files.read(item.content.source, self.policy, name, again=True)
+        data, digest = read_file(item.content.source, self.policy, name, again=True)
         if data is None or digest != item.content.digest:
             raise MediaError(name, "the file was changed while this request was prepared; send the request again")
         return data
