@@ -262,8 +262,8 @@ def test_request_whose_embeddings_are_gone_is_needed_again_at_once_and_keeps_its
     world.request("again", prompt=8, media=[named(1, A)])
     world.request("later")
     world.turn()
-    assert [*world.needed] == ["again"] and world.look_up("other", A) == "facts"
-    world.request("again", prompt=8, media=[item(message(2), 1, media_hash=A)], arrival=world.needed["again"])
+    assert [*world.missed] == ["again"] and world.look_up("other", A) == "facts"
+    world.request("again", prompt=8, media=[item(message(2), 1, media_hash=A)], arrival=world.missed["again"])
     world.turn()
     assert [request.id for request in world.core.scheduler.clients.waiting] == ["again", "later"]
     world.finish("runs", "again", "later")

@@ -126,18 +126,17 @@ class RandomClients:
     def turn(self) -> None:
         """What the core does, and requests that it needs again."""
         self.world.turn()
-        needed, self.world.needed = self.world.needed, {}
-        for name, arrival in needed.items():
+        missed, self.world.missed = self.world.missed, {}
+        for name, arrival in missed.items():
             asked = self.asked[name.split()[0]]  # of an aborted one perhaps a child
             evictable = {media_hash for media_hash, source in asked.sources.items() if source == "embeddings"}
-            assert evictable and (asked.arrival is None or evictable <= asked.named), "data are needed again"
-            if self.sent.pop(asked.name, None):  # else its API server forgets it
+            if arrival is None:
+                assert "tensor" in asked.sources.values()
+            else:
+                assert evictable and (asked.arrival is None or evictable <= asked.named), "data are needed again"
+            if self.sent.pop(asked.name, None) and arrival is not None:  # else its API server forgets it
                 asked.arrival = arrival
                 self.look_up(asked)
-        for name in self.world.rejected:
-            assert "tensor" in self.asked[name.split()[0]].sources.values()
-            self.sent.pop(name, None)
-        self.world.rejected.clear()
 
     def die(self) -> None:
         dead = self.senders[1]

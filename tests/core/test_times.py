@@ -85,10 +85,10 @@ def test_late_media_time_out_the_request_and_are_released_on_arrival(clock):
     world.request("video", prompt=12, media=media, ready=False, children=[ChildRequest("video-1", 3)])
     world.media_ready(message(1), rank=1)
     world.run()
-    assert not world.rejected
+    assert not world.missed
     clock.now += 30
     world.run()
-    assert world.rejected == ["video"] and not world.ends
+    assert world.missed == {"video": None} and not world.ends
     assert world.links.released == [] == world.consumed, "rank 0 may still get it"
     world.media_ready(message(1))
     world.run()

@@ -172,37 +172,25 @@ async def pair(serve: Serve) -> AsyncIterator[Served]:
         os.close(fd)
 
 
-async def moved(pair: Served, *parts: dict[str, Any], stored: bool = True) -> tuple[ScriptedCore, ScriptedCore]:
-    """The engine that was sent these named parts, and the other one, which has them now, in its store or on its
-    ranks."""
+async def moved(pair: Served, *parts: dict[str, Any]) -> tuple[ScriptedCore, ScriptedCore]:
+    """The engine that was sent these named parts, and the other one, which has them now."""
     await ask(pair, *parts)
     asked, other = sorted(pair.cores, key=lambda core: not core.requests)
     other.kept, asked.kept = asked.kept, {}
-    for item in asked.requests[0].media if stored else ():
-        other.handles[item.media_hash] = StoreHandle([(3, 1), (1, 4)], item.patches.shape)
     return asked, other
-
-
-async def test_named_item_is_copied_from_another_engine(pair: Served) -> None:
-    first, other = await moved(pair, named(image()))
-    counted = Counted(*COUNTS)
-    response = await ask(pair, ALONE, image(84))
-    assert response.json()["usage"]["media"][0]["cached"] == "patches"
-    before, (copied, _) = (request.media for request in first.requests)
-    assert (copied.media_hash, copied.patches.shape) == (before[0].media_hash, before[0].patches.shape)
-    assert counted.since() == [1, 1] and not other.requests
 
 
 @pytest.mark.parametrize("is_stored", [False, True])
 async def test_request_goes_to_the_engine_that_has_what_cannot_be_copied(pair: Served, is_stored: bool) -> None:
     """On its ranks, or as embeddings. To it the patches are copied that are stored."""
-    first, other = await moved(pair, named(image()), named(image(84), "b"), stored=False)
+    first, other = await moved(pair, named(image()), named(image(84), "b"))
     second = first.requests[0].media[1]
     if is_stored:
         first.kept[second.media_hash] = other.kept.pop(second.media_hash)
         first.handles[second.media_hash] = StoreHandle([(3, 1), (1, 4)], second.patches.shape)
     other.held = "embeddings"
-    await ask(pair, ALONE, named(ALONE, "b"))
+    usage = (await ask(pair, ALONE, named(ALONE, "b"))).json()["usage"]["media"]
+    assert [used["cached"] for used in usage] == ["embeddings", "patches" if is_stored else "embeddings"]
     embedded, copied = other.requests[0].media
     assert embedded.patches is None and copied.media_hash == second.media_hash
     assert copied.patches.shape == second.patches.shape if is_stored else copied.patches is None

@@ -78,8 +78,7 @@ class World:
         self.pooled: dict[str, bytes] = {}
         self.cached: Counter[str] = Counter()
         self.consumed: list[MessageId] = []
-        self.rejected: list[str] = []
-        self.needed: dict[str, int] = {}  # requests to be sent again, and their places in the queue
+        self.missed: dict[str, int | None] = {}  # what `MediaMiss` says of requests
         self.replies: list[object] = []  # everything else
 
     def make_media(self, next_step):
@@ -122,10 +121,8 @@ class World:
         """One turn of the core's loop, and what it sent to the API server."""
         self.core.turn()
         for _, body in self.links.sent:
-            if isinstance(body, MediaMiss) and body.arrival is None:
-                self.rejected.append(body.request_id)
-            elif isinstance(body, MediaMiss):
-                self.needed[body.request_id] = body.arrival
+            if isinstance(body, MediaMiss):
+                self.missed[body.request_id] = body.arrival
             elif isinstance(body, Outputs):
                 self.consumed += body.consumed
                 for output in body.outputs:
