@@ -39,12 +39,12 @@ def read_file(url: str, policy: MediaPolicy, item: str, again: bool = False) -> 
     """
     with _opened(url, policy, item) as file:
         device, _, _, *times = before = _state_of(file)
+        is_settled = time.time_ns() - max(times) > SETTLED_NS  # before it is read, which may take as long
         if (known := _digests.get(before)) and not again:
             return None, known
         data = policy.checked(file.readall(), item)
         digest = content_digest(data)
-        age = time.time_ns() - max(times)
-        if _state_of(file) == before and age > SETTLED_NS and _is_local(device):
+        if is_settled and _state_of(file) == before and _is_local(device):
             if len(_digests) >= MAX_DIGESTS:
                 _digests.clear()
             _digests[before] = digest
