@@ -53,14 +53,12 @@ class EngineLost(Exception):
 
 
 class OutputReceiver(Protocol):
-    """What takes the outputs of one request and its children; there are no more after `fail`, and none with
-    `need_media`."""
+    """What takes the outputs of one request and its children; there are no more after `fail`."""
 
     finish_at_engine: Callable[[str, FinishReason], None]  # set once the engine has the request
 
     def receive(self, output: RequestOutput) -> None: ...
     def fail(self, error: ApiError) -> None: ...
-    def need_media(self, arrival: int) -> None: ...
 
 
 class EngineHandle:
@@ -198,8 +196,7 @@ class EngineHandle:
                 if body.consumed:
                     self._sender.consumed(body.consumed)
             case MediaMiss(request_id=request_id, arrival=arrival):
-                receiver = self._forget(self.requests[request_id])
-                receiver.fail(MediaNotSent()) if arrival is None else receiver.need_media(arrival)
+                self._forget(self.requests[request_id]).fail(MediaNotSent(arrival))
             case Found() | Reserved():
                 self.media.on_answer(body)
             case ControlReply(number=number, stats=stats):

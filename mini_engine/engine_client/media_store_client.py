@@ -75,8 +75,7 @@ class MediaStoreClient:
         until this returns; of a cancelled read a thread may go on, for nothing."""
         memory, patches = self._cache.memory, media.patches
         assert memory is not None and patches is not None
-        nbytes = math.prod(patches.shape)
-        content = await asyncio.get_running_loop().run_in_executor(None, memory.read, patches.extents, nbytes)
+        content = await asyncio.to_thread(memory.read, patches.extents, math.prod(patches.shape))
         return content.view(patches.shape)
 
     async def resolve_names(self, request_id: str, keys: list[bytes]) -> dict[bytes, NamedMedia]:

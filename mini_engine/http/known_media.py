@@ -136,7 +136,7 @@ async def find_media(
     digests: dict[bytes, bytes] = {}
     for item in known.items:
         if item.ref.key and digests.setdefault(item.ref.key, item.content.digest) != item.content.digest:
-            raise bad_request(f"{item.name}: {AMBIGUOUS}.", "messages")
+            raise bad_request(f"{item.ref.name}: {AMBIGUOUS}.", "messages")
     return known
 
 
@@ -150,24 +150,21 @@ async def _copy_from_others(
     try:  # in it the request refers there to items with patches
         asked = (other.media.look_up(request_id, hashes) for other in others)
         answers = zip(others, await asyncio.gather(*asked, return_exceptions=True), strict=True)
-        known = {engine: found} | {other: answer for other, answer in answers if isinstance(answer, dict)}
+        known = {other: answer for other, answer in answers if isinstance(answer, dict)} | {engine: found}
         owners = {key: other for other, answer in known.items() for key, media in answer.items() if media.patches}
-        readable = {key: known[owner][key] for key, owner in owners.items()}
-        usable = {  # what each has found, and what is readable in the place of facts
-            other: readable | {key: each for key, each in answer.items() if each.held != "facts" or key not in readable}
-            for other, answer in known.items()
-        }
+        readable = {key: known[owner][key] for key, owner in owners.items()}  # its own in the first place
+        usable = {other: answer | readable for other, answer in known.items()}
         here, chosen = usable[engine], _choose(items, usable[engine])
         if lacking := _lacking(chosen, here):
             for other, its in usable.items():
                 if not _lacking(_choose(named, its), its):
                     raise LookAgain(other)
-            if unknown := [item.name for item in lacking if not origin_of(item.content)]:
+            if unknown := [item.ref.name for item in lacking if not origin_of(item.content)]:
                 raise ApiError(404, f"{', '.join(unknown)}: {NOT_FOUND}.", code="media_not_found", param="messages")
             keys, refs = {item.ref.key for item in lacking}, [item.ref for item in chosen]
             fetched = [replace(ref, url=origin_of(ref.url) or ref.url) if ref.key in keys else ref for ref in refs]
             raise LookAgain(engine, fetched)
-        copied = {item.media_hash for item in chosen if _is_held(item, here) and not _is_held(item, found)}
+        copied = {item.media_hash for item in chosen if owners.get(item.media_hash, engine) is not engine}
         patches = await asyncio.gather(*(owners[key].media.read(here[key]) for key in copied))
         return KnownMedia(chosen, here, dict(zip(copied, patches, strict=True)))
     finally:

@@ -29,7 +29,7 @@ from mini_engine.media.settings import hash_key
 from mini_engine.media.sources import fetch as sources
 from mini_engine.media.sources.data_url import fetch_data
 from mini_engine.media.sources.http_fetch import fetch_http, tls_context
-from mini_engine.media.sources.local_files import LocalFiles
+from mini_engine.media.sources.local_files import read_file
 from mini_engine.media.sources.policy import MediaPolicy, Received
 from mini_engine.protocol.body_split import DataUrl
 from mini_engine.protocol.parts import MediaRef
@@ -83,11 +83,6 @@ class FetchedItem:
     settings: MediaSettings
     media_hash: bytes
 
-    @property
-    def name(self) -> str:
-        """What errors call it."""
-        return self.ref.name
-
 
 Candidates = list[FetchedItem]
 """One item with each of the settings that it may be used with, and the same content."""
@@ -125,7 +120,6 @@ class MediaLoader:
         self._allow_partial = allow_partial
         self._processing = start_thread_pool(threads, "media")
         self._reading = start_thread_pool(threads, "read")
-        self._files = LocalFiles()
         self._downloads = asyncio.Semaphore(MAX_DOWNLOADS)
         self._flights: dict[bytes, _Flight] = {}
         if policy.allowed_hosts:
@@ -161,7 +155,7 @@ class MediaLoader:
             url = item[0].uuid and origin_of(item[0].url)
             groups.setdefault((url or name) if _is_slow(item[0]) else "", []).append(item)
         fetched = await _all(self._fetch(group, received) for group in groups.values())
-        items = {candidates[0].name: candidates for group in fetched for candidates in group}
+        items = {candidates[0].ref.name: candidates for group in fetched for candidates in group}
         return [items[ref.name] for ref in refs]
 
     async def process(
@@ -205,7 +199,7 @@ class MediaLoader:
             return await asyncio.shield(flight.work)
         except ItemError as error:
             # The request that started the work may call the item by another name.
-            raise error if error.item == item.name else type(error)(item.name, error.problem) from error
+            raise error if error.item == item.ref.name else type(error)(item.ref.name, error.problem) from error
         finally:
             flight.waiters -= 1
             if not flight.waiters:
@@ -230,9 +224,8 @@ class MediaLoader:
         """Read, or take what was downloaded, and hash it."""
         content = ref.url if isinstance(ref.url, Content) else self._read_content(ref, settings[0], download)
         ref = replace(ref, url=content)  # what is in a body is not kept
-        keys = [hash_key(candidate, ref.modality) for candidate in settings]
-        hashes = {key: media_hash(content.digest, key) for key in dict.fromkeys(keys)}  # of an image they are the same
-        return [FetchedItem(ref, content, each, hashes[key]) for each, key in zip(settings, keys, strict=True)]
+        hashes = (media_hash(content.digest, hash_key(each, ref.modality)) for each in settings)
+        return [FetchedItem(ref, content, *each) for each in zip(settings, hashes, strict=True)]
 
     def _read_content(self, ref: MediaRef, settings: MediaSettings, download: bytes | None) -> Content:
         url, policy, name = ref.url, self.policy, ref.name
@@ -245,13 +238,14 @@ class MediaLoader:
         if not sources.is_local_file(url):
             data = fetch_data(url, policy, name) if download is None else download
             return Content.of(ref, content_digest(data), data)
-        known, digest = self._files.read(url, policy, name)
+        known, digest = read_file(url, policy, name)
         return Content.of(ref, digest, known)
 
     def _read_again(self, item: FetchedItem) -> bytes:
-        data, digest = self._files.read(item.content.source, self.policy, item.name, again=True)
+        name = item.ref.name
+        data, digest = read_file(item.content.source, self.policy, name, again=True)
         if data is None or digest != item.content.digest:
-            raise MediaError(item.name, "the file was changed while this request was prepared; send the request again")
+            raise MediaError(name, "the file was changed while this request was prepared; send the request again")
         return data
 
     async def _decode_and_process(self, item: FetchedItem, owner: str) -> _Processed:
@@ -260,7 +254,7 @@ class MediaLoader:
         if data is None:
             data = await asyncio.get_running_loop().run_in_executor(self._reading, self._read_again, item)
         sampling = item.settings.sampling if item.ref.modality == "video" and frames is None else None
-        job = Job(item.name, len(data), sampling, self._allow_partial, frames.sizes if frames else [])
+        job = Job(item.ref.name, len(data), sampling, self._allow_partial, frames.sizes if frames else [])
         decoding = await self.decoders.decode(job, data, owner)
         decoded = time.monotonic()
         processing = self._processing.submit(self._process_frames, item, decoding)

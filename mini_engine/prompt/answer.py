@@ -19,7 +19,7 @@ from mini_engine.messages import EngineTimes, FinishReason, NewRequest, Problem,
 from mini_engine.prompt.detokenizer import Detokenizer, ListedToken, Vocabulary
 from mini_engine.prompt.stop_strings import StopSearch, stop_strings
 from mini_engine.prompt.tool_calls import AnswerParser, Kind
-from mini_engine.protocol.api_errors import ApiError, EngineError, bad_request
+from mini_engine.protocol.api_errors import ApiError, EngineError, MediaNotSent, bad_request
 from mini_engine.protocol.bodies import ChatRequest, GenerationRequest
 from mini_engine.protocol.request_clock import RequestClock
 
@@ -131,7 +131,7 @@ class Answer:
     finish_at_engine: Callable[[str, FinishReason], None]  # ends a sample, by its id; set once the engine has it
     media: Sequence[dict[str, Any]] = ()  # what the response says of the images and videos, in order
     warnings: Sequence[str] = ()  # what the answer does not rest on, such as the missing part of a video
-    may_need_media = False  # whether the engine may call `need_media`
+    may_need_media = False  # whether the engine may need the request again
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class Answer:
             sample_id: Sample(index, sample_id, body, request.sampling, vocabulary, make_thoughts())
             for index, sample_id in enumerate(ids, first_index)
         }
-        self.arrival: int | None = None  # of `need_media`
+        self.arrival: int | None = None  # of the request when it is sent again
         self._error: ApiError | None = None
         self._grammar_field = body.grammar_field if request.sampling.grammar else None
         self._waiting: collections.deque[Sample] = collections.deque()  # samples with outputs, each once
@@ -181,9 +181,12 @@ class Answer:
     # --- for the HTTP side -------------------------------------------------------------------------------------------
 
     async def is_admitted(self) -> bool:
-        """Wait for the first output or a failure if the engine may need the request again; False: it does."""
+        """Wait for the first output or a failure if the engine may need the request again; False: it does, as another
+        answer, and this one is over, and uncounted."""
         if self.may_need_media:
             await self.arrived.wait()
+        if isinstance(self._error, MediaNotSent) and self._error.arrival is not None:
+            self.arrival, self._unfinished = self._error.arrival, 0
         return self.arrival is None
 
     @property
@@ -240,14 +243,6 @@ class Answer:
     def fail(self, error: ApiError) -> None:
         """The engine sends no more outputs: fail the request with `error`."""
         self._error = error
-        self.arrived.set()
-
-    def need_media(self, arrival: int) -> None:
-        """The engine sends no outputs: it needs the request again, with this `arrival`, as another answer. This one is
-        over, and uncounted."""
-        for sample in self.samples.values():
-            sample.end()
-        self._unfinished, self.arrival = 0, arrival
         self.arrived.set()
 
     def _end(self, reason: FinishReason | None) -> None:

@@ -67,10 +67,12 @@ class EngineError(ApiError):
 
 
 class MediaNotSent(EngineError):
-    """A request's media have not reached its engine. A retry may succeed: with more memory, or in time."""
+    """A request's media have not reached its engine. A retry may succeed: with more memory, or in time; or by this
+    server, if there is an `arrival`: see `MediaMiss`."""
 
-    def __init__(self) -> None:
+    def __init__(self, arrival: int | None = None) -> None:
         super().__init__("The media of this request could not be sent to the engine; send the request again.")
+        self.arrival = arrival
 
 
 def bad_request(message: str, param: str | None = None, code: Code = "invalid_value") -> ApiError:

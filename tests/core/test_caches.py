@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from mini_engine.messages import BindName, ChildRequest, ControlReply, ControlRequest, Found, Lookup, NamedMedia
-from tests.support.simulated_core import BYTES, OTHER, TIMED, CachingWorld, World, item, message, named
+from tests.support.simulated_core import BYTES, OTHER, TIMED, CachingWorld, World, item, message
 from tests.support.simulated_ranks import token_of
 
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
@@ -235,7 +235,7 @@ def test_lru_eviction_counts_lookups_as_use():
     for number, media_hash in ((1, A), (2, B)):
         world.run_request(f"r{number}", prompt=8, media=[item(message(number), 1, media_hash=media_hash)])
     world.look_up("by name", A)
-    world.run_request("by name", prompt=8, media=[named(1, A)])
+    world.run_request("by name", prompt=8, media=[item(None, 1, media_hash=A)])
     world.run_request("r3", prompt=8, media=[item(message(3), 1, media_hash=C)])
     assert world.idle == [A, C]
     assert world.stats().media_evictions == 1
@@ -259,11 +259,11 @@ def test_request_whose_embeddings_are_gone_is_needed_again_at_once_and_keeps_its
     world.request("runs", max_tokens=9)
     assert world.look_up("again", A) == "embeddings"
     world.receive(ControlRequest(0, "reset_caches"))
-    world.request("again", prompt=8, media=[named(1, A)])
+    world.request("again", prompt=8, media=[item(None, 1, media_hash=A)])
     world.request("later")
     world.turn()
-    assert [*world.needed] == ["again"] and world.look_up("other", A) == "facts"
-    world.request("again", prompt=8, media=[item(message(2), 1, media_hash=A)], arrival=world.needed["again"])
+    assert [*world.missed] == ["again"] and world.look_up("other", A) == "facts"
+    world.request("again", prompt=8, media=[item(message(2), 1, media_hash=A)], arrival=world.missed["again"])
     world.turn()
     assert [request.id for request in world.core.scheduler.clients.waiting] == ["again", "later"]
     world.finish("runs", "again", "later")

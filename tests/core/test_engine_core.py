@@ -87,7 +87,7 @@ def test_media_may_be_reported_before_their_request_arrives(report):
     world.request("video", media=[item(message(1), 1)], ready=False)
     world.run()
     is_ready = not report.problem
-    assert (world.ends, world.rejected) == (({"video": ["length"]}, []) if is_ready else ({}, ["video"]))
+    assert (world.ends, world.missed) == (({"video": ["length"]}, {}) if is_ready else ({}, {"video": None}))
     world.assert_at_rest()
 
 
@@ -97,7 +97,7 @@ def test_request_with_failed_media_is_rejected_and_released_after_all_ranks_repo
     world.request("good", media=[item(message(2), 1)])
     world.receive(MediaReady(0, message(1), "no buffer"))
     world.finish("good")
-    assert world.rejected == ["bad"] and world.links.released == [message(2)] == world.consumed
+    assert world.missed == {"bad": None} and world.links.released == [message(2)] == world.consumed
     world.receive(MediaReady(1, message(1), "no buffer"))
     world.run()
     assert world.links.released == [message(2), message(1)] == world.consumed

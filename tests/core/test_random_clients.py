@@ -111,10 +111,8 @@ class RandomClients:
         more = {"children": asked.children, "arrival": asked.arrival, "ready": not is_lost}
         self.world.request(asked.name, prompt=9, max_tokens=OUTPUT, media=media, sender=asked.sender, **more)
         self.sent[asked.name] = asked
-        for each in media if is_lost else []:
-            if each.patches is not None:
-                report = MediaReady(0, each.patches.message, "no descriptor")
-                self.world.receive(report, ("worker 0.0 media", 100))
+        for message in [each.patches.message for each in media if each.patches and is_lost]:
+            self.world.receive(MediaReady(0, message, "no descriptor"), ("worker 0.0 media", 100))
 
     def abort(self) -> None:
         asked = self.sent.pop(self.chance.choice(list(self.sent)))
@@ -126,18 +124,15 @@ class RandomClients:
     def turn(self) -> None:
         """What the core does, and requests that it needs again."""
         self.world.turn()
-        needed, self.world.needed = self.world.needed, {}
-        for name, arrival in needed.items():
+        missed, self.world.missed = self.world.missed, {}
+        for name, arrival in missed.items():
             asked = self.asked[name.split()[0]]  # of an aborted one perhaps a child
-            evictable = {media_hash for media_hash, source in asked.sources.items() if source == "embeddings"}
-            assert evictable and (asked.arrival is None or evictable <= asked.named), "data are needed again"
-            if self.sent.pop(asked.name, None):  # else its API server forgets it
+            lost = "tensor" if arrival is None else "embeddings"
+            causes = {media_hash for media_hash, source in asked.sources.items() if source == lost}
+            assert causes and (None in (arrival, asked.arrival) or causes <= asked.named), "data are needed again"
+            if self.sent.pop(asked.name, None) and arrival is not None:  # else its API server forgets it
                 asked.arrival = arrival
                 self.look_up(asked)
-        for name in self.world.rejected:
-            assert "tensor" in self.asked[name.split()[0]].sources.values()
-            self.sent.pop(name, None)
-        self.world.rejected.clear()
 
     def die(self) -> None:
         dead = self.senders[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mini_engine.messages import ChildRequest, EngineTimes, Finish
-from tests.support.simulated_core import CachingWorld, World, item, message, named
+from tests.support.simulated_core import CachingWorld, World, item, message
 
 
 class Clock:
@@ -81,14 +81,14 @@ def test_children_and_stopped_requests_have_no_times(clock):
 def test_late_media_time_out_the_request_and_are_released_on_arrival(clock):
     world = CachingWorld("shm", ranks=2)
     world.write(world.reserve("video", b"cached" * 2), "video")
-    media = [named(1, b"cached" * 2), item(message(1), 4)]
+    media = [item(None, 1, media_hash=b"cached" * 2), item(message(1), 4)]
     world.request("video", prompt=12, media=media, ready=False, children=[ChildRequest("video-1", 3)])
     world.media_ready(message(1), rank=1)
     world.run()
-    assert not world.rejected
+    assert not world.missed
     clock.now += 30
     world.run()
-    assert world.rejected == ["video"] and not world.ends
+    assert world.missed == {"video": None} and not world.ends
     assert world.links.released == [] == world.consumed, "rank 0 may still get it"
     world.media_ready(message(1))
     world.run()

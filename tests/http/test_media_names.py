@@ -56,17 +56,8 @@ async def test_name_alone_is_the_item_that_had_it(served: Served, part: dict[str
     assert counted.since() == [0, 3] and served.core.num_resolved == 3, "data need no answer"
     first, *others = hashes(served)
     assert others == [first] * 3
-
-
-async def test_settings_of_the_later_request_apply(served: Served) -> None:
-    """As if the content had been sent: other settings are another item, which is there or not."""
-    part, small = named(image(140)), {"mm_processor_kwargs": {"max_pixels": 56 * 56}}
-    await ask(served, part)
-    check_not_found(await served.post([ALONE], **SALT, **small), "image 1")
-    await ask(served, part, **small)
-    for fields in ({}, small):
-        await ask(served, ALONE, **fields)
-    assert hashes(served)[2:] == hashes(served)[:2]
+    resized = {"mm_processor_kwargs": {"max_pixels": 3136}}
+    check_not_found(await served.post([named({"type": kind})], **SALT, **resized), f"{kind} 1")
 
 
 async def test_video_of_frames_is_found_with_its_times_only(served: Served) -> None:
@@ -143,38 +134,26 @@ async def test_requests_whose_embeddings_are_evicted_before_they_are_used(served
 async def test_url_is_downloaded_once_under_its_name(
     served: Served, web: SlowWeb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is not there by the settings of one part is downloaded again for all parts, or they would mean two contents.
-    The policy holds for a URL that is not downloaded."""
+    """What is not there by the settings of one part is downloaded again for all parts, or they would mean two contents;
+    the request has no place meanwhile. The policy holds for a URL that is not downloaded."""
     web.go.set()
     part, counted = named(web.part), Counted(*COUNTS)
     for _ in range(2):
         await ask(served, part, part)
     assert (web.dialled, counted.since()) == (1, [1, 1])
     web.body = png(84)  # now another image
-    await ask(served, part, {**ALONE, "max_pixels": 3136})
-    assert (web.dialled, counted.since()) == (2, [3, 1])
+    web.go.clear()
+    asking = served.asking([part, {**ALONE, "max_pixels": 3136}], **SALT)
+    await eventually(lambda: web.dialled == 2 and len(served.core.unreserved) == 1)
+    assert served.context.places.num_free == served.context.places.limit
+    web.go.set()
+    assert ((await asking).status_code, web.dialled, counted.since()) == (200, 2, [3, 1])
     assert len({*itertools.chain(*hashes(served))}) == 3
     await ask(served, named({"type": "image_url", "image_url": web.part["image_url"]["url"] + "?2"}))
     await ask(served, part)
     assert web.dialled == 4, "a name stands for the URL that it came with last"
     monkeypatch.setitem(vars(served.context.media.policy), "allowed_hosts", frozenset())
     check_error(await served.post([part], **SALT), 400, "invalid_media")
-
-
-async def test_download_after_all_holds_up_no_other_request(serve: Serve, web: SlowWeb) -> None:
-    async with serve(maximum_concurrent_videos=1) as served:
-        web.go.set()
-        await ask(served, named(web.part))
-        served.core.kept.clear()
-        web.go.clear()
-        web.asked.clear()
-        asking = served.asking([named(web.part)], **SALT)
-        await eventually(web.asked.is_set)
-        await ask(served, image(84))
-        await eventually(lambda: len(served.core.unreserved) == 1)
-        assert not asking.done()
-        web.go.set()
-        assert (await asking).status_code == 200
 
 
 # --- with several engines ---------------------------------------------------------------------------------------------
@@ -193,37 +172,25 @@ async def pair(serve: Serve) -> AsyncIterator[Served]:
         os.close(fd)
 
 
-async def moved(pair: Served, *parts: dict[str, Any], stored: bool = True) -> tuple[ScriptedCore, ScriptedCore]:
-    """The engine that was sent these named parts, and the other one, which has them now, in its store or on its
-    ranks."""
+async def moved(pair: Served, *parts: dict[str, Any]) -> tuple[ScriptedCore, ScriptedCore]:
+    """The engine that was sent these named parts, and the other one, which has them now."""
     await ask(pair, *parts)
     asked, other = sorted(pair.cores, key=lambda core: not core.requests)
     other.kept, asked.kept = asked.kept, {}
-    for item in asked.requests[0].media if stored else ():
-        other.handles[item.media_hash] = StoreHandle([(3, 1), (1, 4)], item.patches.shape)
     return asked, other
-
-
-async def test_named_item_is_copied_from_another_engine(pair: Served) -> None:
-    first, other = await moved(pair, named(image()))
-    counted = Counted(*COUNTS)
-    response = await ask(pair, ALONE, image(84))
-    assert response.json()["usage"]["media"][0]["cached"] == "patches"
-    before, (copied, _) = (request.media for request in first.requests)
-    assert (copied.media_hash, copied.patches.shape) == (before[0].media_hash, before[0].patches.shape)
-    assert counted.since() == [1, 1] and not other.requests
 
 
 @pytest.mark.parametrize("is_stored", [False, True])
 async def test_request_goes_to_the_engine_that_has_what_cannot_be_copied(pair: Served, is_stored: bool) -> None:
     """On its ranks, or as embeddings. To it the patches are copied that are stored."""
-    first, other = await moved(pair, named(image()), named(image(84), "b"), stored=False)
+    first, other = await moved(pair, named(image()), named(image(84), "b"))
     second = first.requests[0].media[1]
     if is_stored:
         first.kept[second.media_hash] = other.kept.pop(second.media_hash)
         first.handles[second.media_hash] = StoreHandle([(3, 1), (1, 4)], second.patches.shape)
     other.held = "embeddings"
-    await ask(pair, ALONE, named(ALONE, "b"))
+    usage = (await ask(pair, ALONE, named(ALONE, "b"))).json()["usage"]["media"]
+    assert [used["cached"] for used in usage] == ["embeddings", "patches" if is_stored else "embeddings"]
     embedded, copied = other.requests[0].media
     assert embedded.patches is None and copied.media_hash == second.media_hash
     assert copied.patches.shape == second.patches.shape if is_stored else copied.patches is None

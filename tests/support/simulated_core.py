@@ -78,8 +78,7 @@ class World:
         self.pooled: dict[str, bytes] = {}
         self.cached: Counter[str] = Counter()
         self.consumed: list[MessageId] = []
-        self.rejected: list[str] = []
-        self.needed: dict[str, int] = {}  # requests to be sent again, and their places in the queue
+        self.missed: dict[str, int | None] = {}  # what `MediaMiss` says of requests
         self.replies: list[object] = []  # everything else
 
     def make_media(self, next_step):
@@ -122,10 +121,8 @@ class World:
         """One turn of the core's loop, and what it sent to the API server."""
         self.core.turn()
         for _, body in self.links.sent:
-            if isinstance(body, MediaMiss) and body.arrival is None:
-                self.rejected.append(body.request_id)
-            elif isinstance(body, MediaMiss):
-                self.needed[body.request_id] = body.arrival
+            if isinstance(body, MediaMiss):
+                self.missed[body.request_id] = body.arrival
             elif isinstance(body, Outputs):
                 self.consumed += body.consumed
                 for output in body.outputs:
@@ -194,7 +191,8 @@ class World:
 
 
 def item(message, offset, num_tokens=2, index=0, media_hash=None, grids=1, gap=0):
-    """A video of so many temporal grids, with `gap` text tokens between them; unique without a hash."""
+    """A video of so many temporal grids, with `gap` text tokens between them; unique without a hash. Without a message
+    it has no tensor."""
     media_hash = media_hash or b"%d %d" % (message.number, index)
     patches = TensorHandle(message, (4 * num_tokens, MODEL.vision.patch_dim), "uint8") if message else None
     grid = (grids, 2, 2 * num_tokens // grids)
@@ -204,11 +202,6 @@ def item(message, offset, num_tokens=2, index=0, media_hash=None, grids=1, gap=0
 
 def message(number):
     return MessageId(API[1], number)
-
-
-def named(offset, media_hash, num_tokens=2):
-    """An item without a tensor."""
-    return item(None, offset, num_tokens, media_hash=media_hash)
 
 
 class CachingWorld(World):
@@ -229,7 +222,8 @@ class CachingWorld(World):
         return found[0].held if found else ""
 
     def reserve(self, request_id, media_hash, num_tokens=2, sender=API) -> Reserved:
-        return self.reply(Reserved, Reserve(request_id, CachedMedia.of(named(0, media_hash, num_tokens))), sender)
+        media = CachedMedia.of(item(None, 0, num_tokens, media_hash=media_hash))
+        return self.reply(Reserved, Reserve(request_id, media), sender)
 
     def write(self, reserved, *request_ids, sender=API):
         """Write an item, which these requests refer to then."""

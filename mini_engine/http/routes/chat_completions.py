@@ -164,7 +164,7 @@ async def look_up(
     absent = known.absent(trusts_embeddings)
     processed = await context.media.process(absent, state.clock, state.request_id)
     bind_names(context.engines, known.items, processed)
-    warnings = [f"{item.name}: {text}" for item in absent if (text := processed[item.media_hash].missing)]
+    warnings = [f"{item.ref.name}: {text}" for item in absent if (text := processed[item.media_hash].missing)]
     found, hashes = known.found, [item.media_hash for item in known.items]
     used = [processed.get(key) or ProcessedItem(found[key].facts, known.copies.get(key)) for key in hashes]
     cached = [("facts" if key in processed else found[key].held) if key in found else None for key in hashes]

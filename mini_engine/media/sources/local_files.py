@@ -7,7 +7,6 @@ import functools
 import os
 import re
 import stat
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,35 +27,28 @@ SETTLED_NS = 2_000_000_000  # the coarsest time stamps of these file systems, tw
 MAX_DIGESTS = 10_000
 
 
-class LocalFiles:
-    """Reads files, and remembers the content digests of those that it has read, by what the file system says of them.
+_digests: dict[tuple[int, ...], bytes] = {}  # of the contents of files, by `_state_of` them
 
-    As git's index does it: a file that was changed has another inode, size, mtime or ctime, if neither time was so
-    recent that another change may have left it as it is. May be called from any thread.
+
+def read_file(url: str, policy: MediaPolicy, item: str, again: bool = False) -> tuple[bytes | None, bytes]:
+    """The content, and its digest; if this is known the content only `again`. Follows symlinks to files below the root.
+    For any thread. Raises MediaError, Shortage.
+
+    Digests are known as git's index knows them: a file that was changed has another inode, size, mtime or ctime, if
+    neither time was so recent that another change may have left it as it is.
     """
-
-    def __init__(self) -> None:
-        self._digests: dict[tuple[int, ...], bytes] = {}  # those that were read first, first
-        self._lock = threading.Lock()
-
-    def read(self, url: str, policy: MediaPolicy, item: str, again: bool = False) -> tuple[bytes | None, bytes]:
-        """The content, and its digest; if this is known the content only `again`. Follows symlinks to files below the
-        root. Raises MediaError, Shortage."""
-        with _opened(url, policy, item) as file:
-            device, _, _, *times = before = _state_of(file)
-            with self._lock:
-                known = self._digests.get(before)
-            if known and not again:
-                return None, known
-            data = policy.checked(file.readall(), item)
-            digest = content_digest(data)
-            age = time.time_ns() - max(times)
-            if _state_of(file) == before and age > SETTLED_NS and _is_local(device):
-                with self._lock:
-                    if len(self._digests) == MAX_DIGESTS:
-                        del self._digests[next(iter(self._digests))]
-                    self._digests[before] = digest
-        return data, digest
+    with _opened(url, policy, item) as file:
+        device, _, _, *times = before = _state_of(file)
+        is_settled = time.time_ns() - max(times) > SETTLED_NS  # before it is read, which may take as long
+        if (known := _digests.get(before)) and not again:
+            return None, known
+        data = policy.checked(file.readall(), item)
+        digest = content_digest(data)
+        if is_settled and _state_of(file) == before and _is_local(device):
+            if len(_digests) >= MAX_DIGESTS:
+                _digests.clear()
+            _digests[before] = digest
+    return data, digest
 
 
 def _state_of(file: FileIO) -> tuple[int, ...]:

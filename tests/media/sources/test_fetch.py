@@ -16,7 +16,7 @@ from mini_engine.media.hashing import content_digest
 from mini_engine.media.media_errors import MediaError
 from mini_engine.media.sources.data_url import fetch_data
 from mini_engine.media.sources.fetch import Frames, declared_size, fetch_frames, is_elsewhere, is_local_file
-from mini_engine.media.sources.local_files import SETTLED_NS, LocalFiles
+from mini_engine.media.sources.local_files import SETTLED_NS, read_file
 from mini_engine.media.sources.policy import MediaPolicy
 from mini_engine.protocol.body_split import DataUrl
 from tests.support.bad_urls import PATHS, make_root
@@ -89,7 +89,7 @@ def policy(tmp_path: Path) -> MediaPolicy:
 
 
 def read(url: str, policy: MediaPolicy, item: str = "media item") -> bytes:
-    return LocalFiles().read(url, policy, item)[0]
+    return read_file(url, policy, item)[0]
 
 
 def test_file_below_the_root_is_read(policy: MediaPolicy) -> None:
@@ -125,22 +125,22 @@ def test_size_and_kind_of_file(tmp_path: Path) -> None:
 
 
 def test_the_digest_of_a_file_is_known_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, policy, files = tmp_path / "clip", MediaPolicy(tmp_path, 1000), LocalFiles()
+    path, policy = tmp_path / "clip", MediaPolicy(tmp_path, 1000)
     path.write_bytes(b"first")
     url, times = path.as_uri(), path.stat()
     for _ in range(2):  # it may change within the tick of its time stamps
-        assert files.read(url, policy, "video 1") == (b"first", digest := content_digest(b"first"))
+        assert read_file(url, policy, "video 1") == (b"first", digest := content_digest(b"first"))
     now = time.time_ns() + 2 * SETTLED_NS
     monkeypatch.setattr(time, "time_ns", lambda: now)
-    files.read(url, policy, "video 1")
+    read_file(url, policy, "video 1")
     (tmp_path / "link").symlink_to("clip")
     for name in (path, tmp_path / "link"):
-        assert files.read(name.as_uri(), policy, "video 1") == (None, digest)
-        assert files.read(name.as_uri(), policy, "video 1", again=True) == (b"first", digest)
+        assert read_file(name.as_uri(), policy, "video 1") == (None, digest)
+        assert read_file(name.as_uri(), policy, "video 1", again=True) == (b"first", digest)
     while path.stat().st_ctime_ns == times.st_ctime_ns:
         path.write_bytes(b"other")
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert files.read(url, policy, "video 1")[0] == b"other"
+    assert read_file(url, policy, "video 1")[0] == b"other"
 
 
 FRAMES = [bytes([number]) * number for number in range(1, 5)]  # frame n has n bytes
