@@ -152,7 +152,7 @@ async def _copy_from_others(
         answers = zip(others, await asyncio.gather(*asked, return_exceptions=True), strict=True)
         known = {other: answer for other, answer in answers if isinstance(answer, dict)} | {engine: found}
         owners = {key: other for other, answer in known.items() for key, media in answer.items() if media.patches}
-        readable = {key: known[owner][key] for key, owner in owners.items()}  # its own in the first place
+        readable = {key: known[owner][key] for key, owner in owners.items()}  # at `engine` if it is there
         usable = {other: answer | readable for other, answer in known.items()}
         here, chosen = usable[engine], _choose(items, usable[engine])
         if lacking := _lacking(chosen, here):

@@ -25,8 +25,6 @@ _URL = re.compile("file://(?:localhost)?(/[^?#\x00-\x1f\x7f\ud800-\udfff]*)", re
 LOCAL_TYPES = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay", "tmpfs"}
 SETTLED_NS = 2_000_000_000  # the coarsest time stamps of these file systems, twice
 MAX_DIGESTS = 10_000
-
-
 _digests: dict[tuple[int, ...], bytes] = {}  # of the contents of files, by `_state_of` them
 
 
