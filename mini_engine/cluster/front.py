@@ -22,6 +22,7 @@ import yarl
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -30,7 +31,7 @@ from mini_engine.cluster.engine_replica import Lease
 from mini_engine.cluster.media_key import media_key
 from mini_engine.cluster.router import Attempt
 from mini_engine.config import EngineConfig
-from mini_engine.http.access import OPEN_PATHS, Access
+from mini_engine.http.access import OPEN_PATHS, SHARED_KEY, Access
 from mini_engine.http.admission import body_budget
 from mini_engine.http.body import receive_body
 from mini_engine.http.error_responses import error_response
@@ -163,11 +164,7 @@ class Front:
 
     @contextlib.asynccontextmanager
     async def _ask(self, lease: Lease, request: Request, body: bytearray) -> AsyncIterator[aiohttp.ClientResponse]:
-        named = {name.strip().lower() for name in ",".join(request.headers.getlist("connection")).split(",")}
-        headers = [(name, value) for name, value in request.headers.items() if name not in OWN_HEADERS | named]
-        # Whatever an engine makes of a path, a request without the key reaches only what needs none there.
-        if self._access.has_key(request.headers):
-            headers.append(("authorization", f"Bearer {lease.key}"))
+        headers = engine_headers(request.headers, self._access, lease.key)
         target = b"?".join(filter(None, (request.scope["raw_path"], request.scope["query_string"]))).decode("latin-1")
         url = yarl.URL(lease.url + target, encoded=True)  # else yarl would resolve dot segments
         async with self._session.request(request.method, url, headers=headers, data=body or None) as response:
@@ -222,6 +219,18 @@ class Front:
             raise EngineError("No host answers.")
         worst = max(answers, key=lambda answer: answer.status)
         return Response(worst.body, worst.status, media_type="application/json")
+
+
+def engine_headers(headers: Headers, access: Access, key: str) -> list[tuple[str, str]]:
+    """Those of a client's request that go on to the engine whose key is `key`."""
+    named = {name.strip().lower() for name in ",".join(headers.getlist("connection")).split(",")}
+    forwarded = [(name, value) for name, value in headers.items() if name not in OWN_HEADERS | named]
+    # Whatever an engine makes of a path, a request without the key reaches only what needs none there.
+    if access.has_key(headers):
+        forwarded.append(("authorization", f"Bearer {key}"))
+        if not access.key_number(headers):
+            forwarded.append((SHARED_KEY, "1"))
+    return forwarded
 
 
 async def ask_all(

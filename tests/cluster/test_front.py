@@ -7,10 +7,13 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 from aiohttp import web
+from starlette.datastructures import Headers
 
 pytest.importorskip("ray", reason="needs the extra [ray]")
 
-from mini_engine.cluster.front import HostAnswer, ask_all, merge_expositions  # noqa: E402
+from mini_engine.cluster.front import HostAnswer, ask_all, engine_headers, merge_expositions  # noqa: E402
+from mini_engine.config import EngineConfig  # noqa: E402
+from mini_engine.http.access import SHARED_KEY, Access  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's own
 
@@ -58,3 +61,15 @@ def test_metrics_of_hosts_are_one_exposition_with_each_metric_once_and_without_e
         '# HELP a What.\n# TYPE a gauge\na{host="h",x="1"} 2\na{host="h",x="2"} 3\na{host="i"} 5\n'
         '# HELP b Else.\n# TYPE b counter\nb{host="h"} 4\n'
     )
+
+
+@pytest.mark.parametrize(
+    "keys, client_key, sent",
+    [([], "", {SHARED_KEY, "authorization"}), (["k"], "k", {"authorization"}), (["k"], "", set())],
+)
+def test_requests_of_clients_without_keys_have_the_header_of_a_shared_key(
+    keys: list[str], client_key: str, sent: set[str]
+) -> None:
+    """Else a stranger could ask about an image by the name that another has given it."""
+    headers = Headers({"authorization": f"Bearer {client_key}"})
+    assert dict(engine_headers(headers, Access(EngineConfig(api_key=keys)), "e")).keys() == sent
