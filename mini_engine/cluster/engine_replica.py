@@ -6,6 +6,7 @@ the bytes go straight from the front to the engine.
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import os
 import re
@@ -44,6 +45,12 @@ class Lease:
     key: str  # the engine's API key, which only this engine and those with leases know
 
 
+def write_log(line: str) -> None:
+    """Write to the replica's log. A full disk loses lines, but ends no thread that waits for the engine's end."""
+    with contextlib.suppress(OSError):
+        print(line, end="", file=sys.stderr, flush=True)
+
+
 @serve.deployment(health_check_period_s=2, health_check_timeout_s=HEALTH_SECONDS + 5)
 class EngineReplica:
     def __init__(self, command: list[str]):
@@ -66,7 +73,7 @@ class EngineReplica:
         assert log is not None
         last: collections.deque[str] = collections.deque(maxlen=LINES_SHOWN)
         for line in log:
-            sys.stderr.write(line)
+            write_log(line)
             last.append(line)
             if match := re.search(r" at (http://\S+)/v1 ", line):
                 break
@@ -78,10 +85,10 @@ class EngineReplica:
     def _watch(self, log: IO[str]) -> None:
         """Copy the log; end this process with the engine's: Serve replaces it at once, health checks take a minute."""
         for line in log:
-            sys.stderr.write(line)
+            write_log(line)
         status = self._process.wait()
         if not self._stopping:
-            print(f"the engine exited with status {status}: this replica ends", file=sys.stderr, flush=True)
+            write_log(f"the engine exited with status {status}: this replica ends\n")
             os._exit(1)
 
     async def lease(self, attempt: Attempt) -> AsyncIterator[Lease]:

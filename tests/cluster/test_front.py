@@ -1,4 +1,4 @@
-"""What a front makes of the answers of all hosts, which are web servers here, without Ray."""
+"""What a front makes of requests and of the answers of all hosts, which are web servers here, without Ray."""
 
 import asyncio
 import contextlib
