@@ -30,7 +30,6 @@ from mini_engine.launch.process_setup import die_with_parent
 die_with_parent(int(sys.argv[1]))
 os.execv(sys.argv[2], sys.argv[2:])
 """
-HEALTH_SECONDS = 10.0
 FRONT_CHECK_SECONDS = 3.0  # between two checks that the front of a lease is alive
 STOP_SECONDS = 10.0  # for an engine without requests to exit
 LINES_SHOWN = 20  # of the log of an engine that does not start
@@ -51,7 +50,7 @@ def write_log(line: str) -> None:
         print(line, end="", file=sys.stderr, flush=True)
 
 
-@serve.deployment(health_check_period_s=2, health_check_timeout_s=HEALTH_SECONDS + 5)
+@serve.deployment(health_check_period_s=2)
 class EngineReplica:
     def __init__(self, command: list[str]):
         """Returns when the engine serves; raises RuntimeError, with the end of its log, when it does not start."""
@@ -99,9 +98,8 @@ class EngineReplica:
             await attempt.front.__ray_ready__.remote()
 
     async def check_health(self) -> None:
-        """Raises when `/health` is not 200; Serve replaces the replica after three times."""
-        timeout = aiohttp.ClientTimeout(HEALTH_SECONDS)
-        async with aiohttp.ClientSession(timeout=timeout, raise_for_status=True) as session:
+        """Raises when `/health` is not 200. After three such checks, or three without an answer, the replica ends."""
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(), raise_for_status=True) as session:
             async with session.get(f"{self._lease.url}/health"):
                 pass
 

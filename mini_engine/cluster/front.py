@@ -43,8 +43,9 @@ LEASE_SECONDS = 2.0  # for a host to grant a lease: an unresponsive one costs th
 CONNECT_SECONDS = 2.0
 AVOID_SECONDS = 10.0  # after a host has failed, for Ray to notice
 QUEUE_SECONDS = 60.0  # for a host to have room
-# For the hosts to answer where all are asked. An engine gives up `/reset_caches` after 30 s; Prometheus waits 10 s.
-ANSWER_SECONDS = {"/health": 10.0, "/metrics": 5.0, "/reset_caches": 35.0}
+# For the hosts to answer where all are asked; `/health` has its own time-out. An engine gives up `/reset_caches` after
+# 30 s; Prometheus waits 10 s.
+ANSWER_SECONDS = {"/metrics": 5.0, "/reset_caches": 35.0}
 HEALTH_SECONDS = 1.0  # for which `/health` answers the same: it needs no key
 KEYLESS = {*OPEN_PATHS, *playground.PATHS}  # the page asks for the key
 ENDPOINTS = KEYLESS | {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize"}
@@ -181,7 +182,8 @@ class Front:
     async def _ask_known(self, request: Request) -> AsyncGenerator[HostAnswer, None]:
         """The answers of the hosts that are known, as they come. One that has none is forgotten."""
         asked = {host: self._ask(lease, request, bytearray()) for host, lease in self._known.items()}
-        async with contextlib.aclosing(ask_all(asked, ANSWER_SECONDS[request.scope["raw_path"].decode()])) as answers:
+        seconds = ANSWER_SECONDS.get(request.scope["raw_path"].decode(), self._config.health_timeout)
+        async with contextlib.aclosing(ask_all(asked, seconds)) as answers:
             async for answer in answers:
                 if answer.status:
                     yield answer

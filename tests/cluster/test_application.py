@@ -33,6 +33,12 @@ def test_the_arguments_of_the_documented_file_are_taken() -> None:
     assert build(applications[0]["args"])
 
 
+def test_engines_may_be_as_slow_as_their_flags_say() -> None:
+    front = build({"flags": "--health-timeout 60"})._bound_deployment
+    engines = front.init_args[0]._bound_deployment
+    assert engines._deployment_config.health_check_timeout_s > 60
+
+
 def test_an_unknown_argument_is_refused() -> None:
     with pytest.raises(ValueError, match="nodes"):
         build({"nodes": "3"})
