@@ -255,7 +255,7 @@ async def forward_log(process: asyncio.subprocess.Process, ended: asyncio.Future
     status = await process.wait()
     if ended.done():
         return
-    last_lines = end.rstrip().split("\n")[-LAST_LINES:]
+    last_lines = [line.rpartition("\r")[2] for line in end.rstrip().split("\n")[-LAST_LINES:]]  # bars as they ended
     if status == 2:
         ended.set_result(ConfigError(re.sub("^serve.py: |.*start failed: ", "", last_lines[-1])))
     else:
