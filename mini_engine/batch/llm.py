@@ -139,7 +139,10 @@ class LLM:
     def submit(self, prompt: Prompt, **fields: Any) -> concurrent.futures.Future[LLMAnswer]:
         """Ask about one prompt, without waiting: `result()` waits and raises ServerError, `asyncio.wrap_future` lets a
         coroutine wait, and `cancel()` aborts. Its `id` is 0. Raises ServerError: in a fork."""
-        return self._server.run(ask(self._server, CHAT, 0, lambda: chat_body(prompt, fields)))
+        future = self._server.run(ask(self._server, CHAT, 0, lambda: chat_body(prompt, fields)))
+        # The server ends with the last reference to this object.
+        future.add_done_callback(lambda _, _kept=self: None)  # type: ignore[misc]
+        return future
 
     def stream(self, prompts: Iterable[Prompt], **fields: Any) -> Iterator[LLMAnswer]:
         """Ask about prompts; yields the answers as they come. At most `max_concurrency` are read ahead, in the caller's

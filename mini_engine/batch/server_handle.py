@@ -6,7 +6,7 @@ torch, without the engine's event loop, and with the same checks and limits as a
 """
 
 import asyncio
-import collections
+import codecs
 import concurrent.futures
 import contextlib
 import functools
@@ -49,8 +49,8 @@ REPEATS = {0: 4, 429: 12, 502: 4, 503: 12}
 LONGEST_PAUSE_SECONDS = 30.0  # between two of them; the first is 1 s, and each is twice the one before
 CONNECT_SECONDS = 0.05  # between attempts to connect to a server that starts
 STOP_SECONDS = 20.0  # then it is killed
-LINE_BYTES = 1 << 20  # of the log
-LAST_LINES = 20  # of the log, in an error
+LOG_BYTES = 1 << 16  # of the log, read at a time
+LAST_LINES, LAST_CHARACTERS = 20, 1 << 16  # of the log, in an error
 OPEN_SESSIONS = set["aiohttp.ClientSession"]()
 
 
@@ -227,11 +227,11 @@ async def own_server(flags: Sequence[str], ended: asyncio.Future[Exception]) -> 
     becomes what says why it has ended by itself."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", SERVE, str(os.getpid()), *flags),
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, limit=LINE_BYTES,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
         env={**os.environ, **module_paths()},
         start_new_session=True,  # Ctrl-C is for this program, which may go on
     )  # fmt: skip
-    log = asyncio.create_task(_forward_log(process, ended))
+    log = asyncio.create_task(forward_log(process, ended))
     try:
         yield
     finally:
@@ -242,21 +242,24 @@ async def own_server(flags: Sequence[str], ended: asyncio.Future[Exception]) -> 
             await log
 
 
-async def _forward_log(process: asyncio.subprocess.Process, ended: asyncio.Future[Exception]) -> None:
-    """Write the server's log to this program's stderr, which in a notebook is no descriptor, until both end."""
+async def forward_log(process: asyncio.subprocess.Process, ended: asyncio.Future[Exception]) -> None:
+    """Write the server's log to this program's stderr, which in a notebook is no descriptor, until both end. Not by
+    lines: the progress bar of a download is a single one, which grows for as long as that takes."""
     assert process.stderr is not None
-    last_lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
-    async for line in process.stderr:
-        last_lines.append(line.decode(errors="replace"))
+    decode, end = codecs.getincrementaldecoder("utf-8")("replace").decode, ""
+    while data := await process.stderr.read(LOG_BYTES):
+        text = decode(data)
+        end = (end + text)[-LAST_CHARACTERS:]
         with contextlib.suppress(AttributeError, OSError, ValueError):  # None, or closed
-            sys.stderr.write(last_lines[-1])
+            sys.stderr.write(text)
     status = await process.wait()
     if ended.done():
         return
+    last_lines = [line.rpartition("\r")[2] for line in end.rstrip().split("\n")[-LAST_LINES:]]  # bars as they ended
     if status == 2:
-        ended.set_result(ConfigError(re.sub("^serve.py: |.*start failed: ", "", last_lines[-1]).rstrip()))
+        ended.set_result(ConfigError(re.sub("^serve.py: |.*start failed: ", "", last_lines[-1])))
     else:
-        log = "".join(last_lines)
+        log = "\n".join(last_lines)
         ended.set_result(ServerError(f"the server exited with status {status}; the end of its log:\n{log}"))
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 SERVE = (sys.executable, "-c", "from mini_engine.launch.cli import serve; raise SystemExit(serve())")
 FRONT_REQUESTS = 10_000  # of a front, also those that wait for a host: `/health` must find room
+HEALTH_MARGIN_SECONDS = 5.0  # beyond `--health-timeout`, for an engine to answer `/health`
 OWN_FLAGS = ("host", "port", "uds", "root_path", "api_key", "ssl_keyfile", "ssl_certfile")  # not the engines' here
 
 
@@ -77,6 +78,7 @@ def application(arguments: Arguments, command: tuple[str, ...] = SERVE) -> Appli
         max_ongoing_requests=4 * at_once,  # more than run: the engine's own queue knows priorities
         ray_actor_options={"num_cpus": 0, "num_gpus": arguments.gpus, "resources": {"engine": 1}},
         request_router_config=router,
+        health_check_timeout_s=config.health_timeout + HEALTH_MARGIN_SECONDS,
         **scaling,
     )
     fronts = Front.options(  # type: ignore[attr-defined]

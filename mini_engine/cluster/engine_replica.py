@@ -6,6 +6,7 @@ the bytes go straight from the front to the engine.
 
 import asyncio
 import collections
+import contextlib
 import dataclasses
 import os
 import re
@@ -29,7 +30,6 @@ from mini_engine.launch.process_setup import die_with_parent
 die_with_parent(int(sys.argv[1]))
 os.execv(sys.argv[2], sys.argv[2:])
 """
-HEALTH_SECONDS = 10.0
 FRONT_CHECK_SECONDS = 3.0  # between two checks that the front of a lease is alive
 STOP_SECONDS = 10.0  # for an engine without requests to exit
 LINES_SHOWN = 20  # of the log of an engine that does not start
@@ -44,7 +44,13 @@ class Lease:
     key: str  # the engine's API key, which only this engine and those with leases know
 
 
-@serve.deployment(health_check_period_s=2, health_check_timeout_s=HEALTH_SECONDS + 5)
+def write_log(line: str) -> None:
+    """Write to the replica's log. A full disk loses lines, but ends no thread that waits for the engine's end."""
+    with contextlib.suppress(OSError):
+        print(line, end="", file=sys.stderr, flush=True)
+
+
+@serve.deployment(health_check_period_s=2)
 class EngineReplica:
     def __init__(self, command: list[str]):
         """Returns when the engine serves; raises RuntimeError, with the end of its log, when it does not start."""
@@ -66,7 +72,7 @@ class EngineReplica:
         assert log is not None
         last: collections.deque[str] = collections.deque(maxlen=LINES_SHOWN)
         for line in log:
-            sys.stderr.write(line)
+            write_log(line)
             last.append(line)
             if match := re.search(r" at (http://\S+)/v1 ", line):
                 break
@@ -78,10 +84,10 @@ class EngineReplica:
     def _watch(self, log: IO[str]) -> None:
         """Copy the log; end this process with the engine's: Serve replaces it at once, health checks take a minute."""
         for line in log:
-            sys.stderr.write(line)
+            write_log(line)
         status = self._process.wait()
         if not self._stopping:
-            print(f"the engine exited with status {status}: this replica ends", file=sys.stderr, flush=True)
+            write_log(f"the engine exited with status {status}: this replica ends\n")
             os._exit(1)
 
     async def lease(self, attempt: Attempt) -> AsyncIterator[Lease]:
@@ -92,9 +98,8 @@ class EngineReplica:
             await attempt.front.__ray_ready__.remote()
 
     async def check_health(self) -> None:
-        """Raises when `/health` is not 200; Serve replaces the replica after three times."""
-        timeout = aiohttp.ClientTimeout(HEALTH_SECONDS)
-        async with aiohttp.ClientSession(timeout=timeout, raise_for_status=True) as session:
+        """Raises when `/health` is not 200. After three such checks, or three without an answer, the replica ends."""
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(), raise_for_status=True) as session:
             async with session.get(f"{self._lease.url}/health"):
                 pass
 

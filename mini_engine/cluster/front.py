@@ -9,9 +9,10 @@ again, it would end one host after the other.
 
 import asyncio
 import contextlib
+import dataclasses
 import re
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -21,6 +22,7 @@ import yarl
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -29,7 +31,7 @@ from mini_engine.cluster.engine_replica import Lease
 from mini_engine.cluster.media_key import media_key
 from mini_engine.cluster.router import Attempt
 from mini_engine.config import EngineConfig
-from mini_engine.http.access import OPEN_PATHS, Access
+from mini_engine.http.access import OPEN_PATHS, SHARED_KEY, Access
 from mini_engine.http.admission import body_budget
 from mini_engine.http.body import receive_body
 from mini_engine.http.error_responses import error_response
@@ -41,7 +43,9 @@ LEASE_SECONDS = 2.0  # for a host to grant a lease: an unresponsive one costs th
 CONNECT_SECONDS = 2.0
 AVOID_SECONDS = 10.0  # after a host has failed, for Ray to notice
 QUEUE_SECONDS = 60.0  # for a host to have room
-ANSWER_SECONDS = 10.0  # for each host where all are asked
+# For the hosts to answer where all are asked; `/health` has its own time-out. An engine gives up `/reset_caches` after
+# 30 s; Prometheus waits 10 s.
+ANSWER_SECONDS = {"/metrics": 5.0, "/reset_caches": 35.0}
 HEALTH_SECONDS = 1.0  # for which `/health` answers the same: it needs no key
 KEYLESS = {*OPEN_PATHS, *playground.PATHS}  # the page asks for the key
 ENDPOINTS = KEYLESS | {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize"}
@@ -52,6 +56,13 @@ MODEL = re.compile("/v1/models/([!-~]+)")  # the name may be a path
 # RFC 9110, section 7.6.1; and what this connection has in place of the client's.
 HOP_BY_HOP = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "proxy-connection"}
 OWN_HEADERS = HOP_BY_HOP | {"host", "content-length", "expect", "authorization"}
+
+
+@dataclasses.dataclass(frozen=True)
+class HostAnswer:
+    host: str
+    status: int  # 504: none in time; 0: the host is gone
+    body: bytes
 
 
 class Forwarded(StreamingResponse):
@@ -154,11 +165,7 @@ class Front:
 
     @contextlib.asynccontextmanager
     async def _ask(self, lease: Lease, request: Request, body: bytearray) -> AsyncIterator[aiohttp.ClientResponse]:
-        named = {name.strip().lower() for name in ",".join(request.headers.getlist("connection")).split(",")}
-        headers = [(name, value) for name, value in request.headers.items() if name not in OWN_HEADERS | named]
-        # Whatever an engine makes of a path, a request without the key reaches only what needs none there.
-        if self._access.has_key(request.headers):
-            headers.append(("authorization", f"Bearer {lease.key}"))
+        headers = engine_headers(request.headers, self._access, lease.key)
         target = b"?".join(filter(None, (request.scope["raw_path"], request.scope["query_string"]))).decode("latin-1")
         url = yarl.URL(lease.url + target, encoded=True)  # else yarl would resolve dot segments
         async with self._session.request(request.method, url, headers=headers, data=body or None) as response:
@@ -172,26 +179,33 @@ class Front:
                 async with self._lease("", Attempt(self._own, hosts)) as lease:
                     hosts.append(lease.host)
 
-    async def _ask_known(self, request: Request) -> dict[str, tuple[int, bytes]]:
-        """Status and body of the answer of each host that is known."""
-        answers: dict[str, tuple[int, bytes]] = {}
-        for host, lease in list(self._known.items()):
-            try:
-                async with asyncio.timeout(ANSWER_SECONDS), self._ask(lease, request, bytearray()) as response:
-                    answers[host] = response.status, await response.read()
-            except (TimeoutError, aiohttp.ClientError):  # it is gone
-                self._known.pop(host, None)
-        return answers
+    async def _ask_known(self, request: Request) -> AsyncGenerator[HostAnswer, None]:
+        """The answers of the hosts that are known, as they come. One that has none is forgotten."""
+        asked = {host: self._ask(lease, request, bytearray()) for host, lease in self._known.items()}
+        seconds = ANSWER_SECONDS.get(request.scope["raw_path"].decode(), self._config.health_timeout)
+        async with contextlib.aclosing(ask_all(asked, seconds)) as answers:
+            async for answer in answers:
+                if answer.status:
+                    yield answer
+                else:
+                    self._known.pop(answer.host, None)
+
+    async def _is_known_healthy(self, request: Request) -> bool:
+        async with contextlib.aclosing(self._ask_known(request)) as answers:
+            async for answer in answers:
+                if answer.status == 200:
+                    return True
+        return False
 
     async def _answer_health(self, request: Request) -> Response:
         """200 if a host is healthy. No lease, while one that is known is."""
         async with self._health_lock:
             healthy, until = self._health
             if time.monotonic() > until:
-                healthy = 200 in dict((await self._ask_known(request)).values())
+                healthy = await self._is_known_healthy(request)
                 if not healthy:  # the hosts may be new ones
                     await self._find_hosts()
-                    healthy = 200 in dict((await self._ask_known(request)).values())
+                    healthy = await self._is_known_healthy(request)
                 self._health = healthy, time.monotonic() + HEALTH_SECONDS
         if not healthy:
             raise EngineError("No host is healthy.")
@@ -200,21 +214,56 @@ class Front:
     async def _answer_for_all(self, request: Request) -> Response:
         """All hosts' metrics with the label `host`; the worst answer to `/reset_caches`."""
         await self._find_hosts()
-        answers = await self._ask_known(request)
-        if not answers:
+        answers = [answer async for answer in self._ask_known(request)]
+        if request.method == "GET" and (text := merge_expositions(answers)):
+            return Response(text, media_type="text/plain; version=0.0.4")
+        if request.method == "GET" or not answers:
             raise EngineError("No host answers.")
-        if request.method == "GET":
-            texts = {host: body.decode() for host, (_, body) in answers.items()}
-            return Response(merge_expositions(texts), media_type="text/plain; version=0.0.4")
-        status, body = max(answers.values())
-        return Response(body, status, media_type="application/json")
+        worst = max(answers, key=lambda answer: answer.status)
+        return Response(worst.body, worst.status, media_type="application/json")
 
 
-def merge_expositions(texts: Mapping[str, str]) -> str:
-    """One exposition in Prometheus' text format of those of the hosts: each sample gets the label `host`, and the lines
-    of one metric follow each other, as the format asks."""
+def engine_headers(headers: Headers, access: Access, key: str) -> list[tuple[str, str]]:
+    """Those of a client's request that go on to the engine whose key is `key`."""
+    named = {name.strip().lower() for name in ",".join(headers.getlist("connection")).split(",")}
+    forwarded = [(name, value) for name, value in headers.items() if name not in OWN_HEADERS | named]
+    # Whatever an engine makes of a path, a request without the key reaches only what needs none there.
+    if access.has_key(headers):
+        forwarded.append(("authorization", f"Bearer {key}"))
+        if not access.key_number(headers):
+            forwarded.append((SHARED_KEY, "1"))
+    return forwarded
+
+
+async def ask_all(
+    requests: Mapping[str, contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]], seconds: float
+) -> AsyncGenerator[HostAnswer, None]:
+    """Send each host its request, all at once; yields the answers as they come, one for each host."""
+
+    async def ask(host: str) -> HostAnswer:
+        try:
+            async with asyncio.timeout(seconds), requests[host] as response:
+                return HostAnswer(host, response.status, await response.read())
+        except aiohttp.ClientError:
+            return HostAnswer(host, 0, b"")
+        except TimeoutError:
+            text = f"A host has not answered within {seconds:g} s; send this request again later."
+            return HostAnswer(host, 504, ApiError(504, text, code="timeout").encode())
+
+    tasks = [asyncio.create_task(ask(host)) for host in requests]
+    try:
+        for task in asyncio.as_completed(tasks):
+            yield await task
+    finally:
+        for unfinished in tasks:
+            unfinished.cancel()
+
+
+def merge_expositions(answers: Iterable[HostAnswer]) -> str:
+    """One exposition in Prometheus' text format of those of the hosts that have one: each sample gets the label `host`,
+    and the lines of one metric follow each other, as the format asks."""
     families: dict[str, dict[str, None]] = {}  # lines of each metric, each once
-    for host, text in texts.items():
+    for host, text in ((answer.host, answer.body.decode()) for answer in answers if answer.status == 200):
         for line in text.splitlines():
             if line.startswith("#"):
                 family = families.setdefault(line.split(" ", 3)[2], {})

@@ -19,6 +19,7 @@ from mini_engine.http.routes import playground
 from mini_engine.protocol.api_errors import ApiError
 
 CLIENT_BYTES = 8
+SHARED_KEY = "x-shared-key"  # a header of requests whose API key is the cluster's own, since its clients need none
 OPEN_PATHS = ("/health", "/live")  # no API key, no check of the host, no line in the log
 WRONG_KEY = "Incorrect or missing API key: send a valid one in the header 'Authorization: Bearer KEY'."
 HOST = re.compile(r"(?P<host>[\w-]+(\.[\w-]+)*\.?|\[[\da-f:.]+\])(:\d*)?", re.ASCII)
@@ -89,6 +90,10 @@ class Access:
             if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is None:
                 host = ip.packed[:8].hex()
         return hashlib.sha256(host.encode()).digest()[:CLIENT_BYTES]
+
+    def name_scope(self, headers: Headers) -> bytes:
+        """Stands for the API key, within which names of media are known; empty where clients have none of their own."""
+        return b"" if not self._digests or SHARED_KEY in headers else _key_digest(headers)[:CLIENT_BYTES]
 
 
 def _key_digest(headers: Headers) -> bytes:

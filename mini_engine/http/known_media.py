@@ -46,7 +46,7 @@ async def resolve_names(context: AppContext, body: GenerationRequest, state: Sta
 
     Raises ApiError: 400 for too many items, and for a name alone that other clients may use; EngineError.
     """
-    client = state.client if context.config.api_key else b""
+    client = state.name_scope
     refs = [
         replace(ref, key=name_key(ref.uuid, ref.modality, body.cache_salt, client)) if ref.uuid else ref
         for ref in collect_media(body.parts, context.config.item_limits)

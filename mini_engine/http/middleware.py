@@ -68,8 +68,8 @@ class ActiveRequests:
 class RequestMiddleware:
     """See the module. In `scope["state"]` the application finds `request_id`, `caller`, `clock`, `clocks`, to which it
     adds those of further prompts, `cleanup`, an ExitStack, and `end`, which cancels it; for text also `client`, an
-    opaque id, and `choices`, the budget share of the first one. It is also cancelled when its client disconnects. It
-    sets `model`, the name that the client asked for."""
+    opaque id, `name_scope`, see `Access`, and `choices`, the budget share of the first one. It is also cancelled when
+    its client disconnects. It sets `model`, the name that the client asked for."""
 
     def __init__(self, app: ASGIApp, context: AppContext, requests: ActiveRequests):
         self._app = app
@@ -114,7 +114,8 @@ class RequestMiddleware:
             self._context.engines.check()
             choices = exchange.cleanup.enter_context(self._context.requests.reserve(1))
             client = self._access.client_of(exchange.headers, exchange.scope["client"])
-            exchange.scope["state"] |= {"choices": choices, "client": client}
+            names = self._access.name_scope(exchange.headers)
+            exchange.scope["state"] |= {"choices": choices, "client": client, "name_scope": names}
 
 
 class Exchange:

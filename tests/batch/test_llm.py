@@ -116,6 +116,10 @@ def test_a_coroutine_can_wait(llm: LLM):
     assert first == second
 
 
+def test_a_prompt_is_answered_by_a_model_that_nothing_else_refers_to():
+    assert LLM(data_parallel_size=1).submit("hello", max_tokens=1).result(60).error is None
+
+
 def test_a_fork_is_refused_and_harms_nothing(llm: LLM):
     def use(errors: multiprocessing.SimpleQueue) -> None:
         try:

@@ -8,7 +8,7 @@ import yaml
 pytest.importorskip("ray", reason="needs the extra [ray]")
 
 from mini_engine.cluster import build  # noqa: E402
-from mini_engine.cluster.front import ENDPOINTS, merge_expositions  # noqa: E402
+from mini_engine.cluster.front import ENDPOINTS  # noqa: E402
 from mini_engine.config import ConfigError  # noqa: E402
 from mini_engine.http.app import ROUTERS  # noqa: E402
 from mini_engine.http.routes import playground  # noqa: E402
@@ -33,6 +33,12 @@ def test_the_arguments_of_the_documented_file_are_taken() -> None:
     assert build(applications[0]["args"])
 
 
+def test_engines_may_be_as_slow_as_their_flags_say() -> None:
+    front = build({"flags": "--health-timeout 60"})._bound_deployment
+    engines = front.init_args[0]._bound_deployment
+    assert engines._deployment_config.health_check_timeout_s > 60
+
+
 def test_an_unknown_argument_is_refused() -> None:
     with pytest.raises(ValueError, match="nodes"):
         build({"nodes": "3"})
@@ -41,11 +47,3 @@ def test_an_unknown_argument_is_refused() -> None:
 def test_the_front_knows_the_endpoints_of_an_engine() -> None:
     paths = {route.path for router in ROUTERS for route in router.routes} | {"/docs", "/openapi.json"}
     assert ENDPOINTS == paths - {"/v1/models/{name:path}", "/playground/{name}"} | {*playground.PATHS}
-
-
-def test_metrics_of_hosts_are_one_exposition_with_each_metric_once() -> None:
-    text = '# HELP a What.\n# TYPE a gauge\na{x="1"} 2\na{x="2"} 3\n# HELP b Else.\n# TYPE b counter\nb 4\n'
-    assert merge_expositions({"h": text, "i": "# HELP a What.\n# TYPE a gauge\na 5\n"}) == (
-        '# HELP a What.\n# TYPE a gauge\na{host="h",x="1"} 2\na{host="h",x="2"} 3\na{host="i"} 5\n'
-        '# HELP b Else.\n# TYPE b counter\nb{host="h"} 4\n'
-    )

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from mini_engine.engine_client.media_store_client import CacheAccess
+from mini_engine.http.access import SHARED_KEY
 from mini_engine.messages import StoreHandle
 from mini_engine.transport.arena import WritableMemory
 from mini_engine.transport.pages import PAGE_BYTES
@@ -79,7 +80,7 @@ async def test_name_is_known_within_one_api_key_salt_and_modality(serve: Serve) 
     async with serve(api_key=["one", "two"]) as served:
 
         async def post(key: str, part: dict[str, Any], **more: Any) -> httpx.Response:
-            headers = {"authorization": f"Bearer {key}"}
+            headers = {"authorization": f"Bearer {key}", **more.pop("headers", {})}
             return await served.http.post("/v1/chat/completions", json=chat_body([part], **more), headers=headers)
 
         for part in (named(image()), ALONE):
@@ -87,6 +88,8 @@ async def test_name_is_known_within_one_api_key_salt_and_modality(serve: Serve) 
         check_not_found(await post("two", ALONE), "image 1")
         check_not_found(await post("one", ALONE, **SALT), "image 1")
         check_not_found(await post("one", VIDEO_ALONE), "video 1")
+        shared = await post("one", ALONE, headers={SHARED_KEY: "1"})
+        check_error(shared, 400, "missing_required_parameter", "image 1: a `uuid` alone needs a `cache_salt`")
 
 
 # --- what is absent ---------------------------------------------------------------------------------------------------
