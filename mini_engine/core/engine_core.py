@@ -167,7 +167,8 @@ class EngineCore:
         """Remove its requests without outputs; the ranks drop its tensors."""
         peer = sockets.identity(sender, incarnation)
         self.links.forget(incarnation)
-        for request in [request for request in self.requests.values() if request.peer == peer]:
+        # Children before their parents: one that loses its parent would be queued, and may end there.
+        for request in [request for request in reversed(self.requests.values()) if request.peer == peer]:
             self._remove(request)
         self.arrivals.drop_sender(incarnation)
         self.media.on_api_server_gone(incarnation)

@@ -79,7 +79,7 @@ def load(init: Init, index: int, decoders: DecoderPool) -> ModelFront:
         model = ModelConfig.from_dir(init.model_dir)
         vision = model.vision
         processor.check_sizes(vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
-        task = Task.of(config, model_dir, model.text.hidden_size, renderer.tokenizer)
+        task = Task.of(config, model_dir, model.text.hidden_size, model.text.vocab_size, renderer.tokenizer)
     except (OSError, ValueError, ApiError) as error:
         raise ConfigError(" ".join(str(error).split())) from error
     defaults = SamplingDefaults.load(init.model_dir, config.generation_config)

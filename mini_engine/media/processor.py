@@ -69,7 +69,8 @@ class MediaProcessor:
             self._image, self._video, _ = hf.image_processor, hf.video_processor, hf.tokenizer
             config = json.loads((Path(model_dir) / "config.json").read_text(encoding="utf-8"))
             self.defaults = find_spec(config["architectures"]).media
-        for name in ("image_mean", "image_std", "rescale_factor", "patch_size", "temporal_patch_size", "merge_size"):
+        scales = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
+        for name in (*scales, "patch_size", "temporal_patch_size", "merge_size"):
             if getattr(self._image, name) != getattr(self._video, name):
                 raise ValueError(f"the model's image and video processors differ in {name}, which is not supported")
         self.step = self._video.temporal_patch_size  # frames that become one step in time

@@ -29,7 +29,8 @@ class ExpertFiles(NamedTuple):
     transposed: bool
 
     def split(self, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-        """The same tensors, by name, but those of all experts as views of each expert's matrices."""
+        """The same tensors, by name, but those of all experts as views of each expert's matrices. One that cannot be
+        cut into these stays as it is, a tensor that no layer has."""
         found: dict[str, Stored] = {}
         for name, stored in tensors.items():
             match = ALL_EXPERTS.fullmatch(name)
@@ -40,6 +41,9 @@ class ExpertFiles(NamedTuple):
             weight = tensors.get(f"{experts}.{kind}", stored)
             is_transposed = self.transposed and weight.shape[1 if kind == "gate_up_proj" else -1] == self.hidden_size
             names = MATRICES[kind]
+            if stored.shape[2 if is_transposed else 1] % len(names):  # gate and up share a row, or a block of FP8
+                found[name] = stored
+                continue
             for expert, views in enumerate(_views(stored, len(names), is_transposed)):
                 for matrix, view in zip(names, views, strict=True):
                     found[f"{experts}.{expert}.{matrix}.weight{end}"] = view
@@ -50,7 +54,7 @@ def _views(stored: Stored, parts: int, is_transposed: bool) -> Iterator[list[Sto
     """For each expert its matrices `[outputs, inputs]`, of which `parts` are below each other, or side by side."""
     count, first, last = stored.shape
     width, inputs = (last, first) if is_transposed else (first, last)
-    outputs = -(-width // parts)  # rounded up: an odd width is a wrong shape
+    outputs = width // parts
     for expert in range(count):
         views = []
         for start in range(0, outputs * parts, outputs):

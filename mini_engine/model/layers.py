@@ -342,8 +342,8 @@ class VocabParallelEmbedding(Layer):
         if isinstance(self.weight, nn.Parameter):
             # Few rows of the head, in float32: bfloat16 would round a difference of two logits to an eighth.
             return (x[rows].float() * self(token_ids).float()).sum(-1)
-        scores = self.project(x)
-        return x.new_zeros(len(rows)).float() if scores is None else scores[rows, token_ids].float()
+        scores = self.project(x[rows])
+        return x.new_zeros(len(rows)).float() if scores is None else scores.gather(1, token_ids[:, None])[:, 0].float()
 
     def pieces(self) -> Iterator[WeightSlice]:
         shape, twin = (self.vocab_size, self.size), self.twin and f"{self.twin}.weight"

@@ -75,7 +75,7 @@ class StoredQuantization:
         return cls(
             method,
             bits,
-            method == "gptq" and raw.get("checkpoint_format", raw.get("format")) != "gptq_v2",
+            method == "gptq" and str(raw.get("checkpoint_format", raw.get("format"))).lower() != "gptq_v2",
             next((tuple(block) for block in blocks if block), (128, 128)),
             frozenset(-1 if size is None else size for size in sizes) if any(sizes) else frozenset(),
             not any(each.get("symmetric", True) for each in weights),

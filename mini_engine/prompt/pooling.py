@@ -51,9 +51,9 @@ class Task:
     pooling: PoolingParams  # what engines return of a prompt, unless they generate
 
     @classmethod
-    def of(cls, config: EngineConfig, model_dir: Path, hidden_size: int, tokenizer: Any) -> Task:
+    def of(cls, config: EngineConfig, model_dir: Path, hidden_size: int, vocab_size: int, tokenizer: Any) -> Task:
         """By `--runner` and `--convert`, and where these are `auto` by the checkpoint in `model_dir`. Raises
-        ConfigError: its modules.json cannot be read; scores need two tokens that the tokenizer lacks."""
+        ConfigError: its modules.json cannot be read; scores need two tokens that the tokenizer or the model lacks."""
         modules, kind = _modules(model_dir / MODULES), config.convert
         if config.runner == "generate" or (config.runner == kind == "auto" and modules is None):
             return cls("generate", hidden_size, PoolingParams())
@@ -63,8 +63,8 @@ class Task:
         if kind == "embed":
             return cls(kind, hidden_size, PoolingParams())
         token_ids = [tokenizer.token_to_id(answer) for answer in ("yes", "no")]
-        if None in token_ids:
-            raise ConfigError("--convert: classify compares the tokens yes and no, which this tokenizer lacks")
+        if not all(token_id is not None and token_id < vocab_size for token_id in token_ids):
+            raise ConfigError("--convert: classify compares the tokens yes and no, which this model lacks")
         return cls(kind, hidden_size, PoolingParams(token_ids))
 
 

@@ -55,7 +55,10 @@ class Normalisation:
         """From the settings of a model directory's image processor; the API server refuses a directory without one."""
         raw = settings_of(model_dir, "image")
         mean, std = raw.get("image_mean", CLIP_MEAN), raw.get("image_std", CLIP_STD)
-        return cls(tuple(mean), tuple(std), raw.get("rescale_factor", cls.rescale))
+        if not raw.get("do_normalize", True):
+            mean, std = [0.0] * len(mean), [1.0] * len(std)
+        rescale = raw.get("rescale_factor", cls.rescale) if raw.get("do_rescale", True) else 1.0
+        return cls(tuple(mean), tuple(std), rescale)
 
     def __call__(self, patches: Tensor, dtype: torch.dtype) -> Tensor:
         """uint8 patches `[n, channels * temporal * patch * patch]`, channel outermost -> a new tensor of the same shape

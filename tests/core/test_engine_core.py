@@ -10,13 +10,14 @@ from mini_engine.messages import (
     ControlRequest,
     Envelope,
     MediaReady,
+    PeerGone,
     PoolingParams,
     Problem,
     SampledToken,
     Step,
     StepResult,
 )
-from tests.support.simulated_core import World, item, message
+from tests.support.simulated_core import API, World, item, message
 
 
 def test_two_steps_are_in_flight_only_when_asynchronous():
@@ -142,6 +143,22 @@ def test_requests_end_whose_grammar_cannot_be_followed():
     world.receive(StepResult(world.core.in_flight[0].step.number, [SampledToken("row", 0, problem=killed)]))
     world.turn()
     assert world.errors["row"] == killed
+
+
+def test_an_api_server_may_die_while_samples_share_a_grammar_that_can_be_followed_no_further():
+    world = World(async_scheduling=False, max_seqs=1)
+    world.request("row", grammar="g")
+    world.request("several", grammar="g", children=[ChildRequest("several-1", 2)])
+    world.run()
+    world.grammar_ready("g")
+    world.turn()
+    done = world.links._execute(world.links.steps.popleft())
+    world.receive(StepResult(done.number, [SampledToken("row", 0, problem=Problem("killed"))]))
+    world.turn()
+    world.receive(PeerGone(*API), ("supervisor", 0))
+    world.run()
+    assert [*world.ends] == ["row"]
+    world.assert_at_rest()
 
 
 # --- pings: the core answers for all of its ranks, and only when they have shown that they run -----------------------

@@ -254,15 +254,16 @@ def test_the_checkpoint_sets_the_default_task(
 ) -> None:
     if modules is not None:
         (tmp_path / "modules.json").write_text(json.dumps([{"type": name} for name in modules]))
-    task = Task.of(EngineConfig(**flags), tmp_path, 8, vocabulary("no", "yes"))
+    task = Task.of(EngineConfig(**flags), tmp_path, 8, 2, vocabulary("no", "yes"))
     assert task.kind == kind and task.pooling.token_ids == ([1, 0] if kind == "classify" else [])
 
 
 def test_flags_that_cannot_work_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--convert needs --runner"):
         EngineConfig(runner="generate", convert="embed").validate()
-    with pytest.raises(ConfigError, match="lacks"):
-        Task.of(EngineConfig(convert="classify"), tmp_path, 8, vocabulary("yes"))
+    for tokens in (["yes"], ["other", "no", "yes"]):  # the model has two tokens
+        with pytest.raises(ConfigError, match="lacks"):
+            Task.of(EngineConfig(convert="classify"), tmp_path, 8, 2, vocabulary(*tokens))
     (tmp_path / "modules.json").write_text("no JSON")
     with pytest.raises(ConfigError, match="modules.json"):
-        Task.of(EngineConfig(), tmp_path, 8, vocabulary())
+        Task.of(EngineConfig(), tmp_path, 8, 2, vocabulary())

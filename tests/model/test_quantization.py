@@ -49,7 +49,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": False},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False},
     "gptq whole rows": {"quant_method": "gptq", "bits": 4, "group_size": -1, "sym": True},
-    "gptq_v2": {"quant_method": "gptq", "bits": 4, "desc_act": False, "format": "gptq_v2"},
+    "gptq_v2": {"quant_method": "gptq", "bits": 4, "desc_act": False, "format": "GPTQ_V2"},
     "fp8": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]},
     "fp8 one scale": {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
     "pack": {"format": "pack-quantized", "config_groups": {"group_0": {"weights": FOUR_BITS | {"symmetric": False}}}},

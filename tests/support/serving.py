@@ -355,7 +355,7 @@ def make_context(
         media_settings=MediaSettingsResolver(processor, Path(tokenizer.name_or_path), config),
         media=media,
         defaults=SamplingDefaults(eos_token_id=[3]),
-        task=Task.of(config, Path(tokenizer.name_or_path), HIDDEN_SIZE, tokenizer.backend_tokenizer),
+        task=Task.of(config, Path(tokenizer.name_or_path), HIDDEN_SIZE, len(tokenizer), tokenizer.backend_tokenizer),
     )
     context = AppContext.of(front, config, engines, LIMITS, incarnation=7)
     context.renderer.max_tokens = MAX_MODEL_LEN

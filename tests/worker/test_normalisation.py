@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import Qwen2VLImageProcessor, Qwen2VLVideoProcessor
 
 from mini_engine.worker.normalisation import CLIP_MEAN, Normalisation, settings_of
@@ -49,3 +50,14 @@ def test_absent_settings_are_clips(tmp_path):
     own = {"patch_size": 14, "image_std": [0.5, 1, 2], "rescale_factor": 0.25}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(own))
     assert Normalisation.from_dir(tmp_path) == Normalisation(CLIP_MEAN, (0.5, 1, 2), 0.25)
+
+
+@pytest.mark.parametrize("switches", [{}, {"do_normalize": False}, {"do_rescale": False}])
+def test_a_step_that_is_switched_off_is_left_out(switches, tmp_path):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings(7) | switches))
+    theirs, image = Qwen2VLImageProcessor.from_pretrained(tmp_path), torch.arange(3 * 56 * 56).view(3, 56, 56) % 256
+    raw, expected = (
+        theirs([image.byte()], return_tensors="pt", **call)["pixel_values"]
+        for call in ({"do_rescale": False, "do_normalize": False}, {})
+    )
+    torch.testing.assert_close(Normalisation.from_dir(tmp_path)(raw.byte(), torch.float32), expected)
