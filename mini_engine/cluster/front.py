@@ -42,6 +42,7 @@ from mini_engine.protocol.body_split import SplitBody
 LEASE_SECONDS = 2.0  # for a host to grant a lease: an unresponsive one costs that once
 CONNECT_SECONDS = 2.0
 AVOID_SECONDS = 10.0  # after a host has failed, for Ray to notice
+PAUSE_SECONDS = 0.2  # before the next attempt when all hosts fail
 QUEUE_SECONDS = 60.0  # for a host to have room
 # For the hosts to answer where all are asked; `/health` has its own time-out. An engine gives up `/reset_caches` after
 # 30 s; Prometheus waits 10 s.
@@ -150,6 +151,8 @@ class Front:
             except (TimeoutError, RayError, aiohttp.ClientConnectorError):  # no lease, or no connection
                 await stack.aclose()
                 if attempt.tried is not None:
+                    if attempt.tried in attempt.avoided:  # there was no better one
+                        await asyncio.sleep(PAUSE_SECONDS)
                     self._failed[attempt.tried] = time.monotonic() + AVOID_SECONDS
         return None
 
