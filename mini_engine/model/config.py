@@ -211,11 +211,7 @@ def _text_config(raw: dict[str, Any], spec: ModelSpec) -> TextConfig:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind not in ("default", "mrope"):
         raise ValueError(f"rope type {kind!r} is not supported; supported: default, mrope")
-    hidden_size, num_heads, sections = raw["hidden_size"], raw["num_attention_heads"], rope["mrope_section"]
-    head_dim = raw.get("head_dim") or hidden_size // num_heads
-    share = (rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 0.25) if spec.delta_net else 1
-    if 2 * sum(sections) != int(head_dim * share):
-        raise ValueError(f"mrope_section {sections} is not supported; supported: a sum of {int(head_dim * share) // 2}")
+    hidden_size, num_heads = raw["hidden_size"], raw["num_attention_heads"]
     return TextConfig(
         spec=spec,
         vocab_size=raw["vocab_size"],
@@ -224,11 +220,11 @@ def _text_config(raw: dict[str, Any], spec: ModelSpec) -> TextConfig:
         num_layers=raw["num_hidden_layers"],
         num_heads=num_heads,
         num_kv_heads=raw.get("num_key_value_heads") or num_heads,
-        head_dim=head_dim,
+        head_dim=raw.get("head_dim") or hidden_size // num_heads,
         rms_norm_eps=raw["rms_norm_eps"],
         # No default: families and sizes differ in it, and a wrong one gives wrong answers, not an error.
         rope_theta=float(rope.get("rope_theta") or raw["rope_theta"]),
-        mrope_section=tuple(sections),
+        mrope_section=tuple(rope["mrope_section"]),
         max_position_embeddings=raw["max_position_embeddings"],
         linear=_linear_config(raw) if spec.delta_net else None,
         experts=_experts_config(raw, spec.experts) if spec.experts else None,
