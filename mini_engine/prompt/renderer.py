@@ -73,6 +73,8 @@ class ChatRenderer:
         try:
             arguments = self._template_arguments(chat)
             messages = [self._template_message(message) for message in chat.messages]
+            if chat.continue_final_message and "tool_calls" in messages[-1]:  # transformers would drop them
+                raise ValueError("a message with tool_calls cannot be continued")
             text = self._hf.apply_chat_template(messages, chat_template=self._template, tokenize=False, **arguments)
         except RecursionError:
             raise bad_request("the tools or template variables are nested too deeply", "messages") from None

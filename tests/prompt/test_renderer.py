@@ -195,6 +195,9 @@ def test_end_of_the_prompt(hf: Any) -> None:
     assert rendered(hf, messages, add_generation_prompt=False).endswith("It is<|im_end|>\n")
     assert rendered(hf, messages, continue_final_message=True).endswith("<|im_start|>assistant\nIt is")
     assert rendered(hf, messages, chat_template_kwargs={"enable_thinking": True}).endswith("assistant\n<think>\n")
+    call = {"id": "1", "function": {"name": "look", "arguments": "{}"}}
+    with pytest.raises(ApiError, match="tool_calls cannot be continued"):
+        rendered(hf, [*user("x"), {"role": "assistant", "tool_calls": [call]}], continue_final_message=True)
 
 
 STRICT = "{% if messages|length > 1 %}{{ raise_exception('one message only') }}{% endif %}{{ messages[0].content }}"
