@@ -46,7 +46,7 @@ ATTENTION = table(
     (64, 80, 128, 256), WIDTHS, KINDS,
 )  # fmt: skip
 FEW, MANY = triton_products.SHAPES
-PRODUCTS = table([(90, "*u8", 1, MANY), (80, "*i8", 128, FEW), (120, "*bf16", 128, MANY)], CODES, (1, 128), (FEW, MANY))
+PRODUCTS = table([(90, "*u8", 1, MANY), (80, "*i8", 128, FEW)], CODES, (1, 128), (FEW, MANY))
 
 
 def types_of(dtype: str) -> dict[str, str]:
