@@ -93,9 +93,15 @@ class QuantizedMatrix(nn.Module):
     def compile_products(self, dtype: torch.dtype) -> None:
         """Compile what x of this dtype takes on CUDA, for any number of rows; after `pack`."""
         x = self.operands[0].new_zeros(1, self.shape[1], dtype=dtype)
-        for shape in ops.product_shapes() if ops.multiplies(x) else ():
-            ops.multiply(x, *self.operands, shape=shape)
-        self.dequantize(dtype)
+        if ops.multiplies(x):
+            for shape in ops.product_shapes():
+                ops.multiply(x, *self.operands, shape=shape)
+            self.compile_unpacking(dtype)
+
+    def compile_unpacking(self, dtype: torch.dtype) -> None:
+        """By one output: no step may need the whole matrix, and then there is no room for it."""
+        codes, scales = self.operands
+        ops.unpack(codes[:1], scales[:1] if scales.ndim == 1 else scales[:, :1].contiguous(), dtype)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x W^T + b`: `[..., inputs]`, `[outputs]` -> `[..., outputs]`."""

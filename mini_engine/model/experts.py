@@ -104,7 +104,8 @@ class GroupedExperts(Layer):
         for shape in ops.product_shapes():
             self._multiply(x, pairs, shape)
         for matrix in (self.gate_up, self.down):
-            self._dense(matrix)
+            if isinstance(matrix, QuantizedMatrix):
+                matrix.compile_unpacking(dtype)
 
     def _dense(self, matrix: nn.Parameter | QuantizedMatrix) -> Tensor:
         """`[experts, inputs, outputs]`, a view where the matrix is dense."""
