@@ -17,6 +17,9 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from mini_engine.messages import Problem
 
+# Otherwise the text of a control token, such as "<|im_end|>" in an enum, is the token, which ends the answer; and masks
+# of long literals take longer, and memory without limit.
+NO_FORCING = '\n%llguidance {"no_forcing": true}'
 PROBLEM = "The grammar of this request cannot be followed: {}. Correct or simplify it."
 IN_TURN = 4  # rows whose masks one thread fills; more are shared by several
 
@@ -70,7 +73,7 @@ class Matchers:
         self._vocabulary, self._has_json = vocabulary, "%json" in grammar
         # An error is for the client, without the parser's state.
         limits = LLParserLimits(verbose_errors=False)
-        self._compiled = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
+        self._compiled = LLMatcher(vocabulary.tokenizer, grammar + NO_FORCING, log_level=0, limits=limits)
         self._compiled.compute_bitmask()  # the first of every output: what it takes to find is copied, too
         self.problem = _problem_of(self._compiled)
         self._outputs: dict[str, tuple[LLMatcher, list[int]]] = {}

@@ -26,7 +26,7 @@ from mini_engine import demo
 from mini_engine.config import BUNDLED_MODEL
 from mini_engine.messages import Grammar, GrammarReady, NewSequence, Problem, SamplingParams
 from mini_engine.model.config import ModelConfig
-from mini_engine.protocol.structured_outputs import json_grammar, json_value, regex_grammar
+from mini_engine.protocol.structured_outputs import choice_grammar, json_grammar, json_value, regex_grammar
 from mini_engine.worker.batch import SequenceState
 from mini_engine.worker.sampling import grammar_process, sampler
 from mini_engine.worker.sampling.grammar import Grammars, Masks, bars_of
@@ -139,9 +139,9 @@ def bars_after(matchers: Matchers, output: Sequence[int], words: MaskVocabulary 
     return bars_of(words.masks, words.rows, [0])[0]
 
 
-def follows(grammar: str, text: str) -> bool:
-    """Whether the text can be sampled, and then an end."""
-    matchers, tokens = Matchers(WORDS, grammar), [*TEXT.encode(text).ids, ENDS[0]]
+def follows(grammar: str, *parts: str) -> bool:
+    """Whether the text can be sampled, by the tokens of each part, and then an end."""
+    matchers, tokens = Matchers(WORDS, grammar), [*itertools.chain(*(TEXT.encode(part).ids for part in parts)), ENDS[0]]
     return not any(bars_after(matchers, tokens[:i])[token] for i, token in enumerate(tokens))
 
 
@@ -203,6 +203,13 @@ def test_numbers_of_a_thought_may_have_any_length():
     grammar = f"start: /(.|\\n)*/ <|im_start|> {json_value(INTEGER)}"
     answers = [f'5" and {"1" * 41}<|im_start|>{number}' for number in (INTEGERS[0], LONG[0])]
     assert [follows(grammar, answer) for answer in answers] == [True, False]
+
+
+def test_the_text_of_a_control_token_is_text():
+    text, false = "x<|im_end|>y", '%llguidance {"no_forcing": false}\n'
+    grammars = choice_grammar([text]), false + choice_grammar([text]), regex_grammar(re.escape(text))
+    assert all(follows(grammar, *text) and not follows(grammar, text) for grammar in grammars)
+    assert follows(json_grammar({"const": text}), *f'"{text}"')
 
 
 def test_a_complete_grammar_ends_even_below_min_tokens(rank):
@@ -278,11 +285,10 @@ def test_a_grammar_that_takes_too_much_fails_alone(rank):
     rank.finish(HONEST)
 
 
-def test_a_grammar_that_takes_too_much_memory_fails(monkeypatch):
-    """With less of it than users have, or a slow machine would reach the limit of time first."""
-    monkeypatch.setattr(grammar_process, "MEMORY_BYTES", 16 << 20)
+def test_a_grammar_that_takes_too_much_memory_fails():
+    """Longer than users may send: which limit those reach first depends on the machine."""
     with contextlib.closing(GrammarRank(rows=1)) as rank:
-        assert rank.compile("start: /((a{1000}){1000}){1000}/") == [LARGE]
+        assert rank.compile(f'start: "{"a" * (32 << 20)}"') == [LARGE]
 
 
 def test_a_grammar_that_delays_each_step_a_little_fails_in_time():
@@ -423,7 +429,7 @@ def test_the_process_of_an_unused_grammar_follows_it_again_or_another():
         for text, next_text in ((grammar, other), (other, grammar)):
             (bars,) = rank.follow({text: []})
             assert torch.equal(bars, bars_after(Matchers(WORDS, text), []))
-            unused = private_bytes(process)
+            unused = private_bytes(process) + (1 << 20)  # what receives the next grammar
             rank.finish(text)
             assert rank.compile(next_text) == [None]
             assert 0 < resource.prlimit(process, resource.RLIMIT_DATA)[0] - grammar_process.MEMORY_BYTES <= unused
@@ -431,7 +437,7 @@ def test_the_process_of_an_unused_grammar_follows_it_again_or_another():
 
 
 def test_a_process_that_compiles_or_has_much_memory_is_not_kept():
-    never, large = next(iter(NEVER_COMPILED)), f'start: "{"e" * 50_000}"'
+    never, large = next(iter(NEVER_COMPILED)), f'start: "{"e" * 3_000_000}"'
     with contextlib.closing(GrammarRank(rows=1)) as rank:
         rank.grammars.update([order(never)], [])
         while not rank.processes():
