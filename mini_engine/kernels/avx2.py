@@ -14,6 +14,7 @@ from torch import Tensor, nn
 LEAST_PACKED = 1 << 20  # values of a matrix; smaller ones stay in the CPU's caches
 LEAST_ROWS = 4  # of a product with another matrix; torch is as fast for fewer
 SLICE = 1 << 19  # values converted at a time, which stay in the CPU's caches
+PACKED_AT_ONCE = 1 << 25  # values, which take 12 bytes each meanwhile
 _pack = getattr(torch.ops.quantized, "linear_prepack_fp16", None)
 
 
@@ -46,14 +47,17 @@ class HalfMatrix(nn.Module):
         assert _pack is not None
         super().__init__()
         self.shape = tuple(weight.shape)
-        exponent = min(100, 15 - math.frexp(float(weight.abs().amax()))[1])
+        low, high = weight.aminmax()
+        exponent = min(100, 15 - math.frexp(max(-float(low), float(high)))[1])
         self._step = 2.0**-exponent
-        self._packed = _pack(weight.float().mul_(2.0**exponent), None)
+        parts = weight.split(max(1, PACKED_AT_ONCE // weight.shape[1]))
+        self._packed = [_pack(part.float().mul_(2.0**exponent), None) for part in parts]
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x W^T + b`: `[..., inputs]`, `[outputs]` -> `[..., outputs]`."""
-        y = torch.ops.quantized.linear_dynamic_fp16(x.float().mul_(self._step), self._packed)
-        return _rounded(y, bias, x.dtype)
+        scaled = x.float().mul_(self._step)
+        parts = [torch.ops.quantized.linear_dynamic_fp16(scaled, part) for part in self._packed]
+        return _rounded(parts[0] if len(parts) == 1 else torch.cat(parts, -1), bias, x.dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -75,7 +75,10 @@ def pack_weights(module: nn.Module) -> None:
     """Replace the matrices below `module` by copies in the order that products read fastest, one after the other, where
     there is one; see `ops.pack`. They are opaque, so no weights can be loaded afterwards."""
     layers = [layer for layer in module.modules() if isinstance(layer, ColumnParallel | RowParallel)]
-    dense = [layer for layer in layers if isinstance(layer.weight, nn.Parameter)]
+    heads = [layer for layer in module.modules() if isinstance(layer, VocabParallelEmbedding) and layer.is_head]
+    # A head first, as it takes longest. oneDNN's order has no rows, which `project_to` reads.
+    packed_heads = [head for head in heads if isinstance(head.weight, nn.Parameter) and avx2.widens(head.weight)]
+    dense = [layer for layer in (*packed_heads, *layers) if isinstance(layer.weight, nn.Parameter)]
     with ThreadPoolExecutor(PACKING_THREADS) as pool:
         # FBGEMM takes one thread and 16 ns for a weight.
         is_slow = any(avx2.widens(weight) for layer in dense for weight in layer.parameters())
@@ -300,7 +303,7 @@ class VocabParallelEmbedding(Layer):
 
     Args:
         source, twin: checkpoint names; see `WeightSlice`.
-        is_head: it is no token table; as a head alone it may be quantised.
+        is_head: it is no token table; as a head alone it may be quantised or packed.
     """
 
     def __init__(
@@ -308,6 +311,7 @@ class VocabParallelEmbedding(Layer):
     ) -> None:
         super().__init__()
         self.source, self.twin, self.vocab_size, self.size, self.tp = source, twin, vocab_size, size, at.tp
+        self.is_head = is_head
         self.part = at.tp.part(vocab_size)
         count, whole = self.part.stop - self.part.start, slice(0, size)
         self.weight: Matrix = (
