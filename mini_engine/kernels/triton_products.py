@@ -190,8 +190,6 @@ def multiply(
     count = len(x) if pairs is None else len(pairs.order)
     outputs, group = len(codes) // experts, 0
     y = x.new_empty(count, outputs)
-    if not count:
-        return y
     if codes.dtype == torch.uint8:
         assert scales is not None
         group, scales = inputs // len(scales), scales.view(torch.int32)
