@@ -79,8 +79,6 @@ class GroupedExperts(Layer):
         matrix = make_matrix(sources, lengths[0], part, lengths[1], at)
         if isinstance(matrix, StackedMatrix):
             raise CheckpointError(f"{self.source} are quantised in different ways, which only --device cpu computes")
-        if isinstance(matrix, nn.Parameter) and self.padded > self.held:
-            matrix.zero_()  # the padding stays zero
         return matrix
 
     def forward(self, x: Tensor, pairs: Pairs) -> Tensor:

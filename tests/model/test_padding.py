@@ -20,8 +20,8 @@ GRANULE = 36  # the families' inner sizes of 96 and 48 are no multiples of it, n
 @pytest.fixture(autouse=True)
 def unset(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that is not set is no zero by chance."""
-    make = Placement.empty
-    monkeypatch.setattr(Placement, "empty", lambda *args: make(*args).fill_(float("nan")))
+    make = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **more: make(*args, **more).fill_(float("nan")))
 
 
 @pytest.fixture
