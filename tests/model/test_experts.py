@@ -21,12 +21,6 @@ from tests.model.reference import reference_logits
 CPU = torch.device("cpu")
 BOTH = pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe"], indirect=True, scope="session")
 COUNT, SIZE, INNER = 7, 64, 128
-CHOICES = {
-    "a row": [3],
-    "few rows": [0, 0, 2, 5],
-    "all for one": [6] * 20,
-    "one has none": [0] * 5 + [1] * 3 + [3, 4, 5, 6, 6],
-}
 
 
 def by_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
