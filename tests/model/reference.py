@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from mini_engine.kernels import ops
+from mini_engine.kernels.quantized import MatrixPart
 from mini_engine.model import delta_rule
 from mini_engine.model.config import LinearConfig, ModelConfig
+from mini_engine.model.layers import pieces_of
 from mini_engine.model.rope import Grid, PlacedRun, PromptPositions, mrope_positions
 from mini_engine.model.text import MediaRows
 from mini_engine.model.vision_language import VisionLanguageModel
@@ -159,3 +161,15 @@ def in_dtype(prompt: Prompt, dtype: torch.dtype) -> Prompt:
     """The prompt for a model of that dtype."""
     images, videos = ([(patches.to(dtype), grid) for patches, grid in each] for each in (prompt.images, prompt.videos))
     return replace(prompt, images=images, videos=videos)
+
+
+def values_of(model: VisionLanguageModel) -> dict[str, Tensor]:
+    """The values of a model on one rank that is not packed, by the checkpoint's names, but the head's copy of a tied
+    table."""
+    tensors: dict[str, Tensor] = {}
+    for piece in pieces_of(model):
+        target = piece.target
+        if isinstance(target, MatrixPart):
+            target = target.matrix.codes_of(target.rows).dequantize()
+        tensors.setdefault(piece.source, torch.empty(piece.shape))[piece.index] = target
+    return tensors

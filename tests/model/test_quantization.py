@@ -18,18 +18,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix, MatrixPart, QuantizedMatrix
+from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix, QuantizedMatrix
 from mini_engine.model import quantized_files, weights
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import ModelConfig
-from mini_engine.model.layers import pieces_of
 from mini_engine.model.model_spec import canonical_name
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.quantization import SUPPORTED, StoredQuantization, weight_bits
-from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
 from tests.model.rank_program import run, run_ranks
-from tests.model.reference import reference_logits
+from tests.model.reference import reference_logits, values_of
 
 FAMILIES = ("qwen3_vl", "qwen3_5", "qwen3_5_moe")  # in turn, so that each has layouts of 4 and of 8 bits
 CPU = torch.device("cpu")
@@ -139,18 +137,6 @@ def write(form: str, source: Path, folder: Path, inner: int = 96) -> Path:
     raw["quantization_config"] = {"quant_method": "compressed-tensors"} | CONFIGS[form]
     (folder / "config.json").write_text(json.dumps(raw))
     return folder
-
-
-def values_of(model: VisionLanguageModel) -> dict[str, Tensor]:
-    """The values of a model on one rank that is not packed, by the checkpoint's names, but the head's copy of a tied
-    table."""
-    tensors: dict[str, Tensor] = {}
-    for piece in pieces_of(model):
-        target = piece.target
-        if isinstance(target, MatrixPart):
-            target = target.matrix.codes_of(target.rows).dequantize()
-        tensors.setdefault(piece.source, torch.empty(piece.shape))[piece.index] = target
-    return tensors
 
 
 def assert_close(ours: Tensor, theirs: Tensor, bound: float, median: bool = False) -> None:
