@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 
 from mini_engine.model import weights
@@ -21,20 +20,12 @@ from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.quantized_files import find_weights
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model, load_weights
-from tests.model.reference import reference_logits
+from tests.model.reference import reference_logits, values_of
 from tests.model.test_experts import by_expert
 from tests.support.families import FAMILIES
 
 CPU = torch.device("cpu")
 FILE = "model.safetensors"
-
-
-def whole_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The checkpoint's tensors by name, of a model on one rank."""
-    tensors: dict[str, Tensor] = {}
-    for piece in pieces_of(model):
-        tensors.setdefault(piece.source, torch.empty(piece.shape, dtype=piece.target.dtype))[piece.index] = piece.target
-    return tensors
 
 
 def load(path: Path) -> VisionLanguageModel:
@@ -151,8 +142,8 @@ def test_quantised_weights_are_named(copy):
 
 
 def test_random_weights_are_random(checkpoint):
-    tensors = whole_tensors(load_model(checkpoint.path, TensorParallel(), torch.bfloat16, CPU, "dummy"))
-    matrices = {name: tensor.float().flatten(1) for name, tensor in tensors.items() if tensor.ndim > 1}
+    tensors = values_of(load_model(checkpoint.path, TensorParallel(), torch.bfloat16, CPU, "dummy"))
+    matrices = {name: tensor.flatten(1) for name, tensor in tensors.items() if tensor.ndim > 1}
     for name, matrix in matrices.items():
         assert matrix.std().item() == pytest.approx(0.02, rel=0.1), name
         assert abs(matrix.mean().item()) < 0.002, name
@@ -161,11 +152,11 @@ def test_random_weights_are_random(checkpoint):
 
 
 def test_runs_of_rows_and_ranks_make_and_read_the_same_weights(copy, monkeypatch):
-    whole = whole_tensors(load_model(copy, TensorParallel(), None, CPU, "dummy"))
+    whole = values_of(load_model(copy, TensorParallel(), None, CPU, "dummy"))
     save_file(whole, copy / FILE)
     monkeypatch.setattr(weights, "RUN_VALUES", 250)
     for load_format in ("dummy", "auto"):
-        for name, tensor in whole_tensors(load_model(copy, TensorParallel(), None, CPU, load_format)).items():
+        for name, tensor in values_of(load_model(copy, TensorParallel(), None, CPU, load_format)).items():
             assert torch.equal(tensor, whole[name])
     for rank, load_format in ((0, "auto"), (1, "auto"), (0, "dummy"), (1, "dummy")):
         for piece in pieces_of(load_model(copy, TensorParallel(rank, 2), None, CPU, load_format)):
