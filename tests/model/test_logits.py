@@ -55,12 +55,6 @@ def test_every_checkpoint_layout_gives_the_same(layout, layouts, checkpoint, ora
     )
 
 
-@torch.inference_mode()
-def test_untied_head_and_a_single_kv_head(untied, oracle, prompts):
-    ours = reference_logits(load(untied.path), [prompts["video then images"]])[0]
-    torch.testing.assert_close(ours, oracle(untied.oracle, prompts["video then images"]), atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("name", ["two videos", "video then images", "image then video"])
 @torch.inference_mode()
 def test_chunked_prefill_and_decode_equal_one_pass(name, model, checkpoint, oracle, prompts):
