@@ -25,7 +25,8 @@ from torch import Tensor
 
 from mini_engine.kernels.quantized import Codes
 from mini_engine.model.checkpoint import FLOATS, CheckpointError, Stored, find_tensors, read_tensor, shorten
-from mini_engine.model.expert_files import ExpertFiles
+from mini_engine.model.config import TextConfig
+from mini_engine.model.expert_files import split_experts
 from mini_engine.model.model_spec import canonical_name
 from mini_engine.model.quantization import SUPPORTED, MatrixKind, StoredQuantization
 
@@ -226,14 +227,14 @@ class StoredMatrix:
 
 
 def find_weights(
-    directory: Path, config: StoredQuantization | None = None, experts: ExpertFiles | None = None
+    directory: Path, config: StoredQuantization | None = None, text: TextConfig | None = None
 ) -> dict[str, Stored | StoredMatrix]:
     """A checkpoint's tensors as `find_tensors` returns them, by the layers' names, but those of all experts one by one,
     and those of a quantised matrix, its bias apart, as one with the name of its weight. Raises CheckpointError as well
     for matrices whose tensors do not fit each other."""
     tensors = find_tensors(directory, canonical_name)
-    if experts is not None:
-        tensors = experts.split(tensors)
+    if text is not None and text.spec.experts is not None:
+        tensors = split_experts(tensors, text.hidden_size, text.spec.experts.transposed)
     if config is None:  # what is not dense is refused later
         return {**tensors}
     members: dict[str, dict[str, Stored]] = {}

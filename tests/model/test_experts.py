@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mini_engine.model.checkpoint import Stored
-from mini_engine.model.expert_files import ExpertFiles
+from mini_engine.model.expert_files import split_experts
 from mini_engine.model.experts import GroupedExperts
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.quantization import MatrixKind, Quantization
@@ -88,7 +88,7 @@ def test_a_tensor_of_all_experts_stays_whole_where_gate_and_up_share_a_row_or_sc
     odd = Stored(Path("file"), "0.mlp.experts.gate_up_proj", (COUNT, 2 * INNER + 1, SIZE), "F32", 0)
     weight = Stored(Path("file"), "1.mlp.experts.gate_up_proj", (COUNT, 2 * 192, 128), "F8_E4M3", 0)
     scales = Stored(Path("file"), "1.mlp.experts.gate_up_proj_scale_inv", (COUNT, 3, 1), "F32", 0)
-    split = ExpertFiles(128, transposed=False).split({each.name: each for each in (odd, weight, scales)})
+    split = split_experts({each.name: each for each in (odd, weight, scales)}, 128, transposed=False)
     assert split[odd.name] is odd and split[scales.name] is scales and len(split) == 2 + 2 * COUNT
 
 

@@ -13,7 +13,6 @@ from transformers import AutoModelForImageTextToText
 from mini_engine.model import weights
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import ModelConfig
-from mini_engine.model.expert_files import ExpertFiles
 from mini_engine.model.layers import pieces_of
 from mini_engine.model.model_spec import canonical_name
 from mini_engine.model.parallel import Placement, TensorParallel
@@ -119,7 +118,7 @@ def test_ranks_hold_every_weight_once(name, size, checkpoints):
     stored = {canonical_name(key): value for key, value in by_expert(load_file(path / FILE)).items()}
     holders = {key: torch.zeros(value.shape, dtype=torch.int64) for key, value in stored.items()}
     config = ModelConfig.from_dir(path)
-    tensors = find_weights(path, experts=ExpertFiles(config.text.hidden_size, transposed=True))
+    tensors = find_weights(path, text=config.text)
     for rank in range(size):
         model = VisionLanguageModel(config, Placement(TensorParallel(rank, size), torch.float32, CPU))
         load_weights(model, path, tensors)
