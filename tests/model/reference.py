@@ -136,12 +136,10 @@ def find_runs(
 ) -> list[PlacedRun]:
     """The runs of placeholders in a prompt; grids and seconds as in a `Prompt`."""
     left = {config.image_token_id: [(grid, None) for grid in images]}
-    left[config.video_token_id] = [
-        run
-        for (t, h, w), each in zip(videos, seconds, strict=True)
-        for run in ([((1, h, w), each)] * t if config.text.spec.text_tells_time else [((t, h, w), each)])
-    ]
+    left[config.video_token_id] = whole = [*zip(videos, seconds, strict=True)]
     starts = [at for at, each in enumerate(ids) if each in left and (at == 0 or ids[at - 1] != each)]
+    if sum(ids[at] == config.video_token_id for at in starts) > len(videos):  # text between temporal grids
+        left[config.video_token_id] = [((1, h, w), each) for (t, h, w), each in whole for _ in range(t)]
     return [PlacedRun(at, *left[ids[at]].pop(0)) for at in starts]
 
 
