@@ -85,7 +85,7 @@ class DecodeGraphs:
         if hook.recurrence is not None:
             self._state_indices[:count].copy_(hook.recurrence.state_indices)
         self._fill(token_ids, attend.cache_indices, attend.decode.tables)
-        self._positions[:, :count].copy_(positions)  # padding has any
+        self._positions[:, :count].copy_(positions)  # those of padding do not matter
         if size in self._graphs:
             self._graphs[size].replay()
         else:
