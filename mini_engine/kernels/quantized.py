@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_engine.kernels import avx2, ops
+from mini_engine.kernels import avx2, onednn, ops
 
 GROUPS = (128, 64, 32)  # inputs that may share a scale of 4-bit codes
 BLOCK = 32 if avx2.is_this_cpu() else 64  # outputs that lie together in the kernel's order
@@ -25,7 +25,6 @@ FEW_ROWS_CUDA = 256  # of x, up to which the kernel takes less time than unpacki
 FEW_ROWS_INT8 = 16  # of x, up to which torch's 8-bit kernel is faster than products in float32
 UNPACKED = 2 << 20  # weights packed and unpacked at a time, which stay in the CPU's caches
 LEAST_BLOCKS = 4  # at a time; products with fewer outputs are slow
-PACKED_ROWS = 8  # of x, for which oneDNN chooses the order of 8-bit codes; it serves any number of rows
 SMALLEST = 1e-12  # step of rows and groups that are all zero
 
 
@@ -184,7 +183,7 @@ class Int8Matrix(QuantizedMatrix):
 
     def pack(self) -> None:
         if self.codes.device.type == "cpu" and _has_vnni():
-            self.codes = torch.ops.onednn.qlinear_prepack(self.codes, [PACKED_ROWS, self.shape[1]])
+            self.codes = torch.ops.onednn.qlinear_prepack(self.codes, [onednn.PACKED_ROWS, self.shape[1]])
             self._zero_points = torch.zeros(self.shape[0], dtype=torch.int32)
 
     def multiply(self, x: Tensor) -> Tensor:
