@@ -5,6 +5,8 @@ The worker has its own paged attention, and its own place for states.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +16,11 @@ from mini_engine.kernels.quantized import MatrixPart
 from mini_engine.model import delta_rule
 from mini_engine.model.config import LinearConfig, ModelConfig
 from mini_engine.model.layers import pieces_of
+from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.rope import Grid, PlacedRun, PromptPositions, mrope_positions
 from mini_engine.model.text import MediaRows
 from mini_engine.model.vision_language import VisionLanguageModel
+from mini_engine.model.weights import load_model
 
 
 class ReferenceAttention:
@@ -159,6 +163,11 @@ def in_dtype(prompt: Prompt, dtype: torch.dtype) -> Prompt:
     """The prompt for a model of that dtype."""
     images, videos = ([(patches.to(dtype), grid) for patches, grid in each] for each in (prompt.images, prompt.videos))
     return replace(prompt, images=images, videos=videos)
+
+
+def load(path: Path, dtype: torch.dtype | None = None, **more: Any) -> VisionLanguageModel:
+    """On one rank, on the CPU. `more`: arguments of `load_model`."""
+    return load_model(path, TensorParallel(), dtype, torch.device("cpu"), **more)
 
 
 def values_of(model: VisionLanguageModel) -> dict[str, Tensor]:

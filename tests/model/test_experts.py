@@ -15,8 +15,7 @@ from mini_engine.model.expert_files import split_experts
 from mini_engine.model.experts import GroupedExperts
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.quantization import MatrixKind, Quantization
-from mini_engine.model.weights import load_model
-from tests.model.reference import reference_logits
+from tests.model.reference import load, reference_logits
 
 CPU = torch.device("cpu")
 BOTH = pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe"], indirect=True, scope="session")
@@ -67,7 +66,7 @@ def test_every_layout_of_experts_is_read(checkpoint, family, oracle, prompts, tm
     }
     expected = oracle(checkpoint.oracle, prompts["image"])
     for path in layouts.values():
-        ours = reference_logits(load_model(path, TensorParallel(), None, CPU), [prompts["image"]])[0]
+        ours = reference_logits(load(path), [prompts["image"]])[0]
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
     fp8 = dict(separate)
     for name in [name for name in separate if ".experts." in name]:
@@ -76,10 +75,9 @@ def test_every_layout_of_experts_is_read(checkpoint, family, oracle, prompts, tm
         fp8[f"{name}_scale_inv"] = torch.rand(outputs // 32, inputs // 32) / 100 + 0.005
     blocks = {"quant_method": "fp8", "weight_block_size": [32, 32]}
     found = [
-        torch.cat(reference_logits(load_model(write(tmp_path / name, checkpoint.path, tensors, blocks),
-                                              TensorParallel(), None, CPU), [prompts["image"]]))
+        torch.cat(reference_logits(load(write(tmp_path / name, checkpoint.path, tensors, blocks)), [prompts["image"]]))
         for name, tensors in (("fp8", fp8), ("fp8 together", together(fp8, is_transposed)))
-    ]  # fmt: skip
+    ]
     assert torch.equal(*found)
 
 
