@@ -162,10 +162,8 @@ class Int8Matrix(QuantizedMatrix):
 
     def __init__(self, outputs: int, inputs: int, device: torch.device) -> None:
         super().__init__(outputs, inputs)
-        self.register_buffer("codes", torch.empty(outputs, inputs, dtype=torch.int8, device=device))
-        self.register_buffer("scales", torch.zeros(outputs, device=device))
-        self.codes: Tensor
-        self.scales: Tensor
+        self.codes = nn.Buffer(torch.empty(outputs, inputs, dtype=torch.int8, device=device))
+        self.scales: Tensor = nn.Buffer(torch.zeros(outputs, device=device))
         self._zero_points: Tensor | None = None  # of packed codes
 
     def fill(self, rows: slice, columns: slice, values: Tensor | Codes) -> None:
@@ -215,13 +213,10 @@ class Int4Matrix(QuantizedMatrix):
         super().__init__(outputs, inputs)
         self.group = group
         # Column i of the first half of a group in the lower half of a byte, and column i of its second half.
-        self.register_buffer("codes", torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=device))
+        self.codes = nn.Buffer(torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=device))
         groups = outputs, inputs // group
-        self.register_buffer("scales", torch.zeros(groups, dtype=dtype, device=device))
-        self.register_buffer("zeros", torch.zeros(groups, dtype=dtype, device=device))
-        self.codes: Tensor
-        self.scales: Tensor
-        self.zeros: Tensor
+        self.scales: Tensor = nn.Buffer(torch.zeros(groups, dtype=dtype, device=device))
+        self.zeros: Tensor = nn.Buffer(torch.zeros(groups, dtype=dtype, device=device))
         self.register_buffer("_scales_zeros", None)  # `[groups, outputs, 2]`, of packed codes
         self._scales_zeros: Tensor | None
 
