@@ -86,21 +86,23 @@ class QuantizedMatrix(nn.Module):
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """All of it as a dense matrix. On a CPU only before `pack`, on CUDA only after it."""
         if dtype.itemsize == 2 and self.codes.is_cuda and ops.fused(self.codes):
-            return ops.unpack(*self.operands, dtype)
+            return ops.kernels("triton_products").unpack(*self.operands, dtype)
         return self.codes_of(slice(0, self.shape[0])).dequantize(dtype)
 
     def compile_products(self, dtype: torch.dtype) -> None:
         """Compile what x of this dtype takes on CUDA, for any number of rows; after `pack`."""
         x = self.operands[0].new_zeros(1, self.shape[1], dtype=dtype)
         if ops.multiplies(x):
-            for shape in ops.product_shapes():
-                ops.multiply(x, *self.operands, shape=shape)
+            products = ops.kernels("triton_products")
+            for shape in products.SHAPES:
+                products.multiply(x, *self.operands, shape=shape)
             self.compile_unpacking(dtype)
 
     def compile_unpacking(self, dtype: torch.dtype) -> None:
         """By one output: no step may need the whole matrix, and then there is no room for it."""
         codes, scales = self.operands
-        ops.unpack(codes[:1], scales[:1] if scales.ndim == 1 else scales[:, :1].contiguous(), dtype)
+        scales = scales[:1] if scales.ndim == 1 else scales[:, :1].contiguous()
+        ops.kernels("triton_products").unpack(codes[:1], scales, dtype)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x W^T + b`: `[..., inputs]`, `[outputs]` -> `[..., outputs]`."""
@@ -108,7 +110,7 @@ class QuantizedMatrix(nn.Module):
         if x.device.type == "cpu":
             y = self.multiply(rows)
         elif 0 < len(rows) <= FEW_ROWS_CUDA and ops.multiplies(x):
-            y = ops.multiply(rows, *self.operands)
+            y = ops.kernels("triton_products").multiply(rows, *self.operands)
         else:
             return F.linear(x, self.dequantize(x.dtype), bias)
         if bias is not None:

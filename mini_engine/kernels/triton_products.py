@@ -47,6 +47,7 @@ class Shape(NamedTuple):
     stages: int
 
 
+# `multiply` chooses one by the number of rows; each is compiled by itself.
 SHAPES = FEW, MANY = Shape(32, 16, 128, 2, 5), Shape(64, 64, 64, 4, 3)
 
 
