@@ -170,11 +170,9 @@ def _draw(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[fl
     """Steps 7 to 9, for rows that are not greedy; `numbers` are uniform in [0, 1)."""
     temperature = to_device(torch.tensor([p.temperature for p in params]), logits.device)
     if ops.fused(logits):
-        from mini_engine.kernels import token_draw as sampling
-
         filters = [(p.min_p, p.top_k, p.top_p, number) for p, number in zip(params, numbers, strict=True)]
         parameters = to_device(torch.tensor(filters, dtype=torch.float64), logits.device)
-        return sampling.draw(logits, temperature, parameters)
+        return ops.kernels("token_draw").draw(logits, temperature, parameters)
     scores = logits.float() / temperature.unsqueeze(1)
     keep_min_p(scores, [p.min_p for p in params])
     keep_top_k(scores, [p.top_k for p in params])
