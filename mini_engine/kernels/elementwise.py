@@ -123,11 +123,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     assert residual is None or (x.is_contiguous() and residual.is_contiguous())
     if x.ndim != 2 or x.stride(1) != 1:
         x = x.contiguous().view(-1, size)
-    if x.numel():
-        _rms_norm[(len(x),)](
-            out, x, residual, weight, eps, x.stride(0), SIZE=size, PADDED=padded(size), OFFSET=offset,
-            num_warps=min(16, max(1, padded(size) // 256)),
-        )  # fmt: skip
+    _rms_norm[(len(x),)](
+        out, x, residual, weight, eps, x.stride(0), SIZE=size, PADDED=padded(size), OFFSET=offset,
+        num_warps=min(16, max(1, padded(size) // 256)),
+    )  # fmt: skip
     return out
 
 
@@ -137,11 +136,10 @@ def mul_gate(x: Tensor, gate: Tensor, silu: bool, weight: Tensor | None = None, 
     (count, size), dim = x.shape, COLUMNS if weight is None else len(weight)
     assert x.stride(1) == gate.stride(1) == 1
     out, rows = torch.empty(count, size, dtype=x.dtype, device=x.device), max(1, COLUMNS // padded(dim))
-    if out.numel():
-        _mul_gate[(count, triton.cdiv(size, rows * dim))](
-            out, x, gate, weight, eps, x.stride(0), gate.stride(0), SIZE=size, DIM=dim, PADDED=padded(dim), ROWS=rows,
-            SILU=silu, num_warps=4,
-        )  # fmt: skip
+    _mul_gate[(count, triton.cdiv(size, rows * dim))](
+        out, x, gate, weight, eps, x.stride(0), gate.stride(0), SIZE=size, DIM=dim, PADDED=padded(dim), ROWS=rows,
+        SILU=silu, num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -162,28 +160,25 @@ def rotate_heads(
     q_weight, k_weight, eps, offset = norms or (None, None, 0.0, False)
     # Without keys there are many tokens, and all heads in one program: its tables are loaded once.
     rows = max(1, (COLUMNS if kv_heads else 4 * COLUMNS) // padded(dim))
-    if out.numel():
-        _rotate_heads[(count, triton.cdiv(total, rows))](
-            out, keys, values, qkv, q_weight, k_weight, cos, sin, cache_indices, eps, qkv.stride(0), HEADS=queries,
-            KV_HEADS=kv_heads, DIM=dim, PADDED=padded(dim), HALF=cos.shape[-1] // 2, ROWS=rows, OFFSET=int(offset),
-            num_warps=4 if kv_heads else 8,
-        )  # fmt: skip
+    _rotate_heads[(count, triton.cdiv(total, rows))](
+        out, keys, values, qkv, q_weight, k_weight, cos, sin, cache_indices, eps, qkv.stride(0), HEADS=queries,
+        KV_HEADS=kv_heads, DIM=dim, PADDED=padded(dim), HALF=cos.shape[-1] // 2, ROWS=rows, OFFSET=int(offset),
+        num_warps=4 if kv_heads else 8,
+    )  # fmt: skip
     return out
 
 
 def penalise(scores: Tensor, counts: Tensor, rows: Tensor, factors: Tensor) -> None:
     count, size = scores.shape
     assert all(tensor.is_contiguous() for tensor in (scores, counts, rows, factors))
-    if count:
-        _penalise[(count, triton.cdiv(size, COLUMNS))](
-            scores, counts, rows, factors, SIZE=size, COLUMNS=COLUMNS, num_warps=4
-        )
+    grid = (count, triton.cdiv(size, COLUMNS))
+    _penalise[grid](scores, counts, rows, factors, SIZE=size, COLUMNS=COLUMNS, num_warps=4)
 
 
 def mask_tokens(scores: Tensor, rows: Tensor, bars: Tensor, masked: float) -> None:
     size, (count, words) = scores.shape[1], bars.shape
     assert scores.is_contiguous() and bars.is_contiguous()
-    if count:
+    if count:  # 0 where the grammar of each row has failed
         grid = (count, triton.cdiv(size, COLUMNS))
         _mask_tokens[grid](scores, bars, rows, words, masked, SIZE=size, COLUMNS=COLUMNS, num_warps=4)
 

@@ -5,10 +5,10 @@ A caller says what it wants, and never where it runs. This file knows nothing of
 """
 
 import functools
+import importlib
 import importlib.util
 import itertools
 import os
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -71,7 +71,7 @@ def choose_experts(scores: Tensor, each: int) -> tuple[Tensor, Tensor]:
     """The `each` highest scores of each row of `[n, experts]`: their numbers int32 `[n, each]`, and float32 their
     softmax, which is one over all scores divided by the sum of these."""
     if fused(scores):
-        return _experts().choose(scores, each)
+        return kernels("triton_experts").choose(scores, each)
     highest, chosen = scores.float().topk(each)
     return chosen.int(), highest.softmax(-1)
 
@@ -79,7 +79,7 @@ def choose_experts(scores: Tensor, each: int) -> tuple[Tensor, Tensor]:
 def sort_pairs(chosen: Tensor, experts: int) -> Pairs:
     """Of int32 `[n, each]`, numbers of experts."""
     if fused(chosen):
-        order, ends = _experts().sort(chosen, experts)
+        order, ends = kernels("triton_experts").sort(chosen, experts)
         return Pairs(order, ends, chosen.shape[1])
     held, order = chosen.flatten().sort(stable=True)
     numbers = torch.arange(experts, dtype=torch.int32, device=chosen.device)
@@ -95,25 +95,10 @@ def sum_experts(outputs: Tensor, weights: Tensor, shared: Tensor | None = None, 
         shared, gate: `[n, size]` and `[n, 1]`, or neither.
     """
     if fused(outputs):
-        return _experts().combine(outputs, weights, shared, gate)
+        return kernels("triton_experts").combine(outputs, weights, shared, gate)
     # Terms in float32 take four times as long there.
     y = outputs.unflatten(0, weights.shape).mul_(weights.to(outputs.dtype).unsqueeze(2)).sum(1)
     return y if shared is None or gate is None else y.addcmul_(gate.sigmoid(), shared)
-
-
-def multiply(x: Tensor, codes: Tensor, scales: Tensor | None, pairs: Pairs | None = None, **ways: Any) -> Tensor:
-    """`triton_products.multiply`."""
-    return _products().multiply(x, codes, scales, pairs, **ways)
-
-
-def unpack(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """`triton_products.unpack`."""
-    return _products().unpack(codes, scales, dtype)
-
-
-def product_shapes() -> Sequence[Any]:
-    """All that `multiply` chooses from by the number of rows, each compiled by itself."""
-    return _products().SHAPES
 
 
 def pack(weight: nn.Parameter) -> nn.Parameter | avx2.HalfMatrix:
@@ -134,7 +119,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool = False) -> Ten
     """`x / sqrt(mean(x^2) + eps) * weight` over the last axis (Zhang and Sennrich 2019), a new tensor. With `offset`
     the product is with `1 + weight`, summed in float32."""
     if fused(x):
-        return _kernels().rms_norm(x, weight, eps, offset=offset)
+        return kernels("elementwise").rms_norm(x, weight, eps, offset=offset)
     if offset:
         return F.rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
     return F.rms_norm(x, weight.shape, weight, eps)
@@ -143,26 +128,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: bool = False) -> Ten
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: bool = False) -> Tensor:
     """Add `residual` to `x` in place; returns `rms_norm` of the sum. Both contiguous and of one shape."""
     if fused(x):
-        return _kernels().rms_norm(x, weight, eps, residual, offset)
+        return kernels("elementwise").rms_norm(x, weight, eps, residual, offset)
     return rms_norm(x.add_(residual), weight, eps, offset)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` (SwiGLU, Shazeer 2020) of `[n, 2 * size]`, gate before up -> `[n, size]`."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return _kernels().mul_gate(up, gate, silu=True) if fused(up) else F.silu(gate).mul_(up)
+    return kernels("elementwise").mul_gate(up, gate, silu=True) if fused(up) else F.silu(gate).mul_(up)
 
 
 def mul_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
     """`x * sigmoid(gate)` of `[n, size]`, a new tensor."""
-    return _kernels().mul_gate(x, gate, silu=False) if fused(x) else x * gate.sigmoid()
+    return kernels("elementwise").mul_gate(x, gate, silu=False) if fused(x) else x * gate.sigmoid()
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`rms_norm(x) * silu(gate)` of `[n, size]`, a new tensor: each `len(weight)` columns are normalised by themselves,
     and the product is in float32."""
     if fused(x):
-        return _kernels().mul_gate(x, gate, True, weight, eps)
+        return kernels("elementwise").mul_gate(x, gate, True, weight, eps)
     normed = rms_norm(x.unflatten(1, (-1, len(weight))), weight, eps).flatten(1)
     return (normed * F.silu(gate.float())).to(x.dtype)
 
@@ -176,7 +161,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin: float32 `[n, 1, head_dim]`, the sines' first half negated.
     """
     if fused(x):
-        return _kernels().rotate_heads(x, 0, cos, sin)
+        return kernels("elementwise").rotate_heads(x, 0, cos, sin)
     wide = x.float()
     # In place on the fresh product: for a long video the page faults of one more buffer cost as much as the arithmetic.
     return (wide * cos).addcmul_(wide.roll(x.shape[-1] // 2, -1), sin).to(x.dtype)
@@ -243,7 +228,7 @@ def penalise(scores: Tensor, counts: Tensor, rows: Tensor, factors: Tensor) -> N
         factors: float32 `[n, 3]`, contiguous: repetition, presence and frequency penalty.
     """
     if fused(scores):
-        _kernels().penalise(scores, counts, rows, factors)
+        kernels("elementwise").penalise(scores, counts, rows, factors)
         return
     changed = (rows >= 0).nonzero()[:, 0]
     held = counts[rows[changed]]
@@ -265,7 +250,7 @@ def mask_tokens(scores: Tensor, rows: list[int], bars: Tensor) -> None:
     """
     held = to_device(bars, scores.device)
     if fused(scores):
-        _kernels().mask_tokens(scores, to_device(torch.tensor(rows), scores.device), held, MASKED)
+        kernels("elementwise").mask_tokens(scores, to_device(torch.tensor(rows), scores.device), held, MASKED)
         return
     size, most = min(held.shape[1], scores.shape[1]), max(1, ADDED_AT_ONCE // scores.shape[1])
     edges = [i for i, row in enumerate(rows) if i % most == 0 or row != rows[i - 1] + 1]
@@ -276,20 +261,7 @@ def mask_tokens(scores: Tensor, rows: list[int], bars: Tensor) -> None:
         scores[rows, size:] = MASKED
 
 
-def _kernels() -> Any:
-    """Triton takes a second to import, and is not there at all beside a torch for CPUs alone."""
-    from mini_engine.kernels import elementwise
-
-    return elementwise
-
-
-def _experts() -> Any:
-    from mini_engine.kernels import triton_experts
-
-    return triton_experts
-
-
-def _products() -> Any:
-    from mini_engine.kernels import triton_products
-
-    return triton_products
+@functools.cache
+def kernels(name: str) -> Any:
+    """A file of Triton's. It takes a second to import, and is not there at all beside a torch for CPUs alone."""
+    return importlib.import_module(f"mini_engine.kernels.{name}")

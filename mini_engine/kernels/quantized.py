@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_engine.kernels import avx2, ops
+from mini_engine.kernels import avx2, onednn, ops
 
 GROUPS = (128, 64, 32)  # inputs that may share a scale of 4-bit codes
 BLOCK = 32 if avx2.is_this_cpu() else 64  # outputs that lie together in the kernel's order
@@ -25,7 +25,6 @@ FEW_ROWS_CUDA = 256  # of x, up to which the kernel takes less time than unpacki
 FEW_ROWS_INT8 = 16  # of x, up to which torch's 8-bit kernel is faster than products in float32
 UNPACKED = 2 << 20  # weights packed and unpacked at a time, which stay in the CPU's caches
 LEAST_BLOCKS = 4  # at a time; products with fewer outputs are slow
-PACKED_ROWS = 8  # of x, for which oneDNN chooses the order of 8-bit codes; it serves any number of rows
 SMALLEST = 1e-12  # step of rows and groups that are all zero
 
 
@@ -87,21 +86,23 @@ class QuantizedMatrix(nn.Module):
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """All of it as a dense matrix. On a CPU only before `pack`, on CUDA only after it."""
         if dtype.itemsize == 2 and self.codes.is_cuda and ops.fused(self.codes):
-            return ops.unpack(*self.operands, dtype)
+            return ops.kernels("triton_products").unpack(*self.operands, dtype)
         return self.codes_of(slice(0, self.shape[0])).dequantize(dtype)
 
     def compile_products(self, dtype: torch.dtype) -> None:
         """Compile what x of this dtype takes on CUDA, for any number of rows; after `pack`."""
         x = self.operands[0].new_zeros(1, self.shape[1], dtype=dtype)
         if ops.multiplies(x):
-            for shape in ops.product_shapes():
-                ops.multiply(x, *self.operands, shape=shape)
+            products = ops.kernels("triton_products")
+            for shape in products.SHAPES:
+                products.multiply(x, *self.operands, shape=shape)
             self.compile_unpacking(dtype)
 
     def compile_unpacking(self, dtype: torch.dtype) -> None:
         """By one output: no step may need the whole matrix, and then there is no room for it."""
         codes, scales = self.operands
-        ops.unpack(codes[:1], scales[:1] if scales.ndim == 1 else scales[:, :1].contiguous(), dtype)
+        scales = scales[:1] if scales.ndim == 1 else scales[:, :1].contiguous()
+        ops.kernels("triton_products").unpack(codes[:1], scales, dtype)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x W^T + b`: `[..., inputs]`, `[outputs]` -> `[..., outputs]`."""
@@ -109,7 +110,7 @@ class QuantizedMatrix(nn.Module):
         if x.device.type == "cpu":
             y = self.multiply(rows)
         elif 0 < len(rows) <= FEW_ROWS_CUDA and ops.multiplies(x):
-            y = ops.multiply(rows, *self.operands)
+            y = ops.kernels("triton_products").multiply(rows, *self.operands)
         else:
             return F.linear(x, self.dequantize(x.dtype), bias)
         if bias is not None:
@@ -163,10 +164,8 @@ class Int8Matrix(QuantizedMatrix):
 
     def __init__(self, outputs: int, inputs: int, device: torch.device) -> None:
         super().__init__(outputs, inputs)
-        self.register_buffer("codes", torch.empty(outputs, inputs, dtype=torch.int8, device=device))
-        self.register_buffer("scales", torch.zeros(outputs, device=device))
-        self.codes: Tensor
-        self.scales: Tensor
+        self.codes = nn.Buffer(torch.empty(outputs, inputs, dtype=torch.int8, device=device))
+        self.scales: Tensor = nn.Buffer(torch.zeros(outputs, device=device))
         self._zero_points: Tensor | None = None  # of packed codes
 
     def fill(self, rows: slice, columns: slice, values: Tensor | Codes) -> None:
@@ -184,7 +183,7 @@ class Int8Matrix(QuantizedMatrix):
 
     def pack(self) -> None:
         if self.codes.device.type == "cpu" and _has_vnni():
-            self.codes = torch.ops.onednn.qlinear_prepack(self.codes, [PACKED_ROWS, self.shape[1]])
+            self.codes = torch.ops.onednn.qlinear_prepack(self.codes, [onednn.PACKED_ROWS, self.shape[1]])
             self._zero_points = torch.zeros(self.shape[0], dtype=torch.int32)
 
     def multiply(self, x: Tensor) -> Tensor:
@@ -216,13 +215,10 @@ class Int4Matrix(QuantizedMatrix):
         super().__init__(outputs, inputs)
         self.group = group
         # Column i of the first half of a group in the lower half of a byte, and column i of its second half.
-        self.register_buffer("codes", torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=device))
+        self.codes = nn.Buffer(torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=device))
         groups = outputs, inputs // group
-        self.register_buffer("scales", torch.zeros(groups, dtype=dtype, device=device))
-        self.register_buffer("zeros", torch.zeros(groups, dtype=dtype, device=device))
-        self.codes: Tensor
-        self.scales: Tensor
-        self.zeros: Tensor
+        self.scales: Tensor = nn.Buffer(torch.zeros(groups, dtype=dtype, device=device))
+        self.zeros: Tensor = nn.Buffer(torch.zeros(groups, dtype=dtype, device=device))
         self.register_buffer("_scales_zeros", None)  # `[groups, outputs, 2]`, of packed codes
         self._scales_zeros: Tensor | None
 

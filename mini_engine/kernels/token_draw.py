@@ -119,12 +119,9 @@ def _draw(tokens, scores, parameters, SIZE: tl.constexpr, START: tl.constexpr, T
             rank = tl.where(limited, top_k, TILE // 2)
             mass, above, below, copies = _narrow(scores, lanes, rank, lowest, top, SIZE, START, TILE)
             reached = limited | (mass >= top_p * total)
-            first, high, before = (
-                tl.where(reached, copies, 0),
-                tl.where(reached, top, below),
-                tl.where(reached, zero, mass),
-            )
-            low, after = tl.where(reached, above, low), tl.where(reached, mass, after)
+            first, before = tl.where(reached, copies, 0), tl.where(reached, zero, mass)
+            low, high = tl.where(reached, above, low), tl.where(reached, top, below)
+            after = tl.where(reached, mass, after)
         end = tl.where(first > 0, START + TILE, SIZE)
         if limited:
             low, _, _ = _bisect(scores, first, end, low, zero + SIZE, top, zero, top_k, zero, top, True, TILE)

@@ -64,11 +64,10 @@ def choose(scores: Tensor, each: int) -> tuple[Tensor, Tensor]:
     count, size = scores.shape
     chosen = torch.empty(count, each, dtype=torch.int32, device=scores.device)
     weights = torch.empty(count, each, dtype=torch.float32, device=scores.device)
-    if count:
-        _choose[(count,)](
-            chosen, weights, scores, scores.stride(0), SIZE=size, PADDED=padded(size), EACH=each, TOP=padded(each),
-            num_warps=1,
-        )  # fmt: skip
+    _choose[(count,)](
+        chosen, weights, scores, scores.stride(0), SIZE=size, PADDED=padded(size), EACH=each, TOP=padded(each),
+        num_warps=1,
+    )  # fmt: skip
     return chosen, weights
 
 
@@ -84,7 +83,6 @@ def combine(outputs: Tensor, weights: Tensor, shared: Tensor | None, gate: Tenso
     """`ops.sum_experts`."""
     (count, each), size = weights.shape, outputs.shape[1]
     y = outputs.new_empty(count, size)
-    if count:
-        grid = count, -(-size // COLUMNS)
-        _combine[grid](y, outputs, weights, shared, gate, SIZE=size, EACH=each, COLUMNS=min(COLUMNS, padded(size)))
+    grid = count, -(-size // COLUMNS)
+    _combine[grid](y, outputs, weights, shared, gate, SIZE=size, EACH=each, COLUMNS=min(COLUMNS, padded(size)))
     return y

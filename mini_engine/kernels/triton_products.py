@@ -47,6 +47,7 @@ class Shape(NamedTuple):
     stages: int
 
 
+# `multiply` chooses one by the number of rows; each is compiled by itself.
 SHAPES = FEW, MANY = Shape(32, 16, 128, 2, 5), Shape(64, 64, 64, 4, 3)
 
 
@@ -190,8 +191,6 @@ def multiply(
     count = len(x) if pairs is None else len(pairs.order)
     outputs, group = len(codes) // experts, 0
     y = x.new_empty(count, outputs)
-    if not count:
-        return y
     if codes.dtype == torch.uint8:
         assert scales is not None
         group, scales = inputs // len(scales), scales.view(torch.int32)

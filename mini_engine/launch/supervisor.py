@@ -93,7 +93,7 @@ def run_server(config: EngineConfig) -> int:
         logger.info("%s", parallelism.describe(config))
         if memory:
             logger.info("%s", memory)
-        logger.info("loading %s (%s) from %s", config.served_names[0], model.architecture, model_dir)
+        logger.info("loading %s (%s) from %s", config.served_names[0], model.text.spec.architecture, model_dir)
         return Supervisor(ServerGeneration(1, config, model_dir, media_cache, runtime_dir, listeners, processes)).run()
 
 

@@ -152,7 +152,6 @@ class VisionConfig:
 class ModelConfig:
     """The engine's view of a checkpoint. `dtype` is the checkpoint's own, one of `DTYPES`."""
 
-    architecture: str
     text: TextConfig
     vision: VisionConfig
     image_token_id: int
@@ -186,7 +185,6 @@ class ModelConfig:
         stored = next((part[name] for part in (raw, text) for name in names if part.get(name)), None)
         try:
             return cls(
-                architecture=spec.architecture,
                 text=_text_config(text, spec),
                 vision=_vision_config(raw["vision_config"], spec),
                 image_token_id=raw["image_token_id"],

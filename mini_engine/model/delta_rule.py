@@ -41,9 +41,7 @@ def prefill(x: Tensor, gates: Tensor, weights: Weights, shape: LinearConfig, con
             views. Zeros are an empty history.
     """
     if ops.fused(x):
-        from mini_engine.kernels import triton_delta_rule as kernels
-
-        return kernels.prefill(x, gates, weights, conv, delta, NORM_EPS)
+        return ops.kernels("triton_delta_rule").prefill(x, gates, weights, conv, delta, NORM_EPS)
     g, beta = _decay_and_strength(gates, weights)
     chunks = zip(x.split(CHUNK), g.split(CHUNK), beta.split(CHUNK), strict=True)
     return torch.cat([_prefill(*chunk, weights.kernel, shape, conv, delta) for chunk in chunks])
@@ -61,9 +59,7 @@ def decode(
         state_indices: int64 `[n]` on the device, which rows of conv and delta are a sequence's.
     """
     if ops.fused(x):
-        from mini_engine.kernels import triton_delta_rule as kernels
-
-        return kernels.decode(x, gates, weights, conv, delta, state_indices, NORM_EPS)
+        return ops.kernels("triton_delta_rule").decode(x, gates, weights, conv, delta, state_indices, NORM_EPS)
     g, beta = _decay_and_strength(gates, weights)
     q, k, v = _heads(_convolve_next(x, weights.kernel, conv, state_indices), shape)
     decay, beta = g.exp().unsqueeze(-1), beta.unsqueeze(-1)

@@ -9,12 +9,11 @@ Each by itself, as in quantised checkpoints but for some in FP8: `mlp.experts.3.
 | transposed | `[E, H, 2 I]` | `[E, I, H]` |
 
 FP8 adds `_scale_inv` to both names, with blocks in place of values. Published Qwen3-VL checkpoints are transposed, but
-transformers 5 saves the same model as it has it; it tells them by their shapes, and so does `ExpertFiles`.
+transformers 5 saves the same model as it has it; it tells them by their shapes, and so does `split_experts`.
 """
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 from mini_engine.model.checkpoint import DTYPES, Stored
 
@@ -22,32 +21,31 @@ ALL_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_scale_inv|)"
 MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
-class ExpertFiles(NamedTuple):
-    """The decoder's width, and whether published files of its family have transposed tensors of all experts."""
+def split_experts(tensors: Mapping[str, Stored], hidden_size: int, transposed: bool) -> dict[str, Stored]:
+    """The same tensors, by name, but those of all experts as views of each expert's matrices. One that cannot be cut
+    into these stays as it is, a tensor that no layer has.
 
-    hidden_size: int
-    transposed: bool
-
-    def split(self, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-        """The same tensors, by name, but those of all experts as views of each expert's matrices. One that cannot be
-        cut into these stays as it is, a tensor that no layer has."""
-        found: dict[str, Stored] = {}
-        for name, stored in tensors.items():
-            match = ALL_EXPERTS.fullmatch(name)
-            if match is None or len(stored.shape) != 3 or stored.dtype not in DTYPES:
-                found[name] = stored
-                continue
-            experts, kind, end = match.groups()
-            weight = tensors.get(f"{experts}.{kind}", stored)
-            is_transposed = self.transposed and weight.shape[1 if kind == "gate_up_proj" else -1] == self.hidden_size
-            names = MATRICES[kind]
-            if stored.shape[2 if is_transposed else 1] % len(names):  # gate and up share a row, or a block of FP8
-                found[name] = stored
-                continue
-            for expert, views in enumerate(_views(stored, len(names), is_transposed)):
-                for matrix, view in zip(names, views, strict=True):
-                    found[f"{experts}.{expert}.{matrix}.weight{end}"] = view
-        return found
+    Args:
+        hidden_size: the decoder's width.
+        transposed: whether published files of its family have transposed tensors of all experts.
+    """
+    found: dict[str, Stored] = {}
+    for name, stored in tensors.items():
+        match = ALL_EXPERTS.fullmatch(name)
+        if match is None or len(stored.shape) != 3 or stored.dtype not in DTYPES:
+            found[name] = stored
+            continue
+        experts, kind, end = match.groups()
+        weight = tensors.get(f"{experts}.{kind}", stored)
+        is_transposed = transposed and weight.shape[1 if kind == "gate_up_proj" else -1] == hidden_size
+        names = MATRICES[kind]
+        if stored.shape[2 if is_transposed else 1] % len(names):  # gate and up share a row, or a block of FP8
+            found[name] = stored
+            continue
+        for expert, views in enumerate(_views(stored, len(names), is_transposed)):
+            for matrix, view in zip(names, views, strict=True):
+                found[f"{experts}.{expert}.{matrix}.weight{end}"] = view
+    return found
 
 
 def _views(stored: Stored, parts: int, is_transposed: bool) -> Iterator[list[Stored]]:

@@ -79,8 +79,6 @@ class GroupedExperts(Layer):
         matrix = make_matrix(sources, lengths[0], part, lengths[1], at)
         if isinstance(matrix, StackedMatrix):
             raise CheckpointError(f"{self.source} are quantised in different ways, which only --device cpu computes")
-        if isinstance(matrix, nn.Parameter) and self.padded > self.held:
-            matrix.zero_()  # the padding stays zero
         return matrix
 
     def forward(self, x: Tensor, pairs: Pairs) -> Tensor:
@@ -94,14 +92,15 @@ class GroupedExperts(Layer):
         return torch.empty_like(outputs).index_copy_(0, order.long(), outputs)
 
     def _multiply(self, x: Tensor, pairs: Pairs, shape: Any = None) -> Tensor:
-        inner = ops.silu_mul(ops.multiply(x, *_operands(self.gate_up), pairs, gathers=True, shape=shape))
-        return ops.multiply(inner, *_operands(self.down), pairs, scatters=True, shape=shape)
+        multiply = ops.kernels("triton_products").multiply
+        inner = ops.silu_mul(multiply(x, *_operands(self.gate_up), pairs, gathers=True, shape=shape))
+        return multiply(inner, *_operands(self.down), pairs, scatters=True, shape=shape)
 
     def compile_products(self, each: int, dtype: torch.dtype) -> None:
         """Compile what x of this dtype takes, for any number of rows with `each` experts."""
         x = _operands(self.down)[0].new_zeros(1, self.size, dtype=dtype)
         pairs = ops.sort_pairs(torch.zeros(1, each, dtype=torch.int32, device=x.device), self.count)
-        for shape in ops.product_shapes():
+        for shape in ops.kernels("triton_products").SHAPES:
             self._multiply(x, pairs, shape)
         for matrix in (self.gate_up, self.down):
             if isinstance(matrix, QuantizedMatrix):

@@ -100,8 +100,8 @@ def _trim(number: int) -> None:
 
 
 def make_matrix(sources: Sequence[tuple[str, int]], inputs: int, part: slice, width: int, at: Placement) -> MadeMatrix:
-    """The matrices of these names and numbers of outputs below each other, held as `at.quantization` says: unset where
-    they are dense, zero where they are quantised.
+    """The matrices of these names and numbers of outputs below each other, held as `at.quantization` says: dense ones
+    as `Placement.empty` makes them, quantised ones zero.
 
     Args:
         inputs: length of a row over all ranks.
@@ -202,9 +202,6 @@ class ColumnParallel(Layer):
         sources = [(r.source, max(r.count, r.padded)) for r in self.rows]
         self.weight: Matrix = make_matrix(sources, inputs, slice(0, inputs), inputs, at)
         self.bias = at.empty(outputs) if bias else None
-        if outputs > sum(r.count for r in self.rows):
-            for parameter in self.parameters():
-                parameter.zero_()  # the padding stays zero
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., inputs]` -> `[..., this rank's outputs]`."""
@@ -242,8 +239,6 @@ class RowParallel(Layer):
         self.outputs = outputs
         self.weight: Matrix = make_matrix([(source, outputs)], inputs, part, max(self.held, padded), at)
         self.bias = at.empty(outputs) if bias else None
-        if padded > self.held and isinstance(self.weight, nn.Parameter):
-            self.weight.zero_()  # the padding stays zero
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., this rank's part]` -> `[..., outputs]`, the same on every rank."""

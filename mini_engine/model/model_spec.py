@@ -56,9 +56,6 @@ class ModelSpec:
     media: what its processor does by default.
     vision_activation: of the tower's MLPs, by its name in config.json.
     read_vision: those fields of a `VisionConfig` that config.json has under other names, or no other family has.
-    text_tells_time: whether the prompt has the time, as text, before each temporal grid of a video, which has a run of
-        placeholders of its own, at the positions of an image. Otherwise a video has one run, and its time axis counts
-        grids, or seconds if there is `VisionConfig.tokens_per_second`.
     qkv_bias: whether the decoder's projections to queries, keys and values have biases.
     qk_norm: whether each head's queries and keys are normed.
     mrope_interleaved: whether the rotary frequencies of the three axes are, or lie one section after the other.
@@ -74,7 +71,6 @@ class ModelSpec:
     media: MediaDefaults
     vision_activation: str
     read_vision: Callable[[dict[str, Any]], dict[str, Any]]
-    text_tells_time: bool
     qkv_bias: bool
     qk_norm: bool
     mrope_interleaved: bool
@@ -132,7 +128,6 @@ _QWEN2 = ModelSpec(
     media=MediaDefaults(bounds_whole_video=False, frame_factor=2, frame_tokens=(128, 768)),
     vision_activation="quick_gelu",
     read_vision=_qwen2_vision,
-    text_tells_time=False,
     qkv_bias=True,
     qk_norm=False,
     mrope_interleaved=False,
@@ -144,7 +139,6 @@ _QWEN3 = ModelSpec(
     media=MediaDefaults(bounds_whole_video=True, frame_factor=1, frame_tokens=None),
     vision_activation="gelu_pytorch_tanh",
     read_vision=_qwen3_vision,
-    text_tells_time=True,
     qkv_bias=False,
     qk_norm=True,
     mrope_interleaved=True,

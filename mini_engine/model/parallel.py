@@ -115,10 +115,11 @@ class Placement:
         return replace(self, tp=TensorParallel())
 
     def padded(self, size: int) -> int:
-        """The length at which a part of `size` of an inner axis is made: what is added is filled with zeros."""
+        """The length at which a part of `size` of an inner axis is made: what is added stays zero."""
         granule = GRANULES.get(self.device.type, 1)
         return -(-size // granule) * granule
 
     def empty(self, *shape: int) -> torch.nn.Parameter:
-        """A parameter with unset contents and no gradient."""
-        return torch.nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+        """A parameter without a gradient. Its contents are unset, or zeros where parts are padded."""
+        make = torch.zeros if self.device.type in GRANULES else torch.empty
+        return torch.nn.Parameter(make(shape, dtype=self.dtype, device=self.device), requires_grad=False)

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from mini_engine.kernels.quantized import Codes
 from mini_engine.model.checkpoint import FLOATS, CheckpointError, Stored, find_tensors, read_tensor, shorten
-from mini_engine.model.expert_files import ExpertFiles
+from mini_engine.model.config import TextConfig
+from mini_engine.model.expert_files import split_experts
 from mini_engine.model.model_spec import canonical_name
 from mini_engine.model.quantization import SUPPORTED, MatrixKind, StoredQuantization
 
@@ -71,8 +72,10 @@ class StoredMatrix:
 
     @property
     def _group(self) -> int:
-        """Inputs that share a scale, of those that are packed."""
+        """Inputs that share a scale."""
         scales = self.tensors[self._scale].shape
+        if self._end == "weight":
+            return self.config.block[1] if len(scales) == 2 and scales[1] > 1 else self.shape[1]
         return self.shape[1] // (scales[1] if self._end == "weight_packed" else scales[0])
 
     @cached_property
@@ -132,23 +135,39 @@ class StoredMatrix:
     def parts(self, rows: slice, columns: slice, unit: int) -> Iterator[tuple[slice, slice, Tensor | Codes]]:
         """Decode a part of the matrix, run by run: which rows and columns of the part, and their values. In 4 bits
         there are scales for each `unit` inputs, at whose multiples the part begins and ends."""
-        if self.bits == 8:
-            yield from (self._parts_of_8_bits if self._end == "weight" else self._parts_of_packed_8_bits)(rows, columns)
-            return
         outputs, inputs = self.shape
         scales, zero_points = self._scales(rows)
-        group, by_outputs = self._group, self._end == "weight_packed"
-        along, other = (rows, inputs) if by_outputs else (columns, outputs)
-        step = max(256, RUN_VALUES // other // 256 * 256)
+        # Words that lie input by input hold all outputs. What becomes 8 bits needs whole rows, so it is read at once.
+        by_inputs = self._end == "qweight" and self.bits == 4
+        whole = self._codes(rows, columns) if self._end == "qweight" and self.bits == 8 else None
+        along = columns if by_inputs else rows
+        step = max(256, RUN_VALUES // outputs // 256 * 256) if by_inputs else max(1, RUN_VALUES // inputs)
         for start in range(along.start, along.stop, step):
             run = slice(start, min(start + step, along.stop))
             here = slice(run.start - along.start, run.stop - along.start)
-            mine, its_columns = (here, columns) if by_outputs else (slice(0, len(scales)), run)
-            codes = self._codes(run, columns) if by_outputs else self._codes(rows, run)
-            of_unit = torch.arange(its_columns.start, its_columns.stop, unit) // group
-            s = scales[mine][:, of_unit]
-            decoded = Codes(codes, s, (8 - zero_points[mine][:, of_unit]) * s)
-            yield mine, slice(0, columns.stop - columns.start) if by_outputs else here, decoded
+            if by_inputs:
+                decoded = self._decode(self._codes(rows, run), scales, zero_points, run, unit)
+                yield slice(0, len(scales)), here, decoded
+            else:
+                codes = self._codes(run, columns) if whole is None else whole[here]
+                decoded = self._decode(codes, scales[here], zero_points[here], columns, unit)
+                yield here, slice(0, codes.shape[1]), decoded
+
+    def _decode(self, codes: Tensor, scales: Tensor, zero_points: Tensor, columns: slice, unit: int) -> Tensor | Codes:
+        """Values of some rows in these columns, from their codes there, and all their scales and zero points."""
+        if self.bits == 4:
+            of_unit = torch.arange(columns.start, columns.stop, unit) // self._group
+            scales = scales[:, of_unit]
+            return Codes(codes, scales, (8 - zero_points[:, of_unit]) * scales)
+        if codes.dtype is torch.uint8:
+            codes, zero_points = codes.bitwise_xor(128).view(torch.int8), zero_points - 128
+        is_shifted = bool(zero_points.any())
+        if codes.dtype is torch.int8 and scales.shape[1] == 1 and not is_shifted:
+            return Codes(codes, scales)
+        of_column, values = torch.arange(columns.start, columns.stop) // self._group, codes.float()
+        if is_shifted:
+            values -= zero_points[:, of_column]
+        return values.mul_(scales[:, of_column])
 
     @property
     def _end(self) -> str:
@@ -162,7 +181,14 @@ class StoredMatrix:
         return "weight_scale_inv" if "weight_scale_inv" in self.tensors else "weight_scale"
 
     def _scales(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Scales and zero points of packed codes, float32 `[rows, groups]`."""
+        """Scales and zero points, float32 `[rows, groups]`."""
+        if self._end == "weight":
+            scales, outputs = read_tensor(self.tensors[self._scale]).float(), self.shape[0]
+            scales = scales.view(-1, 1) if scales.ndim < 2 else scales
+            is_blocks = scales.shape[1] > 1 or 1 < len(scales) < outputs
+            height = self.config.block[0] if is_blocks else outputs // len(scales)
+            scales = scales[torch.arange(rows.start, rows.stop) // height]
+            return scales, torch.zeros_like(scales)
         if self._end == "weight_packed":
             scales = read_tensor(self.tensors["weight_scale"], rows).float()
             if "weight_zero_point" not in self.tensors:
@@ -180,8 +206,10 @@ class StoredMatrix:
         return scales, zero_points.T[rows].float() + self.config.is_shifted
 
     def _codes(self, rows: slice, columns: slice) -> Tensor:
-        """uint8 `[rows, columns]`."""
+        """uint8 `[rows, columns]`, or as they are stored."""
         stored = self.codes
+        if self._end == "weight":
+            return read_tensor(stored, rows)[:, columns]
         if self._end == "weight_packed":
             return _unpack(read_tensor(stored, rows), self.bits)[:, columns]
         if self.config.method == "awq":
@@ -191,49 +219,16 @@ class StoredMatrix:
         codes = _unpack_rows(read_tensor(stored, whole)[:, rows], self.bits)
         return codes[columns.start - each * whole.start : columns.stop - each * whole.start].T
 
-    def _parts_of_8_bits(self, rows: slice, columns: slice) -> Iterator[tuple[slice, slice, Tensor | Codes]]:
-        outputs, inputs = self.shape
-        scales = read_tensor(self.tensors[self._scale]).float()
-        scales = scales.view(-1, 1) if scales.ndim < 2 else scales
-        is_blocks = scales.shape[1] > 1 or 1 < len(scales) < outputs
-        height, width = self.config.block if is_blocks else (outputs // len(scales), inputs)
-        step = max(1, RUN_VALUES // inputs)
-        of_column = torch.arange(columns.start, columns.stop) // width
-        for start in range(rows.start, rows.stop, step):
-            run = slice(start, min(start + step, rows.stop))
-            codes = read_tensor(self.codes, run)[:, columns]
-            of_row = scales[torch.arange(run.start, run.stop) // height]
-            is_kept = codes.dtype is torch.int8 and of_row.shape[1] == 1
-            values = Codes(codes, of_row) if is_kept else codes.float() * of_row[:, of_column]
-            yield slice(run.start - rows.start, run.stop - rows.start), slice(0, codes.shape[1]), values
-
-    def _parts_of_packed_8_bits(self, rows: slice, columns: slice) -> Iterator[tuple[slice, slice, Tensor | Codes]]:
-        scales, zero_points = self._scales(rows)
-        is_kept = scales.shape[1] == 1 and bool((zero_points == 128).all())
-        of_column = torch.arange(columns.start, columns.stop) // self._group
-        # GPTQ's words lie input by input, so no run of outputs can be read alone.
-        whole = None if self._end == "weight_packed" else self._codes(rows, columns)
-        step = max(1, RUN_VALUES // self.shape[1])
-        for start in range(0, len(scales), step):
-            run = slice(start, min(start + step, len(scales)))
-            here = slice(rows.start + run.start, rows.start + run.stop)
-            codes = self._codes(here, columns) if whole is None else whole[run]
-            if is_kept:
-                values: Tensor | Codes = Codes(codes.bitwise_xor(128).view(torch.int8), scales[run])
-            else:
-                values = (codes.float() - zero_points[run][:, of_column]) * scales[run][:, of_column]
-            yield run, slice(0, codes.shape[1]), values
-
 
 def find_weights(
-    directory: Path, config: StoredQuantization | None = None, experts: ExpertFiles | None = None
+    directory: Path, config: StoredQuantization | None = None, text: TextConfig | None = None
 ) -> dict[str, Stored | StoredMatrix]:
     """A checkpoint's tensors as `find_tensors` returns them, by the layers' names, but those of all experts one by one,
     and those of a quantised matrix, its bias apart, as one with the name of its weight. Raises CheckpointError as well
     for matrices whose tensors do not fit each other."""
     tensors = find_tensors(directory, canonical_name)
-    if experts is not None:
-        tensors = experts.split(tensors)
+    if text is not None and text.spec.experts is not None:
+        tensors = split_experts(tensors, text.hidden_size, text.spec.experts.transposed)
     if config is None:  # what is not dense is refused later
         return {**tensors}
     members: dict[str, dict[str, Stored]] = {}

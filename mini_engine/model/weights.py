@@ -17,7 +17,6 @@ from mini_engine.free_memory import available_memory
 from mini_engine.kernels.quantized import Codes, Int8Matrix, MatrixPart, QuantizedMatrix
 from mini_engine.model.checkpoint import FLOATS, CheckpointError, Progress, Stored, read_tensor, shorten
 from mini_engine.model.config import ModelConfig
-from mini_engine.model.expert_files import ExpertFiles
 from mini_engine.model.layers import WeightSlice, pack_weights, pieces_of
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.quantization import SUPPORTED, Quantization
@@ -59,10 +58,9 @@ def load_model(
         ValueError: unsupported architecture or setting, heads that do not divide.
     """
     config = ModelConfig.from_dir(path)
-    layout, tensors, stored = config.text.spec.experts, None, None
-    experts = ExpertFiles(config.text.hidden_size, layout.transposed) if layout else None
+    tensors = stored = None
     if load_format != "dummy":
-        tensors = find_weights(Path(path), config.quantization, experts)
+        tensors = find_weights(Path(path), config.quantization, config.text)
         stored = {weight.name: weight.kind for weight in tensors.values() if isinstance(weight, StoredMatrix)}
     held = Quantization.choose(quantization, quantize_head, config.quantization, stored)
     dtype = dtype or getattr(torch, config.dtype)

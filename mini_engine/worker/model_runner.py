@@ -329,7 +329,7 @@ class ModelRunner:
 
     def _choose(self, logits: Tensor, batch: FlatBatch) -> sampler.Sampled:
         if batch.greedy:
-            return sampler.sample_plain(logits)
+            return sampler.Sampled(sampler.largest(logits))
         stops: list[int] = batch.stops.tolist()
         mask = self._receive_masks(batch) if batch.constrained else None
         if batch.adjusts and self._processors is None:

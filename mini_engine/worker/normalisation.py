@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mini_engine.kernels.staging import to_device
 from mini_engine.messages import Modality
 
 # Where the settings are if the joint file does not hold them; videos fall back on those of images.
@@ -63,13 +63,8 @@ class Normalisation:
     def __call__(self, patches: Tensor, dtype: torch.dtype) -> Tensor:
         """uint8 patches `[n, channels * temporal * patch * patch]`, channel outermost -> a new tensor of the same shape
         and device. In the processor's fused form `(x - mean/rescale) / (std/rescale)`, in float32."""
-        mean, std = (_per_channel(values, self.rescale, patches.device) for values in (self.mean, self.std))
+        # float32 before the product, as the processor does it, so that the result is the same to the last bit.
+        both = torch.tensor((self.mean, self.std), dtype=torch.float32).mul_(1.0 / self.rescale).unsqueeze(2)
+        mean, std = to_device(both, patches.device)
         x = patches.unflatten(1, (len(mean), -1)).to(torch.float32)
         return x.sub_(mean).div_(std).flatten(1).to(dtype)
-
-
-@lru_cache(maxsize=16)
-def _per_channel(values: tuple[float, ...], rescale: float, device: torch.device) -> Tensor:
-    """float32 `[channels, 1]`. Cached, since a copy to a device would wait for its queued work."""
-    # float32 before the product, as the processor does it, so that the result is the same to the last bit.
-    return torch.tensor(values, dtype=torch.float32, device=device).mul_(1.0 / rescale).unsqueeze(1)

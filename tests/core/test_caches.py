@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from mini_engine.messages import BindName, ChildRequest, ControlReply, ControlRequest, Found, Lookup, NamedMedia
-from tests.support.simulated_core import BYTES, OTHER, TIMED, CachingWorld, World, item, message
+from tests.support.simulated_core import BYTES, OTHER, CachingWorld, World, item, message
 from tests.support.simulated_ranks import token_of
 
 A, B, C = b"a" * 16, b"b" * 16, b"c" * 16
@@ -135,7 +135,7 @@ def test_a_long_video_is_encoded_over_several_steps_each_grid_once():
 
 def test_video_partly_in_the_prefix_cache_needs_its_last_embeddings():
     """Text stands between the grids, and differs between the third and the fourth."""
-    world = World(model=TIMED, encoder_cache_tokens=8, max_tokens=64)
+    world = World(encoder_cache_tokens=8, max_tokens=64)
     tokens = list(range(20, 40))
     for number, (name, video) in enumerate({"first": A, "other": B, "again": A}.items(), 1):
         media = [item(message(number), 2, 8 if video == B else 4, grids=4, gap=2, media_hash=video)]

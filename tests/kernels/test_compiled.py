@@ -41,8 +41,7 @@ def table(by_default: list[Any], first: Iterable[Any], *axes: Iterable[Any]) -> 
 
 
 ATTENTION = table(
-    [(90, 128, "bf16", KINDS[1]), (100, 80, "fp16", KINDS[0]),
-     (120, 256, "bf16", KINDS[0]), (80, 64, "fp16", KINDS[0])],
+    [(90, 128, "bf16", KINDS[1]), (100, 80, "fp16", KINDS[0]), (120, 256, "bf16", KINDS[0])],
     (64, 80, 128, 256), WIDTHS, KINDS,
 )  # fmt: skip
 FEW, MANY = triton_products.SHAPES
@@ -118,7 +117,7 @@ def test_attention(cases: list[tuple[int, int, str, tuple[bool, int]]], tmp_path
 
 @each_target(120)
 @pytest.mark.parametrize("dtype", ["bf16", *slow(["fp16", "fp32"])])
-@pytest.mark.parametrize("dims", [(80, 256), *slow([(64, 128)])])
+@pytest.mark.parametrize("dims", [(256,), *slow([(64, 80, 128)])])
 def test_join_of_splits(target: int, dtype: str, dims: tuple[int, ...], tmp_path: Path):
     for dim in dims:
         size = {"DIM": dim, "PADDED": padded(dim, 16), "N": paged.JOIN_SPLITS}
@@ -133,7 +132,6 @@ def test_small_operators(dtype: str):
     heads = {"DIM": 80, "PADDED": 128, "HALF": 20, "ROWS": 8, "OFFSET": 1}
     small = (
         (elementwise._rms_norm, {"SIZE": 3584, "PADDED": 4096, "OFFSET": True}),
-        (elementwise._mul_gate, columns | {"SILU": True}),
         (elementwise._mul_gate, columns | {"SILU": False}),
         (elementwise._mul_gate, {"SIZE": 4096, "DIM": 128, "PADDED": 128, "ROWS": 8, "SILU": True}),
         (elementwise._rotate_heads, heads | {"HEADS": 16, "KV_HEADS": 4}),
@@ -150,7 +148,6 @@ def test_around_products():
         (triton_experts._choose, {"SIZE": 128, "PADDED": 128, "EACH": 8, "TOP": 8}),
         (triton_experts._sort, {"BLOCK": triton_experts.PAIRS}),
         (triton_experts._combine, {"SIZE": 2048, "EACH": 8, "COLUMNS": 1024}),
-        (triton_experts._combine, {"SIZE": 2048, "EACH": 8, "COLUMNS": 1024, "shared": None, "gate": None}),
         (triton_products._unpack, triton_products.unpack_constants(torch.bfloat16, 128)),
     )
     for kernel, fixed in around:

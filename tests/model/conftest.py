@@ -65,11 +65,6 @@ def checkpoint(family: str, checkpoints: dict[str, Checkpoint]) -> Checkpoint:
 
 
 @pytest.fixture(scope="session")
-def untied(family: str, checkpoints: dict[str, Checkpoint]) -> Checkpoint:
-    return checkpoints[f"{family} untied"]
-
-
-@pytest.fixture(scope="session")
 def layouts(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same weights in every layout of the hub."""
     config = json.loads((checkpoint.path / "config.json").read_text())

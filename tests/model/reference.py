@@ -5,16 +5,22 @@ The worker has its own paged attention, and its own place for states.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mini_engine.kernels import ops
+from mini_engine.kernels.quantized import MatrixPart
 from mini_engine.model import delta_rule
 from mini_engine.model.config import LinearConfig, ModelConfig
+from mini_engine.model.layers import pieces_of
+from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.rope import Grid, PlacedRun, PromptPositions, mrope_positions
 from mini_engine.model.text import MediaRows
 from mini_engine.model.vision_language import VisionLanguageModel
+from mini_engine.model.weights import load_model
 
 
 class ReferenceAttention:
@@ -134,12 +140,10 @@ def find_runs(
 ) -> list[PlacedRun]:
     """The runs of placeholders in a prompt; grids and seconds as in a `Prompt`."""
     left = {config.image_token_id: [(grid, None) for grid in images]}
-    left[config.video_token_id] = [
-        run
-        for (t, h, w), each in zip(videos, seconds, strict=True)
-        for run in ([((1, h, w), each)] * t if config.text.spec.text_tells_time else [((t, h, w), each)])
-    ]
+    left[config.video_token_id] = whole = [*zip(videos, seconds, strict=True)]
     starts = [at for at, each in enumerate(ids) if each in left and (at == 0 or ids[at - 1] != each)]
+    if sum(ids[at] == config.video_token_id for at in starts) > len(videos):  # text between temporal grids
+        left[config.video_token_id] = [((1, h, w), each) for (t, h, w), each in whole for _ in range(t)]
     return [PlacedRun(at, *left[ids[at]].pop(0)) for at in starts]
 
 
@@ -159,3 +163,20 @@ def in_dtype(prompt: Prompt, dtype: torch.dtype) -> Prompt:
     """The prompt for a model of that dtype."""
     images, videos = ([(patches.to(dtype), grid) for patches, grid in each] for each in (prompt.images, prompt.videos))
     return replace(prompt, images=images, videos=videos)
+
+
+def load(path: Path, dtype: torch.dtype | None = None, **more: Any) -> VisionLanguageModel:
+    """On one rank, on the CPU. `more`: arguments of `load_model`."""
+    return load_model(path, TensorParallel(), dtype, torch.device("cpu"), **more)
+
+
+def values_of(model: VisionLanguageModel) -> dict[str, Tensor]:
+    """The values of a model on one rank that is not packed, by the checkpoint's names, but the head's copy of a tied
+    table."""
+    tensors: dict[str, Tensor] = {}
+    for piece in pieces_of(model):
+        target = piece.target
+        if isinstance(target, MatrixPart):
+            target = target.matrix.codes_of(target.rows).dequantize()
+        tensors.setdefault(piece.source, torch.empty(piece.shape))[piece.index] = target
+    return tensors

@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from mini_engine.model.checkpoint import INDEX_FILE, CheckpointError, find_tensors
 from mini_engine.model.model_spec import canonical_name
-from mini_engine.model.parallel import TensorParallel
-from mini_engine.model.weights import load_model
+from tests.model.reference import load
 
 
 @pytest.fixture
@@ -32,10 +31,6 @@ def shards(path: Path) -> list[Path]:
 def same_weights(ours: torch.nn.Module, theirs: torch.nn.Module) -> bool:
     pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
     return all(torch.equal(mine, other) for mine, other in pairs)
-
-
-def load(path: Path) -> torch.nn.Module:
-    return load_model(path, TensorParallel(), None, torch.device("cpu"))
 
 
 def test_files_without_an_index_are_all_read(sharded, checkpoint):

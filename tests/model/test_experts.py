@@ -11,22 +11,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mini_engine.model.checkpoint import Stored
-from mini_engine.model.expert_files import ExpertFiles
+from mini_engine.model.expert_files import split_experts
 from mini_engine.model.experts import GroupedExperts
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.quantization import MatrixKind, Quantization
-from mini_engine.model.weights import load_model
-from tests.model.reference import reference_logits
+from tests.model.reference import load, reference_logits
 
 CPU = torch.device("cpu")
 BOTH = pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe"], indirect=True, scope="session")
 COUNT, SIZE, INNER = 7, 64, 128
-CHOICES = {
-    "a row": [3],
-    "few rows": [0, 0, 2, 5],
-    "all for one": [6] * 20,
-    "one has none": [0] * 5 + [1] * 3 + [3, 4, 5, 6, 6],
-}
 
 
 def by_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -73,7 +66,7 @@ def test_every_layout_of_experts_is_read(checkpoint, family, oracle, prompts, tm
     }
     expected = oracle(checkpoint.oracle, prompts["image"])
     for path in layouts.values():
-        ours = reference_logits(load_model(path, TensorParallel(), None, CPU), [prompts["image"]])[0]
+        ours = reference_logits(load(path), [prompts["image"]])[0]
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
     fp8 = dict(separate)
     for name in [name for name in separate if ".experts." in name]:
@@ -82,10 +75,9 @@ def test_every_layout_of_experts_is_read(checkpoint, family, oracle, prompts, tm
         fp8[f"{name}_scale_inv"] = torch.rand(outputs // 32, inputs // 32) / 100 + 0.005
     blocks = {"quant_method": "fp8", "weight_block_size": [32, 32]}
     found = [
-        torch.cat(reference_logits(load_model(write(tmp_path / name, checkpoint.path, tensors, blocks),
-                                              TensorParallel(), None, CPU), [prompts["image"]]))
+        torch.cat(reference_logits(load(write(tmp_path / name, checkpoint.path, tensors, blocks)), [prompts["image"]]))
         for name, tensors in (("fp8", fp8), ("fp8 together", together(fp8, is_transposed)))
-    ]  # fmt: skip
+    ]
     assert torch.equal(*found)
 
 
@@ -94,7 +86,7 @@ def test_a_tensor_of_all_experts_stays_whole_where_gate_and_up_share_a_row_or_sc
     odd = Stored(Path("file"), "0.mlp.experts.gate_up_proj", (COUNT, 2 * INNER + 1, SIZE), "F32", 0)
     weight = Stored(Path("file"), "1.mlp.experts.gate_up_proj", (COUNT, 2 * 192, 128), "F8_E4M3", 0)
     scales = Stored(Path("file"), "1.mlp.experts.gate_up_proj_scale_inv", (COUNT, 3, 1), "F32", 0)
-    split = ExpertFiles(128, transposed=False).split({each.name: each for each in (odd, weight, scales)})
+    split = split_experts({each.name: each for each in (odd, weight, scales)}, 128, transposed=False)
     assert split[odd.name] is odd and split[scales.name] is scales and len(split) == 2 + 2 * COUNT
 
 

@@ -1,7 +1,6 @@
 """The model against transformers, float32 at 1e-5, one rank."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,20 +8,14 @@ from torch import Tensor
 
 from mini_engine.kernels import avx2
 from mini_engine.model.config import ModelConfig
-from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
-from mini_engine.model.weights import load_model
-from tests.model.reference import ReferenceAttention, in_dtype, place, reference_logits
+from tests.model.reference import ReferenceAttention, in_dtype, load, place, reference_logits
 
 EVERY_FAMILY = True
 needs_fbgemm = pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="not on x86")
 CPU = torch.device("cpu")
 BFLOAT16_BOUND = 0.05  # of the largest logit
 BOUNDS = {torch.bfloat16: BFLOAT16_BOUND, torch.float16: BFLOAT16_BOUND / 8}  # three more bits of fraction
-
-
-def load(path: Path, dtype: torch.dtype | None = None) -> VisionLanguageModel:
-    return load_model(path, TensorParallel(), dtype, CPU)
 
 
 def narrow_error(ours: Tensor, exact: Tensor, config: ModelConfig) -> Tensor:
@@ -53,12 +46,6 @@ def test_every_checkpoint_layout_gives_the_same(layout, layouts, checkpoint, ora
     torch.testing.assert_close(
         reference_logits(model, [prompt])[0], oracle(checkpoint.oracle, prompt), atol=1e-5, rtol=0
     )
-
-
-@torch.inference_mode()
-def test_untied_head_and_a_single_kv_head(untied, oracle, prompts):
-    ours = reference_logits(load(untied.path), [prompts["video then images"]])[0]
-    torch.testing.assert_close(ours, oracle(untied.oracle, prompts["video then images"]), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["two videos", "video then images", "image then video"])

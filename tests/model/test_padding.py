@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from mini_engine.model import parallel
-from mini_engine.model.expert_files import ExpertFiles
 from mini_engine.model.layers import MLP, pieces_of
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.quantized_files import find_weights
@@ -20,8 +19,8 @@ GRANULE = 36  # the families' inner sizes of 96 and 48 are no multiples of it, n
 @pytest.fixture(autouse=True)
 def unset(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that is not set is no zero by chance."""
-    make = Placement.empty
-    monkeypatch.setattr(Placement, "empty", lambda *args: make(*args).fill_(float("nan")))
+    make = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **more: make(*args, **more).fill_(float("nan")))
 
 
 @pytest.fixture
@@ -35,8 +34,7 @@ def build(checkpoint, rank: int = 0, size: int = 1) -> VisionLanguageModel:
 
 def load(checkpoint, rank: int = 0, size: int = 1) -> VisionLanguageModel:
     model = build(checkpoint, rank, size)
-    experts = ExpertFiles(checkpoint.config.text.hidden_size, transposed=True)
-    load_weights(model, checkpoint.path, find_weights(checkpoint.path, experts=experts))
+    load_weights(model, checkpoint.path, find_weights(checkpoint.path, text=checkpoint.config.text))
     return model
 
 

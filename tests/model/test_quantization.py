@@ -18,18 +18,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix, MatrixPart, QuantizedMatrix
+from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix, QuantizedMatrix
 from mini_engine.model import quantized_files, weights
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import ModelConfig
-from mini_engine.model.layers import pieces_of
 from mini_engine.model.model_spec import canonical_name
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.quantization import SUPPORTED, StoredQuantization, weight_bits
-from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
 from tests.model.rank_program import run, run_ranks
-from tests.model.reference import reference_logits
+from tests.model.reference import load, reference_logits, values_of
 
 FAMILIES = ("qwen3_vl", "qwen3_5", "qwen3_5_moe")  # in turn, so that each has layouts of 4 and of 8 bits
 CPU = torch.device("cpu")
@@ -141,18 +139,6 @@ def write(form: str, source: Path, folder: Path, inner: int = 96) -> Path:
     return folder
 
 
-def values_of(model: VisionLanguageModel) -> dict[str, Tensor]:
-    """The values of a model on one rank that is not packed, by the checkpoint's names, but the head's copy of a tied
-    table."""
-    tensors: dict[str, Tensor] = {}
-    for piece in pieces_of(model):
-        target = piece.target
-        if isinstance(target, MatrixPart):
-            target = target.matrix.codes_of(target.rows).dequantize()
-        tensors.setdefault(piece.source, torch.empty(piece.shape))[piece.index] = target
-    return tensors
-
-
 def assert_close(ours: Tensor, theirs: Tensor, bound: float, median: bool = False) -> None:
     """By the norm of the difference, or of the median row's: in a mixture of experts rounding lets some tokens choose
     others."""
@@ -169,8 +155,8 @@ def test_a_published_layout_gives_the_logits_of_its_weights(form, source, tmp_pa
     of that step, 0.007 of numbers whose largest is three times their deviation; FP8's weights are rounded likewise.
     Three layers of four products each add up to 0.035, twice rounded to 0.05."""
     path = write(form, source, tmp_path / "quantised")
-    dense = load_model(source, TensorParallel(), None, CPU)
-    model = load_model(path, TensorParallel(), None, CPU, quantize_head="none")
+    dense = load(source)
+    model = load(path, quantize_head="none")
     batch = [prompts["image then video"], prompts["text"]]
     bound = 1e-5 if IS_4_BITS[form] else 0.05
     for size in (1 << 30, 29):
@@ -179,7 +165,7 @@ def test_a_published_layout_gives_the_logits_of_its_weights(form, source, tmp_pa
     kinds = [type(module) for module in model.decoder.modules() if isinstance(module, QuantizedMatrix)]
     expected = {Int4Matrix, Int8Matrix} if form == "pack mixed" else {Int4Matrix if IS_4_BITS[form] else Int8Matrix}
     assert {*kinds} == expected
-    mlp = load_model(path, TensorParallel(), None, CPU, "dummy").decoder.layers[0].mlp
+    mlp = load(path, load_format="dummy").decoder.layers[0].mlp
     assert (mlp.experts[6] if model.config.text.experts else mlp).down.weight.shape == (64, 96)
 
 
@@ -219,21 +205,21 @@ def test_parts_of_a_matrix_are_those_of_its_values(form, tmp_path, monkeypatch):
 def test_quantising_at_load(bits, load_format, source, prompts, monkeypatch):
     """In runs of a few rows, without a dense matrix in the decoder. The logits are those of the rounded weights."""
     monkeypatch.setattr(weights, "RUN_VALUES", 250)
-    arguments = (source, TensorParallel(), None, CPU, load_format, False, bits)
-    model = load_model(*arguments)
+    flags = {"load_format": load_format, "quantization": bits}
+    model = load(source, **flags)
     assert not any(
         parameter.ndim == 2 and "layers" in name and not re.search("kernel|router|shared_gate", name)
         for name, parameter in model.decoder.named_parameters()
     )
     assert isinstance(model.head.weight, Int8Matrix) and model.embedding.weight.dtype is torch.float32
     monkeypatch.setattr(weights, "pack_weights", lambda model: None)
-    unpacked = values_of(load_model(*arguments))
+    unpacked = values_of(load(source, **flags))
     original = load_file(source / "model.safetensors") if load_format == "auto" else {}
     for name, tensor in original.items():
         error = {"int8": 0.012, "int4": 0.12}[bits]  # 128 normal numbers span 5.4 deviations: 15 steps of 0.36
         assert_close(unpacked[canonical_name(name)], tensor, error)
     save_file(unpacked, source / "model.safetensors")
-    dense = load_model(source, TensorParallel(), None, CPU)
+    dense = load(source)
     ours, theirs = (reference_logits(each, [prompts["image"]])[0] for each in (model, dense))
     assert_close(ours, theirs, 0.05, median=model.config.text.experts is not None)
 
@@ -302,7 +288,7 @@ def test_weights_that_are_not_finite_are_named(number, source, tmp_path):
         next(tensor for key, tensor in tensors.items() if key.endswith(name))[1, 0] = number
         save_file(tensors, file)
         with pytest.raises(CheckpointError, match=r"q_proj.weight has weights or scales that are infinite"):
-            load_model(file.parent, TensorParallel(), None, CPU, "auto", False, flag)
+            load(file.parent, quantization=flag)
 
 
 def test_a_quantised_token_table_serves_as_a_tied_head(source, tmp_path, prompts):
@@ -315,12 +301,12 @@ def test_a_quantised_token_table_serves_as_a_tied_head(source, tmp_path, prompts
     tensors |= {f"{name.removesuffix('weight')}{end}": tensor.contiguous() for end, tensor in stored.items()}
     save_file(dense, files[1])
     save_file(tensors, files[0])
-    ours, theirs = (load_model(each, TensorParallel(), None, CPU) for each in (path, source))
+    ours, theirs = (load(each) for each in (path, source))
     assert isinstance(ours.head.weight, Int4Matrix)
     assert_close(*(torch.cat(reference_logits(model, [prompts["text"]])) for model in (ours, theirs)), 1e-5)
     save_file(tensors | {f"lm_head.{end}": tensor.clone().contiguous() for end, tensor in stored.items()}, files[0])
     with pytest.raises(CheckpointError, match="set tie_word_embeddings to false"):
-        load_model(path, TensorParallel(), None, CPU)
+        load(path)
 
 
 def test_options_that_are_not_read_are_named(checkpoint):

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.towers.spread_tower import SpreadTower, share_out
-from mini_engine.model.weights import load_model
 from tests.model.conftest import make_prompts
 from tests.model.rank_program import run_ranks
+from tests.model.reference import load
 from tests.model.test_logits import BFLOAT16_BOUND
 from tests.support.families import FAMILIES, PATCH_DIM
 
@@ -72,7 +72,7 @@ def test_logits_equal_transformers(ranks, oracle, checkpoints):
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.inference_mode()
 def test_a_spread_tower_gives_the_rows_of_one_rank_and_shares_the_work(name, ranks, checkpoints):
-    alone = load_model(checkpoints[name].path, TensorParallel(), None, CPU)
+    alone = load(checkpoints[name].path)
     for case, (patches, grids) in ranks.calls.items():
         for result in ranks.towers:
             for ours, theirs in zip(result[name][case][0], alone.encode_vision(patches, grids), strict=True):

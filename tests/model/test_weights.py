@@ -8,37 +8,23 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 
 from mini_engine.model import weights
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import ModelConfig
-from mini_engine.model.expert_files import ExpertFiles
 from mini_engine.model.layers import pieces_of
 from mini_engine.model.model_spec import canonical_name
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.quantized_files import find_weights
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model, load_weights
-from tests.model.reference import reference_logits
+from tests.model.reference import load, reference_logits, values_of
 from tests.model.test_experts import by_expert
 from tests.support.families import FAMILIES
 
 CPU = torch.device("cpu")
 FILE = "model.safetensors"
-
-
-def whole_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The checkpoint's tensors by name, of a model on one rank."""
-    tensors: dict[str, Tensor] = {}
-    for piece in pieces_of(model):
-        tensors.setdefault(piece.source, torch.empty(piece.shape, dtype=piece.target.dtype))[piece.index] = piece.target
-    return tensors
-
-
-def load(path: Path) -> VisionLanguageModel:
-    return load_model(path, TensorParallel(), None, CPU)
 
 
 @pytest.fixture
@@ -73,7 +59,7 @@ def test_a_model_that_memory_cannot_hold_is_refused(copy):
     with pytest.raises(
         CheckpointError, match=r"take [\d.]+ GiB of a worker .* GiB of memory are free; choose a smaller"
     ):
-        load_model(copy, TensorParallel(), None, CPU, "dummy")
+        load(copy, load_format="dummy")
 
 
 def test_a_stored_copy_of_a_tied_head_frequencies_and_layers_for_speculation_are_ignored(copy):
@@ -128,7 +114,7 @@ def test_ranks_hold_every_weight_once(name, size, checkpoints):
     stored = {canonical_name(key): value for key, value in by_expert(load_file(path / FILE)).items()}
     holders = {key: torch.zeros(value.shape, dtype=torch.int64) for key, value in stored.items()}
     config = ModelConfig.from_dir(path)
-    tensors = find_weights(path, experts=ExpertFiles(config.text.hidden_size, transposed=True))
+    tensors = find_weights(path, text=config.text)
     for rank in range(size):
         model = VisionLanguageModel(config, Placement(TensorParallel(rank, size), torch.float32, CPU))
         load_weights(model, path, tensors)
@@ -151,8 +137,8 @@ def test_quantised_weights_are_named(copy):
 
 
 def test_random_weights_are_random(checkpoint):
-    tensors = whole_tensors(load_model(checkpoint.path, TensorParallel(), torch.bfloat16, CPU, "dummy"))
-    matrices = {name: tensor.float().flatten(1) for name, tensor in tensors.items() if tensor.ndim > 1}
+    tensors = values_of(load(checkpoint.path, torch.bfloat16, load_format="dummy"))
+    matrices = {name: tensor.flatten(1) for name, tensor in tensors.items() if tensor.ndim > 1}
     for name, matrix in matrices.items():
         assert matrix.std().item() == pytest.approx(0.02, rel=0.1), name
         assert abs(matrix.mean().item()) < 0.002, name
@@ -161,11 +147,11 @@ def test_random_weights_are_random(checkpoint):
 
 
 def test_runs_of_rows_and_ranks_make_and_read_the_same_weights(copy, monkeypatch):
-    whole = whole_tensors(load_model(copy, TensorParallel(), None, CPU, "dummy"))
+    whole = values_of(load(copy, load_format="dummy"))
     save_file(whole, copy / FILE)
     monkeypatch.setattr(weights, "RUN_VALUES", 250)
     for load_format in ("dummy", "auto"):
-        for name, tensor in whole_tensors(load_model(copy, TensorParallel(), None, CPU, load_format)).items():
+        for name, tensor in values_of(load(copy, load_format=load_format)).items():
             assert torch.equal(tensor, whole[name])
     for rank, load_format in ((0, "auto"), (1, "auto"), (0, "dummy"), (1, "dummy")):
         for piece in pieces_of(load_model(copy, TensorParallel(rank, 2), None, CPU, load_format)):
@@ -176,7 +162,7 @@ def test_runs_of_rows_and_ranks_make_and_read_the_same_weights(copy, monkeypatch
 def test_progress_is_logged_with_an_estimate(load_format, what, checkpoint, monkeypatch, caplog):
     caplog.set_level("INFO")
     monkeypatch.setattr("mini_engine.model.checkpoint.PROGRESS_SECONDS", 0)
-    load_model(checkpoint.path, TensorParallel(), None, CPU, load_format)
+    load(checkpoint.path, load_format=load_format)
     *under_way, end = caplog.messages
     assert all(re.fullmatch(what + r": \d+\.\d\d of \d+\.\d\d GB, about \d+ s left", line) for line in under_way)
     assert len(under_way) > 3 and re.fullmatch(what + r": \d+\.\d\d GB in \d+\.\d s", end)

@@ -40,9 +40,7 @@ from tests.support.simulated_ranks import SimulatedLinks
 
 API, OTHER = ("api 0", 7), ("api 1", 9)
 MODEL = ModelConfig.from_dir(BUNDLED_MODEL)
-# One whose prompts have text between the temporal grids of a video.
-SPEC = dataclasses.replace(MODEL.text.spec, text_tells_time=True)
-TIMED = dataclasses.replace(MODEL, text=dataclasses.replace(MODEL.text, spec=SPEC))
+TIMED = dataclasses.replace(MODEL)  # its prompts have text between the temporal grids of a video
 BYTES = 4 * MODEL.vision.patch_dim  # of one token
 
 

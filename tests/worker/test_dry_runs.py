@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu_check import SAMPLING, grammars, requests, shorten
-from benchmarks.runner import CONFIGS, checkpoint, decode, made_up_media, plain_requests
+from benchmarks.runner import CONFIGS, checkpoint, decode, made_up_media, plain_requests, take
 from mini_engine.config import BUNDLED_MODEL, ConfigError
 from mini_engine.launch.cli import parse
 from mini_engine.model.parallel import TensorParallel
@@ -139,13 +139,12 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Any:
 def start(flags: list[str], rank: int, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The worker's main function without its connections. The memory that it measured, and the runner."""
     config, made, profile = parse([*flags, *PIXELS, "--max-num-seqs", "8"], {}), list[Any](), worker.profile
-    received = lambda patches: torch.empty(patches.shape, dtype=patches.dtype, device=DEVICE)  # noqa: E731
     for name, replacement in {
-        "choose_device": lambda *_: DEVICE, "PinnedMemory": lambda _: SimpleNamespace(to_device=received),
+        "PinnedMemory": lambda _: MagicMock(to_device=lambda x: torch.empty(x.shape, dtype=x.dtype, device=DEVICE)),
         "receive_media": lambda *_: made_up_media(), "start_grammars": lambda *_: None,
         "join_group": lambda *_: TensorParallel(rank, config.tensor_parallel_size, MagicMock()),
         "profile": lambda *args: made.append(profile(*args)) or made[0],
-        "serve_ahead": lambda core, encoder, runner: made.append(runner),
+        "choose_device": lambda *_: DEVICE, "serve_ahead": lambda core, encoder, runner: made.append(runner),
         **dict.fromkeys(("gc", "sockets"), MagicMock()), "os": MagicMock(environ={"OMP_NUM_THREADS": THREADS}),
     }.items():  # fmt: skip
         monkeypatch.setattr(worker, name, replacement)
@@ -166,15 +165,13 @@ def test_a_cache_too_small_for_long_warm_ups_leaves_nothing_to_compile(device, m
         cache = ["--num-gpu-blocks-override", "8", "--max-model-len", "128"]
         [runner] = start([*flags, *cache, *NO_MEDIA, "-q", "int4"], 0, monkeypatch)
     met = set(device.specialisations)
-    with contextlib.closing(decode(runner, plain_requests(1, 100))) as launched:
-        next(launched), next(launched)
+    take(decode(runner, plain_requests(1, 100)), 2)
     assert not device.specialisations - met, "kernels first compiled while requests are served"
 
 
 ONE_LAYER = lambda raw: shorten(raw) or raw.get("text_config", raw).update(num_hidden_layers=1)  # noqa: E731
-FEW_LAYERS = [("Qwen2-VL-2B-Instruct", 2, 1, ["-q", "int8"], ONE_LAYER), ("Qwen3.5-35B-A3B", 1, 0, [], shorten),
-              ("Qwen2.5-VL-7B-Instruct", 4, 0, DATA, ONE_LAYER),
-              ("Qwen3-VL-30B-A3B-Instruct", 2, 0, ["-q", "int4"], ONE_LAYER)]  # fmt: skip
+FEW_LAYERS = [("Qwen3.5-35B-A3B", 1, 0, [], shorten), ("Qwen3-VL-30B-A3B-Instruct", 2, 0, ["-q", "int4"], ONE_LAYER),
+              ("Qwen2.5-VL-7B-Instruct", 4, 1, [*DATA, "-q", "int8"], ONE_LAYER)]  # fmt: skip
 ALL_LAYERS = [pytest.param(path.stem, size, 0, flags, None, marks=pytest.mark.slow) for path in CONFIGS.glob("*.json")
               for size, flags in ((1, []), (2, []), (2, DATA), (4, []), (4, DATA))]  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""Copies from pinned memory: how pages are registered, copies cut at the borders, and both on a device."""
+"""Copies from pinned memory: how pages are registered, and copies cut at the borders. `bench.py gpu --check` does both
+on a device."""
 
 import contextlib
 import os
@@ -127,21 +128,3 @@ def test_a_refusal_is_one_line_and_the_memory_is_copied_as_it_is(pinned_with, ca
     assert caplog.messages == [
         "Media are copied to cuda:0 from pageable memory: the device cannot register host memory"
     ]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_mapping_is_registered_as_far_as_it_is_used_and_copied_from() -> None:
-    device = torch.device("cuda", 0)
-    pinned = PinnedMemory(device)
-    fd = create_sparse(4 * MIB)
-    writable, readable = WritableMemory(fd), ReadableMemory(fd, pinned.pin)
-    os.close(fd)
-    for mark in (2 * MIB, 3 * MIB):  # the last quarter is not registered
-        readable.register(mark)
-    tensor = torch.randint(0, 256, (3 * MIB,), dtype=torch.uint8)
-    extents = [(16, 3 * MIB // PAGE_BYTES)]
-    writable.write(extents, tensor)
-    view = readable.read(extents, 0, 3 * MIB)
-    assert view[:MIB].is_pinned()
-    assert torch.equal(pinned.to_device(view).cpu(), tensor)

@@ -2,32 +2,23 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 
 from mini_engine.worker.shared_collectives import PIECE_BYTES, RankEnded, RankLost, meet
 
-SIZES = (2, 4)
 
-
-@pytest.fixture
-def tmp_path(runtime: Path) -> Path:
-    """Short, unlike pytest's: there are sockets in it."""
-    return runtime
-
-
-@pytest.fixture(params=SIZES)
+@pytest.fixture(params=[2, 4])
 def size(request) -> int:
     return request.param
 
 
 @pytest.fixture
-def ranks(size, tmp_path):
+def ranks(size, runtime):
     """One end for each rank, for threads of this process."""
     with ThreadPoolExecutor(size) as pool:
-        yield (met := list(pool.map(lambda rank: meet(tmp_path / "ranks", rank, size, 60.0, 60.0), range(size))))
+        yield (met := list(pool.map(lambda rank: meet(runtime / "ranks", rank, size, 60.0, 60.0), range(size))))
     for end in met:
         end.close()
 
@@ -85,12 +76,12 @@ def test_the_end_of_a_rank_is_noticed_at_once(ranks):
             ranks[rank].all_reduce(torch.zeros(4))
 
 
-def test_a_rank_that_does_not_come_is_waited_for_so_long(tmp_path):
+def test_a_rank_that_does_not_come_is_waited_for_so_long(runtime):
     """And at the start for longer than in a collective."""
 
     def come(rank):
         time.sleep(0.4 * rank)
-        return meet(tmp_path / "ranks", rank, 2, 60.0, 0.2)
+        return meet(runtime / "ranks", rank, 2, 60.0, 0.2)
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(come, range(2))

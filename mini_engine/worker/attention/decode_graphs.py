@@ -35,7 +35,7 @@ class DecodeGraphs:
         self._spare_index = self._spare * cache.block_size
         self._model = model
         self._token_ids = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(3 * rows, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(3, rows, dtype=torch.int64, device=device)
         self._cache_indices = torch.full((rows,), self._spare_index, dtype=torch.int64, device=device)
         columns = columns_of(-(-longest // cache.block_size))
         self._tables = Tables(
@@ -85,16 +85,12 @@ class DecodeGraphs:
         if hook.recurrence is not None:
             self._state_indices[:count].copy_(hook.recurrence.state_indices)
         self._fill(token_ids, attend.cache_indices, attend.decode.tables)
-        self._positions_of(size)[:, :count].copy_(positions)
+        self._positions[:, :count].copy_(positions)  # those of padding do not matter
         if size in self._graphs:
             self._graphs[size].replay()
         else:
             self._compute(size)
         return self._hidden[:count]
-
-    def _positions_of(self, size: int) -> Tensor:
-        """`[3, size]`, contiguous: each size has its own layout, and what padding finds there does not matter."""
-        return self._positions[: 3 * size].view(3, size)
 
     def _fill(self, token_ids: Tensor, cache_indices: Tensor, tables: Tables) -> None:
         """Put a step's sequences into the first rows; the others are padding from now on."""
@@ -115,6 +111,6 @@ class DecodeGraphs:
         self._filled = count
 
     def _compute(self, size: int) -> None:
-        hidden = self._model(self._model.embed(self._token_ids[:size]), self._positions_of(size), self._hooks[size])
+        hidden = self._model(self._model.embed(self._token_ids[:size]), self._positions[:, :size], self._hooks[size])
         # Copied: a result in the pool would be one for each size, for good.
         self._hidden[:size].copy_(hidden)

@@ -9,7 +9,6 @@ import torch
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.weights import load_model
 from mini_engine.worker.attention.sdpa import AttentionBackend, KVCache, SdpaBackend, Span, empty_blocks
-from mini_engine.worker.cache_sizes import HUNGRY_SAMPLING
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 from tests.support.devices import INTERPRETED, device
@@ -22,7 +21,6 @@ from mini_engine.worker.attention.decode_graphs import DecodeGraphs  # noqa: E40
 from mini_engine.worker.attention.triton_attention import Tables, TritonBackend  # noqa: E402
 
 BLOCKS = 64
-HUNGRY = {name: getattr(HUNGRY_SAMPLING, name) for name in ("repetition_penalty", "presence_penalty", "logprobs")}
 
 
 class GraphRig:
@@ -87,30 +85,3 @@ def test_tables_that_advance_are_those_that_are_built(device):
             used = -(-stop // 16)
             assert tables.tables[row, :used].tolist() == blocks[row, :used].tolist()
     assert tables.tables.shape == (4, 32)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {},
-        {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
-        {"temperature": 1.0, "top_p": 0.5},
-        {"repetition_penalty": 1.05},
-        {**HUNGRY, "temperature": 0.8, "logit_bias": {5: 1.0}, "min_tokens": 20, "stop_token_ids": [7, 8]},
-    ],
-)
-def test_a_step_that_goes_on_waits_for_nothing(sampling, checkpoint):
-    """Torch raises where it would wait for the device."""
-    rig, media = GraphRig(checkpoint, torch.device("cuda", 0)), tiny.MemoryMedia()
-    requests = [new for new in tiny.mixed_requests(media, **sampling) if new.request_id in ("text", "short", "block")]
-    steps = script.write_steps(requests, 30, 1000, 16, BLOCKS)
-    runner = rig.runner(media, rig.backend, rig.graphs)
-    script.run(runner, steps[:3])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        script.run(runner, steps[3:29], ahead=1)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -76,9 +76,6 @@ class GrammarRank:
         names = [*map(digest, grammars)]
         self.grammars.update([], names, [*zip(names, grammars, strict=True)])
 
-    def finish_output(self, grammar: str) -> None:
-        self.grammars.update([], [], [(digest(grammar), grammar)])
-
     def close(self) -> None:
         self.grammars.close()
 
@@ -315,7 +312,7 @@ def test_outputs_may_end_and_go_on_while_their_process_hardly_runs():
         (process,) = rank.processes()
         rank.follow({HONEST: []})
         os.kill(process, signal.SIGSTOP)
-        rank.finish_output(HONEST)
+        rank.grammars.update([], [], [(digest(HONEST), HONEST)])
         rank.grammars.request_masks({0: Row(digest(HONEST), HONEST, 0, [], STOPS)})
         for _ in range(3):
             os.kill(process, signal.SIGCONT)

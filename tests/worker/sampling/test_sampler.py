@@ -113,7 +113,7 @@ def test_logprobs_are_those_of_the_raw_logits():
 def test_a_plain_sample_is_what_the_rows_would_give(dtype):
     logits = torch.randn(9, VOCABULARY).mul(2).round().to(dtype)  # the first of equals
     expected = [values.index(max(values)) for values in logits.tolist()]
-    assert sampler.sample_plain(logits).tokens.tolist() == expected
+    assert sampler.largest(logits).tolist() == expected
     for greedy in ({"temperature": 0.0}, {"top_k": 1, "temperature": 0.5}):
         assert sample(logits.clone(), [row(i, **greedy) for i in range(9)]).tokens.tolist() == expected
 
