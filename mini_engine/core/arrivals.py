@@ -63,10 +63,10 @@ class Arrivals:
         self._void.add(incarnation)
         for message in [message for message in self._entries if message.incarnation == incarnation]:
             del self._entries[message]
-        self._next_step.drop_sender(incarnation)
+        self._next_step.step.drop_senders.append(incarnation)
 
     def _release_if_reported(self, message: MessageId) -> None:
         entry = self._entries[message]
         if entry.unneeded and entry.num_reports == self._num_ranks:
             del self._entries[message]
-            self._next_step.release(message)
+            self._next_step.step.release.append(message)

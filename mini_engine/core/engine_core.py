@@ -377,7 +377,7 @@ class EngineCore:
             self.grammars.release(request)
         self.scheduler.remove(request)
         if request.announced:
-            self.next_step.finish(request.id)
+            self.next_step.step.finished.append(request.id)
         if request.parent is not None:
             request.parent.children.remove(request)
         if request.children:
@@ -401,7 +401,7 @@ class EngineCore:
             tensors.released = True
             self.arrivals.release(tensors.messages)
             if tensors.references:
-                self.next_step.release_references(tensors.references)
+                self.next_step.unreferenced.append(tensors.references)
 
     def _stats(self) -> EngineStats:
         """The gauges, and the events since the last call."""

@@ -123,4 +123,4 @@ class EncoderCache:
         entry = self._entries.pop(media_hash)
         self.num_tokens -= entry.num_tokens
         if entry.num_grids or entry.num_blocks:
-            self._next_step.evict(media_hash)
+            self._next_step.step.evict.append(media_hash)

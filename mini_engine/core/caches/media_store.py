@@ -192,7 +192,7 @@ class RankCopies(MediaDirectory):
         self._unready[media_hash] = MediaEntry(CachedMedia.of(item), nbytes)
         self.num_bytes += nbytes
         self.num_bytes_pinned += nbytes
-        self._next_step.keep(KeepMedia(media_hash, item.patches))
+        self._next_step.step.keep.append(KeepMedia(media_hash, item.patches))
 
     def kept(self, media_hash: bytes) -> None:
         entry = self._unready.pop(media_hash)
@@ -200,8 +200,7 @@ class RankCopies(MediaDirectory):
         self._list(entry)
 
     def _free(self, entries: list[MediaEntry]) -> None:
-        for entry in entries:
-            self._next_step.drop(entry.media.media_hash)
+        self._next_step.step.drop.extend(entry.media.media_hash for entry in entries)
 
 
 class MediaStore(MediaDirectory):
