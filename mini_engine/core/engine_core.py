@@ -228,8 +228,8 @@ class EngineCore:
         for request in plan.unmet:
             self._forget(request, request.arrival)
         for request in plan.requests.values():
-            own, items = request.reserved, request.media_tokens
-            if not request.tensors.released and all(each in own and self.encoder.holds(each) for each in items):
+            own, hashes = request.reserved, [item.media_hash for item in request.media]
+            if not request.tensors.released and all(each in own and self.encoder.holds(each) for each in hashes):
                 self._release_tensors(request)  # its items are encoded once this step has run, and stay as long as it
         flight = self.next_step.build(plan, is_ping=bool(self.pings and not self.in_flight))
         if flight is None:
@@ -376,7 +376,7 @@ class EngineCore:
         if request.new.sampling.grammar:
             self.grammars.release(request)
         self.scheduler.remove(request)
-        if request.announced:
+        if request.scheduled_at:
             self.next_step.step.finished.append(request.id)
         if request.parent is not None:
             request.parent.children.remove(request)

@@ -79,15 +79,13 @@ class Request:
     num_counted: int = 0  # prompt tokens in `EngineStats.prompt_tokens`: none twice, after a preemption either
     num_published: int = 0  # of `blocks`: those in the prefix cache
     epoch: int = 0  # raised when it loses its blocks
-    restarts: bool = True  # its next chunk replaces the ranks' block table for it
-    announced: bool = False  # the ranks know the sequence
     reserved: dict[bytes, int] = dataclasses.field(default_factory=dict)  # room in the encoder cache: hash -> tokens
     state: int | None = None  # index of its recurrent state while it runs
     last_snapshot: bytes | None = None  # prefix hash of the latest one in its output, which the next one replaces
     num_cached: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
     deadline: float = math.inf  # for its media to be on all ranks, by `time.monotonic()`
     accepted_at: float = 0.0  # when all ranks had its media
-    scheduled_at: float = 0.0  # when a step first began to work on it
+    scheduled_at: float = 0.0  # when a step first began to work on it, and the ranks got to know the sequence
     times: EngineTimes | None = None  # known with its first token
 
     def __post_init__(self) -> None:
@@ -121,11 +119,6 @@ class Request:
     @property
     def media(self) -> list[MediaItem]:
         return self.new.media
-
-    @property
-    def media_tokens(self) -> dict[bytes, int]:
-        """Its distinct media items: hash -> tokens."""
-        return {item.media_hash: item.num_tokens for item in self.media}
 
     def unreserved(self, start: int) -> dict[bytes, int]:
         """The items for which it has to reserve room in the encoder cache to compute its tokens from `start` on.

@@ -120,7 +120,7 @@ class Scheduler:
             if victim is request:
                 return
         request.blocks += blocks
-        self._add_chunk(request, length, plan)
+        self._add_chunk(request, length, plan, restart=False)
 
     def _preempt(self, request: Request) -> None:
         """Queue it again; all is recomputed but what the prefix cache still holds. Its sampled tokens stay valid, those
@@ -138,7 +138,6 @@ class Scheduler:
             request.state = None
         request.num_computed = 0
         request.epoch += 1
-        request.restarts = True
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 
@@ -201,7 +200,7 @@ class Scheduler:
             source = self.states.use(request.hashes[len(cached) - 1]) if cached else None
             plan.states.append(StateStart(request.id, request.state, source))
             self.events["state_snapshot_hits"] += source is not None
-        self._add_chunk(request, length, plan)
+        self._add_chunk(request, length, plan, restart=True)
         return True
 
     def _is_full(self) -> bool:
@@ -333,20 +332,20 @@ class Scheduler:
             if first < end:
                 yield item, first
 
-    def _add_chunk(self, request: Request, length: int, plan: Plan) -> None:
+    def _add_chunk(self, request: Request, length: int, plan: Plan, restart: bool) -> None:
+        """`restart`: it has just been admitted."""
         self._serve(request, plan)
         start, end = request.num_computed, request.num_computed + length
-        first_new = 0 if request.restarts else self.blocks.blocks_for(start)
+        first_new = 0 if restart else self.blocks.blocks_for(start)
         blocks = request.blocks[first_new : self.blocks.blocks_for(end)]
         samples = end == request.num_known
         snapshots = self._snapshots(request, start, end) if self.states.is_needed else []
-        chunk = Chunk(request.id, start, length, blocks, samples, request.restarts, snapshots)
+        chunk = Chunk(request.id, start, length, blocks, samples, restart, snapshots)
         plan.work[request.id] = ChunkWork(chunk, request, request.epoch)
         plan.tokens_left -= length
         if length > 1:
             plan.num_prefill += length
             plan.seconds_left = max(0.0, plan.seconds_left - length * self.times.token)
-        request.restarts = False
         request.num_computed = end
         request.num_sampled += samples
 
@@ -374,11 +373,10 @@ class Scheduler:
         """The plan has work for it."""
         plan.requests[request.id] = request
         self.clients.serve(request)
-        if not request.announced:
+        if not request.scheduled_at:
             request.scheduled_at = time.monotonic()
             sampling = request.new.sampling
             if request.seed != sampling.seed:
                 sampling = msgspec.structs.replace(sampling, seed=request.seed)
             new = NewSequence(request.id, request.new.prompt_token_ids, sampling, request.media, request.new.pooling)
             plan.started.append(new)
-            request.announced = True
