@@ -275,7 +275,7 @@ class Scheduler:
             entry = self.encoder[item.media_hash]
             if entry.encoded_by is None:
                 self._encode(request, item, entry, plan)
-            if not entry.ready and entry.encoded_by != request.id:
+            if not entry.ready_at and entry.encoded_by != request.id:
                 return first
         return end
 

@@ -22,13 +22,12 @@ class EncoderEntry:
     num_grids: int = 0  # temporal grids that dispatched steps encode
     num_blocks: int = 0  # blocks of the tower that dispatched steps run on the grid after these; 0: not begun
     encoded_by: str | None = None  # the request for which the last of them was dispatched
-    ready: bool = False  # that step has retired: any request may rely on it
-    ready_at: float = 0.0  # when it retired, by `time.monotonic()`
+    ready_at: float = 0.0  # when that step retired, by `time.monotonic()`; from then on any request may rely on it
 
     @property
     def idle(self) -> bool:
         """It may be evicted."""
-        return self.ready and not self.users
+        return self.ready_at > 0 and not self.users
 
 
 class EncoderCache:
@@ -91,7 +90,6 @@ class EncoderCache:
     def retire(self, media_hash: bytes) -> None:
         """The step that encodes the last of it has run."""
         entry = self._entries[media_hash]
-        entry.ready = True
         entry.ready_at = time.monotonic()
         if entry.idle:
             self._on_idle(media_hash)
