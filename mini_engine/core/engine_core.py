@@ -120,7 +120,7 @@ class EngineCore:
                     self._finish(request, reason)
                 else:
                     self.media.release_request((envelope.incarnation, request_id))
-            case MediaReady() as report:
+            case MediaReady() as report if report.message.incarnation not in self.links.gone:
                 self.arrivals.report(report)
                 for request in [each for each in self.waiting.values() if report.message in each.tensors.messages]:
                     self._queue(request)
