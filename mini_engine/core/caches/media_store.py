@@ -132,12 +132,6 @@ class MediaDirectory:
         self.facts.clear()
         self.names.clear()
 
-    def _list(self, entry: MediaEntry) -> None:
-        """`look_up` finds it from now on; it is idle."""
-        entry.listed = True
-        self._listed[entry.media.media_hash] = entry
-        self._on_unreferenced(entry)
-
     def _refer(self, owner: Owner, entry: MediaEntry) -> None:
         references = self._held.setdefault(owner, {})
         if entry.media.media_hash not in references:
@@ -189,7 +183,7 @@ class RankCopies(MediaDirectory):
         if media_hash in self._listed or media_hash in self._unready or self.num_bytes_pinned + nbytes > self.capacity:
             return
         self.num_evictions += self._evict_idle(self.num_bytes + nbytes - self.capacity)
-        self._unready[media_hash] = MediaEntry(CachedMedia.of(item), nbytes)
+        self._unready[media_hash] = MediaEntry(CachedMedia.of(item), nbytes, listed=True)
         self.num_bytes += nbytes
         self.num_bytes_pinned += nbytes
         self._next_step.step.keep.append(KeepMedia(media_hash, item.patches))
@@ -197,7 +191,8 @@ class RankCopies(MediaDirectory):
     def kept(self, media_hash: bytes) -> None:
         entry = self._unready.pop(media_hash)
         self.num_bytes_pinned -= entry.nbytes
-        self._list(entry)
+        self._listed[media_hash] = entry
+        self._on_unreferenced(entry)
 
     def _free(self, entries: list[MediaEntry]) -> None:
         self._next_step.step.drop.extend(entry.media.media_hash for entry in entries)
@@ -246,10 +241,10 @@ class MediaStore(MediaDirectory):
         self.pages.written(entry.extents)
         self.num_bytes += entry.nbytes
         if entry.listed:
-            self._list(entry)
+            self._listed[entry.media.media_hash] = entry
         for owner in owners:
             self._refer(owner, entry)
-        if not (entry.listed or entry.references):
+        if not entry.references:
             self._on_unreferenced(entry)
 
     def abandoned(self, number: int) -> None:
