@@ -265,8 +265,6 @@ class EngineCore:
         """All ranks have run this step: publish what it computed, deliver its tokens, free what no rank will read."""
         for media_hash in flight.plan.encoded_hashes:
             self.encoder.retire(media_hash)
-        for kept in flight.step.keep:
-            self.media.kept(kept.media_hash)
         for work in flight.plan.work.values():
             if work.epoch == work.request.epoch:  # else it has ended, or lost its blocks, while the step ran
                 self._publish(work.request, work.chunk.start + work.chunk.num_tokens)

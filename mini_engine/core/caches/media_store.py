@@ -50,7 +50,7 @@ class MediaDirectory:
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self.num_bytes_pinned = 0  # of those, the items with references, or that a step copies
+        self.num_bytes_pinned = 0  # of those, the items with references
         self.num_references = 0
         self.num_evictions = 0
         self.facts = Recent[bytes, CachedMedia](FACTS_BYTES, _facts_bytes)
@@ -123,9 +123,6 @@ class MediaDirectory:
     def arrived(self, item: MediaItem) -> None:
         """The tensor of `item` is on all ranks."""
 
-    def kept(self, media_hash: bytes) -> None:
-        """A step with this `KeepMedia` has retired."""
-
     def reset(self) -> None:
         """Evict all items without references, and forget all facts and names."""
         self._evict_idle(self.num_bytes_idle)
@@ -136,9 +133,12 @@ class MediaDirectory:
         references = self._held.setdefault(owner, {})
         if entry.media.media_hash not in references:
             references[entry.media.media_hash] = entry
-            self.num_bytes_pinned += 0 if entry.references else entry.nbytes
-            entry.references += 1
-            self.num_references += 1
+            self._pin(entry)
+
+    def _pin(self, entry: MediaEntry) -> None:
+        self.num_bytes_pinned += 0 if entry.references else entry.nbytes
+        entry.references += 1
+        self.num_references += 1
 
     def _on_unreferenced(self, entry: MediaEntry) -> None:
         if entry.listed:
@@ -168,31 +168,29 @@ class MediaDirectory:
 
 
 class RankCopies(MediaDirectory):
-    """Cache type `lru`: at most `capacity` bytes of copies in each rank; 0 keeps nothing."""
+    """Cache type `lru`: at most `capacity` bytes of copies in each rank; 0 keeps nothing.
+
+    An item is found at once: the step that copies it comes before any that a later request is in. It has a reference
+    until that step retires, since a step drops before it keeps.
+    """
 
     def __init__(self, capacity: int, next_step: StepBuilder):
         super().__init__()
         self.capacity = capacity
         self._next_step = next_step
-        self._unready: dict[bytes, MediaEntry] = {}  # not copied on all ranks yet
 
     def arrived(self, item: MediaItem) -> None:
         """See `MediaDirectory`: the ranks keep a copy if there is room."""
         assert isinstance(item.patches, TensorHandle)
         media_hash, nbytes = item.media_hash, math.prod(item.patches.shape)
-        if media_hash in self._listed or media_hash in self._unready or self.num_bytes_pinned + nbytes > self.capacity:
+        if media_hash in self._listed or self.num_bytes_pinned + nbytes > self.capacity:
             return
         self.num_evictions += self._evict_idle(self.num_bytes + nbytes - self.capacity)
-        self._unready[media_hash] = MediaEntry(CachedMedia.of(item), nbytes, listed=True)
+        self._listed[media_hash] = entry = MediaEntry(CachedMedia.of(item), nbytes, listed=True)
         self.num_bytes += nbytes
-        self.num_bytes_pinned += nbytes
+        self._pin(entry)
         self._next_step.step.keep.append(KeepMedia(media_hash, item.patches))
-
-    def kept(self, media_hash: bytes) -> None:
-        entry = self._unready.pop(media_hash)
-        self.num_bytes_pinned -= entry.nbytes
-        self._listed[media_hash] = entry
-        self._on_unreferenced(entry)
+        self._next_step.unreferenced.append({media_hash: entry})
 
     def _free(self, entries: list[MediaEntry]) -> None:
         self._next_step.step.drop.extend(entry.media.media_hash for entry in entries)
