@@ -216,7 +216,8 @@ class EngineCore:
             return
         self.waiting.pop(request.id, None)
         if problem := self.grammars.problem_with(request):
-            self._refuse(request, problem)
+            for sample in [*request.children, request]:  # none of which has started
+                self._finish(sample, "error", problem)
         else:
             self.scheduler.clients.add(request)
 
@@ -356,11 +357,6 @@ class EngineCore:
         for sample in [*request.children, request]:
             self._remove(sample)
         self.links.send(request.peer, MediaMiss(request.id, arrival))
-
-    def _refuse(self, request: Request, problem: Problem) -> None:
-        """End a request and its children, none of which has started."""
-        for sample in [*request.children, request]:
-            self._finish(sample, "error", problem)
 
     def _finish(self, request: Request, reason: FinishReason, error: Problem | None = None) -> None:
         """End a request for another reason than its tokens: an abort, or an `error` in it."""
