@@ -250,7 +250,7 @@ class Scheduler:
         """Tokens of the request in this step. Adds the media that they need to the plan, as far as its budget allows;
         these stay there even if the chunk is not added.
 
-        0 when it has to wait: for the step's budgets, or for an item that another request's step encodes.
+        0 when it has to wait for the step's budgets.
         """
         missing = request.num_missing
         if request.num_computed >= request.num_prompt and missing <= 1:
@@ -273,9 +273,9 @@ class Scheduler:
         """Encode what a chunk that ends at `end` is the first to need; returns where the chunk has to stop."""
         for item, first in self._items_between(request, end):
             entry = self.encoder[item.media_hash]
-            if entry.encoded_by is None:
+            if not entry.encoded:
                 self._encode(request, item, entry, plan)
-            if not entry.ready_at and entry.encoded_by != request.id:
+            if not entry.encoded:
                 return first
         return end
 
@@ -283,7 +283,7 @@ class Scheduler:
         """Run the tower on the item's next temporal grids: first on the rest of one that is begun, then on whole ones,
         or on the first blocks of one."""
         count, end = 1, self.tower_depth
-        while count and end == self.tower_depth and entry.encoded_by is None:
+        while count and end == self.tower_depth and not entry.encoded:
             count, end = self._grids_in_step(item, entry, plan)
             if count:
                 self._add_slice(request, item, plan, count, end)
@@ -321,7 +321,7 @@ class Scheduler:
         entry.num_grids += count * end // depth
         entry.num_blocks = end % depth
         if entry.num_grids == total:
-            entry.encoded_by = request.id
+            entry.encoded = True
             plan.encoded_hashes.append(item.media_hash)
 
     def _items_between(self, request: Request, end: int) -> Iterator[tuple[MediaItem, int]]:

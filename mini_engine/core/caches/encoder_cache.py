@@ -21,13 +21,13 @@ class EncoderEntry:
     users: int = 0  # requests that have it reserved
     num_grids: int = 0  # temporal grids that dispatched steps encode
     num_blocks: int = 0  # blocks of the tower that dispatched steps run on the grid after these; 0: not begun
-    encoded_by: str | None = None  # the request for which the last of them was dispatched
-    ready_at: float = 0.0  # when that step retired, by `time.monotonic()`; from then on any request may rely on it
+    encoded: bool = False  # dispatched steps encode all of it: what they compute, and later ones, may rely on it
+    ready_at: float = 0.0  # when the last of them retired, by `time.monotonic()`
 
     @property
     def idle(self) -> bool:
         """It may be evicted."""
-        return self.ready_at > 0 and not self.users
+        return self.encoded and not self.users
 
 
 class EncoderCache:
@@ -45,7 +45,7 @@ class EncoderCache:
 
     def holds(self, media_hash: bytes) -> bool:
         """Whether all of the item is encoded, or dispatched steps encode it."""
-        return media_hash in self._entries and self._entries[media_hash].encoded_by is not None
+        return media_hash in self._entries and self._entries[media_hash].encoded
 
     @property
     def num_unfinished(self) -> int:
@@ -83,16 +83,14 @@ class EncoderCache:
             entry.users -= 1
             if entry.idle:
                 self._on_idle(media_hash)
-            elif not entry.users and entry.encoded_by is None:
+            elif not entry.users:
                 self._drop(media_hash)
         items.clear()
 
     def retire(self, media_hash: bytes) -> None:
         """The step that encodes the last of it has run."""
-        entry = self._entries[media_hash]
-        entry.ready_at = time.monotonic()
-        if entry.idle:
-            self._on_idle(media_hash)
+        if media_hash in self._entries:  # else it has been evicted meanwhile
+            self._entries[media_hash].ready_at = time.monotonic()
 
     def ready_since(self, items: Iterable[bytes]) -> float:
         """When the last of these items, all reserved, became ready, by `time.monotonic()`; 0 if none is."""
