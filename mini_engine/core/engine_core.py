@@ -53,7 +53,6 @@ from mini_engine.messages import (
     Written,
 )
 from mini_engine.model.config import ModelConfig
-from mini_engine.transport import sockets
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +86,8 @@ class EngineCore:
         self.waiting: dict[str, Request] = {}  # of those, the ones whose media or grammar are not on the ranks yet
         self.arrival_numbers = itertools.count()
         self.step_tokens: Counter[int] = Counter()  # see `EngineStats`
-        self.outputs: defaultdict[bytes, Outputs] = defaultdict(Outputs)  # of this turn, by API server
-        self.pings: list[tuple[bytes, int]] = []  # peer and number, answered when the next step retires
+        self.outputs: defaultdict[int, Outputs] = defaultdict(Outputs)  # of this turn, by API server
+        self.pings: list[tuple[int, int]] = []  # incarnation and number, answered when the next step retires
 
     def turn(self) -> None:
         """Wait for messages and handle all that have arrived, dispatch steps, send outputs."""
@@ -102,19 +101,18 @@ class EngineCore:
             self._forget(request)
         while len(self.in_flight) < self.max_in_flight and self._dispatch():
             pass
-        for peer, outputs in self.outputs.items():
-            self.links.send(peer, outputs)
+        for incarnation, outputs in self.outputs.items():
+            self.links.send(incarnation, outputs)
         self.outputs.clear()
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def _handle(self, envelope: Envelope) -> None:
-        peer = sockets.identity(envelope.sender, envelope.incarnation)
         match envelope.body:
             case StepResult() as result:
                 self._on_step_result(result)
             case NewRequest() as new:
-                self._accept(new, peer, envelope.incarnation)
+                self._accept(new, envelope.incarnation)
             case Finish(request_id=request_id, reason=reason):
                 if (request := self.requests.get(request_id)) is not None:
                     self._finish(request, reason)
@@ -125,26 +123,26 @@ class EngineCore:
                 for request in [each for each in self.waiting.values() if report.message in each.tensors.messages]:
                     self._queue(request)
             case PeerGone(sender=sender, incarnation=incarnation) if sender.startswith("api "):
-                self._on_api_server_gone(sender, incarnation)
+                self._on_api_server_gone(incarnation)
             case GrammarReady() as ready:
                 self.grammars.report(ready)
                 for request in [each for each in self.waiting.values() if each.new.sampling.grammar == ready.digest]:
                     self._queue(request)
             case ControlRequest() as control:
-                self._handle_control(control, peer)
+                self._handle_control(control, envelope.incarnation)
             case _:
-                self._handle_media(envelope, peer)
+                self._handle_media(envelope)
 
-    def _handle_media(self, envelope: Envelope, peer: bytes) -> None:
+    def _handle_media(self, envelope: Envelope) -> None:
         """Messages of API servers about cached media."""
         media, incarnation = self.media, envelope.incarnation
         match envelope.body:
             case Lookup(request_id=request_id, hashes=hashes, names=keys):
                 found = media.look_up((incarnation, request_id), hashes, self.encoder.holds)
                 named = {key: meaning for key in keys if (meaning := media.names.get(key))}
-                self.links.send(peer, Found(request_id, found, named))
+                self.links.send(incarnation, Found(request_id, found, named))
             case Reserve(request_id=request_id, media=item) if isinstance(media, MediaStore):
-                self.links.send(peer, media.reserve((incarnation, request_id), item))
+                self.links.send(incarnation, media.reserve((incarnation, request_id), item))
             case Written(number=number, request_ids=None) if isinstance(media, MediaStore):
                 media.abandoned(number)
             case Written(number=number, request_ids=[*request_ids]) if isinstance(media, MediaStore):
@@ -152,38 +150,36 @@ class EngineCore:
             case BindName(key=key, media=meaning):
                 media.names.put(key, meaning)
 
-    def _handle_control(self, control: ControlRequest, peer: bytes) -> None:
+    def _handle_control(self, control: ControlRequest, incarnation: int) -> None:
         if control.action == "ping":
-            self.pings.append((peer, control.number))
+            self.pings.append((incarnation, control.number))
         elif control.action == "stats":
-            self.links.send(peer, ControlReply(control.number, self._stats()))
+            self.links.send(incarnation, ControlReply(control.number, self._stats()))
         else:
             self.blocks.forget_prefixes()
             self.encoder.forget_unused()
             self.media.reset()
-            self.links.send(peer, ControlReply(control.number))
+            self.links.send(incarnation, ControlReply(control.number))
 
-    def _on_api_server_gone(self, sender: str, incarnation: int) -> None:
+    def _on_api_server_gone(self, incarnation: int) -> None:
         """Remove its requests without outputs; the ranks drop its tensors."""
-        peer = sockets.identity(sender, incarnation)
         self.links.forget(incarnation)
         # Children before their parents: one that loses its parent would be queued, and may end there.
-        for request in [request for request in reversed(self.requests.values()) if request.peer == peer]:
+        for request in [request for request in reversed(self.requests.values()) if request.sender == incarnation]:
             self._remove(request)
         self.arrivals.drop_sender(incarnation)
         self.media.on_api_server_gone(incarnation)
-        self.outputs.pop(peer, None)
 
     # --- accept ------------------------------------------------------------------------------------------------------
 
-    def _accept(self, new: NewRequest, peer: bytes, incarnation: int) -> None:
+    def _accept(self, new: NewRequest, incarnation: int) -> None:
         """Register a request and its children: each of them ends exactly once from here on."""
         reach_failpoint("accepting")
         references = self.media.claim((incarnation, new.request_id))
         new = self.media.resolve(new, references)
         if self.config.ignore_priority:
             new = msgspec.structs.replace(new, priority=0)
-        parent = Request.of(new, references, peer, self.arrival_numbers, self.config.enable_prefix_caching)
+        parent = Request.of(new, references, incarnation, self.arrival_numbers, self.config.enable_prefix_caching)
         self.requests.update((request.id, request) for request in (parent, *parent.children))
         if new.sampling.grammar:
             self.grammars.acquire(parent)
@@ -246,8 +242,8 @@ class EngineCore:
         flight.num_reports += 1
         flight.result = flight.result if result.rank else result
         while self.in_flight and self.in_flight[0].num_reports == self.config.tensor_parallel_size:
-            for peer, number in self.pings:
-                self.links.send(peer, ControlReply(number))
+            for incarnation, number in self.pings:
+                self.links.send(incarnation, ControlReply(number))
             self.pings.clear()
             self._record_time(flight := self.in_flight.popleft())
             self._retire(flight)
@@ -278,8 +274,7 @@ class EngineCore:
             if (request := self.requests.get(request_id)) is not None:
                 self._deliver_pooled(request, pooled)
         for message in flight.step.release:
-            if (peer := self.links.identities.get(message.incarnation)) is not None:  # else its sender is dead
-                self.outputs[peer].consumed.append(message)
+            self.outputs[message.incarnation].consumed.append(message)
         for references in flight.unreferenced:
             self.media.release(references)
 
@@ -337,7 +332,7 @@ class EngineCore:
             num_cached_tokens=(request.num_cached or 0) if first else 0,
             times=times,
         )
-        self.outputs[request.peer].outputs.append(output)
+        self.outputs[request.sender].outputs.append(output)
         if reason is not None:
             self._remove(request)
 
@@ -345,7 +340,7 @@ class EngineCore:
         """Send its only output."""
         times, cached = request.times_so_far(self.encoder.ready_since(request.reserved)), request.num_cached or 0
         output = RequestOutput(request.id, [], "stop", num_cached_tokens=cached, times=times, pooled=pooled)
-        self.outputs[request.peer].outputs.append(output)
+        self.outputs[request.sender].outputs.append(output)
         self._remove(request)
 
     # --- end of a request --------------------------------------------------------------------------------------------
@@ -356,12 +351,12 @@ class EngineCore:
         self.scheduler.events["media_needed"] += arrival is not None
         for sample in [*request.children, request]:
             self._remove(sample)
-        self.links.send(request.peer, MediaMiss(request.id, arrival))
+        self.links.send(request.sender, MediaMiss(request.id, arrival))
 
     def _finish(self, request: Request, reason: FinishReason, error: Problem | None = None) -> None:
         """End a request for another reason than its tokens: an abort, or an `error` in it."""
         self._remove(request)
-        self.outputs[request.peer].outputs.append(RequestOutput(request.id, [], reason, error))
+        self.outputs[request.sender].outputs.append(RequestOutput(request.id, [], reason, error))
 
     def _remove(self, request: Request) -> None:
         """The only end of a request: frees all that it holds once the dispatched steps have retired."""

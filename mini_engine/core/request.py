@@ -65,7 +65,7 @@ class Request:
     new: NewRequest
     id: str
     seed: int
-    peer: bytes  # its API server, see `Links`
+    sender: int  # incarnation of its API server
     arrival: int  # counts up over the requests of an engine
     prefix_salt: bytes | None  # its blocks are shared within one salt; None: not shared
     tensors: Tensors
@@ -93,7 +93,7 @@ class Request:
 
     @classmethod
     def of(
-        cls, new: NewRequest, references: References, peer: bytes, arrivals: Iterator[int], share_prefixes: bool
+        cls, new: NewRequest, references: References, sender: int, arrivals: Iterator[int], share_prefixes: bool
     ) -> Request:
         """The first sample of `new`, with the others as its children. They share blocks with all requests of the same
         cache salt, or only with each other without `share_prefixes`."""
@@ -108,7 +108,7 @@ class Request:
         tensors = Tensors(list(messages), references, embeddings, 1 + len(new.children), released=not new.media)
 
         def sample(request_id: str, seed: int, parent: Request | None = None) -> Request:
-            return cls(new, request_id, seed, peer, next(arrivals), salt, tensors, parent)
+            return cls(new, request_id, seed, sender, next(arrivals), salt, tensors, parent)
 
         parent = sample(new.request_id, new.sampling.seed)
         parent.children = [sample(child.request_id, child.seed, parent) for child in new.children]

@@ -143,7 +143,6 @@ class RandomClients:
                 self.world.write(reserved, asked.name, sender=dead)
         self.world.request(f"late {dead}", sender=dead)
         self.senders[1] = (dead[0], dead[1] + 2)
-        self.world.links.identities[dead[1] + 2] = b"api 1:%d" % (dead[1] + 2)
         self.sent = {name: asked for name, asked in self.sent.items() if asked.sender != dead}
 
 
