@@ -18,20 +18,15 @@ class EncoderEntry:
     """One item. Each of its temporal grids is encoded at most once, when a chunk needs the item."""
 
     num_tokens: int
-    users: int = 0  # requests that have it reserved
+    users: int = 0  # requests that have it reserved; without one it is idle
     num_grids: int = 0  # temporal grids that dispatched steps encode
     num_blocks: int = 0  # blocks of the tower that dispatched steps run on the grid after these; 0: not begun
     encoded: bool = False  # dispatched steps encode all of it: what they compute, and later ones, may rely on it
     ready_at: float = 0.0  # when the last of them retired, by `time.monotonic()`
 
-    @property
-    def idle(self) -> bool:
-        """It may be evicted."""
-        return self.encoded and not self.users
-
 
 class EncoderCache:
-    """Entries with users stay; idle ones are evicted to make room, least recently used first."""
+    """Entries with users stay; idle ones, all encoded, are evicted to make room, least recently used first."""
 
     def __init__(self, budget: int, next_step: StepBuilder):
         self.budget = budget
@@ -59,9 +54,8 @@ class EncoderCache:
 
     def room_for(self, items: Mapping[bytes, int]) -> int:
         """How much of `num_free` reserving these items (hash -> tokens) takes."""
-        return sum(
-            n for media_hash, n in items.items() if media_hash not in self._entries or self._entries[media_hash].idle
-        )
+        entries = ((self._entries.get(media_hash), num_tokens) for media_hash, num_tokens in items.items())
+        return sum(num_tokens for entry, num_tokens in entries if entry is None or not entry.users)
 
     def reserve(self, items: Mapping[bytes, int], users: int) -> None:
         """Add that many users to all these items (hash -> tokens), for which there is room."""
@@ -69,7 +63,7 @@ class EncoderCache:
         missing = {media_hash: tokens for media_hash, tokens in items.items() if media_hash not in self._entries}
         for media_hash in items.keys() - missing:
             entry = self._entries[media_hash]
-            self.num_idle_tokens -= entry.num_tokens * entry.idle
+            self.num_idle_tokens -= entry.num_tokens * (not entry.users)
             entry.users += users
         self._evict_idle(self.num_tokens + sum(missing.values()) - self.budget)
         for media_hash, tokens in missing.items():
@@ -81,8 +75,9 @@ class EncoderCache:
         for media_hash in items:
             entry = self._entries[media_hash]
             entry.users -= 1
-            if entry.idle:
-                self._on_idle(media_hash)
+            if not entry.users and entry.encoded:
+                self._entries.move_to_end(media_hash)
+                self.num_idle_tokens += entry.num_tokens
             elif not entry.users:
                 self._drop(media_hash)
         items.clear()
@@ -100,15 +95,11 @@ class EncoderCache:
         """Evict every idle item."""
         self._evict_idle(self.num_idle_tokens)
 
-    def _on_idle(self, media_hash: bytes) -> None:
-        self._entries.move_to_end(media_hash)
-        self.num_idle_tokens += self._entries[media_hash].num_tokens
-
     def _evict_idle(self, num_tokens: int) -> None:
         """Evict the least recently used items, `num_tokens` of the `num_idle_tokens` or more."""
         while num_tokens > 0:
             media_hash = next(iter(self._entries))
-            if self._entries[media_hash].idle:
+            if not self._entries[media_hash].users:
                 num_tokens -= self._entries[media_hash].num_tokens
                 self.num_idle_tokens -= self._entries[media_hash].num_tokens
                 self._drop(media_hash)
