@@ -171,7 +171,7 @@ def play(kind: str, room: int, timing: int, flags: dict[str, object]) -> None:
             world.links.run_step()
             clients.turn()
         assert media.num_bytes_pinned <= media.num_bytes <= room * item_bytes
-        assert kind == "shm" or world.links.kept.issuperset(world.idle), "found before every rank has its copy"
+        assert kind == "shm" or world.links.kept.issuperset(world.idle), "idle before every rank has its copy"
     clients.turn()
     while clients.prepared or world.core.requests or world.core.in_flight or world.links.inbox:
         if clients.prepared:
