@@ -401,8 +401,7 @@ class EngineCore:
         return EngineStats(
             running,
             len(self.requests) - running,
-            self.blocks.num_used,
-            self.blocks.num_blocks,
+            self.blocks.num_used / self.blocks.num_blocks,
             self.encoder.num_tokens,
             self.media.num_bytes,
             self.media.num_bytes_pinned,

@@ -189,8 +189,7 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
 
     running: int = 0
     waiting: int = 0
-    kv_blocks_used: int = 0  # held by requests; other cached blocks are free
-    kv_blocks_total: int = 0
+    kv_cache_usage: float = 0.0  # fraction of the KV blocks that requests hold; other cached blocks are free
     encoder_cache_tokens: int = 0
     media_bytes: int = 0  # of cached media
     media_bytes_pinned: int = 0  # of those, items with references
