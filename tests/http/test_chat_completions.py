@@ -202,11 +202,11 @@ async def test_parts_by_other_names_are_the_same(served: Served, part: Any, kind
     (path := served.allowed / f"a {kind}").write_bytes(base64.b64decode(data))
     named = [
         {"type": f"input_{kind}", f"{kind}_url": url},
+        {"type": f"{kind}_url", f"{kind}_url": {"url": url, "detail": "low"}},
         {"type": "file", "file": {"file_data": url}},
         {"type": "image_url", "image_url": f"{head.upper()},{data}"},
     ]
-    named += [{"type": kind, kind: {"url": str(path), "detail": "low"}, "uuid": "1"}]
-    named += [{"type": kind, "url": f"file://{path}", "x": {}}]
+    named += [{"type": kind, kind: str(path), "uuid": "1"}, {"type": kind, "url": f"file://{path}", "x": {}}]
     for content in ([part, texts[0]], *([other, texts[1]] for other in named)):
         assert (await served.post(content)).status_code == 200
     first, *others = [(one.prompt_token_ids, one.media[0].media_hash) for one in served.core.requests]
