@@ -260,8 +260,10 @@ class EngineCore:
 
     def _retire(self, flight: InFlight) -> None:
         """All ranks have run this step: publish what it computed, deliver its tokens, free what no rank will read."""
-        for media_hash in flight.plan.encoded_hashes:
-            self.encoder.retire(media_hash)
+        if encoded := flight.plan.encoded_hashes:
+            for each in self.requests.values():
+                if not each.reserved.keys().isdisjoint(encoded):
+                    each.encoded_at = time.monotonic()
         for work in flight.plan.work.values():
             if work.epoch == work.request.epoch:  # else it has ended, or lost its blocks, while the step ran
                 self._publish(work.request, work.chunk.start + work.chunk.num_tokens)
@@ -323,7 +325,7 @@ class EngineCore:
             reason = "length"
         times = None
         if first or reason is not None:  # the tokens in between cost nothing
-            times = request.times_so_far(self.encoder.ready_since(request.reserved))
+            times = request.times_so_far()
         output = RequestOutput(
             request.id,
             [sampled.token_id],
@@ -338,7 +340,7 @@ class EngineCore:
 
     def _deliver_pooled(self, request: Request, pooled: bytes) -> None:
         """Send its only output."""
-        times, cached = request.times_so_far(self.encoder.ready_since(request.reserved)), request.num_cached or 0
+        times, cached = request.times_so_far(), request.num_cached or 0
         output = RequestOutput(request.id, [], "stop", num_cached_tokens=cached, times=times, pooled=pooled)
         self.outputs[request.sender].outputs.append(output)
         self._remove(request)

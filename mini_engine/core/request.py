@@ -85,6 +85,7 @@ class Request:
     deadline: float = math.inf  # for its media to be on all ranks, by `time.monotonic()`
     accepted_at: float = 0.0  # when all ranks had its media
     scheduled_at: float = 0.0  # when a step first began to work on it, and the ranks got to know the sequence
+    encoded_at: float = 0.0  # when the last of its media was encoded, perhaps for another request; 0: before it came
     times: EngineTimes | None = None  # known with its first token
 
     def __post_init__(self) -> None:
@@ -157,14 +158,13 @@ class Request:
         """Known tokens that no dispatched step computes; 0 at the end of the output."""
         return 0 if self.num_sampled >= self.new.sampling.max_tokens else self.num_known - self.num_computed
 
-    def times_so_far(self, media_ready: float) -> EngineTimes | None:
-        """For the output with its first token, and with its last; None for a child. Called when the token arrives.
-        `media_ready`: when the last of its media was encoded, perhaps by an earlier request."""
+    def times_so_far(self) -> EngineTimes | None:
+        """For the output with its first token, and with its last; None for a child. Called when the token arrives."""
         if self.id != self.new.request_id:
             return None
         now = time.monotonic()
         if self.times is None:
-            encoded = max(self.scheduled_at, media_ready)
+            encoded = max(self.scheduled_at, self.encoded_at)
             self.times = EngineTimes(self.accepted_at, self.scheduled_at, encoded, now, now)
         return msgspec.structs.replace(self.times, last_token=now)
 

@@ -6,9 +6,8 @@ it finishes, or is preempted and has to reserve more: not for items in cached bl
 """
 
 import dataclasses
-import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from mini_engine.core.step_builder import StepBuilder
 
@@ -22,7 +21,6 @@ class EncoderEntry:
     num_grids: int = 0  # temporal grids that dispatched steps encode
     num_blocks: int = 0  # blocks of the tower that dispatched steps run on the grid after these; 0: not begun
     encoded: bool = False  # dispatched steps encode all of it: what they compute, and later ones, may rely on it
-    ready_at: float = 0.0  # when the last of them retired, by `time.monotonic()`
 
 
 class EncoderCache:
@@ -81,15 +79,6 @@ class EncoderCache:
             elif not entry.users:
                 self._drop(media_hash)
         items.clear()
-
-    def retire(self, media_hash: bytes) -> None:
-        """The step that encodes the last of it has run."""
-        if media_hash in self._entries:  # else it has been evicted meanwhile
-            self._entries[media_hash].ready_at = time.monotonic()
-
-    def ready_since(self, items: Iterable[bytes]) -> float:
-        """When the last of these items, all reserved, became ready, by `time.monotonic()`; 0 if none is."""
-        return max((self._entries[media_hash].ready_at for media_hash in items), default=0.0)
 
     def forget_unused(self) -> None:
         """Evict every idle item."""
