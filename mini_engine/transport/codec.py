@@ -32,7 +32,7 @@ class Encoder:
     def encode(self, body: AnyMessage, tensors: OOBTensorConsumer | None = None) -> bytes:
         """`body` in its envelope, as msgpack; its tensors go to `tensors`, in the order of the fields. Raises
         TypeError: `body` holds something that is neither plain data nor a tensor that `tensors` takes."""
-        return msgspec.msgpack.encode(Envelope(self.sender, self.incarnation, body), enc_hook=tensors)
+        return msgspec.msgpack.encode(Envelope(self.incarnation, body), enc_hook=tensors)
 
 
 _decoder = msgspec.msgpack.Decoder(Envelope)

@@ -86,7 +86,7 @@ class World:
     def receive(self, body, sender=API):
         if isinstance(body, MediaReady):
             self.links.reported.add((body.rank, body.message))
-        self.links.inbox.append(Envelope(*sender, body))
+        self.links.inbox.append(Envelope(sender[1], body))
 
     def request(
         self, name, prompt=5, max_tokens=4, media=(), first_token=20, tokens=None, sender=API, ready=True, **more

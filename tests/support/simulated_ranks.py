@@ -103,7 +103,7 @@ class SimulatedLinks:
         result = self._execute(step)
         for rank in range(self.num_ranks):
             own = StepResult(step.number, rank=rank) if rank else result
-            self.inbox.append(Envelope(f"worker 0.{rank}", 100 + rank, own))
+            self.inbox.append(Envelope(100 + rank, own))
 
     def _seconds(self, step: Step) -> float:
         decode, token, media = self.seconds
