@@ -35,9 +35,5 @@ class Encoder:
         return msgspec.msgpack.encode(Envelope(self.incarnation, body), enc_hook=tensors)
 
 
-_decoder = msgspec.msgpack.Decoder(Envelope)
-
-
-def decode(frame: bytes | memoryview) -> Envelope:
-    """The envelope in `frame`. Raises msgspec.DecodeError: `frame` is not an envelope with a known message."""
-    return _decoder.decode(frame)
+decode = msgspec.msgpack.Decoder(Envelope).decode
+"""The envelope in a frame. Raises msgspec.DecodeError: it is not an envelope with a known message."""
