@@ -157,13 +157,13 @@ _CACHE = "1 for the KV cache of the engine, of which all ranks have so many bloc
 _CACHE_LABELS = ("engine", "block_size", "num_gpu_blocks", "enable_prefix_caching", "gpu_memory_utilization")
 cache_config_info = _gauge("cache_config_info", _CACHE, "livemax", *_CACHE_LABELS)
 iteration_tokens_total = _histogram("iteration_tokens_total", "Tokens computed per step of an engine.", _STEP_SIZES)
-kv_cache_usage_perc = _engine_gauge("kv_cache_usage_perc", "Fraction of the KV blocks that requests hold.")
 mm_store_bytes = _engine_gauge(
     "mm_store_bytes", "Bytes of the media cache: all items (used), items with references (pinned), free.", "state"
 )
 _GAUGES = {  # by field of EngineStats
     "running": _engine_gauge("num_requests_running", "Requests running."),
     "waiting": _engine_gauge("num_requests_waiting", "Requests queued in the engine."),
+    "kv_cache_usage": _engine_gauge("kv_cache_usage_perc", "Fraction of the KV blocks that requests hold."),
     "encoder_cache_tokens": _engine_gauge(
         "encoder_cache_tokens", "Media tokens in the encoder cache, reserved ones too."
     ),
@@ -200,7 +200,6 @@ class EngineMetrics:
     def __init__(self, engine: int, media_capacity: int) -> None:
         label = str(engine)
         self._media_capacity = media_capacity
-        self._kv_usage = kv_cache_usage_perc.labels(label)
         self._store = {state: mm_store_bytes.labels(label, state) for state in ("used", "pinned", "free")}
         self._store["free"].set(media_capacity)
         self._gauges = {field: gauge.labels(label) for field, gauge in _GAUGES.items()}
@@ -214,7 +213,6 @@ class EngineMetrics:
         """Set the gauges, and add what has happened since the engine last reported."""
         for name, gauge in self._gauges.items():
             gauge.set(getattr(stats, name))
-        self._kv_usage.set(stats.kv_blocks_used / max(1, stats.kv_blocks_total))
         self._store["used"].set(stats.media_bytes)
         self._store["pinned"].set(stats.media_bytes_pinned)
         self._store["free"].set(max(0, self._media_capacity - stats.media_bytes))

@@ -22,8 +22,8 @@ metrics.ipc_messages_total.labels("torch_shm").inc(3)
 metrics.ipc_buffered_bytes.set(100)
 engine = metrics.EngineMetrics(0, 1000)
 metrics.EngineMetrics(1, 1000)
-engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 200, 3, 1.5, 5, 9, 10, 4, media_evictions=6))
-engine.update(EngineStats({running}, 0, 2, 8, 30, 700, 200, 3, 1.5, step_tokens={{3: 2, 16: 1}}))
+engine.update(EngineStats({running}, 0, 0.25, 30, 700, 200, 3, 1.5, 5, 9, 10, 4, media_evictions=6))
+engine.update(EngineStats({running}, 0, 0.25, 30, 700, 200, 3, 1.5, step_tokens={{3: 2, 16: 1}}))
 metrics.stage_seconds["queue"].observe(1)
 """
 

@@ -29,14 +29,11 @@ class Arrivals:
         self._num_ranks = num_ranks
         self._next_step = next_step
         self._entries: dict[MessageId, _Arrival] = {}
-        self._void: set[int] = set()  # dead incarnations
 
     def report(self, report: MediaReady) -> None:
         """A rank has received a message."""
         if report.problem:
             logger.error("rank %d cannot use tensor message %d: %s", report.rank, report.message.number, report.problem)
-        if report.message.incarnation in self._void:
-            return
         entry = self._entries.setdefault(report.message, _Arrival())
         entry.num_reports += 1
         entry.failed |= bool(report.problem)
@@ -45,9 +42,8 @@ class Arrivals:
     def release(self, messages: Iterable[MessageId]) -> None:
         """No step after the next reads these: release each with the next step, or when all ranks have reported it."""
         for message in messages:
-            if message.incarnation not in self._void:
-                self._entries.setdefault(message, _Arrival()).unneeded = True
-                self._release_if_reported(message)
+            self._entries.setdefault(message, _Arrival()).unneeded = True
+            self._release_if_reported(message)
 
     def is_ready(self, messages: Iterable[MessageId]) -> bool:
         """True when every rank holds every one of these messages."""
@@ -59,14 +55,13 @@ class Arrivals:
         return any(message in self._entries and self._entries[message].failed for message in messages)
 
     def drop_sender(self, incarnation: int) -> None:
-        """A sender is dead: forget its messages, and ignore further reports of them. None of its requests is left."""
-        self._void.add(incarnation)
+        """A sender is dead: forget its messages. None of its requests is left, and no report of them follows."""
         for message in [message for message in self._entries if message.incarnation == incarnation]:
             del self._entries[message]
-        self._next_step.drop_sender(incarnation)
+        self._next_step.step.drop_senders.append(incarnation)
 
     def _release_if_reported(self, message: MessageId) -> None:
         entry = self._entries[message]
         if entry.unneeded and entry.num_reports == self._num_ranks:
             del self._entries[message]
-            self._next_step.release(message)
+            self._next_step.step.release.append(message)

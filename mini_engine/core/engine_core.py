@@ -53,7 +53,6 @@ from mini_engine.messages import (
     Written,
 )
 from mini_engine.model.config import ModelConfig
-from mini_engine.transport import sockets
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +86,8 @@ class EngineCore:
         self.waiting: dict[str, Request] = {}  # of those, the ones whose media or grammar are not on the ranks yet
         self.arrival_numbers = itertools.count()
         self.step_tokens: Counter[int] = Counter()  # see `EngineStats`
-        self.outputs: defaultdict[bytes, Outputs] = defaultdict(Outputs)  # of this turn, by API server
-        self.pings: list[tuple[bytes, int]] = []  # peer and number, answered when the next step retires
+        self.outputs: defaultdict[int, Outputs] = defaultdict(Outputs)  # of this turn, by API server
+        self.pings: list[tuple[int, int]] = []  # incarnation and number, answered when the next step retires
 
     def turn(self) -> None:
         """Wait for messages and handle all that have arrived, dispatch steps, send outputs."""
@@ -102,49 +101,48 @@ class EngineCore:
             self._forget(request)
         while len(self.in_flight) < self.max_in_flight and self._dispatch():
             pass
-        for peer, outputs in self.outputs.items():
-            self.links.send(peer, outputs)
+        for incarnation, outputs in self.outputs.items():
+            self.links.send(incarnation, outputs)
         self.outputs.clear()
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def _handle(self, envelope: Envelope) -> None:
-        peer = sockets.identity(envelope.sender, envelope.incarnation)
         match envelope.body:
             case StepResult() as result:
                 self._on_step_result(result)
             case NewRequest() as new:
-                self._accept(new, peer, envelope.incarnation)
+                self._accept(new, envelope.incarnation)
             case Finish(request_id=request_id, reason=reason):
                 if (request := self.requests.get(request_id)) is not None:
                     self._finish(request, reason)
                 else:
                     self.media.release_request((envelope.incarnation, request_id))
-            case MediaReady() as report:
+            case MediaReady() as report if report.message.incarnation not in self.links.gone:
                 self.arrivals.report(report)
                 for request in [each for each in self.waiting.values() if report.message in each.tensors.messages]:
                     self._queue(request)
             case PeerGone(sender=sender, incarnation=incarnation) if sender.startswith("api "):
-                self._on_api_server_gone(sender, incarnation)
+                self._on_api_server_gone(incarnation)
             case GrammarReady() as ready:
                 self.grammars.report(ready)
                 for request in [each for each in self.waiting.values() if each.new.sampling.grammar == ready.digest]:
                     self._queue(request)
             case ControlRequest() as control:
-                self._handle_control(control, peer)
+                self._handle_control(control, envelope.incarnation)
             case _:
-                self._handle_media(envelope, peer)
+                self._handle_media(envelope)
 
-    def _handle_media(self, envelope: Envelope, peer: bytes) -> None:
+    def _handle_media(self, envelope: Envelope) -> None:
         """Messages of API servers about cached media."""
         media, incarnation = self.media, envelope.incarnation
         match envelope.body:
             case Lookup(request_id=request_id, hashes=hashes, names=keys):
                 found = media.look_up((incarnation, request_id), hashes, self.encoder.holds)
                 named = {key: meaning for key in keys if (meaning := media.names.get(key))}
-                self.links.send(peer, Found(request_id, found, named))
+                self.links.send(incarnation, Found(request_id, found, named))
             case Reserve(request_id=request_id, media=item) if isinstance(media, MediaStore):
-                self.links.send(peer, media.reserve((incarnation, request_id), item))
+                self.links.send(incarnation, media.reserve((incarnation, request_id), item))
             case Written(number=number, request_ids=None) if isinstance(media, MediaStore):
                 media.abandoned(number)
             case Written(number=number, request_ids=[*request_ids]) if isinstance(media, MediaStore):
@@ -152,38 +150,36 @@ class EngineCore:
             case BindName(key=key, media=meaning):
                 media.names.put(key, meaning)
 
-    def _handle_control(self, control: ControlRequest, peer: bytes) -> None:
+    def _handle_control(self, control: ControlRequest, incarnation: int) -> None:
         if control.action == "ping":
-            self.pings.append((peer, control.number))
+            self.pings.append((incarnation, control.number))
         elif control.action == "stats":
-            self.links.send(peer, ControlReply(control.number, self._stats()))
+            self.links.send(incarnation, ControlReply(control.number, self._stats()))
         else:
             self.blocks.forget_prefixes()
             self.encoder.forget_unused()
             self.media.reset()
-            self.links.send(peer, ControlReply(control.number))
+            self.links.send(incarnation, ControlReply(control.number))
 
-    def _on_api_server_gone(self, sender: str, incarnation: int) -> None:
+    def _on_api_server_gone(self, incarnation: int) -> None:
         """Remove its requests without outputs; the ranks drop its tensors."""
-        peer = sockets.identity(sender, incarnation)
         self.links.forget(incarnation)
         # Children before their parents: one that loses its parent would be queued, and may end there.
-        for request in [request for request in reversed(self.requests.values()) if request.peer == peer]:
+        for request in [request for request in reversed(self.requests.values()) if request.sender == incarnation]:
             self._remove(request)
         self.arrivals.drop_sender(incarnation)
         self.media.on_api_server_gone(incarnation)
-        self.outputs.pop(peer, None)
 
     # --- accept ------------------------------------------------------------------------------------------------------
 
-    def _accept(self, new: NewRequest, peer: bytes, incarnation: int) -> None:
+    def _accept(self, new: NewRequest, incarnation: int) -> None:
         """Register a request and its children: each of them ends exactly once from here on."""
         reach_failpoint("accepting")
         references = self.media.claim((incarnation, new.request_id))
         new = self.media.resolve(new, references)
         if self.config.ignore_priority:
             new = msgspec.structs.replace(new, priority=0)
-        parent = Request.of(new, references, peer, self.arrival_numbers, self.config.enable_prefix_caching)
+        parent = Request.of(new, references, incarnation, self.arrival_numbers, self.config.enable_prefix_caching)
         self.requests.update((request.id, request) for request in (parent, *parent.children))
         if new.sampling.grammar:
             self.grammars.acquire(parent)
@@ -216,7 +212,8 @@ class EngineCore:
             return
         self.waiting.pop(request.id, None)
         if problem := self.grammars.problem_with(request):
-            self._refuse(request, problem)
+            for sample in [*request.children, request]:  # none of which has started
+                self._finish(sample, "error", problem)
         else:
             self.scheduler.clients.add(request)
 
@@ -228,8 +225,8 @@ class EngineCore:
         for request in plan.unmet:
             self._forget(request, request.arrival)
         for request in plan.requests.values():
-            own, items = request.reserved, request.media_tokens
-            if not request.tensors.released and all(each in own and self.encoder.holds(each) for each in items):
+            own, hashes = request.reserved, [item.media_hash for item in request.media]
+            if not request.tensors.released and all(each in own and self.encoder.holds(each) for each in hashes):
                 self._release_tensors(request)  # its items are encoded once this step has run, and stay as long as it
         flight = self.next_step.build(plan, is_ping=bool(self.pings and not self.in_flight))
         if flight is None:
@@ -245,8 +242,8 @@ class EngineCore:
         flight.num_reports += 1
         flight.result = flight.result if result.rank else result
         while self.in_flight and self.in_flight[0].num_reports == self.config.tensor_parallel_size:
-            for peer, number in self.pings:
-                self.links.send(peer, ControlReply(number))
+            for incarnation, number in self.pings:
+                self.links.send(incarnation, ControlReply(number))
             self.pings.clear()
             self._record_time(flight := self.in_flight.popleft())
             self._retire(flight)
@@ -263,10 +260,10 @@ class EngineCore:
 
     def _retire(self, flight: InFlight) -> None:
         """All ranks have run this step: publish what it computed, deliver its tokens, free what no rank will read."""
-        for media_hash in flight.plan.encoded_hashes:
-            self.encoder.retire(media_hash)
-        for kept in flight.step.keep:
-            self.media.kept(kept.media_hash)
+        if encoded := flight.plan.encoded_hashes:
+            for each in self.requests.values():
+                if not each.reserved.keys().isdisjoint(encoded):
+                    each.encoded_at = time.monotonic()
         for work in flight.plan.work.values():
             if work.epoch == work.request.epoch:  # else it has ended, or lost its blocks, while the step ran
                 self._publish(work.request, work.chunk.start + work.chunk.num_tokens)
@@ -279,8 +276,7 @@ class EngineCore:
             if (request := self.requests.get(request_id)) is not None:
                 self._deliver_pooled(request, pooled)
         for message in flight.step.release:
-            if (peer := self.links.identities.get(message.incarnation)) is not None:  # else its sender is dead
-                self.outputs[peer].consumed.append(message)
+            self.outputs[message.incarnation].consumed.append(message)
         for references in flight.unreferenced:
             self.media.release(references)
 
@@ -329,7 +325,7 @@ class EngineCore:
             reason = "length"
         times = None
         if first or reason is not None:  # the tokens in between cost nothing
-            times = request.times_so_far(self.encoder.ready_since(request.reserved))
+            times = request.times_so_far()
         output = RequestOutput(
             request.id,
             [sampled.token_id],
@@ -338,15 +334,15 @@ class EngineCore:
             num_cached_tokens=(request.num_cached or 0) if first else 0,
             times=times,
         )
-        self.outputs[request.peer].outputs.append(output)
+        self.outputs[request.sender].outputs.append(output)
         if reason is not None:
             self._remove(request)
 
     def _deliver_pooled(self, request: Request, pooled: bytes) -> None:
         """Send its only output."""
-        times, cached = request.times_so_far(self.encoder.ready_since(request.reserved)), request.num_cached or 0
+        times, cached = request.times_so_far(), request.num_cached or 0
         output = RequestOutput(request.id, [], "stop", num_cached_tokens=cached, times=times, pooled=pooled)
-        self.outputs[request.peer].outputs.append(output)
+        self.outputs[request.sender].outputs.append(output)
         self._remove(request)
 
     # --- end of a request --------------------------------------------------------------------------------------------
@@ -357,17 +353,12 @@ class EngineCore:
         self.scheduler.events["media_needed"] += arrival is not None
         for sample in [*request.children, request]:
             self._remove(sample)
-        self.links.send(request.peer, MediaMiss(request.id, arrival))
-
-    def _refuse(self, request: Request, problem: Problem) -> None:
-        """End a request and its children, none of which has started."""
-        for sample in [*request.children, request]:
-            self._finish(sample, "error", problem)
+        self.links.send(request.sender, MediaMiss(request.id, arrival))
 
     def _finish(self, request: Request, reason: FinishReason, error: Problem | None = None) -> None:
         """End a request for another reason than its tokens: an abort, or an `error` in it."""
         self._remove(request)
-        self.outputs[request.peer].outputs.append(RequestOutput(request.id, [], reason, error))
+        self.outputs[request.sender].outputs.append(RequestOutput(request.id, [], reason, error))
 
     def _remove(self, request: Request) -> None:
         """The only end of a request: frees all that it holds once the dispatched steps have retired."""
@@ -376,8 +367,8 @@ class EngineCore:
         if request.new.sampling.grammar:
             self.grammars.release(request)
         self.scheduler.remove(request)
-        if request.announced:
-            self.next_step.finish(request.id)
+        if request.scheduled_at:
+            self.next_step.step.finished.append(request.id)
         if request.parent is not None:
             request.parent.children.remove(request)
         if request.children:
@@ -401,7 +392,7 @@ class EngineCore:
             tensors.released = True
             self.arrivals.release(tensors.messages)
             if tensors.references:
-                self.next_step.release_references(tensors.references)
+                self.next_step.unreferenced.append(tensors.references)
 
     def _stats(self) -> EngineStats:
         """The gauges, and the events since the last call."""
@@ -412,8 +403,7 @@ class EngineCore:
         return EngineStats(
             running,
             len(self.requests) - running,
-            self.blocks.num_used,
-            self.blocks.num_blocks,
+            self.blocks.num_used / self.blocks.num_blocks,
             self.encoder.num_tokens,
             self.media.num_bytes,
             self.media.num_bytes_pinned,

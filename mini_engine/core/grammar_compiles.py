@@ -13,7 +13,7 @@ from mini_engine.messages import Grammar, GrammarReady, Problem
 
 @dataclasses.dataclass(slots=True)
 class _Entry:
-    number: int  # of its order
+    order: Grammar
     users: int = 0  # samples that have not ended
     is_reported: bool = False
     problem: Problem | None = None  # see `GrammarReady`
@@ -31,18 +31,22 @@ class GrammarCompiles:
         """A request and its children follow its grammar, until each is released."""
         digest = parent.new.sampling.grammar
         if digest not in self._entries:
-            number = next(self._numbers)
-            self._entries[digest] = _Entry(number)
-            self._next_step.compile(Grammar(digest, parent.new.grammar, parent.new.client, number))
+            order = Grammar(digest, parent.new.grammar, parent.new.client, next(self._numbers))
+            self._entries[digest] = _Entry(order)
+            self._next_step.step.grammars.append(order)
         self._entries[digest].users += 1 + len(parent.children)
 
     def release(self, request: Request) -> None:
-        """A sample has ended."""
-        entry = self._entries[request.new.sampling.grammar]
+        """A sample has ended. With the last one the ranks forget the grammar, unless they have not received it yet."""
+        digest, step = request.new.sampling.grammar, self._next_step.step
+        entry = self._entries[digest]
         entry.users -= 1
         if not entry.users:
-            del self._entries[request.new.sampling.grammar]
-            self._next_step.discard_grammar(request.new.sampling.grammar, entry.number)
+            del self._entries[digest]
+            if entry.order in step.grammars:
+                step.grammars.remove(entry.order)
+            else:
+                step.unused_grammars.append(digest)
 
     def is_ready(self, request: Request) -> bool:
         """Whether its grammar, if it has one, is reported."""
@@ -57,7 +61,7 @@ class GrammarCompiles:
     def report(self, ready: GrammarReady) -> None:
         """Rank 0's report of a grammar."""
         entry = self._entries.get(ready.digest)
-        if entry is not None and entry.number == ready.number:  # else no sample followed it when it was compiled
+        if entry is not None and entry.order.number == ready.number:  # else no sample followed it when it was compiled
             entry.is_reported, entry.problem = True, ready.problem
 
     def discard(self, request: Request, problem: Problem) -> None:

@@ -13,20 +13,20 @@ from mini_engine.transport.codec import Encoder, decode
 
 logger = logging.getLogger(__name__)
 
-SUPERVISOR = sockets.identity("supervisor", 0)
+SUPERVISOR = 0  # its incarnation
 
 
 class Links:
-    """All sockets, in one poller. A peer is an address on the ROUTER for API servers, or `SUPERVISOR`."""
+    """All sockets, in one poller. API servers are named by their incarnations, the supervisor is `SUPERVISOR`."""
 
     def __init__(self, child: Child, api_endpoint: str, worker_endpoint: str, num_ranks: int):
         self.encoder: Encoder = child.encoder
         self.api = sockets.bind_router(child.context, api_endpoint)
         self.workers = sockets.bind_router(child.context, worker_endpoint)
         self.ranks = [b""] * num_ranks  # addresses on `workers`
-        self.identities: dict[int, bytes] = {}  # addresses on `api` of the running API servers, by incarnation
+        self.identities = {SUPERVISOR: b"supervisor"}  # of those that run, by incarnation: addresses on `api`
         self.gone: set[int] = set()  # dead incarnations: their messages are void
-        self.unresponsive: set[bytes] = set()  # peers whose queue is full
+        self.unresponsive: set[bytes] = set()  # identities of those whose queue is full
         self.supervisor = child.supervisor
         self.sockets = (child.supervisor, self.workers, self.api)
         self.poller = zmq.Poller()
@@ -73,12 +73,14 @@ class Links:
         for rank in self.ranks:
             self.workers.send_multipart([rank, frame], zmq.NOBLOCK)
 
-    def send(self, peer: bytes, body: AnyMessage) -> None:
-        """Drops the message if the peer exited or its queue is full: the supervisor kills a process that is
+    def send(self, incarnation: int, body: AnyMessage) -> None:
+        """Drops the message if that process exited or its queue is full: the supervisor kills one that is
         unresponsive for `--collective-timeout`, mostly long before its queue is full."""
+        if (peer := self.identities.get(incarnation)) is None:
+            return
         frame = self.encoder.encode(body)
         try:
-            if peer == SUPERVISOR:
+            if incarnation == SUPERVISOR:
                 self.supervisor.send(frame, zmq.NOBLOCK)
             else:
                 self.api.send_multipart([peer, frame], zmq.NOBLOCK)

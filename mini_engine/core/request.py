@@ -27,8 +27,7 @@ class MediaEntry:
     patches: StoreHandle | None = None  # None: the ranks have copies
     writer: int = 0  # incarnation of the API server that has the extents reserved
     references: int = 0
-    listed: bool = False  # `look_up` finds it, or will when it is written
-    used_at: float = 0.0  # when its last reference ended, by `time.monotonic()`
+    used_at: float = 0.0  # when it was written or its last reference ended, by `time.monotonic()`
 
     @property
     def extents(self) -> list[tuple[int, int]]:
@@ -65,7 +64,7 @@ class Request:
     new: NewRequest
     id: str
     seed: int
-    peer: bytes  # its API server, see `Links`
+    sender: int  # incarnation of its API server
     arrival: int  # counts up over the requests of an engine
     prefix_salt: bytes | None  # its blocks are shared within one salt; None: not shared
     tensors: Tensors
@@ -79,15 +78,14 @@ class Request:
     num_counted: int = 0  # prompt tokens in `EngineStats.prompt_tokens`: none twice, after a preemption either
     num_published: int = 0  # of `blocks`: those in the prefix cache
     epoch: int = 0  # raised when it loses its blocks
-    restarts: bool = True  # its next chunk replaces the ranks' block table for it
-    announced: bool = False  # the ranks know the sequence
     reserved: dict[bytes, int] = dataclasses.field(default_factory=dict)  # room in the encoder cache: hash -> tokens
     state: int | None = None  # index of its recurrent state while it runs
     last_snapshot: bytes | None = None  # prefix hash of the latest one in its output, which the next one replaces
     num_cached: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
     deadline: float = math.inf  # for its media to be on all ranks, by `time.monotonic()`
     accepted_at: float = 0.0  # when all ranks had its media
-    scheduled_at: float = 0.0  # when a step first began to work on it
+    scheduled_at: float = 0.0  # when a step first began to work on it, and the ranks got to know the sequence
+    encoded_at: float = 0.0  # when the last of its media was encoded, perhaps for another request; 0: before it came
     times: EngineTimes | None = None  # known with its first token
 
     def __post_init__(self) -> None:
@@ -95,7 +93,7 @@ class Request:
 
     @classmethod
     def of(
-        cls, new: NewRequest, references: References, peer: bytes, arrivals: Iterator[int], share_prefixes: bool
+        cls, new: NewRequest, references: References, sender: int, arrivals: Iterator[int], share_prefixes: bool
     ) -> Request:
         """The first sample of `new`, with the others as its children. They share blocks with all requests of the same
         cache salt, or only with each other without `share_prefixes`."""
@@ -110,7 +108,7 @@ class Request:
         tensors = Tensors(list(messages), references, embeddings, 1 + len(new.children), released=not new.media)
 
         def sample(request_id: str, seed: int, parent: Request | None = None) -> Request:
-            return cls(new, request_id, seed, peer, next(arrivals), salt, tensors, parent)
+            return cls(new, request_id, seed, sender, next(arrivals), salt, tensors, parent)
 
         parent = sample(new.request_id, new.sampling.seed)
         parent.children = [sample(child.request_id, child.seed, parent) for child in new.children]
@@ -121,11 +119,6 @@ class Request:
     @property
     def media(self) -> list[MediaItem]:
         return self.new.media
-
-    @property
-    def media_tokens(self) -> dict[bytes, int]:
-        """Its distinct media items: hash -> tokens."""
-        return {item.media_hash: item.num_tokens for item in self.media}
 
     def unreserved(self, start: int) -> dict[bytes, int]:
         """The items for which it has to reserve room in the encoder cache to compute its tokens from `start` on.
@@ -165,14 +158,13 @@ class Request:
         """Known tokens that no dispatched step computes; 0 at the end of the output."""
         return 0 if self.num_sampled >= self.new.sampling.max_tokens else self.num_known - self.num_computed
 
-    def times_so_far(self, media_ready: float) -> EngineTimes | None:
-        """For the output with its first token, and with its last; None for a child. Called when the token arrives.
-        `media_ready`: when the last of its media was encoded, perhaps by an earlier request."""
+    def times_so_far(self) -> EngineTimes | None:
+        """For the output with its first token, and with its last; None for a child. Called when the token arrives."""
         if self.id != self.new.request_id:
             return None
         now = time.monotonic()
         if self.times is None:
-            encoded = max(self.scheduled_at, media_ready)
+            encoded = max(self.scheduled_at, self.encoded_at)
             self.times = EngineTimes(self.accepted_at, self.scheduled_at, encoded, now, now)
         return msgspec.structs.replace(self.times, last_token=now)
 

@@ -120,7 +120,7 @@ class Scheduler:
             if victim is request:
                 return
         request.blocks += blocks
-        self._add_chunk(request, length, plan)
+        self._add_chunk(request, length, plan, restart=False)
 
     def _preempt(self, request: Request) -> None:
         """Queue it again; all is recomputed but what the prefix cache still holds. Its sampled tokens stay valid, those
@@ -138,7 +138,6 @@ class Scheduler:
             request.state = None
         request.num_computed = 0
         request.epoch += 1
-        request.restarts = True
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 
@@ -201,7 +200,7 @@ class Scheduler:
             source = self.states.use(request.hashes[len(cached) - 1]) if cached else None
             plan.states.append(StateStart(request.id, request.state, source))
             self.events["state_snapshot_hits"] += source is not None
-        self._add_chunk(request, length, plan)
+        self._add_chunk(request, length, plan, restart=True)
         return True
 
     def _is_full(self) -> bool:
@@ -251,7 +250,7 @@ class Scheduler:
         """Tokens of the request in this step. Adds the media that they need to the plan, as far as its budget allows;
         these stay there even if the chunk is not added.
 
-        0 when it has to wait: for the step's budgets, or for an item that another request's step encodes.
+        0 when it has to wait for the step's budgets.
         """
         missing = request.num_missing
         if request.num_computed >= request.num_prompt and missing <= 1:
@@ -274,9 +273,9 @@ class Scheduler:
         """Encode what a chunk that ends at `end` is the first to need; returns where the chunk has to stop."""
         for item, first in self._items_between(request, end):
             entry = self.encoder[item.media_hash]
-            if entry.encoded_by is None:
+            if not entry.encoded:
                 self._encode(request, item, entry, plan)
-            if not entry.ready and entry.encoded_by != request.id:
+            if not entry.encoded:
                 return first
         return end
 
@@ -284,7 +283,7 @@ class Scheduler:
         """Run the tower on the item's next temporal grids: first on the rest of one that is begun, then on whole ones,
         or on the first blocks of one."""
         count, end = 1, self.tower_depth
-        while count and end == self.tower_depth and entry.encoded_by is None:
+        while count and end == self.tower_depth and not entry.encoded:
             count, end = self._grids_in_step(item, entry, plan)
             if count:
                 self._add_slice(request, item, plan, count, end)
@@ -322,7 +321,7 @@ class Scheduler:
         entry.num_grids += count * end // depth
         entry.num_blocks = end % depth
         if entry.num_grids == total:
-            entry.encoded_by = request.id
+            entry.encoded = True
             plan.encoded_hashes.append(item.media_hash)
 
     def _items_between(self, request: Request, end: int) -> Iterator[tuple[MediaItem, int]]:
@@ -333,20 +332,20 @@ class Scheduler:
             if first < end:
                 yield item, first
 
-    def _add_chunk(self, request: Request, length: int, plan: Plan) -> None:
+    def _add_chunk(self, request: Request, length: int, plan: Plan, restart: bool) -> None:
+        """`restart`: it has just been admitted."""
         self._serve(request, plan)
         start, end = request.num_computed, request.num_computed + length
-        first_new = 0 if request.restarts else self.blocks.blocks_for(start)
+        first_new = 0 if restart else self.blocks.blocks_for(start)
         blocks = request.blocks[first_new : self.blocks.blocks_for(end)]
         samples = end == request.num_known
         snapshots = self._snapshots(request, start, end) if self.states.is_needed else []
-        chunk = Chunk(request.id, start, length, blocks, samples, request.restarts, snapshots)
+        chunk = Chunk(request.id, start, length, blocks, samples, restart, snapshots)
         plan.work[request.id] = ChunkWork(chunk, request, request.epoch)
         plan.tokens_left -= length
         if length > 1:
             plan.num_prefill += length
             plan.seconds_left = max(0.0, plan.seconds_left - length * self.times.token)
-        request.restarts = False
         request.num_computed = end
         request.num_sampled += samples
 
@@ -374,11 +373,10 @@ class Scheduler:
         """The plan has work for it."""
         plan.requests[request.id] = request
         self.clients.serve(request)
-        if not request.announced:
+        if not request.scheduled_at:
             request.scheduled_at = time.monotonic()
             sampling = request.new.sampling
             if request.seed != sampling.seed:
                 sampling = msgspec.structs.replace(sampling, seed=request.seed)
             new = NewSequence(request.id, request.new.prompt_token_ids, sampling, request.media, request.new.pooling)
             plan.started.append(new)
-            request.announced = True

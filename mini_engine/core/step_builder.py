@@ -8,17 +8,7 @@ import dataclasses
 import msgspec
 
 from mini_engine.core.request import References, Request
-from mini_engine.messages import (
-    Chunk,
-    EncodeItem,
-    Grammar,
-    KeepMedia,
-    MessageId,
-    NewSequence,
-    StateStart,
-    Step,
-    StepResult,
-)
+from mini_engine.messages import Chunk, EncodeItem, NewSequence, StateStart, Step, StepResult
 
 
 @dataclasses.dataclass
@@ -67,48 +57,15 @@ class InFlight:
 
 
 class StepBuilder:
-    """The next step of one engine. Each method adds to a field of `Step`, which describes what the ranks do with it."""
+    """The next step of one engine. Each part of the core adds to the lists of `step`, whatever the ranks are to do."""
 
     def __init__(self) -> None:
-        self._step = Step(1)
-        self._unreferenced: list[References] = []
-
-    def finish(self, request_id: str) -> None:
-        self._step.finished.append(request_id)
-
-    def evict(self, media_hash: bytes) -> None:
-        self._step.evict.append(media_hash)
-
-    def keep(self, media: KeepMedia) -> None:
-        self._step.keep.append(media)
-
-    def drop(self, media_hash: bytes) -> None:
-        self._step.drop.append(media_hash)
-
-    def compile(self, grammar: Grammar) -> None:
-        self._step.grammars.append(grammar)
-
-    def discard_grammar(self, digest: bytes, number: int) -> None:
-        """No sample follows this grammar any more: the ranks forget it, unless they have not received it yet."""
-        unsent = [grammar for grammar in self._step.grammars if grammar.number == number]
-        if unsent:
-            self._step.grammars.remove(unsent[0])
-        else:
-            self._step.unused_grammars.append(digest)
-
-    def release(self, message: MessageId) -> None:
-        self._step.release.append(message)
-
-    def release_references(self, references: References) -> None:
-        """The next step is the last that reads these cached media."""
-        self._unreferenced.append(references)
-
-    def drop_sender(self, incarnation: int) -> None:
-        self._step.drop_senders.append(incarnation)
+        self.step = Step(1)
+        self.unreferenced: list[References] = []  # to cached media, which no step after this one reads
 
     def register_media(self, nbytes: int) -> None:
         """See `Step.high_water_mark`."""
-        self._step = msgspec.structs.replace(self._step, high_water_mark=nbytes)
+        self.step = msgspec.structs.replace(self.step, high_water_mark=nbytes)
 
     def build(self, plan: Plan, is_ping: bool) -> InFlight | None:
         """The step, with the work of `plan`; what is added from now on goes into the one after it.
@@ -117,10 +74,10 @@ class StepBuilder:
         """
         chunks = [work.chunk for work in plan.work.values()]
         step = msgspec.structs.replace(
-            self._step, started=plan.started, states=plan.states, encode=plan.encode, chunks=chunks
+            self.step, started=plan.started, states=plan.states, encode=plan.encode, chunks=chunks
         )
-        if step == Step(step.number) and not self._unreferenced and not is_ping:
+        if step == Step(step.number) and not self.unreferenced and not is_ping:
             return None
-        flight = InFlight(step, plan, self._unreferenced)
-        self._step, self._unreferenced = Step(step.number + 1), []
+        flight = InFlight(step, plan, self.unreferenced)
+        self.step, self.unreferenced = Step(step.number + 1), []
         return flight

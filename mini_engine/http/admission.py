@@ -26,13 +26,6 @@ from mini_engine.config import EngineConfig
 from mini_engine.protocol.api_errors import ApiError, bad_request
 from mini_engine.protocol.request_clock import RequestClock
 
-Reason = Literal["queued_requests", "inflight_bodies", "inflight_media"]
-COUNTED: dict[Reason, str] = {
-    "queued_requests": "choice(s)",
-    "inflight_bodies": "bytes of request bodies",
-    "inflight_media": "bytes of media",
-}
-
 
 @dataclass(eq=False)
 class Budget:
@@ -40,7 +33,8 @@ class Budget:
 
     limit: int
     flag: str  # that sets the limit
-    reason: Reason  # under which refused requests are counted
+    reason: Literal["queued_requests", "inflight_bodies", "inflight_media"]  # for refusals, in the metrics
+    unit: str  # of what is counted, for errors
     show: Callable[[int], None] = lambda _: None  # called with `used` when it changes
     used: int = 0
 
@@ -70,7 +64,7 @@ class BudgetShare:
     def receive(self, amount: int) -> None:
         """Count so much more, before it is stored. Raises ApiError: 400 if the request can never fit, 429 if it does
         not fit beside others."""
-        budget, total, unit = self.budget, self.amount + amount, COUNTED[self.budget.reason]
+        budget, total, unit = self.budget, self.amount + amount, self.budget.unit
         if total > budget.limit:
             problem = f"This request needs {total} {unit}, more than the {budget.limit} of {budget.flag}"
             if budget.reason == "queued_requests":
@@ -87,12 +81,12 @@ class BudgetShare:
 
 def media_budget(config: EngineConfig) -> Budget:
     limit, show = int(config.max_inflight_media_gb * 2**30), metrics.inflight_media_bytes.set
-    return Budget(limit, "--max-inflight-media-gb", "inflight_media", show)
+    return Budget(limit, "--max-inflight-media-gb", "inflight_media", "bytes of media", show)
 
 
 def body_budget(config: EngineConfig) -> Budget:
     media, request = media_budget(config), (config.max_request_bytes, "--max-request-bytes")
-    return Budget(*max((media.limit, media.flag), request), "inflight_bodies")
+    return Budget(*max((media.limit, media.flag), request), "inflight_bodies", "bytes of request bodies")
 
 
 class Places:

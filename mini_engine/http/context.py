@@ -54,7 +54,7 @@ class AppContext(ModelFront):
             engines=engines,
             limits=limits,
             sampling=SamplingResolver(front.defaults, limits.max_model_len, front.vocab_size, config.seed, incarnation),
-            requests=Budget(config.max_num_queued_reqs, "--max-num-queued-reqs", "queued_requests"),
+            requests=Budget(config.max_num_queued_reqs, "--max-num-queued-reqs", "queued_requests", "choice(s)"),
             bodies=body_budget(config),
             media_bytes=media_budget(config),
             places=Places(config.maximum_concurrent_videos),

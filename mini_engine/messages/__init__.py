@@ -35,8 +35,7 @@ from mini_engine.messages.tensors import (
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """A message on a socket, and its sender."""
 
-    sender: str  # "api 0", "core 0", "worker 0.1", "supervisor"
-    incarnation: int  # unique for each start of a process, see `PeerGone`
+    incarnation: int  # of the sender: unique for each start of a process, see `PeerGone`
     body: AnyMessage
 
 

@@ -189,12 +189,11 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
 
     running: int = 0
     waiting: int = 0
-    kv_blocks_used: int = 0  # held by requests; other cached blocks are free
-    kv_blocks_total: int = 0
+    kv_cache_usage: float = 0.0  # fraction of the KV blocks that requests hold; other cached blocks are free
     encoder_cache_tokens: int = 0
     media_bytes: int = 0  # of cached media
     media_bytes_pinned: int = 0  # of those, items with references
-    media_references: int = 0  # from running requests to cached media
+    media_references: int = 0  # to cached media, from running requests and from steps that copy
     media_oldest_seconds: float = 0.0  # since the last use of the longest unused item
     state_snapshots: int = 0  # of recurrent states
     media_facts: int = 0  # items of which the facts are known

@@ -5,7 +5,8 @@ In the manner of PEP 574: while a message is encoded, each object that msgpack d
 the handle, and whatever needs the tensor resolves it. The codec knows nothing of requests or queues.
 """
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -16,12 +17,9 @@ class TransportError(Exception):
     """A tensor could not be sent or received. The text is for the log, not for clients."""
 
 
-class OOBTensorConsumer(Protocol):
-    """Takes the tensors of one message while it is encoded."""
-
-    def __call__(self, tensor: Any) -> TensorHandle:
-        """Keep `tensor` (any dtype and shape, C-contiguous) and return what stands for it. Raises TypeError: not a
-        tensor; TransportError: it cannot be sent."""
+OOBTensorConsumer = Callable[[Any], TensorHandle]
+"""Keeps a tensor of a message (any dtype and shape, C-contiguous) while it is encoded, and returns what stands for it.
+Raises TypeError: not a tensor; TransportError: it cannot be sent."""
 
 
 class Encoder:
@@ -34,12 +32,8 @@ class Encoder:
     def encode(self, body: AnyMessage, tensors: OOBTensorConsumer | None = None) -> bytes:
         """`body` in its envelope, as msgpack; its tensors go to `tensors`, in the order of the fields. Raises
         TypeError: `body` holds something that is neither plain data nor a tensor that `tensors` takes."""
-        return msgspec.msgpack.encode(Envelope(self.sender, self.incarnation, body), enc_hook=tensors)
+        return msgspec.msgpack.encode(Envelope(self.incarnation, body), enc_hook=tensors)
 
 
-_decoder = msgspec.msgpack.Decoder(Envelope)
-
-
-def decode(frame: bytes | memoryview) -> Envelope:
-    """The envelope in `frame`. Raises msgspec.DecodeError: `frame` is not an envelope with a known message."""
-    return _decoder.decode(frame)
+decode = msgspec.msgpack.Decoder(Envelope).decode
+"""The envelope in a frame. Raises msgspec.DecodeError: it is not an envelope with a known message."""

@@ -171,10 +171,10 @@ def test_ping_of_an_idle_engine_runs_an_empty_step():
     world.receive(ControlRequest(6))
     world.turn()
     assert list(world.links.steps) == [Step(1)], "the second ping needs no step of its own"
-    world.links.inbox.append(Envelope("worker 0.0", 100, StepResult(1)))
+    world.links.inbox.append(Envelope(100, StepResult(1)))
     world.turn()
     assert not world.replies, "answered before all ranks were"
-    world.links.inbox.append(Envelope("worker 0.1", 101, StepResult(1)))
+    world.links.inbox.append(Envelope(101, StepResult(1)))
     world.links.steps.clear()
     world.turn()
     assert world.replies == [ControlReply(5), ControlReply(6)]

@@ -6,7 +6,7 @@ import contextlib
 import time
 from types import SimpleNamespace
 
-from mini_engine.core.links import Links
+from mini_engine.core.links import SUPERVISOR, Links
 from mini_engine.messages import CachedMedia, ControlRequest, Found, WorkerReady
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder
@@ -38,10 +38,10 @@ def test_late_messages_of_a_dead_api_server_are_ignored(runtime, context):
 
         send(7)
         send(8)
-        assert links.identities.keys() == {7, 8}
+        assert links.identities.keys() == {SUPERVISOR, 7, 8}
         links.forget(7)
         send(7)
-        assert links.identities.keys() == {8} and links.gone == {7}
+        assert links.identities.keys() == {SUPERVISOR, 8} and links.gone == {7}
 
 
 def test_messages_sent_while_ranks_load_are_received_later(runtime, context):
@@ -58,7 +58,7 @@ def test_messages_sent_while_ranks_load_are_received_later(runtime, context):
             envelopes = links.receive(time.monotonic() + 10)
             assert envelopes
             received += [envelope.incarnation for envelope in envelopes]
-        assert sorted(received) == [7, 8] == sorted(links.identities)
+        assert sorted(received) == [7, 8] and links.identities.keys() == {SUPERVISOR, 7, 8}
 
 
 def test_unresponsive_api_server_is_logged_once_and_blocks_nothing(runtime, context, monkeypatch, caplog):
@@ -68,7 +68,8 @@ def test_unresponsive_api_server_is_logged_once_and_blocks_nothing(runtime, cont
         links.receive(time.monotonic() + 60)
         huge = Found("r", [CachedMedia(bytes(1 << 20), "image", 1, (1, 1, 1), None)])
         for _ in range(20):
-            links.send(links.identities[7], huge)  # more than the kernel takes
-        links.send(b"api 9:9", Found("r", []))  # it exited
+            links.send(7, huge)  # more than the kernel takes
+        links.identities[9] = b"api 9:9"
+        links.send(9, Found("r", []))  # it exited
         (record,) = caplog.records
         assert record.levelname == "ERROR" and record.getMessage().startswith("api 7:7 ")

@@ -143,7 +143,6 @@ class RandomClients:
                 self.world.write(reserved, asked.name, sender=dead)
         self.world.request(f"late {dead}", sender=dead)
         self.senders[1] = (dead[0], dead[1] + 2)
-        self.world.links.identities[dead[1] + 2] = b"api 1:%d" % (dead[1] + 2)
         self.sent = {name: asked for name, asked in self.sent.items() if asked.sender != dead}
 
 
@@ -172,7 +171,7 @@ def play(kind: str, room: int, timing: int, flags: dict[str, object]) -> None:
             world.links.run_step()
             clients.turn()
         assert media.num_bytes_pinned <= media.num_bytes <= room * item_bytes
-        assert kind == "shm" or world.links.kept.issuperset(world.idle), "found before every rank has its copy"
+        assert kind == "shm" or world.links.kept.issuperset(world.idle), "idle before every rank has its copy"
     clients.turn()
     while clients.prepared or world.core.requests or world.core.in_flight or world.links.inbox:
         if clients.prepared:

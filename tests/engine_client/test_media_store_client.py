@@ -100,7 +100,7 @@ class EngineStore:
             case _:
                 links = SimpleNamespace(send=lambda _, answer: self.client.on_answer(answer))
                 core: Any = SimpleNamespace(media=self.store, links=links, encoder=EncoderCache(0, StepBuilder()))
-                EngineCore._handle_media(core, Envelope("api 0", 1, body), b"")
+                EngineCore._handle_media(core, Envelope(1, body))
 
     async def ask(self, name: str, *media: MediaItem) -> NewRequest:
         """A request's path: look up, bring what is absent, place it, and hand it over."""

@@ -202,6 +202,7 @@ async def test_parts_by_other_names_are_the_same(served: Served, part: Any, kind
     (path := served.allowed / f"a {kind}").write_bytes(base64.b64decode(data))
     named = [
         {"type": f"input_{kind}", f"{kind}_url": url},
+        {"type": f"{kind}_url", f"{kind}_url": {"url": url, "detail": "low"}},
         {"type": "file", "file": {"file_data": url}},
         {"type": "image_url", "image_url": f"{head.upper()},{data}"},
     ]

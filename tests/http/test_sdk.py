@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.model import Model
 from pydantic import BaseModel
 
-from tests.support.serving import Served, SlowWeb, events_of, image, png, video
+from tests.support.serving import Served, events_of, image
 
 OURS = {"image_tokens", "metrics", "video_tokens", "warnings"}  # `image_tokens`: of older releases of the SDK
 
@@ -138,24 +138,3 @@ async def test_conversation_goes_on_with_the_answer_as_it_came(served: Served) -
     for answer in (reply, reply.model_dump(), {"role": "assistant", "content": [{"type": "text", "text": "a"}]}):
         more = [*messages, answer, {"role": "user", "content": "and?"}]
         assert (await create(model="tiny", messages=more)).choices[0].message.content == reply.content
-
-
-async def test_images_and_videos_in_each_form(served: Served, web: SlowWeb) -> None:
-    (served.allowed / "a.png").write_bytes(png())
-    web.go.set()
-    url = image()["image_url"]["url"]
-    content: list[dict[str, Any]] = [
-        {"type": "text", "text": "which?"},
-        {"type": "image_url", "image_url": {"url": url, "detail": "low"}, "uuid": "mine"},
-        {**video(), "uuid": "mine"},
-        {"type": "image_url", "image_url": url},
-        {"type": "image_url", "image_url": {"url": f"file://{served.allowed}/a.png"}},
-        web.part,
-    ]
-    settings = {"media_io_kwargs": {"video": {"num_frames": 2}}, "mm_processor_kwargs": {"max_pixels": 56 * 56}}
-    await served.ask(content, extra_body=settings)
-    (request,) = served.core.requests
-    assert [item.modality for item in request.media] == ["image", "video", "image", "image", "image"]
-    items = {(item.modality, item.media_hash) for item in request.media}
-    assert len(items) == 2, "the same bytes under whatever name and uuid"
-    assert all(item.grid_thw[0] == 1 for item in request.media)

@@ -64,7 +64,7 @@ class ScriptedCore:
         self.hold = False
         self.cached = 0  # tokens that each prompt finds in the prefix cache
         self.pool: Callable[[NewRequest], list[float]] = lambda request: []  # what a request with `pooling` is for
-        self.stats = EngineStats(kv_blocks_total=8)
+        self.stats = EngineStats()
         self.accepts = True
         self.kept: dict[bytes, CachedMedia] = {}
         self.held: Literal["patches", "embeddings", "facts"] = "patches"

@@ -63,7 +63,6 @@ class World:
         sizes = {"max_num_seqs": max_seqs, "max_num_batched_tokens": max_tokens, "max_model_len": blocks * block_size}
         config = EngineConfig(tensor_parallel_size=ranks, block_size=block_size, **sizes, **flags)
         self.links = links = SimulatedLinks(config, seconds)
-        self.links.identities |= {incarnation: f"{name}:{incarnation}".encode() for name, incarnation in (API, OTHER)}
         limits = engine_limits(config, model, blocks, "cpu", 0 if snapshots is None else max_seqs + snapshots)
         self.model, next_step = model, StepBuilder()
         self.core = EngineCore(config, model, limits, self.make_media(next_step), self.links, next_step)
@@ -85,7 +84,7 @@ class World:
     def receive(self, body, sender=API):
         if isinstance(body, MediaReady):
             self.links.reported.add((body.rank, body.message))
-        self.links.inbox.append(Envelope(*sender, body))
+        self.links.inbox.append(Envelope(sender[1], body))
 
     def request(
         self, name, prompt=5, max_tokens=4, media=(), first_token=20, tokens=None, sender=API, ready=True, **more
@@ -118,7 +117,7 @@ class World:
     def turn(self):
         """One turn of the core's loop, and what it sent to the API server."""
         self.core.turn()
-        for _, body in self.links.sent:
+        for body in self.links.sent:
             if isinstance(body, MediaMiss):
                 self.missed[body.request_id] = body.arrival
             elif isinstance(body, Outputs):

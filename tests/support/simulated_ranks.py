@@ -60,8 +60,7 @@ class SimulatedLinks:
     def __init__(self, config: EngineConfig, seconds: tuple[float, float, float]):
         self.config, self.block_size, self.num_ranks = config, config.block_size, config.tensor_parallel_size
         self.inbox: list[Envelope] = []
-        self.sent: list[tuple[bytes, object]] = []
-        self.identities: dict[int, bytes] = {}
+        self.sent: list[object] = []
         self.gone: set[int] = set()
         self.steps: deque[Step] = deque()
         self.keys: dict[int, int] = {}  # by cache index
@@ -89,13 +88,13 @@ class SimulatedLinks:
 
     def forget(self, incarnation: int) -> None:
         self.gone.add(incarnation)
-        self.identities.pop(incarnation, None)
 
     def send_step(self, step: Step) -> None:
         self.steps.append(step)
 
-    def send(self, peer: bytes, body) -> None:
-        self.sent.append((peer, body))
+    def send(self, incarnation: int, body) -> None:
+        if incarnation not in self.gone:
+            self.sent.append(body)
 
     # --- what the test calls
     def run_step(self) -> None:
@@ -104,7 +103,7 @@ class SimulatedLinks:
         result = self._execute(step)
         for rank in range(self.num_ranks):
             own = StepResult(step.number, rank=rank) if rank else result
-            self.inbox.append(Envelope(f"worker 0.{rank}", 100 + rank, own))
+            self.inbox.append(Envelope(100 + rank, own))
 
     def _seconds(self, step: Step) -> float:
         decode, token, media = self.seconds

@@ -34,7 +34,7 @@ class CoreEnd:
         while len(bodies) < count and self.socket.poll(max(int((deadline - time.monotonic()) * 1000), 0)):
             name, frame = self.socket.recv_multipart()
             envelope = decode(frame)
-            assert name == f"{envelope.sender} media:{envelope.incarnation}".encode()
+            assert name == f"worker 0.0 media:{envelope.incarnation}".encode()
             bodies.append(envelope.body)
         return bodies
 

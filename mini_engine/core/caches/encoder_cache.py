@@ -6,9 +6,8 @@ it finishes, or is preempted and has to reserve more: not for items in cached bl
 """
 
 import dataclasses
-import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from mini_engine.core.step_builder import StepBuilder
 
@@ -18,21 +17,14 @@ class EncoderEntry:
     """One item. Each of its temporal grids is encoded at most once, when a chunk needs the item."""
 
     num_tokens: int
-    users: int = 0  # requests that have it reserved
+    users: int = 0  # requests that have it reserved; without one it is idle
     num_grids: int = 0  # temporal grids that dispatched steps encode
     num_blocks: int = 0  # blocks of the tower that dispatched steps run on the grid after these; 0: not begun
-    encoded_by: str | None = None  # the request for which the last of them was dispatched
-    ready: bool = False  # that step has retired: any request may rely on it
-    ready_at: float = 0.0  # when it retired, by `time.monotonic()`
-
-    @property
-    def idle(self) -> bool:
-        """It may be evicted."""
-        return self.ready and not self.users
+    encoded: bool = False  # dispatched steps encode all of it: what they compute, and later ones, may rely on it
 
 
 class EncoderCache:
-    """Entries with users stay; idle ones are evicted to make room, least recently used first."""
+    """Entries with users stay; idle ones, all encoded, are evicted to make room, least recently used first."""
 
     def __init__(self, budget: int, next_step: StepBuilder):
         self.budget = budget
@@ -46,7 +38,7 @@ class EncoderCache:
 
     def holds(self, media_hash: bytes) -> bool:
         """Whether all of the item is encoded, or dispatched steps encode it."""
-        return media_hash in self._entries and self._entries[media_hash].encoded_by is not None
+        return media_hash in self._entries and self._entries[media_hash].encoded
 
     @property
     def num_unfinished(self) -> int:
@@ -60,9 +52,8 @@ class EncoderCache:
 
     def room_for(self, items: Mapping[bytes, int]) -> int:
         """How much of `num_free` reserving these items (hash -> tokens) takes."""
-        return sum(
-            n for media_hash, n in items.items() if media_hash not in self._entries or self._entries[media_hash].idle
-        )
+        entries = ((self._entries.get(media_hash), num_tokens) for media_hash, num_tokens in items.items())
+        return sum(num_tokens for entry, num_tokens in entries if entry is None or not entry.users)
 
     def reserve(self, items: Mapping[bytes, int], users: int) -> None:
         """Add that many users to all these items (hash -> tokens), for which there is room."""
@@ -70,7 +61,7 @@ class EncoderCache:
         missing = {media_hash: tokens for media_hash, tokens in items.items() if media_hash not in self._entries}
         for media_hash in items.keys() - missing:
             entry = self._entries[media_hash]
-            self.num_idle_tokens -= entry.num_tokens * entry.idle
+            self.num_idle_tokens -= entry.num_tokens * (not entry.users)
             entry.users += users
         self._evict_idle(self.num_tokens + sum(missing.values()) - self.budget)
         for media_hash, tokens in missing.items():
@@ -82,37 +73,22 @@ class EncoderCache:
         for media_hash in items:
             entry = self._entries[media_hash]
             entry.users -= 1
-            if entry.idle:
-                self._on_idle(media_hash)
-            elif not entry.users and entry.encoded_by is None:
+            if not entry.users and entry.encoded:
+                self._entries.move_to_end(media_hash)
+                self.num_idle_tokens += entry.num_tokens
+            elif not entry.users:
                 self._drop(media_hash)
         items.clear()
-
-    def retire(self, media_hash: bytes) -> None:
-        """The step that encodes the last of it has run."""
-        entry = self._entries[media_hash]
-        entry.ready = True
-        entry.ready_at = time.monotonic()
-        if entry.idle:
-            self._on_idle(media_hash)
-
-    def ready_since(self, items: Iterable[bytes]) -> float:
-        """When the last of these items, all reserved, became ready, by `time.monotonic()`; 0 if none is."""
-        return max((self._entries[media_hash].ready_at for media_hash in items), default=0.0)
 
     def forget_unused(self) -> None:
         """Evict every idle item."""
         self._evict_idle(self.num_idle_tokens)
 
-    def _on_idle(self, media_hash: bytes) -> None:
-        self._entries.move_to_end(media_hash)
-        self.num_idle_tokens += self._entries[media_hash].num_tokens
-
     def _evict_idle(self, num_tokens: int) -> None:
         """Evict the least recently used items, `num_tokens` of the `num_idle_tokens` or more."""
         while num_tokens > 0:
             media_hash = next(iter(self._entries))
-            if self._entries[media_hash].idle:
+            if not self._entries[media_hash].users:
                 num_tokens -= self._entries[media_hash].num_tokens
                 self.num_idle_tokens -= self._entries[media_hash].num_tokens
                 self._drop(media_hash)
@@ -123,4 +99,4 @@ class EncoderCache:
         entry = self._entries.pop(media_hash)
         self.num_tokens -= entry.num_tokens
         if entry.num_grids or entry.num_blocks:
-            self._next_step.evict(media_hash)
+            self._next_step.step.evict.append(media_hash)

@@ -50,18 +50,18 @@ class MediaDirectory:
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self.num_bytes_pinned = 0  # of those, the items with references, or that a step copies
+        self.num_bytes_pinned = 0  # of those, the items with references
         self.num_references = 0
         self.num_evictions = 0
         self.facts = Recent[bytes, CachedMedia](FACTS_BYTES, _facts_bytes)
         self.names = Recent[bytes, NamedMedia](MAX_NAMES)  # what they mean, whether this engine has it or not
-        self._listed: OrderedDict[bytes, MediaEntry] = OrderedDict()  # the idle ones in the order of their last use
+        self._entries: OrderedDict[bytes, MediaEntry] = OrderedDict()  # the idle ones in the order of their last use
         self._held: dict[Owner, References] = {}  # of requests that have not arrived
 
     @property
     def idle(self) -> Iterator[MediaEntry]:
-        """Listed items without a reference, least recently used first."""
-        return (entry for entry in self._listed.values() if not entry.references)
+        """Items without a reference, least recently used first."""
+        return (entry for entry in self._entries.values() if not entry.references)
 
     @property
     def num_bytes_idle(self) -> int:
@@ -79,7 +79,7 @@ class MediaDirectory:
         """The known ones of these. The request refers to those with patches from now on; embeddings may go."""
         found = []
         for media_hash in hashes:
-            if (entry := self._listed.get(media_hash)) is not None:
+            if (entry := self._entries.get(media_hash)) is not None:
                 self._refer(owner, entry)
                 found.append(FoundMedia(entry.media, "patches", entry.patches))
             elif (facts := self.facts.get(media_hash)) is not None:
@@ -113,7 +113,8 @@ class MediaDirectory:
             self.num_references -= 1
             if not entry.references:
                 self.num_bytes_pinned -= entry.nbytes
-                self._on_unreferenced(entry)
+                self._entries.move_to_end(entry.media.media_hash)
+                entry.used_at = time.monotonic()
 
     def on_api_server_gone(self, incarnation: int) -> None:
         """Release its requests that have not arrived."""
@@ -123,45 +124,31 @@ class MediaDirectory:
     def arrived(self, item: MediaItem) -> None:
         """The tensor of `item` is on all ranks."""
 
-    def kept(self, media_hash: bytes) -> None:
-        """A step with this `KeepMedia` has retired."""
-
     def reset(self) -> None:
         """Evict all items without references, and forget all facts and names."""
         self._evict_idle(self.num_bytes_idle)
         self.facts.clear()
         self.names.clear()
 
-    def _list(self, entry: MediaEntry) -> None:
-        """`look_up` finds it from now on; it is idle."""
-        entry.listed = True
-        self._listed[entry.media.media_hash] = entry
-        self._on_unreferenced(entry)
-
     def _refer(self, owner: Owner, entry: MediaEntry) -> None:
         references = self._held.setdefault(owner, {})
         if entry.media.media_hash not in references:
             references[entry.media.media_hash] = entry
-            self.num_bytes_pinned += 0 if entry.references else entry.nbytes
-            entry.references += 1
-            self.num_references += 1
+            self._pin(entry)
 
-    def _on_unreferenced(self, entry: MediaEntry) -> None:
-        if entry.listed:
-            self._listed.move_to_end(entry.media.media_hash)
-            entry.used_at = time.monotonic()
-        else:
-            self.num_bytes -= entry.nbytes
-            self._free([entry])
+    def _pin(self, entry: MediaEntry) -> None:
+        self.num_bytes_pinned += 0 if entry.references else entry.nbytes
+        entry.references += 1
+        self.num_references += 1
 
     def _evict_idle(self, nbytes: int) -> int:
         """Free the least recently used items, `nbytes` of the `num_bytes_idle` or more; returns how many items."""
         evicted: list[MediaEntry] = []
         left = nbytes
         while left > 0:  # one pass for thousands of items: it takes as long as their memory takes to reach the CPU
-            media_hash, entry = self._listed.popitem(last=False)
+            media_hash, entry = self._entries.popitem(last=False)
             if entry.references:
-                self._listed[media_hash] = entry  # the order of items with references does not matter
+                self._entries[media_hash] = entry  # the order of items with references does not matter
             else:
                 left -= entry.nbytes
                 evicted.append(entry)
@@ -170,38 +157,36 @@ class MediaDirectory:
         return len(evicted)
 
     def _free(self, entries: list[MediaEntry]) -> None:
-        """Drop these items, which are unlisted and without references."""
+        """Drop these items, which have been evicted."""
 
 
 class RankCopies(MediaDirectory):
-    """Cache type `lru`: at most `capacity` bytes of copies in each rank; 0 keeps nothing."""
+    """Cache type `lru`: at most `capacity` bytes of copies in each rank; 0 keeps nothing.
+
+    An item is found at once: the step that copies it comes before any that a later request is in. It has a reference
+    until that step retires, since a step drops before it keeps.
+    """
 
     def __init__(self, capacity: int, next_step: StepBuilder):
         super().__init__()
         self.capacity = capacity
         self._next_step = next_step
-        self._unready: dict[bytes, MediaEntry] = {}  # not copied on all ranks yet
 
     def arrived(self, item: MediaItem) -> None:
         """See `MediaDirectory`: the ranks keep a copy if there is room."""
         assert isinstance(item.patches, TensorHandle)
         media_hash, nbytes = item.media_hash, math.prod(item.patches.shape)
-        if media_hash in self._listed or media_hash in self._unready or self.num_bytes_pinned + nbytes > self.capacity:
+        if media_hash in self._entries or self.num_bytes_pinned + nbytes > self.capacity:
             return
         self.num_evictions += self._evict_idle(self.num_bytes + nbytes - self.capacity)
-        self._unready[media_hash] = MediaEntry(CachedMedia.of(item), nbytes)
+        self._entries[media_hash] = entry = MediaEntry(CachedMedia.of(item), nbytes)
         self.num_bytes += nbytes
-        self.num_bytes_pinned += nbytes
-        self._next_step.keep(KeepMedia(media_hash, item.patches))
-
-    def kept(self, media_hash: bytes) -> None:
-        entry = self._unready.pop(media_hash)
-        self.num_bytes_pinned -= entry.nbytes
-        self._list(entry)
+        self._pin(entry)
+        self._next_step.step.keep.append(KeepMedia(media_hash, item.patches))
+        self._next_step.unreferenced.append({media_hash: entry})
 
     def _free(self, entries: list[MediaEntry]) -> None:
-        for entry in entries:
-            self._next_step.drop(entry.media.media_hash)
+        self._next_step.step.drop.extend(entry.media.media_hash for entry in entries)
 
 
 class MediaStore(MediaDirectory):
@@ -228,17 +213,17 @@ class MediaStore(MediaDirectory):
     def reserve(self, owner: Owner, media: CachedMedia) -> Reserved:
         """Pages for an item of a request; or a reference, if it has been written meanwhile."""
         media_hash = media.media_hash
-        if media_hash in self._listed:
-            self._refer(owner, self._listed[media_hash])
+        if media_hash in self._entries:
+            self._refer(owner, self._entries[media_hash])
             return Reserved(media_hash, "present")
-        if any(entry.listed and entry.media.media_hash == media_hash for entry in self.reservations.values()):
+        if any(entry.media.media_hash == media_hash for entry in self.reservations.values()):
             return Reserved(media_hash, "busy")
         shape = math.prod(media.grid_thw), self._row_bytes
         extents = self._allocate(math.prod(shape))
         if extents is None:
             return Reserved(media_hash, "full")
         number, nbytes = next(self._numbers), sum(count for _, count in extents) * PAGE_BYTES
-        self.reservations[number] = MediaEntry(media, nbytes, StoreHandle(extents, shape), owner[0], listed=True)
+        self.reservations[number] = MediaEntry(media, nbytes, StoreHandle(extents, shape), owner[0])
         return Reserved(media_hash, "reserved", number, extents)
 
     def written(self, number: int, owners: Iterable[Owner]) -> None:
@@ -246,12 +231,10 @@ class MediaStore(MediaDirectory):
         entry = self.reservations.pop(number)
         self.pages.written(entry.extents)
         self.num_bytes += entry.nbytes
-        if entry.listed:
-            self._list(entry)
+        self._entries[entry.media.media_hash] = entry
+        entry.used_at = time.monotonic()
         for owner in owners:
             self._refer(owner, entry)
-        if not (entry.listed or entry.references):
-            self._on_unreferenced(entry)
 
     def abandoned(self, number: int) -> None:
         """No process writes to these pages: free them."""
@@ -262,13 +245,6 @@ class MediaStore(MediaDirectory):
         super().on_api_server_gone(incarnation)
         for number in [number for number, entry in self.reservations.items() if entry.writer == incarnation]:
             self.abandoned(number)
-
-    def reset(self) -> None:
-        """See `MediaDirectory`. Unlists the other items, and those that API servers are writing."""
-        super().reset()
-        for entry in (*self._listed.values(), *self.reservations.values()):
-            entry.listed = False
-        self._listed.clear()
 
     def _allocate(self, nbytes: int) -> list[Extent] | None:
         """Free pages, or those of the least recently used items, if both together are enough."""

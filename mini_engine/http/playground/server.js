@@ -5,12 +5,6 @@ import { $, bytes, copyOf, make, once, term } from "./elements.js";
 
 const POLL_TIMEOUT = 5000; // milliseconds
 
-const CACHES = [
-  ["mm_cache", "media cache, items"],
-  ["encoder_cache", "encoder cache, items"],
-  ["prefix_cache", "prefix cache, tokens"],
-];
-
 /** The samples of `/metrics`: {name, labels, value}. */
 function samplesOf(text) {
   return [...text.matchAll(/^mini_engine:(\w+)(?:\{(.*)\})? (\S+)$/gm)].map(([, name, labels, value]) => {
@@ -36,7 +30,7 @@ function showServer(samples) {
   const { api_server_count: servers, tensor_parallel_size: ranks } = named("parallel_config_info")[0].labels;
   fillProcesses($("api-servers"), Number(servers), (index) => `api ${index}`);
   for (const element of document.querySelectorAll("[data-metric]")) {
-    const value = sum(element.dataset.metric);
+    const value = sum(element.dataset.metric) - sum(element.dataset.minus);
     setText(element, element.dataset.unit === "bytes" ? bytes(value) : value.toLocaleString("en"));
   }
   for (const { labels, value } of named("ipc_bytes_total")) setText(entryOf(labels.transport), bytes(value));
@@ -47,10 +41,6 @@ function showServer(samples) {
     const own = (name, state) =>
       named(name).find((one) => one.labels.engine === labels.engine && one.labels.state === state).value;
     showEngine(engine, value, own);
-  }
-  for (const [cache, name] of CACHES) {
-    const [queries, hits] = [sum(`${cache}_queries_total`), sum(`${cache}_hits_total`)];
-    showRow(cache, name, [queries, hits, queries - hits]);
   }
 }
 
@@ -91,18 +81,6 @@ function entryOf(transport) {
   value.dataset.transport = transport;
   $("transports").append(make("div", "", make("dt", "", term(transport)), value));
   return value;
-}
-
-function showRow(cache, name, values) {
-  let row = document.querySelector(`[data-cache="${cache}"]`);
-  if (!row) {
-    const head = make("th", "", name);
-    head.scope = "row";
-    row = make("tr", "", head, ...values.map(() => make("td")));
-    row.dataset.cache = cache;
-    $("caches").append(row);
-  }
-  values.forEach((value, index) => setText(row.children[index + 1], value.toLocaleString("en")));
 }
 
 export let model = null; // of /v1/models

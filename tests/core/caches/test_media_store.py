@@ -46,7 +46,6 @@ class Stored:
     extents: list[tuple[int, int]]
     writer: int  # incarnation
     readers: set[Owner] = dataclasses.field(default_factory=set)
-    listed: bool = True
 
     @property
     def num_pages(self) -> int:
@@ -72,8 +71,8 @@ class StoreAgainstModel(RuleBasedStateMachine):
 
     # --- the model
 
-    def listed(self, media_hash: bytes) -> Stored | None:
-        return next((item for item in self.stored if item.listed and item.media_hash == media_hash), None)
+    def find(self, media_hash: bytes) -> Stored | None:
+        return next((item for item in self.stored if item.media_hash == media_hash), None)
 
     def refer(self, owner: Owner, item: Stored) -> None:
         if self.held.setdefault(owner, {}).setdefault(item.media_hash, item) is item:
@@ -84,7 +83,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
         for item in items:
             item.readers.discard(owner)
             if not item.readers:
-                (self.lru.append if item.listed else self.stored.remove)(item)
+                self.lru.append(item)
 
     # --- what API servers do
 
@@ -92,7 +91,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
     def look_up(self, server, name, hashes):
         owner, expected = (self.incarnations[server], name), []
         for media_hash in hashes:
-            if (item := self.listed(media_hash)) is not None:
+            if (item := self.find(media_hash)) is not None:
                 self.refer(owner, item)
                 handle = StoreHandle(item.extents, (ROWS[media_hash[0]], ROW))
                 expected.append(FoundMedia(facts(media_hash), "patches", handle))
@@ -104,10 +103,10 @@ class StoreAgainstModel(RuleBasedStateMachine):
         reserved = self.store.reserve(owner, facts(media_hash))
         item = Stored(media_hash, reserved.extents, owner[0])
         num_free = PAGES - sum(other.num_pages for other in [*self.stored, *self.writing.values()])
-        if (cached := self.listed(media_hash)) is not None:
+        if (cached := self.find(media_hash)) is not None:
             assert reserved.outcome == "present"
             self.refer(owner, cached)
-        elif any(other.media_hash == media_hash and other.listed for other in self.writing.values()):
+        elif any(other.media_hash == media_hash for other in self.writing.values()):
             assert reserved.outcome == "busy"
         elif item.num_pages > num_free + sum(other.num_pages for other in self.lru):
             assert reserved.outcome == "full" and not reserved.extents
@@ -149,7 +148,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
 
     @rule(server=servers, name=names)
     def arrive(self, server, name):
-        """`NewRequest`: its items are those that it refers to, listed or not. A later request may use the id."""
+        """`NewRequest`: its items are those that it refers to. A later request may use the id."""
         owner = self.incarnations[server], name
         items = [*self.held.pop(owner, {}).values()]
         media = [MediaItem(item.media_hash, "video", 1, (1, 1, 1), 1.0, offsets=[0], patches=None) for item in items]
@@ -182,8 +181,6 @@ class StoreAgainstModel(RuleBasedStateMachine):
     def reset(self):
         self.stored = [item for item in self.stored if item not in self.lru]
         self.lru = []
-        for item in [*self.stored, *self.writing.values()]:
-            item.listed = False
         self.store.reset()
 
     # --- what holds at any time
