@@ -39,7 +39,7 @@ PHRASINGS = {kind: tuple(texts.split(" | ")) for kind, texts in _TEXTS.items()}
 
 
 class Thing(Protocol):
-    """What can be asked about: a `videos.Clip`, a `videos.Picture`, or anything with these three names."""
+    """What can be asked about: a `videos.Clip`, or anything with these three names."""
 
     @property
     def colour(self) -> str: ...
