@@ -1,7 +1,5 @@
 """`bench.py` inside this process, and a server that fails as it is asked to."""
 
-from __future__ import annotations
-
 import json
 import signal
 import threading

@@ -1,7 +1,5 @@
 """What the client sends and when, and that each failure is counted as what it is."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

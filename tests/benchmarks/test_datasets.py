@@ -1,7 +1,5 @@
 """What the data sets make of the flags: counts, repeats, and records of every form."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

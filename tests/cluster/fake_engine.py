@@ -4,8 +4,6 @@ A body's `chunks` are streamed with `seconds` between them. `/metrics` has how m
 engine would decode, and the requests in progress.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """Ray nodes on this machine, one for the head and one per host, with the application on them, over HTTP."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json
@@ -13,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import ray
 from ray import serve
@@ -41,7 +39,7 @@ class RunningCluster:
     def __init__(self, command: tuple[str, ...] = SERVE, **arguments: Any):
         self._command, self._arguments = command, Arguments(**arguments)
 
-    def __enter__(self) -> RunningCluster:
+    def __enter__(self) -> Self:
         os.environ["PYTHONPATH"] = str(ROOT)  # Ray's workers import the application by name
         absent = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
         self.cluster = Cluster(

@@ -3,8 +3,6 @@
 `python -m tests.cluster.simulation` prints the results and draws docs/plots/cluster-routing.png.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import heapq
 import itertools

@@ -1,7 +1,5 @@
 """Two nodes with a fake engine each: what the front, the router and the replicas do. The tests share the nodes."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

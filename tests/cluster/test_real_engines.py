@@ -1,7 +1,5 @@
 """Three nodes with an engine of the bundled model each. The tests share the nodes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import urllib.request

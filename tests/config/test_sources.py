@@ -1,7 +1,5 @@
 """Settings from variables and files, as `--print-config` writes them, and docs/config.md."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Child processes that do nothing of use, for tests of the supervision."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """What child processes of tests do in place of a role: exit, sleep, spin or read, by their index."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

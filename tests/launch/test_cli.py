@@ -1,7 +1,5 @@
 """The command line of `serve.py`: flags, what is refused, and `--help`."""
 
-from __future__ import annotations
-
 import re
 import shlex
 

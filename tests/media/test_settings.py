@@ -1,7 +1,5 @@
 """Sampling and sizes of media: as the server's flags and the model's files say, or as the request asks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
