@@ -76,7 +76,6 @@ class DecoderPool:
         # Called with the bytes by which the decoded frames in memory grow, before they are allocated, or shrink.
         self.count_decoded: Callable[[int], None] = lambda _: None
         self._name, self._max_input_bytes = name, max_input_bytes
-        self._max_idle = places + 1  # with the spare
         self._places = FairPlaces(places)
         self._decoders: set[DecoderProcess] = set()
         self._idle: list[DecoderProcess] = []  # the last one's memory is the warmest
@@ -203,7 +202,7 @@ class DecoderPool:
     def _keep_idle(self, child: DecoderProcess) -> None:
         if child.ending is None:
             child.suspend()
-        if child.ending is None and len(self._idle) < self._max_idle:
+        if child.ending is None and len(self._idle) <= self.places:  # with the spare
             self._idle.append(child)
             asyncio.get_running_loop().add_reader(child.connection, self._on_idle_message, child)
         else:
