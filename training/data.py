@@ -38,12 +38,9 @@ GREETINGS = ("hello", "Hi there!", "Who are you?", "What can you do?", "Tell me 
 
 
 @dataclass(frozen=True)
-class Item:
+class Item(videos.Thing):
     """One video or image, ready for patches. `frames`: uint8 [T, 3, H, W], resized; T is 1 for an image."""
 
-    colour: str
-    shape: str
-    motion: str | None  # None for an image
     frames: torch.Tensor
     seconds_per_grid: float = 0.0  # of a video: seconds from one temporal patch to the next
 

@@ -73,7 +73,7 @@ def sample_of(writer: Writer, things: tuple[Item, ...], kind: str, rng: np.rando
     return Sample(things, writer.expand(messages, things))
 
 
-def user_message(things: Sequence[questions.Thing], text: str) -> list[dict]:
+def user_message(things: Sequence[videos.Thing], text: str) -> list[dict]:
     """The chat messages that ask `text` about `things`."""
     parts: list[dict] = [{"type": "image" if thing.motion is None else "video"} for thing in things]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]

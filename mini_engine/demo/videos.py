@@ -37,12 +37,19 @@ PAIRS = tuple((c, k) for k in CODECS for c in CONTAINERS if c != "webm" or k == 
 
 
 @dataclass(frozen=True)
-class Scene:
-    """What a clip shows, in numbers; lengths are fractions of the frame's short side unless said otherwise."""
+class Thing:
+    """What a video or an image shows."""
 
     colour: str
     shape: str
-    motion: str  # one of MOTIONS
+    motion: str | None  # one of MOTIONS; None: an image
+
+
+@dataclass(frozen=True)
+class Scene(Thing):
+    """What a clip shows, in numbers; lengths are fractions of the frame's short side unless said otherwise."""
+
+    motion: str
     width: int  # pixels, even
     height: int  # pixels, even
     fps: int  # frames per second
@@ -60,13 +67,10 @@ class Scene:
 
 
 @dataclass(frozen=True)
-class Clip:
+class Clip(Thing):
     """A video or image, rendered or decoded. `frames` is uint8 [T, height, width, 3], RGB, and belongs to the clip."""
 
-    colour: str
-    shape: str
-    motion: str | None  # one of MOTIONS; None: an image, of one frame
-    frames: np.ndarray
+    frames: np.ndarray  # of an image one
     fps: float = 0.0
 
 
