@@ -8,10 +8,12 @@ import argparse
 import asyncio
 import json
 import os
+import sys
 
 from aiohttp import web
 
 from mini_engine.cluster.media_key import media_key
+from mini_engine.launch.process_setup import die_with_parent
 from mini_engine.protocol.body_split import SplitBody
 
 media: set[str] = set()
@@ -66,6 +68,7 @@ async def echo(request: web.Request) -> web.Response:
 
 
 async def main() -> None:
+    die_with_parent(int(sys.argv[1]))
     parser = argparse.ArgumentParser()
     parser.add_argument("--host")
     parser.add_argument("--port", type=int)

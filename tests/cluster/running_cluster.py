@@ -17,7 +17,7 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from mini_engine.cluster import SERVE, Arguments, application
+from mini_engine.cluster import Arguments, application
 from tests.support.processes import descendants
 
 ROOT = Path(__file__).parents[2]
@@ -34,10 +34,10 @@ def find_port() -> int:
 
 
 class RunningCluster:
-    """`with RunningCluster(command, hosts=3) as cluster:`"""
+    """`with RunningCluster(module, hosts=3) as cluster:`"""
 
-    def __init__(self, command: tuple[str, ...] = SERVE, **arguments: Any):
-        self._command, self._arguments = command, Arguments(**arguments)
+    def __init__(self, module: str = "mini_engine.launch", **arguments: Any):
+        self._module, self._arguments = module, Arguments(**arguments)
 
     def __enter__(self) -> Self:
         os.environ["PYTHONPATH"] = str(ROOT)  # Ray's workers import the application by name
@@ -67,7 +67,7 @@ class RunningCluster:
 
     def update(self, **arguments: Any) -> None:
         """Returns when the application runs, with these arguments in place of those before."""
-        serve.run(application(self._arguments.model_copy(update=arguments), self._command))
+        serve.run(application(self._arguments.model_copy(update=arguments), self._module))
 
     def drain(self, node_id: str) -> None:
         """As an operator does who is to stop a node."""

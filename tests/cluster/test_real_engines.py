@@ -19,7 +19,7 @@ from tests.support.running_server import message  # noqa: E402
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own
 HOSTS, VIDEOS = 3, 36
 KEY = "a-key"
-ENGINE = "mini_engine.launch.cli"  # in the supervisors' command lines
+ENGINE = "mini_engine.launch"  # in the supervisors' command lines
 
 
 @pytest.fixture(scope="module")
