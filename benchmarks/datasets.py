@@ -139,7 +139,7 @@ def _questions(args: argparse.Namespace, order: list[int]) -> list[Prompt]:
     prompts = []
     for place, number in enumerate(order):
         scene = videos.make_scene(first + number)
-        thing = scene if show is _video else videos.Picture(scene.colour, scene.shape, np.empty(0))
+        thing = scene if show is _video else videos.Thing(scene.colour, scene.shape, None)
         # Drawn apart from what is shown: by the medium's own seed, whose first draw is the colour, every red shape
         # would be asked for its colour and no blue one ever.
         asked = questions.ask([thing], None, np.random.default_rng([first + place, QUESTION_DRAWS]))

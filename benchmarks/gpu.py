@@ -5,16 +5,14 @@ operations a second of a product of 8192 x 8192 matrices. Then, for each of --mo
     decode   one token for each of some sequences: the share of `copy` at which weights and cache are read. Aim: 70 %.
     prefill  a prompt of 8,192 tokens in one step: the share of `matrix`. Aim: 50 %.
     vision   a video of 16 frames of 640x360 through the tower, from uint8 patches: the share of `matrix`. Aim: 40 %.
-A part's least work follows from its weights: bytes of them and of the cache, two operations for each and a row. A batch
-that does not fit into the free memory is cut. With --check the command finds out instead whether all that the engine
-needs of a device works: see `benchmarks/gpu_check.py`.
+A part's least work is counted as by `bench.py roofline`. A batch that does not fit into the free memory is cut. With
+--check the command finds out instead whether all that the engine needs of a device works (`benchmarks/gpu_check.py`).
 
 What it should cost on an H200 (4.8 TB/s, 990 TFLOP/s by its data sheet): decode of Qwen2.5-VL-7B at batch 1 reads
 14 GB, 3 ms; prefill is 1.2e14 operations, 0.25 s at half the rate; the video is 1.3e13, 30 ms.
 """
 
 import argparse
-import contextlib
 import gc
 import statistics
 import time
@@ -26,17 +24,8 @@ import torch
 
 from benchmarks import gpu_check
 from benchmarks.cli import Report, table
-from benchmarks.runner import (
-    CONFIGS,
-    checkpoint,
-    decode,
-    make_runner,
-    num_weights,
-    plain_requests,
-    read_bytes,
-    take,
-    token_weights,
-)
+from benchmarks.roofline import Rates, parts
+from benchmarks.runner import CONFIGS, checkpoint, make_runner, num_weights
 from benchmarks.server import server_flags
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.launch.cli import parse
@@ -44,7 +33,6 @@ from mini_engine.launch.host import resolve_model
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
-from mini_engine.worker.model_runner import ModelRunner
 
 BY_SIZE = ("Qwen2.5-VL-7B-Instruct", "Qwen3-VL-4B-Instruct", "Qwen2-VL-2B-Instruct")
 COPY_BYTES = 4 << 30
@@ -80,14 +68,14 @@ def run(args: argparse.Namespace) -> Report:
     if not torch.cuda.is_available():
         raise ConfigError("gpu: torch finds no CUDA device here")
     device, flags, rates = torch.cuda.get_device_name(), server_flags("--launch", args.launch), measure_rates()
-    print(f"{device}: {rates}", flush=True)
+    print(f"{device}: {describe(rates)}", flush=True)
     rows: list[list[object]] = []
     for name in args.models or [default_model(flags)]:
         with checkpoint(name) as model:
             found = measure(parse([*model, *flags]), rates, args.batches, args.contexts, args.steps, args.repeats)
             rows += [[name, *row] for row in found]
     print(table(HEAD, rows))
-    results = {"device": device, "copy_bytes_per_s": rates.copy, "matrix_flop_per_s": rates.matrix}
+    results = {"device": device, "copy_bytes_per_s": rates.streaming, "matrix_flop_per_s": rates.products}
     return Report(results | {"rows": [dict(zip(HEAD, row, strict=True)) for row in rows]})
 
 
@@ -98,28 +86,23 @@ def shares() -> str:
         rows = list(measure(parse(flags), rates, [1, 32], [1024], steps=20, repeats=3))
     texts = [f"{part} at batch {batch} {share:.0%}" for part, batch, _, _, share, _ in rows]
     low = [text for text, (*_, share, aim) in zip(texts, rows, strict=True) if share < aim / 2]
-    text = f"of {rates}: {name}, {', '.join(texts)}"
+    text = f"of {describe(rates)}: {name}, {', '.join(texts)}"
     assert not low, f"too low: {', '.join(low)}; {text}"
     return text
 
 
-class Rates(NamedTuple):
-    """What a device can do at most."""
-
-    copy: float  # bytes a second, read and written
-    matrix: float  # operations a second of a bfloat16 product
-
-    def __str__(self) -> str:
-        return f"copy {self.copy / 1e12:.2f} TB/s, matrix {self.matrix / 1e12:.0f} TFLOP/s"
+def describe(rates: Rates) -> str:
+    """Both, in words."""
+    return f"copy {rates.streaming / 1e12:.2f} TB/s, matrix {rates.products / 1e12:.0f} TFLOP/s"
 
 
 def measure_rates() -> Rates:
-    """Of the current device."""
+    """Of the current device: those of a bfloat16 product, and of a copy, which are bytes read and written."""
     nbytes = min(COPY_BYTES, free_memory() // 4)
     source = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
     copied = _median(source.clone, 10)
     left, right = torch.randn(2, SIDE, SIDE, dtype=torch.bfloat16, device="cuda")
-    return Rates(2 * nbytes / copied, 2 * SIDE**3 / _median(partial(torch.mm, left, right), 10))
+    return Rates(2 * SIDE**3 / _median(partial(torch.mm, left, right), 10), 2 * nbytes / copied)
 
 
 def free_memory() -> int:
@@ -177,26 +160,12 @@ def measure(
         raise ConfigError(f"the weights, {need.weights / 2**30:.1f} GiB, leave no room in {free / 2**30:.1f} GiB")
     sizes = [(batch, context + grown) for batch, context in ((1, PREFILL_TOKENS), *decodes)]
     runner, model = make_runner(config, sizes)
-    for batch, context in decodes:
-        with contextlib.closing(decode(runner, plain_requests(batch, context), context - 1)) as launches:
-            seconds = _median(partial(take, launches, steps), repeats) / steps
-        cached = (context + steps * (repeats + 2) // 2) * need.token
-        moved = read_bytes(model, batch, runner.dtype.itemsize) + batch * (cached + 2 * need.state)
-        yield "decode", batch, context, 1000 * seconds, moved / seconds / rates.copy, 0.7
-    seconds = _median(partial(_prefill, runner), repeats)
-    # Of attention, the half that is causal.
-    attention = model.attention_shape.layers * model.config.text.num_heads * model.config.text.head_dim * PREFILL_TOKENS
-    work = 2 * PREFILL_TOKENS * (token_weights(model) + attention)
-    yield "prefill", 1, PREFILL_TOKENS, 1000 * seconds, work / seconds / rates.matrix, 0.5
-    t, h, w = VIDEO_GRID
-    patches = torch.zeros(t * h * w, model.config.vision.patch_dim, dtype=torch.uint8, device=runner.device)
-    seconds = _median(partial(runner.encode_patches, [patches], [VIDEO_GRID]), repeats)
-    yield "vision", 1, None, 1000 * seconds, 2 * len(patches) * num_weights(model.visual) / seconds / rates.matrix, 0.4
-
-
-def _prefill(runner: ModelRunner) -> None:
-    with contextlib.closing(decode(runner, plain_requests(1, PREFILL_TOKENS))) as steps:
-        take(steps, 1)
+    rows: list[tuple[str, int, int | None, float]] = [("decode", *each, 0.7) for each in decodes]
+    rows += [("prefill", 1, PREFILL_TOKENS, 0.5), ("vision", 1, None, 0.4)]
+    measured = parts(runner, model, decodes, [PREFILL_TOKENS], VIDEO_GRID, steps, repeats)
+    for (name, batch, context, aim), part in zip(rows, measured, strict=True):
+        seconds = _median(part.run, repeats) / part.times
+        yield name, batch, context, 1000 * seconds, rates.seconds(part.work) / seconds, aim
 
 
 def _median(work: Callable[[], object], repeats: int) -> float:

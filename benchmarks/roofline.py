@@ -17,9 +17,10 @@ The aims are 0.8 of the limit in decode and prefill, 0.75 in the tower: the soft
 
 import argparse
 import contextlib
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -108,7 +109,10 @@ def run(args: argparse.Namespace) -> Report:
         runner, model = make_runner(config, sizes, threads)
     if runner.device.type != "cpu":
         raise ConfigError("roofline: it measures a CPU; set --device cpu, or use `bench.py gpu`")
-    for part in parts(runner, model, args):
+    vision, decodes = model.config.vision, [(batch, CONTEXT) for batch in args.batches]
+    side = vision.patch_size * vision.spatial_merge_size
+    height, width = (round(pixels / side) * vision.spatial_merge_size for pixels in (HEIGHT, WIDTH))
+    for part in parts(runner, model, decodes, args.prompts, (1, height, width), args.steps, args.repeats):
         rates, seconds = measure(part, runner.dtype, args.repeats)
         limit = rates.seconds(part.work)
         numbers = (1000 * seconds, 1000 * limit, limit / seconds, rates.products / 1e12, rates.streaming / 1e9)
@@ -132,29 +136,35 @@ def measure(part: Part, dtype: torch.dtype, repeats: int) -> tuple[Rates, float]
     return Rates(2 * ROWS * weight.numel() / product, STREAMED_BYTES / stream), seconds
 
 
-def parts(runner: ModelRunner, model: VisionLanguageModel, args: argparse.Namespace) -> Iterator[Part]:
-    """One after the other: each has the whole cache."""
+def parts(
+    runner: ModelRunner,
+    model: VisionLanguageModel,
+    decodes: Sequence[tuple[int, int]],
+    prompts: Sequence[int],
+    grid: Grid,
+    steps: int,
+    repeats: int,
+) -> Iterator[Part]:
+    """Decodes of so many sequences and tokens, prompts of so many tokens, and the tower, one after the other: each has
+    the whole cache. A decode is run `repeats` + 1 times; of each but the first the mean length counts."""
     head, element = num_weights(model.head), runner.dtype.itemsize
     decoder = token_weights(model) - head
-    shape, text = model.attention_shape, model.config.text
+    shape, state, text = model.attention_shape, model.state_shape, model.config.text
+    states = 2 * state.nbytes(element) if state is not None else 0  # read and written
     pair = 4 * shape.layers * text.num_heads * shape.head_dim  # operations of a query and a key
     cached = 2 * shape.layers * shape.kv_heads * shape.head_dim * element  # bytes of a token
-    for batch in args.batches:
-        with contextlib.closing(decode(runner, plain_requests(batch, CONTEXT), CONTEXT - 1)) as launches:
-            operations = batch * (2 * (decoder + head) + pair * CONTEXT)
-            work = Work(operations, read_bytes(model, batch, element) + batch * CONTEXT * cached)
-            yield Part("decode", batch, partial(take, launches, args.steps), work, args.steps)
-    for length in args.prompts:
+    for batch, context in decodes:
+        length = context + steps * (repeats + 2) // 2
+        with contextlib.closing(decode(runner, plain_requests(batch, context), context - 1)) as launches:
+            operations = batch * (2 * (decoder + head) + pair * length)
+            work = Work(operations, read_bytes(model, batch, element) + batch * (length * cached + states))
+            yield Part("decode", batch, partial(take, launches, steps), work, steps)
+    for length in prompts:
         work = Work(2 * (decoder * length + head) + pair * length**2 // 2, read_bytes(model, length, element))
         yield Part("prefill", length, partial(_prefill, runner, length), work)
-    vision = model.config.vision
-    side = vision.patch_size * vision.spatial_merge_size
-    height, width = (round(pixels / side) * vision.spatial_merge_size for pixels in (HEIGHT, WIDTH))
-    grid = (1, height, width)
-    count = grid[1] * grid[2]
-    patches = torch.zeros(count, vision.patch_dim, dtype=torch.uint8)
-    work = tower_work(model, grid, element)
-    yield Part("tower", count, partial(runner.encode_patches, [patches], [grid]), work)
+    patches = torch.zeros(math.prod(grid), model.config.vision.patch_dim, dtype=torch.uint8, device=runner.device)
+    encode = partial(runner.encode_patches, [patches], [grid])
+    yield Part("tower", len(patches), encode, tower_work(model, grid, element))
 
 
 def tower_work(model: VisionLanguageModel, grid: Grid, element: int) -> Work:

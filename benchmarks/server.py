@@ -3,7 +3,6 @@
 import argparse
 import concurrent.futures
 import contextlib
-import functools
 import json
 import os
 import re
@@ -19,11 +18,11 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.cli import ROOT, BenchError, say
+from benchmarks.cli import BenchError, say
 from benchmarks.client import Target
 from mini_engine.config import ConfigError
 from mini_engine.launch.cli import settle
-from mini_engine.launch.process_setup import die_with_parent
+from mini_engine.launch.process_setup import module_paths
 
 LOG_TAIL_CHARACTERS = 4000
 SAMPLE_SECONDS = 1.0
@@ -108,10 +107,10 @@ def launched(flags: Sequence[str]) -> Iterator[tuple[str, int]]:
     address = ["--host", "127.0.0.1", "--port", "0"]
     with tempfile.NamedTemporaryFile() as log:  # a pipe would fill up
         process = subprocess.Popen(
-            [sys.executable, str(ROOT / "serve.py"), *address, *flags, "--log-level", "info"],
+            [sys.executable, "-m", "mini_engine.launch", str(os.getpid()), *address, *flags, "--log-level", "info"],
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C is for the benchmark, which stops the server in its turn
-            preexec_fn=functools.partial(die_with_parent, os.getpid()),
+            env={**os.environ, **module_paths()},
         )  # fmt: skip
         try:
             yield _wait_for_url(process, Path(log.name)), process.pid

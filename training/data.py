@@ -38,12 +38,9 @@ GREETINGS = ("hello", "Hi there!", "Who are you?", "What can you do?", "Tell me 
 
 
 @dataclass(frozen=True)
-class Item:
+class Item(videos.Thing):
     """One video or image, ready for patches. `frames`: uint8 [T, 3, H, W], resized; T is 1 for an image."""
 
-    colour: str
-    shape: str
-    motion: str | None  # None for an image
     frames: torch.Tensor
     seconds_per_grid: float = 0.0  # of a video: seconds from one temporal patch to the next
 
@@ -136,10 +133,8 @@ def make_item(seed: int) -> Item:
     if rng.uniform() < CODEC_SHARE and scene.width <= 320:
         container, codec = videos.PAIRS[int(rng.integers(len(videos.PAIRS)))]
         low, high = {"h264": (18, 33), "mpeg4": (2, 11), "vp9": (20, 41)}[codec]
-        clip = videos.render(seed, **fixed)
-        decoded, fps = videos.decode(videos.encode(clip, container, codec, int(rng.integers(low, high))))
-        indices = sample_indices(len(decoded), wanted)
-        return video_item(clip, decoded, indices, fps)
+        clip = videos.roundtrip(videos.render(seed, **fixed), container, codec, int(rng.integers(low, high)))
+        return video_item(clip, sample_indices(len(clip.frames), wanted))
     frames = videos.draw(scene, [int(i) for i in indices])
     item = Item(scene.colour, scene.shape, scene.motion, resized(frames))
     return replace(item, seconds_per_grid=TEMPORAL * scene.num_frames / (scene.fps * len(indices)))
@@ -150,10 +145,10 @@ def sample_indices(total: int, num_frames: int) -> np.ndarray:
     return np.linspace(0, total - 1, min(num_frames, total)).astype(np.int64)
 
 
-def video_item(clip: questions.Thing, frames: np.ndarray, indices: np.ndarray, fps: float) -> Item:
-    """The item of a decoded video, uint8 [T, H, W, 3], of which `indices` were sampled."""
-    seconds = TEMPORAL * len(frames) / (fps * len(indices))
-    return Item(clip.colour, clip.shape, clip.motion, resized(frames[indices]), seconds)
+def video_item(clip: videos.Clip, indices: np.ndarray) -> Item:
+    """The item of a decoded video, of which the frames at `indices` were sampled."""
+    seconds = TEMPORAL * len(clip.frames) / (clip.fps * len(indices))
+    return Item(clip.colour, clip.shape, clip.motion, resized(clip.frames[indices]), seconds)
 
 
 def varied(item: Item, rng: np.random.Generator) -> Item:

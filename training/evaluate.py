@@ -9,7 +9,7 @@ import argparse
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +37,6 @@ SHADES = {  # of the second renderer: names of CSS colours
     "white": ("white", "snow", "gainsboro"),
 }
 BACKDROPS = ("black", "midnightblue", "darkslategray", "dimgray", "saddlebrown", "darkolivegreen", "slategray")
-
-
-@dataclass(frozen=True)
-class Media:
-    """A decoded video or image with what it truly shows. Frames: uint8 [T, H, W, 3]."""
-
-    colour: str
-    shape: str
-    motion: str | None  # None: an image
-    frames: np.ndarray  # all that were decoded
-    fps: float = 0.0
 
 
 def exact_rows(outputs: forward.Outputs) -> dict[int, bool]:
@@ -84,7 +73,7 @@ def sample_of(writer: Writer, things: tuple[Item, ...], kind: str, rng: np.rando
     return Sample(things, writer.expand(messages, things))
 
 
-def user_message(things: Sequence[questions.Thing], text: str) -> list[dict]:
+def user_message(things: Sequence[videos.Thing], text: str) -> list[dict]:
     """The chat messages that ask `text` about `things`."""
     parts: list[dict] = [{"type": "image" if thing.motion is None else "video"} for thing in things]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
@@ -110,7 +99,7 @@ def paint(seed: int) -> videos.Clip:
         x, y = 4 * (start + when * step)
         _outline(ImageDraw.Draw(canvas), shape, x, y, 4 * radius, fill)
         frames.append(np.asarray(canvas.reduce(4)))
-    return videos.Clip(colour, shape, motion, int(rng.choice([12, 24, 30])), np.stack(frames))
+    return videos.Clip(colour, shape, motion, np.stack(frames), int(rng.choice([12, 24, 30])))
 
 
 def _outline(pen: ImageDraw.ImageDraw, shape: str, x: float, y: float, radius: float, fill: tuple) -> None:
@@ -127,13 +116,7 @@ def _outline(pen: ImageDraw.ImageDraw, shape: str, x: float, y: float, radius: f
         pen.rectangle((x - radius, y - thin, x + radius, y + thin), fill)
 
 
-def roundtrip(clip: videos.Clip, container: str = "mp4", codec: str = "h264") -> Media:
-    """The clip after encoding and decoding."""
-    frames, fps = videos.decode(videos.encode(clip, container, codec))
-    return Media(clip.colour, clip.shape, clip.motion, frames, fps)
-
-
-def processed(processor: Any, media: Sequence[Media], text: str, num_frames: int | None = None) -> Any:
+def processed(processor: Any, media: Sequence[videos.Clip], text: str, num_frames: int | None = None) -> Any:
     """The Hugging Face processor's tensors for one prompt, its videos sampled beforehand as the server does it."""
     wanted = num_frames or processor.video_processor.num_frames
     clips, metadata, pictures = [], [], []
@@ -149,7 +132,7 @@ def processed(processor: Any, media: Sequence[Media], text: str, num_frames: int
     return processor(text=[prompt], images=pictures or None, return_tensors="pt", **extra)
 
 
-def say(model: Any, processor: Any, media: Sequence[Media], text: str, num_frames: int | None = None) -> str:
+def say(model: Any, processor: Any, media: Sequence[videos.Clip], text: str, num_frames: int | None = None) -> str:
     """What transformers' greedy `generate` answers to `text` about `media`."""
     inputs = processed(processor, media, text, num_frames).to(model.device)
     with torch.inference_mode():
@@ -162,7 +145,7 @@ def measure(folder: Path, count: int, first_seed: int = TABLE_SEEDS) -> dict[str
     processor, model = AutoProcessor.from_pretrained(folder), AutoModelForImageTextToText.from_pretrained(folder)
     results: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
 
-    def ask(row: str, media: tuple[Media, ...], seed: int) -> None:
+    def ask(row: str, media: tuple[videos.Clip, ...], seed: int) -> None:
         for kind in questions.kinds_for(media):
             asked = questions.ask(media, kind, seed)
             results[row][kind].append(say(model, processor, media, asked.text) == asked.answer)
@@ -170,11 +153,11 @@ def measure(folder: Path, count: int, first_seed: int = TABLE_SEEDS) -> dict[str
     for seed in range(first_seed, first_seed + count):
         picture = videos.render_image(seed)
         pixels = videos.decode_image(videos.encode_image(picture, "jpeg"))
-        still = Media(picture.colour, picture.shape, None, pixels[None])
-        seen = [roundtrip(videos.render(seed + n * count), *pair) for n, pair in enumerate(videos.PAIRS, start=1)]
+        still = replace(picture, frames=pixels[None])
+        seen = [videos.roundtrip(videos.render(seed + n * count), *pair) for n, pair in enumerate(videos.PAIRS, 1)]
         for (container, codec), media in zip(videos.PAIRS, seen, strict=True):
             ask(f"{codec} in {container}", (media,), seed)
-        ask("painted", (roundtrip(paint(seed)),), seed)
+        ask("painted", (videos.roundtrip(paint(seed)),), seed)
         ask("jpeg", (still,), seed)
         ask("two videos", (seen[seed % len(seen)], seen[(seed + 1) % len(seen)]), seed)
         ask("image, video", (still, seen[seed % len(seen)]), seed)

@@ -12,9 +12,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
+
+from mini_engine.demo.videos import Thing
 
 KINDS = ("colour", "shape", "motion", "describe", "list")
 ORDINALS = ("first", "second", "third")
@@ -36,19 +37,6 @@ _TEXTS = {
     "What do they show, one after the other? | Describe the first, then the second. | What is in each of them?",
 }
 PHRASINGS = {kind: tuple(texts.split(" | ")) for kind, texts in _TEXTS.items()}
-
-
-class Thing(Protocol):
-    """What can be asked about: a `videos.Clip`, a `videos.Picture`, or anything with these three names."""
-
-    @property
-    def colour(self) -> str: ...
-
-    @property
-    def shape(self) -> str: ...
-
-    @property
-    def motion(self) -> str | None: ...
 
 
 @dataclass(frozen=True)

@@ -34,13 +34,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SERVE = """
-import sys
-from mini_engine.launch.process_setup import die_with_parent
-die_with_parent(int(sys.argv.pop(1)))
-from mini_engine.launch.cli import serve
-sys.exit(serve())
-"""
 MAX_CONCURRENCY = 64  # where nothing else is said: as many requests as a step on a CPU has sequences
 OF_THE_PORT = ("Server", "Security")  # groups of settings that have no effect without a port
 # How often a request is sent again after these statuses, 0 being a connection that ended: it may have been the request
@@ -226,7 +219,7 @@ async def own_server(flags: Sequence[str], ended: asyncio.Future[Exception]) -> 
     """Start a server, and stop it: running requests are aborted. It is killed when the calling thread ends. `ended`
     becomes what says why it has ended by itself."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", SERVE, str(os.getpid()), *flags),
+        *(sys.executable, "-m", "mini_engine.launch", str(os.getpid()), *flags),
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
         env={**os.environ, **module_paths()},
         start_new_session=True,  # Ctrl-C is for this program, which may go on

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-import sys
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
@@ -19,7 +18,6 @@ from mini_engine.launch.cli import parse
 if TYPE_CHECKING:
     from ray.serve import Application
 
-SERVE = (sys.executable, "-c", "from mini_engine.launch.cli import serve; raise SystemExit(serve())")
 FRONT_REQUESTS = 10_000  # of a front, also those that wait for a host: `/health` must find room
 HEALTH_MARGIN_SECONDS = 5.0  # beyond `--health-timeout`, for an engine to answer `/health`
 OWN_FLAGS = ("host", "port", "uds", "root_path", "api_key", "ssl_keyfile", "ssl_certfile")  # not the engines' here
@@ -44,8 +42,9 @@ def build(args: dict[str, str]) -> Application:
     return application(Arguments.model_validate(args))
 
 
-def application(arguments: Arguments, command: tuple[str, ...] = SERVE) -> Application:
-    """The application. `command` is started on each host with `flags`, `--host` and `--port`.
+def application(arguments: Arguments, module: str = "mini_engine.launch") -> Application:
+    """The application. `module` is run on each host, with the id of the process that it is to end with, `flags`,
+    `--host` and `--port`.
 
     Raises:
         ConfigError: `flags` that serve.py would not take, or that are the cluster's to choose.
@@ -86,4 +85,4 @@ def application(arguments: Arguments, command: tuple[str, ...] = SERVE) -> Appli
     )
     flags += ["--data-parallel-size", str(config.engines)]  # which the limits above count with
     keys = [arguments.api_key] if arguments.api_key else []
-    return fronts.bind(engines.bind([*command, *flags]), dataclasses.replace(config, api_key=keys))
+    return fronts.bind(engines.bind(module, flags), dataclasses.replace(config, api_key=keys))

@@ -14,7 +14,7 @@ import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import IO
 
 import aiohttp
@@ -23,13 +23,6 @@ from ray import serve
 
 from mini_engine.cluster.router import Attempt
 
-# Starts the command such that it dies with the replica, whose thread the kernel watches.
-LAUNCHER = """
-import os, sys
-from mini_engine.launch.process_setup import die_with_parent
-die_with_parent(int(sys.argv[1]))
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 FRONT_CHECK_SECONDS = 3.0  # between two checks that the front of a lease is alive
 STOP_SECONDS = 10.0  # for an engine without requests to exit
 LINES_SHOWN = 20  # of the log of an engine that does not start
@@ -52,16 +45,15 @@ def write_log(line: str) -> None:
 
 @serve.deployment(health_check_period_s=2)
 class EngineReplica:
-    def __init__(self, command: list[str]):
+    def __init__(self, module: str, flags: Sequence[str]):
         """Returns when the engine serves; raises RuntimeError, with the end of its log, when it does not start."""
         key = secrets.token_urlsafe()
         self._stopping = False
         address = ray.util.get_node_ip_address()
-        launcher = [sys.executable, "-c", LAUNCHER, str(os.getpid())]
         environ = {**os.environ, "MINI_ENGINE_API_KEY": key}
         environ.pop("OMP_NUM_THREADS", None)  # Ray sets it to 1; the engine chooses
         self._process = subprocess.Popen(
-            [*launcher, *command, "--host", address, "--port", "0"],
+            [sys.executable, "-m", module, str(os.getpid()), *flags, "--host", address, "--port", "0"],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -28,8 +28,8 @@ def main() -> None:
     chosen = {name: getattr(args, name) for name in ("colour", "shape", "motion") if getattr(args, name)}
     clip = videos.render(random.randrange(10**9, 2 * 10**9) if args.seed is None else args.seed, **chosen)
     if container == "png":
-        frame = videos.Picture(clip.colour, clip.shape, clip.frames[len(clip.frames) // 2])
-        args.out.write_bytes(videos.encode_image(frame))
+        middle = videos.Clip(clip.colour, clip.shape, None, clip.frames[len(clip.frames) // 2 :])
+        args.out.write_bytes(videos.encode_image(middle))
     else:
         args.out.write_bytes(videos.encode(clip, container, CODECS[container]))
     print(f"{args.out}: {clip.colour} {clip.shape}, {clip.motion}")

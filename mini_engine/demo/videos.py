@@ -7,7 +7,7 @@ nothing of questions, tokenizers or models, and imports nothing heavier than num
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -37,12 +37,19 @@ PAIRS = tuple((c, k) for k in CODECS for c in CONTAINERS if c != "webm" or k == 
 
 
 @dataclass(frozen=True)
-class Scene:
-    """What a clip shows, in numbers; lengths are fractions of the frame's short side unless said otherwise."""
+class Thing:
+    """What a video or an image shows."""
 
     colour: str
     shape: str
-    motion: str  # one of MOTIONS
+    motion: str | None  # one of MOTIONS; None: an image
+
+
+@dataclass(frozen=True)
+class Scene(Thing):
+    """What a clip shows, in numbers; lengths are fractions of the frame's short side unless said otherwise."""
+
+    motion: str
     width: int  # pixels, even
     height: int  # pixels, even
     fps: int  # frames per second
@@ -60,24 +67,11 @@ class Scene:
 
 
 @dataclass(frozen=True)
-class Clip:
-    """A rendered video. `frames` is uint8 [num_frames, height, width, 3], RGB, and belongs to the clip."""
+class Clip(Thing):
+    """A video or image, rendered or decoded. `frames` is uint8 [T, height, width, 3], RGB, and belongs to the clip."""
 
-    colour: str
-    shape: str
-    motion: str
-    fps: int
-    frames: np.ndarray
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A rendered still image. `pixels` is uint8 [height, width, 3], RGB. It has no motion."""
-
-    colour: str
-    shape: str
-    pixels: np.ndarray
-    motion: None = None  # by which the questions tell a picture from a clip
+    frames: np.ndarray  # of an image one
+    fps: float = 0.0
 
 
 def make_scene(seed: int, **fixed: object) -> Scene:
@@ -132,13 +126,13 @@ def render(seed: int, **fixed: object) -> Clip:
     """The clip of `seed`; keywords as in `make_scene` (colour="red", width=320, height=240, num_frames=60, ...)."""
     scene = make_scene(seed, **fixed)
     frames = draw(scene, range(scene.num_frames))
-    return Clip(scene.colour, scene.shape, scene.motion, scene.fps, frames)
+    return Clip(scene.colour, scene.shape, scene.motion, frames, scene.fps)
 
 
-def render_image(seed: int, **fixed: object) -> Picture:
+def render_image(seed: int, **fixed: object) -> Clip:
     """The still image of `seed`; keywords as in `make_scene`."""
     scene = make_scene(seed, **{"motion": "still", **fixed})
-    return Picture(scene.colour, scene.shape, draw(scene, [0])[0])
+    return Clip(scene.colour, scene.shape, None, draw(scene, [0]))
 
 
 def draw(scene: Scene, indices: Sequence[int]) -> np.ndarray:
@@ -228,10 +222,16 @@ def decode(data: bytes) -> tuple[np.ndarray, float]:
         return np.stack(frames), float(stream.average_rate or stream.guessed_rate or 24)
 
 
-def encode_image(picture: Picture, kind: str = "png") -> bytes:
-    """The picture as the bytes of an image file; `kind` is "png", "jpeg" or another format that Pillow writes."""
+def roundtrip(clip: Clip, container: str = "mp4", codec: str = "h264", quality: int | None = None) -> Clip:
+    """The clip after encoding and decoding."""
+    frames, fps = decode(encode(clip, container, codec, quality))
+    return replace(clip, frames=frames, fps=fps)
+
+
+def encode_image(picture: Clip, kind: str = "png") -> bytes:
+    """The first frame as the bytes of an image file; `kind` is "png", "jpeg" or another format that Pillow writes."""
     sink = io.BytesIO()
-    Image.fromarray(picture.pixels).save(sink, format=kind)
+    Image.fromarray(picture.frames[0]).save(sink, format=kind)
     return sink.getvalue()
 
 

@@ -36,7 +36,6 @@ class MediaSettings:
     """How media are sampled and processed: by the model itself, by the server, or for one request."""
 
     sampling: VideoSampling
-    processor_kwargs: Kwargs  # as given, JSON values, for the media hash
     calls: Calls  # the arguments of the processor's two halves
     video_tokens: int | None = None  # of a video at most: its frames get smaller, and `sampling` takes fewer
     # A part's min_pixels, max_pixels and total_pixels. Of a video they are of its frames, as qwen_vl_utils has it.

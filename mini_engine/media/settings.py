@@ -33,10 +33,11 @@ SAMPLED = "do_sample_frames false is for a video that is sent as frames; of a fi
 
 def hash_key(settings: MediaSettings, modality: Modality) -> bytes:
     """What a media hash covers of an item beside its bytes. The salt too; not the model, of which a server has one."""
-    of_videos = [repr(settings.sampling), settings.video_tokens, settings.timestamps] if modality == "video" else []
+    arguments = [settings.calls[modality].get(name) for name in ("size", *FORWARDED)]
+    of_videos = [repr(settings.sampling), settings.video_tokens, settings.timestamps, settings.bounds]
     # JSON separates the parts: no two different lists have the same text.
-    parts = [modality, of_videos, settings.processor_kwargs, settings.bounds, settings.cache_salt]
-    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=32).digest()
+    parts = [modality, arguments, of_videos if modality == "video" else [], settings.cache_salt]
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=repr).encode(), digest_size=32).digest()
 
 
 class _Size(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -63,10 +64,9 @@ class RequestKwargs(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tr
     min_pixels: Count | None = None
     max_pixels: Count | None = None
     cap_pixels_per_frame: bool | None = None
-    do_sample_frames: bool | None = None
+    do_sample_frames: bool | None = None  # true says what is done anyway
 
     def __post_init__(self) -> None:
-        self.do_sample_frames = self.do_sample_frames and None  # true says what is done anyway
         if self.size is not None and (self.min_pixels or self.max_pixels):
             raise ValueError("set either size, or min_pixels and max_pixels")
 
@@ -98,7 +98,7 @@ class MediaSettingsResolver:
         flags, max_frames = "--media-io-kwargs or --mm-processor-kwargs", config.max_video_frames_kept
         sampling = at_most(updated(own, options, self._by_rate, flags), max_frames, max_frames)
         calls = _resized("--mm-processor-kwargs", _own_calls(processor, model_dir), sizes, ("image", "video"))
-        self.server = MediaSettings(sampling, msgspec.to_builtins(sizes), calls)
+        self.server = MediaSettings(sampling, calls)
         processor.check(self.server)
         self._processor, self._max_frames = processor, max_frames
 
@@ -133,10 +133,8 @@ class MediaSettingsResolver:
             for ref in refs:
                 if ref.modality == "video" and not has_frames(ref.url):
                     raise ValueError(f"{ref.name}: {SAMPLED}")
-        sizes.do_sample_frames = None
         return MediaSettings(
             updated(self.server.sampling, options, self._by_rate),
-            {**self.server.processor_kwargs, **msgspec.to_builtins(sizes)},
             _resized("mm_processor_kwargs", self.server.calls, sizes, {ref.modality for ref in refs}, max_pixels),
             timestamps=times.timestamps,
             cache_salt=chat.cache_salt,

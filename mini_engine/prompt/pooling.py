@@ -5,15 +5,13 @@ of https://github.com/QwenLM/Qwen3-VL-Embedding write them. The embedding is the
 last token; the score is the probability of "yes" against "no" as the next token. Knows nothing of HTTP.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 
@@ -51,7 +49,7 @@ class Task:
     pooling: PoolingParams  # what engines return of a prompt, unless they generate
 
     @classmethod
-    def of(cls, config: EngineConfig, model_dir: Path, hidden_size: int, vocab_size: int, tokenizer: Any) -> Task:
+    def of(cls, config: EngineConfig, model_dir: Path, hidden_size: int, vocab_size: int, tokenizer: Any) -> Self:
         """By `--runner` and `--convert`, and where these are `auto` by the checkpoint in `model_dir`. Raises
         ConfigError: its modules.json cannot be read; scores need two tokens that the tokenizer or the model lacks."""
         modules, kind = _modules(model_dir / MODULES), config.convert

@@ -1,7 +1,5 @@
 """`LLM` with the bundled model."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import itertools

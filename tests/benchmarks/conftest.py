@@ -1,19 +1,17 @@
 """`bench.py` inside this process, and a server that fails as it is asked to."""
 
-from __future__ import annotations
-
 import json
 import signal
-import threading
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import cli
+from tests.support.web import WebServer, chunked, response
 
 USAGE = {"choices": [], "usage": {"prompt_tokens": 10, "completion_tokens": 6}}
 
@@ -53,60 +51,40 @@ def bench(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[..., Ran]]:
     signal.signal(signal.SIGTERM, before)
 
 
-class BrokenServer(ThreadingHTTPServer):
+class BrokenServer(WebServer):
     """A server that does what a prompt's text says: `ok` (three chunks and usage), `refuse` (500), `error` (an error in
     the stream), `cut` (no [DONE]), `garbage` (no JSON), `strange` (JSON of another form), `bare` (no usage), `hang up`
-    (closes the connection). `requests` are the path, headers and body of those that came."""
+    (closes the connection). `asked` are the path, headers and body of the requests that came."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server_port}"
-        self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
+        super().__init__(self.respond)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.asked: list[tuple[str, dict[str, str], dict[str, Any]]] = []
 
-
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: BrokenServer
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        found = self.path == "/v1/models"
-        self.reply(200 if found else 404, b'{"data": [{"id": "some-model"}]}' if found else b"")
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.requests.append((self.path, dict(self.headers), body))
-        asked = body["messages"][-1]["content"][0]["text"] if "messages" in body else body["prompt"]
-        behaviour = asked.partition(":")[0]
-        if behaviour == "refuse":
-            self.reply(500, b"out of order")
+    def respond(self, connection: socket.socket, head: str) -> None:
+        line, *fields = head.split("\r\n")[:-2]
+        method, path, _ = line.split()
+        if method == "GET":
+            is_known = path == "/v1/models"
+            models = b'{"data": [{"id": "some-model"}]}'
+            connection.sendall(response(models) if is_known else response(status="404 Not Found"))
             return
-        self.send_response(200)
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        for event in _events(behaviour, "messages" in body):
-            data = b"data: " + event + b"\n\n"
-            self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
-        self.close_connection = behaviour == "hang up"
-        if not self.close_connection:
-            self.wfile.write(b"0\r\n\r\n")
-
-    def reply(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        headers = dict(field.split(": ", 1) for field in fields)
+        body = json.loads(connection.recv(int(headers["Content-Length"]), socket.MSG_WAITALL))
+        self.asked.append((path, headers, body))
+        text = body["messages"][-1]["content"][0]["text"] if "messages" in body else body["prompt"]
+        connection.sendall(_answer(text.partition(":")[0], "messages" in body))
 
 
-def _events(behaviour: str, chat: bool) -> list[bytes]:
+def _answer(behaviour: str, chat: bool) -> bytes:
     def text(word: str) -> dict[str, Any]:
         return {"choices": [{"delta": {"content": word}} if chat else {"text": word}]}
 
+    if behaviour == "refuse":
+        return response(b"out of order", "500 Internal Server Error", Connection="close")
     done = b"[DONE]"
     words = [json.dumps(text(word)).encode() for word in ("four ", "chunks", "")]
-    return {
+    events = {
         "ok": [*words, json.dumps(USAGE).encode(), done],
         "error": [*words, json.dumps({"error": {"message": "the engine is gone"}}).encode(), done],
         "cut": words,
@@ -115,16 +93,15 @@ def _events(behaviour: str, chat: bool) -> list[bytes]:
         "bare": [*words, done],
         "hang up": words,
     }[behaviour]
+    stream = chunked(*(b"data: %b\n\n" % event for event in events))
+    head = b"HTTP/1.1 200 OK\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    return head + (stream[:-5] if behaviour == "hang up" else stream)  # without its end
 
 
 @pytest.fixture
 def broken() -> Iterator[BrokenServer]:
     with BrokenServer() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
         yield server
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Comparisons: the arithmetic of `ab` by hand, and `ab` and `sweep` as a user runs them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What the client sends and when, and that each failure is counted as what it is."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -54,7 +52,7 @@ def test_what_is_sent(bench, broken, prompts, monkeypatch):
     flags = ["--ignore-eos", "--top-k", 7, "--logprobs", 2, "--extra-body", '{"min_p": 0.1}', "--header", "X-Team=a"]
     ran = bench(*prompts("ok"), "--base-url", broken.url, *flags)
     assert ran.status == 0 and ran.results["model"] == "some-model"
-    [(path, headers, body)] = broken.requests
+    [(path, headers, body)] = broken.asked
     assert body.pop("messages") == [{"role": "user", "content": [{"type": "text", "text": "ok"}]}]
     assert body == {
         "model": "some-model", "temperature": 0, "stream": True, "stream_options": {"include_usage": True},
@@ -67,6 +65,6 @@ def test_what_is_sent(bench, broken, prompts, monkeypatch):
 def test_completions(bench, broken, prompts):
     ran = bench(*prompts("ok"), "--base-url", broken.url, "--backend", "vllm", "--model", "mine", "--logprobs", 2)
     assert ran.status == 0 and ran.results["total_output_tokens"] == 6
-    [(path, _, body)] = broken.requests
+    [(path, _, body)] = broken.asked
     assert path == "/v1/completions" and (body["prompt"], body["max_tokens"], body["logprobs"]) == ("ok", 50, 2)
     assert body["model"] == "mine"

@@ -1,7 +1,5 @@
 """What the data sets make of the flags: counts, repeats, and records of every form."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json
@@ -160,7 +158,7 @@ def test_hf_reads_a_local_folder_with_its_media(tmp_path: Path, monkeypatch: pyt
     assert [prompt.text for prompt in found] == ["What?", "Which?"]
     for seed, prompt in zip((1, 2), found, strict=True):
         shown = videos.decode_image(media_of(prompt))
-        assert (shown == videos.render_image(seed, width=32, height=32).pixels).all()
+        assert (shown == videos.render_image(seed, width=32, height=32).frames[0]).all()
     assert {prompt.text for prompt in loaded("hf", *flags).measured} == {"What?", "Which?"}
 
 

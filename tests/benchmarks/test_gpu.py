@@ -1,7 +1,5 @@
 """`bench.py gpu` and its --check as far as they need no device: what fits, what is compared, the verdict."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The metrics of a run whose outcomes are known, against numpy and by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.client import Outcome, Run

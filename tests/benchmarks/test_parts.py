@@ -1,7 +1,5 @@
 """`transport`, `step`, `roofline`, `gpu`, as small as can be; and what commands in processes of their own leave."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

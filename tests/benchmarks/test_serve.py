@@ -1,7 +1,5 @@
 """`bench.py serve` against a live server of the bundled model: what it says agrees with itself and with the server."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import pty

@@ -1,7 +1,5 @@
 """The memory of a process and its descendants."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -4,16 +4,16 @@ A body's `chunks` are streamed with `seconds` between them. `/metrics` has how m
 engine would decode, and the requests in progress.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json
 import os
+import sys
 
 from aiohttp import web
 
 from mini_engine.cluster.media_key import media_key
+from mini_engine.launch.process_setup import die_with_parent
 from mini_engine.protocol.body_split import SplitBody
 
 media: set[str] = set()
@@ -68,6 +68,7 @@ async def echo(request: web.Request) -> web.Response:
 
 
 async def main() -> None:
+    die_with_parent(int(sys.argv[1]))
     parser = argparse.ArgumentParser()
     parser.add_argument("--host")
     parser.add_argument("--port", type=int)

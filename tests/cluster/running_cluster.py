@@ -1,7 +1,5 @@
 """Ray nodes on this machine, one for the head and one per host, with the application on them, over HTTP."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json
@@ -13,13 +11,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from mini_engine.cluster import SERVE, Arguments, application
+from mini_engine.cluster import Arguments, application
 from tests.support.processes import descendants
 
 ROOT = Path(__file__).parents[2]
@@ -36,12 +34,12 @@ def find_port() -> int:
 
 
 class RunningCluster:
-    """`with RunningCluster(command, hosts=3) as cluster:`"""
+    """`with RunningCluster(module, hosts=3) as cluster:`"""
 
-    def __init__(self, command: tuple[str, ...] = SERVE, **arguments: Any):
-        self._command, self._arguments = command, Arguments(**arguments)
+    def __init__(self, module: str = "mini_engine.launch", **arguments: Any):
+        self._module, self._arguments = module, Arguments(**arguments)
 
-    def __enter__(self) -> RunningCluster:
+    def __enter__(self) -> Self:
         os.environ["PYTHONPATH"] = str(ROOT)  # Ray's workers import the application by name
         absent = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
         self.cluster = Cluster(
@@ -69,7 +67,7 @@ class RunningCluster:
 
     def update(self, **arguments: Any) -> None:
         """Returns when the application runs, with these arguments in place of those before."""
-        serve.run(application(self._arguments.model_copy(update=arguments), self._command))
+        serve.run(application(self._arguments.model_copy(update=arguments), self._module))
 
     def drain(self, node_id: str) -> None:
         """As an operator does who is to stop a node."""

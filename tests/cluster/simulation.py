@@ -3,18 +3,16 @@
 `python -m tests.cluster.simulation` prints the results and draws docs/plots/cluster-routing.png.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import heapq
 import itertools
 import json
 import random
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
 from mini_engine.cluster.routing import preference, ranked
+from mini_engine.core.caches.recent import Recent
 
 PLOT = Path(__file__).parents[2] / "docs" / "plots" / "cluster-routing.png"
 HOSTS, VIDEOS, REQUESTS = 100, 10_000, 30_000
@@ -58,18 +56,16 @@ class Host:
     """An LRU cache of videos."""
 
     def __init__(self) -> None:
-        self.videos: OrderedDict[int, None] = OrderedDict()
+        self.videos = Recent[int, bool](CACHED_VIDEOS)
         self.decodes = 0
 
     def serve(self, video: int) -> float:
         """Seconds for a request about this video."""
-        cached = video in self.videos
-        self.videos[video] = None
-        self.videos.move_to_end(video)
-        if len(self.videos) > CACHED_VIDEOS:
-            self.videos.popitem(last=False)
-        self.decodes += not cached
-        return ANSWER_SECONDS + (0 if cached else DECODE_SECONDS)
+        if self.videos.get(video):
+            return ANSWER_SECONDS
+        self.videos.put(video, True)
+        self.decodes += 1
+        return ANSWER_SECONDS + DECODE_SECONDS
 
 
 def simulate(name: str) -> Result:

@@ -1,13 +1,10 @@
 """Two nodes with a fake engine each: what the front, the router and the replicas do. The tests share the nodes."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +19,7 @@ from tests.cluster.running_cluster import SECONDS, RunningCluster, processes  # 
 from tests.support.processes import alive, descendants, eventually, parent, stopped  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's own
-FAKE = (sys.executable, "-m", "tests.cluster.fake_engine")
+FAKE = "tests.cluster.fake_engine"
 HOSTS, LIMIT = 2, 4  # requests per host with `--max-num-seqs 1`
 VIDEOS, CLIENTS = 36, LIMIT  # as many as one host has room for
 CHAT = "/v1/chat/completions"

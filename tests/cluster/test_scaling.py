@@ -1,7 +1,5 @@
 """Hosts come and go with the requests in flight, and with updates."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

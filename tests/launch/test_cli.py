@@ -1,7 +1,5 @@
 """The command line of `serve.py`: flags, what is refused, and `--help`."""
 
-from __future__ import annotations
-
 import re
 import shlex
 
@@ -80,7 +78,7 @@ def test_unusable_flags_are_named():
         # Values that do not fit each other, or name what does not exist.
         "--allowed-local-media-path /nowhere": "--allowed-local-media-path: /nowhere is not a directory",
         "--changed-only": "--changed-only needs --print-config",
-        "--api-key ''": "--api-key",
+        "--api-key a,": "--api-key: empty; omit the flag to require none",
         "--uds /tmp/x --port 1": "--uds",
         "--allowed-hosts a/b": "--allowed-hosts",
         "--forwarded-allow-ips 10.0.0.1/8": "--forwarded-allow-ips",

@@ -1,7 +1,5 @@
 """The start-up checks: the model's files, the media cache, settings without effect, the runtime directory."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

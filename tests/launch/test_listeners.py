@@ -1,7 +1,5 @@
 """The port of a server that does not listen yet, of one that does, and of one that has ended."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 from pathlib import Path

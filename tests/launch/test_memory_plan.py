@@ -1,7 +1,5 @@
 """The default sizes of caches on a CPU."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

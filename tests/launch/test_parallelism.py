@@ -1,7 +1,5 @@
 """The number of engines and threads, as a table of models and cores; `tests/e2e/test_start.py` has a server."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the supervisor imports for its children."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Children that die, hang, or do not die; restarts, and the end of a server."""
 
-from __future__ import annotations
-
 import math
 import os
 import select

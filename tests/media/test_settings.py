@@ -1,7 +1,5 @@
 """Sampling and sizes of media: as the server's flags and the model's files say, or as the request asks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -50,21 +48,21 @@ def of_request(server: MediaSettingsResolver, part: dict[str, Any] = FILE, **kwa
 
 # --- hashes ----------------------------------------------------------------------------------------------------------
 
-KWARGS = {"max_pixels": 10, "min_pixels": 1}
+CALL = {"size": {"shortest_edge": 1, "longest_edge": 10}, "device": "cuda:0"}
 
 
-def video_hash(data: bytes = b"abc", sampling: Any = 8, kwargs: Any = KWARGS) -> bytes:
+def video_hash(data: bytes = b"abc", sampling: Any = 8, call: Any = CALL) -> bytes:
     sampling = VideoSampling(num_frames=sampling) if isinstance(sampling, int) else sampling
-    return media_hash(content_digest(data), hash_key(MediaSettings(sampling, kwargs, {}), "video"))
+    return media_hash(content_digest(data), hash_key(MediaSettings(sampling, {"video": call}), "video"))
 
 
 def test_bytes_and_every_setting_change_the_hash() -> None:
     samplings = [9, VideoSampling(fps=8), *(VideoSampling(num_frames=8, **{name: 1.0}) for name in ("start", "end"))]
-    others = [{}, {"size": {"longest_edge": 10}}, KWARGS | {"max_pixels": 11}]
+    others = [{"size": {"shortest_edge": 1, "longest_edge": 11}}, CALL | {"resample": 0}]
     hashes = [video_hash(), video_hash(b"abd"), *(video_hash(sampling=sampling) for sampling in samplings)]
-    hashes += [video_hash(kwargs=kwargs) for kwargs in others]
+    hashes += [video_hash(call=call) for call in others]
     assert len(set(hashes)) == len(hashes) and {len(digest) for digest in hashes} == {16}
-    assert video_hash(kwargs=dict(reversed(KWARGS.items()))) == video_hash()
+    assert video_hash(call=CALL | {"device": "cuda:1"}) == video_hash(), "that of another API server"
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------
@@ -79,10 +77,10 @@ def test_settings_as_models_cards_write_them(processor: MediaProcessor) -> None:
     configs = [EngineConfig(mm_processor_kwargs=kwargs, media_io_kwargs={"video": video}) for kwargs, video in flags]
     of_servers = [MediaSettingsResolver(processor, model_dir, config).server for config in configs]
     for settings in (of_request(server, fps=2, do_sample_frames=True), *of_servers):
-        assert settings.sampling == by_rate and not settings.processor_kwargs
+        assert settings.sampling == by_rate and settings.calls == server.server.calls
     # What `process_vision_info` returns goes with a video that is sent as frames.
     returned = of_request(server, FRAMES, fps=[1.5], do_sample_frames=False)
-    assert returned.sampling.fps == 1.5 and not returned.processor_kwargs
+    assert returned.sampling.fps == 1.5 and returned.calls == server.server.calls
     all_frames = of_request(server, do_sample_frames=False, **every).sampling
     assert all_frames.num_frames == 768  # but for --max-video-frames-kept
     for kwargs, io_kwargs in (({"fps": 3, "max_frames": 8}, {"num_frames": 5}), ({"num_frames": 3}, {"fps": 5})):
@@ -237,7 +235,7 @@ def test_settings_of_a_part_are_of_its_item_alone(processor: MediaProcessor) -> 
     parts = [FILE, FILE | small | of_videos, within, FRAMES | {"fps": 4}, IMAGE, IMAGE | small, IMAGE | of_videos]
     chat, server = ChatRequest(messages=[ChatMessage(role="user", content="x")]), resolver(processor)
     plain, own, same, frames, *images = server.resolve(chat, refs_of(*parts), 10**6)
-    assert (plain.sampling, plain.processor_kwargs) == (server.server.sampling, {})
+    assert (plain.sampling, plain.calls) == (server.server.sampling, server.server.calls)
     assert (own.sampling.min_frames, own.sampling.max_frames, own.sampling.end) == (2, 2, 3)
     assert hash_key(own, "video") == hash_key(same, "video")
     assert own.bounds == small | {"total_pixels": 10**6} and frames.sampling.fps == 4

@@ -1,7 +1,5 @@
 """Text and listed tokens of an answer, and stop strings."""
 
-from __future__ import annotations
-
 import codecs
 import itertools
 from pathlib import Path

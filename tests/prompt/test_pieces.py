@@ -1,7 +1,5 @@
 """Pieces of answers whose tokens arrive faster than they are used."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Chat messages to token ids: what the chat template gets, and what it may give."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -1,7 +1,5 @@
 """Sampling parameters of a request: its own, over the defaults of the server and the model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Stop strings in a text that arrives in pieces."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

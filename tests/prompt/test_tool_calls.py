@@ -1,7 +1,5 @@
 """Answers split into text, thoughts and calls; the grammar that forces calls; and how both reach a client."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -44,7 +44,7 @@ def video_url(clip: videos.Clip, container: str = "mp4", codec: str = "h264") ->
     return f"data:{MIME[container]};base64,{data}"
 
 
-def image_url(picture: videos.Picture) -> str:
+def image_url(picture: videos.Clip) -> str:
     return f"data:image/png;base64,{base64.b64encode(videos.encode_image(picture)).decode()}"
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 Answer = Callable[[socket.socket, str], None]
-"""Called with the connection and the request's head. The connection is closed when it returns."""
+"""Called with the connection and the request's head; a body is still to be received. The connection is closed when it
+returns."""
 
 
 class WebServer:
@@ -53,7 +54,7 @@ class WebServer:
             with connection:
                 head = b""
                 while not head.endswith(b"\r\n\r\n"):
-                    head += (received := connection.recv(65536))
+                    head += (received := connection.recv(1))
                     if not received:
                         return
                 self.requests.append(head.decode())

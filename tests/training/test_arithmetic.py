@@ -22,15 +22,14 @@ def model():
     return AutoModelForImageTextToText.from_pretrained(WEIGHTS).eval()
 
 
-def media_and_items(seed: int) -> tuple[list[evaluate.Media], list[Item]]:
+def media_and_items(seed: int) -> tuple[list[videos.Clip], list[Item]]:
     """An image, and two decoded videos of different size, length and rate; the same as training items."""
     clips = [videos.render(seed, width=320, height=180), videos.render(seed + 1, width=96, height=128, num_frames=9)]
-    seen = [evaluate.roundtrip(clip, "mp4", codec) for clip, codec in zip(clips, ("h264", "vp9"), strict=True)]
+    seen = [videos.roundtrip(clip, "mp4", codec) for clip, codec in zip(clips, ("h264", "vp9"), strict=True)]
     picture = videos.render_image(seed + 2)
-    media = [evaluate.Media(picture.colour, picture.shape, None, picture.pixels[None]), *seen]
-    items = [Item(picture.colour, picture.shape, None, resized(picture.pixels[None]))]
-    items += [video_item(m, m.frames, sample_indices(len(m.frames), 7), m.fps) for m in seen]
-    return media, items
+    items = [Item(picture.colour, picture.shape, None, resized(picture.frames))]
+    items += [video_item(clip, sample_indices(len(clip.frames), 7)) for clip in seen]
+    return [picture, *seen], items
 
 
 def reference(processor, media, text="What is in each of them?"):

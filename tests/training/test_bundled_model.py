@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from mini_engine.demo import videos
 from tests.support.oracle import exact_seconds
 from training import evaluate, questions
-from training.evaluate import FRESH_SEEDS, Media, roundtrip
+from training.evaluate import FRESH_SEEDS
 from training.model import WEIGHTS
 
 SEEDS = range(FRESH_SEEDS + 10_000_000, FRESH_SEEDS + 10_000_005)  # used by no other test or table
@@ -57,9 +57,8 @@ def test_two_items_are_described_in_order(ask, kinds):
     for seed in SEEDS[:4]:
         media = []
         for offset, kind in enumerate(kinds):
-            picture = videos.render_image(seed + 100 * offset)
-            still = Media(picture.colour, picture.shape, None, picture.pixels[None])
-            media.append(roundtrip(videos.render(seed + 100 * offset)) if kind == "V" else still)
+            is_video, of_item = kind == "V", seed + 100 * offset
+            media.append(videos.roundtrip(videos.render(of_item)) if is_video else videos.render_image(of_item))
         for order in (media, media[::-1]):
             asked = questions.ask(order, "list", seed)
             hits.append(ask(order, asked.text) == asked.answer)
@@ -71,8 +70,8 @@ def test_a_repeated_frame_is_still(ask):
     for seed in SEEDS[:3]:
         clip = videos.render(seed, motion="left")
         frozen = dataclasses.replace(clip, motion="still", frames=clip.frames[[5] * len(clip.frames)])
-        assert ask([roundtrip(frozen)], MOTION) == "still"
-        assert ask([roundtrip(frozen)], DESCRIBE) == questions.phrase(frozen)
+        assert ask([videos.roundtrip(frozen)], MOTION) == "still"
+        assert ask([videos.roundtrip(frozen)], DESCRIBE) == questions.phrase(frozen)
 
 
 @exact_seconds
@@ -80,13 +79,13 @@ def test_a_repeated_frame_is_still(ask):
 def test_other_samplings(ask, num_frames):
     hits = []
     for seed in SEEDS[:5]:
-        media = roundtrip(videos.render(seed, width=320, height=240))
+        media = videos.roundtrip(videos.render(seed, width=320, height=240))
         hits.append(ask([media], DESCRIBE, num_frames=num_frames) == questions.phrase(media))
     assert share(hits) >= 0.8
 
 
 def test_text_that_it_was_not_taught_gets_an_answer(ask):
-    clip = roundtrip(videos.render(SEEDS[1]))
+    clip = videos.roundtrip(videos.render(SEEDS[1]))
     assert ask([], "hello") == questions.HELP
     for text in ("", "Wie spät ist es?", "世界 🙂 \x00", "0" * 300):
         assert isinstance(ask([], text), str)

@@ -1,14 +1,12 @@
 """The questions and their exact answers."""
 
-from types import SimpleNamespace
-
 import pytest
 
+from mini_engine.demo.videos import Thing
 from training import questions
 
-CROSS = SimpleNamespace(colour="orange", shape="cross", motion="up")
-STILL = SimpleNamespace(colour="red", shape="circle", motion="still")
-PICTURE = SimpleNamespace(colour="blue", shape="square", motion=None)
+CROSS, STILL = Thing("orange", "cross", "up"), Thing("red", "circle", "still")
+PICTURE = Thing("blue", "square", None)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """The decoder processes of one API server. `decoder.py` is the other end.
 
-A `DecoderPool` leases decoders: a `DecoderLease` has a place (`fair_places.py`) and a `DecoderProcess` for one job. A
-decoder that exits is replaced in the background; a spare stands ready. Use the pool from the event loop's thread only,
-which has to outlive the processes that it starts.
+A job has a place (`fair_places.py`) and a `DecoderProcess`, until its frames are released. A decoder that exits is
+replaced in the background; a spare stands ready. Use the pool from the event loop's thread only, which has to outlive
+the processes that it starts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ _replies = msgspec.msgpack.Decoder(Reply)
 
 @dataclass(frozen=True, eq=False)
 class Decoding:
-    """A decoded item. Its frames are its decoder's memory until `release`: see `DecoderLease.release`."""
+    """A decoded item. Its frames are its decoder's memory until `release`, which any thread may call: then the decoder
+    takes its next job. For frames of a gigabyte it takes up to 0.1 s."""
 
     frames: NDArray[np.uint8]  # [T, H, W, 3], RGB, contiguous, upright
     video: VideoFacts | None  # None: an image, or the frames of the job
@@ -75,7 +76,6 @@ class DecoderPool:
         # Called with the bytes by which the decoded frames in memory grow, before they are allocated, or shrink.
         self.count_decoded: Callable[[int], None] = lambda _: None
         self._name, self._max_input_bytes = name, max_input_bytes
-        self._max_idle = places + 1  # with the spare
         self._places = FairPlaces(places)
         self._decoders: set[DecoderProcess] = set()
         self._idle: list[DecoderProcess] = []  # the last one's memory is the warmest
@@ -108,38 +108,28 @@ class DecoderPool:
             DecoderUnavailable: no decoder was free in time, or it was killed or starved from outside.
             OSError: the host gives no process or no memory for it.
         """
-        seconds = QUEUE_TIMEOUTS * self.limits.media_decode_timeout
+        place, child = await self._acquire(job.item, owner)
+        loop = asyncio.get_running_loop()
+
+        def release() -> None:
+            with contextlib.suppress(RuntimeError, ValueError):  # the loop, or the decoder, has been closed meanwhile
+                child.shrink()
+                loop.call_soon_threadsafe(self._release, place, child)
+
+        work = asyncio.ensure_future(child.decode(job, data))
         try:
-            place = await self._places.acquire(owner, seconds)
-        except TimeoutError:
-            raise DecoderUnavailable(job.item, f"no media decoder was free within {seconds:g} s; retry later") from None
-        try:
-            if self._idle:
-                child = self._idle[-1]
-                self._remove_idle(child)
-                os.kill(child.pid, signal.SIGCONT)
-            else:
-                child = await self._wait_until_started(self._launch_decoder())
-        except BaseException as error:
-            place.release()
-            if isinstance(error, OSError) and shortage_in(error) is None:
-                raise DecoderUnavailable(job.item, "no media decoder could be started; retry later") from error
+            await asyncio.wait({work})  # cancelling it does not cancel `work`
+            return Decoding(*work.result(), release)
+        except asyncio.CancelledError:
+            if not self.is_closed:
+                child.stop()
+                self._run_in_background(_release_when_stopped(child, work, release))
             raise
-        self._ensure_spare()
-        return await DecoderLease(self, place, child).decode(job, data)
-
-    def release(self, place: Place, child: DecoderProcess) -> None:
-        """The job of a lease is done, and nothing refers to its frames."""
-        if not self.is_closed:
-            child.count_frames(0)
-            place.release()
-            self._keep_idle(child)
-
-    def run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Nothing waits for `work`; the pool keeps a reference to it."""
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        except BaseException:
+            release()
+            raise
+        finally:
+            del work  # its error would keep itself alive, and the mapping of the frames
 
     def close(self) -> None:
         """Kill all decoders and wait for them. Running jobs are lost."""
@@ -151,6 +141,39 @@ class DecoderPool:
         for child in self._decoders:
             child.close()
         self._decoders.clear()
+
+    async def _acquire(self, item: str, owner: str) -> tuple[Place, DecoderProcess]:
+        seconds = QUEUE_TIMEOUTS * self.limits.media_decode_timeout
+        try:
+            place = await self._places.acquire(owner, seconds)
+        except TimeoutError:
+            raise DecoderUnavailable(item, f"no media decoder was free within {seconds:g} s; retry later") from None
+        try:
+            if self._idle:
+                child = self._idle[-1]
+                self._remove_idle(child)
+                os.kill(child.pid, signal.SIGCONT)
+            else:
+                child = await self._wait_until_started(self._launch_decoder())
+        except BaseException as error:
+            place.release()
+            if isinstance(error, OSError) and shortage_in(error) is None:
+                raise DecoderUnavailable(item, "no media decoder could be started; retry later") from error
+            raise
+        self._ensure_spare()
+        return place, child
+
+    def _release(self, place: Place, child: DecoderProcess) -> None:
+        if not self.is_closed:
+            child.count_frames(0)
+            place.release()
+            self._keep_idle(child)
+
+    def _run_in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Nothing waits for `work`; the pool keeps a reference to it."""
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def _launch_decoder(self) -> DecoderProcess:
         child = DecoderProcess(self._name, self.limits, self._max_input_bytes, lambda size: self.count_decoded(size))
@@ -179,7 +202,7 @@ class DecoderPool:
     def _keep_idle(self, child: DecoderProcess) -> None:
         if child.ending is None:
             child.suspend()
-        if child.ending is None and len(self._idle) < self._max_idle:
+        if child.ending is None and len(self._idle) <= self.places:  # with the spare
             self._idle.append(child)
             asyncio.get_running_loop().add_reader(child.connection, self._on_idle_message, child)
         else:
@@ -203,48 +226,17 @@ class DecoderPool:
 
     def _discard(self, child: DecoderProcess) -> None:
         self._decoders.discard(child)
-        self.run_in_background(asyncio.to_thread(child.close))
+        self._run_in_background(asyncio.to_thread(child.close))
 
 
-class DecoderLease:
-    """A place and a decoder for one job, from `DecoderPool.decode` to `release`."""
-
-    def __init__(self, pool: DecoderPool, place: Place, child: DecoderProcess):
-        self._pool, self._place, self._child = pool, place, child
-        self._loop = asyncio.get_running_loop()
-
-    async def decode(self, job: Job, data: bytes) -> Decoding:
-        """See `DecoderPool.decode`. Releases the lease if there is no result."""
-        work = asyncio.ensure_future(self._child.decode(job, data))
-        try:
-            await asyncio.wait({work})  # cancelling it does not cancel `work`
-            return Decoding(*work.result(), self.release)
-        except asyncio.CancelledError:
-            if not self._pool.is_closed:
-                self._child.stop()
-                self._pool.run_in_background(self._release_when_stopped(work))
-            raise
-        except BaseException:
-            self.release()
-            raise
-        finally:
-            del work  # its error would keep itself alive, and the mapping of the frames
-
-    def release(self) -> None:
-        """The frames are not used any more: the decoder may take its next job. For any thread. Takes up to 0.1 s for
-        frames of a gigabyte."""
-        with contextlib.suppress(RuntimeError, ValueError):  # the loop, or the decoder, has been closed meanwhile
-            self._child.shrink()
-            self._loop.call_soon_threadsafe(self._pool.release, self._place, self._child)
-
-    async def _release_when_stopped(self, work: asyncio.Future[Any]) -> None:
-        """The decode was asked to stop: the decoder reports in time, or is killed."""
-        await asyncio.wait({work}, timeout=STOP_SECONDS)
-        if not work.done():
-            self._child.kill("cancelled")
-            await asyncio.wait({work})
-        work.exception()  # asyncio logs one that is never retrieved
-        self.release()
+async def _release_when_stopped(child: DecoderProcess, work: asyncio.Future[Any], release: Callable[[], None]) -> None:
+    """The decode was asked to stop: the decoder reports in time, or is killed."""
+    await asyncio.wait({work}, timeout=STOP_SECONDS)
+    if not work.done():
+        child.kill("cancelled")
+        await asyncio.wait({work})
+    work.exception()  # asyncio logs one that is never retrieved
+    release()
 
 
 class DecoderProcess:

@@ -3,7 +3,6 @@
 All other paths get the same error, so a client cannot find out which paths exist outside the directory.
 """
 
-import functools
 import os
 import re
 import stat
@@ -55,7 +54,6 @@ def _state_of(file: FileIO) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-@functools.cache
 def _is_local(device: int) -> bool:
     """Whether one of LOCAL_TYPES is mounted as this device: others may report times of another host, or late."""
     name = f"{os.major(device)}:{os.minor(device)}"

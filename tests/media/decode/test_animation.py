@@ -62,11 +62,6 @@ def test_an_animated_avif_is_a_video_to_ffmpeg() -> None:
     np.testing.assert_allclose(decode_video(data, ALL).frames.astype(int), FRAMES, atol=6)
 
 
-def test_frames_are_scaled_to_fit_the_limit_of_their_pixels() -> None:
-    limits = DecodeLimits(max_video_pixels_kept=21 * 32 * 24)
-    assert decode_video(DATA, ALL, limits).frames.shape == (21, 24, 32, 3)
-
-
 def test_limits_name_their_flag() -> None:
     limits = {"max_video_frames": 20, "max_video_seconds": 1.9, "max_video_frames_kept": 20}
     for name, limit in (limits | {"max_frame_pixels": 64 * 48 - 1, "max_video_pixels_kept": 21 * 3}).items():

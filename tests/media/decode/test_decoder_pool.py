@@ -1,7 +1,5 @@
 """Decoder processes: what their endings mean to a request, that nothing of them is left, and what bounds them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

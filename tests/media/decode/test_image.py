@@ -92,11 +92,6 @@ def test_wide_gamut_comes_out_as_srgb(format: str, transfer: int) -> None:
     assert red > 150 and green < 60 and blue < 60
 
 
-def test_first_frame_of_an_animation() -> None:
-    data = saved(halves(), "GIF", save_all=True, append_images=[Image.new("RGB", (64, 32), "blue")])
-    assert decode_image(data)[0, 0].tolist() == list(RED)
-
-
 def test_orientation() -> None:
     for orientation in range(1, 9):
         exif = Image.Exif()
