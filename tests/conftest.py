@@ -38,16 +38,16 @@ TESTS = Path(__file__).parent
 QUICK = ["test_structure.py", "config", "core", "prompt", "protocol", "transport"]
 
 
-# A whole run has two processes (pytest-xdist): one for these folders, whose servers' latencies are tested, and one that
-# takes the others in the time that the first leaves of the cores.
+# A whole run has two processes (pytest-xdist): one for these folders, whose servers' latencies are tested, and one for
+# the other files, in the time that the first leaves of the cores. The first takes some of these once it has no other.
 SERVING = tuple(f"tests/{name}/" for name in ("batch", "cluster", "e2e", "engine_client", "faults", "http", "launch"))
 
 
 class TwoProcesses(LoadScopeScheduling):
-    """Which tests go together."""
+    """Which tests go together. The largest group, of the serving folders, starts first."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "serving" if nodeid.startswith(SERVING) else "others"
+        return "serving" if nodeid.startswith(SERVING) else nodeid.partition("::")[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> TwoProcesses:
