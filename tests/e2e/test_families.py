@@ -30,7 +30,7 @@ SERVERS = [
     pytest.param(("qwen3_5", MODEL_CARD), id="qwen3_5"),
     pytest.param(("qwen3_5", ["-tp", "2"]), id="qwen3_5-tp2", marks=pytest.mark.slow),
     pytest.param(("qwen3_vl_moe", ["-tp", "2"]), id="qwen3_vl_moe-tp2", marks=pytest.mark.slow),
-    pytest.param(("qwen3_5_moe", []), id="qwen3_5_moe"),
+    pytest.param(("qwen3_5_moe", []), id="qwen3_5_moe", marks=pytest.mark.slow),
     pytest.param(("qwen2_5_vl", []), id="qwen2_5_vl", marks=[pytest.mark.slow, exact_seconds]),
     pytest.param(
         ("qwen3_vl", ["--mm-processor-cache-type", "lru", "-tp", "2"]), id="qwen3_vl-tp2", marks=pytest.mark.slow
