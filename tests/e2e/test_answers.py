@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import json
 
@@ -11,7 +10,7 @@ import openai
 import pytest
 
 from mini_engine.demo import videos
-from tests.support.client import Question, answers_of, ask_image, ask_two, ask_video, video_url
+from tests.support.client import Question, answers_of, ask_image, ask_two, ask_video, data_url, video_url
 from tests.support.clips import encode_in
 from tests.support.running_server import RunningServer, message
 from training import questions
@@ -44,9 +43,8 @@ def test_two_items_are_described_in_order(server):
 def test_hdr_is_seen_in_its_colours(server):
     for seed, transfer in enumerate((16, 18)):  # HDR10, HLG
         clip = videos.render(2 * 10**9 + seed, colour="red")
-        data = base64.b64encode(encode_in(transfer, clip.frames)).decode()
         asked = questions.ask([clip], "colour", seed)
-        assert server.ask(asked.text, [("video_url", f"data:video/mp4;base64,{data}")]) == "red"
+        assert server.ask(asked.text, [("video_url", data_url(encode_in(transfer, clip.frames)))]) == "red"
 
 
 @pytest.mark.parametrize("motion", OPPOSITE)

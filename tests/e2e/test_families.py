@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from mini_engine.media.frame_sampling import VideoSampling
 from mini_engine.media.processor import MediaProcessor
 from mini_engine.prompt.detokenizer import Vocabulary
 from tests.support import families, tiny_processor
+from tests.support.client import data_url
 from tests.support.decoding import decode_image, decode_video
 from tests.support.full_call import full_call
 from tests.support.oracle import exact_seconds
@@ -79,7 +79,7 @@ class Family:
 
     def ask(self, server: RunningServer, question: str, media: list[tuple[str, bytes]]) -> list[bytes]:
         """The same of the server."""
-        urls = [(kind, f"data:;base64,{base64.b64encode(data).decode()}") for kind, data in media]
+        urls = [(kind, data_url(data)) for kind, data in media]
         reply = server.client.chat.completions.create(
             model=server.model,
             messages=[message(question, urls)],
@@ -138,8 +138,7 @@ def test_turns_of_a_conversation_compute_only_what_is_new(served: tuple[Family, 
     """Five turns about one video, which is encoded once."""
     _, server = served
     clip = videos.encode(videos.render(3 * 10**9 + 4, width=640, height=480, num_frames=16, fps=8), "mp4", "h264")
-    url = f"data:video/mp4;base64,{base64.b64encode(clip).decode()}"
-    messages = [message("What moves?", [("video_url", url)])]
+    messages = [message("What moves?", [("video_url", data_url(clip))])]
     length = 0
     for turn in range(5):
         before = encoded_and_decoded(server)

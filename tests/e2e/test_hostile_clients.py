@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import http.client
 import json
@@ -21,7 +20,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.support import clips
 from tests.support.bad_urls import HTTP_URLS, PATHS, make_root
-from tests.support.client import ask_small
+from tests.support.client import ask_small, data_url
 from tests.support.corpus import PLAYLISTS, png_of_size
 from tests.support.processes import memory
 from tests.support.running_server import RunningServer, message
@@ -155,7 +154,7 @@ def bad_media(root: Path, port: int) -> Iterator[Bad]:
     videos += [playlist.format("file:///etc/passwd").encode() for playlist in PLAYLISTS.values()]
     images = [b"", b"text", png_of_size(10_001, 10_000), png_of_size(10_000, 10_000), png_of_size(0, 100)]
     for kind, files in (("video_url", videos), ("image_url", images)):
-        yield from (asking(f"data:;base64,{base64.b64encode(data).decode()}", kind=kind) for data in files)
+        yield from (asking(data_url(data), kind=kind) for data in files)
     urls = [*HTTP_URLS, *(f"file://{root}{path}" for path in (*PATHS, "/big", "/empty")), "", "clip.mp4", "ftp://a/"]
     urls += ["data:;base64," + "A" * (MAX_MEDIA_BYTES * 4 // 3 + 8), "data:," + "%00" * (8 << 20), "data:;base64,a"]
     urls += [f"http://127.0.0.1:{port}/{name}" for name in RESPONSES]

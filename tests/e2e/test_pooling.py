@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import runpy
@@ -24,7 +23,7 @@ from mini_engine.demo import videos
 from mini_engine.media.processor import MediaProcessor
 from mini_engine.prompt.pooling import EMBED, JUDGE, RANK
 from tests.e2e.test_families import SMALL_STEPS, Family
-from tests.support.client import image_url, use_server
+from tests.support.client import data_url, image_url, use_server
 from tests.support.running_server import ROOT, RunningServer
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # not from GitHub
@@ -97,7 +96,7 @@ def parts(content: Content) -> list[dict[str, Any]]:
     return [
         {"type": "text", "text": part}
         if isinstance(part, str)
-        else {"type": part[0], part[0]: {"url": f"data:;base64,{base64.b64encode(part[1]).decode()}"}}
+        else {"type": part[0], part[0]: {"url": data_url(part[1])}}
         for part in content
     ]
 

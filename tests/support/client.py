@@ -22,7 +22,6 @@ from training import questions
 
 ENDLESS = {"max_tokens": 60_000, "ignore_eos": True, "stream": True}  # for minutes
 FORMATS = [("mp4", "h264"), ("mp4", "mpeg4"), ("mp4", "vp9"), ("mkv", "h264"), ("mkv", "mpeg4"), ("webm", "vp9")]
-MIME = {"mp4": "video/mp4", "mkv": "video/x-matroska", "webm": "video/webm"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +38,16 @@ class Question:
 TEXT = Question("tell me", "", [])
 
 
+def data_url(data: bytes) -> str:
+    return f"data:;base64,{base64.b64encode(data).decode()}"
+
+
 def video_url(clip: videos.Clip, container: str = "mp4", codec: str = "h264") -> str:
-    data = base64.b64encode(videos.encode(clip, container, codec)).decode()
-    return f"data:{MIME[container]};base64,{data}"
+    return data_url(videos.encode(clip, container, codec))
 
 
 def image_url(picture: videos.Picture) -> str:
-    return f"data:image/png;base64,{base64.b64encode(videos.encode_image(picture)).decode()}"
+    return data_url(videos.encode_image(picture))
 
 
 def ask_video(seed: int, kind: str | None = None) -> Question:
