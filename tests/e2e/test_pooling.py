@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
 import sys
 import time
@@ -15,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from langchain_openai import OpenAIEmbeddings
 from tokenizers import Tokenizer, processors
 
 from mini_engine import LLM, Image
@@ -25,9 +23,6 @@ from mini_engine.prompt.pooling import EMBED, JUDGE, RANK
 from tests.e2e.test_families import SMALL_STEPS, Family
 from tests.support.client import data_url, image_url, use_server
 from tests.support.running_server import ROOT, RunningServer
-
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # not from GitHub
-import litellm  # noqa: E402
 
 TEXTS = [f"a red circle moving left {number} times" for number in range(32)]
 PICTURES = [videos.encode_image(videos.render_image(4 * 10**9 + number)) for number in range(3)]
@@ -145,7 +140,13 @@ def test_scores_equal_transformers_and_set_the_order(family: PoolingFamily, rank
 
 
 @pytest.mark.filterwarnings("ignore")  # litellm's own about pydantic, by release
-def test_openai_langchain_and_litellm(family: PoolingFamily, embedder: RunningServer, ranker: RunningServer) -> None:
+def test_openai_langchain_and_litellm(
+    family: PoolingFamily, embedder: RunningServer, ranker: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # not from GitHub
+    import litellm  # here, as in `test_clients.py`
+    from langchain_openai import OpenAIEmbeddings
+
     model, at = embedder.model, {"api_key": "none"}
     answer = embedder.client.embeddings.create(model=model, input=TEXTS)
     # Without the check it sends texts, not token ids of another tokenizer.
