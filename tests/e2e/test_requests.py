@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import time
-import urllib.request
 from typing import Any
 
 import pytest
@@ -17,9 +15,7 @@ from tests.support.running_server import RunningServer, message
 
 def post(server: RunningServer, path: str, body: dict) -> Any:
     """The response to `body`, for which the openai client has no call."""
-    url, data = server.base_url + path, json.dumps(body).encode()
-    with urllib.request.urlopen(urllib.request.Request(url, data, {"Content-Type": "application/json"})) as response:
-        return json.load(response)
+    return server.client.post(server.base_url + path, body=body, cast_to=object)
 
 
 def test_local_files_below_the_allowed_root(server, media_root):
