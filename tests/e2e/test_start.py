@@ -111,27 +111,26 @@ def test_unread_log_blocks_no_process(fresh):
     assert fresh.stop(signal.SIGTERM) == 0
 
 
-# By the process that finds it: flags, and what is said.
-REFUSED = {
-    "the supervisor": (["--mm-processor-cache-gb", "100000"], "--mm-processor-cache-gb: 100000 GiB"),
-    "a worker": (["--block-size", "999999999"], "bytes for the KV cache, but one block needs"),
-    "collectives": (["--distributed-backend", "nccl", "-tp", "2"], "--distributed-backend: nccl needs CUDA devices"),
-    "core": (["--max-model-len", "60000", "--num-gpu-blocks-override", "4"], "--max-model-len: the KV cache holds"),
-    "an API server": (
+REFUSED = [  # by the process that finds it: flags, and what is said
+    pytest.param(["--mm-processor-cache-gb", "100000"], "--mm-processor-cache-gb: 100000 GiB", id="the supervisor"),
+    pytest.param(["--block-size", "999999999"], "bytes for the KV cache, but one block needs", id="a worker"),
+    pytest.param(
+        ["--max-model-len", "60000", "--num-gpu-blocks-override", "4"],
+        "--max-model-len: the KV cache holds",
+        id="core",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
         ["--mm-processor-kwargs", '{"x": 1}'],
         "--mm-processor-kwargs: Object contains unknown field `x`; it takes ",
+        id="an API server",
+        marks=pytest.mark.slow,
     ),
-}
-FAST = ("the supervisor", "a worker")
+]
 
 
-@pytest.mark.parametrize(
-    "case", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in REFUSED]
-)
-def test_settings_refused_by_a_process_fail_the_start_in_one_line(case):
-    flags, said = REFUSED[case]
-    if case == "collectives" and torch.cuda.is_available():
-        pytest.skip("there is a CUDA device")
+@pytest.mark.parametrize(("flags", "said"), REFUSED)
+def test_settings_refused_by_a_process_fail_the_start_in_one_line(flags, said):
     lines = refused(*flags).splitlines()
     (line,) = [line for line in lines if line.startswith("serve.py: ") or " ERROR " in line]
     assert said in line
