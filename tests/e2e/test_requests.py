@@ -1,4 +1,4 @@
-"""Requests as clients write them: local files, token ids, several choices, and where their time went."""
+"""Requests as clients write them: frames, token ids, several choices, and where their time went."""
 
 from __future__ import annotations
 
@@ -16,12 +16,6 @@ from tests.support.running_server import RunningServer, message
 def post(server: RunningServer, path: str, body: dict) -> Any:
     """The response to `body`, for which the openai client has no call."""
     return server.client.post(server.base_url + path, body=body, cast_to=object)
-
-
-def test_local_files_below_the_allowed_root(server, media_root):
-    clip = videos.render(3 * 10**9, colour="red", motion="up")
-    (media_root / "a clip.mp4").write_bytes(videos.encode(clip))
-    assert server.ask("What colour is it?", [("video_url", f"file://{media_root}/a%20clip.mp4")]) == "red"
 
 
 def test_frames_of_a_video_are_answered_as_the_video(server):
