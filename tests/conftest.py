@@ -44,13 +44,14 @@ SERVING = tuple(f"tests/{name}/" for name in ("batch", "cluster", "e2e", "engine
 
 
 class TwoProcesses(LoadScopeScheduling):
-    """Which tests go together. The largest group, of the serving folders, starts first."""
+    """Which tests go together. They start in the order of their names, so those of the serving folders first."""
 
     def _split_scope(self, nodeid: str) -> str:
         return "serving" if nodeid.startswith(SERVING) else nodeid.partition("::")[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> TwoProcesses:
+    config.option.loadscopereorder = False
     return TwoProcesses(config, log)
 
 
