@@ -69,9 +69,9 @@ def fresh(tmp_path_factory):
     folder, everywhere = tmp_path_factory.mktemp("folder"), os.sched_getaffinity(0)
     (folder / "queue.py").write_text("raise ImportError('the working directory is not searched')")
     flags = ["-dp", "auto", "--device", "cpu", "--enable-log-requests"]
-    server = RunningServer(*flags, environ={"OMP_NUM_THREADS": ""}, cwd=folder)
-    unread = 'exec "$@" 2> >(sed -u "/ serving /q"; exec sleep 600) >&-'
-    server.command = ["bash", "-c", unread, "bash", *server.command]
+    server = RunningServer(*flags, environ={"OMP_NUM_THREADS": ""})
+    unread = 'cd "$0"; exec "$@" 2> >(sed -u "/ serving /q"; exec sleep 600) >&-'
+    server.command = ["bash", "-c", unread, str(folder), *server.command]
     os.sched_setaffinity(0, sorted(everywhere)[:2])
     try:
         with server:

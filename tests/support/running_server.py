@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from openai import OpenAI
 
-from tests.support.preloaded import preloaded
+from tests.support.preloaded import ROOT, preloaded
 from tests.support.processes import (
     FailPoint,
     alive,
@@ -31,7 +31,6 @@ from tests.support.processes import (
     tcp_sockets,
 )
 
-ROOT = Path(__file__).parent.parent.parent
 START_SECONDS = 240  # on a busy machine
 ENGINE_SECONDS = 1.0  # after which `/metrics` answers without an engine that is silent
 ACCEPT_SECONDS = 1.0  # for which a connection waits for the process that has accepted it
@@ -54,10 +53,10 @@ GAUGES = (
 class RunningServer:
     """`with RunningServer("-tp", "2") as server:` The log goes to a file, so that no full pipe can stop the server."""
 
-    def __init__(self, *flags: str, environ: dict[str, str] | None = None, cwd: Path = ROOT, before: str = ""):
+    def __init__(self, *flags: str, environ: dict[str, str] | None = None, before: str = ""):
         """A fork of a process that has imported what a server imports. With variables in `environ`, which libraries may
         read when they are imported, it is a new interpreter. `before`: see `preloaded.run`."""
-        self.command, self.cwd, self.before = [*SERVE, *flags], cwd, before
+        self.command, self.before = [*SERVE, *flags], before
         self.environ = environment(flags, environ)
         self.is_fresh = environ is not None
         self.client: OpenAI | None = None
@@ -93,12 +92,11 @@ class RunningServer:
         environ = self.environ | own
         with self._log_path.open("wb") as log:
             if not self.is_fresh and self.command[:2] == SERVE[:2]:
-                self.process = preloaded().start(self.command[2:], self.cwd, environ, self.before, log.fileno())
+                self.process = preloaded().start(self.command[2:], environ, self.before, log.fileno())
             else:
                 self.process = subprocess.Popen(
-                    self.command, cwd=self.cwd, stdout=log, stderr=subprocess.STDOUT, env=environ,
-                    start_new_session=True,
-                )  # fmt: skip
+                    self.command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environ, start_new_session=True
+                )
 
     def wait_until_serving(self) -> None:
         """Raises AssertionError if the process exits instead."""
