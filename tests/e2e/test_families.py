@@ -20,7 +20,6 @@ from tests.support.oracle import exact_seconds
 from tests.support.running_server import RunningServer, message
 
 COUNT = 64
-PATCH_SIZES = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_5": 16, "qwen3_vl_moe": 16, "qwen3_5_moe": 16}
 # Prompts are cut into chunks in the middle of items.
 SMALL_STEPS = ["--max-num-batched-tokens", "64"]
 MODEL_CARD = ["--mm-processor-kwargs", '{"fps": 2, "do_sample_frames": true}']  # its default
@@ -48,13 +47,14 @@ class Family:
         tiny_processor.build(folder, name)
         self.processor = MediaProcessor(folder)
         self.hf = self.processor.hf_processor
-        tokens = {
+        more = {
             "image_token_id": self.hf.image_token_id,
             "video_token_id": self.hf.video_token_id,
             "vision_start_token_id": self.hf.tokenizer.convert_tokens_to_ids("<|vision_start|>"),
             "vision_end_token_id": self.hf.tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+            "patch_size": self.hf.image_processor.patch_size,
         }
-        model = families.build(name, len(self.hf.tokenizer), deviation=0.15, patch_size=PATCH_SIZES[name], **tokens)
+        model = families.build(name, len(self.hf.tokenizer), deviation=0.15, **more)
         model.save_pretrained(folder)
         self.model = AutoModelForImageTextToText.from_pretrained(str(folder), dtype=torch.float32).eval()
         self.vocabulary = Vocabulary(self.hf.tokenizer)
