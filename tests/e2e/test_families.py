@@ -41,8 +41,6 @@ class Family:
     """A directory with a random model and a real processor, the server of it, and transformers."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        from transformers import AutoModelForImageTextToText
-
         self.folder = folder
         tiny_processor.build(folder, name)
         self.processor = MediaProcessor(folder)
@@ -54,9 +52,8 @@ class Family:
             "vision_end_token_id": self.hf.tokenizer.convert_tokens_to_ids("<|vision_end|>"),
             "patch_size": self.hf.image_processor.patch_size,
         }
-        model = families.build(name, len(self.hf.tokenizer), deviation=0.15, **more)
-        model.save_pretrained(folder)
-        self.model = AutoModelForImageTextToText.from_pretrained(str(folder), dtype=torch.float32).eval()
+        self.model = families.build(name, len(self.hf.tokenizer), deviation=0.15, **more)
+        self.model.save_pretrained(folder)
         self.vocabulary = Vocabulary(self.hf.tokenizer)
         fps = getattr(self.hf.video_processor, "fps", None)
         self.sampling = VideoSampling(fps=fps, min_frames=4) if fps else VideoSampling(num_frames=32)
