@@ -31,7 +31,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("certain")
 
-pytest_plugins = ["tests.support.api_fixtures", "tests.support.server_fixtures"]
+pytest_plugins = ["tests.support.fixtures"]
 
 # What `-m quick` runs: tests that start no server, no model and no decoder process.
 TESTS = Path(__file__).parent
