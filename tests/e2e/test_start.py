@@ -131,7 +131,7 @@ REFUSED = [  # by the process that finds it: flags, and what is said
 
 @pytest.mark.parametrize(("flags", "said"), REFUSED)
 def test_settings_refused_by_a_process_fail_the_start_in_one_line(flags, said):
-    lines = refused(*flags).splitlines()
+    lines = refused(RunningServer(*flags)).splitlines()
     (line,) = [line for line in lines if line.startswith("serve.py: ") or " ERROR " in line]
     assert said in line
 

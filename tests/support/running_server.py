@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pytest
 from openai import OpenAI
 
 from tests.support.preloaded import ROOT, preloaded
@@ -281,13 +282,12 @@ def environment(flags: Sequence[str], environ: Mapping[str, str] | None = None) 
     return {**os.environ, **own, **(environ or {})}
 
 
-def refused(*flags: str, command: Sequence[str] = SERVE) -> str:
-    """What `serve.py` says when it ends with status 2 instead of starting."""
-    ended = subprocess.run(
-        [*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=START_SECONDS, env=environment(flags)
-    )
-    assert ended.returncode == 2 and not ended.stdout and "Traceback" not in ended.stderr, ended
-    return ended.stderr
+def refused(server: RunningServer) -> str:
+    """What it says when it ends with status 2 instead of starting."""
+    with pytest.raises(RuntimeError, match="ended with 2:") as ended, server:
+        pass
+    assert "Traceback" not in str(ended.value)
+    return str(ended.value)
 
 
 def total(shown: Mapping[str, float], name: str) -> float:
