@@ -80,3 +80,14 @@ def test_answers_under_a_grammar_are_right_and_in_its_form(server):
     more = {"structured_outputs": {"grammar": "start: <|unknown|>"}}  # only the engine can tell
     with pytest.raises(openai.BadRequestError, match="grammar of this request .* unknown special token"):
         server.ask("hello", [], extra_body=more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bits", "allowed"), [("int8", 0), ("int4", 10)])
+def test_quantised_weights_answer_as_float32(server, bits, allowed):
+    """`allowed` answers may differ. The server of `test_scarcity.py` answers fewer questions in the default run."""
+    asked = [ask_video(20_000 + seed) for seed in range(200)]
+    with RunningServer("--quantization", bits) as quantised:
+        answers = zip(answers_of(server, asked), answers_of(quantised, asked), strict=True)
+        differing = [(dense, answer) for dense, answer in answers if dense != answer]
+    assert len(differing) <= allowed, differing
