@@ -40,7 +40,7 @@ QUICK = ["test_structure.py", "config", "core", "prompt", "protocol", "transport
 
 # A whole run has two processes (pytest-xdist): one for these folders, whose servers' latencies are tested, and one for
 # the other files, in the time that the first leaves of the cores. The first takes some of these once it has no other.
-SERVING = tuple(f"tests/{name}/" for name in ("batch", "cluster", "e2e", "engine_client", "faults", "http", "launch"))
+SERVING = tuple(f"tests/{name}/" for name in ("batch", "cluster", "e2e", "faults", "launch"))
 
 
 class TwoProcesses(LoadScopeScheduling):
