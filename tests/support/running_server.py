@@ -167,11 +167,13 @@ class RunningServer:
             time.sleep(0.005)
         return None
 
-    def get(self, path: str, api: str | None = None, method: str = "GET") -> http.client.HTTPResponse:
-        """The response, with `body` and the `seconds` that it took, to a request without a body."""
+    def get(
+        self, path: str, api: str | None = None, method: str = "GET", body: bytes | None = None, **headers: str
+    ) -> http.client.HTTPResponse:
+        """The response, with its `body` and the `seconds` that it took."""
         with contextlib.closing(self.connect(api)) as connection:
             begun = time.monotonic()
-            connection.request(method, path, headers={"Content-Type": "application/json"})
+            connection.request(method, path, body, {"Content-Type": "application/json"} | headers)
             response = connection.getresponse()
             response.body, response.seconds = response.read().decode(), time.monotonic() - begun
             return response
