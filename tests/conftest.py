@@ -31,26 +31,27 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("certain")
 
-pytest_plugins = ["tests.support.api_fixtures", "tests.support.server_fixtures"]
+pytest_plugins = ["tests.support.fixtures"]
 
 # What `-m quick` runs: tests that start no server, no model and no decoder process.
 TESTS = Path(__file__).parent
 QUICK = ["test_structure.py", "config", "core", "prompt", "protocol", "transport"]
 
 
-# A whole run has two processes (pytest-xdist): one for these folders, whose servers' latencies are tested, and one that
-# takes the others in the time that the first leaves of the cores.
-SERVING = tuple(f"tests/{name}/" for name in ("batch", "cluster", "e2e", "engine_client", "faults", "http", "launch"))
+# A whole run has two processes (pytest-xdist): one for these folders, whose servers' latencies are tested, and one for
+# the other files, in the time that the first leaves of the cores. The first takes some of these once it has no other.
+SERVING = tuple(f"tests/{name}/" for name in ("batch", "cluster", "e2e", "faults", "launch"))
 
 
 class TwoProcesses(LoadScopeScheduling):
-    """Which tests go together."""
+    """Which tests go together. They start in the order of their names, so those of the serving folders first."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "serving" if nodeid.startswith(SERVING) else "others"
+        return "serving" if nodeid.startswith(SERVING) else nodeid.partition("::")[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> TwoProcesses:
+    config.option.loadscopereorder = False
     return TwoProcesses(config, log)
 
 

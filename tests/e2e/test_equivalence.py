@@ -9,7 +9,7 @@ import pytest
 from tests.support.client import ClientRequest, Question, ask_image, ask_two, ask_video
 from tests.support.running_server import RunningServer
 
-STORY = {"max_tokens": 150, "ignore_eos": True}  # five that run together do not fit into "few blocks"; all prompts do
+STORY = {"max_tokens": 80, "ignore_eos": True}  # six that run together do not fit into "few blocks"; all prompts do
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def alone(questions: list[Question]) -> list[list[str]]:
     return tokens
 
 
-FEW_BLOCKS = ["--num-gpu-blocks-override", "48", "--max-model-len", "700"]
+FEW_BLOCKS = ["--num-gpu-blocks-override", "32", "--max-model-len", "500"]
 CHUNK, SLOW = "--max-num-batched-tokens", pytest.mark.slow
 VARIANTS = [
     pytest.param(

@@ -1,4 +1,4 @@
-"""The scripts of `examples/`, each run as its docstring says."""
+"""The scripts of `examples/`, each run as its docstring says; `test_pooling.py` runs the one that searches."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from mini_engine.config import BUNDLED_MODEL
 from mini_engine.demo import videos
 from mini_engine.failpoints import VARIABLE
-from mini_engine.model.config import ModelConfig
 from tests.support.client import use_server
 from tests.support.processes import FailPoint, alive, descendants, eventually
 from tests.support.running_server import ROOT, RunningServer, environment
@@ -84,23 +81,6 @@ def make_folder(folder: Path) -> dict[str, str]:
     (folder / "broken.mp4").write_bytes(data[:100])
     (folder / "notes.txt").touch()
     return shown
-
-
-def test_search_clips_embeds_new_files_only(tmp_path: Path, run: Callable[..., str]) -> None:
-    """The bundled model was not trained for it, so the order says nothing; equal files have equal cosines."""
-    (tmp_path / "sub").mkdir()
-    for name in ("a.mp4", "sub/b.mp4"):
-        (tmp_path / name).write_bytes(videos.encode(videos.render(10**9, num_frames=16)))
-    for name in ("broken.png", "known.mp4"):
-        (tmp_path / name).touch()
-    key = f"{(tmp_path / 'known.mp4').stat().st_mtime_ns}:known.mp4"
-    vector = np.eye(ModelConfig.from_dir(BUNDLED_MODEL).text.hidden_size)[0]
-    np.savez(tmp_path / "embeddings.npz", **{key: vector})  # type: ignore[arg-type] # its own argument is a flag
-    lines = [line.split() for line in run("search_clips.py", tmp_path, "a red circle", "-dp", 1).splitlines()]
-    cosines = {name: float(cosine) for cosine, name in lines}
-    assert cosines.keys() == {"a.mp4", "sub/b.mp4", "known.mp4"} and cosines["a.mp4"] == cosines["sub/b.mp4"]
-    assert 1 >= max(cosines.values()) >= min(cosines.values()) >= -1
-    assert [*cosines.values()] == sorted(cosines.values(), reverse=True)
 
 
 def test_a_killed_caption_folder_leaves_nothing_and_goes_on(

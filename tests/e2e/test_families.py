@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,13 @@ from mini_engine.media.frame_sampling import VideoSampling
 from mini_engine.media.processor import MediaProcessor
 from mini_engine.prompt.detokenizer import Vocabulary
 from tests.support import families, tiny_processor
+from tests.support.client import data_url
 from tests.support.decoding import decode_image, decode_video
 from tests.support.full_call import full_call
 from tests.support.oracle import exact_seconds
 from tests.support.running_server import RunningServer, message
 
 COUNT = 64
-PATCH_SIZES = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_5": 16, "qwen3_vl_moe": 16, "qwen3_5_moe": 16}
 # Prompts are cut into chunks in the middle of items.
 SMALL_STEPS = ["--max-num-batched-tokens", "64"]
 MODEL_CARD = ["--mm-processor-kwargs", '{"fps": 2, "do_sample_frames": true}']  # its default
@@ -30,7 +29,7 @@ SERVERS = [
     pytest.param(("qwen3_5", MODEL_CARD), id="qwen3_5"),
     pytest.param(("qwen3_5", ["-tp", "2"]), id="qwen3_5-tp2", marks=pytest.mark.slow),
     pytest.param(("qwen3_vl_moe", ["-tp", "2"]), id="qwen3_vl_moe-tp2", marks=pytest.mark.slow),
-    pytest.param(("qwen3_5_moe", []), id="qwen3_5_moe"),
+    pytest.param(("qwen3_5_moe", []), id="qwen3_5_moe", marks=pytest.mark.slow),
     pytest.param(("qwen2_5_vl", []), id="qwen2_5_vl", marks=[pytest.mark.slow, exact_seconds]),
     pytest.param(
         ("qwen3_vl", ["--mm-processor-cache-type", "lru", "-tp", "2"]), id="qwen3_vl-tp2", marks=pytest.mark.slow
@@ -42,21 +41,19 @@ class Family:
     """A directory with a random model and a real processor, the server of it, and transformers."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        from transformers import AutoModelForImageTextToText
-
         self.folder = folder
         tiny_processor.build(folder, name)
         self.processor = MediaProcessor(folder)
         self.hf = self.processor.hf_processor
-        tokens = {
+        more = {
             "image_token_id": self.hf.image_token_id,
             "video_token_id": self.hf.video_token_id,
             "vision_start_token_id": self.hf.tokenizer.convert_tokens_to_ids("<|vision_start|>"),
             "vision_end_token_id": self.hf.tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+            "patch_size": self.hf.image_processor.patch_size,
         }
-        model = families.build(name, len(self.hf.tokenizer), deviation=0.15, patch_size=PATCH_SIZES[name], **tokens)
-        model.save_pretrained(folder)
-        self.model = AutoModelForImageTextToText.from_pretrained(str(folder), dtype=torch.float32).eval()
+        self.model = families.build(name, len(self.hf.tokenizer), deviation=0.15, **more)
+        self.model.save_pretrained(folder)
         self.vocabulary = Vocabulary(self.hf.tokenizer)
         fps = getattr(self.hf.video_processor, "fps", None)
         self.sampling = VideoSampling(fps=fps, min_frames=4) if fps else VideoSampling(num_frames=32)
@@ -79,7 +76,7 @@ class Family:
 
     def ask(self, server: RunningServer, question: str, media: list[tuple[str, bytes]]) -> list[bytes]:
         """The same of the server."""
-        urls = [(kind, f"data:;base64,{base64.b64encode(data).decode()}") for kind, data in media]
+        urls = [(kind, data_url(data)) for kind, data in media]
         reply = server.client.chat.completions.create(
             model=server.model,
             messages=[message(question, urls)],
@@ -138,8 +135,7 @@ def test_turns_of_a_conversation_compute_only_what_is_new(served: tuple[Family, 
     """Five turns about one video, which is encoded once."""
     _, server = served
     clip = videos.encode(videos.render(3 * 10**9 + 4, width=640, height=480, num_frames=16, fps=8), "mp4", "h264")
-    url = f"data:video/mp4;base64,{base64.b64encode(clip).decode()}"
-    messages = [message("What moves?", [("video_url", url)])]
+    messages = [message("What moves?", [("video_url", data_url(clip))])]
     length = 0
     for turn in range(5):
         before = encoded_and_decoded(server)

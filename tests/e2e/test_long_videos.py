@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import pytest
 
 from tests.e2e.test_families import Family
 from tests.support import clips
+from tests.support.client import data_url
 from tests.support.running_server import RunningServer, message
 
 CONTEXT = 16384
@@ -60,11 +60,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 def test_videos_fit_without_further_flags(server: RunningServer, clip: Clip) -> None:
     options = {"preset": "ultrafast", "bf": "2", "g": str(clip.group)}
     group = clips.encode(clip.group, clip.width, clip.height, clip.rate, options=options)
-    data = base64.b64encode(clips.remuxed(group, "mp4", times=clip.groups, degrees=clip.turn)).decode()
+    url = data_url(clips.remuxed(group, "mp4", times=clip.groups, degrees=clip.turn))
     reply = server.client.with_options(timeout=600).chat.completions.create(
-        model=server.model,
-        messages=[message("What happens?", [("video_url", f"data:video/mp4;base64,{data}")])],
-        max_tokens=16,
+        model=server.model, messages=[message("What happens?", [("video_url", url)])], max_tokens=16
     )
     (video,) = reply.usage.media
     assert (video["type"], video["frames"]) == ("video", clip.frames)

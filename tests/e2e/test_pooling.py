@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import os
+import runpy
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from langchain_openai import OpenAIEmbeddings
 from tokenizers import Tokenizer, processors
 
 from mini_engine import LLM, Image
@@ -22,11 +21,8 @@ from mini_engine.demo import videos
 from mini_engine.media.processor import MediaProcessor
 from mini_engine.prompt.pooling import EMBED, JUDGE, RANK
 from tests.e2e.test_families import SMALL_STEPS, Family
-from tests.support.client import image_url, use_server
-from tests.support.running_server import RunningServer
-
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # not from GitHub
-import litellm  # noqa: E402
+from tests.support.client import data_url, image_url, use_server
+from tests.support.running_server import ROOT, RunningServer
 
 TEXTS = [f"a red circle moving left {number} times" for number in range(32)]
 PICTURES = [videos.encode_image(videos.render_image(4 * 10**9 + number)) for number in range(3)]
@@ -95,7 +91,7 @@ def parts(content: Content) -> list[dict[str, Any]]:
     return [
         {"type": "text", "text": part}
         if isinstance(part, str)
-        else {"type": part[0], part[0]: {"url": f"data:;base64,{base64.b64encode(part[1]).decode()}"}}
+        else {"type": part[0], part[0]: {"url": data_url(part[1])}}
         for part in content
     ]
 
@@ -144,7 +140,13 @@ def test_scores_equal_transformers_and_set_the_order(family: PoolingFamily, rank
 
 
 @pytest.mark.filterwarnings("ignore")  # litellm's own about pydantic, by release
-def test_openai_langchain_and_litellm(family: PoolingFamily, embedder: RunningServer, ranker: RunningServer) -> None:
+def test_openai_langchain_and_litellm(
+    family: PoolingFamily, embedder: RunningServer, ranker: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # not from GitHub
+    import litellm  # here, as in `test_clients.py`
+    from langchain_openai import OpenAIEmbeddings
+
     model, at = embedder.model, {"api_key": "none"}
     answer = embedder.client.embeddings.create(model=model, input=TEXTS)
     # Without the check it sends texts, not token ids of another tokenizer.
@@ -183,6 +185,30 @@ def test_from_python(
         assert [document.id for document in ranked] == np.argsort(-np.array(scores)).tolist()
         np.testing.assert_allclose([document.score for document in ranked], sorted(scores, reverse=True), atol=1e-5)
         assert (unusable.id, failed.id) == (2, 3) and unusable.error and "no such regular file" in (failed.error or "")
+
+
+def test_search_clips_embeds_new_files_only(
+    family: PoolingFamily,
+    embedder: RunningServer,
+    monkeypatch: pytest.MonkeyPatch,
+    root: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    use_server(embedder, monkeypatch)
+    folder, known = root / "clips", family.embedding(TEXTS[0])
+    (folder / "sub").mkdir(parents=True)
+    for name, data in {"a.mp4": CLIP, "sub/b.mp4": CLIP, "broken.png": b"", "known.mp4": b""}.items():
+        (folder / name).write_bytes(data)
+    key = f"{(folder / 'known.mp4').stat().st_mtime_ns}:known.mp4"
+    np.savez(folder / "embeddings.npz", **{key: known})  # type: ignore[arg-type] # its own argument is a flag
+    monkeypatch.setattr(sys, "argv", ["search_clips.py", str(folder), "a red circle"])
+    runpy.run_path(str(ROOT / "examples" / "search_clips.py"), run_name="__main__")
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    query = family.embedding("a red circle", system="Retrieve images or text relevant to the user's query.")
+    clip, kept = family.embedding(VIDEO) @ query, known @ query
+    cosines = {name: float(cosine) for cosine, name in lines}
+    assert cosines == pytest.approx({"a.mp4": clip, "sub/b.mp4": clip, "known.mp4": kept}, abs=1e-3)
+    assert [*cosines.values()] == sorted(cosines.values(), reverse=True)
 
 
 @pytest.mark.slow

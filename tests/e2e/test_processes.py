@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.client import ENDLESS, TEXT, ClientRequest, ask_video
-from tests.support.processes import descendants, eventually, has_socket, stopped
+from tests.support.processes import descendants, eventually, has_socket, stopped, tcp_sockets
 from tests.support.running_server import START_SECONDS, RunningServer
 
 
@@ -46,13 +46,8 @@ def test_idle_server_uses_little_memory_and_no_cpu(server):
 
 
 def test_only_the_http_port_listens_beyond_this_host(server):
-    listening = []
-    tables = [path for name in ("tcp", "tcp6") if (path := Path("/proc/net", name)).exists()]  # not all have IPv6
-    for table in tables:
-        for line in table.read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and any(has_socket(pid, int(fields[9])) for pid in server.pids().values()):
-                listening.append(int(fields[1].rpartition(":")[2], 16))
+    pids, listeners = server.pids().values(), [(port, inode) for port, remote, inode in tcp_sockets() if not remote]
+    listening = [port for port, inode in listeners if any(has_socket(pid, inode) for pid in pids)]
     assert listening == [server.address[1]]
 
 

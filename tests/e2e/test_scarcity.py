@@ -1,42 +1,22 @@
-"""A running server with little cache, few descriptors, or little room for files: it serves, or says why not."""
+"""A running server with few descriptors, or little room for files: it serves, or says why not."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import random
 import resource
 import select
 import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from mini_engine.demo import videos
-from tests.support.client import ClientRequest, Question, answers_of, ask_video, video_url
+from tests.support.client import ClientRequest, Question, answers_of, ask_video
 from tests.support.processes import eventually
-from tests.support.running_server import CACHES, START_SECONDS, RunningServer
-from training import questions
-
-AS_IT_IS = [  # videos reach the model in the size and with all the frames that they are rendered with
-    "--media-io-kwargs", '{"video": {"num_frames": 96}}',
-    "--mm-processor-kwargs", '{"size": {"shortest_edge": 3136, "longest_edge": 40000000}}',
-]  # fmt: skip
-
-
-def sized(seed: int, side: int = 84, num_frames: int = 8, kind: str | None = None) -> Question:
-    """A question about a video of `3 * num_frames * side**2` bytes once processed `AS_IT_IS`.
-
-    MPEG-4, whose encoder writes the same bytes each time.
-    """
-    clip = videos.render(10**9 + seed, width=side, height=side, num_frames=num_frames, fps=4)
-    question = questions.ask([clip], kind, seed)
-    return Question(question.text, question.answer, [("video_url", video_url(clip, "mp4", "mpeg4"))])
+from tests.support.running_server import START_SECONDS, RunningServer
 
 
 def own_mounts(size: str) -> str:
@@ -72,37 +52,6 @@ def video_questions() -> list[Question]:
 
 def assert_answered(server: RunningServer, questions: Sequence[Question], at_once: int = 4) -> None:
     assert answers_of(server, questions, at_once) == [question.answer for question in questions]
-
-
-def test_cache_works_after_a_too_large_video_and_disconnects():
-    gib = 0.02
-    over_long = sized(7, 280, 96, "colour")
-    kept, fresh, left = ([sized(seed) for seed in range(first, first + 8)] for first in (10, 22, 30))
-    dice = random.Random(1)
-
-    def ask_and_leave(question: Question) -> None:
-        request = ClientRequest(server, None, question, stream=True, max_tokens=500)
-        time.sleep(dice.uniform(0, 0.5))
-        request.hang_up()
-
-    with RunningServer(*AS_IT_IS, *CACHES["shm"], "--mm-processor-cache-gb", str(gib)) as server:
-        assert_answered(server, kept)
-        sent = server.total("ipc_bytes_total")
-        assert_answered(server, [over_long])
-        assert server.total("ipc_bytes_total") - sent > gib * (1 << 30)
-        assert server.metrics()['ipc_fallbacks_total{reason="store_full"}'] == 1
-
-        with ThreadPoolExecutor(20) as pool:
-            list(pool.map(ask_and_leave, [*left, *left, over_long, *fresh[:3]]))
-        server.assert_at_rest()
-        assert_answered(server, fresh)  # clients that left may have brought some of them
-        decodes, hits = server.total("media_decodes_total"), server.total("mm_cache_hits_total")
-        for _ in range(2):
-            assert_answered(server, [*kept, *fresh])
-        assert server.total("media_decodes_total") == decodes
-        assert server.total("mm_cache_hits_total") == hits + 2 * (len(kept) + len(fresh))
-        assert server.total("mm_cache_evictions_total") == 0
-        server.assert_at_rest()
 
 
 def test_256_descriptors_in_each_process_are_enough(scarce, video_questions):

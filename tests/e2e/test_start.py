@@ -69,9 +69,9 @@ def fresh(tmp_path_factory):
     folder, everywhere = tmp_path_factory.mktemp("folder"), os.sched_getaffinity(0)
     (folder / "queue.py").write_text("raise ImportError('the working directory is not searched')")
     flags = ["-dp", "auto", "--device", "cpu", "--enable-log-requests"]
-    server = RunningServer(*flags, environ={"OMP_NUM_THREADS": ""}, cwd=folder)
-    unread = 'exec "$@" 2> >(sed -u "/ serving /q"; exec sleep 600) >&-'
-    server.command = ["bash", "-c", unread, "bash", *server.command]
+    server = RunningServer(*flags, environ={"OMP_NUM_THREADS": ""})
+    unread = 'cd "$0"; exec "$@" 2> >(sed -u "/ serving /q"; exec sleep 600) >&-'
+    server.command = ["bash", "-c", unread, str(folder), *server.command]
     os.sched_setaffinity(0, sorted(everywhere)[:2])
     try:
         with server:
@@ -111,30 +111,27 @@ def test_unread_log_blocks_no_process(fresh):
     assert fresh.stop(signal.SIGTERM) == 0
 
 
-# By the process that finds it: flags, and what is said.
-REFUSED = {
-    "the supervisor": (["--mm-processor-cache-gb", "100000"], "--mm-processor-cache-gb: 100000 GiB"),
-    "a device": (["--device", "cuda", "-tp", "2"], "--device cuda: no GPU in /dev; choose --device cpu"),
-    "memory": (["--device", "cpu", "--kv-cache-memory-bytes", "1T"], "--kv-cache-memory-bytes: a KV cache of 1024."),
-    "a worker": (["--block-size", "999999999"], "bytes for the KV cache, but one block needs"),
-    "collectives": (["--distributed-backend", "nccl", "-tp", "2"], "--distributed-backend: nccl needs CUDA devices"),
-    "core": (["--max-model-len", "60000", "--num-gpu-blocks-override", "4"], "--max-model-len: the KV cache holds"),
-    "an API server": (
+REFUSED = [  # by the process that finds it: flags, and what is said
+    pytest.param(["--mm-processor-cache-gb", "100000"], "--mm-processor-cache-gb: 100000 GiB", id="the supervisor"),
+    pytest.param(["--block-size", "999999999"], "bytes for the KV cache, but one block needs", id="a worker"),
+    pytest.param(
+        ["--max-model-len", "60000", "--num-gpu-blocks-override", "4"],
+        "--max-model-len: the KV cache holds",
+        id="core",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
         ["--mm-processor-kwargs", '{"x": 1}'],
         "--mm-processor-kwargs: Object contains unknown field `x`; it takes ",
+        id="an API server",
+        marks=pytest.mark.slow,
     ),
-}
-FAST = ("the supervisor", "a device", "memory", "a worker")
+]
 
 
-@pytest.mark.parametrize(
-    "case", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in REFUSED]
-)
-def test_settings_refused_by_a_process_fail_the_start_in_one_line(case):
-    flags, said = REFUSED[case]
-    if case in ("a device", "collectives") and torch.cuda.is_available():
-        pytest.skip("there is a CUDA device")
-    lines = refused(*flags).splitlines()
+@pytest.mark.parametrize(("flags", "said"), REFUSED)
+def test_settings_refused_by_a_process_fail_the_start_in_one_line(flags, said):
+    lines = refused(RunningServer(*flags)).splitlines()
     (line,) = [line for line in lines if line.startswith("serve.py: ") or " ERROR " in line]
     assert said in line
 

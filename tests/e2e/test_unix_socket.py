@@ -52,7 +52,7 @@ def test_a_unix_socket_for_all_api_servers(certificate: tuple[Path, Path], tmp_p
             plain.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
             assert server.ask("hello", [], max_tokens=3) == server.ask("hello", [], max_tokens=3)
             assert plain.recv(100) == b"", "an answer without TLS"
-        assert "another server listens" in refused(command=server.command)
+        assert "another server listens" in refused(UnixServer(path, *certificate, *flags))
         assert server.ask("hello", [], max_tokens=3)
         assert stat.S_ISSOCK(path.stat().st_mode)
         with socket.socket(socket.AF_UNIX) as plain:
@@ -80,11 +80,11 @@ def test_unusable_sockets_and_certificates_are_refused(certificate: tuple[Path, 
     encrypted = tmp_path / "encrypted.pem"
     encrypt = ["openssl", "pkey", "-aes256", "-passout", "pass:x", "-in", certificate[1], "-out", encrypted]
     subprocess.run(encrypt, check=True, capture_output=True)
-    for flags, named in (
-        (["--uds", str(a_file)], "--uds: cannot listen on"),
-        (["--uds", str(tmp_path / "nowhere" / "socket")], "--uds: cannot listen on"),
-        (["--ssl-certfile", certificate[0], "--ssl-keyfile", a_file], "--ssl-keyfile, --ssl-certfile: "),
-        (["--ssl-certfile", certificate[0], "--ssl-keyfile", encrypted], "--ssl-keyfile: the key is encrypted"),
+    for server, named in (
+        (UnixServer(a_file, *certificate), "--uds: cannot listen on"),
+        (UnixServer(tmp_path / "nowhere" / "socket", *certificate), "--uds: cannot listen on"),
+        (UnixServer(tmp_path / "socket", certificate[0], a_file), "--ssl-keyfile, --ssl-certfile: "),
+        (UnixServer(tmp_path / "socket", certificate[0], encrypted), "--ssl-keyfile: the key is encrypted"),
     ):
-        assert named in refused(*map(str, flags), command=SERVE[:2])
+        assert named in refused(server)
     assert a_file.read_text() == "precious"

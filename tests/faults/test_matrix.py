@@ -1,5 +1,7 @@
 """Each process is killed, or stopped, at each stage of a request's path, under a load of questions with known answers.
 
+`test_death_and_hang.py` stops the supervisor, which has no part in that path.
+
 Every client has a right answer, or an error soon after the kill (for a stopped process: after the time-out): those of
 the load, and the one whose request is at the stage. No answer is wrong; clients of another API server than the dead one
 have only right answers; afterwards the server is complete, and nothing is left over.
@@ -18,7 +20,7 @@ import pytest
 
 from tests.faults.load import API_SERVER_DIED, ENGINE_DIED, SOON, Load, ask, assert_right_or_ended, awaited
 from tests.support.client import ENDLESS, TEXT, ClientRequest
-from tests.support.processes import alive, descendants, descriptors, eventually, stopped
+from tests.support.processes import alive, descendants, descriptors, eventually
 from tests.support.running_server import START_SECONDS, RunningServer
 from tests.support.stages import API, OTHER, STAGES, generating, new_question
 
@@ -176,26 +178,6 @@ def test_all_processes_exit_when_the_supervisor_dies(fault, stage, server):
         server.assert_nothing_left(family)
         ended = ending.result()
     assert_right_or_ended([ended, *load.outcomes], since, fault.seconds, fault.endings)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", [SUPERVISOR_STOPPED], ids=str)
-@pytest.mark.parametrize("stage", AT_STAGES)
-def test_all_processes_go_on_while_the_supervisor_is_stopped(fault, stage, server):
-    family = descendants(server.process.pid)
-    with load_of_four(server) as load:
-        with STAGES[stage](server) as held, awaited(held) as ending:
-            with stopped(server.process.pid):
-                if held.point is not None:
-                    held.point.release()
-                time.sleep(fault.pause)
-                assert all(map(alive, family))
-            if stage == "generating":
-                assert not ending.done()
-            else:
-                assert ending.result().kind == "right"
-    assert load.tally().keys() == {"right"}, load.tally()
-    server.assert_recovers()
 
 
 def test_api_server_death_after_its_engine_died_leaves_the_port_to_the_other(servers):

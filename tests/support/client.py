@@ -22,7 +22,6 @@ from training import questions
 
 ENDLESS = {"max_tokens": 60_000, "ignore_eos": True, "stream": True}  # for minutes
 FORMATS = [("mp4", "h264"), ("mp4", "mpeg4"), ("mp4", "vp9"), ("mkv", "h264"), ("mkv", "mpeg4"), ("webm", "vp9")]
-MIME = {"mp4": "video/mp4", "mkv": "video/x-matroska", "webm": "video/webm"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,20 +31,22 @@ class Question:
     text: str
     answer: str
     urls: list[tuple[str, str]]
-    codec: str = ""
     more: dict[str, object] = dataclasses.field(default_factory=dict)  # fields of the request
 
 
 TEXT = Question("tell me", "", [])
 
 
+def data_url(data: bytes) -> str:
+    return f"data:;base64,{base64.b64encode(data).decode()}"
+
+
 def video_url(clip: videos.Clip, container: str = "mp4", codec: str = "h264") -> str:
-    data = base64.b64encode(videos.encode(clip, container, codec)).decode()
-    return f"data:{MIME[container]};base64,{data}"
+    return data_url(videos.encode(clip, container, codec))
 
 
 def image_url(picture: videos.Clip) -> str:
-    return f"data:image/png;base64,{base64.b64encode(videos.encode_image(picture)).decode()}"
+    return data_url(videos.encode_image(picture))
 
 
 def ask_video(seed: int, kind: str | None = None) -> Question:
@@ -53,7 +54,7 @@ def ask_video(seed: int, kind: str | None = None) -> Question:
     container, codec = FORMATS[seed % len(FORMATS)]
     clip = videos.render(10**9 + seed)
     question = questions.ask([clip], kind, seed)
-    return Question(question.text, question.answer, [("video_url", video_url(clip, container, codec))], codec)
+    return Question(question.text, question.answer, [("video_url", video_url(clip, container, codec))])
 
 
 def ask_small(seed: int) -> Question:

@@ -1,7 +1,7 @@
 """Servers that are forked from a process which has imported what they import, so that tests do not wait for that.
 
-Each runs `serve.py`'s own function with its own arguments, variables, directory and log, as a child of the process that
-runs the tests, and starts its own children as ever.
+Each runs `serve.py`'s own function with its own arguments, variables and log, as a child of the process that runs the
+tests, and starts its own children as ever.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from setproctitle import setproctitle
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 CLONE_NEWNS = 0x20000  # linux/sched.h
 REQUEST_BYTES = 1 << 20
+ROOT = Path(__file__).parents[2]
 
 
 class ForkedServer:
@@ -66,7 +67,7 @@ class Preloaded:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, REQUEST_BYTES)
         command = [sys.executable, "-m", "tests.support.preloaded", str(theirs.fileno())]
         self._process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            command, cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
         )
         theirs.close()
         atexit.register(self._end)
@@ -75,13 +76,11 @@ class Preloaded:
         self._socket.close()
         self._process.wait()
 
-    def start(
-        self, argv: Sequence[str], cwd: Path, environ: Mapping[str, str], before: str, log_fd: int
-    ) -> ForkedServer:
+    def start(self, argv: Sequence[str], environ: Mapping[str, str], before: str, log_fd: int) -> ForkedServer:
         """Run `serve.py` with these arguments in a session of its own. `before`: see `run`."""
         libc = ctypes.CDLL(None)
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # the process that forks it ends, and this one inherits it
-        request = json.dumps([[*argv], str(cwd), dict(environ), before]).encode()
+        request = json.dumps([[*argv], dict(environ), before]).encode()
         socket.send_fds(self._socket, [request], [log_fd])
         pid = int(self._socket.recv(16))
         libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
@@ -121,7 +120,7 @@ def main() -> None:
             os.close(fd)
 
 
-def run(argv: list[str], cwd: str, environ: dict[str, str], before: str, log_fd: int) -> NoReturn:
+def run(argv: list[str], environ: dict[str, str], before: str, log_fd: int) -> NoReturn:
     """Be the server, after the shell script `before`, its child. What that mounts no other process sees."""
     status = 70
     try:
@@ -129,7 +128,6 @@ def run(argv: list[str], cwd: str, environ: dict[str, str], before: str, log_fd:
         os.dup2(log_fd, 1)
         os.dup2(log_fd, 2)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-        os.chdir(cwd)
         os.environ.clear()
         os.environ.update(environ)
         if before:

@@ -77,8 +77,9 @@ def has_socket(pid: int | None, inode: int) -> bool:
 
 
 def tcp_sockets() -> list[tuple[int, int, int]]:
-    """Local port, remote port, and the inode once a process has it, of each TCP socket."""
-    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    """Local port, remote port (0: it listens), and the inode once a process has it, of each TCP socket."""
+    tables = Path("/proc/net").glob("tcp*")  # a kernel without IPv6 has one
+    lines = [line.split() for table in tables for line in table.read_text().splitlines()[1:]]
     return [(int(fields[1][-4:], 16), int(fields[2][-4:], 16), int(fields[9])) for fields in lines]
 
 

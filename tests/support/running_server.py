@@ -17,9 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pytest
 from openai import OpenAI
 
-from tests.support.preloaded import preloaded
+from tests.support.preloaded import ROOT, preloaded
 from tests.support.processes import (
     FailPoint,
     alive,
@@ -31,7 +32,6 @@ from tests.support.processes import (
     tcp_sockets,
 )
 
-ROOT = Path(__file__).parent.parent.parent
 START_SECONDS = 240  # on a busy machine
 ENGINE_SECONDS = 1.0  # after which `/metrics` answers without an engine that is silent
 ACCEPT_SECONDS = 1.0  # for which a connection waits for the process that has accepted it
@@ -54,10 +54,10 @@ GAUGES = (
 class RunningServer:
     """`with RunningServer("-tp", "2") as server:` The log goes to a file, so that no full pipe can stop the server."""
 
-    def __init__(self, *flags: str, environ: dict[str, str] | None = None, cwd: Path = ROOT, before: str = ""):
+    def __init__(self, *flags: str, environ: dict[str, str] | None = None, before: str = ""):
         """A fork of a process that has imported what a server imports. With variables in `environ`, which libraries may
         read when they are imported, it is a new interpreter. `before`: see `preloaded.run`."""
-        self.command, self.cwd, self.before = [*SERVE, *flags], cwd, before
+        self.command, self.before = [*SERVE, *flags], before
         self.environ = environment(flags, environ)
         self.is_fresh = environ is not None
         self.client: OpenAI | None = None
@@ -93,12 +93,11 @@ class RunningServer:
         environ = self.environ | own
         with self._log_path.open("wb") as log:
             if not self.is_fresh and self.command[:2] == SERVE[:2]:
-                self.process = preloaded().start(self.command[2:], self.cwd, environ, self.before, log.fileno())
+                self.process = preloaded().start(self.command[2:], environ, self.before, log.fileno())
             else:
                 self.process = subprocess.Popen(
-                    self.command, cwd=self.cwd, stdout=log, stderr=subprocess.STDOUT, env=environ,
-                    start_new_session=True,
-                )  # fmt: skip
+                    self.command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environ, start_new_session=True
+                )
 
     def wait_until_serving(self) -> None:
         """Raises AssertionError if the process exits instead."""
@@ -168,11 +167,13 @@ class RunningServer:
             time.sleep(0.005)
         return None
 
-    def get(self, path: str, api: str | None = None, method: str = "GET") -> http.client.HTTPResponse:
-        """The response, with `body` and the `seconds` that it took, to a request without a body."""
+    def get(
+        self, path: str, api: str | None = None, method: str = "GET", body: bytes | None = None, **headers: str
+    ) -> http.client.HTTPResponse:
+        """The response, with its `body` and the `seconds` that it took."""
         with contextlib.closing(self.connect(api)) as connection:
             begun = time.monotonic()
-            connection.request(method, path, headers={"Content-Type": "application/json"})
+            connection.request(method, path, body, {"Content-Type": "application/json"} | headers)
             response = connection.getresponse()
             response.body, response.seconds = response.read().decode(), time.monotonic() - begun
             return response
@@ -283,13 +284,12 @@ def environment(flags: Sequence[str], environ: Mapping[str, str] | None = None) 
     return {**os.environ, **own, **(environ or {})}
 
 
-def refused(*flags: str, command: Sequence[str] = SERVE) -> str:
-    """What `serve.py` says when it ends with status 2 instead of starting."""
-    ended = subprocess.run(
-        [*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=START_SECONDS, env=environment(flags)
-    )
-    assert ended.returncode == 2 and not ended.stdout and "Traceback" not in ended.stderr, ended
-    return ended.stderr
+def refused(server: RunningServer) -> str:
+    """What it says when it ends with status 2 instead of starting."""
+    with pytest.raises(RuntimeError, match="ended with 2:") as ended, server:
+        pass
+    assert "Traceback" not in str(ended.value)
+    return str(ended.value)
 
 
 def total(shown: Mapping[str, float], name: str) -> float:

@@ -17,11 +17,11 @@ from mini_engine.messages import DeviceSlots, RankAddress, TensorHandle
 from mini_engine.transport.arena import Arena
 from mini_engine.transport.codec import Encoder
 from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcReceiver, TensorIpcSender
-from tests.support.processes import eventually
+from tests.support.patience import PATIENCE
+from tests.support.processes import descriptors, eventually, mappings
 
 API = 41  # incarnation of the sender
 MIB = 1 << 20
-PATIENCE = 60.0
 ME = Encoder("api 0", API)
 
 
@@ -134,8 +134,7 @@ class Held:
     @staticmethod
     def _count() -> tuple[int, int]:
         gc.collect()
-        mapped = sum("memfd:mini-engine" in line for line in Path("/proc/self/maps").read_text().splitlines())
-        return len(os.listdir("/proc/self/fd")), mapped
+        return descriptors(os.getpid()), mappings(os.getpid())
 
 
 @pytest.fixture
