@@ -28,9 +28,9 @@ class ExpertFiles(NamedTuple):
     hidden_size: int
     transposed: bool
 
-    def split(self, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    def split(self, tensors: Mapping[str, Stored], block: int) -> dict[str, Stored]:
         """The same tensors, by name, but those of all experts as views of each expert's matrices. One that cannot be
-        cut into these stays as it is, a tensor that no layer has."""
+        cut into these stays as it is, a tensor that no layer has. `block`: outputs that share a scale in FP8."""
         found: dict[str, Stored] = {}
         for name, stored in tensors.items():
             match = ALL_EXPERTS.fullmatch(name)
@@ -40,8 +40,11 @@ class ExpertFiles(NamedTuple):
             experts, kind, end = match.groups()
             weight = tensors.get(f"{experts}.{kind}", stored)
             is_transposed = self.transposed and weight.shape[1 if kind == "gate_up_proj" else -1] == self.hidden_size
-            names = MATRICES[kind]
-            if stored.shape[2 if is_transposed else 1] % len(names):  # gate and up share a row, or a block of FP8
+            names, axis = MATRICES[kind], 2 if is_transposed else 1
+            rows, outputs = stored.shape[axis], weight.shape[axis]
+            is_blocks = rows == -(-outputs // block)
+            # Gate and up share a row, or a block of FP8.
+            if rows % len(names) or (is_blocks and (outputs - outputs // len(names)) % block):
                 found[name] = stored
                 continue
             for expert, views in enumerate(_views(stored, len(names), is_transposed)):

@@ -233,7 +233,7 @@ def find_weights(
     for matrices whose tensors do not fit each other."""
     tensors = find_tensors(directory, canonical_name)
     if experts is not None:
-        tensors = experts.split(tensors)
+        tensors = experts.split(tensors, config.block[0] if config is not None else 1)
     if config is None:  # what is not dense is refused later
         return {**tensors}
     members: dict[str, dict[str, Stored]] = {}
