@@ -199,7 +199,8 @@ class ServerHandle:
 
     async def _wait(self, seconds: float) -> None:
         """Raises the error of `_ended`, once there is one."""
-        await asyncio.wait([self._ended], timeout=seconds)
+        if seconds:
+            await asyncio.wait([self._ended], timeout=seconds)
         if self._ended.done():
             raise self._ended.result().with_traceback(None)
 
