@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,14 +32,15 @@ class RowFile:
         if path.exists() and not path.is_file():  # a device or pipe, which cannot be replaced
             raise ConfigError(f"{path}: no regular file")
         path = path.resolve()  # a link stays one
-        copy = path.with_name(path.name + ".tmp")
         try:
             with contextlib.ExitStack() as files:
                 # It stays locked: a process that opens it before the copy takes its place must not append to it.
                 old = files.enter_context(path.open("a+b"))
                 fcntl.flock(old, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 old.seek(0)
-                self._file = files.enter_context(copy.open("wb"))
+                # Of a name of its own: another could be a file of the user, or that to which another run appends.
+                self._file = tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", delete=False)
+                copy = Path(files.enter_context(self._file).name)
                 files.callback(copy.unlink, missing_ok=True)
                 for number, line in enumerate(old, 1):
                     if not line.endswith(b"\n") and start.startswith(line[: len(start)]):

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -20,6 +20,7 @@ import aiohttp
 import ray
 import yarl
 from ray import serve
+from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 from starlette.datastructures import Headers
@@ -141,19 +142,13 @@ class Front:
         self, request: Request, body: bytearray, key: str, stack: contextlib.AsyncExitStack
     ) -> aiohttp.ClientResponse | None:
         """The response to a request, once it has begun; `stack` has it and its lease. None: no host had room."""
-        deadline = time.monotonic() + QUEUE_SECONDS
-        while (now := time.monotonic()) < deadline:
-            attempt = Attempt(self._own, [host for host, until in self._failed.items() if until > now])
-            try:
-                lease = await stack.enter_async_context(self._lease(key, attempt))
-                attempt.tried = lease.host
-                return await stack.enter_async_context(self._ask(lease, request, body))
-            except (TimeoutError, RayError, aiohttp.ClientConnectorError):  # no lease, or no connection
-                await stack.aclose()
-                if attempt.tried is not None:
-                    if attempt.tried in attempt.avoided:  # there was no better one
-                        await asyncio.sleep(PAUSE_SECONDS)
-                    self._failed[attempt.tried] = time.monotonic() + AVOID_SECONDS
+        async with contextlib.aclosing(attempts(self._own, self._failed)) as failing:
+            async for attempt in failing:
+                try:
+                    lease = await stack.enter_async_context(self._lease(key, attempt))
+                    return await stack.enter_async_context(self._ask(lease, request, body))
+                except (TimeoutError, RayError, aiohttp.ClientConnectorError):  # no lease, or no connection
+                    await stack.aclose()
         return None
 
     @contextlib.asynccontextmanager
@@ -161,6 +156,7 @@ class Front:
         granted: Any = self._engines.options(stream=True, session_id=key).lease.remote(attempt)
         try:
             lease = await asyncio.wait_for(granted.__anext__(), LEASE_SECONDS)
+            attempt.tried = lease.host
             self._known[lease.host] = lease
             yield lease
         finally:
@@ -175,12 +171,11 @@ class Front:
             yield response
 
     async def _find_hosts(self) -> None:
-        """Take a lease of each host, so that all are known."""
-        hosts: list[str] = []
-        with contextlib.suppress(TimeoutError, RayError):  # no host has room: those that are known remain
-            while len(hosts) == len({*hosts}):  # until one comes again: there is no other
-                async with self._lease("", Attempt(self._own, hosts)) as lease:
-                    hosts.append(lease.host)
+        """Take a lease of each host, so that all are known that grant one; those that are known remain."""
+        for attempt in attempts_at_each(self._own):
+            with contextlib.suppress(TimeoutError, RayError):
+                async with self._lease("", attempt):
+                    pass
 
     async def _ask_known(self, request: Request) -> AsyncGenerator[HostAnswer, None]:
         """The answers of the hosts that are known, as they come. One that has none is forgotten."""
@@ -224,6 +219,28 @@ class Front:
             raise EngineError("No host answers.")
         worst = max(answers, key=lambda answer: answer.status)
         return Response(worst.body, worst.status, media_type="application/json")
+
+
+async def attempts(front: ActorHandle, failed: dict[str, float]) -> AsyncGenerator[Attempt, None]:
+    """Attempts to reach a host, for `QUEUE_SECONDS`; all but the last have failed. `failed`: when each host that failed
+    may be preferred again."""
+    deadline = time.monotonic() + QUEUE_SECONDS
+    while (now := time.monotonic()) < deadline:
+        yield (attempt := Attempt(front, [host for host, until in failed.items() if until > now]))
+        if attempt.tried is not None:
+            if attempt.tried in attempt.avoided:  # there was no better one
+                await asyncio.sleep(PAUSE_SECONDS)
+            failed[attempt.tried] = time.monotonic() + AVOID_SECONDS
+
+
+def attempts_at_each(front: ActorHandle) -> Iterator[Attempt]:
+    """An attempt at each host that has room, whatever became of those before."""
+    tried: list[str] = []
+    while True:
+        yield (attempt := Attempt(front, [*tried]))
+        if attempt.tried is None or attempt.tried in tried:  # none has room; there is no other
+            return
+        tried.append(attempt.tried)
 
 
 def engine_headers(headers: Headers, access: Access, key: str) -> list[tuple[str, str]]:

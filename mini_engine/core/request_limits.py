@@ -18,14 +18,16 @@ def engine_limits(
     less than `--max-model-len`."""
     wanted = config.sequence_tokens(device, model.text.max_position_embeddings)
     capacity = num_blocks * config.block_size
+    flag = "--kv-cache-memory-bytes" + " or --gpu-memory-utilization" * (device == "cuda")
+    if config.num_gpu_blocks_override is not None:
+        flag = "--num-gpu-blocks-override"
     if config.max_model_len is not None and capacity < wanted:
         raise ConfigError(
-            f"--max-model-len: the KV cache holds {capacity} tokens, not {wanted}; raise --kv-cache-memory-bytes or "
-            "--gpu-memory-utilization, or lower it"
+            f"--max-model-len: the KV cache holds {capacity} tokens, not {wanted}; raise {flag}, or lower it"
         )
     if capacity < wanted:
-        text = "the KV cache holds %d tokens, so requests are limited to that instead of %d; "
-        logger.warning(text + "raise --kv-cache-memory-bytes for more", capacity, wanted)
+        text = "the KV cache holds %d tokens, so requests are limited to that instead of %d; raise %s for more"
+        logger.warning(text, capacity, wanted, flag)
     interval = config.state_snapshot_interval or _snapshot_interval(capacity, num_states, config)
     return EngineLimits(
         max_model_len=min(wanted, capacity),

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, inspect
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
@@ -58,7 +59,7 @@ def decode_body(body: SplitBody, kind: type[BodyT], served_names: Sequence[str],
             if body.text_bytes > max_text_bytes:
                 raise _too_large(LARGE_TEXT.format(max_text_bytes))
     except msgspec.ValidationError as error:
-        raise _invalid_field(str(error), kind.__struct_fields__) from None
+        raise _invalid_field(str(error), kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_request(f"The request body is not valid JSON: {error}.", code="invalid_json") from None
     request.check()
@@ -92,9 +93,9 @@ def check_model(name: str, served_names: Sequence[str]) -> None:
         raise ApiError(404, text, param="model", code="model_not_found")
 
 
-def _invalid_field(problem: str, known: Sequence[str]) -> ApiError:
-    """The error for msgspec's `problem`, such as "Expected `int`, got `str` - at `$.messages[0].role`". The request's
-    own fields are `known`."""
+def _invalid_field(problem: str, kind: type[Body]) -> ApiError:
+    """The error for msgspec's `problem`, such as "Expected `int`, got `str` - at `$.messages[0].role`", with a request
+    of this kind."""
     # The last " - at ": a client's name of a field may contain it, too.
     at = re.fullmatch(r"(.*) - at `(?:key` in `)*\$\.?([^`]*)`", problem, re.DOTALL)
     problem, path = at.groups() if at else (problem, "")
@@ -102,14 +103,41 @@ def _invalid_field(problem: str, known: Sequence[str]) -> ApiError:
         param = f"{path}.{name[1][:60]}" if path else name[1][:60]
         if "unknown" in problem:
             more = "." if path else "; variables of the chat template go in 'chat_template_kwargs'."
-            near = [] if path else difflib.get_close_matches(param, known, n=1, cutoff=0.75)
+            near = [] if path else difflib.get_close_matches(param, kind.__struct_fields__, n=1, cutoff=0.75)
             remedy = f"did you mean '{near[0]}'?" if near else f"leave it out{more}"
             return bad_request(f"Unknown parameter: '{param}'; {remedy}", param, "unknown_parameter")
         return bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
     problem = problem[:1].lower() + problem[1:300]
     if not path:
         return bad_request(f"Invalid request body: {problem}.", code="invalid_json")
+    if "enum value" in problem and (names := _names_at(kind, re.sub(r"\[[^]]*\]", ".[]", path))):
+        problem += f"; send one of {', '.join(names)}"
     return bad_request(f"Invalid '{path}': {problem}.", path, "invalid_value")
+
+
+@functools.cache
+def _names_at(kind: type[Body], path: str) -> list[str]:
+    """The values that the field at `path`, such as `messages.[].role`, may have, or the names of fields in it, where
+    these are listed."""
+    types: list[Any] = [inspect.type_info(kind)]
+    for name in path.split("."):
+        fields = [field for each in types if isinstance(each, inspect.StructType) for field in each.fields]
+        inner = [field.type for field in fields if field.encode_name == name]
+        if name == "[]":
+            inner = [each.item_type for each in types if isinstance(each, inspect.ListType)]
+        types = [*_alternatives(inner)]
+    types += [each.key_type for each in types if isinstance(each, inspect.DictType)]
+    return [str(value) for each in types if isinstance(each, inspect.LiteralType) for value in each.values]
+
+
+def _alternatives(types: Iterable[Any]) -> Iterator[Any]:
+    for each in types:
+        if isinstance(each, inspect.Metadata):
+            yield from _alternatives([each.type])
+        elif isinstance(each, inspect.UnionType):
+            yield from _alternatives(each.types)
+        else:
+            yield each
 
 
 async def read_body(request: Request, kind: type[BodyT], context: AppContext) -> BodyT:

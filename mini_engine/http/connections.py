@@ -57,12 +57,15 @@ class TlsHandshake(ssl.SSLObject):
 
 
 class HttpParser(h11.Connection):
-    """h11 with three more rules: its limit also holds for headers that arrive complete; one of two headers gives the
-    length of a request (RFC 9112, section 6.1); and chunks are not tiny."""
+    """h11 with four more rules: its limit also holds for headers that arrive complete; one of two headers gives the
+    length of a request (RFC 9112, section 6.1); chunks are not tiny; and an empty line after a request or before one is
+    ignored (section 2.2)."""
 
     _chunks = float(MAX_CHUNKS)  # that may come now
 
     def _extract_next_receive_event(self) -> Any:
+        if self.their_state in (h11.IDLE, h11.DONE) and self.trailing_data[0][:2] == b"\r\n":
+            self._receive_buffer.maybe_extract_at_most(2)
         buffered = len(self._receive_buffer)
         event = super()._extract_next_receive_event()
         read = buffered - len(self._receive_buffer) - (len(event.data) if isinstance(event, h11.Data) else 0)

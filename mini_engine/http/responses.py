@@ -26,7 +26,7 @@ from mini_engine.prompt.answer import Answer, Piece
 from mini_engine.prompt.detokenizer import ListedToken
 from mini_engine.prompt.pieces import pieces
 from mini_engine.protocol.bodies import ChatRequest, GenerationRequest, StreamOptions
-from mini_engine.protocol.tools import Tool
+from mini_engine.protocol.tools import ToolChoice
 
 DONE = b"data: [DONE]\n\n"
 PART_BYTES = 1 << 18  # of a response, written at a time
@@ -155,7 +155,7 @@ class ChatResponder(Responder):
     def __init__(self, request: ChatRequest, state: State, model: str):
         super().__init__(request, state, model)
         self._last_calls: dict[int, int] = {}  # the number of the last call of each choice that has begun; -1: none
-        self._is_named = isinstance(request.tool_choice, Tool)
+        self._is_named = isinstance(request.tool_choice, ToolChoice)
 
     def _add(self, piece: Piece, choice: Choice) -> None:
         if piece.index not in self._last_calls:

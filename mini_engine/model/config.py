@@ -246,6 +246,8 @@ def _linear_config(raw: dict[str, Any]) -> LinearConfig:
     kinds = raw["layer_types"]
     if unknown := set(kinds) - {"linear_attention", "full_attention"}:
         raise ValueError(f"layer types {unknown} are not supported; supported: linear_attention, full_attention")
+    if len(kinds) != raw["num_hidden_layers"]:
+        raise ValueError(f"layer_types has {len(kinds)} layers, but num_hidden_layers is {raw['num_hidden_layers']}")
     return LinearConfig(
         layers=tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention"),
         k_heads=raw["linear_num_key_heads"],

@@ -21,13 +21,14 @@ ALL_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_scale_inv|)"
 MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
-def split_experts(tensors: Mapping[str, Stored], hidden_size: int, transposed: bool) -> dict[str, Stored]:
+def split_experts(tensors: Mapping[str, Stored], hidden_size: int, transposed: bool, block: int) -> dict[str, Stored]:
     """The same tensors, by name, but those of all experts as views of each expert's matrices. One that cannot be cut
     into these stays as it is, a tensor that no layer has.
 
     Args:
         hidden_size: the decoder's width.
         transposed: whether published files of its family have transposed tensors of all experts.
+        block: outputs that share a scale in FP8.
     """
     found: dict[str, Stored] = {}
     for name, stored in tensors.items():
@@ -38,8 +39,11 @@ def split_experts(tensors: Mapping[str, Stored], hidden_size: int, transposed: b
         experts, kind, end = match.groups()
         weight = tensors.get(f"{experts}.{kind}", stored)
         is_transposed = transposed and weight.shape[1 if kind == "gate_up_proj" else -1] == hidden_size
-        names = MATRICES[kind]
-        if stored.shape[2 if is_transposed else 1] % len(names):  # gate and up share a row, or a block of FP8
+        names, axis = MATRICES[kind], 2 if is_transposed else 1
+        rows, outputs = stored.shape[axis], weight.shape[axis]
+        is_blocks = rows == -(-outputs // block)
+        # Gate and up share a row, or a block of FP8.
+        if rows % len(names) or (is_blocks and (outputs - outputs // len(names)) % block):
             found[name] = stored
             continue
         for expert, views in enumerate(_views(stored, len(names), is_transposed)):

@@ -228,7 +228,8 @@ def find_weights(
     for matrices whose tensors do not fit each other."""
     tensors = find_tensors(directory, canonical_name)
     if text is not None and text.spec.experts is not None:
-        tensors = split_experts(tensors, text.hidden_size, text.spec.experts.transposed)
+        block = config.block[0] if config is not None else 1
+        tensors = split_experts(tensors, text.hidden_size, text.spec.experts.transposed, block)
     if config is None:  # what is not dense is refused later
         return {**tensors}
     members: dict[str, dict[str, Stored]] = {}

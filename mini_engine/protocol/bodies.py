@@ -16,7 +16,7 @@ from mini_engine.protocol.api_errors import bad_request
 from mini_engine.protocol.parts import Part
 from mini_engine.protocol.structure import MAX_STRUCTURE, STRUCTURE_LIMIT, structure
 from mini_engine.protocol.structured_outputs import choice_grammar, json_grammar, regex_grammar
-from mini_engine.protocol.tools import CALL_END, Function, Tool, ToolCall, Tools
+from mini_engine.protocol.tools import CALL_END, Function, ToolCall, ToolChoice, Tools
 
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096  # of a message
@@ -105,6 +105,7 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
     reasoning: Any = None  # another name of `reasoning_content`, if it is a text
     tool_call_id: str | None = None
     tool_calls: list[ToolCall] | None = None
+    refusal: str | None = None  # of an answer of OpenAI's, in place of `content`
     audio: None = None
     function_call: None = None
 
@@ -113,6 +114,8 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
             return
         if self.tool_calls or self.reasoning_content or (self.content is None and self.role != "tool"):
             raise ValueError("it needs `content`; only the role assistant may have `tool_calls` or a thought instead")
+        if isinstance(self.content, list) and any(part.refusal is not None for part in self.content):
+            raise ValueError("only the role assistant may have a part of the type refusal")
 
     @property
     def thought(self) -> str | None:
@@ -122,7 +125,9 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> list[Part]:
-        return self.content if isinstance(self.content, list) else [Part(type="text", text=self.content or "")]
+        if isinstance(self.content, list):
+            return self.content
+        return [Part(type="text", text=self.content or self.refusal or "")]
 
     @property
     def num_characters(self) -> int:
@@ -287,7 +292,7 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     mm_processor_kwargs: dict[str, Any] | None = None
     return_timings: bool | None = None  # this server's: report the time that each stage of the request took
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | Tool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None  # a variable of some chat templates
@@ -305,6 +310,16 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     verbosity: Ignored = IGNORED
     modalities: Annotated[Any, only(["text"])] = None
 
+    def __post_init__(self) -> None:
+        """Of `tools` those remain that `tool_choice` allows, with its mode; if one is missing, both are as they came,
+        and no call can follow."""
+        if isinstance(self.tool_choice, ToolChoice) and (allowed := self.tool_choice.allowed_tools):
+            names = {tool.function.name for tool in allowed.tools}
+            tools = [tool for tool in self.tools or () if tool.function.name in names]
+            if {tool.function.name for tool in tools} == names:
+                msgspec.structs.force_setattr(self, "tools", tools)
+                msgspec.structs.force_setattr(self, "tool_choice", allowed.mode)
+
     @property
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -321,7 +336,8 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
 
     @property
     def must_call(self) -> list[Function]:
-        named = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else ""
+        function = self.tool_choice.function if isinstance(self.tool_choice, ToolChoice) else None
+        named = function.name if function else ""
         forced = named or self.tool_choice == "required"
         return [tool.function for tool in self.tools or () if forced and named in ("", tool.function.name)]
 

@@ -20,11 +20,12 @@ Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 # By the kind of a part: the fields of which it has one.
 _SOURCES = {
     "text": ("text",),
+    "refusal": ("refusal",),
     "image": ("image_url", "image", "url"),
     "video": ("video_url", "video", "url"),
     "file": ("file",),
 }
-_SOURCE_NAMES = ("text", *URL_FIELDS, "file")
+_SOURCE_NAMES = ("text", "refusal", *URL_FIELDS, "file")
 MAX_NAME = 256  # characters
 MAX_URL_CHARACTERS = 16384  # of `file://` and `http(s)://` URLs; `max_media_bytes` limits `data:` URLs
 # Settings of qwen_vl_utils, or of a whole request, that a part does not have.
@@ -84,12 +85,15 @@ Location = MediaUrl | Annotated[str, Meta(min_length=1)]
 
 
 class Part(PartSettings, frozen=True, kw_only=True):
-    """A part of a message: the one of text, image, video and file that `type` names."""
+    """A part of a message: the one of text, refusal, image, video and file that `type` names. A refusal, of an
+    assistant, is its `text`."""
 
     type: Literal[
-        "text", "image_url", "video_url", "image", "video", "file", "input_text", "input_image", "input_video"
-    ]
+        "text", "refusal", "image_url", "video_url", "image", "video", "file", "input_text", "input_image",
+        "input_video",
+    ]  # fmt: skip
     text: str | None = None
+    refusal: str | None = None
     image_url: Location | None = None
     video_url: Location | None = None
     image: Location | None = None
@@ -109,10 +113,12 @@ class Part(PartSettings, frozen=True, kw_only=True):
             alone = ", or a `uuid` alone" if self._kind in ("image", "video") else ""
             allowed = f"`{'` or `'.join(sources)}`, and no other of these{alone}"
             raise ValueError(f"a part of the type {self.type} has {allowed}")
+        if self.refusal is not None:
+            msgspec.structs.force_setattr(self, "text", self.refusal)
 
     def fill_in(self, urls: dict[str, Any]) -> None:
         """Take the URL from `urls`, and put it in the place of the one that stands for it; see `SplitBody`."""
-        for name in _SOURCE_NAMES[1:]:
+        for name in _SOURCE_NAMES[2:]:
             source = getattr(self, name)
             owner, inner = (self, name) if isinstance(source, str) else (source, "file_data" if self.file else "url")
             if source is not None:

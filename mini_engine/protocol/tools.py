@@ -30,13 +30,32 @@ class Function(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Tool(Struct, frozen=True):
-    """One of a request's `tools`, or the `tool_choice` that names its function."""
+    """One of a request's `tools`."""
 
     type: Literal["function"]
     function: Function
 
 
 Tools = Annotated[list[Tool], Meta(max_length=128)]  # OpenAI's limit
+
+
+class AllowedTools(Struct, frozen=True):
+    """Those of a request's `tools` that count, by their names, and the `tool_choice` among them."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[Tool], Meta(min_length=1, max_length=128)]
+
+
+class ToolChoice(Struct, frozen=True):
+    """A `tool_choice` that names functions: the one to call, or those that may be called."""
+
+    type: Literal["function", "allowed_tools"]
+    function: Function | None = None
+    allowed_tools: AllowedTools | None = None
+
+    def __post_init__(self) -> None:
+        if [name for name in ("function", "allowed_tools") if getattr(self, name) is not None] != [self.type]:
+            raise ValueError(f"the type {self.type} has `{self.type}`, and no other")
 
 
 class CalledFunction(Struct, frozen=True):

@@ -329,9 +329,9 @@ def warm_up(runner: ModelRunner, model: ModelConfig, ranks: int) -> None:
     side = 2 * model.vision.spatial_merge_size
     patches = torch.zeros(side * side, model.vision.patch_dim, dtype=torch.uint8)
     runner.encode_patches([patches] * ranks, [(1, side, side)] * ranks)
-    # A prefill of two tokens and a step of one, as a decode is, in the first blocks of the cache, which are still free.
+    # A prefill of two tokens and a step of one, as a decode is; all are in block 0, since the cache may have no other.
     new = NewSequence("warm-up", [0, 0, 0], HUNGRY_SAMPLING, [])
-    blocks = list(range(-(-3 // runner.block_size)))
+    blocks = [0] * -(-3 // runner.block_size)
     runner.execute(Step(0, started=[new], chunks=[Chunk("warm-up", 0, 2, blocks, False)]))
     runner.execute(Step(0, chunks=[Chunk("warm-up", 2, 1, [], True)]))
     runner.execute(Step(0, finished=["warm-up"]))

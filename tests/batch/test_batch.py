@@ -45,7 +45,8 @@ def test_unusable_requests(tmp_path: Path, lines: list, named: str):
 
 
 def test_what_is_kept_of_earlier_answers(tmp_path: Path):
-    path = tmp_path / "out.jsonl"
+    path, other = tmp_path / "out.jsonl", tmp_path / "out.jsonl.tmp"
+    other.write_text("of the user")
     first = AnswerFile(path, retry_failed=False)
     for status in (200, 400, 404, 429, 500, 503, 0):
         first.append(answer_row(f"{status}", Reply(status, {"error": {"message": "x"}})))
@@ -59,6 +60,7 @@ def test_what_is_kept_of_earlier_answers(tmp_path: Path):
         assert answers.done == kept and answers.failed == num_failed
         answers.close()
         assert {json.loads(line)["custom_id"] for line in path.read_text().splitlines()} == kept
+    assert other.read_text() == "of the user" and {*tmp_path.iterdir()} == {path, other}
 
 
 def test_what_is_no_file_of_answers_stays_as_it_is(tmp_path: Path):

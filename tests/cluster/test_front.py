@@ -11,7 +11,9 @@ from starlette.datastructures import Headers
 
 pytest.importorskip("ray", reason="needs the extra [ray]")
 
-from mini_engine.cluster.front import HostAnswer, ask_all, engine_headers, merge_expositions  # noqa: E402
+from mini_engine.cluster.front import HostAnswer, ask_all, attempts, attempts_at_each, engine_headers, merge_expositions  # noqa: E402
+from mini_engine.cluster.router import Attempt  # noqa: E402
+from mini_engine.cluster.routing import ranked  # noqa: E402
 from mini_engine.config import EngineConfig  # noqa: E402
 from mini_engine.http.access import SHARED_KEY, Access  # noqa: E402
 
@@ -51,6 +53,28 @@ async def test_a_host_without_an_answer_in_time_has_the_status_504_and_one_that_
         answers = {answer.host: answer async for answer in ask_all(requests, 0.5)}
     assert answers["gone"] == HostAnswer("gone", 0, b"")
     assert answers["hung"].status == 504 and b'"timeout"' in answers["hung"].body
+
+
+def choose(attempt: Attempt) -> str:
+    """The router's choice among two hosts."""
+    attempt.tried = ranked("", {"a": 0, "b": 0}, attempt.avoided)[0]
+    return attempt.tried
+
+
+def test_each_host_is_tried_whether_or_not_those_before_have_granted_a_lease() -> None:
+    tried = [choose(attempt) for attempt in attempts_at_each(None)]
+    assert {*tried[:2]} == {"a", "b"} and len(tried) == 3
+    assert len([*attempts_at_each(None)]) == 1, "none has room"
+
+
+async def test_a_front_pauses_before_it_tries_a_host_again() -> None:
+    async with contextlib.aclosing(attempts(None, {})) as failing:
+        tried = {choose(await anext(failing)) for _ in range(2)}
+        assert choose(await anext(failing)) in tried == {"a", "b"}
+        again = asyncio.ensure_future(anext(failing))
+        await asyncio.sleep(0)
+        assert not again.done()
+        await again
 
 
 def test_metrics_of_hosts_are_one_exposition_with_each_metric_once_and_without_errors() -> None:

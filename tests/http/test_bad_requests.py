@@ -61,6 +61,8 @@ def tool(**properties: Any) -> dict[str, Any]:
 
 
 FORCED = {"tools": [tool()], "tool_choice": "required"}
+OTHER = {"type": "function", "function": {"name": "other"}}
+ALLOWED = {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [tool(), OTHER]}}}
 
 
 async def test_errors_name_the_field_and_what_it_may_hold(served: Served) -> None:
@@ -85,17 +87,21 @@ async def test_errors_name_the_field_and_what_it_may_hold(served: Served) -> Non
         ({"structured_outputs": {"regex": "a" * 100_001}}, VALUE, "structured_outputs", "more than 100000 bytes"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, VALUE, "structured_outputs", "exactly one of json, "),
         ({"tools": [], "tool_choice": tool()}, VALUE, "tool_choice", "function that is not in 'tools'"),
+        ({**FORCED, **ALLOWED}, VALUE, "tool_choice", "function that is not in 'tools'"),
+        ({"tool_choice": {"type": "allowed_tools"}}, VALUE, "tool_choice", "has `allowed_tools`, and no other"),
+        ({"tool_choice": {"type": "custom"}}, VALUE, "tool_choice.type", "send one of allowed_tools, function."),
         ({**FORCED, **JSON_OBJECT}, VALUE, "tool_choice", "with structured output"),
         ({"chat_template_kwargs": {"tools": 1}}, VALUE, "chat_template_kwargs", "set 'tools' as a field"),
         ({"continue_final_message": True, "add_generation_prompt": True}, VALUE, "messages", "not compatible"),
         ({"echo": 0}, UNSUPPORTED, "echo", "send false"),
-        ({"media_io_kwargs": {"audio": {}}}, VALUE, "media_io_kwargs", "'audio'"),
+        ({"media_io_kwargs": {"audio": {}}}, VALUE, "media_io_kwargs", "'audio'; send one of image, video."),
         ({"messages": None}, VALUE, "messages", "got `null`"),
         ({"messages": []}, VALUE, "messages", "length >= 1"),
         (message(role="user"), VALUE, "messages[0]", "needs `content`"),
         (message(role="assistant", function_call={}), VALUE, "messages[0].function_call", "expected `null`"),
         (user(text("word " * 700)), TOO_LONG, "messages", f"{MAX_MODEL_LEN}"),
-        (user({"type": "input_audio"}), VALUE, PART + ".type", "'input_audio'"),
+        (user({"type": "output_text"}), VALUE, PART + ".type", "'output_text'; send one of file, image, image_url, "),
+        (user({"type": "refusal", "refusal": "x"}), VALUE, "messages[0]", "only the role assistant may have a part"),
         (user({"text": "x"}), MISSING, PART + ".type", "Missing required parameter"),
         (user({**text("x"), "image": "y"}), VALUE, PART, "has `text`, and no other of these"),
         (user({"type": "image", "video": "y"}), VALUE, PART, "has `image_url` or `image` or `url`, "),

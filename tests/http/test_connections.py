@@ -53,6 +53,7 @@ async def test_slow_and_invalid_requests_are_closed(serve: Serve, caplog: pytest
         ("half a request line", b"POST /v1/ch", b"", b""),
         ("dripping headers", CHAT_HEAD, b"a", b""),
         ("idle after a response", LIVE, b"", b"200"),
+        ("empty lines between requests", b"\r\n" + LIVE + b"\r\n" + LIVE + b"\r\n", b"", b"200 200"),
         ("dripping headers after a response", LIVE, b"a", b"200"),
         ("half a body", HALF, b"", b"408"),
         ("dripping body", HALF, b"a", b"408"),

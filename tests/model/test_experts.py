@@ -81,12 +81,13 @@ def test_every_layout_of_experts_is_read(checkpoint, family, oracle, prompts, tm
     assert torch.equal(*found)
 
 
-def test_a_tensor_of_all_experts_stays_whole_where_gate_and_up_share_a_row_or_scale():
-    """Three blocks of 128 outputs: the second is of both matrices, and up would take the next expert's first."""
+@pytest.mark.parametrize(("inner", "blocks"), [(192, 3), (96, 2)])
+def test_a_tensor_of_all_experts_stays_whole_where_gate_and_up_share_a_row_or_scale(inner, blocks):
+    """Of three blocks of 128 outputs the second is of both matrices, of two the first."""
     odd = Stored(Path("file"), "0.mlp.experts.gate_up_proj", (COUNT, 2 * INNER + 1, SIZE), "F32", 0)
-    weight = Stored(Path("file"), "1.mlp.experts.gate_up_proj", (COUNT, 2 * 192, 128), "F8_E4M3", 0)
-    scales = Stored(Path("file"), "1.mlp.experts.gate_up_proj_scale_inv", (COUNT, 3, 1), "F32", 0)
-    split = split_experts({each.name: each for each in (odd, weight, scales)}, 128, transposed=False)
+    weight = Stored(Path("file"), "1.mlp.experts.gate_up_proj", (COUNT, 2 * inner, 128), "F8_E4M3", 0)
+    scales = Stored(Path("file"), "1.mlp.experts.gate_up_proj_scale_inv", (COUNT, blocks, 1), "F32", 0)
+    split = split_experts({each.name: each for each in (odd, weight, scales)}, 128, transposed=False, block=128)
     assert split[odd.name] is odd and split[scales.name] is scales and len(split) == 2 + 2 * COUNT
 
 

@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 BESIDE_TEXT = ("vision_config", "model_type", "architectures", "image_token_id", "video_token_id")
 HUB = {path.stem: json.loads(path.read_text()) for path in sorted(CONFIGS.glob("*.json"))}
 QWEN3_5 = {"architectures": ["Qwen3_5ForConditionalGeneration"]}
-QWEN3_5_MOE = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "layer_types": [], "moe_intermediate_size": 8}
+QWEN3_5_MOE = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "moe_intermediate_size": 8}
+QWEN3_5_MOE |= {"layer_types": [], "num_hidden_layers": 0}
 QWEN3_5_MOE |= {f"linear_{name}": 1 for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")}
 QWEN3_5_MOE |= {"linear_conv_kernel_dim": 2}
 EVERY_CONFIG = pytest.mark.parametrize("raw", HUB.values(), ids=HUB)
@@ -93,6 +94,7 @@ def test_what_is_tied_is_what_transformers_ties(tied: bool | None, text_tied: bo
         (QWEN3_5_MOE | {"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok 5 is not between 1 and .* 4"),
         (QWEN3_5, "lacks the field 'layer_types'"),
         (QWEN3_5 | {"layer_types": ["sliding_attention"]}, "layer types {'sliding_attention'} are not supp"),
+        (QWEN3_5 | {"layer_types": ["linear_attention"] * 29}, "has 29 layers, but num_hidden_layers is 28"),
     ],
 )
 def test_what_cannot_be_served_is_named(change, message):

@@ -176,8 +176,19 @@ def test_tools_calls_and_results_reach_the_template(hf: Any) -> None:
     rest = "{% for m in messages %}{{ m.reasoning_content }}{{ m.tool_call_id }}{% endfor %}"
     assert rendered(hf, messages[:2] + [messages[2] | {"content": "a"}], rest) == "hm1"
     assert "Look." not in rendered(hf, messages, tools=tools, tool_choice="none")
+    call, *other = ({"type": "function", "function": {"name": name}} for name in ("look", "go"))
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [call]}}
+    assert (
+        "Look." in (text := rendered(hf, messages, tools=[*tools, *other], tool_choice=choice)) and '"go"' not in text
+    )
     with pytest.raises(ApiError, match="the chat template has no tools"):
         rendered(hf, user("a"), "{{ messages[0].content }}", tools=tools)
+
+
+def test_a_refusal_of_an_assistant_is_its_text(hf: Any) -> None:
+    for said in ({"content": [{"type": "refusal", "refusal": "No."}]}, {"content": None, "refusal": "No."}):
+        text = rendered(hf, [*user("x"), {"role": "assistant", **said}, *user("y")])
+        assert "<|im_start|>assistant\nNo.<|im_end|>" in text
 
 
 def test_tools_that_are_nested_too_deeply_are_a_400(hf: Any) -> None:

@@ -124,6 +124,9 @@ async def test_calls_of_whole_and_streamed_answers(served: Served) -> None:
     assert await choices_of(served, parallel_tool_calls=False) == [("tool_calls", "", "Well.", look)] * 2
     assert await choices_of(served, tool_choice="none") == [("stop", "", SAID[:-3])] * 2
     assert await choices_of(served, CALL + "END", tool_choice=TOOLS[0]) == [("stop", "", "", look)] * 2
+    choice: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": TOOLS}}
+    assert await choices_of(served, CALL + "END", tool_choice=choice) == [("tool_calls", "", "", look)] * 2
+    assert "look" in served.core.requests[-1].grammar
     more: Any = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
     said = f"hm END </tool_call>\n</think>\n{CALL}\n{CALL}END"  # stops act after the thought
     thought = await choices_of(served, said, parallel_tool_calls=False, **more)

@@ -150,6 +150,10 @@ def test_the_worst_step_runs_in_a_cache_of_one_block(make_runner, model):
     run_worst(runner, model.config.vision, [(1, 8, 10), (1, 8, 10)], step)
 
 
+def test_a_warm_up_runs_in_a_cache_of_one_token(make_runner, model):
+    worker.warm_up(make_runner(tiny.MemoryMedia(), block_size=1, num_blocks=1), model.config, 1)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_worst_step_fits_beside_the_cache():
