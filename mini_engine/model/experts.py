@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mini_engine.kernels import ops
 from mini_engine.kernels.pairs import Pairs
-from mini_engine.kernels.quantized import QuantizedMatrix, StackedMatrix
+from mini_engine.kernels.quantized import QuantizedMatrix, StackedMatrix, multiply_each
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import ExpertsConfig
 from mini_engine.model.layers import GatedMLP, Layer, WeightSlice, make_matrix, part_of
@@ -49,9 +49,8 @@ class Experts(nn.ModuleList):
         sizes = [*filter(None, sizes)]
         rows = x.index_select(0, pairs.order // pairs.each).split(sizes)
         # What lies between the products is one operator each for all experts: of a row it takes as long as for one.
-        inner = ops.silu_mul(torch.cat([layer.up(part) for layer, part in zip(layers, rows, strict=True)]))
-        parts = zip(layers, inner.split(sizes), strict=True)
-        outputs = torch.cat([layer.down(part) for layer, part in parts])
+        inner = ops.silu_mul(multiply_each(rows, [layer.up.weight for layer in layers]))
+        outputs = multiply_each(inner.split(sizes), [layer.down.weight for layer in layers])
         return torch.empty_like(outputs).index_copy_(0, pairs.order.long(), outputs)
 
 

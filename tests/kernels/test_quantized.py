@@ -84,3 +84,14 @@ def test_unset_is_zero_and_stacked_matrices_follow_each_other():
     bias = torch.randn(51)
     torch.testing.assert_close(stacked(x, bias), x @ values.T + bias, atol=0.5, rtol=0)
     assert torch.equal(stacked(x)[..., :40], torch.zeros(2, 3, 40))
+
+
+@pytest.mark.parametrize("bits", [(4, 4, 4), (4, 8, 4)])
+def test_products_of_parts_are_those_of_each_matrix(bits):
+    matrices = [matrix(each, 72, 64) for each in bits]
+    for each in matrices:
+        each.pack()
+    for rows in (1, quantized.FEW_ROWS + 1):
+        parts = [torch.randn(count, 64) for count in (2, rows, 1)]
+        expected = torch.cat([each(x) for each, x in zip(matrices, parts, strict=True)])
+        assert torch.equal(quantized.multiply_each(parts, matrices), expected)
