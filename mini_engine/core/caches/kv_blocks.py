@@ -21,16 +21,16 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._holders = [0] * num_blocks
-        # As they are reused: plain ones, the one freed last first, so that memory that was never written to stays
-        # untouched; then cached ones, longest unused first.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        # The plain block freed last goes out first: memory that was never written to stays untouched.
+        self._plain = list(reversed(range(num_blocks)))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # free, longest unused first
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
         """Blocks that no sequence holds, cached ones included."""
-        return len(self._free)
+        return len(self._plain) + len(self._cached)
 
     @property
     def num_used(self) -> int:
@@ -50,12 +50,15 @@ class BlockPool:
         if not self.has_room(count, shared):
             return None
         for block in shared:
-            self._free.pop(block, None)
+            if not self._holders[block]:
+                del self._cached[block]
             self._holders[block] += 1
         blocks = list(shared)
         while len(blocks) < count:
-            block, _ = self._free.popitem(last=False)
-            if block in self._hash_of:
+            if self._plain:
+                block = self._plain.pop()
+            else:
+                block, _ = self._cached.popitem(last=False)
                 del self._block_of[self._hash_of.pop(block)]
             self._holders[block] = 1
             blocks.append(block)
@@ -71,9 +74,10 @@ class BlockPool:
         for block in reversed(blocks):
             assert self._holders[block] > 0, f"block {block} is freed more often than held"
             self._holders[block] -= 1
-            if not self._holders[block]:
-                self._free[block] = None
-                self._free.move_to_end(block, last=block in self._hash_of)
+            if not self._holders[block] and block in self._hash_of:
+                self._cached[block] = None
+            elif not self._holders[block]:
+                self._plain.append(block)
 
     def publish(self, block: int, block_hash: bytes) -> None:
         """`block` is full, and `find` returns it for `block_hash`, unless a held block has the same content. A free one
@@ -82,14 +86,14 @@ class BlockPool:
         if block in self._hash_of or (other is not None and self._holders[other]):
             return
         if other is not None:
-            del self._hash_of[other]
-            self._free.move_to_end(other, last=False)
+            del self._cached[other], self._hash_of[other]
+            self._plain.append(other)
         self._block_of[block_hash] = block
         self._hash_of[block] = block_hash
 
     def forget_prefixes(self) -> None:
         """Forget all prefixes; held blocks stay held."""
-        for block in self._hash_of.keys() & self._free.keys():
-            self._free.move_to_end(block, last=False)
         self._hash_of.clear()
         self._block_of.clear()
+        self._plain += self._cached
+        self._cached.clear()
