@@ -1,7 +1,5 @@
 """What tests of several folders share: a directory for sockets, a ZMQ context, hypothesis' ways, and what is quick."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

@@ -3,8 +3,6 @@
 `python -m tests.test_documents` writes the numbers of lines into docs/request-path.md.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

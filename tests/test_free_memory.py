@@ -1,7 +1,5 @@
 """What a process may still take, on faked trees of /proc and /sys/fs/cgroup."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A stderr that is not read delays nothing, and missing lines are counted. `tests/faults/` shows one that fails."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

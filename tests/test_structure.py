@@ -1,7 +1,5 @@
 """The shape of the project: who imports whom, how long things are, and that nothing named is missing."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import graphlib

@@ -1,7 +1,5 @@
 """Files of requests: `python -m mini_engine.batch`."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

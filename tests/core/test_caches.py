@@ -1,7 +1,5 @@
 """Prefix cache, encoder cache, cached media, and samples that share a prompt: hits and misses."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

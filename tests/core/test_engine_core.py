@@ -1,7 +1,5 @@
 """The engine core against simulated ranks, which check every step."""
 
-from __future__ import annotations
-
 import pytest
 
 from mini_engine.messages import (

@@ -1,7 +1,5 @@
 """The engine core runs without the cyclic garbage collector (`core/engine_core.py`): its objects form no cycles."""
 
-from __future__ import annotations
-
 import gc
 
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The core's sockets, with peers in this process."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from types import SimpleNamespace

@@ -4,8 +4,6 @@ The simulated ranks check what a step requires of them (cache indices, block tab
 what the engine core owes its clients and itself.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections import Counter

@@ -4,8 +4,6 @@ They look media up, write what is absent or send its tensor, rely on embeddings,
 been evicted. The simulated ranks check that each item that a step reads is there.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import random

@@ -1,7 +1,5 @@
 """Limits of an engine."""
 
-from __future__ import annotations
-
 import pytest
 
 from mini_engine.config import ConfigError, EngineConfig

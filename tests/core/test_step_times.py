@@ -1,7 +1,5 @@
 """Steps bounded in time: what decodes wait for, what a prompt alone takes, and how the seconds are learned."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Times of a request in its outputs, with the first and the last tokens only; the deadline of its media."""
 
-from __future__ import annotations
-
 import pytest
 
 from mini_engine.messages import ChildRequest, EngineTimes, Finish

@@ -1,7 +1,5 @@
 """The order of requests: short ones beside long ones, priorities, and room in the encoder cache."""
 
-from __future__ import annotations
-
 import pytest
 
 from mini_engine.messages import ChildRequest

@@ -4,8 +4,6 @@ What is held is seen from outside: the gauges of /metrics, open descriptors, and
 `tests/faults` kills processes at these stages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Answers of the bundled model through the running server, which depend on the pixels."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

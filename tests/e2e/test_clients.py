@@ -3,8 +3,6 @@
 Each is imported by its test: together they take seven seconds, in both processes of a run if it were above.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import openai

@@ -4,8 +4,6 @@ Where there is a CUDA device, the other tests of this folder run on it too, but 
 devices: `--device` is `auto`. And the kernels serve on the CPU, by Triton's interpreter.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

@@ -1,7 +1,5 @@
 """What the alerts and the dashboard of `deploy/` ask for exists in the metrics of a server."""
 
-from __future__ import annotations
-
 import json
 import re
 

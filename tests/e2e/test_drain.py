@@ -1,7 +1,5 @@
 """SIGTERM while requests run."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Equal tokens in every configuration: chunk sizes, caches, preemption, concurrency, async scheduling, ranks."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

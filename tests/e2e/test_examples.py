@@ -1,7 +1,5 @@
 """The scripts of `examples/`, each run as its docstring says; `test_pooling.py` runs the one that searches."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

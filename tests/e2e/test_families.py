@@ -1,7 +1,5 @@
 """Every family through the running server: answers equal what transformers generates from the same frames."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hostile clients: requests that the server's OpenAPI document leads to, and bad inputs of every kind."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

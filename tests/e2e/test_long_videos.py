@@ -1,7 +1,5 @@
 """Videos of cameras and broadcasts, with a Qwen2.5-VL in published layout with a context of 16,384 tokens."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ transport that was asked for, and no other, carries one message for each item an
 any moment; and afterwards no request is held, and each process has the descriptors and mappings of the start.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Cached and named media while API servers die, and while all is evicted all the time."""
 
-from __future__ import annotations
-
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor

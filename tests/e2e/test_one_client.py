@@ -1,7 +1,5 @@
 """What one client can do to others: one-token requests of a second client, ten per second, beside hostile ones."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import http.client

@@ -1,7 +1,5 @@
 """The playground in a real browser: Debian's `chromium`, driven by Playwright, against a running server."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import io

@@ -1,7 +1,5 @@
 """Embeddings and scores of a running server: those of transformers, by the libraries that people use."""
 
-from __future__ import annotations
-
 import json
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """The processes of a running server: names, imports, resource use, /health, and exit."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The README's commands: each block is run by a test here."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Requests as clients write them: frames, token ids, several choices, and where their time went."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from typing import Any

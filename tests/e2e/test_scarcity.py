@@ -1,7 +1,5 @@
 """A running server with few descriptors, or little room for files: it serves, or says why not."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

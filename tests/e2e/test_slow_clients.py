@@ -1,7 +1,5 @@
 """A server with 4096 file descriptors and thousands of slow connections: it closes them, and answers good requests."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

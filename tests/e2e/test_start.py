@@ -1,7 +1,5 @@
 """How `serve.py` starts, or refuses to: command lines for other engines, and unusable settings."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

@@ -1,7 +1,5 @@
 """docs/tutorial.md: all of its commands, in one shell, print what the page shows."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

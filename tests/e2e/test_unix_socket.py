@@ -1,7 +1,5 @@
 """A server with several API servers behind one unix socket, with TLS on it, and a log of JSON."""
 
-from __future__ import annotations
-
 import json
 import socket
 import ssl

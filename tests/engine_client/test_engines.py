@@ -1,7 +1,5 @@
 """Which of several engines a request goes to."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import AsyncIterator
 

@@ -1,7 +1,5 @@
 """`MediaStoreClient` with a real store: an item is written once, and one that leaves releases its references."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """Requests and their tensors, over the real tensor queue to two ranks."""
 
-from __future__ import annotations
-
 import asyncio
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Which placement of the tensor queue an API server chooses, and where patches are made (`--mm-processor-device`)."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 from collections.abc import Iterator

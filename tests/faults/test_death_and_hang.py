@@ -1,7 +1,5 @@
 """Killed processes, hung processes, and clients that do not read, as seen by clients and operators."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 All is seen from outside: answers, metrics, descriptors and mappings.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -7,8 +7,6 @@ the load, and the one whose request is at the stage. No answer is wrong; clients
 have only right answers; afterwards the server is complete, and nothing is left over.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

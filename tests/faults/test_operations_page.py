@@ -1,7 +1,5 @@
 """docs/operations.md names tests that exist, error lines of the code, and metrics that exist."""
 
-from __future__ import annotations
-
 import re
 
 from mini_engine import metrics

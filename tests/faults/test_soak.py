@@ -1,8 +1,6 @@
 """Minutes of mixed load, SOAK_MINUTES of them (2 unless it is set): aborts, bad media, and an API server that is killed
 every half a minute. Every answer is right, errors are where they belong, and nothing grows."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import os

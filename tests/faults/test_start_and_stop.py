@@ -1,7 +1,5 @@
 """A start that is interrupted, or loses a process, at each of its phases, and a stop with hung requests."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

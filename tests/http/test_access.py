@@ -1,7 +1,5 @@
 """The hosts that clients may ask for, and the client of a request."""
 
-from __future__ import annotations
-
 import socket
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What an API server's process loads, and which settings it refuses to start with."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Iterator

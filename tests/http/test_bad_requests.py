@@ -1,7 +1,5 @@
 """Requests that are refused: what the error says of each field, of media, and of a body that is no JSON."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import gzip

@@ -1,7 +1,5 @@
 """POST /v1/chat/completions: what clients get for good requests, and what reaches the engine."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import gc

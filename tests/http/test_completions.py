@@ -1,7 +1,5 @@
 """POST /v1/completions, /tokenize and /detokenize."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Connections whose clients are slow, leave, or do not send HTTP."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -4,8 +4,6 @@ Its client gets an error, its engine an abort only if the engine has the request
 released: each server checks that at its end.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Media of requests: work that requests share, limits on work at once, media that the engine has or has lost."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

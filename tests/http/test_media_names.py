@@ -1,7 +1,5 @@
 """Media by name: what the `uuid` of a part means, to which client, and what it never means."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import AsyncIterator

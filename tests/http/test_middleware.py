@@ -1,7 +1,5 @@
 """Which requests are accepted, and how they end: API keys, request ids, drain, CORS, a proxy's path, logs."""
 
-from __future__ import annotations
-
 import asyncio
 import collections
 import logging

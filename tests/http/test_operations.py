@@ -1,7 +1,5 @@
 """Endpoints about the server itself, and a host that gives it no more descriptors, memory or threads."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re

@@ -1,7 +1,5 @@
 """What is too much for the server at present: it says so at once, before it downloads, and keeps nothing of it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

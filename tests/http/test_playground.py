@@ -1,7 +1,5 @@
 """The files of the playground, and access to them."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """POST /v1/embeddings, /rerank and /score, in every form that clients send."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -1,7 +1,5 @@
 """The openai SDK as people use it: its features, and every answer is checked strictly against its models."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection
 from typing import Any

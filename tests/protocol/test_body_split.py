@@ -1,7 +1,5 @@
 """A body is split into its text and the data of media, however its blocks arrive."""
 
-from __future__ import annotations
-
 import base64
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Where a request's time goes: each pause falls to the stage in which it was made, and all of them are the whole."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

@@ -1,7 +1,5 @@
 """Which texts the grammars of schemas and regular expressions accept."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

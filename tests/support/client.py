@@ -1,7 +1,5 @@
 """Questions about freshly rendered videos, whose right answers are known, and requests that run beside a test."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import dataclasses

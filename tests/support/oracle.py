@@ -1,7 +1,5 @@
 """Which transformers may be asked for what."""
 
-from __future__ import annotations
-
 import pytest
 import transformers
 from packaging.version import Version

@@ -4,8 +4,6 @@ On a busy machine a time-out of a quarter of a second would end before what it w
 both the event and the end of the time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import selectors

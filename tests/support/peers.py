@@ -3,8 +3,6 @@
 The core is a real ZMQ peer that speaks `messages.py`; it echoes no model, only what a test tells it to say.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Each runs `serve.py`'s own function with its own arguments, variables and log, a
 tests, and starts its own children as ever.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import functools

@@ -1,7 +1,5 @@
 """A process that is out of file descriptors, while a block runs."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """An engine core with simulated ranks, to be driven turn by turn."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections import Counter

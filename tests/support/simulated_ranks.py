@@ -6,8 +6,6 @@ at output index i of a request is a number made from both, so outputs can be com
 content as well.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections import deque
 

@@ -3,8 +3,6 @@
 The servers have two API servers, `--max-num-batched-tokens 128`, and for some stages the flags of `HOLDING`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

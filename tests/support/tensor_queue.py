@@ -1,7 +1,5 @@
 """Both ends of the tensor queue in one process, and a count of what it holds."""
 
-from __future__ import annotations
-
 import gc
 import os
 import queue

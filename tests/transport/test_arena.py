@@ -1,7 +1,5 @@
 """The arena: payloads in extents and out of them again, and pages for requests in the order of arrival."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Every message survives encoding and decoding."""
 
-from __future__ import annotations
-
 import dataclasses
 import types
 import typing

@@ -1,7 +1,5 @@
 """The CUDA calls of the staging slots: errors on a machine without a device; what needs a device is marked `gpu`."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

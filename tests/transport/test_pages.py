@@ -1,7 +1,5 @@
 """`PageAllocator` against a model: which pages belong to what, and when the mark rises."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

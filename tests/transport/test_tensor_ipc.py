@@ -1,7 +1,5 @@
 """The tensor queue between two ends in one process: placements, order, queued frames, refusals, what is given back."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading

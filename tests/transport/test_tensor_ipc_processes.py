@@ -1,7 +1,5 @@
 """Senders that are killed, in processes of their own: nothing is held of them, and the next one is served."""
 
-from __future__ import annotations
-
 import array
 import asyncio
 import multiprocessing

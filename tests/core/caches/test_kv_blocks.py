@@ -1,7 +1,5 @@
 """The block pool against a plain record of the holders of each block."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

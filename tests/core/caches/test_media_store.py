@@ -1,7 +1,5 @@
 """The directory of cached media against a simple model: no item is lost, misread, or evicted in the wrong order."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

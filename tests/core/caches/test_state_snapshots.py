@@ -1,7 +1,5 @@
 """Recurrent states, and the snapshots with which a prefix is found; the ranks check the content of each."""
 
-from __future__ import annotations
-
 import pytest
 
 from mini_engine.core.caches.state_snapshots import StatePool
