@@ -341,7 +341,8 @@ class VocabParallelEmbedding(Layer):
         if isinstance(self.weight, nn.Parameter):
             # Few rows of the head, in float32: bfloat16 would round a difference of two logits to an eighth.
             return (x[rows].float() * self(token_ids).float()).sum(-1)
-        scores = self.project(x[rows])
+        chosen = x[rows]
+        scores = self.project(chosen.float() if isinstance(self.weight, HalfMatrix) else chosen)  # of x's dtype
         return x.new_zeros(len(rows)).float() if scores is None else scores.gather(1, token_ids[:, None])[:, 0].float()
 
     def pieces(self) -> Iterator[WeightSlice]:
