@@ -26,7 +26,7 @@ from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.transport.cuda_memory import wait_for
 from mini_engine.worker.attention.recurrence import Recurrence, StepHook
 from mini_engine.worker.attention.recurrent_states import RecurrentStates
-from mini_engine.worker.attention.sdpa import AttentionBackend, StepAttention
+from mini_engine.worker.attention.sdpa import AttentionBackend
 from mini_engine.worker.batch import DecodeBatch, FlatBatch, SequenceState, build_batch
 from mini_engine.worker.media_inputs import MediaInputs
 from mini_engine.worker.normalisation import Normalisation
@@ -216,7 +216,8 @@ class ModelRunner:
                 whole.append((part, item))
         if whole:
             raw, grids = zip(*(self._slice(part, item) for part, item in whole), strict=True)
-            for (part, item), rows in zip(whole, self.encode_patches(raw, grids), strict=True):
+            encoded = self._model.encode_vision(self._tower_input(raw, grids), grids)
+            for (part, item), rows in zip(whole, encoded, strict=True):
                 keep_rows(self._encoded, item, part.first * item.num_tokens // item.grid_thw[0], rows)
 
     def _encode_blocks(self, part: EncodeItem, item: MediaItem) -> None:
@@ -234,19 +235,18 @@ class ModelRunner:
             keep_rows(self._encoded, item, part.first * item.num_tokens // item.grid_thw[0], rows)
 
     def _slice(self, part: EncodeItem, item: MediaItem) -> tuple[Tensor, Grid]:
-        """The patches of a slice, and their grid."""
+        """The patches of a slice, uint8, only to be read: a view, or a copy of what lies in several extents of the
+        media store; and their grid."""
         _, h, w = item.grid_thw
-        return self._patches(item, part.first * h * w, (part.first + part.count) * h * w), (part.count, h, w)
-
-    def _patches(self, item: MediaItem, first: int, stop: int) -> Tensor:
-        """Rows `first .. stop` of an item's patches, uint8, only to be read: a view, or a copy of what lies in several
-        extents of the media store."""
-        if isinstance(item.patches, StoreHandle):
+        first, stop, source = part.first * h * w, (part.first + part.count) * h * w, item.patches
+        if isinstance(source, StoreHandle):
             assert self._media.store is not None
-            return self._media.store.rows(item.patches.extents, item.patches.shape, "uint8", first, stop)
-        if isinstance(item.patches, TensorHandle) and item.media_hash not in self._kept:
-            return self._media.rows(item.patches, first, stop)
-        return self._kept[item.media_hash][first:stop]  # on the device already
+            patches = self._media.store.rows(source.extents, source.shape, "uint8", first, stop)
+        elif isinstance(source, TensorHandle) and item.media_hash not in self._kept:
+            patches = self._media.rows(source, first, stop)
+        else:
+            patches = self._kept[item.media_hash][first:stop]  # on the device already
+        return patches, (part.count, h, w)
 
     def _enter_tokens(self) -> None:
         """Enter the tokens of the step before into the sequences, once; waits for them."""
@@ -259,20 +259,17 @@ class ModelRunner:
         for chunk in chunks:
             if chunk.block_ids or chunk.restart:
                 self._sequences[chunk.request_id].add_blocks(chunk)
-        if self._decode is not None and self._decode.advance(chunks):
-            return self._run(self._decode.batch, self._decode.attend, chunks)
-        self._enter_tokens()
-        self._decode = self._processors = None
-        if any(chunk.start and not chunk.samples for chunk in chunks):
-            reach_failpoint("prefilling")  # in the middle of a prompt
-        batch = build_batch([(chunk, self._sequences[chunk.request_id]) for chunk in chunks], self.block_size)
-        attend = self._attention.step(to_device(batch.cache_indices, self.device), batch.spans)
-        if batch.decodes:
-            self._decode = DecodeBatch(chunks, batch, attend, self._attention)
-            batch = self._decode.batch
-        return self._run(batch, attend, chunks)
-
-    def _run(self, batch: FlatBatch, attend: StepAttention, chunks: Sequence[Chunk]) -> PendingTokens | None:
+        if self._decode is None or not self._decode.advance(chunks):
+            self._enter_tokens()
+            self._decode = self._processors = None
+            if any(chunk.start and not chunk.samples for chunk in chunks):
+                reach_failpoint("prefilling")  # in the middle of a prompt
+            batch = build_batch([(chunk, self._sequences[chunk.request_id]) for chunk in chunks], self.block_size)
+            attend = self._attention.step(to_device(batch.cache_indices, self.device), batch.spans)
+            if batch.decodes:
+                self._decode = DecodeBatch(chunks, batch, attend, self._attention)
+        if self._decode is not None:
+            batch, attend = self._decode.batch, self._decode.attend
         token_ids, positions = to_device(batch.token_ids, self.device), to_device(batch.positions, self.device)
         # Beside the model. A device computes it by itself, and what it has sampled before would have to be waited for.
         is_beside = batch.constrained and self.device.type == "cpu"
@@ -284,7 +281,11 @@ class ModelRunner:
         if self.graphs is not None and self._decode is not None:
             hidden = self.graphs.run(token_ids, positions, hook)
         else:
-            media = self._media_rows(batch) if batch.in_prompt else []
+            media = [
+                MediaRows(part.first + token - part.chunk.start, rows)
+                for part in batch.in_prompt
+                for token, rows in part.sequence.embeddings_within(part.chunk.start, part.stop, self._encoded)
+            ]
             hidden = self._model(self._model.embed(token_ids, media), positions, hook, media)
         if states is not None:
             self._snapshot_single_tokens(states, chunks)
@@ -298,13 +299,6 @@ class ModelRunner:
             if chunk.num_tokens == 1:
                 for _, snapshot in chunk.snapshots:
                     states.copy(self._sequences[chunk.request_id].state_index, snapshot)
-
-    def _media_rows(self, batch: FlatBatch) -> list[MediaRows]:
-        return [
-            MediaRows(part.first + token - part.chunk.start, rows)
-            for part in batch.in_prompt
-            for token, rows in part.sequence.embeddings_within(part.chunk.start, part.stop, self._encoded)
-        ]
 
     def _finish(self, hidden: Tensor, batch: FlatBatch) -> PendingTokens:
         """The next token of every chunk that samples, kept on every rank, and pooled numbers; reported by rank 0."""
