@@ -10,7 +10,7 @@ import math
 import time
 from collections import Counter, defaultdict, deque
 
-import msgspec
+from msgspec.structs import replace
 
 from mini_engine.config import EngineConfig
 from mini_engine.core.arrivals import Arrivals
@@ -48,6 +48,7 @@ from mini_engine.messages import (
     RequestOutput,
     Reserve,
     SampledToken,
+    Step,
     StepResult,
     TensorHandle,
     Written,
@@ -79,7 +80,9 @@ class EngineCore:
         self.encoder = EncoderCache(limits.max_prompt_media_tokens, next_step)
         max_seqs = config.step_sequences(limits.device, recurrent=limits.num_states > 0)
         self.states = StatePool(max_seqs, limits.num_states, limits.state_interval)
-        self.scheduler = Scheduler(config, limits, model.vision.depth, self.blocks, self.encoder, self.states)
+        self.scheduler = Scheduler(
+            config, limits, model.vision.depth, self.blocks, self.encoder, self.states, next_step
+        )
         self.in_flight: deque[InFlight] = deque()
         self.max_in_flight = 2 if config.async_scheduling else 1
         self.requests: dict[str, Request] = {}
@@ -176,9 +179,10 @@ class EngineCore:
         """Register a request and its children: each of them ends exactly once from here on."""
         reach_failpoint("accepting")
         references = self.media.claim((incarnation, new.request_id))
-        new = self.media.resolve(new, references)
-        if self.config.ignore_priority:
-            new = msgspec.structs.replace(new, priority=0)
+        # The ranks find items with references by a handle in the store, or their copies by hash.
+        stored = {media_hash: entry.patches for media_hash, entry in references.items()}
+        media = [replace(item, patches=item.patches or stored.get(item.media_hash)) for item in new.media]
+        new = replace(new, media=media, priority=0 if self.config.ignore_priority else new.priority)
         parent = Request.of(new, references, incarnation, self.arrival_numbers, self.config.enable_prefix_caching)
         self.requests.update((request.id, request) for request in (parent, *parent.children))
         if new.sampling.grammar:
@@ -220,7 +224,7 @@ class EngineCore:
     # --- schedule, dispatch and retire -------------------------------------------------------------------------------
 
     def _dispatch(self) -> bool:
-        """Send the next step to every rank; False: there is none."""
+        """Send the next step to every rank. False: it would be empty, releases no references, and is no ping."""
         plan = self.scheduler.schedule(heavy_in_flight=any(flight.plan.heavy for flight in self.in_flight))
         for request in plan.unmet:
             self._forget(request, request.arrival)
@@ -228,12 +232,12 @@ class EngineCore:
             own, hashes = request.reserved, [item.media_hash for item in request.media]
             if not request.tensors.released and all(each in own and self.encoder.holds(each) for each in hashes):
                 self._release_tensors(request)  # its items are encoded once this step has run, and stay as long as it
-        flight = self.next_step.build(plan, is_ping=bool(self.pings and not self.in_flight))
-        if flight is None:
+        step, unreferenced = self.next_step.step, self.next_step.unreferenced
+        if step == Step(step.number) and not unreferenced and (self.in_flight or not self.pings):
             return False
-        flight.begun_at = self.scheduler.times.clock()
-        self.in_flight.append(flight)
-        self.links.send_step(flight.step)
+        self.next_step.step, self.next_step.unreferenced = Step(step.number + 1), []
+        self.in_flight.append(InFlight(step, plan, unreferenced, self.scheduler.times.clock()))
+        self.links.send_step(step)
         return True
 
     def _on_step_result(self, result: StepResult) -> None:

@@ -17,7 +17,7 @@ from mini_engine.core.caches.kv_blocks import BlockPool
 from mini_engine.core.caches.state_snapshots import StatePool
 from mini_engine.core.clients import Clients
 from mini_engine.core.request import Request
-from mini_engine.core.step_builder import ChunkWork, Plan
+from mini_engine.core.step_builder import ChunkWork, Plan, StepBuilder
 from mini_engine.core.step_times import StepTimes
 from mini_engine.messages import Chunk, EncodeItem, EngineLimits, MediaItem, NewSequence, StateStart
 
@@ -40,8 +40,9 @@ class Scheduler:
         blocks: BlockPool,
         encoder: EncoderCache,
         states: StatePool,
+        next_step: StepBuilder,
     ):
-        self.blocks, self.encoder, self.states = blocks, encoder, states
+        self.blocks, self.encoder, self.states, self.next_step = blocks, encoder, states, next_step
         self.tower_depth = tower_depth
         self.max_seqs = config.step_sequences(limits.device, states.is_needed)
         self.max_tokens = config.step_tokens(limits.device)
@@ -80,20 +81,26 @@ class Scheduler:
         return plan
 
     def _plan(self, quick: bool) -> Plan:
-        seconds = self.times.quick if quick else math.inf
-        plan = Plan(quick, self.max_tokens, self.max_encoder_tokens, seconds)
+        """Decodes first, so that no prompt delays the output of others. Then running prefills and waiting requests, up
+        to the first of these that has to wait for a place or for blocks; and the other running prefills."""
+        plan = Plan(quick, self.max_tokens, self.max_encoder_tokens, self.times.quick if quick else math.inf)
         for request in self.clients.waiting:
             if request.reserved and request.unreserved(len(self._cached_prefix(request)) * self.blocks.block_size):
                 self.encoder.release(request.reserved)  # holding it, two requests could wait for each other's room
         if self._claimant is not None:
             self._preempt_for_claimant(self._claimant, plan)
-        # Decodes first, so that no prompt delays the output of others; then prefills.
         for request in self.clients.running:
             if request.is_running and request.num_missing == 1:  # it may have been preempted by one before it
                 self._continue(request, plan)
         is_alone = not plan.work and len([*itertools.islice(self._prefills(), 2)]) < 2
         plan.seconds_left = min(plan.seconds_left, self.times.for_prompts(bool(plan.work), is_alone))
-        self._prefill_in_turns(plan)
+        for request in self.clients.in_turns():
+            if not self._prompt_tokens_left(plan):
+                break
+            if request.is_running and request.num_missing > 1:
+                self._continue(request, plan)
+            elif not request.is_running and not self._admit(request, plan):
+                break
         for request in self.clients.running:
             if request.is_running and request.num_missing > 1 and request.id not in plan.work:
                 self._continue(request, plan)
@@ -141,48 +148,34 @@ class Scheduler:
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 
-    def _prefill_in_turns(self, plan: Plan) -> None:
-        """Running prefills and waiting requests, up to the first that has to wait for a place or for blocks.
-
-        Skipped are, in a quick step, requests that are not short; and requests without room in the encoder cache, which
-        later ones may have to free. No request takes room that a skipped one needs. Requests whose embeddings have been
-        evicted are `Plan.unmet`; embeddings stay from their admission on, and no earlier: two requests could hold what
-        the other waits for."""
-        kept = 0  # room for the skipped requests
-        for request in self.clients.in_turns():
-            if not self._prompt_tokens_left(plan):
-                return
-            if request.is_running:
-                if request.num_missing > 1:
-                    self._continue(request, plan)
-                continue
-            if not (request.reserved or all(map(self.encoder.holds, request.tensors.embeddings))):
-                plan.unmet.append(request)
-                continue
-            if self._is_full() and self.clients.victim_for_place(request) is None:
-                return
-            cached = self._cached_prefix(request)
-            items = request.unreserved(len(cached) * self.blocks.block_size)
-            room = self.encoder.room_for(items)
-            if not items or kept + room <= self.encoder.num_free:
-                if not self._admit(request, cached, items, plan):
-                    return
-            if not items.keys() <= request.reserved.keys():
-                kept += room
-
-    def _admit(self, request: Request, cached: list[int], items: dict[bytes, int], plan: Plan) -> bool:
-        """There is room for `items`, which it has to reserve. False when it has to wait for a place or for blocks, and
-        so all behind it.
+    def _admit(self, request: Request, plan: Plan) -> bool:
+        """Admit a waiting request, or skip it: in a quick step one that is not short, and one without room in the
+        encoder cache, which later ones may have to free; none of these takes room that it needs. False when it has to
+        wait for a place or for blocks, and so all behind it.
 
         It gets the blocks of all its known tokens at once: otherwise the decodes of later requests could preempt a
-        prefill again and again.
+        prefill again and again. Embeddings that it relies on stay from here on, and no earlier: two requests could hold
+        what the other waits for.
         """
+        if not (request.reserved or all(map(self.encoder.holds, request.tensors.embeddings))):
+            plan.unmet.append(request)
+            return True
+        if self._is_full() and self.clients.victim_for_place(request) is None:
+            return False
+        cached = self._cached_prefix(request)
         request.num_computed = len(cached) * self.blocks.block_size
-        length, blocks = 0, None
-        if not plan.quick or self._is_quick(request):
-            self._reserve_media(request, items)
-            length = self._prepare_chunk(request, plan)
-        if length and not self._is_full():
+        items = request.unreserved(request.num_computed)
+        room, blocks = self.encoder.room_for(items), None
+        if (items and plan.kept_room + room > self.encoder.num_free) or (plan.quick and not self._is_quick(request)):
+            plan.kept_room += room
+            request.num_computed = 0
+            return True
+        self.events["encoder_cache_queries"] += len(items)
+        self.events["encoder_cache_hits"] += sum(map(self.encoder.holds, items))
+        self.encoder.reserve(items, users=1 + len(request.children))
+        for sample in (request, *request.children):
+            sample.reserved |= items
+        if (length := self._prepare_chunk(request, plan)) and not self._is_full():
             blocks = self.blocks.allocate(self.blocks.blocks_for(request.num_known), cached)
         if blocks is None:
             request.num_computed = 0
@@ -198,7 +191,7 @@ class Scheduler:
         if self.states.is_needed:
             request.state = self.states.allocate()
             source = self.states.use(request.hashes[len(cached) - 1]) if cached else None
-            plan.states.append(StateStart(request.id, request.state, source))
+            self.next_step.step.states.append(StateStart(request.id, request.state, source))
             self.events["state_snapshot_hits"] += source is not None
         self._add_chunk(request, length, plan, restart=True)
         return True
@@ -229,14 +222,6 @@ class Scheduler:
         unencoded = sum(tokens for media_hash, tokens in items.items() if not self.encoder.holds(media_hash))
         return unencoded * self.times.media <= left
 
-    def _reserve_media(self, request: Request, items: dict[bytes, int]) -> None:
-        """Reserve room for it and its children; there is room."""
-        self.events["encoder_cache_queries"] += len(items)
-        self.events["encoder_cache_hits"] += sum(map(self.encoder.holds, items))
-        self.encoder.reserve(items, users=1 + len(request.children))
-        for sample in (request, *request.children):
-            sample.reserved |= items
-
     def _cached_prefix(self, request: Request) -> list[int]:
         """Cached blocks of its first tokens, as far as the recurrent state after them is known; at least one token is
         left to compute."""
@@ -247,7 +232,7 @@ class Scheduler:
     # --- a chunk -----------------------------------------------------------------------------------------------------
 
     def _prepare_chunk(self, request: Request, plan: Plan) -> int:
-        """Tokens of the request in this step. Adds the media that they need to the plan, as far as its budget allows;
+        """Tokens of the request in this step. Adds the media that they need to the step, as far as its budget allows;
         these stay there even if the chunk is not added.
 
         0 when it has to wait for the step's budgets.
@@ -260,8 +245,10 @@ class Scheduler:
         length = min(missing, self._prompt_tokens_left(plan))
         if 0 < self.long_prefill < length and any(other is not request for other in self._prefills()):
             length = self.long_prefill
-        if request.media:
-            length = self._encode_until(request, request.num_computed + length, plan) - request.num_computed
+        for item, first in self._items_between(request, request.num_computed + length):
+            if not self._encode(request, item, plan):
+                length = first - request.num_computed
+                break
         return min(length, self._prompt_tokens_left(plan))
 
     def _prompt_tokens_left(self, plan: Plan) -> int:
@@ -269,24 +256,29 @@ class Scheduler:
         least = 0 if plan.has_prompts else LEAST_CHUNK
         return min(plan.tokens_left, max(least, int(min(plan.tokens_left, plan.seconds_left / self.times.token))))
 
-    def _encode_until(self, request: Request, end: int, plan: Plan) -> int:
-        """Encode what a chunk that ends at `end` is the first to need; returns where the chunk has to stop."""
-        for item, first in self._items_between(request, end):
-            entry = self.encoder[item.media_hash]
-            if not entry.encoded:
-                self._encode(request, item, entry, plan)
-            if not entry.encoded:
-                return first
-        return end
-
-    def _encode(self, request: Request, item: MediaItem, entry: EncoderEntry, plan: Plan) -> None:
+    def _encode(self, request: Request, item: MediaItem, plan: Plan) -> bool:
         """Run the tower on the item's next temporal grids: first on the rest of one that is begun, then on whole ones,
-        or on the first blocks of one."""
-        count, end = 1, self.tower_depth
-        while count and end == self.tower_depth and not entry.encoded:
+        or on the first blocks of one. Whether all of it is encoded then."""
+        entry, total, depth = self.encoder[item.media_hash], item.grid_thw[0], self.tower_depth
+        count, end = 1, depth
+        while end == depth and not entry.encoded:
             count, end = self._grids_in_step(item, entry, plan)
-            if count:
-                self._add_slice(request, item, plan, count, end)
+            if not count:
+                break
+            self._serve(request, plan)
+            begin, index, stop = entry.num_blocks, request.media.index(item), end if end < depth else None
+            self.next_step.step.encode.append(EncodeItem(request.id, index, entry.num_grids, count, begin, stop))
+            num_tokens = count * item.num_tokens // total * (end - begin) / depth
+            plan.num_encoded += num_tokens
+            plan.encoder_left = max(0, plan.encoder_left - math.ceil(num_tokens))
+            plan.tokens_left = max(0, plan.tokens_left - math.ceil(num_tokens))  # the vision tower costs time as well
+            plan.seconds_left = max(0.0, plan.seconds_left - num_tokens * self.times.media)
+            entry.num_grids += count * end // depth
+            entry.num_blocks = end % depth
+            if entry.num_grids == total:
+                entry.encoded = True
+                plan.encoded_hashes.append(item.media_hash)
+        return entry.encoded
 
     def _grids_in_step(self, item: MediaItem, entry: EncoderEntry, plan: Plan) -> tuple[int, int]:
         """How many of the item's next grids the step has room and time for, and the block up to which it runs them.
@@ -307,23 +299,6 @@ class Scheduler:
             return 1, blocks
         return int(is_first and not plan.work), depth
 
-    def _add_slice(self, request: Request, item: MediaItem, plan: Plan, count: int, end: int) -> None:
-        """Encode `count` grids after those that are, up to block `end` of the tower."""
-        self._serve(request, plan)
-        entry, total, depth = self.encoder[item.media_hash], item.grid_thw[0], self.tower_depth
-        begin, index = entry.num_blocks, request.media.index(item)
-        plan.encode.append(EncodeItem(request.id, index, entry.num_grids, count, begin, end if end < depth else None))
-        num_tokens = count * item.num_tokens // total * (end - begin) / depth
-        plan.num_encoded += num_tokens
-        plan.encoder_left = max(0, plan.encoder_left - math.ceil(num_tokens))
-        plan.tokens_left = max(0, plan.tokens_left - math.ceil(num_tokens))  # the vision tower costs time as well
-        plan.seconds_left = max(0.0, plan.seconds_left - num_tokens * self.times.media)
-        entry.num_grids += count * end // depth
-        entry.num_blocks = end % depth
-        if entry.num_grids == total:
-            entry.encoded = True
-            plan.encoded_hashes.append(item.media_hash)
-
     def _items_between(self, request: Request, end: int) -> Iterator[tuple[MediaItem, int]]:
         """The items that its tokens up to `end` need, each with the first token that needs it."""
         start = request.num_computed
@@ -341,6 +316,7 @@ class Scheduler:
         samples = end == request.num_known
         snapshots = self._snapshots(request, start, end) if self.states.is_needed else []
         chunk = Chunk(request.id, start, length, blocks, samples, restart, snapshots)
+        self.next_step.step.chunks.append(chunk)
         plan.work[request.id] = ChunkWork(chunk, request, request.epoch)
         plan.tokens_left -= length
         if length > 1:
@@ -379,4 +355,4 @@ class Scheduler:
             if request.seed != sampling.seed:
                 sampling = msgspec.structs.replace(sampling, seed=request.seed)
             new = NewSequence(request.id, request.new.prompt_token_ids, sampling, request.media, request.new.pooling)
-            plan.started.append(new)
+            self.next_step.step.started.append(new)

@@ -18,8 +18,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
-import msgspec
-
 from mini_engine.core.caches.recent import Recent
 from mini_engine.core.request import MediaEntry, References
 from mini_engine.core.step_builder import StepBuilder
@@ -31,7 +29,6 @@ from mini_engine.messages import (
     KeepMedia,
     MediaItem,
     NamedMedia,
-    NewRequest,
     Reserved,
     StoreHandle,
     TensorHandle,
@@ -99,12 +96,6 @@ class MediaDirectory:
     def release_request(self, owner: Owner) -> None:
         """The request ends before its `NewRequest`."""
         self.release(self.claim(owner))
-
-    def resolve(self, new: NewRequest, references: References) -> NewRequest:
-        """`new` for the ranks: they find items with references by a handle in the store, or their copies by hash."""
-        stored, replace = {key: entry.patches for key, entry in references.items()}, msgspec.structs.replace
-        media = [replace(item, patches=item.patches or stored.get(item.media_hash)) for item in new.media]
-        return replace(new, media=media)
 
     def release(self, references: References) -> None:
         """End these references, now the last use of their items."""
