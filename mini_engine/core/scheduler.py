@@ -66,7 +66,7 @@ class Scheduler:
         self.encoder.release(request.reserved)
 
     def schedule(self, heavy_in_flight: bool) -> Plan:
-        """The next step's work, which may be empty.
+        """Fill the next step, for which there may be no work.
 
         A short request never waits for more than one heavy step: while one runs only a quick step is made, and after it
         short requests are scheduled before the next heavy step.

@@ -10,6 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -89,12 +90,27 @@ class MediaStoreClient:
 
     async def place(self, request: NewRequest) -> NewRequest:
         """`request` with None in place of the tensors that the store holds now. Raises EngineError."""
-        if self._cache.memory is None:
-            return request
         new = {item.media_hash: item for item in request.media if item.patches is not None and item.cacheable}
-        stored = await asyncio.gather(*(self._store(request.request_id, item) for item in new.values()))
-        is_stored = dict(zip(new, stored, strict=True))
-        media = [replace(item, patches=None) if is_stored.get(item.media_hash) else item for item in request.media]
+        if self._cache.memory is None or not new:
+            return request
+        readers = {request.request_id}
+        writes = {media_hash: asyncio.create_task(self._write(item, readers)) for media_hash, item in new.items()}
+        try:
+            await asyncio.wait(writes.values())  # cancelling it does not cancel these
+        finally:
+            readers.clear()
+            for write in writes.values():
+                write.add_done_callback(lambda task: task.cancelled() or task.exception())  # or it is logged
+        outcomes = {media_hash: write.result() for media_hash, write in writes.items()}
+        for media_hash, outcome in outcomes.items():
+            if outcome != "present":
+                metrics.ipc_fallbacks_total.labels(f"store_{outcome}").inc()
+                continue
+            nbytes = new[media_hash].patches.nbytes  # type: ignore[union-attr] # a tensor: see `messages.Tensor`
+            metrics.ipc_messages_total.labels(SHM_STORE).inc(self._num_ranks)
+            metrics.ipc_bytes_total.labels(SHM_STORE).inc(nbytes * self._num_ranks)
+        stored = {media_hash for media_hash, outcome in outcomes.items() if outcome == "present"}
+        media = [replace(item, patches=None) if item.media_hash in stored else item for item in request.media]
         return replace(request, media=media)
 
     def release_aborted(self, request_id: str) -> None:
@@ -122,27 +138,12 @@ class MediaStoreClient:
         finally:
             del self._asked[key]
 
-    async def _store(self, request_id: str, item: MediaItem) -> bool:
-        """Whether the request refers to the item in the store now."""
-        readers = {request_id}
-        write = asyncio.create_task(self._write(item, readers))
-        write.add_done_callback(lambda task: task.cancelled() or task.exception())  # or it is logged
-        try:
-            outcome = await asyncio.shield(write)
-        finally:
-            readers.clear()
-        if outcome != "present":
-            metrics.ipc_fallbacks_total.labels(f"store_{outcome}").inc()
-            return False
-        metrics.ipc_messages_total.labels(SHM_STORE).inc(self._num_ranks)
-        nbytes = item.patches.nbytes  # type: ignore[union-attr] # a tensor: see `messages.Tensor`
-        metrics.ipc_bytes_total.labels(SHM_STORE).inc(nbytes * self._num_ranks)
-        return True
-
     async def _write(self, item: MediaItem, readers: Set[str]) -> Literal["present", "full", "busy", "oversize"]:
-        """Write the item for the request in `readers`, which is empty once that has left. One at a time writes an item:
-        the next finds it present. Never cancelled: the reservation ends after the copy."""
-        if item.patches.nbytes > self._cache.max_object_bytes:  # type: ignore[union-attr] # a tensor
+        """Write the item for the request in `readers`, which is empty once that has left; only if it is "present" the
+        request refers to it in the store. One at a time writes an item: the next finds it present. Never cancelled: the
+        reservation ends after the copy."""
+        patches: Any = item.patches
+        if patches.nbytes > self._cache.max_object_bytes:
             return "oversize"
         async with self._locks.setdefault(item.media_hash, asyncio.Lock()):
             if not readers:
@@ -150,21 +151,16 @@ class MediaStoreClient:
             reserved: Reserved = await self._ask(item.media_hash, Reserve(next(iter(readers)), CachedMedia.of(item)))
             if reserved.outcome != "reserved":
                 return reserved.outcome
-            is_written = bool(readers) and await self._copied(item, reserved)
+            if is_written := bool(readers):
+                metrics.mm_store_fragmented_total.inc(len(reserved.extents) > 1)
+                assert self._cache.memory is not None
+                copy = partial(self._cache.memory.write, reserved.extents, patches.view(-1))
+                try:
+                    if patches.nbytes <= INLINE_COPY_BYTES:
+                        copy()
+                    else:
+                        await asyncio.get_running_loop().run_in_executor(None, copy)
+                except OSError:  # no memory for the pages
+                    is_written = False
             self._send(Written(reserved.number, list(readers) if is_written else None))
             return "present" if is_written else "full"
-
-    async def _copied(self, item: MediaItem, reserved: Reserved) -> bool:
-        """Copy the item to its pages; False: no memory for them."""
-        memory = self._cache.memory
-        assert memory is not None
-        metrics.mm_store_fragmented_total.inc(len(reserved.extents) > 1)
-        payload = item.patches.view(-1)  # type: ignore[union-attr]
-        try:
-            if payload.nbytes <= INLINE_COPY_BYTES:
-                memory.write(reserved.extents, payload)
-            else:
-                await asyncio.get_running_loop().run_in_executor(None, memory.write, reserved.extents, payload)
-        except OSError:
-            return False
-        return True

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from mini_engine.core.caches.media_store import MediaStore, Owner
 from mini_engine.core.request import References
-from mini_engine.messages import CachedMedia, FoundMedia, MediaItem, NewRequest, Reserved, SamplingParams, StoreHandle
+from mini_engine.messages import CachedMedia, FoundMedia, Reserved, StoreHandle
 from mini_engine.transport.pages import HIGH_WATER_PAGES, PAGE_BYTES, pages_for
 
 ROW = PAGE_BYTES // 2
@@ -149,12 +149,11 @@ class StoreAgainstModel(RuleBasedStateMachine):
         """`NewRequest`: its items are those that it refers to. A later request may use the id."""
         owner = self.incarnations[server], name
         items = [*self.held.pop(owner, {}).values()]
-        media = [MediaItem(item.media_hash, "video", 1, (1, 1, 1), 1.0, offsets=[0], patches=None) for item in items]
         references = self.store.claim(owner)
-        resolved = self.store.resolve(NewRequest(name, [1], SamplingParams(1, 1), media), references)
         unique = owner[0], f"{name} {next(self.numbers)}"
-        for resolved_item, item in zip(resolved.media, items, strict=True):
-            assert resolved_item.patches == StoreHandle(item.extents, (ROWS[item.media_hash[0]], ROW))
+        for item in items:
+            handle = references[item.media_hash].patches
+            assert handle == StoreHandle(item.extents, (ROWS[item.media_hash[0]], ROW))
             item.readers ^= {owner, unique}
         self.running.append((unique, references, items))
 
