@@ -121,7 +121,10 @@ class EngineHandle:
         try:
             if request.media:
                 request = await self.media.place(request)
-            await self._sender.send_request(request)
+            if any(item.patches is not None for item in request.media):
+                await self._sender.send_request(request)
+            else:
+                self._send(request)
         except BaseException:
             self._forget(receiver)
             raise

@@ -1,4 +1,4 @@
-"""Sends requests to one engine: the tensors to its ranks, the request to its engine core.
+"""Sends requests with tensors to one engine: the tensors to its ranks, the request to its engine core.
 
 Frees the pages of a request that is aborted before it is sent; those of others when the ranks have read them. It knows
 neither caches nor answers. It runs in the event loop's thread; only large copies run in another.
@@ -36,15 +36,13 @@ class RequestSender:
         self._shown = 0, 0  # this queue's part of the metrics
 
     async def send_request(self, request: NewRequest) -> None:
-        """Send `request` and its tensors: the patches of its items are a tensor, or None where the engine has them by
-        hash. Waits for memory for them; cancelling it leaves nothing behind. Raises EngineError: the engine is down;
-        memory for the tensors is short (MediaNotSent); or they are larger than the limit, a 400.
+        """Send `request` and its tensors: the patches of its items are a tensor, of one at least, or None where the
+        engine has them by hash. Waits for memory for them; cancelling it leaves nothing behind. Raises EngineError: the
+        engine is down; memory for the tensors is short (MediaNotSent); or they are larger than the limit, a 400.
         """
         tensors: list[Any] = [item.patches for item in request.media if item.patches is not None]
         try:
-            if not tensors:
-                self._send_frame(self._encoder.encode(request))
-            elif not await self._send_from_device(request, tensors):
+            if not await self._send_from_device(request, tensors):
                 await self._send_from_host(request, tensors)
         finally:
             self._update_metrics()
