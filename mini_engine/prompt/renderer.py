@@ -9,6 +9,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,16 +17,27 @@ import jinja2
 import msgspec
 
 from mini_engine.media.processor import MediaProcessor, ProcessedItem
-from mini_engine.messages import EngineLimits, MediaItem, Modality
+from mini_engine.messages import EngineLimits, MediaItem, Modality, PoolingParams
 from mini_engine.prompt.client_text import MARK, ClientText, encode_text
 from mini_engine.prompt.tool_calls import AnswerFormat, AnswerParser, after_thought
 from mini_engine.protocol.api_errors import bad_request
-from mini_engine.protocol.bodies import ChatMessage, ChatRequest, StructuredOutputs
+from mini_engine.protocol.bodies import ChatMessage, ChatRequest, GenerationRequest, StructuredOutputs
 from mini_engine.protocol.parts import MediaRef, Part
 from mini_engine.protocol.tools import CALL, CALL_END, TAGS, THINK
 
 MAX_MEDIA = 1024  # images and videos of a prompt
 PIECE = 1 << 16  # characters that are tokenised at once to see how many tokens a long text has
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A rendered conversation, or a text."""
+
+    body: GenerationRequest  # with the grammar of its answer
+    token_ids: list[int]  # with one placeholder for each item
+    thought_parser: Callable[[], AnswerParser] = AnswerParser  # makes one for each choice
+    first_index: int = 0  # of its choices
+    pooling: PoolingParams | None = None  # in the place of an answer
 
 
 class ChatRenderer:
@@ -64,11 +76,13 @@ class ChatRenderer:
         # So that a template that cannot work is an error at start.
         self.render(ChatRequest(messages=[ChatMessage(role="user", content="Hello")]))
 
-    def render(self, chat: ChatRequest) -> list[int]:
-        """Returns the prompt's token ids, the start of the answer included, with one placeholder id for each item.
+    def render(self, chat: ChatRequest) -> Prompt:
+        """The prompt with one placeholder id for each item, the start of the answer included; and what decides how the
+        answer begins, and what it may be.
 
         Raises ApiError, a 400, for tools that the template does not write, for variables that are fields of the
-        request, and when it refuses the conversation or leaves out an item.
+        request, and when it refuses the conversation or leaves out an item; and for a forced call of a function that is
+        not in `tools`, or together with another grammar.
         """
         try:
             arguments = self._template_arguments(chat)
@@ -90,16 +104,14 @@ class ChatRenderer:
         if placed != sent:
             counts = f"{len(placed)} placeholders for {len(sent)} media items"
             raise bad_request(f"the chat template wrote {counts}, or in other order", "messages")
-        return token_ids
-
-    def opens_thought(self, token_ids: Sequence[int]) -> bool:
-        """Whether the answer to this prompt begins inside a thought."""
         end = self.tokenizer.decode(token_ids[-16:], skip_special_tokens=False)  # enough for the tag
-        return self._format.thoughts and end.rstrip().endswith(THINK)
+        in_thought = self._format.thoughts and end.rstrip().endswith(THINK)
+        is_constrained = chat.grammar or chat.tool_choice not in (None, "none", "auto")
+        body = self._constrain(chat, in_thought) if is_constrained else chat
+        return Prompt(body, token_ids, partial(AnswerParser, thoughts=self._format.thoughts, in_thought=in_thought))
 
-    def constrain(self, chat: ChatRequest, in_thought: bool) -> ChatRequest:
-        """The request with the grammar that its answer follows, after the thought; that of a forced call too. Raises
-        ApiError, a 400: the call is of a function that is not in `tools`, or there is another grammar."""
+    def _constrain(self, chat: ChatRequest, in_thought: bool) -> ChatRequest:
+        """The request with the grammar that its answer follows, after the thought, or that of its forced call."""
         grammar = chat.grammar
         if chat.tool_choice not in (None, "none", "auto") and (grammar or not chat.must_call):
             problem = "together with structured output" if grammar else "of a function that is not in 'tools'"
@@ -107,14 +119,8 @@ class ChatRenderer:
         if chat.must_call:
             parallel = chat.parallel_tool_calls is not False and chat.tool_choice == "required"
             grammar = self._format.call_grammar(chat.must_call, parallel)
-        if not grammar:
-            return chat
         grammar = after_thought(grammar) if in_thought else grammar
         return msgspec.structs.replace(chat, structured_outputs=StructuredOutputs(grammar=grammar))
-
-    def thought_parser(self, in_thought: bool) -> Callable[[], AnswerParser]:
-        """Makes the parser for the thought of one choice."""
-        return partial(AnswerParser, thoughts=self._format.thoughts, in_thought=in_thought)
 
     def encode(self, text: str, add_special_tokens: bool, allow_placeholders: bool = False) -> list[int]:
         """The token ids of a text that is no conversation.

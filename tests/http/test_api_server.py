@@ -40,7 +40,7 @@ def test_settings_reach_the_media_path(tmp_path: Path) -> None:
         assert front.media.policy.max_media_bytes == 1000
         assert front.media.decoders.limits == DecodeLimits(**limits)
         assert front.vocab_size == 768
-        tokens = front.renderer.render(ChatRequest(messages=[ChatMessage(role="user", content="hello")]))
+        tokens = front.renderer.render(ChatRequest(messages=[ChatMessage(role="user", content="hello")])).token_ids
         assert front.renderer.tokenizer.decode(tokens) == "hello!"
     with loaded() as front:
         assert front.media.decoders.limits == DecodeLimits()

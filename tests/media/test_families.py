@@ -69,7 +69,7 @@ def test_prompts_equal_those_of_a_full_call(processor):
     image_item = processor.process_image(media[1], own_settings(processor))
     items = [process_video(processor, media[0]), image_item, process_video(processor, media[2])]
     message = msgspec.convert({"role": "user", "content": parts}, ChatMessage)
-    prompt = renderer.render(ChatRequest(messages=[message]))
+    prompt = renderer.render(ChatRequest(messages=[message])).token_ids
     token_ids, placed_items = renderer.expand(prompt, items)
     text = hf.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
     theirs = full_call(processor, *media, text=text)

@@ -26,8 +26,8 @@ def hf(processor: MediaProcessor) -> Any:
 
 
 def rendered(hf: Any, messages: list[dict[str, Any]], template: str | None = None, **more: Any) -> str:
-    token_ids = ChatRenderer(hf, template).render(msgspec.convert({"messages": messages, **more}, ChatRequest))
-    return hf.tokenizer.decode(token_ids)
+    request = msgspec.convert({"messages": messages, **more}, ChatRequest)
+    return hf.tokenizer.decode(ChatRenderer(hf, template).render(request).token_ids)
 
 
 def user(content: Any) -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ def tokens_and_text(hf: Any, template: str, messages: list[dict[str, Any]], said
     more: dict[str, Any] = {"tools": tools} if template is templates.THIRD else {}
     request = msgspec.convert({"messages": [as_sent(message) for message in messages], **more}, ChatRequest)
     text = hf.apply_chat_template(messages, chat_template=template, add_generation_prompt=True, **more)
-    return ChatRenderer(hf, template).render(request), text
+    return ChatRenderer(hf, template).render(request).token_ids, text
 
 
 @pytest.mark.parametrize("template", FAMILIES)

@@ -5,8 +5,7 @@ Each step of the path is a function here, which calls a file of its own. Knows n
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -25,11 +24,10 @@ from mini_engine.log import about
 from mini_engine.media.loader import Candidates
 from mini_engine.media.processor import ProcessedItem
 from mini_engine.media.settings import INLINE_ITEMS, video_tokens
-from mini_engine.messages import PoolingParams
+from mini_engine.messages import MediaItem
 from mini_engine.prompt.answer import Answer
-from mini_engine.prompt.renderer import check_budget, media_usage
-from mini_engine.prompt.tool_calls import AnswerParser
-from mini_engine.protocol.bodies import ChatRequest, GenerationRequest
+from mini_engine.prompt.renderer import Prompt, check_budget, media_usage
+from mini_engine.protocol.bodies import ChatRequest
 from mini_engine.protocol.parts import MediaRef
 from mini_engine.protocol.request_clock import RequestClock
 
@@ -38,36 +36,18 @@ logger = logging.getLogger(__name__)
 router = APIRouter()
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """A rendered conversation, or a text."""
-
-    body: GenerationRequest  # with the grammar of its answer
-    token_ids: list[int]  # with one placeholder for each item
-    thought_parser: Callable[[], AnswerParser] = AnswerParser  # makes one for each choice
-    first_index: int = 0  # of its choices
-    pooling: PoolingParams | None = None  # in the place of an answer
-
-
-@dataclass(frozen=True)
-class PromptMedia:
-    """The items of a prompt, in order: without patches what the engine has."""
-
-    items: list[ProcessedItem]
-    warnings: list[str]  # a sentence for each item of which a part could not be read
-    # Of each item, what the engine had: "embeddings", which it may evict, are without patches; "facts" were no help.
-    cached: Sequence[str | None]
-
-
 @router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, as OpenAI's chat completions."""
     context, state = context_of(request), request.state
     chat = await read_body(request, ChatRequest, context)
     state.choices.receive(chat.num_choices - 1)
-    answer = await start(context, await render(context, chat), state)
+    context.sampling.check(chat)
+    # Before any media: what cannot be rendered costs no decoding.
+    prompt = await run_sized(partial(context.renderer.render, chat), chat.num_characters, INLINE_CHARACTERS)
+    answer = await start(context, prompt, state)
     responder = ChatResponder(chat, state, context.config.served_names[0])
-    del chat  # its media are as large as text as they are themselves
+    del chat, prompt  # their media are as large as text as they are themselves
     return await responder.respond([answer])
 
 
@@ -93,15 +73,14 @@ async def start(context: AppContext, prompt: Prompt, state: State) -> Answer:
         with context.engines.preparing(state.end):
             items = await load_media(context, prompt, await resolve_names(context, prompt.body, state), state, held)
         engine: EngineHandle | None = None
-        arrival, is_again = None, False  # the request's place in the queue of an engine that needs it again
+        arrival, trusts_embeddings = None, True  # its place in the queue of an engine that needs the request again
         while True:
             with context.engines.preparing(state.end):
                 try:
                     async with context.places.hold(len(items), state.clock):
                         engine = engine or context.engines.choose(items[0][0].content.digest if items else b"")
                         with engine.holding(state.request_id, prompt.body.num_choices):
-                            media = await look_up(context, engine, items, state, trusts_embeddings=not is_again)
-                            answer = await send(context, engine, prompt, media, state, arrival)
+                            answer = await send(context, engine, prompt, items, state, arrival, trusts_embeddings)
                 except LookAgain as again:
                     engine, arrival = again.engine, arrival if again.engine is engine else None
                     if again.refs:  # fetched without places: a web server that hangs must block no queue
@@ -110,22 +89,7 @@ async def start(context: AppContext, prompt: Prompt, state: State) -> Answer:
             if await answer.is_admitted():
                 metrics.media_named_hits_total.inc(len({item[0] for item in items if item[0].content.is_absent}))
                 return answer
-            arrival, is_again = answer.arrival, True
-
-
-async def render(context: AppContext, chat: ChatRequest) -> Prompt:
-    """Row 2: the chat template, and the grammar that the answer follows. It comes before any media: what cannot be
-    rendered costs no decoding. Raises ApiError: 400."""
-    renderer = context.renderer
-
-    def work() -> Prompt:
-        token_ids = renderer.render(chat)
-        in_thought = renderer.opens_thought(token_ids)
-        return Prompt(renderer.constrain(chat, in_thought), token_ids, renderer.thought_parser(in_thought))
-
-    prompt = await run_sized(work, chat.num_characters, INLINE_CHARACTERS)
-    context.sampling.check(prompt.body)
-    return prompt
+            arrival, trusts_embeddings = answer.arrival, False
 
 
 async def load_media(
@@ -155,38 +119,41 @@ async def load_media(
     return items
 
 
-async def look_up(
-    context: AppContext, engine: EngineHandle, items: list[Candidates], state: State, trusts_embeddings: bool
-) -> PromptMedia:
-    """Rows 5 and 6: ask the engine which items it has, and others for those that names mean, then decode and process
-    the rest. Raises as `start` and `find_media`."""
-    known = await find_media(context.engines, engine, items, state.request_id)
-    absent = known.absent(trusts_embeddings)
-    processed = await context.media.process(absent, state.clock, state.request_id)
-    bind_names(context.engines, known.items, processed)
-    warnings = [f"{item.ref.name}: {text}" for item in absent if (text := processed[item.media_hash].missing)]
-    found, hashes = known.found, [item.media_hash for item in known.items]
-    used = [processed.get(key) or ProcessedItem(found[key].facts, known.copies.get(key)) for key in hashes]
-    cached = [("facts" if key in processed else found[key].held) if key in found else None for key in hashes]
-    return PromptMedia(used, warnings, cached)
-
-
 async def send(
-    context: AppContext, engine: EngineHandle, prompt: Prompt, media: PromptMedia, state: State, arrival: int | None
+    context: AppContext,
+    engine: EngineHandle,
+    prompt: Prompt,
+    items: Sequence[Candidates],
+    state: State,
+    arrival: int | None,
+    trusts_embeddings: bool,
 ) -> Answer:
-    """Rows 7 and 8: placeholders at their length, sampling parameters; then tensors and request, which the answer
-    aborts at the latest at the end of `state.cleanup`. Raises as `start`."""
-    body, clock = prompt.body, state.clock
-    token_ids, items = context.renderer.expand(prompt.token_ids, media.items)
-    check_budget(items, context.limits)
+    """Rows 5 to 8: ask the engine which items it has, and others for those that names mean; decode and process the
+    rest; placeholders at their length, sampling parameters; then tensors and request, which the answer aborts at the
+    latest at the end of `state.cleanup`. Raises as `start` and `find_media`."""
+    clock, request_id = state.clock, state.request_id
+    token_ids, media, usage, warnings = prompt.token_ids, list[MediaItem](), list[dict[str, Any]](), list[str]()
+    if items:
+        known = await find_media(context.engines, engine, items, request_id)
+        found, absent = known.found, known.absent(trusts_embeddings)
+        processed = await context.media.process(absent, clock, request_id)
+        bind_names(context.engines, known.items, processed)
+        warnings = [f"{item.ref.name}: {text}" for item in absent if (text := processed[item.media_hash].missing)]
+        hashes = [item.media_hash for item in known.items]
+        used = [processed.get(key) or ProcessedItem(found[key].facts, known.copies.get(key)) for key in hashes]
+        token_ids, media = context.renderer.expand(token_ids, used)
+        check_budget(media, context.limits)
+        for key, item in zip(hashes, media, strict=True):
+            # What the engine had: "embeddings", which it may evict, are without patches; "facts" were no help.
+            cached = None if key not in found else "facts" if key in processed else found[key].held
+            usage.append(media_usage(item, context.media.processor) | {"cached": cached})
     request = context.sampling.new_request(
-        body, state.request_id, token_ids, items, client=state.client, pooling=prompt.pooling
+        prompt.body, request_id, token_ids, media, client=state.client, pooling=prompt.pooling
     )
     request = replace(request, arrival=arrival)
-    seen = zip(items, media.cached, strict=True)
-    usage = [media_usage(item, context.media.processor) | {"cached": cached} for item, cached in seen]
-    answer = Answer(body, request, context.vocabulary, clock, prompt.thought_parser, prompt.first_index)
-    answer.media, answer.warnings, answer.may_need_media = usage, media.warnings, "embeddings" in media.cached
+    answer = Answer(prompt.body, request, context.vocabulary, clock, prompt.thought_parser, prompt.first_index)
+    answer.media, answer.warnings = usage, warnings
+    answer.may_need_media = any(item["cached"] == "embeddings" for item in usage)
     clock.enter("transport")
     await engine.submit(answer, request)
     state.cleanup.enter_context(answer)

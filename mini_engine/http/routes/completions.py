@@ -15,9 +15,9 @@ from starlette.responses import Response
 from mini_engine.http.body import INLINE_CHARACTERS, JSON, read_body, run_sized, takes
 from mini_engine.http.context import AppContext, context_of
 from mini_engine.http.responses import CompletionResponder
-from mini_engine.http.routes.chat_completions import Prompt, load_media, render, start, state_of
+from mini_engine.http.routes.chat_completions import load_media, start, state_of
 from mini_engine.messages import MediaItem
-from mini_engine.prompt.renderer import check_budget, collect_media
+from mini_engine.prompt.renderer import Prompt, check_budget, collect_media
 from mini_engine.protocol.api_errors import bad_request
 from mini_engine.protocol.bodies import CompletionRequest, DetokenizeRequest, TokenizeRequest
 
@@ -63,7 +63,8 @@ async def tokenize(request: Request) -> Response:
     media: list[MediaItem] = []
     if body.prompt is None:
         async with contextlib.AsyncExitStack() as held:
-            prompt = await render(context, body.chat(body.messages or ()))
+            chat = body.chat(body.messages or ())
+            prompt = await run_sized(partial(context.renderer.render, chat), chat.num_characters, INLINE_CHARACTERS)
             refs = collect_media(prompt.body.parts, context.config.item_limits)
             items = [item[-1] for item in await load_media(context, prompt, refs, request.state, held)]
             await held.enter_async_context(context.places.hold(len(items), request.state.clock))

@@ -9,6 +9,7 @@ import base64
 import contextlib
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,14 +17,15 @@ from fastapi import APIRouter, Request
 from starlette.datastructures import State
 from starlette.responses import Response
 
-from mini_engine.http.body import read_body, takes
+from mini_engine.http.body import INLINE_CHARACTERS, read_body, run_sized, takes
 from mini_engine.http.context import AppContext, context_of
 from mini_engine.http.known_media import resolve_names
 from mini_engine.http.responses import usage_of, whole_response
-from mini_engine.http.routes.chat_completions import Prompt, load_media, render, start, state_of
+from mini_engine.http.routes.chat_completions import load_media, start, state_of
 from mini_engine.prompt.answer import Answer
 from mini_engine.prompt.pieces import pieces
 from mini_engine.prompt.pooling import InputPrompts, embedding, embedding_prompts, paired, ranking_prompts, score
+from mini_engine.prompt.renderer import Prompt
 from mini_engine.protocol.api_errors import ApiError, bad_request
 from mini_engine.protocol.bodies import ChatMessage, ChatRequest
 from mini_engine.protocol.pooling_bodies import (
@@ -160,6 +162,6 @@ async def _prompt(context: AppContext, body: PoolingRequest, source: ChatRequest
         context.sampling.check_tokens("input", source)
         context.renderer.check_tokens("input", source)
         return Prompt(body.chat([]), source, pooling=context.task.pooling)
-    prompt = await render(context, source)
+    prompt = await run_sized(partial(context.renderer.render, source), source.num_characters, INLINE_CHARACTERS)
     after = context.renderer.after_text if body.add_special_tokens is not False else []
     return Prompt(prompt.body, prompt.token_ids + after, pooling=context.task.pooling)
