@@ -21,7 +21,7 @@ import torch
 from mini_engine import metrics
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.media.decode.decoder import Job
-from mini_engine.media.decode.decoder_pool import DecoderPool, Decoding
+from mini_engine.media.decode.decoder_pool import DecoderPool
 from mini_engine.media.hashing import HASH_BYTES, content_digest, media_hash
 from mini_engine.media.media_errors import ItemError, MediaError
 from mini_engine.media.processor import MediaProcessor, MediaSettings, ProcessedItem
@@ -125,20 +125,6 @@ class MediaLoader:
         if policy.allowed_hosts:
             tls_context()
 
-    async def known_bytes(self, refs: Sequence[MediaRef]) -> int:
-        """The most bytes of all items that no other server has. Fetches nothing. Raises MediaError: an item would not
-        be fetched, or has a name alone, which is not resolved."""
-
-        def known_bytes() -> int:
-            if unknown := [ref.name for ref in refs if not ref.url]:
-                raise MediaError(unknown[0], "has a `uuid` alone, which means nothing here; send its data or URL")
-            urls = {ref.name: origin_of(ref.url) or ref.url for ref in refs}
-            return sum(sources.declared_size(url, self.policy, name) or 0 for name, url in urls.items())
-
-        if any(sources.is_local_file(ref.url) for ref in refs):  # the file system may block
-            return await asyncio.get_running_loop().run_in_executor(self._reading, known_bytes)
-        return known_bytes()
-
     async def fetch(
         self, refs: Sequence[MediaRef], settings: Iterable[Sequence[MediaSettings]], received: Received
     ) -> list[Candidates]:
@@ -146,9 +132,20 @@ class MediaLoader:
         failure of one item, ends the work on the others. What is there several times, under one `name`, is fetched
         once; so is a URL with a `uuid`, of which two downloads could differ.
 
-        `received` is called with the size of each block of a download before the block is stored; what it raises ends
-        all downloads. Raises MediaError: an item cannot be fetched.
+        `received` is called with the most bytes of all items that no other server has, before anything is fetched, and
+        with the size of each block of a download before the block is stored; what it raises ends all. Raises
+        MediaError: an item cannot be fetched, or has a name alone, which is not resolved.
         """
+        if unknown := [ref.name for ref in refs if not ref.url]:
+            raise MediaError(unknown[0], "has a `uuid` alone, which means nothing here; send its data or URL")
+
+        def known_bytes() -> int:
+            urls = {ref.name: origin_of(ref.url) or ref.url for ref in refs}
+            return sum(sources.declared_size(url, self.policy, name) or 0 for name, url in urls.items())
+
+        has_files = any(sources.is_local_file(ref.url) for ref in refs)  # whose file system may block
+        loop = asyncio.get_running_loop()
+        received(await loop.run_in_executor(self._reading, known_bytes) if has_files else known_bytes())
         groups: dict[str, FetchGroup] = {}
         distinct = {ref.name: (ref, of_item) for ref, of_item in zip(refs, settings, strict=True)}
         for name, item in distinct.items():  # those that take no time share a task, which costs more than many of them
@@ -222,24 +219,24 @@ class MediaLoader:
 
     def _read(self, ref: MediaRef, settings: Sequence[MediaSettings], download: bytes | None) -> Candidates:
         """Read, or take what was downloaded, and hash it."""
-        content = ref.url if isinstance(ref.url, Content) else self._read_content(ref, settings[0], download)
+        url, policy, name, is_video = ref.url, self.policy, ref.name, ref.modality == "video"
+        if isinstance(url, Content):
+            content = url
+        elif is_video and sources.has_frames(url):
+            limits, own = self.decoders.limits, settings[0]
+            data, frames = sources.fetch_frames(url, policy, limits, own.sampling, name, own.timestamps)
+            content = Content.of(ref, content_digest(data, frames.sizes), data, frames)
+        elif is_video and settings[0].timestamps:
+            raise MediaError(name, "timestamps are for a video that is sent as frames; remove them")
+        elif sources.is_local_file(url):
+            known, digest = read_file(url, policy, name)
+            content = Content.of(ref, digest, known)
+        else:
+            data = fetch_data(url, policy, name) if download is None else download
+            content = Content.of(ref, content_digest(data), data)
         ref = replace(ref, url=content)  # what is in a body is not kept
         hashes = (media_hash(content.digest, hash_key(each, ref.modality)) for each in settings)
         return [FetchedItem(ref, content, *each) for each in zip(settings, hashes, strict=True)]
-
-    def _read_content(self, ref: MediaRef, settings: MediaSettings, download: bytes | None) -> Content:
-        url, policy, name = ref.url, self.policy, ref.name
-        if ref.modality == "video" and sources.has_frames(url):
-            limits, times = self.decoders.limits, settings.timestamps
-            data, frames = sources.fetch_frames(url, policy, limits, settings.sampling, name, times)
-            return Content.of(ref, content_digest(data, frames.sizes), data, frames)
-        if ref.modality == "video" and settings.timestamps:
-            raise MediaError(name, "timestamps are for a video that is sent as frames; remove them")
-        if not sources.is_local_file(url):
-            data = fetch_data(url, policy, name) if download is None else download
-            return Content.of(ref, content_digest(data), data)
-        known, digest = read_file(url, policy, name)
-        return Content.of(ref, digest, known)
 
     def _read_again(self, item: FetchedItem) -> bytes:
         name = item.ref.name
@@ -249,6 +246,8 @@ class MediaLoader:
         return data
 
     async def _decode_and_process(self, item: FetchedItem, owner: str) -> _Processed:
+        """An item of which a part could not be read gets a unique hash: a hit is not decoded, so it could not report
+        the missing part."""
         began = time.monotonic()
         frames, data = item.content.frames, item.content.data
         if data is None:
@@ -256,30 +255,28 @@ class MediaLoader:
         sampling = item.settings.sampling if item.ref.modality == "video" and frames is None else None
         job = Job(item.ref.name, len(data), sampling, self._allow_partial, frames.sizes if frames else [])
         decoding = await self.decoders.decode(job, data, owner)
-        decoded = time.monotonic()
-        processing = self._processing.submit(self._process_frames, item, decoding)
+        decoded, video = time.monotonic(), frames.facts if frames else decoding.video
+
+        def process() -> ProcessedItem:
+            reach_failpoint("processing")
+            try:
+                if video is None:
+                    made = self.processor.process_image(decoding.frames[0], item.settings)
+                else:
+                    made = self.processor.process_video(decoding.frames, video, item.settings)
+                own_hash = os.urandom(HASH_BYTES) if made.missing else item.media_hash
+                return replace(made, facts=msgspec.structs.replace(made.facts, media_hash=own_hash))
+            except torch.AcceleratorError:  # such as an illegal access: from then on all CUDA calls of a process fail
+                logger.critical("unrecoverable CUDA error in the media processor; exiting", exc_info=True)
+                logging.shutdown()
+                os._exit(1)
+
+        processing = self._processing.submit(process)
         # The frames are in use until the thread is done, whether it is waited for or not.
         processing.add_done_callback(lambda _: decoding.release())
         processed = await asyncio.wrap_future(processing)
         metrics.media_decodes_total.inc()
         return _Processed(processed, decoded - began, time.monotonic() - decoded)
-
-    def _process_frames(self, item: FetchedItem, decoding: Decoding) -> ProcessedItem:
-        """An item of which a part could not be read gets a unique hash: a hit is not decoded, so it could not report
-        the missing part."""
-        reach_failpoint("processing")
-        try:
-            video = item.content.frames.facts if item.content.frames else decoding.video
-            if video is None:
-                made = self.processor.process_image(decoding.frames[0], item.settings)
-            else:
-                made = self.processor.process_video(decoding.frames, video, item.settings)
-            own_hash = os.urandom(HASH_BYTES) if made.missing else item.media_hash
-            return replace(made, facts=msgspec.structs.replace(made.facts, media_hash=own_hash))
-        except torch.AcceleratorError:  # such as an illegal access: from then on all CUDA calls of a process fail
-            logger.critical("unrecoverable CUDA error in the media processor; exiting", exc_info=True)
-            logging.shutdown()
-            os._exit(1)
 
 
 def _is_slow(ref: MediaRef) -> bool:

@@ -116,7 +116,16 @@ class MediaSettingsResolver:
             settings = [self._of_part(shared, ref, max_pixels) if ref.settings else shared for ref in refs]
         except ValueError as error:
             raise bad_request(f"Invalid '{param}': {error}.", param, "invalid_value") from error
-        return [self.fitted(own, video_tokens) for own in settings]
+        fitted = []
+        for own in settings:  # a video gets smaller frames, and fewer where they are smallest
+            least = LEAST_STEP_TOKENS + TIME_TOKENS
+            if not self._processor.defaults.bounds_whole_video:
+                shortest = own.calls["video"]["size"]["shortest_edge"]
+                least = math.ceil(1.25 * shortest / self._processor.token_pixels)  # sides get whole patches
+            most_frames = self._processor.step * max(1, video_tokens // least)
+            sampling = at_most(own.sampling, most_frames, self._max_frames)
+            fitted.append(replace(own, sampling=sampling, video_tokens=video_tokens))
+        return fitted
 
     def _of_request(self, chat: ChatRequest, refs: Sequence[MediaRef], max_pixels: int) -> MediaSettings:
         """The settings that its items share."""
@@ -153,16 +162,6 @@ class MediaSettingsResolver:
         if is_video and self._processor.defaults.bounds_whole_video:
             calls = shared.calls  # `bounds` are of each frame
         return replace(shared, sampling=sampling, calls=calls, bounds=bounds)
-
-    def fitted(self, settings: MediaSettings, video_tokens: int) -> MediaSettings:
-        """`settings` by which a video has at most so many tokens: smaller frames, and fewer where they are smallest."""
-        if self._processor.defaults.bounds_whole_video:
-            least = LEAST_STEP_TOKENS + TIME_TOKENS
-        else:
-            shortest = settings.calls["video"]["size"]["shortest_edge"]
-            least = math.ceil(1.25 * shortest / self._processor.token_pixels)  # sides are rounded up to whole patches
-        sampling = at_most(settings.sampling, self._processor.step * max(1, video_tokens // least), self._max_frames)
-        return replace(settings, sampling=sampling, video_tokens=video_tokens)
 
 
 def video_tokens(limits: EngineLimits, text_tokens: int, answer_tokens: int, num_items: int) -> int:

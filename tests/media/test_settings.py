@@ -40,10 +40,12 @@ IMAGE = {"type": "image", "image": "data:;base64,"}
 FRAMES = {"type": "video", "video": "data:video/jpeg;base64,AAAA,BBBB"}
 
 
-def of_request(server: MediaSettingsResolver, part: dict[str, Any] = FILE, **kwargs: Any) -> MediaSettings:
-    """Those of the item of `part`, in a request with mm_processor_kwargs."""
+def of_request(
+    server: MediaSettingsResolver, part: dict[str, Any] = FILE, tokens: int = 10**6, **kwargs: Any
+) -> MediaSettings:
+    """Those of the item of `part`, in a request with mm_processor_kwargs that has room for so many `tokens`."""
     chat = msgspec.convert(chat_body(mm_processor_kwargs=kwargs), ChatRequest)
-    return server.resolve(chat, refs_of(part), 10**6)[0]
+    return server.resolve(chat, refs_of(part), tokens)[0]
 
 
 # --- hashes ----------------------------------------------------------------------------------------------------------
@@ -194,7 +196,7 @@ def test_videos_are_sampled_and_sized_as_by_the_authors(
 ) -> None:
     """The counts are those of qwen_vl_utils 0.0.14."""
     processor, server = published(tmp_path, family)
-    count, item = processed(processor, server.fitted(server.server, 115_200), seconds, size)
+    count, item = processed(processor, of_request(server, tokens=115_200), seconds, size)
     assert (count, item.facts.num_tokens) == (frames, tokens)
 
 
@@ -248,7 +250,7 @@ def test_settings_of_a_part_are_of_its_item_alone(processor: MediaProcessor) -> 
 def test_long_videos_fit(family: str, tmp_path: Path) -> None:
     processor, server = published(tmp_path, family)
     for most, seconds in ((300, 20), (300, 3600), (4000, 3600)):
-        _, item = processed(processor, server.fitted(server.server, most), seconds, (320, 180))
+        _, item = processed(processor, of_request(server, tokens=most), seconds, (320, 180))
         tokens = item.facts.num_tokens + (0 if item.facts.placeholder is None else TIME_TOKENS * item.facts.grid_thw[0])
         assert most / 3 < tokens <= most or seconds < 3600
 

@@ -110,7 +110,7 @@ async def load_media(
     resolve = partial(context.media_settings.resolve, chat, refs)
     settings = await run_sized(lambda: [*map(resolve, budgets)], len(refs), INLINE_ITEMS)
     # Row 3: room for the media's bytes, the bytes, and their hashes.
-    share = held.enter_context(context.media_bytes.reserve(await context.media.known_bytes(refs)))
+    share = held.enter_context(context.media_bytes.reserve())
     clock.enter("fetch")
     items = await context.media.fetch(refs, zip(*settings, strict=True), share.receive)
     request_id, size = state.request_id, share.amount
