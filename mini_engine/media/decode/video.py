@@ -57,7 +57,20 @@ def decode_video(
             container_options={"format_whitelist": _DEMUXERS, "protocol_whitelist": ""},
             options={"max_pixels": str(guard.limits.max_frame_pixels)},  # FFmpeg decodes a little while it opens a file
         ) as container:
-            return _Decode(container, sampling, guard, allocate).run()
+            decode = _Decode(container, sampling, guard, allocate)
+            stamps = decode.packets.stamps
+            if not stamps:
+                raise MediaError(guard.item, NO_FRAME)
+            timeline = decode.timeline(stamps)
+            indices = timeline.indices()
+            frames, walks = decode.seek(indices), 0
+            while frames is None or not frames.holds(indices.tolist()):
+                if walks == 2:  # a decoder that has seen damage may remember it
+                    raise MediaError(guard.item, TRUNCATED.format("two decodes return different frames"))
+                del frames  # the next ones may take its memory
+                frames, timeline = decode.walk(indices)
+                indices, walks = timeline.indices(), walks + 1
+            return frames.select(indices.tolist()), timeline.facts(indices, len(stamps))
     except (MediaError, MemoryError):
         raise
     except (av.error.FFmpegError, ValueError) as error:  # a ValueError of PyAV itself
@@ -111,7 +124,7 @@ class _Decode:
     """One file being decoded."""
 
     def __init__(self, container: InputContainer, sampling: VideoSampling, guard: Guard, allocate: Allocate) -> None:
-        self.container, self.sampling, self.guard, self.allocate = container, sampling, guard, allocate
+        self.sampling, self.guard, self.allocate = sampling, guard, allocate
         self.stream = stream = _video_stream(container, guard)
         # FFmpeg's own threads multiply with the server's decoders, and AUTO has been seen to hang at exit.
         stream.thread_type = "NONE"
@@ -120,23 +133,9 @@ class _Decode:
         self.codec.options = {"max_pixels": str(guard.limits.max_frame_pixels)}  # frames may grow on the way
         guard.check_size("max_frame_pixels", self.codec.width, self.codec.height)
         self.rate = float(stream.average_rate or stream.guessed_rate or 0) or 24.0
+        self.packets = PacketTable(container, stream, guard)
 
-    def run(self) -> tuple[NDArray[np.uint8], VideoFacts]:
-        self.packets = PacketTable(self.container, self.stream, self.guard)
-        if not len(self.packets.stamps):
-            raise MediaError(self.guard.item, NO_FRAME)
-        promised, timeline = len(self.packets.stamps), self._timeline(self.packets.stamps)
-        indices = timeline.indices()
-        frames, walks = self._seek(indices), 0
-        while frames is None or not frames.holds(indices.tolist()):
-            if walks == 2:  # a decoder that has seen damage may remember it
-                raise MediaError(self.guard.item, TRUNCATED.format("two decodes return different frames"))
-            del frames  # the next ones may take its memory
-            frames, timeline = self._walk(indices)
-            indices, walks = timeline.indices(), walks + 1
-        return frames.select(indices.tolist()), timeline.facts(indices, promised)
-
-    def _timeline(self, stamps: Sequence[int | None]) -> Timeline:
+    def timeline(self, stamps: Sequence[int | None]) -> Timeline:
         """Of all frames. A file in which any stamp is missing (avi) is taken to run at its frame rate."""
         base, known = self.stream.time_base, [stamp for stamp in stamps if stamp is not None]
         if base is None or len(known) < len(stamps):
@@ -148,7 +147,7 @@ class _Decode:
                 times[place + 1 :] += times[place] - times[place + 1] + 1 / self.rate
         return Timeline(np.sort(times).tolist(), self.rate, self.sampling, self.guard)
 
-    def _seek(self, indices: NDArray[np.int64]) -> FrameRows | None:
+    def seek(self, indices: NDArray[np.int64]) -> FrameRows | None:
         """The frames at `indices`, or some of them, decoded from key frames. None: that is not possible or went wrong.
         It went wrong when other frames come out than the packets promise: then some of these are no key frames, or no
         frames of their own, and which frame of the whole is which is unknown."""
@@ -171,7 +170,7 @@ class _Decode:
                 frames.offer(index_of[frame.pts], frame)
         return frames
 
-    def _walk(self, indices: NDArray[np.int64]) -> tuple[FrameRows, Timeline]:
+    def walk(self, indices: NDArray[np.int64]) -> tuple[FrameRows, Timeline]:
         """Decodes all packets. Returns the frames at `indices`, and the times of all frames."""
         frames = FrameRows(indices.tolist(), self.guard, self.allocate)
         stamps: list[int | None] = []
@@ -190,7 +189,7 @@ class _Decode:
             self.guard.add_damage(f"{lost} of {len(self.packets.stamps)} frames cannot be decoded")
         if not stamps:
             raise MediaError(self.guard.item, NO_FRAME)
-        return frames, self._timeline(stamps)
+        return frames, self.timeline(stamps)
 
     def _decode_run(self, run: range, needed: Container[int | None] | None = None) -> Iterator[av.VideoFrame | None]:
         """Decodes a run of packets, of which the first is a key frame. None: a frame that cannot be decoded whole.
