@@ -152,7 +152,6 @@ class DecoderPool:
             if self._idle:
                 child = self._idle[-1]
                 self._remove_idle(child)
-                os.kill(child.pid, signal.SIGCONT)
             else:
                 child = await self._wait_until_started(self._launch_decoder())
         except BaseException as error:
@@ -200,8 +199,6 @@ class DecoderPool:
                 logger.warning("a spare media decoder cannot be started: %s", error)
 
     def _keep_idle(self, child: DecoderProcess) -> None:
-        if child.ending is None:
-            child.suspend()
         if child.ending is None and len(self._idle) <= self.places:  # with the spare
             self._idle.append(child)
             asyncio.get_running_loop().add_reader(child.connection, self._on_idle_message, child)
@@ -311,16 +308,6 @@ class DecoderProcess:
     def stop(self) -> None:
         """Ask the decode loop to stop. It then reports a failure, unless it has finished."""
         os.pwrite(self._input.fileno(), b"\1", 0)
-
-    def suspend(self) -> None:
-        """Between jobs the process does not run, whatever code it has, until SIGCONT. It is killed if a thread or a
-        message is left of its job."""
-        os.kill(self.pid, signal.SIGSTOP)
-        message = b""
-        with contextlib.suppress(BlockingIOError):
-            message = self.connection.recv(1)
-        if message or len(os.listdir(f"/proc/{self.pid}/task")) > 1:
-            self.kill("crash")
 
     def kill(self, ending: Ending) -> None:
         """`close` reaps it."""
