@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 
 from mini_engine import metrics
 from mini_engine.config.decode_limits import DecodeLimits, flag_of
-from mini_engine.launch.shortage import shortage_in
 from mini_engine.media.decode import decoder
 from mini_engine.media.decode.decoder import Announced, Decoded, DecodeFailed, Job, Reply, Shape, Started
 from mini_engine.media.decode.fair_places import FairPlaces, Place
@@ -106,7 +105,7 @@ class DecoderPool:
             MediaError: the item is damaged, unsupported or beyond a limit; or it crashed its decoder, took too long or
                 needed too much memory.
             DecoderUnavailable: no decoder was free in time, or it was killed or starved from outside.
-            OSError: the host gives no process or no memory for it.
+            OSError: the host has no memory for it.
         """
         place, child = await self._acquire(job.item, owner)
         loop = asyncio.get_running_loop()
@@ -156,7 +155,7 @@ class DecoderPool:
                 child = await self._wait_until_started(self._launch_decoder())
         except BaseException as error:
             place.release()
-            if isinstance(error, OSError) and shortage_in(error) is None:
+            if isinstance(error, OSError):
                 raise DecoderUnavailable(item, "no media decoder could be started; retry later") from error
             raise
         self._ensure_spare()
