@@ -8,7 +8,6 @@ clock runs; answers are streamed, and greedy without --temperature. docs/benchma
 import argparse
 import asyncio
 import datetime
-import importlib
 import json
 import math
 import random
@@ -54,10 +53,6 @@ def run(args: argparse.Namespace) -> Report:
     """Measure one server."""
     check(args)
     measured = measure(args)
-    if args.plot is not None:
-        from benchmarks import plot
-
-        plot.draw_run(measured.run, measured.results["stages_ms"], args.plot)
     return Report(measured.results, measured.failures)
 
 
@@ -170,7 +165,6 @@ def _add_traffic_and_results(parser: argparse.ArgumentParser) -> None:
     add("--label", metavar="NAME", help="Label in the file, and prefix of its name instead of the backend.")
     add("--metadata", type=pair, nargs="+", default=[], metavar="KEY=VALUE", help="Additional keys of the file.")
     add("--disable-tqdm", action="store_true", help="Hide the progress bar, which only a terminal shows.")
-    add("--plot", type=Path, metavar="FILE", help="Plot latencies, throughput and stages to a file, such as out.png.")
 
 
 def pair(text: str) -> tuple[str, str]:
@@ -217,8 +211,6 @@ def check(args: argparse.Namespace) -> None:
     given = (args.save_detailed, args.result_dir, args.result_filename, args.label, args.metadata)
     if any(given) and not args.save_result:
         raise ConfigError("--save-detailed, --result-dir, --result-filename, --label and --metadata need --save-result")
-    if args.plot is not None:
-        importlib.import_module("benchmarks.plot")  # which says if its library is missing
     if args.max_concurrency is None and name.startswith("synthetic") and math.isinf(args.request_rate):
         args.max_concurrency = SYNTHETIC_CONCURRENCY
 
