@@ -28,8 +28,6 @@ USED_BY = {  # flags that only some data sets use
     "dataset_path": READ,
     "no_oversample": READ,
     "disable_shuffle": READ,
-    "hf_subset": ("hf",),
-    "hf_split": ("hf",),
     "input_len": ("random", "random-mm"),
     "random_prefix_len": ("random", "random-mm"),
     "random_range_ratio": ("random", "random-mm"),
@@ -109,13 +107,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "of a data set's own answers need (default: --model, or the server's name of it).")  # fmt: skip
     add = parser.add_argument_group("prompts").add_argument
     add("--dataset-name", choices=NAMES, default="synthetic-video", help="Data set (default: synthetic-video).")
-    add("--dataset-path", metavar="PATH", help="JSON file of sharegpt or custom; hub name or folder of hf.")
-    add("--hf-subset", metavar="NAME", help="Subset of a data set of the hub.")
-    add("--hf-split", metavar="NAME", help="Split of a data set of hf (default: train).")
+    add("--dataset-path", metavar="PATH", help="JSON file of sharegpt or custom.")
     add("--num-prompts", type=int, default=100, help="Number of requests (default: 100).")
     add("--num-warmups", type=int, default=4, help="Unmeasured requests before, with other media (default: 4).")
-    add("--output-len", "--random-output-len", "--custom-output-len", "--sharegpt-output-len", "--hf-output-len",
-        type=int, metavar="TOKENS", help="Maximum output tokens; default: 32 for synthetic ones, as many as the "
+    add("--output-len", "--random-output-len", "--custom-output-len", "--sharegpt-output-len", type=int,
+        metavar="TOKENS", help="Maximum output tokens; default: 32 for synthetic ones, as many as the "
         "record's own answer has for files, else 128.")  # fmt: skip
     add("--input-len", "--random-input-len", type=int, metavar="TOKENS", help="Length of the text of random and "
         "random-mm without a chat's template (default: 1024 for random, a short question for random-mm).")  # fmt: skip
