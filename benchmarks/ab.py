@@ -16,7 +16,6 @@ from benchmarks import serve
 from benchmarks.cli import Report, table
 from benchmarks.serve import Measured
 from benchmarks.server import server_flags
-from mini_engine.config import ConfigError
 
 THROUGHPUTS = ("request_throughput", "output_throughput", "total_token_throughput")
 
@@ -33,8 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Run all rounds, then print the comparison."""
     args.launch = args.launch or ""
-    if args.plot is not None:
-        raise ConfigError("--plot is not for ab; use it with bench.py serve or bench.py sweep")
     serve.check(args)
     sides = {side: copy.copy(args) for side in "ab"}
     for side, mine in sides.items():

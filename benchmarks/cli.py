@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 COMMANDS = {
     "serve": "requests to an OpenAI-compatible server, as its clients send them; the default",
     "ab": "two servers with different flags on the same prompts, in turn",
-    "sweep": "one flag's values, with a table and a plot",
+    "sweep": "one flag's values, with a table",
     "transport": "tensors from one process into all ranks, by each placement of the tensor queue",
     "step": "the engine's overhead per decode step",
     "roofline": "decode, prefill and vision of a model on this CPU, as shares of what the machine can do",

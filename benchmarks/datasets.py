@@ -3,14 +3,14 @@
     synthetic-video, synthetic-image   the bundled model's clips and pictures, each with a question and its answer
     random-mm                          media whose sizes are drawn from --random-mm-bucket-config
     random                             texts of --random-input-len words, each of them one token
-    sharegpt, custom, hf               records of --dataset-path: of a JSON file, or of the Hugging Face hub
+    sharegpt, custom                   records of the JSON file --dataset-path
 
 A record has a conversation (`messages`, `conversations` or `conversation`: turns with `role` and `content`, or with
 `from` and `value`) or a single text (`prompt`, `question`, `problem`, `instruction` or `text`). A turn's content is a
 text, or a list of parts as in a chat request. Media also come as `image`, `images`, `video` or `videos` of the record:
-a URL, a path (relative ones from the file's folder), or a dictionary with `bytes`, `path` or `url`; they go before the
-text of the first question. The prompt ends before the first answer. `expected` is the one right answer, `output_tokens`
-the most tokens to generate; without it they are as many as the record's own answer has, or 128.
+a URL, a path (relative ones from the file's folder), or a dictionary with `path` or `url`; they go before the text of
+the first question. The prompt ends before the first answer. `expected` is the one right answer, `output_tokens` the
+most tokens to generate; without it they are as many as the record's own answer has, or 128.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from mini_engine.config import BUNDLED_MODEL, BUNDLED_NAME, ConfigError
 from mini_engine.demo import videos
 from training import questions
 
-READ = ("sharegpt", "custom", "hf")
+READ = ("sharegpt", "custom")
 NAMES = ("synthetic-video", "synthetic-image", "random-mm", "random", *READ)
 FIRST_SEED = 2 * 10**9  # far from what the bundled model was trained on
 SEEDS_EACH = 10**6
@@ -53,7 +53,6 @@ ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "a
 MEDIA = {"image": "image", "images": "image", "video": "video", "videos": "video"}
 PLACEHOLDER = re.compile(r"<(?:image|video)>\n?")
 URL = re.compile(r"(?:data|file|https?):", re.IGNORECASE)
-SHUFFLE_BUFFER = 1_000  # records of a stream that are in memory to be drawn from
 Record = dict[str, Any]
 Part = dict[str, Any]  # of a message's content
 
@@ -226,16 +225,14 @@ def _read_prompts(args: argparse.Namespace, wanted: int, tokenizer: str) -> list
         OSError, ValueError: the file cannot be read.
     """
     path = Path(args.dataset_path)
-    folder = path if path.is_dir() else path.parent
-    records = _from_hub(args) if args.dataset_name == "hf" else _from_file(args, path)
-    prompts = (_prompt(record, args.output_len, folder, tokenizer) for record in records)
+    prompts = (_prompt(record, args.output_len, path.parent, tokenizer) for record in _records(args, path))
     found = list(itertools.islice((prompt for prompt in prompts if prompt is not None), wanted))
     if not found:
         raise ConfigError(f"--dataset-path: {path} has no prompt under {', '.join(CONVERSATIONS + TEXTS)}")
     return found
 
 
-def _from_file(args: argparse.Namespace, path: Path) -> Iterable[Record]:
+def _records(args: argparse.Namespace, path: Path) -> Iterable[Record]:
     """A list of objects, or an object on each line."""
     text = path.read_text(encoding="utf-8-sig")
     try:
@@ -244,17 +241,6 @@ def _from_file(args: argparse.Namespace, path: Path) -> Iterable[Record]:
     except json.JSONDecodeError as error:
         raise ConfigError(f"--dataset-path: {path} is neither a JSON list nor JSON Lines: {error}") from None
     return records if args.disable_shuffle else draws(args.seed, "records").permutation(records).tolist()
-
-
-def _from_hub(args: argparse.Namespace) -> Iterable[Record]:
-    """The records of a data set on the hub, or of a local folder of its files, shuffled as --disable-shuffle says."""
-    try:
-        import datasets
-    except ImportError:
-        raise ConfigError("--dataset-name hf needs the package datasets: pip install 'mini-engine[hf]'") from None
-    stream = datasets.load_dataset(args.dataset_path, args.hf_subset, split=args.hf_split or "train", streaming=True)
-    stream = stream.decode(False)  # media as the bytes they are
-    return stream if args.disable_shuffle else stream.shuffle(args.seed, buffer_size=SHUFFLE_BUFFER)
 
 
 def _prompt(record: Record, output_len: int | None, folder: Path, tokenizer: str) -> Prompt | None:
@@ -292,11 +278,11 @@ def _parts(value: Any, kind: str, folder: Path) -> list[Part]:
         return [_text_part(PLACEHOLDER.sub("", value))]
     value = value if isinstance(value, dict) else {"url": value}
     place = str(value.get("path") or value.get("url") or "")
-    if URL.match(place) and not value.get("bytes"):
+    if URL.match(place):
         return [_media_part(place, kind)]
     guess = mimetypes.guess_type(place)[0] or ""
     mime = guess if guess.startswith(kind) else {"image": "image/jpeg", "video": "video/mp4"}[kind]
-    return [_media_part(value.get("bytes") or (folder / place).read_bytes(), kind, mime)]
+    return [_media_part((folder / place).read_bytes(), kind, mime)]
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------

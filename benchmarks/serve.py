@@ -8,7 +8,6 @@ clock runs; answers are streamed, and greedy without --temperature. docs/benchma
 import argparse
 import asyncio
 import datetime
-import importlib
 import json
 import math
 import random
@@ -29,8 +28,6 @@ USED_BY = {  # flags that only some data sets use
     "dataset_path": READ,
     "no_oversample": READ,
     "disable_shuffle": READ,
-    "hf_subset": ("hf",),
-    "hf_split": ("hf",),
     "input_len": ("random", "random-mm"),
     "random_prefix_len": ("random", "random-mm"),
     "random_range_ratio": ("random", "random-mm"),
@@ -54,10 +51,6 @@ def run(args: argparse.Namespace) -> Report:
     """Measure one server."""
     check(args)
     measured = measure(args)
-    if args.plot is not None:
-        from benchmarks import plot
-
-        plot.draw_run(measured.run, measured.results["stages_ms"], args.plot)
     return Report(measured.results, measured.failures)
 
 
@@ -114,13 +107,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "of a data set's own answers need (default: --model, or the server's name of it).")  # fmt: skip
     add = parser.add_argument_group("prompts").add_argument
     add("--dataset-name", choices=NAMES, default="synthetic-video", help="Data set (default: synthetic-video).")
-    add("--dataset-path", metavar="PATH", help="JSON file of sharegpt or custom; hub name or folder of hf.")
-    add("--hf-subset", metavar="NAME", help="Subset of a data set of the hub.")
-    add("--hf-split", metavar="NAME", help="Split of a data set of hf (default: train).")
+    add("--dataset-path", metavar="PATH", help="JSON file of sharegpt or custom.")
     add("--num-prompts", type=int, default=100, help="Number of requests (default: 100).")
     add("--num-warmups", type=int, default=4, help="Unmeasured requests before, with other media (default: 4).")
-    add("--output-len", "--random-output-len", "--custom-output-len", "--sharegpt-output-len", "--hf-output-len",
-        type=int, metavar="TOKENS", help="Maximum output tokens; default: 32 for synthetic ones, as many as the "
+    add("--output-len", "--random-output-len", "--custom-output-len", "--sharegpt-output-len", type=int,
+        metavar="TOKENS", help="Maximum output tokens; default: 32 for synthetic ones, as many as the "
         "record's own answer has for files, else 128.")  # fmt: skip
     add("--input-len", "--random-input-len", type=int, metavar="TOKENS", help="Length of the text of random and "
         "random-mm without a chat's template (default: 1024 for random, a short question for random-mm).")  # fmt: skip
@@ -170,7 +161,6 @@ def _add_traffic_and_results(parser: argparse.ArgumentParser) -> None:
     add("--label", metavar="NAME", help="Label in the file, and prefix of its name instead of the backend.")
     add("--metadata", type=pair, nargs="+", default=[], metavar="KEY=VALUE", help="Additional keys of the file.")
     add("--disable-tqdm", action="store_true", help="Hide the progress bar, which only a terminal shows.")
-    add("--plot", type=Path, metavar="FILE", help="Plot latencies, throughput and stages to a file, such as out.png.")
 
 
 def pair(text: str) -> tuple[str, str]:
@@ -217,8 +207,6 @@ def check(args: argparse.Namespace) -> None:
     given = (args.save_detailed, args.result_dir, args.result_filename, args.label, args.metadata)
     if any(given) and not args.save_result:
         raise ConfigError("--save-detailed, --result-dir, --result-filename, --label and --metadata need --save-result")
-    if args.plot is not None:
-        importlib.import_module("benchmarks.plot")  # which says if its library is missing
     if args.max_concurrency is None and name.startswith("synthetic") and math.isinf(args.request_rate):
         args.max_concurrency = SYNTHETIC_CONCURRENCY
 

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Report:
-    """Measure each value, then print the table and draw the plot."""
+    """Measure each value, then print the table."""
     flag = "--" + args.flag.lstrip("-").replace("_", "-")
     if not (args.base_url or args.host or args.port):
         args.launch = args.launch or ""
@@ -40,10 +40,6 @@ def run(args: argparse.Namespace) -> Report:
     results = [measured.results for measured in runs]
     rows = [[value, *map(one.get, COLUMNS)] for value, one in zip(values, results, strict=True)]
     print(table([flag, *COLUMNS.values()], rows))
-    if args.plot is not None:
-        from benchmarks import plot
-
-        plot.draw_sweep(flag, values, results, args.plot)
     failures = [failure for measured in runs for failure in measured.failures]
     return Report({"flag": flag, "values": values, "runs": results}, failures)
 

@@ -170,9 +170,6 @@ _GAUGES = {  # by field of EngineStats
     "media_facts": _engine_gauge("media_facts", "Media items whose size in tokens, grid and text are known."),
     "state_snapshots": _engine_gauge("state_snapshots", "Snapshots of recurrent states."),
     "media_references": _engine_gauge("mm_cache_references", "References of unfinished requests to cached media."),
-    "media_oldest_seconds": _engine_gauge(
-        "mm_cache_oldest_seconds", "Time since the least recently used item was used."
-    ),
 }
 _COUNTERS = {  # by field of EngineStats
     "prefix_cache_queries": _counter("prefix_cache_queries_total", "Prompt tokens looked up.", "engine"),

@@ -13,7 +13,6 @@ from mini_engine import metrics
 from mini_engine.http.app import ROUTERS
 from mini_engine.http.middleware import COUNTED_METHODS, ENGINE_PATHS
 from mini_engine.launch.metrics_files import DIRECTORY_VARIABLE, FILE_BYTES, NUMBER_VARIABLE, forget_gauges, make_files
-from tests.support.shortages import no_descriptors
 
 COUNT = """
 from mini_engine import metrics
@@ -22,8 +21,8 @@ metrics.ipc_messages_total.labels("torch_shm").inc(3)
 metrics.ipc_buffered_bytes.set(100)
 engine = metrics.EngineMetrics(0, 1000)
 metrics.EngineMetrics(1, 1000)
-engine.update(EngineStats({running}, 0, 0.25, 30, 700, 200, 3, 1.5, 5, 9, 10, 4, media_evictions=6))
-engine.update(EngineStats({running}, 0, 0.25, 30, 700, 200, 3, 1.5, step_tokens={{3: 2, 16: 1}}))
+engine.update(EngineStats({running}, 0, 0.25, 30, 700, 200, 3, 5, 9, 10, 4, media_evictions=6))
+engine.update(EngineStats({running}, 0, 0.25, 30, 700, 200, 3, step_tokens={{3: 2, 16: 1}}))
 metrics.stage_seconds["queue"].observe(1)
 """
 
@@ -55,7 +54,6 @@ def test_the_metrics_of_all_processes_are_summed(tmp_path: Path) -> None:
         'mm_cache_evictions_total{engine="0"} 12.0',
         'mm_store_bytes{engine="0",state="pinned"} 200.0',
         'mm_store_bytes{engine="0",state="free"} 300.0',
-        'mm_cache_oldest_seconds{engine="0"} 1.5',
         "request_queue_time_seconds_sum 2.0",
     }
     with_label = {re.sub(r'{model_name="m"}|,model_name="m"|(?<={)model_name="m",', "", line) for line in lines}
@@ -98,8 +96,6 @@ def test_a_process_counts_on_in_the_files_of_the_one_before_it(tmp_path: Path) -
 
 def test_metrics_that_cannot_be_read_are_not_an_empty_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A scraper would take it for a server whose counters were reset."""
-    run(COUNT.format(running=5), tmp_path)
-    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
-    with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path / "absent"))
+    with pytest.raises(FileNotFoundError):
         metrics.exposition("m")
-    assert b"num_requests_running" in metrics.exposition("m")

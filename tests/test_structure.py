@@ -40,9 +40,7 @@ MAY_IMPORT = {
     "cluster": {"cluster", "protocol", "mini_engine.launch.cli"} | FRONT,
 }
 FOR_ALL = {"messages", "config", "log", "metrics", "failpoints", "free_memory"}  # not what is in folders
-FOR_ALL_BY_NAME = {"mini_engine.config.decode_limits"} | {
-    f"mini_engine.launch.{name}" for name in ("child", "process_setup", "shortage")
-}
+FOR_ALL_BY_NAME = {f"mini_engine.{name}" for name in ("config.decode_limits", "launch.child", "launch.process_setup")}
 
 
 @functools.cache

@@ -306,9 +306,8 @@ class EngineConfig:
     """Device on which frames become patches; from `cuda` they reach the workers without a copy on the host."""
     mm_ipc_gpu_memory_gb: float | None = _transport(None, unset="4 with --mm-processor-device cuda", minimum=0.1)
     """Maximum memory of CUDA devices for such patches, in GiB, of all API servers together. It and 1 GiB per API server
-    for the CUDA context are taken off the KV cache. Three quarters are for the processor: an item that needs more is
-    processed on the CPU. A quarter is divided into eight staging slots per API server and engine: a prompt that finds
-    no free slot, or is too large for one, is copied through the host."""
+    for the CUDA context are taken off the KV cache. What does not fit is processed on the CPU, or copied through the
+    host."""
 
     def validate(self) -> None:
         """Raises ConfigError for values that do not fit the others, or name what does not exist; each is a line of the

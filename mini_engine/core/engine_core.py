@@ -412,7 +412,6 @@ class EngineCore:
             self.media.num_bytes,
             self.media.num_bytes_pinned,
             self.media.num_references,
-            self.media.oldest_seconds(),
             self.states.num_snapshots,
             len(self.media.facts),
             **events,

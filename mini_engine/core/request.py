@@ -27,7 +27,6 @@ class MediaEntry:
     patches: StoreHandle | None = None  # None: the ranks have copies
     writer: int = 0  # incarnation of the API server that has the extents reserved
     references: int = 0
-    used_at: float = 0.0  # when it was written or its last reference ended, by `time.monotonic()`
 
     @property
     def extents(self) -> list[tuple[int, int]]:

@@ -1,28 +1,19 @@
 """Exceptions -> the error response, or the last event of a stream, and one line in the log."""
 
 import logging
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import Response
 
 from mini_engine import metrics
-from mini_engine.launch.shortage import shortage_in
 from mini_engine.log import about
-from mini_engine.protocol.api_errors import ApiError
+from mini_engine.protocol.api_errors import ApiError, out_of
 from mini_engine.protocol.request_clock import RequestClock
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER = {429: "1", 503: "5"}  # seconds: many requests take no longer; about what a replacement needs to start
-QUIET_SECONDS = 60.0  # without a shortage, after which the next one is logged again
-REMEDIES = {
-    "file descriptors": "raise its limit: ulimit -n, LimitNOFILE=, --ulimit nofile=",
-    "threads": "raise the limit on processes: ulimit -u, TasksMax=, --pids-limit",
-    "memory": "see Memory in docs/operations.md",
-}
-_last_shortage: dict[str, float] = {}  # time by resource
 
 
 def report_error(error: Exception, request_id: str, caller: Mapping[str, Any], clock: RequestClock | None) -> ApiError:
@@ -30,14 +21,9 @@ def report_error(error: Exception, request_id: str, caller: Mapping[str, Any], c
     match error:
         case ApiError():
             answer = error
-        case _ if shortage := shortage_in(error):
-            resource, now = shortage.what, time.monotonic()
-            # One line when a shortage begins: a host that is short of something should write no more than it has to.
-            if now - _last_shortage.get(resource, -QUIET_SECONDS) > QUIET_SECONDS:
-                logger.error("out of %s: requests are refused; %s", resource, REMEDIES[resource])
-            _last_shortage[resource] = now
+        case _ if resource := out_of(error):
             metrics.requests_rejected_total.labels("host").inc()
-            answer = ApiError(503, str(shortage), code="overloaded")
+            answer = ApiError(503, f"This server is out of {resource}; retry later.", code="overloaded")
         case _:
             logger.error("%s failed", request_id, exc_info=error, extra=about(request_id, caller))
             text = f"Internal error; the server's log has the details under {request_id}."

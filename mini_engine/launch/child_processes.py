@@ -33,7 +33,6 @@ from mini_engine.transport.codec import Encoder, decode
 logger = logging.getLogger(__name__)
 
 TURNS = 4  # that the shortest of the time-outs is divided into
-EXIT_SECONDS = 15.0  # without an answer, of an API server that is to exit: a restart of the engines waits for it
 DEATH_SECONDS = 30.0  # for a process that was killed to exit: it may have much memory to give back
 
 
@@ -59,7 +58,6 @@ class ChildProcess:
     spec: ChildSpec
     pid: int
     pidfd: int  # becomes readable at its death
-    generation: int  # which start of the engines it belongs to
     metrics_number: int | None  # API server: see `metrics_files.py`
     state: ChildState = ChildState.LOADING
     has_served: bool = False
@@ -122,7 +120,7 @@ class ChildMessage:
 
 @dataclass(frozen=True)
 class Gone:
-    """A child is dead; the others of its generation were notified."""
+    """A child is dead; the others were notified."""
 
     child: ChildProcess
     text: str  # which one, and how, as in the log
@@ -150,7 +148,7 @@ def catch_stop_signals() -> int:
 
 
 class ProcessGroup:
-    """All children, of the engines that serve and of those before them, on one ROUTER in `runtime_dir`.
+    """All children, on one ROUTER in `runtime_dir`.
 
     `stop_signals`: see `catch_stop_signals`.
     """
@@ -169,9 +167,9 @@ class ProcessGroup:
         self._router = sockets.bind_router(self._context, self.endpoint)
         self._metrics_dir.mkdir()
 
-    def start(self, spec: ChildSpec, generation: int) -> ChildProcess:
-        """Start a child that belongs to the engines of this `generation`. Call it from the main thread only. Raises
-        OSError: out of processes or descriptors, or no room for the metrics files of an API server."""
+    def start(self, spec: ChildSpec) -> ChildProcess:
+        """Start a child. Call it from the main thread only. Raises OSError: out of processes or descriptors, or no room
+        for the metrics files of an API server."""
         environ, number = {}, None
         if spec.role == "api":
             taken = {child.metrics_number for child in self.api_servers()}
@@ -180,7 +178,7 @@ class ProcessGroup:
             environ = {DIRECTORY_VARIABLE: str(self._metrics_dir), NUMBER_VARIABLE: str(number)}
         pid = fork(spec, environ)
         try:
-            child = ChildProcess(spec, pid, os.pidfd_open(pid), generation, number)
+            child = ChildProcess(spec, pid, os.pidfd_open(pid), number)
         except OSError:  # no descriptor to watch it by
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -189,7 +187,6 @@ class ProcessGroup:
         return child
 
     def api_servers(self) -> list[ChildProcess]:
-        """Those of all generations."""
         return [child for child in self.children if child.spec.role == "api"]
 
     def engines(self) -> list[ChildProcess]:
@@ -201,8 +198,7 @@ class ProcessGroup:
         if child.spec.role == "api":
             return []
         engine, _, _ = child.spec.index.partition(".")  # "0", of "0" and "0.1"
-        peers = [peer for peer in self.engines() if peer.generation == child.generation]
-        return [peer for peer in peers if peer.spec.index.partition(".")[0] == engine]
+        return [peer for peer in self.engines() if peer.spec.index.partition(".")[0] == engine]
 
     def send(self, child: ChildProcess, body: AnyMessage) -> None:
         """Queue a message; it is dropped if the child is dying or hangs, which its death or a time-out shows."""
@@ -275,8 +271,7 @@ class ProcessGroup:
             with contextlib.suppress(OSError):  # out of descriptors: its last values stay until its replacement serves
                 forget_gauges(self._metrics_dir, child.metrics_number)
         for other in self.children:
-            if other.generation == child.generation:
-                self.send(other, PeerGone(child.spec.name, child.spec.incarnation))
+            self.send(other, PeerGone(child.spec.name, child.spec.incarnation))
         return Gone(child, text)
 
     def _take_turn(self) -> None:
@@ -295,10 +290,8 @@ class ProcessGroup:
                     if seconds >= self._config.startup_timeout:
                         late.append(child)
                 case ChildState.SERVING | ChildState.STOPPING if child.spec.role != "worker":
-                    serves = child.state is ChildState.SERVING
-                    limit = self._silence if serves else min(self._silence, EXIT_SECONDS)
-                    if seconds >= limit:
-                        reason = f"it was unresponsive for {limit:g} s" + " (--collective-timeout)" * serves
+                    if seconds >= self._silence:
+                        reason = f"it was unresponsive for {self._silence:g} s (--collective-timeout)"
                         _kill_hung(child, reason, self.engine_of(child) or [child])
                     else:
                         self.send(child, ControlRequest(child.turns))

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from mini_engine.config import EngineConfig
 from mini_engine.launch.child import ChildSpec
-from mini_engine.launch.child_processes import ChildMessage, ChildProcess, ChildState, ProcessGroup
+from mini_engine.launch.child_processes import ChildMessage, ChildState, ProcessGroup
 from mini_engine.launch.preload import preload
 from mini_engine.messages import EngineLimits, Init, MediaCachePlan, RankAddress, Ready, Serving, Start
-from mini_engine.transport.shared_memory import create_sparse, discard, map_sparse
+from mini_engine.transport.shared_memory import create_sparse
 
 logger = logging.getLogger(__name__)
 
@@ -33,18 +33,13 @@ class ServerGeneration:
     media_cache: MediaCachePlan
     runtime_dir: Path
     listeners: list[socket.socket]  # one for each API server's place
-    processes: ProcessGroup  # of all generations
+    processes: ProcessGroup
 
     serving_since: float = field(default=math.inf, init=False)  # by `time.monotonic`
     limits: list[EngineLimits] = field(default_factory=list, init=False)  # of its engines
     early_deaths: int = field(default=0, init=False)  # of API servers in a row, before they served
     _media_stores: list[int] = field(default_factory=list, init=False)  # descriptors, by engine
     _weights: list[int] = field(default_factory=list, init=False)  # descriptors, by rank, where engines share them
-
-    @property
-    def children(self) -> list[ChildProcess]:
-        """Its living processes."""
-        return [child for child in self.processes.children if child.generation == self.number]
 
     @property
     def announced(self) -> bool:
@@ -66,39 +61,30 @@ class ServerGeneration:
             for _ in range(config.engines):
                 self._media_stores.append(create_sparse(self.media_cache.nbytes))
         for engine in range(config.engines):
-            self.processes.start(ChildSpec("core", str(engine), init, endpoint), self.number)
+            self.processes.start(ChildSpec("core", str(engine), init, endpoint))
         yield from preload("worker")
         ranks = range(config.tensor_parallel_size)
         self._weights += [os.memfd_create("mini-engine-weights") for _ in ranks if config.engines > 1]
         for engine, rank in itertools.product(range(config.engines), ranks):
             own, weights = self._media_stores[engine : engine + 1], self._weights[rank] if self._weights else None
             spec = ChildSpec("worker", f"{engine}.{rank}", init, endpoint, media_stores=own, weights=weights)
-            self.processes.start(spec, self.number)
+            self.processes.start(spec)
         yield from preload("api")
         self.start_api_servers()
 
     def start_api_servers(self) -> None:
         """Start one for each place that has none. Raises OSError, as `start` does."""
-        taken = {child.spec.index for child in self.children if child.spec.role == "api"}
+        taken = {child.spec.index for child in self.processes.api_servers()}
         for place, listener in enumerate(self.listeners):
             if str(place) not in taken:
                 inherited = listener.fileno(), self._media_stores
                 spec = ChildSpec("api", str(place), self._init(), self.processes.endpoint, *inherited)
-                self.processes.start(spec, self.number)
-
-    def end(self) -> None:
-        """Kill all of them but the API servers that serve, which go on to answer 503."""
-        for child in self.children:
-            if child.spec.role != "api" or child.state is not ChildState.SERVING:
-                child.kill()
+                self.processes.start(spec)
 
     def release_memory(self) -> None:
-        """Remove its sockets and empty its media stores. Its engines are dead."""
+        """Remove its sockets and close its memories. Its processes are dead."""
         shutil.rmtree(self.directory, ignore_errors=True)
-        for fd in self._media_stores:  # which its API servers, as long as they answer 503, have mapped
-            discard(map_sparse(fd, self.media_cache.nbytes))
-            os.close(fd)
-        for fd in self._weights:
+        for fd in (*self._media_stores, *self._weights):
             os.close(fd)
         self._media_stores.clear()
         self._weights.clear()
@@ -111,7 +97,7 @@ class ServerGeneration:
                 child.advance(ChildState.READY)
                 if limits is not None:
                     self.limits.append(limits)
-                self.release_api_servers()
+                self._release_api_servers()
             case Serving():
                 self.early_deaths = 0
                 child.advance(ChildState.SERVING)
@@ -133,19 +119,14 @@ class ServerGeneration:
             restarts=self.number - 1,
         )
 
-    def release_api_servers(self) -> None:
-        """Let API servers accept connections once every engine can take requests, and those of earlier generations,
-        which answer 503 at the same sockets, are gone: a client that has got a 200 from `/health` gets no 503 then."""
-        children = self.children
-        earlier = [server for server in self.processes.api_servers() if server.generation < self.number]
-        needed = [child for child in children if child.spec.role != "api" or earlier]
-        if not self.limits or any(child.state not in (ChildState.READY, ChildState.SERVING) for child in needed):
+    def _release_api_servers(self) -> None:
+        """Let API servers accept connections once every engine can take requests."""
+        engines = self.processes.engines()
+        if not self.limits or any(child.state not in (ChildState.READY, ChildState.SERVING) for child in engines):
             return
-        for server in earlier:
-            server.terminate()
-        for child in children if not earlier else ():
-            if child.spec.role != "api":
-                child.advance(ChildState.SERVING)
-            elif child.state is ChildState.READY:
+        for child in engines:
+            child.advance(ChildState.SERVING)
+        for child in self.processes.api_servers():
+            if child.state is ChildState.READY:
                 child.advance(ChildState.STARTED)
                 self.processes.send(child, Start(min(self.limits, key=lambda limits: limits.num_blocks)))

@@ -4,7 +4,7 @@ Once the server runs, the supervisor sleeps in one poller until a child dies or 
 few times a minute it pings all of them.
 
 The processes of one start are a generation. When an engine dies its generation is over: with `--restart-engine` the
-next one starts behind the same sockets, and until it serves, the API servers of the one before answer 503.
+next one starts at the same sockets when all of its processes have exited; until it serves, connections are refused.
 """
 
 import contextlib
@@ -152,7 +152,7 @@ class Supervisor:
                 self.poll(0)
         except OSError as error:
             raise GenerationOver(f"a process cannot be started: {error}") from None
-        while any(child.state is not ChildState.SERVING for child in self.generation.children):
+        while any(child.state is not ChildState.SERVING for child in self.processes.children):
             self.poll()
         self.generation.serving_since = time.monotonic()
         self._announce(time.monotonic() - begun)
@@ -194,19 +194,15 @@ class Supervisor:
                 logger.info(text, signal.Signals(first).name, seconds)
                 raise Stop(0, "stopped", drain_seconds=seconds, at_once=bool(more))
             case ChildMessage(child=child, body=Refused(reason=reason)):
-                if child.generation == self.generation.number and not self.generation.announced:
-                    if child.generation == 1:
+                if not self.generation.announced:
+                    if self.generation.number == 1:
                         raise Stop(2, f"start failed: {reason}")
                     raise GenerationOver(reason)
                 child.kill(reason)
-            case ChildMessage(child=child) if child.generation == self.generation.number:
+            case ChildMessage():
                 self.generation.receive(event)
-            case Gone(child=child, text=text) if child.generation == self.generation.number:
+            case Gone(child=child, text=text):
                 self._on_death(child, text)
-            case Gone(child=child) if child.spec.role == "api":  # it answered 503
-                if child.state is not ChildState.STOPPING:  # else its connections are queued for its successor
-                    self._leave_port(int(child.spec.index))
-                self.generation.release_api_servers()
 
     def _on_death(self, child: ChildProcess, text: str) -> None:
         if child.spec.role != "api" or not self.generation.announced:
@@ -215,44 +211,41 @@ class Supervisor:
             self.generation.early_deaths += 1
         if self.generation.early_deaths >= API_RESTARTS_IN_A_ROW:
             raise Stop(1, f"ended with status 1: {text}, and so did the {API_RESTARTS_IN_A_ROW - 1} before it")
-        others = [other for other in self.generation.children if other.spec.role == "api"]
-        if any(other.state is ChildState.SERVING for other in others):
-            self._leave_port(int(child.spec.index))  # else connections are queued for its replacement
+        if any(other.state is ChildState.SERVING for other in self.processes.api_servers()):
+            leave_port(self.listeners[int(child.spec.index)])  # else connections are queued for its replacement
 
     # --- what follows from a death -----------------------------------------------------------------------------------
 
-    def _leave_port(self, place: int) -> None:
-        """Queue no more connections at the socket of `place`, unless an API server of any generation accepts them."""
-        accepting = (ChildState.STARTED, ChildState.SERVING)
-        servers = [child for child in self.processes.api_servers() if int(child.spec.index) == place]
-        if not any(child.state in accepting for child in servers):
-            leave_port(self.listeners[place])
-
     def end_generation(self, reason: str) -> None:
-        """End its engines, so that every client has its answer; returns when the next generation is to start. Raises
-        Stop: there is to be none."""
+        """End its engines, so that every client has its answer, and then its API servers; returns when the next
+        generation is to start. Raises Stop: there is to be none."""
         ended, limit = self.generation, self.config.restart_engine
         if ended.number == 1 and not ended.announced:  # most often the settings are at fault
             raise Stop(1, f"start failed: {reason}")
-        ended.end()
-        self.generation = dataclasses.replace(ended, number=ended.number + 1)  # other deaths of `ended` change nothing
-        for place in range(len(self.listeners)):  # those whose API server is dead or does not serve yet
-            self._leave_port(place)
+        for child in self.processes.children:
+            if child.spec.role != "api" or child.state is not ChildState.SERVING:
+                child.kill()
         reach_failpoint("restarting-engines")
         if time.monotonic() - ended.serving_since >= HEALTHY_SECONDS:
             self.restarts = 0
-        pause, last = ENGINE_DEATH_GRACE_SECONDS, self.restarts >= limit
-        if not last:
-            pause = min(FIRST_PAUSE_SECONDS * 2**self.restarts, LONGEST_PAUSE_SECONDS)
-            self.restarts += 1
+        pause = min(FIRST_PAUSE_SECONDS * 2**self.restarts, LONGEST_PAUSE_SECONDS)
+        self.restarts += 1
+        if self.restarts <= limit:
             logger.error("restart %d of %d in %g s, since %s", self.restarts, limit, pause, reason)
-        deadline = time.monotonic() + pause
-        while (left := deadline - time.monotonic()) > 0 or self.processes.engines():
-            self.poll(left if left > 0 else math.inf)
-        ended.release_memory()
-        if last:
+        deadline, stop = time.monotonic() + pause, Stop(0, "stopped")
+        self._wait_for_api_servers(stop, ENGINE_DEATH_GRACE_SECONDS)
+        if self.restarts > limit:
             remedy = "" if limit else "; --restart-engine would restart its engines"
             raise Stop(1, f"ended with status 1: {reason}{remedy}")
+        self._stop_processes(stop)
+        if stop.at_once:
+            raise stop
+        for listener in self.listeners:  # connections that were not accepted are reset
+            leave_port(listener)
+        ended.release_memory()
+        self.generation = dataclasses.replace(ended, number=ended.number + 1)
+        while (left := deadline - time.monotonic()) > 0:
+            self.poll(left)
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -275,7 +268,7 @@ class Supervisor:
                 logger.warning("%s is killed: it has not exited within %g s", child.title, API_STOP_SECONDS)
             child.kill()
         while self.processes.children:
-            self.processes.wait()
+            stop.at_once |= any(isinstance(event, Interrupted) for event in self.processes.wait())
 
     def _wait_for_api_servers(self, stop: Stop, seconds: float) -> None:
         """Until all have exited, the time is up, or another signal comes."""

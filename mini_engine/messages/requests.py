@@ -194,7 +194,6 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True):
     media_bytes: int = 0  # of cached media
     media_bytes_pinned: int = 0  # of those, items with references
     media_references: int = 0  # to cached media, from running requests and from steps that copy
-    media_oldest_seconds: float = 0.0  # since the last use of the longest unused item
     state_snapshots: int = 0  # of recurrent states
     media_facts: int = 0  # items of which the facts are known
     # Events:

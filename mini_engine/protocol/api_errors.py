@@ -4,6 +4,7 @@ No message contains a path, an address or a segment name, except the names by wh
 `--served-model-name`, that is MODEL as the command line has it.
 """
 
+import errno
 from collections.abc import Mapping
 from typing import Literal
 
@@ -16,8 +17,13 @@ Code = Literal[
     "request_too_large", "shutting_down", "timeout", "unknown_parameter", "unknown_url", "unsupported_parameter",
 ]  # fmt: skip
 
-
 ENGINE_DIED = "The engine that served this request has stopped; send it again later."
+_OUT_OF = {
+    errno.EAGAIN: "threads",
+    errno.EMFILE: "file descriptors",
+    errno.ENFILE: "file descriptors",
+    errno.ENOMEM: "memory",
+}
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -83,3 +89,12 @@ def bad_request(message: str, param: str | None = None, code: Code = "invalid_va
 def shutting_down() -> EngineError:
     """A 503 for a new request, or for one that is cut off: this server shuts down, and there may be another."""
     return EngineError("The server is shutting down; send this request again later.", code="shutting_down")
+
+
+def out_of(error: BaseException) -> str | None:
+    """What this host, or a limit of this process, is out of, if `error` reports that: no fault of any request."""
+    if isinstance(error, OSError):
+        return _OUT_OF.get(error.errno or 0)
+    if isinstance(error, MemoryError):
+        return "memory"
+    return "threads" if "can't start new thread" in str(error) else None

@@ -55,11 +55,6 @@ def populate_for_writing(mapping: mmap.mmap, offset: int, nbytes: int) -> None:
         raise OSError(errno.ENOMEM, "no memory for shared pages")
 
 
-def discard(mapping: mmap.mmap) -> None:
-    """Free the memory of all pages, for all processes: they read as zeros from now on."""
-    mapping.madvise(mmap.MADV_REMOVE)
-
-
 def map_for_reading(fd: int) -> Any:
     """The memory behind `fd` as a ctypes array; `fd` may be closed afterwards. The mapping is read-only and other
     processes view the same pages: a write through the array ends the process. It is unmapped with the last reference to

@@ -5,12 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from benchmarks import ab
 from benchmarks.client import Outcome, Run
 from benchmarks.datasets import Prompts
-from benchmarks.plot import draw_sweep
 from benchmarks.serve import Measured
 
 
@@ -40,15 +38,13 @@ def test_ratios_by_hand():
 def test_a_sweep_of_a_server_that_runs(bench, server, tmp_path: Path):
     ran = bench("sweep", "--flag", "--max_concurrency", "--values", "1,3", "--base-url", server.base_url,
                 "--num-prompts", 6, "--num-warmups", 0, "--dataset-name", "synthetic-image",
-                "--plot", tmp_path / "sweep.png", "--save-result",
-                "--result-dir", tmp_path, "--result-filename", "r.json")  # fmt: skip
+                "--save-result", "--result-dir", tmp_path, "--result-filename", "r.json")  # fmt: skip
     assert ran.status == 0, ran.err
     assert [run["max_concurrent_requests"] for run in ran.results["runs"]] == [1, 3]
     for value, run in zip("13", ran.results["runs"], strict=True):
         row = next(line.split() for line in ran.out.splitlines() if line.split()[:3] == [value, "6", "0"])
         assert float(row[3]) == pytest.approx(run["request_throughput"], abs=1e-3)
         assert json.loads((tmp_path / f"r-max-concurrency={value}.json").read_text())["max_concurrency"] == int(value)
-    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_several_values_of_a_sweep_may_contain_commas(bench, server):
@@ -57,17 +53,6 @@ def test_several_values_of_a_sweep_may_contain_commas(bench, server):
                 "--dataset-name", "random-mm", "--num-prompts", 1, "--num-warmups", 0)  # fmt: skip
     assert ran.status == 0 and ran.results["values"] == values
     assert [value for line in ran.out.splitlines() for value in values if line.startswith(f"{value}  ")] == values
-
-
-@pytest.mark.parametrize(("memory", "panels"), [({"start_memory_mb": 1e3, "peak_memory_mb": 2e3}, 3), ({}, 2)])
-def test_the_picture_of_a_sweep_is_small(memory: dict[str, float], panels: int, tmp_path: Path):
-    values = [f"{{(240, 320, {frames}): 1.0}}" for frames in (8, 48, 240)]
-    latencies = {"median_ttft_ms": 63.0, "p99_ttft_ms": 1800.0, "median_e2el_ms": None}
-    runs = [{"request_throughput": place, **latencies, **memory} for place in range(3)]
-    draw_sweep("--random-mm-bucket-config", values, runs, tmp_path / "sweep.png")
-    with Image.open(tmp_path / "sweep.png") as image:
-        assert image.size == (400 * panels, 360)
-    assert (tmp_path / "sweep.png").stat().st_size < 40_000
 
 
 @pytest.mark.slow

@@ -1,15 +1,12 @@
 """What the data sets make of the flags: counts, repeats, and records of every form."""
 
 import base64
-import io
 import json
 from collections import Counter
 from pathlib import Path
 
-import datasets as hub
 import numpy as np
 import pytest
-from PIL import Image
 from transformers import AutoTokenizer
 
 from benchmarks import serve
@@ -18,12 +15,6 @@ from benchmarks.datasets import Prompt, Prompts, load, repeat_order
 from mini_engine.config import BUNDLED_MODEL, BUNDLED_NAME, ConfigError
 from mini_engine.demo import videos
 from training import questions
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Hugging Face's package keeps what it has read: not in the home directory, which may not be writable."""
-    monkeypatch.setattr(hub.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
 
 
 def loaded(name: str, *flags: object) -> Prompts:
@@ -145,21 +136,6 @@ def test_lengths_of_answers(tmp_path: Path):
     path = write(tmp_path / "c.jsonl", [{"prompt": "a"}, {"prompt": "b", "output_tokens": 5, "expected": "c"}])
     found = loaded("custom", "--num-prompts", 2, "--dataset-path", path, "--disable-shuffle").measured
     assert [(prompt.output_tokens, prompt.answer) for prompt in found] == [(128, None), (5, "c")]
-
-
-def test_hf_reads_a_local_folder_with_its_media(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hub.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)  # before a process that may end: not this one
-    features = hub.Features({"question": hub.Value("string"), "image": hub.Image()})
-    pictures = [videos.encode_image(videos.render_image(seed, width=32, height=32)) for seed in (1, 2)]
-    rows = {"question": ["What?", "Which?"], "image": [Image.open(io.BytesIO(picture)) for picture in pictures]}
-    hub.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "train-00000-of-00001.parquet")
-    flags = ["--num-prompts", 2, "--dataset-path", tmp_path, "--hf-split", "train", "--hf-output-len", 4]
-    found = loaded("hf", *flags, "--disable-shuffle").measured
-    assert [prompt.text for prompt in found] == ["What?", "Which?"]
-    for seed, prompt in zip((1, 2), found, strict=True):
-        shown = videos.decode_image(media_of(prompt))
-        assert (shown == videos.render_image(seed, width=32, height=32).frames[0]).all()
-    assert {prompt.text for prompt in loaded("hf", *flags).measured} == {"What?", "Which?"}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Equal tokens in every configuration: chunk sizes, caches, preemption, concurrency, async scheduling, ranks."""
+"""Equal tokens, whatever the chunk sizes, caches, preemption, concurrency, async scheduling and ranks."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -45,19 +45,6 @@ def alone(questions: list[Question]) -> list[list[str]]:
     return tokens
 
 
-FEW_BLOCKS = ["--num-gpu-blocks-override", "32", "--max-model-len", "500"]
-CHUNK, SLOW = "--max-num-batched-tokens", pytest.mark.slow
-VARIANTS = [
-    pytest.param(
-        ["-tp", "2", "--mm-encoder-tp-mode", "data", *FEW_BLOCKS, CHUNK, "48"], id="two ranks, few blocks, small chunks"
-    ),
-    pytest.param(["--no-async-scheduling"], id="one step at a time", marks=SLOW),
-    pytest.param([CHUNK, "16"], id="chunks of 16", marks=SLOW),
-    pytest.param([CHUNK, "50", "--no-enable-prefix-caching"], id="chunks of 50, prefixes not cached", marks=SLOW),
-    pytest.param([*FEW_BLOCKS, "--encoder-cache-tokens", "2000"], id="few blocks", marks=SLOW),
-]
-
-
 def check_tokens(server: RunningServer, questions: list[Question], alone: list[list[str]]) -> tuple[bool, bool]:
     """Of all, cold and warm, and of the last twice, whose prefix no other takes between. Whether a request was
     preempted, and whether a prefix was found."""
@@ -76,9 +63,7 @@ def test_tokens_are_equal_in_a_batch_one_step_ahead_with_prefixes_cached(server,
     assert check_tokens(server, questions, alone) == (False, True)
 
 
-@pytest.mark.parametrize("flags", VARIANTS)
-def test_tokens_are_equal_in_every_configuration(flags, questions, alone):
-    with RunningServer(*flags) as server:
-        preempted, hit = check_tokens(server, questions, alone)
-    assert preempted == (FEW_BLOCKS[0] in flags)
-    assert hit != ("--no-enable-prefix-caching" in flags)
+def test_tokens_are_equal_with_two_ranks_few_blocks_and_small_chunks(questions, alone):
+    flags = ["-tp", "2", "--mm-encoder-tp-mode", "data", "--max-num-batched-tokens", "48"]
+    with RunningServer(*flags, "--num-gpu-blocks-override", "32", "--max-model-len", "500") as server:
+        assert check_tokens(server, questions, alone) == (True, True)

@@ -150,7 +150,7 @@ class World:
     @property
     def idle(self):
         """Hashes of cached media that no request refers to, least recently used first."""
-        return [entry.media.media_hash for entry in self.core.media.idle]
+        return [media_hash for media_hash, entry in self.core.media._entries.items() if not entry.references]
 
     def run(self, turns=2000):
         for _ in range(turns):

@@ -14,9 +14,8 @@ The facts of items outlive their patches. Of an item whose embeddings are held n
 
 import itertools
 import math
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from mini_engine.core.caches.recent import Recent
 from mini_engine.core.request import MediaEntry, References
@@ -56,19 +55,9 @@ class MediaDirectory:
         self._held: dict[Owner, References] = {}  # of requests that have not arrived
 
     @property
-    def idle(self) -> Iterator[MediaEntry]:
-        """Items without a reference, least recently used first."""
-        return (entry for entry in self._entries.values() if not entry.references)
-
-    @property
     def num_bytes_idle(self) -> int:
         """What evicting all idle items would free."""
         return self.num_bytes - self.num_bytes_pinned
-
-    def oldest_seconds(self) -> float:
-        """Seconds since the least recently used idle item was used; 0 when none is."""
-        oldest = next(self.idle, None)
-        return 0.0 if oldest is None else time.monotonic() - oldest.used_at
 
     def look_up(
         self, owner: Owner, hashes: Iterable[bytes], has_embeddings: Callable[[bytes], bool]
@@ -105,7 +94,6 @@ class MediaDirectory:
             if not entry.references:
                 self.num_bytes_pinned -= entry.nbytes
                 self._entries.move_to_end(entry.media.media_hash)
-                entry.used_at = time.monotonic()
 
     def on_api_server_gone(self, incarnation: int) -> None:
         """Release its requests that have not arrived."""
@@ -223,7 +211,6 @@ class MediaStore(MediaDirectory):
         self.pages.written(entry.extents)
         self.num_bytes += entry.nbytes
         self._entries[entry.media.media_hash] = entry
-        entry.used_at = time.monotonic()
         for owner in owners:
             self._refer(owner, entry)
 

@@ -66,8 +66,8 @@ async def start(context: AppContext, prompt: Prompt, state: State) -> Answer:
     media for good: if it relied on embeddings that have been evicted, it is sent again with all data, which are kept
     until then.
 
-    What the request holds until then, `held` releases; also if it fails or is cancelled. Raises ApiError, Shortage:
-    see `error_responses.report_error`.
+    What the request holds until then, `held` releases; also if it fails or is cancelled. Raises ApiError;
+    OSError: see `out_of`.
     """
     async with contextlib.AsyncExitStack() as held:
         with context.engines.preparing(state.end):

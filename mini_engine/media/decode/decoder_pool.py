@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 
 from mini_engine import metrics
 from mini_engine.config.decode_limits import DecodeLimits, flag_of
-from mini_engine.launch.shortage import shortage_in
 from mini_engine.media.decode import decoder
 from mini_engine.media.decode.decoder import Announced, Decoded, DecodeFailed, Job, Reply, Shape, Started
 from mini_engine.media.decode.fair_places import FairPlaces, Place
@@ -106,7 +105,7 @@ class DecoderPool:
             MediaError: the item is damaged, unsupported or beyond a limit; or it crashed its decoder, took too long or
                 needed too much memory.
             DecoderUnavailable: no decoder was free in time, or it was killed or starved from outside.
-            OSError: the host gives no process or no memory for it.
+            OSError: the host has no memory for it.
         """
         place, child = await self._acquire(job.item, owner)
         loop = asyncio.get_running_loop()
@@ -152,12 +151,11 @@ class DecoderPool:
             if self._idle:
                 child = self._idle[-1]
                 self._remove_idle(child)
-                os.kill(child.pid, signal.SIGCONT)
             else:
                 child = await self._wait_until_started(self._launch_decoder())
         except BaseException as error:
             place.release()
-            if isinstance(error, OSError) and shortage_in(error) is None:
+            if isinstance(error, OSError):
                 raise DecoderUnavailable(item, "no media decoder could be started; retry later") from error
             raise
         self._ensure_spare()
@@ -200,8 +198,6 @@ class DecoderPool:
                 logger.warning("a spare media decoder cannot be started: %s", error)
 
     def _keep_idle(self, child: DecoderProcess) -> None:
-        if child.ending is None:
-            child.suspend()
         if child.ending is None and len(self._idle) <= self.places:  # with the spare
             self._idle.append(child)
             asyncio.get_running_loop().add_reader(child.connection, self._on_idle_message, child)
@@ -311,16 +307,6 @@ class DecoderProcess:
     def stop(self) -> None:
         """Ask the decode loop to stop. It then reports a failure, unless it has finished."""
         os.pwrite(self._input.fileno(), b"\1", 0)
-
-    def suspend(self) -> None:
-        """Between jobs the process does not run, whatever code it has, until SIGCONT. It is killed if a thread or a
-        message is left of its job."""
-        os.kill(self.pid, signal.SIGSTOP)
-        message = b""
-        with contextlib.suppress(BlockingIOError):
-            message = self.connection.recv(1)
-        if message or len(os.listdir(f"/proc/{self.pid}/task")) > 1:
-            self.kill("crash")
 
     def kill(self, ending: Ending) -> None:
         """`close` reaps it."""

@@ -81,7 +81,7 @@ def declared_size(url: str, policy: MediaPolicy, item: str = "media item") -> in
     """An upper bound in bytes of what the URL contains; None if only the HTTP server knows. For a `data:` URL the bound
     follows from the length of the text and costs microseconds. For a file it is the present size. A lookup in a slow
     file system blocks, so call it in a thread where `is_local_file`. Raises MediaError where the fetch would, but for
-    the content and for what the HTTP server does; Shortage."""
+    the content and for what the HTTP server does; OSError: see `out_of`."""
     if is_elsewhere(url):
         parse_http(url, policy, item)
         return None

@@ -7,6 +7,7 @@ not lead from https to http.
 """
 
 import asyncio
+import os
 import re
 import ssl
 from collections.abc import AsyncIterator
@@ -22,9 +23,9 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from mini_engine.launch.shortage import check_descriptors, raise_if_short
 from mini_engine.media.media_errors import MediaError
 from mini_engine.media.sources.policy import BLOCK_BYTES, MediaPolicy, Received
+from mini_engine.protocol.api_errors import out_of
 from mini_engine.protocol.parts import MAX_URL_CHARACTERS
 
 # Limit for a name resolution, for a connection with its TLS handshake, and between two reads of a response.
@@ -43,7 +44,7 @@ _LOOKUPS = ThreadPoolExecutor(32, "media-resolver")
 
 async def fetch_http(url: str, policy: MediaPolicy, item: str, received: Received) -> bytes:
     """Returns the body of a 200 response. Compressed bodies are refused, so the byte limit covers what is returned.
-    Raises MediaError, Shortage, what `received` raises."""
+    Raises MediaError, OSError: see `out_of`; what `received` raises."""
     target, name = parse_http(url, policy, item), item
     try:
         async with asyncio.timeout(policy.media_fetch_timeout) as time_limit:
@@ -56,8 +57,9 @@ async def fetch_http(url: str, policy: MediaPolicy, item: str, received: Receive
                 target = parse_http(location, policy, name, base=target)
             raise MediaError(item, f"more than {_MAX_REDIRECTS} redirects")
     except (aiohttp.ClientError, OSError) as error:
-        raise_if_short(error)
-        check_descriptors()  # name resolution and OpenSSL hide a shortage of descriptors
+        if out_of(error):
+            raise
+        os.close(os.open("/", os.O_RDONLY))  # or OSError: name resolution and OpenSSL hide that no descriptor is free
         problem = f"not fetched within {policy.media_fetch_timeout:g} seconds, the limit of --media-fetch-timeout"
         raise MediaError(name, problem if time_limit.expired() else _problem(error)) from error
 

@@ -13,10 +13,10 @@ from io import FileIO
 from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
-from mini_engine.launch.shortage import raise_if_short
 from mini_engine.media.hashing import content_digest
 from mini_engine.media.media_errors import MediaError
 from mini_engine.media.sources.policy import MediaPolicy
+from mini_engine.protocol.api_errors import out_of
 from mini_engine.protocol.parts import MAX_URL_CHARACTERS
 
 _URL = re.compile("file://(?:localhost)?(/[^?#\x00-\x1f\x7f\ud800-\udfff]*)", re.IGNORECASE)
@@ -29,7 +29,7 @@ _digests: dict[tuple[int, ...], bytes] = {}  # of the contents of files, by `_st
 
 def read_file(url: str, policy: MediaPolicy, item: str, again: bool = False) -> tuple[bytes | None, bytes]:
     """The content, and its digest; if this is known the content only `again`. Follows symlinks to files below the root.
-    For any thread. Raises MediaError, Shortage.
+    For any thread. Raises MediaError, OSError: see `out_of`.
 
     Digests are known as git's index knows them: a file that was changed has another inode, size, mtime or ctime, if
     neither time was so recent that another change may have left it as it is.
@@ -62,14 +62,14 @@ def _is_local(device: int) -> bool:
 
 
 def file_size(url: str, policy: MediaPolicy, item: str) -> int:
-    """The present size of the file in bytes. Raises MediaError, Shortage."""
+    """The present size of the file in bytes. Raises as `read_file`."""
     with _opened(url, policy, item) as file:
         return os.fstat(file.fileno()).st_size
 
 
 @contextmanager
 def _opened(url: str, policy: MediaPolicy, item: str) -> Iterator[FileIO]:
-    """Opens the file and checks its size. Raises MediaError, Shortage; the `with` block's OSErrors as MediaError."""
+    """Opens the file and checks its size. Raises as `read_file`, for the `with` block, too."""
     root = policy.allowed_local_media_path
     if root is None:
         raise MediaError(item, "file:// URLs are disabled; start the server with --allowed-local-media-path")
@@ -82,7 +82,8 @@ def _opened(url: str, policy: MediaPolicy, item: str) -> Iterator[FileIO]:
             policy.check_size(os.fstat(file.fileno()).st_size, item)
             yield file
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        raise_if_short(error)
+        if out_of(error):
+            raise
         below = "" if root == Path("/") else " under the directory that --allowed-local-media-path names"
         raise MediaError(item, f"no such regular file{below}") from error
 
