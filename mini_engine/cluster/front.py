@@ -129,27 +129,19 @@ class Front:
             return await self._forward(request, body.whole, await asyncio.to_thread(media_key, body, path))
 
     async def _forward(self, request: Request, body: bytearray, key: str) -> Response:
-        async with contextlib.AsyncExitStack() as stack:
-            try:
-                response = await self._send(request, body, key, stack)
-            except aiohttp.ClientError:
-                raise EngineError(ENGINE_DIED, 502) from None
-            if response is None:
-                raise EngineError("No host has room; send this request again later.", code="overloaded")
-            return Forwarded(response, stack.pop_all(), key)
-
-    async def _send(
-        self, request: Request, body: bytearray, key: str, stack: contextlib.AsyncExitStack
-    ) -> aiohttp.ClientResponse | None:
-        """The response to a request, once it has begun; `stack` has it and its lease. None: no host had room."""
-        async with contextlib.aclosing(attempts(self._own, self._failed)) as failing:
+        """The response to a request, once it has begun."""
+        failing = attempts(self._own, self._failed)
+        async with contextlib.aclosing(failing), contextlib.AsyncExitStack() as stack:
             async for attempt in failing:
                 try:
                     lease = await stack.enter_async_context(self._lease(key, attempt))
-                    return await stack.enter_async_context(self._ask(lease, request, body))
+                    response = await stack.enter_async_context(self._ask(lease, request, body))
+                    return Forwarded(response, stack.pop_all(), key)
                 except (TimeoutError, RayError, aiohttp.ClientConnectorError):  # no lease, or no connection
                     await stack.aclose()
-        return None
+                except aiohttp.ClientError:
+                    raise EngineError(ENGINE_DIED, 502) from None
+        raise EngineError("No host has room; send this request again later.", code="overloaded")
 
     @contextlib.asynccontextmanager
     async def _lease(self, key: str, attempt: Attempt) -> AsyncIterator[Lease]:
