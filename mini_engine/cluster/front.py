@@ -82,13 +82,6 @@ class Forwarded(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-def _check_path(path: str) -> None:
-    """Raises ApiError: 404 for all but the exact names of endpoints."""
-    model = MODEL.fullmatch(path)
-    if path not in ENDPOINTS and (model is None or {".", ".."} & {*unquote(model[1]).split("/")}):
-        raise ApiError(404, "Not Found; /openapi.json lists the paths.", code="unknown_url")
-
-
 @serve.deployment(health_check_period_s=2, health_check_timeout_s=5)
 class Front:
     def __init__(self, engines: DeploymentHandle, config: EngineConfig):
@@ -118,7 +111,9 @@ class Front:
         # Not its `url`, which has the header Host in it.
         path = request.scope["raw_path"].decode("latin-1")
         self._access.check(path, request.headers, is_preflight=request.method == "OPTIONS")
-        _check_path(path)
+        model = MODEL.fullmatch(path)
+        if path not in ENDPOINTS and (model is None or {".", ".."} & {*unquote(model[1]).split("/")}):
+            raise ApiError(404, "Not Found; /openapi.json lists the paths.", code="unknown_url")
         if path == "/health" and request.method in ("GET", "HEAD"):
             return await self._answer_health(request)
         with self._bodies.reserve() as share:
