@@ -205,31 +205,25 @@ def _texts(args: argparse.Namespace, tokenizer: str, count: int) -> list[tuple[s
 
 
 def _read(args: argparse.Namespace, tokenizer: str, order: list[int]) -> Prompts:
-    """Prompts of which place i is that of record `order[i]`; and warm-ups whose media none of them shows."""
-    unique = max(order) + 1
-    found = _read_prompts(args, unique + args.num_warmups, tokenizer)
-    if len(found) < unique:
-        say(f"{args.dataset_path} has {len(found)} prompts; --num-prompts asks for {unique} different ones: "
-            f"{'each is sent once' if args.no_oversample else 'some are sent again'}")  # fmt: skip
-        order = list(range(len(found))) if args.no_oversample else [number % len(found) for number in order]
-    measured = [found[number] for number in order]
-    shown = {url for prompt in measured for url in prompt.urls}
-    return Prompts(measured, [prompt for prompt in found[unique:] if shown.isdisjoint(prompt.urls)])
-
-
-def _read_prompts(args: argparse.Namespace, wanted: int, tokenizer: str) -> list[Prompt]:
-    """The first `wanted` prompts of --dataset-path, in an order drawn from --seed unless --disable-shuffle.
+    """Prompts of which place i is that of record `order[i]` of --dataset-path, in an order drawn from --seed unless
+    --disable-shuffle; and warm-ups whose media none of them shows.
 
     Raises:
         ConfigError: no record holds a prompt.
         OSError, ValueError: the file cannot be read.
     """
-    path = Path(args.dataset_path)
+    path, unique = Path(args.dataset_path), max(order) + 1
     prompts = (_prompt(record, args.output_len, path.parent, tokenizer) for record in _records(args, path))
-    found = list(itertools.islice((prompt for prompt in prompts if prompt is not None), wanted))
+    found = [*itertools.islice((prompt for prompt in prompts if prompt is not None), unique + args.num_warmups)]
     if not found:
         raise ConfigError(f"--dataset-path: {path} has no prompt under {', '.join(CONVERSATIONS + TEXTS)}")
-    return found
+    if len(found) < unique:
+        say(f"{path} has {len(found)} prompts; --num-prompts asks for {unique} different ones: "
+            f"{'each is sent once' if args.no_oversample else 'some are sent again'}")  # fmt: skip
+        order = list(range(len(found))) if args.no_oversample else [number % len(found) for number in order]
+    measured = [found[number] for number in order]
+    shown = {url for prompt in measured for url in prompt.urls}
+    return Prompts(measured, [prompt for prompt in found[unique:] if shown.isdisjoint(prompt.urls)])
 
 
 def _records(args: argparse.Namespace, path: Path) -> Iterable[Record]:

@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Any, ClassVar
 from urllib.parse import quote
 
@@ -133,7 +132,7 @@ class LLM:
     def __enter__(self) -> "LLM":
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def submit(self, prompt: Prompt, **fields: Any) -> concurrent.futures.Future[LLMAnswer]:
@@ -224,12 +223,11 @@ def ask(
         body = json.dumps(make_body()).encode()
     except Exception as error:  # noqa: BLE001 - a prompt may hold any object
         return asyncio.sleep(0, LLMAnswer(index, f"{type(error).__name__}: {error}"))
-    return send(server, path, index, body)
 
+    async def send() -> LLMAnswer:
+        return LLMAnswer.of(index, await server.post(path, body))
 
-async def send(server: ServerHandle, path: str, index: int, body: bytes) -> LLMAnswer:
-    """The answer to a request. Raises ServerError."""
-    return LLMAnswer.of(index, await server.post(path, body))
+    return send()
 
 
 def chat_body(prompt: Prompt, fields: Mapping[str, Any]) -> dict[str, Any]:

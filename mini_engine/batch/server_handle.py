@@ -10,7 +10,6 @@ import codecs
 import concurrent.futures
 import contextlib
 import functools
-import itertools
 import os
 import queue
 import re
@@ -120,10 +119,10 @@ class ServerHandle:
         that run."""
         finished: queue.SimpleQueue[concurrent.futures.Future[T]] = queue.SimpleQueue()
         running: set[concurrent.futures.Future[T]] = set()
-        source: Iterator[Coroutine[Any, Any, T] | None] = itertools.chain(works, itertools.repeat(None))
+        source = iter(works)
         try:
             while True:
-                while len(running) < self._max_concurrency and (work := next(source)) is not None:
+                while len(running) < self._max_concurrency and (work := next(source, None)) is not None:
                     future = self.run(work)
                     running.add(future)
                     future.add_done_callback(finished.put)

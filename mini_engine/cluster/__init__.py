@@ -4,8 +4,6 @@
 neither `routing` nor `media_key` do, nor this file until `build` is called.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import shlex
 from typing import TYPE_CHECKING, Any
@@ -21,6 +19,7 @@ if TYPE_CHECKING:
 FRONT_REQUESTS = 10_000  # of a front, also those that wait for a host: `/health` must find room
 HEALTH_MARGIN_SECONDS = 5.0  # beyond `--health-timeout`, for an engine to answer `/health`
 OWN_FLAGS = ("host", "port", "uds", "root_path", "api_key", "ssl_keyfile", "ssl_certfile")  # not the engines' here
+ENGINE = "mini_engine.launch"  # run on each host, with the id of the process that it is to end with, and flags
 
 
 class Arguments(BaseModel, extra="forbid"):
@@ -37,14 +36,8 @@ class Arguments(BaseModel, extra="forbid"):
     downscale_delay_s: float = 600.0
 
 
-def build(args: dict[str, str]) -> Application:
-    """The application for `serve run` and for a YAML's `import_path`; for the arguments see `Arguments`."""
-    return application(Arguments.model_validate(args))
-
-
-def application(arguments: Arguments, module: str = "mini_engine.launch") -> Application:
-    """The application. `module` is run on each host, with the id of the process that it is to end with, `flags`,
-    `--host` and `--port`.
+def build(arguments: Arguments) -> "Application":
+    """The application for `serve run` and for a YAML's `import_path`. Serve makes the arguments, as they are annotated.
 
     Raises:
         ConfigError: `flags` that serve.py would not take, or that are the cluster's to choose.
@@ -85,4 +78,4 @@ def application(arguments: Arguments, module: str = "mini_engine.launch") -> App
     )
     flags += ["--data-parallel-size", str(config.engines)]  # which the limits above count with
     keys = [arguments.api_key] if arguments.api_key else []
-    return fronts.bind(engines.bind(module, flags), dataclasses.replace(config, api_key=keys))
+    return fronts.bind(engines.bind(ENGINE, flags), dataclasses.replace(config, api_key=keys))

@@ -82,13 +82,6 @@ class Forwarded(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-def _check_path(path: str) -> None:
-    """Raises ApiError: 404 for all but the exact names of endpoints."""
-    model = MODEL.fullmatch(path)
-    if path not in ENDPOINTS and (model is None or {".", ".."} & {*unquote(model[1]).split("/")}):
-        raise ApiError(404, "Not Found; /openapi.json lists the paths.", code="unknown_url")
-
-
 @serve.deployment(health_check_period_s=2, health_check_timeout_s=5)
 class Front:
     def __init__(self, engines: DeploymentHandle, config: EngineConfig):
@@ -118,7 +111,9 @@ class Front:
         # Not its `url`, which has the header Host in it.
         path = request.scope["raw_path"].decode("latin-1")
         self._access.check(path, request.headers, is_preflight=request.method == "OPTIONS")
-        _check_path(path)
+        model = MODEL.fullmatch(path)
+        if path not in ENDPOINTS and (model is None or {".", ".."} & {*unquote(model[1]).split("/")}):
+            raise ApiError(404, "Not Found; /openapi.json lists the paths.", code="unknown_url")
         if path == "/health" and request.method in ("GET", "HEAD"):
             return await self._answer_health(request)
         with self._bodies.reserve() as share:
@@ -129,27 +124,19 @@ class Front:
             return await self._forward(request, body.whole, await asyncio.to_thread(media_key, body, path))
 
     async def _forward(self, request: Request, body: bytearray, key: str) -> Response:
-        async with contextlib.AsyncExitStack() as stack:
-            try:
-                response = await self._send(request, body, key, stack)
-            except aiohttp.ClientError:
-                raise EngineError(ENGINE_DIED, 502) from None
-            if response is None:
-                raise EngineError("No host has room; send this request again later.", code="overloaded")
-            return Forwarded(response, stack.pop_all(), key)
-
-    async def _send(
-        self, request: Request, body: bytearray, key: str, stack: contextlib.AsyncExitStack
-    ) -> aiohttp.ClientResponse | None:
-        """The response to a request, once it has begun; `stack` has it and its lease. None: no host had room."""
-        async with contextlib.aclosing(attempts(self._own, self._failed)) as failing:
+        """The response to a request, once it has begun."""
+        failing = attempts(self._own, self._failed)
+        async with contextlib.aclosing(failing), contextlib.AsyncExitStack() as stack:
             async for attempt in failing:
                 try:
                     lease = await stack.enter_async_context(self._lease(key, attempt))
-                    return await stack.enter_async_context(self._ask(lease, request, body))
+                    response = await stack.enter_async_context(self._ask(lease, request, body))
+                    return Forwarded(response, stack.pop_all(), key)
                 except (TimeoutError, RayError, aiohttp.ClientConnectorError):  # no lease, or no connection
                     await stack.aclose()
-        return None
+                except aiohttp.ClientError:
+                    raise EngineError(ENGINE_DIED, 502) from None
+        raise EngineError("No host has room; send this request again later.", code="overloaded")
 
     @contextlib.asynccontextmanager
     async def _lease(self, key: str, attempt: Attempt) -> AsyncIterator[Lease]:

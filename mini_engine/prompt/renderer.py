@@ -122,24 +122,17 @@ class ChatRenderer:
         grammar = after_thought(grammar) if in_thought else grammar
         return msgspec.structs.replace(chat, structured_outputs=StructuredOutputs(grammar=grammar))
 
-    def encode(self, text: str, add_special_tokens: bool, allow_placeholders: bool = False) -> list[int]:
-        """The token ids of a text that is no conversation.
-
-        Raises ApiError, a 400, for one that is too long, or that contains the model's placeholder tokens unless they
-        are allowed.
-        """
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """The token ids of a text that is no conversation, unchecked. Raises ApiError, a 400: it is too long."""
         encode = partial(encode_text, self.tokenizer, add_special_tokens=add_special_tokens)
         self._check_length(text, encode, "prompt")
-        token_ids = encode(text)
-        if not allow_placeholders and (placed := self.placeholders.intersection(token_ids)):
-            token = self.tokenizer.id_to_token(min(placed))
-            raise bad_request(f"the text contains {token}, a media placeholder of this model; remove it", "prompt")
-        return token_ids
+        return encode(text)
 
     def check_tokens(self, name: str, token_ids: list[int]) -> None:
         """Raises ApiError, a 400, for placeholders among the token ids of the field `name`, which has no media."""
         if media := self.placeholders.intersection(token_ids):
-            raise bad_request(f"Invalid '{name}': token {min(media)} is a placeholder for media; remove it.", name)
+            token = f"token {min(media)}, {self.tokenizer.id_to_token(min(media))},"
+            raise bad_request(f"Invalid '{name}': {token} is a placeholder for media; remove it.", name)
 
     def _check_length(self, text: str, encode: Callable[[str], Sized], param: str = "messages") -> None:
         """Refuse a text that is too long. A tokenizer needs hundreds of bytes of memory for each token, so a long text

@@ -12,12 +12,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
+from unittest import mock
 
 import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from mini_engine.cluster import Arguments, application
+from mini_engine import cluster
 from tests.support.processes import descendants
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +38,7 @@ class RunningCluster:
     """`with RunningCluster(module, hosts=3) as cluster:`"""
 
     def __init__(self, module: str = "mini_engine.launch", **arguments: Any):
-        self._module, self._arguments = module, Arguments(**arguments)
+        self._module, self._arguments = module, cluster.Arguments(**arguments)
 
     def __enter__(self) -> Self:
         os.environ["PYTHONPATH"] = str(ROOT)  # Ray's workers import the application by name
@@ -67,7 +68,8 @@ class RunningCluster:
 
     def update(self, **arguments: Any) -> None:
         """Returns when the application runs, with these arguments in place of those before."""
-        serve.run(application(self._arguments.model_copy(update=arguments), self._module))
+        with mock.patch.object(cluster, "ENGINE", self._module):
+            serve.run(cluster.build(self._arguments.model_copy(update=arguments)))
 
     def drain(self, node_id: str) -> None:
         """As an operator does who is to stop a node."""

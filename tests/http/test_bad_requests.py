@@ -67,9 +67,8 @@ async def test_errors_name_the_field_and_what_it_may_hold(served: Served) -> Non
     """Those of a stream too, before anything is streamed."""
     bad_chat: list[tuple[dict[str, Any], str, str, str]] = [
         ({"model": "other"}, "model_not_found", "model", "does not exist; this server has tiny, alias."),
-        ({"frobnicate": 1}, UNKNOWN, "frobnicate", "Unknown parameter: 'frobnicate'; leave it out"),
         ({"max_token": 1}, UNKNOWN, "max_token", "did you mean 'max_tokens'?"),
-        ({"stream_options": {"x - at $y": 1}}, UNKNOWN, "stream_options.x - at $y", "Unknown parameter"),
+        ({"stream_options": {"x - at $y": 1}}, UNKNOWN, "stream_options.x - at $y", "x - at $y'; leave it out"),
         ({"a$b": 1}, UNKNOWN, "a$b", "Unknown parameter: 'a$b'; leave it out; variables of the chat template"),
         ({"chat_template_kwargs": {"part": [[]] * 2100}}, VALUE, "chat_template_kwargs.part", "more than 4096 arrays"),
         ({"temperature": 101}, VALUE, "temperature", "<= 100.0"),
@@ -81,7 +80,6 @@ async def test_errors_name_the_field_and_what_it_may_hold(served: Served) -> Non
         ({"stop": ["a", ""]}, VALUE, "stop[1]", "length >= 1"),
         ({"stop_token_ids": [10**6]}, VALUE, "stop_token_ids", "token id 1000000 out of range"),
         ({"stream": False, "stream_options": {"include_usage": True}}, VALUE, "stream_options", "only allowed"),
-        ({"stream": True, "stream_options": {"x": 1}}, UNKNOWN, "stream_options.x", "stream_options.x'; leave it out"),
         ({"structured_outputs": {"regex": "a" * 100_001}}, VALUE, "structured_outputs", "more than 100000 bytes"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, VALUE, "structured_outputs", "exactly one of json, "),
         ({"tools": [], "tool_choice": tool()}, VALUE, "tool_choice", "function that is not in 'tools'"),

@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.model import Model
 from pydantic import BaseModel
 
-from tests.support.serving import Served, events_of, image
+from tests.support.serving import Served, events_of
 
 OURS = {"image_tokens", "metrics", "video_tokens", "warnings"}  # `image_tokens`: of older releases of the SDK
 
@@ -61,12 +61,10 @@ async def test_whole_answers_and_chunks_are_those_of_the_sdk(served: Served, fie
         check(Completion, chunk, OURS)
 
 
-EVERY = {"include_usage": True, "continuous_usage_stats": True}
-
-
 async def test_usage_in_every_chunk(served: Served) -> None:
     """Of all choices so far: as many tokens as are listed."""
-    options: dict[str, Any] = {"n": 2, "stream": True, "stream_options": {**EVERY, "include_obfuscation": True}}
+    asked = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+    options: dict[str, Any] = {"n": 2, "stream": True, "stream_options": dict.fromkeys(asked, True)}
     for is_chat in (True, False):
         asking = served.ask(logprobs=True, **options) if is_chat else served.complete(["a", "b"], logprobs=0, **options)
         count, chunks = 0, [chunk async for chunk in await asking]
@@ -78,27 +76,6 @@ async def test_usage_in_every_chunk(served: Served) -> None:
             expected = (prompt_tokens, count, prompt_tokens + count)
             assert (used.prompt_tokens, used.completion_tokens, used.total_tokens) == expected
         assert not chunks[-1].choices and count
-
-
-WORDS: Any = [{"type": "text", "text": "hello"}]
-CLIENTS: list[dict[str, Any]] = [
-    # GuideLLM's, with a wanted length.
-    {"messages": [{"role": "user", "content": WORDS}], "max_completion_tokens": 8, "stop": None, "ignore_eos": True,
-     "stream_options": EVERY},
-    {"prompt": "hello", "max_tokens": 8, "stop": None, "ignore_eos": True, "stream_options": EVERY},
-    # Those of vLLM's `bench serve`, of its random datasets.
-    {"messages": [{"role": "user", "content": [*WORDS, image()]}], "max_completion_tokens": 8, "ignore_eos": True,
-     "stream_options": {"include_usage": True}},
-    {"prompt": "hello", "repetition_penalty": 1.0, "max_tokens": 8, "logprobs": None, "ignore_eos": True,
-     "stream_options": {"include_usage": True}},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("body", CLIENTS)
-async def test_bodies_of_benchmark_clients(served: Served, body: dict[str, Any]) -> None:
-    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    chunks = events_of(await served.http.post(path, json={"model": "tiny", "stream": True, **body}))
-    assert chunks[0]["choices"] and chunks[-1]["usage"]["completion_tokens"] > 0
 
 
 async def test_models_are_listed_and_retrieved_by_name(served: Served) -> None:

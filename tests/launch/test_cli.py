@@ -130,12 +130,8 @@ def test_help_shows_every_setting_with_its_default(capsys, monkeypatch):
 
 
 def test_help_on_a_word_shows_its_flags_alone(capsys):
-    in_group, in_name, in_help = (
-        ("logging", "--log-format"),
-        ("max_num", "--max-num-seqs"),
-        ("fps", "--media-io-kwargs"),
-    )
-    for word, flag in (in_group, in_name, in_help):
+    # The word is in the group, in the name, in the help.
+    for word, flag in {"logging": "--log-format", "max_num": "--max-num-seqs", "fps": "--media-io-kwargs"}.items():
         part = help_text(capsys, "--help", word)
         assert f"  {flag}" in part and "  --port" not in part
 

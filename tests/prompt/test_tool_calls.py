@@ -156,14 +156,14 @@ async def test_every_answer_can_be_sent_back(served: Served) -> None:
 
 @pytest.mark.parametrize("fields", [
     {"response_format": {"type": "json_object"}}, {"tools": TOOLS, "tool_choice": "required"},
-    {"structured_outputs": {"choice": ["a"]}},
+    {"structured_outputs": {"choice": ["a"]}}, {},
 ])  # fmt: skip
-async def test_grammar_that_an_engine_cannot_follow_is_a_400(served: Served, fields: dict[str, Any]) -> None:
-    """The fault is the client's: no alert counts it."""
+async def test_prompt_or_grammar_that_an_engine_cannot_follow_is_a_400(served: Served, fields: dict[str, Any]) -> None:
+    """It names the field of a grammar. The fault is the client's: no alert counts it."""
     served.core.hold, served.core.script = True, lambda _: []
     counted = Counted(*(f"request_success_total{{finished_reason={reason}}}" for reason in ("error", "abort")))
     asking = served.asking(stream=True, **fields)
     await served.core.end(await served.core.has_requests(), "error", Problem("Too complex."))
     check_error(await asking, 400, "invalid_value", "Too complex.")
-    assert asking.result().json()["error"]["param"] == [*fields][0]
+    assert asking.result().json()["error"]["param"] == next(iter(fields), None)
     assert counted.since() == [0, 0]

@@ -1,26 +1,5 @@
 """Chat templates that read conversations as those of the supported families do, each in its own words."""
 
-# Qwen2-VL and Qwen2.5-VL: a system message by default, media may be numbered, no tools.
-SECOND = """\
-{%- set count = namespace(image=0, video=0) %}
-{%- for message in messages %}
-{%- if loop.first and message.role != 'system' %}{{- '<|im_start|>system\\nBe helpful.<|im_end|>\\n' }}{%- endif %}
-{{- '<|im_start|>' + message.role + '\\n' }}
-{%- if message.content is string %}{{- message.content }}
-{%- else %}{%- for part in message.content %}
-{%- if 'text' in part %}{{- part.text }}
-{%- elif part.type == 'image' or 'image' in part or 'image_url' in part %}
-{%- set count.image = count.image + 1 %}
-{%- if add_vision_id %}{{- 'Picture ' ~ count.image ~ ': ' }}{%- endif %}
-{{- '<|vision_start|><|image_pad|><|vision_end|>' }}
-{%- elif part.type == 'video' or 'video' in part %}
-{%- set count.video = count.video + 1 %}
-{%- if add_vision_id %}{{- 'Video ' ~ count.video ~ ': ' }}{%- endif %}
-{{- '<|vision_start|><|video_pad|><|vision_end|>' }}
-{%- endif %}{%- endfor %}{%- endif %}{{- '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
-"""
 _CONTENT = """\
 {%- macro written(content) %}
 {%- if content is string %}{{- content }}
@@ -30,6 +9,17 @@ _CONTENT = """\
 {%- else %}{{- '<|vision_start|><|video_pad|><|vision_end|>' }}{%- endif %}{%- endfor %}{%- endif %}
 {%- endmacro %}
 """
+# Qwen2-VL and Qwen2.5-VL: a system message by default, no tools.
+SECOND = (
+    _CONTENT
+    + """\
+{%- for message in messages %}
+{%- if loop.first and message.role != 'system' %}{{- '<|im_start|>system\\nBe helpful.<|im_end|>\\n' }}{%- endif %}
+{{- '<|im_start|>' + message.role + '\\n' + written(message.content) + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+)
 _THOUGHT = """\
 {%- set thought = message.reasoning_content or '' %}
 {%- if not thought and '</think>' in content %}

@@ -54,18 +54,13 @@ function inline(line) {
 
 // --- its time --------------------------------------------------------------------------------------------------------
 
-const STAGES = [ // in the order of a request
-  ["fetch", "fetch"], ["admission", "admission"], ["media_decode", "decode"], ["process", "process"],
-  ["transport", "transport"], ["queue", "queue"], ["encode", "encode"], ["prefill", "prefill"],
-  ["generation", "generation"], ["other", "other"],
-];
-
-/** Fill `seen`, the part of an entry about its time. `pace` are texts: what this page has measured. */
+/** Fill `seen`, the part of an entry about its time. `timings` are in the order of a request, `pace` are texts: what this
+ * page has measured. */
 export function showTimings(seen, timings, usage, pace) {
   const seconds = Object.values(timings).reduce((sum, spent) => sum + spent, 0);
   const bar = seen.querySelector(".bar:not(.former)");
   if (bar.dataset.seconds) keepFormer(seen, bar);
-  const shown = STAGES.map(([stage, name]) => ({ stage, name, spent: timings[stage] }));
+  const shown = Object.entries(timings).map(([stage, spent]) => ({ stage, name: stage.replace("media_", ""), spent }));
   const listed = shown.filter(({ spent }) => spent).map(({ name, spent }) => `${name} ${time(spent)}`);
   bar.ariaLabel = `${time(seconds)} in the server: ${listed.join(", ")}`;
   bar.dataset.seconds = seconds;

@@ -38,18 +38,17 @@ async def completions(request: Request) -> Response:
     for number, prompt in enumerate(body.prompts):
         await asyncio.sleep(0)  # each may take some milliseconds
         token_ids = await _encode(context, body, prompt) if isinstance(prompt, str) else prompt
+        if not token_ids:  # before any of the prompts is sent
+            raise bad_request("The prompt is empty: it needs at least one token.", "prompt")
         context.renderer.check_tokens("prompt", token_ids)
         prompts.append(Prompt(body, token_ids, first_index=number * body.num_choices))
     answers = [await start(context, prompt, state_of(request, number)) for number, prompt in enumerate(prompts)]
     return await CompletionResponder(body, state, context.config.served_names[0]).respond(answers)
 
 
-async def _encode(context: AppContext, body: CompletionRequest, prompt: str) -> list[int]:
-    encode = partial(context.renderer.encode, prompt, body.add_special_tokens is not False)
-    token_ids = await run_sized(encode, len(prompt), INLINE_CHARACTERS)
-    if not token_ids:  # before any of the prompts is sent
-        raise bad_request("The prompt is empty: it needs at least one token.", "prompt")
-    return token_ids
+async def _encode(context: AppContext, body: CompletionRequest | TokenizeRequest, text: str) -> list[int]:
+    encode = partial(context.renderer.encode, text, body.add_special_tokens is not False)
+    return await run_sized(encode, len(text), INLINE_CHARACTERS)
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -73,9 +72,7 @@ async def tokenize(request: Request) -> Response:
             tokens, media = context.renderer.expand(prompt.token_ids, processed)
             check_budget(media, context.limits)
     else:
-        special = body.add_special_tokens is not False
-        encode = partial(context.renderer.encode, body.prompt, special, allow_placeholders=True)
-        tokens = await run_sized(encode, len(body.prompt), INLINE_CHARACTERS)
+        tokens = await _encode(context, body, body.prompt)
     kinds = ("image", "video")
     counts = {f"{kind}_tokens": sum(item.num_tokens for item in media if item.modality == kind) for kind in kinds}
     answer = {"count": len(tokens), "max_model_len": context.limits.max_model_len, "prompt_tokens_details": counts}
