@@ -22,11 +22,10 @@ class MessageId(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TensorHandle(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Stands for a tensor of tensor message `message`."""
+    """Stands for the uint8 tensor of tensor message `message`."""
 
     message: MessageId
     shape: tuple[int, ...]
-    dtype: str  # torch's name without the prefix: "uint8"
 
 
 class StoreHandle(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -79,14 +78,13 @@ class MediaItem(CachedMedia, frozen=True, array_like=False, kw_only=True):
 
 
 class TensorMessage(Message, frozen=True):
-    """API server -> rank, head of a frame of `transport/tensor_ipc.py`, which carries one tensor, in C order.
+    """API server -> rank, head of a frame of `transport/tensor_ipc.py`, which carries one uint8 tensor, in C order.
 
     Number 0 is a probe: the rank answers with a `ProbeResult`, and keeps nothing of it.
     """
 
     number: int
     shape: tuple[int, ...]  # at least one dimension
-    dtype: str
     extents: list[tuple[int, int]] = []  # torch_shm: see `StoreHandle`, in the sender's arena
     slot: int = 0  # CUDA tensors: the staging slot, from 1 on. Neither: the bytes follow the head
 

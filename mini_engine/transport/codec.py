@@ -18,8 +18,8 @@ class TransportError(Exception):
 
 
 OOBTensorConsumer = Callable[[Any], TensorHandle]
-"""Keeps a tensor of a message (any dtype and shape, C-contiguous) while it is encoded, and returns what stands for it.
-Raises TypeError: not a tensor; TransportError: it cannot be sent."""
+"""Keeps a tensor of a message (uint8, C-contiguous) while it is encoded, and returns what stands for it. Raises
+TypeError: not a tensor; TransportError: it cannot be sent."""
 
 
 class Encoder:

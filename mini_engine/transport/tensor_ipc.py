@@ -17,6 +17,7 @@ import asyncio
 import dataclasses
 import itertools
 import logging
+import math
 import os
 import socket
 import time
@@ -33,7 +34,7 @@ from mini_engine.messages import (
     TensorMessage,
     TransportName,
 )
-from mini_engine.transport.arena import DTYPES, Arena, Pin, ReadableMemory, bytes_of, checksum, tensor_bytes
+from mini_engine.transport.arena import Arena, Pin, ReadableMemory, checksum
 from mini_engine.transport.codec import Encoder, TransportError, decode
 from mini_engine.transport.cuda_memory import CudaCopy, CudaMapped, MapSlots, StagingSlots
 from mini_engine.transport.pages import HIGH_WATER_PAGES, PAGE_BYTES, Extent
@@ -71,16 +72,16 @@ class Outgoing:
         self._unplaced = iter(messages)
 
     def __call__(self, tensor: object) -> TensorHandle:
-        """Copy `tensor` (C-contiguous) to its room. With direct_rpc nothing is copied: the tensor must not change until
-        its frame is written. Raises TypeError: not a tensor; TransportError: it has another size than was reserved, or
-        the copy failed."""
+        """Copy `tensor` (uint8, C-contiguous) to its room. With direct_rpc nothing is copied: the tensor must not
+        change until its frame is written. Raises TypeError: not a tensor; TransportError: it has another size than was
+        reserved, or the copy failed."""
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"cannot send an object of type {type(tensor).__name__}")
         message = next(self._unplaced, None)
         if message is None or tensor.nbytes != message.nbytes:
             raise TransportError(f"no room was reserved for a tensor of {tensor.nbytes} bytes")
         head = self._sender.place(message, tensor)
-        return TensorHandle(MessageId(self._sender.incarnation, head.number), head.shape, head.dtype)
+        return TensorHandle(MessageId(self._sender.incarnation, head.number), head.shape)
 
     def discard(self) -> None:
         """Release everything unsent."""
@@ -155,8 +156,6 @@ class TensorIpcSender:
 
     def place(self, message: _Message, tensor: torch.Tensor) -> TensorMessage:
         """Copy `tensor` to the room of `message`; returns the head of its frame. See `Outgoing.__call__`."""
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        tensor_bytes(tensor.shape, dtype)
         slots, extents = self._slots if message.slot else None, message.extents
         device_type = "cpu" if slots is None else slots.staging.device_type
         if tensor.device.type != device_type:
@@ -164,10 +163,10 @@ class TensorIpcSender:
         if slots is not None:
             slots.fill(message.slot, tensor)
         elif self.placement == "torch_shm":
-            self._arena.write(extents, bytes_of(tensor))
+            self._arena.write(extents, tensor.view(-1))
         else:
-            message.payload, extents = bytes_of(tensor).numpy().data, []
-        message.head = TensorMessage(message.number, tuple(tensor.shape), dtype, extents, message.slot)
+            message.payload, extents = tensor.view(-1).numpy().data, []
+        message.head = TensorMessage(message.number, tuple(tensor.shape), extents, message.slot)
         return message.head
 
     def send_tensors(self, outgoing: Outgoing) -> int:
@@ -252,7 +251,6 @@ class Received:
 
     message: MessageId
     shape: tuple[int, ...]
-    dtype: str
     arena: ReadableMemory | None = None
     extents: Sequence[Extent] = ()
     content: torch.Tensor | None = None
@@ -262,9 +260,9 @@ class Received:
         """Rows `first .. stop` of the tensor, read-only: a write may end the process. A view, unless they lie in
         several extents. On a device it is for the current stream."""
         if self.arena is not None:
-            return self.arena.rows(self.extents, self.shape, self.dtype, first, stop)
+            return self.arena.rows(self.extents, self.shape, first, stop)
         assert self.content is not None
-        rows = self.content.view(DTYPES[self.dtype]).view(self.shape)[first:stop]
+        rows = self.content.view(self.shape)[first:stop]
         if self.copied is not None:
             self.copied.use(rows)
         return rows
@@ -328,14 +326,14 @@ class _Connection:
                 if self._slots is None:  # the first message is a probe
                     assert self._exported is not None
                     self._slots = self._map_slots(self._exported)
-                copied = self._slots.fetch(head.slot, tensor_bytes(head.shape, head.dtype))
-                return Received(message, head.shape, head.dtype, content=copied.memory, copied=copied)
+                copied = self._slots.fetch(head.slot, math.prod(head.shape))
+                return Received(message, head.shape, content=copied.memory, copied=copied)
             if head.extents:
                 assert self._arena is not None, "the probe failed"
                 end = max(first + count for first, count in head.extents)
                 self._arena.register(-(-end // HIGH_WATER_PAGES) * HIGH_WATER_PAGES * PAGE_BYTES)
-                return Received(message, head.shape, head.dtype, self._arena, head.extents)
-            return Received(message, head.shape, head.dtype, content=torch.from_numpy(frame.payload))
+                return Received(message, head.shape, self._arena, head.extents)
+            return Received(message, head.shape, content=torch.from_numpy(frame.payload))
         except TransportError as error:
             return Failed(message, str(error))
 
@@ -346,7 +344,7 @@ def _probe_result(arrival: Received | Failed) -> ProbeResult:
     try:
         if arrival.copied is not None:
             arrival.copied.synchronize()
-        content = bytes_of(arrival.rows(0, arrival.shape[0])).cpu()
+        content = arrival.rows(0, arrival.shape[0]).cpu()
     except (RuntimeError, TransportError) as error:  # of the device
         return ProbeResult(checksum=0, error=f"cannot read the probe: {error}")
     return ProbeResult(checksum=checksum(content))

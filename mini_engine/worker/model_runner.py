@@ -243,7 +243,7 @@ class ModelRunner:
         extents of the media store."""
         if isinstance(item.patches, StoreHandle):
             assert self._media.store is not None
-            return self._media.store.rows(item.patches.extents, item.patches.shape, "uint8", first, stop)
+            return self._media.store.rows(item.patches.extents, item.patches.shape, first, stop)
         if isinstance(item.patches, TensorHandle) and item.media_hash not in self._kept:
             return self._media.rows(item.patches, first, stop)
         return self._kept[item.media_hash][first:stop]  # on the device already

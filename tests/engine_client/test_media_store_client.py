@@ -122,7 +122,7 @@ class EngineStore:
         stored = [each for each in placed.media if each.patches is None]
         for each in self.store.resolve(replace(placed, media=stored), references).media:
             assert isinstance(each.patches, StoreHandle)
-            rows = self.readable.rows(each.patches.extents, each.patches.shape, "uint8", 0, each.patches.shape[0])
+            rows = self.readable.rows(each.patches.extents, each.patches.shape, 0, each.patches.shape[0])
             assert set(rows.view(-1).tolist()) == {each.media_hash[0]}, "another item's bytes"
         self.store.release(references)
         return ["stored" if each.patches is None else "brought" for each in placed.media]

@@ -189,7 +189,7 @@ def item(message, offset, num_tokens=2, index=0, media_hash=None, grids=1, gap=0
     """A video of so many temporal grids, with `gap` text tokens between them; unique without a hash. Without a message
     it has no tensor."""
     media_hash = media_hash or b"%d %d" % (message.number, index)
-    patches = TensorHandle(message, (4 * num_tokens, MODEL.vision.patch_dim), "uint8") if message else None
+    patches = TensorHandle(message, (4 * num_tokens, MODEL.vision.patch_dim)) if message else None
     grid = (grids, 2, 2 * num_tokens // grids)
     offsets = [offset + number * (num_tokens // grids + gap) for number in range(grids if gap else 1)]
     return MediaItem(media_hash, "video", num_tokens, grid, 1.0, offsets=offsets, patches=patches)

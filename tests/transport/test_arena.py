@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mini_engine.transport import shared_memory as memory
-from mini_engine.transport.arena import Arena, ReadableMemory, RequestTooLarge, WritableMemory, bytes_of
+from mini_engine.transport.arena import Arena, ReadableMemory, RequestTooLarge, WritableMemory
 from mini_engine.transport.codec import TransportError
 from mini_engine.transport.pages import PAGE_BYTES
 from tests.support.tensor_queue import Held, unlimited
@@ -20,15 +20,15 @@ async def settle() -> None:
 @pytest.mark.parametrize("extents", [[(1, 3)], [(5, 1), (1, 1), (3, 1)]])
 def test_rows_are_those_that_were_written(extents: list[tuple[int, int]], held: Held) -> None:
     fd = memory.create_sparse(8 * PAGE_BYTES)
-    tensor = torch.rand(1000, 19, dtype=torch.float64)
+    tensor = torch.randint(0, 256, (1000, 152), dtype=torch.uint8)
     writer, reader = WritableMemory(fd), ReadableMemory(fd)
     writer.write([(0, 8)], torch.full((8 * PAGE_BYTES,), 0xFF, dtype=torch.uint8))
-    writer.write(extents, bytes_of(tensor))
+    writer.write(extents, tensor.view(-1))
     for first, stop in ((0, 1000), (0, 1), (350, 700), (999, 1000), (5, 5)):
-        rows = reader.rows(extents, tensor.shape, "float64", first, stop)
-        assert rows.dtype == tensor.dtype and torch.equal(rows, tensor[first:stop])
-    assert torch.equal(writer.read(extents, tensor.nbytes), bytes_of(tensor))
-    address = reader.rows(extents, tensor.shape, "float64", 0, 1000).data_ptr()
+        rows = reader.rows(extents, tensor.shape, first, stop)
+        assert torch.equal(rows, tensor[first:stop])
+    assert torch.equal(writer.read(extents, tensor.nbytes), tensor.view(-1))
+    address = reader.rows(extents, tensor.shape, 0, 1000).data_ptr()
     is_view = address == reader.read([(1, 1)], 0, 1).data_ptr()
     assert is_view == (len(extents) == 1)
     del writer, reader, rows

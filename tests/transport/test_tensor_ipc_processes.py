@@ -80,8 +80,8 @@ def test_a_sender_killed_at_each_byte_leaves_the_whole_frames_and_nothing_else(r
     address = address_of(runtime)
     fd = memory.create_sparse(4 * PAGE_BYTES)
     WritableMemory(fd).write([(2, 1)], torch.arange(8, dtype=torch.uint8))
-    first = pack_frame(ME.encode(TensorMessage(1, (8,), "uint8", extents=[(2, 1)])), descriptors=1)
-    second = pack_frame(ME.encode(TensorMessage(2, (5,), "uint8")), 5) + b"\1\2\3\4\5"
+    first = pack_frame(ME.encode(TensorMessage(1, (8,), extents=[(2, 1)])), descriptors=1)
+    second = pack_frame(ME.encode(TensorMessage(2, (5,))), 5) + b"\1\2\3\4\5"
     receiver = TensorIpcReceiver(Encoder("worker 0.0", 100), address)
     frames, (turns, ends) = first + second, FORKS.Pipe()
     writing = start(write_each_beginning, address.tensor_ipc, frames, f"/proc/{os.getpid()}/fd/{fd}", ends)
