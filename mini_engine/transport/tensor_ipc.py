@@ -23,17 +23,10 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import msgspec
 import torch
 
-from mini_engine.messages import (
-    DeviceSlots,
-    MessageId,
-    ProbeResult,
-    RankAddress,
-    TensorHandle,
-    TensorMessage,
-    TransportName,
-)
+from mini_engine.messages import MessageId, ProbeResult, RankAddress, TensorHandle, TensorMessage, TransportName
 from mini_engine.transport.arena import Arena, Pin, ReadableMemory, checksum
 from mini_engine.transport.codec import Encoder, TransportError, decode
 from mini_engine.transport.cuda_memory import CudaCopy, CudaMapped, MapSlots, StagingSlots
@@ -222,7 +215,7 @@ class TensorIpcSender:
         message = _Message(0, PROBE_BYTES, slot=acquired[0])
         try:
             head = self.place(message, slots.staging.local(content))
-            stream.enqueue_frame(self._me.encode(slots.staging.export(slots.nbytes)))
+            head = msgspec.structs.replace(head, slots=slots.staging.export(slots.nbytes))
             stream.enqueue_frame(self._me.encode(head))
             _check_answer(stream, content)
         finally:
@@ -284,15 +277,12 @@ class _Connection:
         self._pin, self._map_slots = pin, map_slots
         self._arena: ReadableMemory | None = None
         self._slots: CudaMapped | None = None
-        self._exported: DeviceSlots | None = None
 
     def receive(self) -> Iterator[Received | Failed]:
         """See `TensorIpcReceiver.receive`. Raises TransportError: see `FrameReceiver.read_frames`."""
         for frame in self._stream.read_frames():
             envelope = decode(frame.head)
-            if isinstance(envelope.body, DeviceSlots):
-                self._exported = envelope.body
-            elif isinstance(head := envelope.body, TensorMessage):
+            if isinstance(head := envelope.body, TensorMessage):
                 arrival = self._receive_tensor(MessageId(envelope.incarnation, head.number), head, frame)
                 if head.number:
                     yield arrival
@@ -323,9 +313,9 @@ class _Connection:
             if head.slot:
                 if self._map_slots is None:
                     raise TransportError("this rank has no CUDA device")
-                if self._slots is None:  # the first message is a probe
-                    assert self._exported is not None
-                    self._slots = self._map_slots(self._exported)
+                if head.slots is not None:
+                    self._slots = self._map_slots(head.slots)
+                assert self._slots is not None, "the probe failed"
                 copied = self._slots.fetch(head.slot, math.prod(head.shape))
                 return Received(message, head.shape, content=copied.memory, copied=copied)
             if head.extents:
