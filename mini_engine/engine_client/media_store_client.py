@@ -151,7 +151,7 @@ class MediaStoreClient:
             if reserved.outcome != "reserved":
                 return reserved.outcome
             is_written = bool(readers) and await self._copied(item, reserved)
-            self._send(Written(reserved.number, list(readers) if is_written else None))
+            self._send(Written(item.media_hash, list(readers) if is_written else None))
             return "present" if is_written else "full"
 
     async def _copied(self, item: MediaItem, reserved: Reserved) -> bool:

@@ -162,12 +162,12 @@ async def test_item_that_another_api_server_writes_or_has_written_since_the_look
     granted = world.store.reserve((2, "other"), reserve.media)
     if is_written:
         world.memory.write(granted.extents, item(A).patches)
-        world.store.written(granted.number, [])
+        world.store.written(A, [])
     world.deliver(reserve)
     placed = await asking
     assert (await world.read(placed), counted.since()) == ((["stored"], [0]) if is_written else (["brought"], [1]))
     if not is_written:
-        world.store.abandoned(granted.number)
+        world.store.abandoned(A)
 
 
 async def test_items_that_the_store_does_not_take_are_sent_with_their_tensors(world: EngineStore) -> None:

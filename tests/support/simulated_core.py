@@ -224,4 +224,4 @@ class CachingWorld(World):
         """Write an item, which these requests refer to then."""
         for first, count in reserved.extents:
             self.links.memory |= dict.fromkeys(range(first, first + count), reserved.media_hash)
-        self.receive(Written(reserved.number, list(request_ids)), sender)
+        self.receive(Written(reserved.media_hash, list(request_ids)), sender)
