@@ -9,12 +9,8 @@ from mini_engine.transport import shared_memory as memory
 from mini_engine.transport.arena import Arena, ReadableMemory, RequestTooLarge, WritableMemory
 from mini_engine.transport.codec import TransportError
 from mini_engine.transport.pages import PAGE_BYTES
+from tests.support.patience import settle
 from tests.support.tensor_queue import Held, unlimited
-
-
-async def settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("extents", [[(1, 3)], [(5, 1), (1, 1), (3, 1)]])
