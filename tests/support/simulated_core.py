@@ -1,6 +1,5 @@
 """An engine core with simulated ranks, to be driven turn by turn."""
 
-import dataclasses
 import itertools
 from collections import Counter
 
@@ -38,7 +37,6 @@ from tests.support.simulated_ranks import SimulatedLinks
 
 API, OTHER = ("api 0", 7), ("api 1", 9)
 MODEL = ModelConfig.from_dir(BUNDLED_MODEL)
-TIMED = dataclasses.replace(MODEL)  # its prompts have text between the temporal grids of a video
 BYTES = 4 * MODEL.vision.patch_dim  # of one token
 
 
@@ -62,7 +60,7 @@ class World:
         config = EngineConfig(tensor_parallel_size=ranks, block_size=block_size, **sizes, **flags)
         self.links = links = SimulatedLinks(config, seconds)
         limits = engine_limits(config, model, blocks, "cpu", 0 if snapshots is None else max_seqs + snapshots)
-        self.model, next_step = model, StepBuilder()
+        next_step = StepBuilder()
         self.core = EngineCore(config, model, limits, self.make_media(next_step), self.links, next_step)
         self.core.scheduler.times.clock = lambda: links.now
         self.pool = self.core.blocks
