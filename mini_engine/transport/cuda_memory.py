@@ -45,8 +45,6 @@ class CudaStaging:
     """Memory of a CUDA device that other processes can map. All methods raise TransportError. It is freed at the end of
     this process: a rank may have it mapped for some time after the end of its stream."""
 
-    device_type = "cuda"  # of the tensors that it takes
-
     def __init__(self, device: torch.device):
         self._device = torch.device("cuda", device.index or 0)
         self._address = 0

@@ -64,16 +64,10 @@ class Outgoing:
         self._sender = sender
         self._unplaced = iter(messages)
 
-    def __call__(self, tensor: object) -> TensorHandle:
-        """Copy `tensor` (uint8, C-contiguous) to its room. With direct_rpc nothing is copied: the tensor must not
-        change until its frame is written. Raises TypeError: not a tensor; TransportError: it has another size than was
-        reserved, or the copy failed."""
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"cannot send an object of type {type(tensor).__name__}")
-        message = next(self._unplaced, None)
-        if message is None or tensor.nbytes != message.nbytes:
-            raise TransportError(f"no room was reserved for a tensor of {tensor.nbytes} bytes")
-        head = self._sender.place(message, tensor)
+    def __call__(self, tensor: torch.Tensor) -> TensorHandle:
+        """Copy `tensor` (uint8, C-contiguous, of the size that was reserved) to its room. With direct_rpc nothing is
+        copied: the tensor must not change until its frame is written. Raises TransportError: the copy failed."""
+        head = self._sender.place(next(self._unplaced), tensor)
         return TensorHandle(MessageId(self._sender.incarnation, head.number), head.shape)
 
     def discard(self) -> None:
@@ -150,9 +144,6 @@ class TensorIpcSender:
     def place(self, message: _Message, tensor: torch.Tensor) -> TensorMessage:
         """Copy `tensor` to the room of `message`; returns the head of its frame. See `Outgoing.__call__`."""
         slots, extents = self._slots if message.slot else None, message.extents
-        device_type = "cpu" if slots is None else slots.staging.device_type
-        if tensor.device.type != device_type:
-            raise TransportError(f"a tensor on {tensor.device} cannot be sent as one on {device_type}")
         if slots is not None:
             slots.fill(message.slot, tensor)
         elif self.placement == "torch_shm":

@@ -86,8 +86,6 @@ async def test_discarded_messages_free_their_pages(ranks: Any, connect: Any, are
     outgoing = await sender.reserve([noise(400_000), noise(20)])
     outgoing(noise(400_000))
     assert (sender.buffered_tensors, sender.buffered_bytes) == (2, 400_020) and arena.pages.num_used == 8
-    with pytest.raises(TransportError, match="no room was reserved for a tensor of 24 bytes"):
-        outgoing(noise(24))
     outgoing.discard()
     outgoing.discard()
     assert sender.buffered_tensors == 0 == arena.pages.num_used
