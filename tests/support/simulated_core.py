@@ -150,6 +150,16 @@ class World:
         """Hashes of cached media that no request refers to, least recently used first."""
         return [entry.media.media_hash for entry in self.core.media.idle]
 
+    def run_steps(self, count=1000, until=None):
+        """So many turns, after each of which the ranks run a step, or until a request has ended; returns how many."""
+        for number in range(count):
+            if until in self.ends:
+                return number
+            self.turn()
+            if self.links.steps:
+                self.links.run_step()
+        return count
+
     def run(self, turns=2000):
         for _ in range(turns):
             self.turn()
