@@ -60,16 +60,13 @@ class StoreAgainstModel(RuleBasedStateMachine):
         super().__init__()
         self.store = MediaStore(PAGES * PAGE_BYTES + 100, ROW, lambda: PLENTY)
         self.incarnations = [1, 2]
-        self.stored: list[Stored] = []
+        self.stored: dict[bytes, Stored] = {}
         self.lru: list[Stored] = []  # of those, the idle, least recently used first
         self.writing: dict[bytes, Stored] = {}
         self.held: dict[Owner, dict[bytes, Stored]] = {}  # references of requests that have not arrived
         self.running: list[tuple[References, list[Stored]]] = []
 
     # --- the model
-
-    def find(self, media_hash: bytes) -> Stored | None:
-        return next((item for item in self.stored if item.media_hash == media_hash), None)
 
     def refer(self, owner: Owner, item: Stored) -> None:
         if item.media_hash not in self.held.setdefault(owner, {}):
@@ -89,7 +86,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
     def look_up(self, server, name, hashes):
         owner, expected = (self.incarnations[server], name), []
         for media_hash in hashes:
-            if (item := self.find(media_hash)) is not None:
+            if (item := self.stored.get(media_hash)) is not None:
                 self.refer(owner, item)
                 handle = StoreHandle(item.extents, (ROWS[media_hash[0]], ROW))
                 expected.append(FoundMedia(facts(media_hash), "patches", handle))
@@ -100,8 +97,8 @@ class StoreAgainstModel(RuleBasedStateMachine):
         owner, evictions = (self.incarnations[server], name), self.store.num_evictions
         reserved = self.store.reserve(owner, facts(media_hash))
         item = Stored(media_hash, reserved.extents, owner[0])
-        num_free = PAGES - sum(other.num_pages for other in [*self.stored, *self.writing.values()])
-        if (cached := self.find(media_hash)) is not None:
+        num_free = PAGES - sum(other.num_pages for other in [*self.stored.values(), *self.writing.values()])
+        if (cached := self.stored.get(media_hash)) is not None:
             assert reserved.outcome == "present"
             self.refer(owner, cached)
         elif media_hash in self.writing:
@@ -111,7 +108,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
         else:
             while num_free < item.num_pages:
                 victim = self.lru.pop(0)
-                self.stored.remove(victim)
+                del self.stored[victim.media_hash]
                 num_free, evictions = num_free + victim.num_pages, evictions + 1
             assert reserved.outcome == "reserved"
             assert sum(count for _, count in reserved.extents) == item.num_pages
@@ -124,7 +121,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
         item = self.writing.pop(data.draw(st.sampled_from(sorted(self.writing))))
         owners = [(item.writer, name) for name in readers]
         self.store.written(item.media_hash, owners)
-        self.stored.append(item)
+        self.stored[item.media_hash] = item
         self.lru.append(item)
         for owner in owners:
             self.refer(owner, item)
@@ -173,7 +170,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
 
     @rule()
     def reset(self):
-        self.stored = [item for item in self.stored if item not in self.lru]
+        self.stored = {key: item for key, item in self.stored.items() if item.num_readers}
         self.lru = []
         self.store.reset()
 
@@ -181,16 +178,16 @@ class StoreAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def accounts_agree(self):
-        store, read = self.store, [item for item in self.stored if item.num_readers]
+        store, read = self.store, [item for item in self.stored.values() if item.num_readers]
         assert store.num_references == sum(item.num_readers for item in read)
         assert store.num_bytes_pinned == sum(item.num_pages for item in read) * PAGE_BYTES
-        assert store.num_bytes == sum(item.num_pages for item in self.stored) * PAGE_BYTES
+        assert store.num_bytes == sum(item.num_pages for item in self.stored.values()) * PAGE_BYTES
         assert len(store.reservations) == len(self.writing)
         assert [entry.media.media_hash for entry in store.idle] == [item.media_hash for item in self.lru]
 
     @invariant()
     def every_page_belongs_to_one_item(self):
-        extents = [extent for item in [*self.stored, *self.writing.values()] for extent in item.extents]
+        extents = [extent for item in [*self.stored.values(), *self.writing.values()] for extent in item.extents]
         pages = [page for first, count in extents for page in range(first, first + count)]
         assert len(pages) == len(set(pages)) == self.store.pages.num_used
         assert all(0 <= page < PAGES for page in pages)
