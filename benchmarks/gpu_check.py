@@ -154,7 +154,7 @@ def requests(vision: VisionConfig, *names: str, **more: Any) -> list[NewSequence
     """A request for each of these ways to choose tokens, and `more` of them; "image" has one."""
     grid, made = (1, 8, 12), []
     count = grid[1] * grid[2]
-    handle = TensorHandle(MessageId(0, 0), (count, vision.patch_dim), "uint8")
+    handle = TensorHandle(MessageId(0, 0), (count, vision.patch_dim))
     image = MediaItem(bytes(16), "image", count // vision.merge_unit, grid, None, offsets=[5], patches=handle)
     for number, name in enumerate(names):
         prompt = [(37 * place + 11 * number) % 701 for place in range(70 + 41 * number)]

@@ -166,7 +166,7 @@ def _serve_rank(parent: int, pipe: Connection, core: str, address: RankAddress) 
         report = decode(reports.recv_multipart()[1]).body
         arrived = time.perf_counter()
         assert isinstance(report, MediaReady) and not report.problem, report
-        media.rows(TensorHandle(report.message, (nbytes,), "uint8"), 0, nbytes).numpy()[::PAGE].max()
+        media.rows(TensorHandle(report.message, (nbytes,)), 0, nbytes).numpy()[::PAGE].max()
         touched = time.perf_counter()
         media.release([report.message])
         pipe.send((arrived, touched))

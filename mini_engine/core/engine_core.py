@@ -146,10 +146,10 @@ class EngineCore:
                 self.links.send(incarnation, Found(request_id, found, named))
             case Reserve(request_id=request_id, media=item) if isinstance(media, MediaStore):
                 self.links.send(incarnation, media.reserve((incarnation, request_id), item))
-            case Written(number=number, request_ids=None) if isinstance(media, MediaStore):
-                media.abandoned(number)
-            case Written(number=number, request_ids=[*request_ids]) if isinstance(media, MediaStore):
-                media.written(number, [(incarnation, request_id) for request_id in request_ids])
+            case Written(media_hash=media_hash, request_ids=None) if isinstance(media, MediaStore):
+                media.abandoned(media_hash)
+            case Written(media_hash=media_hash, request_ids=[*request_ids]) if isinstance(media, MediaStore):
+                media.written(media_hash, [(incarnation, request_id) for request_id in request_ids])
             case BindName(key=key, media=meaning):
                 media.names.put(key, meaning)
 

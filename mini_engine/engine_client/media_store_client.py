@@ -162,5 +162,5 @@ class MediaStoreClient:
                         await asyncio.get_running_loop().run_in_executor(None, copy)
                 except OSError:  # no memory for the pages
                     is_written = False
-            self._send(Written(reserved.number, list(readers) if is_written else None))
+            self._send(Written(item.media_hash, list(readers) if is_written else None))
             return "present" if is_written else "full"

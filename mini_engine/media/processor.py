@@ -146,7 +146,7 @@ class MediaProcessor:
     def _item(
         self, kind: Modality, patches: torch.Tensor, grid: torch.Tensor, missing: str | None = None, *rest: Any
     ) -> ProcessedItem:
-        assert patches.element_size() == 1, f"its patches are {patches.dtype}, not uint8"
+        assert patches.dtype == torch.uint8, f"its patches are {patches.dtype}, not uint8"
         frames, height, width = grid[0].tolist()
         tokens = frames * height * width // self._image.merge_size**2
         facts = CachedMedia(b"", kind, tokens, (frames, height, width), *rest)

@@ -44,5 +44,5 @@ AnyMessage = (
     | NewRequest | Finish | Outputs | MediaMiss | ControlRequest | ControlReply
     | Lookup | Found | Reserve | Reserved | Written | BindName
     | Step | StepResult | WorkerReady | MediaReady | GrammarReady
-    | TensorMessage | ProbeResult | DeviceSlots
+    | TensorMessage | ProbeResult
 )  # fmt: skip

@@ -118,14 +118,13 @@ class Reserved(Message, frozen=True):
     media_hash: bytes
     # present: cached by now, and the request refers to it; full: no room; busy: another reservation of it is open
     outcome: Literal["reserved", "present", "full", "busy"]
-    number: int = 0  # of the reservation
     extents: list[tuple[int, int]] = []  # see `StoreHandle`
 
 
 class Written(Message, frozen=True):
-    """API server -> core: no thread writes to this reservation, and none will."""
+    """API server -> core: no thread writes to the pages that it has reserved for this item, and none will."""
 
-    number: int
+    media_hash: bytes
     request_ids: list[str] | None  # the item lies in its pages, and these refer to it; None: it does not
 
 

@@ -22,11 +22,10 @@ class MessageId(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TensorHandle(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Stands for a tensor of tensor message `message`."""
+    """Stands for the uint8 tensor of tensor message `message`."""
 
     message: MessageId
     shape: tuple[int, ...]
-    dtype: str  # torch's name without the prefix: "uint8"
 
 
 class StoreHandle(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -78,25 +77,25 @@ class MediaItem(CachedMedia, frozen=True, array_like=False, kw_only=True):
         return self.offsets[-1] + self.run_length
 
 
+class DeviceSlots(msgspec.Struct, frozen=True, array_like=True):
+    """An API server's staging slots in device memory, exported for one rank, which maps them."""
+
+    device: int  # CUDA's index of their device
+    nbytes: int  # of one slot; slot n starts at (n - 1) * nbytes
+    memory: bytes  # CUDA's IPC handle of all of it
+
+
 class TensorMessage(Message, frozen=True):
-    """API server -> rank, head of a frame of `transport/tensor_ipc.py`, which carries one tensor, in C order.
+    """API server -> rank, head of a frame of `transport/tensor_ipc.py`, which carries one uint8 tensor, in C order.
 
     Number 0 is a probe: the rank answers with a `ProbeResult`, and keeps nothing of it.
     """
 
     number: int
     shape: tuple[int, ...]  # at least one dimension
-    dtype: str
     extents: list[tuple[int, int]] = []  # torch_shm: see `StoreHandle`, in the sender's arena
     slot: int = 0  # CUDA tensors: the staging slot, from 1 on. Neither: the bytes follow the head
-
-
-class DeviceSlots(Message, frozen=True):
-    """API server -> rank: staging slots in device memory, exported for this rank, which maps them."""
-
-    device: int  # CUDA's index of their device
-    nbytes: int  # of one slot; slot n starts at (n - 1) * nbytes
-    memory: bytes  # CUDA's IPC handle of all of it
+    slots: DeviceSlots | None = None  # in the first message with a slot, a probe
 
 
 class ProbeResult(Message, frozen=True):

@@ -21,23 +21,8 @@ from mini_engine.transport import shared_memory as memory
 from mini_engine.transport.codec import TransportError
 from mini_engine.transport.pages import PAGE_BYTES, Extent, PageAllocator, pages_for
 
-_NAMES = "uint8 int8 int16 int32 int64 bool float16 bfloat16 float32 float64"
-# The dtypes that can be sent, by torch's name without the prefix, as a handle has it.
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
 # Registers (address, nbytes) of a mapping as pinned memory; returns what undoes it, or None if it was refused.
 Pin = Callable[[int, int], Callable[[], object] | None]
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of `tensor` in C order: uint8, one dimension, on its device; a view if it is contiguous."""
-    return tensor.detach().resolve_neg().contiguous().view(-1).view(torch.uint8)
-
-
-def tensor_bytes(shape: Sequence[int], dtype: str) -> int:
-    """Bytes of such a tensor. Raises TransportError: unknown dtype, or no dimension."""
-    if dtype not in DTYPES or not shape:
-        raise TransportError(f"a tensor of shape {tuple(shape)} and dtype {dtype} cannot be sent")
-    return math.prod(shape) * DTYPES[dtype].itemsize
 
 
 def checksum(content: torch.Tensor) -> int:
@@ -93,11 +78,10 @@ class ReadableMemory:
         views = [self._bytes[first : first + nbytes] for first, nbytes in _pieces(extents, start, stop)]
         return views[0] if len(views) == 1 else torch.cat(views) if views else self._bytes[:0]
 
-    def rows(self, extents: Sequence[Extent], shape: Sequence[int], dtype: str, first: int, stop: int) -> torch.Tensor:
-        """Rows `first .. stop` of the C-contiguous tensor that lies in `extents`; see `read`."""
-        row_bytes = math.prod(shape[1:]) * DTYPES[dtype].itemsize
-        content = self.read(extents, first * row_bytes, stop * row_bytes)
-        return content.view(DTYPES[dtype]).view(stop - first, *shape[1:])
+    def rows(self, extents: Sequence[Extent], shape: Sequence[int], first: int, stop: int) -> torch.Tensor:
+        """Rows `first .. stop` of the C-contiguous uint8 tensor that lies in `extents`; see `read`."""
+        row_bytes = math.prod(shape[1:])
+        return self.read(extents, first * row_bytes, stop * row_bytes).view(stop - first, *shape[1:])
 
     def register(self, nbytes: int) -> None:
         """Pin the first `nbytes`, as far as they are not: that allocates them. Without effect without `pin`."""

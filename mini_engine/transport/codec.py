@@ -18,8 +18,8 @@ class TransportError(Exception):
 
 
 OOBTensorConsumer = Callable[[Any], TensorHandle]
-"""Keeps a tensor of a message (any dtype and shape, C-contiguous) while it is encoded, and returns what stands for it.
-Raises TypeError: not a tensor; TransportError: it cannot be sent."""
+"""Keeps a tensor of a message (uint8, C-contiguous) while it is encoded, and returns what stands for it. Raises
+TransportError: it cannot be sent."""
 
 
 class Encoder:
@@ -30,8 +30,8 @@ class Encoder:
         self.incarnation = incarnation
 
     def encode(self, body: AnyMessage, tensors: OOBTensorConsumer | None = None) -> bytes:
-        """`body` in its envelope, as msgpack; its tensors go to `tensors`, in the order of the fields. Raises
-        TypeError: `body` holds something that is neither plain data nor a tensor that `tensors` takes."""
+        """`body` in its envelope, as msgpack; its tensors go to `tensors`, in the order of the fields. Raises what
+        `tensors` raises; without it TypeError: `body` holds something else than plain data."""
         return msgspec.msgpack.encode(Envelope(self.incarnation, body), enc_hook=tensors)
 
 

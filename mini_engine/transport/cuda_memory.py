@@ -30,7 +30,6 @@ from typing import Any
 import torch
 
 from mini_engine.messages import DeviceSlots
-from mini_engine.transport.arena import bytes_of
 from mini_engine.transport.codec import TransportError
 
 log = logging.getLogger(__name__)
@@ -45,8 +44,6 @@ _HANDLE_BYTES = 64
 class CudaStaging:
     """Memory of a CUDA device that other processes can map. All methods raise TransportError. It is freed at the end of
     this process: a rank may have it mapped for some time after the end of its stream."""
-
-    device_type = "cuda"  # of the tensors that it takes
 
     def __init__(self, device: torch.device):
         self._device = torch.device("cuda", device.index or 0)
@@ -91,7 +88,7 @@ class StagingSlots:
 
     def __init__(self, staging: CudaStaging, slots: int, nbytes: int):
         self.staging = staging
-        self.nbytes = -(-nbytes // 512) * 512  # so that a slot starts where any dtype may
+        self.nbytes = -(-nbytes // 512) * 512  # each slot is aligned as CUDA's allocations are
         self._parts = staging.allocate(slots, self.nbytes).split(self.nbytes)
         self._idle = list(range(1, slots + 1))  # longest idle first
 
@@ -104,8 +101,7 @@ class StagingSlots:
 
     def fill(self, slot: int, tensor: torch.Tensor) -> None:
         """Copy `tensor` (on the device) to the slot, and wait for the copy. For any thread. Raises TransportError."""
-        content = bytes_of(tensor)
-        self.staging.fill(self._parts[slot - 1][: content.numel()], content)
+        self.staging.fill(self._parts[slot - 1][: tensor.numel()], tensor.view(-1))
 
     def release(self, slot: int) -> None:
         """No rank reads the slot any more."""

@@ -17,23 +17,17 @@ import asyncio
 import dataclasses
 import itertools
 import logging
+import math
 import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import msgspec
 import torch
 
-from mini_engine.messages import (
-    DeviceSlots,
-    MessageId,
-    ProbeResult,
-    RankAddress,
-    TensorHandle,
-    TensorMessage,
-    TransportName,
-)
-from mini_engine.transport.arena import DTYPES, Arena, Pin, ReadableMemory, bytes_of, checksum, tensor_bytes
+from mini_engine.messages import MessageId, ProbeResult, RankAddress, TensorHandle, TensorMessage, TransportName
+from mini_engine.transport.arena import Arena, Pin, ReadableMemory, checksum
 from mini_engine.transport.codec import Encoder, TransportError, decode
 from mini_engine.transport.cuda_memory import CudaCopy, CudaMapped, MapSlots, StagingSlots
 from mini_engine.transport.pages import HIGH_WATER_PAGES, PAGE_BYTES, Extent
@@ -70,17 +64,11 @@ class Outgoing:
         self._sender = sender
         self._unplaced = iter(messages)
 
-    def __call__(self, tensor: object) -> TensorHandle:
-        """Copy `tensor` (C-contiguous) to its room. With direct_rpc nothing is copied: the tensor must not change until
-        its frame is written. Raises TypeError: not a tensor; TransportError: it has another size than was reserved, or
-        the copy failed."""
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"cannot send an object of type {type(tensor).__name__}")
-        message = next(self._unplaced, None)
-        if message is None or tensor.nbytes != message.nbytes:
-            raise TransportError(f"no room was reserved for a tensor of {tensor.nbytes} bytes")
-        head = self._sender.place(message, tensor)
-        return TensorHandle(MessageId(self._sender.incarnation, head.number), head.shape, head.dtype)
+    def __call__(self, tensor: torch.Tensor) -> TensorHandle:
+        """Copy `tensor` (uint8, C-contiguous, of the size that was reserved) to its room. With direct_rpc nothing is
+        copied: the tensor must not change until its frame is written. Raises TransportError: the copy failed."""
+        head = self._sender.place(next(self._unplaced), tensor)
+        return TensorHandle(MessageId(self._sender.incarnation, head.number), head.shape)
 
     def discard(self) -> None:
         """Release everything unsent."""
@@ -155,19 +143,14 @@ class TensorIpcSender:
 
     def place(self, message: _Message, tensor: torch.Tensor) -> TensorMessage:
         """Copy `tensor` to the room of `message`; returns the head of its frame. See `Outgoing.__call__`."""
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        tensor_bytes(tensor.shape, dtype)
         slots, extents = self._slots if message.slot else None, message.extents
-        device_type = "cpu" if slots is None else slots.staging.device_type
-        if tensor.device.type != device_type:
-            raise TransportError(f"a tensor on {tensor.device} cannot be sent as one on {device_type}")
         if slots is not None:
             slots.fill(message.slot, tensor)
         elif self.placement == "torch_shm":
-            self._arena.write(extents, bytes_of(tensor))
+            self._arena.write(extents, tensor.view(-1))
         else:
-            message.payload, extents = bytes_of(tensor).numpy().data, []
-        message.head = TensorMessage(message.number, tuple(tensor.shape), dtype, extents, message.slot)
+            message.payload, extents = tensor.view(-1).numpy().data, []
+        message.head = TensorMessage(message.number, tuple(tensor.shape), extents, message.slot)
         return message.head
 
     def send_tensors(self, outgoing: Outgoing) -> int:
@@ -223,7 +206,7 @@ class TensorIpcSender:
         message = _Message(0, PROBE_BYTES, slot=acquired[0])
         try:
             head = self.place(message, slots.staging.local(content))
-            stream.enqueue_frame(self._me.encode(slots.staging.export(slots.nbytes)))
+            head = msgspec.structs.replace(head, slots=slots.staging.export(slots.nbytes))
             stream.enqueue_frame(self._me.encode(head))
             _check_answer(stream, content)
         finally:
@@ -252,7 +235,6 @@ class Received:
 
     message: MessageId
     shape: tuple[int, ...]
-    dtype: str
     arena: ReadableMemory | None = None
     extents: Sequence[Extent] = ()
     content: torch.Tensor | None = None
@@ -262,9 +244,9 @@ class Received:
         """Rows `first .. stop` of the tensor, read-only: a write may end the process. A view, unless they lie in
         several extents. On a device it is for the current stream."""
         if self.arena is not None:
-            return self.arena.rows(self.extents, self.shape, self.dtype, first, stop)
+            return self.arena.rows(self.extents, self.shape, first, stop)
         assert self.content is not None
-        rows = self.content.view(DTYPES[self.dtype]).view(self.shape)[first:stop]
+        rows = self.content.view(self.shape)[first:stop]
         if self.copied is not None:
             self.copied.use(rows)
         return rows
@@ -286,15 +268,12 @@ class _Connection:
         self._pin, self._map_slots = pin, map_slots
         self._arena: ReadableMemory | None = None
         self._slots: CudaMapped | None = None
-        self._exported: DeviceSlots | None = None
 
     def receive(self) -> Iterator[Received | Failed]:
         """See `TensorIpcReceiver.receive`. Raises TransportError: see `FrameReceiver.read_frames`."""
         for frame in self._stream.read_frames():
             envelope = decode(frame.head)
-            if isinstance(envelope.body, DeviceSlots):
-                self._exported = envelope.body
-            elif isinstance(head := envelope.body, TensorMessage):
+            if isinstance(head := envelope.body, TensorMessage):
                 arrival = self._receive_tensor(MessageId(envelope.incarnation, head.number), head, frame)
                 if head.number:
                     yield arrival
@@ -325,17 +304,17 @@ class _Connection:
             if head.slot:
                 if self._map_slots is None:
                     raise TransportError("this rank has no CUDA device")
-                if self._slots is None:  # the first message is a probe
-                    assert self._exported is not None
-                    self._slots = self._map_slots(self._exported)
-                copied = self._slots.fetch(head.slot, tensor_bytes(head.shape, head.dtype))
-                return Received(message, head.shape, head.dtype, content=copied.memory, copied=copied)
+                if head.slots is not None:
+                    self._slots = self._map_slots(head.slots)
+                assert self._slots is not None, "the probe failed"
+                copied = self._slots.fetch(head.slot, math.prod(head.shape))
+                return Received(message, head.shape, content=copied.memory, copied=copied)
             if head.extents:
                 assert self._arena is not None, "the probe failed"
                 end = max(first + count for first, count in head.extents)
                 self._arena.register(-(-end // HIGH_WATER_PAGES) * HIGH_WATER_PAGES * PAGE_BYTES)
-                return Received(message, head.shape, head.dtype, self._arena, head.extents)
-            return Received(message, head.shape, head.dtype, content=torch.from_numpy(frame.payload))
+                return Received(message, head.shape, self._arena, head.extents)
+            return Received(message, head.shape, content=torch.from_numpy(frame.payload))
         except TransportError as error:
             return Failed(message, str(error))
 
@@ -346,7 +325,7 @@ def _probe_result(arrival: Received | Failed) -> ProbeResult:
     try:
         if arrival.copied is not None:
             arrival.copied.synchronize()
-        content = bytes_of(arrival.rows(0, arrival.shape[0])).cpu()
+        content = arrival.rows(0, arrival.shape[0]).cpu()
     except (RuntimeError, TransportError) as error:  # of the device
         return ProbeResult(checksum=0, error=f"cannot read the probe: {error}")
     return ProbeResult(checksum=checksum(content))

@@ -241,7 +241,7 @@ class ModelRunner:
         first, stop, source = part.first * h * w, (part.first + part.count) * h * w, item.patches
         if isinstance(source, StoreHandle):
             assert self._media.store is not None
-            patches = self._media.store.rows(source.extents, source.shape, "uint8", first, stop)
+            patches = self._media.store.rows(source.extents, source.shape, first, stop)
         elif isinstance(source, TensorHandle) and item.media_hash not in self._kept:
             patches = self._media.rows(source, first, stop)
         else:

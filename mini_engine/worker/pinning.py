@@ -12,7 +12,6 @@ from itertools import pairwise
 
 import torch
 
-from mini_engine.transport.arena import bytes_of
 from mini_engine.transport.codec import TransportError
 from mini_engine.transport.cuda_memory import check, on_stream, use_cuda
 from mini_engine.transport.shared_memory import made_writable
@@ -75,7 +74,7 @@ class PinnedMemory:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Start to copy, on the current stream; both are contiguous and of one size. CUDA refuses a copy that crosses
         the border of a registered range as an invalid argument, so this makes several."""
-        target, source = bytes_of(target), bytes_of(source)
+        target, source = (each.view(-1).view(torch.uint8) for each in (target, source))
         ranges = self._ranges.copy().items()
         borders = {border - source.data_ptr() for start, nbytes in ranges for border in (start, start + nbytes)}
         for start, end in pairwise(sorted({0, len(source)} | {at for at in borders if 0 < at < len(source)})):

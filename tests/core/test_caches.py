@@ -98,9 +98,7 @@ def test_text_overtakes_a_request_that_waits_for_encoder_room():
     for number, media_hash in enumerate([A, B], 1):
         world.request(f"r{number}", media=[item(message(number), 1, 6, media_hash=media_hash)], prompt=9, max_tokens=20)
     world.request("text", max_tokens=2)
-    for _ in range(4):
-        world.turn()
-        world.links.run_step()
+    world.run_steps(4)
     assert world.ends == {"text": ["length"]} and "r2" not in world.tokens
     world.finish("r1", "r2")
     world.assert_at_rest()

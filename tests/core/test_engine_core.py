@@ -29,8 +29,7 @@ def test_two_steps_are_in_flight_only_when_asynchronous():
 def test_decodes_go_before_prefills():
     world = World(max_tokens=8, async_scheduling=False)
     world.request("short", prompt=4, max_tokens=8)
-    world.turn()
-    world.links.run_step()
+    world.run_steps(1)
     world.request("long", prompt=40, max_tokens=1)
     world.turn()
     chunks = world.links.steps[-1].chunks

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mini_engine.messages import ChildRequest, ControlRequest, Finish, MediaReady, MessageId, PoolingParams, Problem
-from tests.support.simulated_core import API, MODEL, TIMED, World, item
+from tests.support.simulated_core import API, World, item
 from tests.support.simulated_ranks import token_of
 
 
@@ -33,6 +33,7 @@ class RequestLoad:
     stops: bool = False  # at the third token
     grammar: str = ""  # "bad": cannot be followed
     pools: bool = False  # instead of all that concerns an output
+    gap: int = 0  # tokens of text between the temporal grids of an item
 
 
 loads = st.builds(
@@ -41,6 +42,7 @@ loads = st.builds(
     output=st.integers(1, 12),
     arrival=st.integers(0, 10),
     media=st.lists(st.integers(0, 3), max_size=2),
+    gap=st.sampled_from([0, 2]),
     first_token=st.sampled_from([20, 60]),
     priority=st.integers(0, 1),
     client=st.sampled_from([b"", b"", b"a", b"b"]),
@@ -75,7 +77,6 @@ hungry = st.builds(
 
 worlds = st.fixed_dictionaries(
     {
-        "model": st.sampled_from([MODEL, TIMED]),
         "blocks": st.integers(11, 40),
         "max_seqs": st.integers(1, 8),
         "max_tokens": st.integers(1, 24),
@@ -99,11 +100,10 @@ small_worlds_of_three = small_worlds.map(lambda sizes: {**sizes, "max_seqs": 3})
 
 def send(world: World, name: str, message: MessageId, load: RequestLoad) -> bool:
     """Send a request and its children; returns whether it has a tensor message."""
-    gap = 2 * (world.model is TIMED)
     media = [
-        item(message, 10 * index, 1 + video % 4, index, b"video %10d" % video, grids=1 + video % 4 // 3 * 3, gap=gap)
-        for index, video in enumerate(load.media)
-        if 10 * (index + 1) <= load.prompt
+        item(message, 10 * i, 1 + video % 4, i, b"video %10d" % video, grids=1 + video % 4 // 3 * 3, gap=load.gap)
+        for i, video in enumerate(load.media)
+        if 10 * (i + 1) <= load.prompt
     ]
     more = {
         "priority": load.priority,

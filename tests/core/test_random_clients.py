@@ -90,7 +90,7 @@ class RandomClients:
         leaves = self.chance.random() < 0.15
         for media_hash, reserved in asked.reservations.items():
             if leaves or self.chance.random() < 0.2:
-                self.world.receive(Written(reserved.number, None), asked.sender)
+                self.world.receive(Written(media_hash, None), asked.sender)
             else:
                 self.world.write(reserved, asked.name, sender=asked.sender)
                 asked.sources[media_hash] = "patches"

@@ -103,9 +103,7 @@ def test_nothing_starves_whatever_a_step_costs(seconds):
         world.request(f"video {number}", 500, 2, [item(message(number), 2, 300, grids=2)], first_token=30 + number)
     for number in range(100):
         world.request(f"text {number}", 4, 1, first_token=60 + number)
-        for _ in range(4):
-            world.turn()
-            world.links.run_step()
+        world.run_steps(4)
     assert {f"video {number}" for number in range(3)} < world.ends.keys()
     assert {f"text {number}" for number in range(95)} < world.ends.keys()
 
@@ -115,14 +113,10 @@ def test_a_short_prompt_overtakes_long_ones_beside_decodes():
     world.request("decode", 5, 1000, first_token=7)
     for number in range(3):
         world.request(f"long {number}", 2000, first_token=30 + number)
-    for _ in range(10):
-        world.turn()
-        world.links.run_step()
+    world.run_steps(10)
     begun = world.links.now
     world.request("text", 50, 1, first_token=90)
-    while "text" not in world.ends:
-        world.turn()
-        world.links.run_step()
+    world.run_steps(until="text")
     assert world.links.now - begun <= 5 * LIMIT  # two steps in flight; 50 tokens in two of 40 and one between them
 
 

@@ -19,8 +19,7 @@ def heavy_world(**more):
 @pytest.mark.parametrize("async_scheduling", [True, False])
 def test_a_short_request_waits_for_one_heavy_step_at_most(async_scheduling):
     world = heavy_world(async_scheduling=async_scheduling)
-    world.turn()
-    world.links.run_step()
+    world.run_steps(1)
     world.turn()
     step = world.links.steps[0]
     assert [chunk.request_id for chunk in step.chunks] == ["text"] and not step.encode
@@ -32,8 +31,7 @@ def test_steady_short_requests_do_not_starve_a_long_one():
     world = heavy_world()
     for number in range(60):
         world.request(f"text {number}", prompt=6, max_tokens=1)
-        world.turn()
-        world.links.run_step()
+        world.run_steps(1)
     world.turn()
     assert "video" in world.tokens, "the long one has its turn after each of theirs"
     world.run()
@@ -68,8 +66,7 @@ def test_a_running_prefill_is_not_preempted_by_later_requests():
     world.request("long", prompt=300, first_token=20)
     for number in range(60):
         world.request(f"short {number}", prompt=5, max_tokens=20, first_token=30 + number)
-        world.turn()
-        world.links.run_step()
+        world.run_steps(1)
     assert world.ends["long"] == ["length"]
     world.run()
     world.assert_at_rest()
@@ -88,9 +85,7 @@ def test_a_request_that_waits_for_encoder_room_is_not_overtaken_by_later_media(s
             add("large", number, 12)
         elif number % 4 == 1:
             add(f"small {number}", number, 6, max_tokens=10, first_token=20 + number)
-        world.turn()
-        if world.links.steps:
-            world.links.run_step()
+        world.run_steps(1)
     assert world.ends["large"] == ["length"]
     world.run()
     world.assert_at_rest()
@@ -141,17 +136,6 @@ def flood(world, client, count=2, samples=128, prompt=5, priority=-(2**31)):
         world.request(f"{client} {number}", prompt, 400, **more)
 
 
-def steps(world, count=1000, until=None):
-    """Run so many steps, or until a request has ended; returns how many."""
-    for number in range(count):
-        if until in world.ends:
-            return number
-        world.turn()
-        if world.links.steps:
-            world.links.run_step()
-    return count
-
-
 def num_running(world, client):
     return sum(request.new.client == client for request in world.core.scheduler.clients.running)
 
@@ -165,24 +149,24 @@ def num_running(world, client):
 def test_one_client_does_not_hold_up_another(prompt, flooding, blocks, async_scheduling):
     world = World(blocks=blocks, block_size=16, max_seqs=64, max_tokens=512, async_scheduling=async_scheduling)
     flood(world, b"a", **flooding)
-    steps(world, 60)
+    world.run_steps(60)
     for number in range(20):
-        steps(world, number % 4)
+        world.run_steps(number % 4)
         world.request(f"b {number}", prompt, max_tokens=1, first_token=100 + number, client=b"b")
-        assert steps(world, until=f"b {number}") <= 12
+        assert world.run_steps(until=f"b {number}") <= 12
     assert num_running(world, b"a") > 1
 
 
 def test_clients_get_equal_shares_of_the_places_whatever_their_priority():
     world = World(blocks=4000, block_size=16, max_seqs=64, max_tokens=512)
     flood(world, b"a")
-    steps(world, 20)
+    world.run_steps(20)
     flood(world, b"b", priority=0)
-    steps(world, 80)
+    world.run_steps(80)
     preempted = world.stats().preemptions
     assert preempted == 32, "once for each place, and nothing is taken back"
     for _ in range(4):
-        steps(world, 40)
+        world.run_steps(40)
         assert abs(num_running(world, b"a") - num_running(world, b"b")) <= 1
     assert world.stats().preemptions == 0
 
@@ -191,7 +175,7 @@ def test_a_client_alone_is_not_preempted():
     world = World(blocks=4000, block_size=16, max_seqs=4, max_tokens=512)
     for number in range(8):
         world.request(f"{number}", 40, 20, priority=-number, children=[ChildRequest(f"{number}-1", 1)], client=b"a")
-        steps(world, 3)
+        world.run_steps(3)
     world.run()
     assert world.stats().preemptions == 0
     world.assert_at_rest()
@@ -200,7 +184,7 @@ def test_a_client_alone_is_not_preempted():
 def test_the_first_request_of_a_client_keeps_its_place():
     world = World(max_seqs=1)
     world.request("a", max_tokens=40, client=b"a")
-    steps(world, 5)
+    world.run_steps(5)
     world.request("b", max_tokens=2, client=b"b")
     world.request("a urgent", max_tokens=2, client=b"a", priority=-5)
     world.finish("a", "b", "a urgent")

@@ -123,7 +123,7 @@ class EngineStore:
             if each.patches is None:
                 handle = references[each.media_hash].patches
                 assert isinstance(handle, StoreHandle)
-                rows = self.readable.rows(handle.extents, handle.shape, "uint8", 0, handle.shape[0])
+                rows = self.readable.rows(handle.extents, handle.shape, 0, handle.shape[0])
                 assert set(rows.view(-1).tolist()) == {each.media_hash[0]}, "another item's bytes"
         self.store.release(references)
         return ["stored" if each.patches is None else "brought" for each in placed.media]
@@ -163,12 +163,12 @@ async def test_item_that_another_api_server_writes_or_has_written_since_the_look
     granted = world.store.reserve((2, "other"), reserve.media)
     if is_written:
         world.memory.write(granted.extents, item(A).patches)
-        world.store.written(granted.number, [])
+        world.store.written(A, [])
     world.deliver(reserve)
     placed = await asking
     assert (await world.read(placed), counted.since()) == ((["stored"], [0]) if is_written else (["brought"], [1]))
     if not is_written:
-        world.store.abandoned(granted.number)
+        world.store.abandoned(A)
 
 
 async def test_items_that_the_store_does_not_take_are_sent_with_their_tensors(world: EngineStore) -> None:

@@ -3,8 +3,7 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,9 @@ from mini_engine.transport.codec import decode
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 from tests.support.patience import PATIENCE, cancelled, eventually
 from tests.support.serving import Counted
-from tests.support.tensor_queue import ME, Rank, address_of
+from tests.support.tensor_queue import ME, Rank, arena, connect, ranks
+
+__all__ = ["arena", "connect", "ranks"]
 
 
 def request(name: str, *sizes: int) -> NewRequest:
@@ -27,30 +28,18 @@ def request(name: str, *sizes: int) -> NewRequest:
 
 
 @pytest.fixture
-def ranks(runtime: Path) -> Iterator[list[Rank]]:
-    made = [Rank(address_of(runtime, rank)) for rank in (0, 1)]
-    yield made
-    for rank in made:
-        rank.close()
-
-
-@pytest.fixture
-def arena() -> Iterator[Arena]:
-    made = Arena(4 << 20, lambda: 1 << 40)
-    yield made
-    assert made.pages.num_used == 0
-    made.close_memory()
+def both(ranks: Any) -> list[Rank]:
+    return ranks()
 
 
 @pytest.fixture(params=["torch_shm", "direct_rpc"])
-async def queue(ranks: list[Rank], arena: Arena, request: pytest.FixtureRequest) -> AsyncIterator[TensorIpcSender]:
-    made = TensorIpcSender(ME, [rank.address for rank in ranks], arena)
-    made.probe(request.param, PATIENCE)
-    yield made
-    made.close_streams()
+def queue(both: list[Rank], connect: Any, request: pytest.FixtureRequest) -> TensorIpcSender:
+    return connect(request.param)
 
 
-async def test_tensors_and_then_their_request_leave_and_are_counted(queue: TensorIpcSender, ranks: list[Rank]) -> None:
+async def test_tensors_and_then_their_request_leave_and_are_counted(
+    queue: TensorIpcSender, both: list[Rank], arena: Arena
+) -> None:
     transport = f"{{transport={queue.placement}}}"
     counted = Counted(f"ipc_messages_total{transport}", f"ipc_bytes_total{transport}")
     await queue.watch_end(lambda why: None)
@@ -61,13 +50,13 @@ async def test_tensors_and_then_their_request_leave_and_are_counted(queue: Tenso
     sent = [decode(frame).body for frame in frames]
     assert [new.request_id for new in sent] == ["small", "large"]
     handles = [item.patches for new in sent for item in new.media]
-    for rank in ranks:
+    for rank in both:
         for handle in handles:
             received = await asyncio.to_thread(rank.next)
             assert (received.message, received.shape) == (handle.message, handle.shape)
     assert counted.since() == [6, 2 * (31 + INLINE_COPY_BYTES)]
     sender.consumed([handle.message for handle in handles])
-    assert queue.buffered_bytes == 0
+    assert (queue.buffered_bytes, arena.pages.num_used) == (0, 0)
 
 
 async def test_cancelled_copy_frees_its_memory_when_the_thread_has_returned(

@@ -1,6 +1,5 @@
 """An engine core with simulated ranks, to be driven turn by turn."""
 
-import dataclasses
 import itertools
 from collections import Counter
 
@@ -38,7 +37,6 @@ from tests.support.simulated_ranks import SimulatedLinks
 
 API, OTHER = ("api 0", 7), ("api 1", 9)
 MODEL = ModelConfig.from_dir(BUNDLED_MODEL)
-TIMED = dataclasses.replace(MODEL)  # its prompts have text between the temporal grids of a video
 BYTES = 4 * MODEL.vision.patch_dim  # of one token
 
 
@@ -62,7 +60,7 @@ class World:
         config = EngineConfig(tensor_parallel_size=ranks, block_size=block_size, **sizes, **flags)
         self.links = links = SimulatedLinks(config, seconds)
         limits = engine_limits(config, model, blocks, "cpu", 0 if snapshots is None else max_seqs + snapshots)
-        self.model, next_step = model, StepBuilder()
+        next_step = StepBuilder()
         self.core = EngineCore(config, model, limits, self.make_media(next_step), self.links, next_step)
         self.core.scheduler.times.clock = lambda: links.now
         self.pool = self.core.blocks
@@ -152,6 +150,16 @@ class World:
         """Hashes of cached media that no request refers to, least recently used first."""
         return [media_hash for media_hash, entry in self.core.media._entries.items() if not entry.references]
 
+    def run_steps(self, count=1000, until=None):
+        """So many turns, after each of which the ranks run a step, or until a request has ended; returns how many."""
+        for number in range(count):
+            if until in self.ends:
+                return number
+            self.turn()
+            if self.links.steps:
+                self.links.run_step()
+        return count
+
     def run(self, turns=2000):
         for _ in range(turns):
             self.turn()
@@ -189,7 +197,7 @@ def item(message, offset, num_tokens=2, index=0, media_hash=None, grids=1, gap=0
     """A video of so many temporal grids, with `gap` text tokens between them; unique without a hash. Without a message
     it has no tensor."""
     media_hash = media_hash or b"%d %d" % (message.number, index)
-    patches = TensorHandle(message, (4 * num_tokens, MODEL.vision.patch_dim), "uint8") if message else None
+    patches = TensorHandle(message, (4 * num_tokens, MODEL.vision.patch_dim)) if message else None
     grid = (grids, 2, 2 * num_tokens // grids)
     offsets = [offset + number * (num_tokens // grids + gap) for number in range(grids if gap else 1)]
     return MediaItem(media_hash, "video", num_tokens, grid, 1.0, offsets=offsets, patches=patches)
@@ -224,4 +232,4 @@ class CachingWorld(World):
         """Write an item, which these requests refer to then."""
         for first, count in reserved.extents:
             self.links.memory |= dict.fromkeys(range(first, first + count), reserved.media_hash)
-        self.receive(Written(reserved.number, list(request_ids)), sender)
+        self.receive(Written(reserved.media_hash, list(request_ids)), sender)

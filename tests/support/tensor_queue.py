@@ -143,7 +143,6 @@ def held() -> Held:
 class HostStaging:
     """Slots in memory that both ends share because they are one process."""
 
-    device_type = "cpu"
     memory = torch.empty(0, dtype=torch.uint8)
 
     def allocate(self, slots: int, nbytes: int) -> torch.Tensor:

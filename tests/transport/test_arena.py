@@ -6,29 +6,25 @@ import pytest
 import torch
 
 from mini_engine.transport import shared_memory as memory
-from mini_engine.transport.arena import Arena, ReadableMemory, RequestTooLarge, WritableMemory, bytes_of
+from mini_engine.transport.arena import Arena, ReadableMemory, RequestTooLarge, WritableMemory
 from mini_engine.transport.codec import TransportError
 from mini_engine.transport.pages import PAGE_BYTES
+from tests.support.patience import settle
 from tests.support.tensor_queue import Held, unlimited
-
-
-async def settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("extents", [[(1, 3)], [(5, 1), (1, 1), (3, 1)]])
 def test_rows_are_those_that_were_written(extents: list[tuple[int, int]], held: Held) -> None:
     fd = memory.create_sparse(8 * PAGE_BYTES)
-    tensor = torch.rand(1000, 19, dtype=torch.float64)
+    tensor = torch.randint(0, 256, (1000, 152), dtype=torch.uint8)
     writer, reader = WritableMemory(fd), ReadableMemory(fd)
     writer.write([(0, 8)], torch.full((8 * PAGE_BYTES,), 0xFF, dtype=torch.uint8))
-    writer.write(extents, bytes_of(tensor))
+    writer.write(extents, tensor.view(-1))
     for first, stop in ((0, 1000), (0, 1), (350, 700), (999, 1000), (5, 5)):
-        rows = reader.rows(extents, tensor.shape, "float64", first, stop)
-        assert rows.dtype == tensor.dtype and torch.equal(rows, tensor[first:stop])
-    assert torch.equal(writer.read(extents, tensor.nbytes), bytes_of(tensor))
-    address = reader.rows(extents, tensor.shape, "float64", 0, 1000).data_ptr()
+        rows = reader.rows(extents, tensor.shape, first, stop)
+        assert torch.equal(rows, tensor[first:stop])
+    assert torch.equal(writer.read(extents, tensor.nbytes), tensor.view(-1))
+    address = reader.rows(extents, tensor.shape, 0, 1000).data_ptr()
     is_view = address == reader.read([(1, 1)], 0, 1).data_ptr()
     assert is_view == (len(extents) == 1)
     del writer, reader, rows
@@ -62,7 +58,7 @@ def test_memory_that_could_shrink_is_refused() -> None:
     memory.os.close(fd)
 
 
-async def test_a_large_request_is_not_overtaken() -> None:
+async def test_a_large_request_is_not_overtaken_and_a_larger_one_than_the_arena_refused_at_once() -> None:
     arena = Arena(10 * PAGE_BYTES, unlimited)
     order: list[str] = []
 
@@ -74,6 +70,8 @@ async def test_a_large_request_is_not_overtaken() -> None:
     (first,), (second,) = await acquire("a", 4 * PAGE_BYTES), await acquire("b", 4 * PAGE_BYTES)
     large = asyncio.create_task(acquire("large", 5 * PAGE_BYTES, 5 * PAGE_BYTES))
     small = asyncio.create_task(acquire("small", 1))
+    with pytest.raises(RequestTooLarge, match="11 pages of 64 KB are needed; the arena has 10"):
+        await acquire("larger", 10 * PAGE_BYTES, 1)
     await settle()
     arena.release(first)
     await settle()
@@ -105,14 +103,6 @@ async def test_a_cancelled_wait_admits_the_next_request_and_acquires_nothing() -
     assert arena.pages.num_used == 1
     arena.release(second)
     assert arena.pages.num_used == 0
-
-
-async def test_a_request_larger_than_the_arena_is_refused_at_once() -> None:
-    arena = Arena(4 * PAGE_BYTES, unlimited)
-    (acquired,) = await arena.acquire([4 * PAGE_BYTES])
-    with pytest.raises(RequestTooLarge, match="5 pages of 64 KB are needed; the arena has 4"):
-        await arena.acquire([4 * PAGE_BYTES, 1])
-    arena.release(acquired)
 
 
 async def test_while_memory_is_short_a_request_waits_for_others_and_fails_without_them() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mini_engine.messages import DeviceSlots, MessageId, TensorMessage
-from mini_engine.transport.arena import DTYPES, Arena
+from mini_engine.transport.arena import Arena
 from mini_engine.transport.codec import TransportError
 from mini_engine.transport.cuda_memory import StagingSlots
 from mini_engine.transport.stream_frames import pack_frame
@@ -21,10 +21,15 @@ from tests.support.processes import eventually
 from tests.support.tensor_queue import API, ME, MIB, PATIENCE, Held, HostStaging, Rank, address_of, send, unlimited
 
 PLACEMENTS = ["torch_shm", "direct_rpc"]
+COUNT = torch.arange(50, dtype=torch.uint8)
 
 
 async def arrival(rank: Rank) -> Received | Failed:
     return await asyncio.to_thread(rank.next)  # the loop writes what is queued meanwhile
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8)
 
 
 def whole(received: Received | Failed) -> torch.Tensor:
@@ -41,14 +46,12 @@ async def test_tensors_arrive_at_every_rank_as_they_were_sent(placement: str, ra
     both = ranks()
     sender = connect(placement)
     await sender.watch_end(broken)
-    tensors = [torch.randint(0, 2, (300, 7)).to(dtype) for dtype in DTYPES.values()]
-    tensors += [torch.rand(3, 100, 1000), torch.arange(10).view(2, 5).t()]
-    for tensor in tensors:
+    for tensor in (noise(300, 7), noise(1, 5), noise(3, 100, 1000), noise(10)):
         (handle,) = await send(sender, tensor)
         for rank in both:
             received = await arrival(rank)
             assert received.message == handle.message
-            assert whole(received).dtype == tensor.dtype and torch.equal(whole(received), tensor)
+            assert torch.equal(whole(received), tensor)
             assert torch.equal(received.rows(1, 2) if len(tensor) > 1 else tensor[1:2], tensor[1:2])
         sender.consumed([handle.message])
     assert (sender.buffered_bytes, sender.buffered_tensors) == (0, 0)
@@ -80,13 +83,9 @@ async def test_a_blocked_rank_gets_its_frames_later_and_the_other_goes_on(
 async def test_discarded_messages_free_their_pages(ranks: Any, connect: Any, arena: Arena) -> None:
     ranks(1)
     sender = connect("torch_shm", 1)
-    outgoing = await sender.reserve([torch.zeros(100_000), torch.zeros(5)])
-    outgoing(torch.zeros(100_000))
+    outgoing = await sender.reserve([noise(400_000), noise(20)])
+    outgoing(noise(400_000))
     assert (sender.buffered_tensors, sender.buffered_bytes) == (2, 400_020) and arena.pages.num_used == 8
-    with pytest.raises(TransportError, match="no room was reserved for a tensor of 24 bytes"):
-        outgoing(torch.zeros(6))
-    with pytest.raises(TransportError):
-        outgoing(torch.zeros(2, dtype=torch.complex64))
     outgoing.discard()
     outgoing.discard()
     assert sender.buffered_tensors == 0 == arena.pages.num_used
@@ -102,13 +101,13 @@ async def test_the_end_of_a_stream_is_reported_once_and_frames_after_it_are_drop
     await sender.watch_end(ended.append)
     second.close()
     await asyncio.to_thread(second.thread.join)
-    sent = await send(sender, torch.ones(3))
+    sent = await send(sender, noise(3))
     assert await asyncio.to_thread(eventually, lambda: bool(ended))
-    sent += await send(sender, torch.ones(3))
+    sent += await send(sender, noise(3))
     assert [(await arrival(first)).message for _ in sent] == [handle.message for handle in sent]
     assert len(ended) == 1 and ended[0].startswith("tensor stream to rank 1 ended: ")
     used = arena.pages.num_used
-    outgoing = await sender.reserve([torch.ones(3)])
+    outgoing = await sender.reserve([noise(3)])
     sender.close_streams()
     assert sender.buffered_tensors == 1 and arena.pages.num_used == used + 1
     outgoing.discard()
@@ -135,7 +134,7 @@ def test_a_probe_that_arrives_with_other_bytes_fails(runtime: Path, arena: Arena
         connection, _ = listener.accept()
         with connection:
             connection.recv(1 << 20)
-            connection.send(pack_frame(ME.encode(TensorMessage(1, (1,), "uint8"))))
+            connection.send(pack_frame(ME.encode(TensorMessage(1, (1,)))))
 
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address_of(runtime).tensor_ipc)
@@ -151,7 +150,7 @@ async def test_a_lost_descriptor_fails_messages_and_the_next_stream_is_served(ra
     (rank,) = ranks(1)
     with socket.socket(socket.AF_UNIX) as peer:
         peer.connect(rank.address.tensor_ipc)
-        head = ME.encode(TensorMessage(7, (3,), "uint8", extents=[(0, 1)]))
+        head = ME.encode(TensorMessage(7, (3,), extents=[(0, 1)]))
         peer.sendall(pack_frame(head, descriptors=1))
         failed = await arrival(rank)
     assert isinstance(failed, Failed) and failed.message == MessageId(API, 7)
@@ -173,7 +172,7 @@ def test_descriptors_and_mappings_are_back_once_nothing_of_the_arena_is_viewed(
         sender.probe(placement, PATIENCE)
         await sender.watch_end(broken)
         for _ in range(3):
-            messages = [handle.message for handle in await send(sender, torch.ones(100_000), torch.arange(50))]
+            messages = [handle.message for handle in await send(sender, noise(400_000), COUNT)]
             for rank in both:
                 received = [await arrival(rank) for _ in messages]
                 assert [item.message for item in received] == messages
@@ -185,7 +184,7 @@ def test_descriptors_and_mappings_are_back_once_nothing_of_the_arena_is_viewed(
         return received[1].rows(10, 20)
 
     rows = asyncio.run(scenario())
-    assert held.mappings() == (placement == "torch_shm") and rows.tolist() == list(range(10, 20))
+    assert held.mappings() == (placement == "torch_shm") and torch.equal(rows, COUNT[10:20])
     del rows
     assert held.is_baseline()
 
@@ -216,9 +215,9 @@ async def test_slots_bring_tensors_and_are_used_again_once_consumed(ranks: Any, 
     rank, sender, slots = with_slots(ranks, arena, HostMapped)
     sender.probe("torch_shm", PATIENCE, slots)
     await sender.watch_end(broken)
-    assert sender.reserve_slots([torch.zeros(1 << 17)]) is None, "too large for a slot"
-    assert sender.reserve_slots([torch.zeros(1)] * 4) is None, "more than there are"
-    tensors = [torch.rand(100, 3), torch.arange(5)]
+    assert sender.reserve_slots([noise(1 + (1 << 17))]) is None, "too large for a slot"
+    assert sender.reserve_slots([noise(1)] * 4) is None, "more than there are"
+    tensors = [noise(100, 3), noise(5)]
     outgoing = sender.reserve_slots(tensors)
     handles = [outgoing(tensor) for tensor in tensors]
     sender.send_tensors(outgoing)
@@ -226,11 +225,11 @@ async def test_slots_bring_tensors_and_are_used_again_once_consumed(ranks: Any, 
         received = await arrival(rank)
         assert torch.equal(whole(received), tensor) and received.copied is not None
         assert torch.equal(received.rows(1, 3), tensor[1:3])
-    discarded = sender.reserve_slots([torch.zeros(1)])
-    assert sender.reserve_slots([torch.zeros(1)]) is None, "all slots are in use"
+    discarded = sender.reserve_slots([noise(1)])
+    assert sender.reserve_slots([noise(1)]) is None, "all slots are in use"
     discarded.discard()
     sender.consumed([handle.message for handle in handles])
-    assert sender.reserve_slots([torch.zeros(1)] * 3) is not None and arena.pages.num_used == 0
+    assert sender.reserve_slots([noise(1)] * 3) is not None and arena.pages.num_used == 0
     sender.close_streams()
 
 
@@ -248,5 +247,5 @@ def test_slots_whose_probe_fails_are_not_used(case: str, ranks: Any, arena: Aren
     with pytest.raises(TransportError, match=reason):
         sender.probe("torch_shm", PATIENCE, slots)
     sender.probe("torch_shm", PATIENCE)
-    assert sender.reserve_slots([torch.zeros(1)]) is None
+    assert sender.reserve_slots([noise(1)]) is None
     sender.close_streams()

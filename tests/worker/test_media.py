@@ -128,7 +128,7 @@ def test_a_start_behind_the_blocks_of_another(name, size, shared, make_runner, e
     handles that no rank ever receives. And again after a preemption."""
     media = tiny.MemoryMedia()
     (first,) = [new for new in tiny.mixed_requests(media) if new.request_id == name]
-    lost = TensorHandle(MessageId(99, 99), (1, 1), "uint8")
+    lost = TensorHandle(MessageId(99, 99), (1, 1))
     items = [msgspec.structs.replace(item, patches=lost) for item in first.media]
     second = msgspec.structs.replace(first, request_id="second", media=items)
     length, start = len(first.prompt_token_ids), shared * size

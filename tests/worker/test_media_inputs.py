@@ -18,6 +18,7 @@ from mini_engine.worker.media_inputs import MediaInputs
 from tests.support.tensor_queue import API, ME, address_of, arena, connect, send
 
 __all__ = ["arena", "connect"]
+ONES = torch.ones(3, dtype=torch.uint8)
 
 
 class CoreEnd:
@@ -72,7 +73,7 @@ def is_here(inputs: MediaInputs, handle: TensorHandle) -> bool:
 
 async def test_life_of_a_message(start, core, connect) -> None:
     inputs, sender = start(), connect("torch_shm", 1)
-    tensors = [torch.arange(1000).view(10, 100), torch.randint(0, 256, (64, 48), dtype=torch.uint8)]
+    tensors = [torch.randint(0, 256, shape, dtype=torch.uint8) for shape in ((10, 100), (64, 48))]
     handles = await send(sender, *tensors)
     assert core.reports(2) == [ready(1), ready(2)]
     for handle, tensor in zip(handles, tensors, strict=True):
@@ -86,25 +87,25 @@ async def test_the_core_drops_a_sender_and_the_end_of_its_stream_does_not(start,
     """To all ranks in one step. Later messages of that sender are ignored."""
     inputs = start()
     sender, other = (connect("torch_shm", 1, incarnation) for incarnation in (API, API + 1))
-    (handle,) = await send(sender, torch.arange(5))
+    (handle,) = await send(sender, torch.arange(5, dtype=torch.uint8))
     assert core.reports(1) == [ready(1)]
     sender.close_streams()
     assert core.reports(1, seconds=0.1) == [] and inputs.rows(handle, 0, 5).tolist() == [0, 1, 2, 3, 4]
     inputs.drop_sender(API)
     sender = connect("torch_shm", 1)
-    await send(sender, torch.ones(3))
-    (theirs,) = await send(other, torch.ones(3))
+    await send(sender, ONES)
+    (theirs,) = await send(other, ONES)
     assert core.reports(2, seconds=0.2) == [ready(1, API + 1)]
     assert not is_here(inputs, handle) and is_here(inputs, theirs)
 
 
 async def test_a_tensor_that_cannot_be_read_fails_alone(start, core, connect, runtime) -> None:
     inputs, sender = start(), connect("torch_shm", 1)
-    (handle,) = await send(sender, torch.ones(3))
+    (handle,) = await send(sender, ONES)
     lost = MessageId(API, 7)
     with socket.socket(socket.AF_UNIX) as peer:
         peer.connect(address_of(runtime).tensor_ipc)
-        peer.sendall(pack_frame(ME.encode(TensorMessage(lost.number, (3,), "uint8", [(0, 1)])), descriptors=1))
+        peer.sendall(pack_frame(ME.encode(TensorMessage(lost.number, (3,), [(0, 1)])), descriptors=1))
         first, second = core.reports(2)
     assert first == ready(1) and "out of file descriptors" in second.problem
     assert inputs.rows(handle, 0, 3).tolist() == [1, 1, 1]

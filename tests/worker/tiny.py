@@ -40,7 +40,7 @@ class MemoryMedia:
     def put(self, patches: Tensor) -> TensorHandle:
         message = MessageId(7, len(self.tensors) + 1)
         self.tensors[message] = patches
-        return TensorHandle(message, tuple(patches.shape), "uint8")
+        return TensorHandle(message, tuple(patches.shape))
 
     def tensor(self, handle: TensorHandle) -> Tensor:
         return self.tensors[handle.message]

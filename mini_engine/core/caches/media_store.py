@@ -12,7 +12,6 @@ Cache type `lru`, `RankCopies`: every rank keeps its own copies; the steps name 
 The facts of items outlive their patches. Of an item whose embeddings are held no patches are sent: see `EncoderCache`.
 """
 
-import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -186,8 +185,7 @@ class MediaStore(MediaDirectory):
         self.pages = PageAllocator(nbytes, available)
         self._row_bytes = row_bytes
         self._register = register
-        self._numbers = itertools.count(1)
-        self.reservations: dict[int, MediaEntry] = {}  # which API servers are writing, by number
+        self.reservations: dict[bytes, MediaEntry] = {}  # which API servers are writing, by media hash
 
     def reserve(self, owner: Owner, media: CachedMedia) -> Reserved:
         """Pages for an item of a request; or a reference, if it has been written meanwhile."""
@@ -195,34 +193,33 @@ class MediaStore(MediaDirectory):
         if media_hash in self._entries:
             self._refer(owner, self._entries[media_hash])
             return Reserved(media_hash, "present")
-        if any(entry.media.media_hash == media_hash for entry in self.reservations.values()):
+        if media_hash in self.reservations:
             return Reserved(media_hash, "busy")
         shape = math.prod(media.grid_thw), self._row_bytes
         extents = self._allocate(math.prod(shape))
         if extents is None:
             return Reserved(media_hash, "full")
-        number, nbytes = next(self._numbers), sum(count for _, count in extents) * PAGE_BYTES
-        self.reservations[number] = MediaEntry(media, nbytes, StoreHandle(extents, shape), owner[0])
-        return Reserved(media_hash, "reserved", number, extents)
+        nbytes = sum(count for _, count in extents) * PAGE_BYTES
+        self.reservations[media_hash] = MediaEntry(media, nbytes, StoreHandle(extents, shape), owner[0])
+        return Reserved(media_hash, "reserved", extents)
 
-    def written(self, number: int, owners: Iterable[Owner]) -> None:
+    def written(self, media_hash: bytes, owners: Iterable[Owner]) -> None:
         """The item is readable; these requests refer to it."""
-        entry = self.reservations.pop(number)
+        entry = self._entries[media_hash] = self.reservations.pop(media_hash)
         self.pages.written(entry.extents)
         self.num_bytes += entry.nbytes
-        self._entries[entry.media.media_hash] = entry
         for owner in owners:
             self._refer(owner, entry)
 
-    def abandoned(self, number: int) -> None:
-        """No process writes to these pages: free them."""
-        self.pages.free(self.reservations.pop(number).extents)
+    def abandoned(self, media_hash: bytes) -> None:
+        """No process writes to its pages: free them."""
+        self.pages.free(self.reservations.pop(media_hash).extents)
 
     def on_api_server_gone(self, incarnation: int) -> None:
         """See `MediaDirectory`. What it has written stays; its reservations end."""
         super().on_api_server_gone(incarnation)
-        for number in [number for number, entry in self.reservations.items() if entry.writer == incarnation]:
-            self.abandoned(number)
+        for media_hash in [key for key, entry in self.reservations.items() if entry.writer == incarnation]:
+            self.abandoned(media_hash)
 
     def _allocate(self, nbytes: int) -> list[Extent] | None:
         """Free pages, or those of the least recently used items, if both together are enough."""

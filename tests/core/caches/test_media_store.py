@@ -1,7 +1,6 @@
 """The directory of cached media against a simple model: no item is lost, misread, or evicted in the wrong order."""
 
 import dataclasses
-import itertools
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -32,7 +31,7 @@ def put(store: MediaStore, number: int, rows: int, readers=()) -> Reserved:
     """Write an item, which `readers` refer to afterwards."""
     reserved = store.reserve((API, "r"), facts(hash_of(number), rows))
     assert reserved.outcome == "reserved"
-    store.written(reserved.number, readers)
+    store.written(hash_of(number), readers)
     return reserved
 
 
@@ -43,7 +42,7 @@ class Stored:
     media_hash: bytes
     extents: list[tuple[int, int]]
     writer: int  # incarnation
-    readers: set[Owner] = dataclasses.field(default_factory=set)
+    num_readers: int = 0
 
     @property
     def num_pages(self) -> int:
@@ -60,27 +59,25 @@ class StoreAgainstModel(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.store = MediaStore(PAGES * PAGE_BYTES + 100, ROW, lambda: PLENTY)
-        self.incarnations, self.numbers = [1, 2], itertools.count(3)
-        self.stored: list[Stored] = []
+        self.incarnations = [1, 2]
+        self.stored: dict[bytes, Stored] = {}
         self.lru: list[Stored] = []  # of those, the idle, least recently used first
-        self.writing: dict[int, Stored] = {}  # by reservation
+        self.writing: dict[bytes, Stored] = {}
         self.held: dict[Owner, dict[bytes, Stored]] = {}  # references of requests that have not arrived
-        self.running: list[tuple[Owner, References, list[Stored]]] = []
+        self.running: list[tuple[References, list[Stored]]] = []
 
     # --- the model
 
-    def find(self, media_hash: bytes) -> Stored | None:
-        return next((item for item in self.stored if item.media_hash == media_hash), None)
-
     def refer(self, owner: Owner, item: Stored) -> None:
-        if self.held.setdefault(owner, {}).setdefault(item.media_hash, item) is item:
-            item.readers.add(owner)
+        if item.media_hash not in self.held.setdefault(owner, {}):
+            self.held[owner][item.media_hash] = item
+            item.num_readers += 1
             self.lru = [other for other in self.lru if other is not item]
 
-    def release(self, owner: Owner, items) -> None:
+    def release(self, items) -> None:
         for item in items:
-            item.readers.discard(owner)
-            if not item.readers:
+            item.num_readers -= 1
+            if not item.num_readers:
                 self.lru.append(item)
 
     # --- what API servers do
@@ -89,7 +86,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
     def look_up(self, server, name, hashes):
         owner, expected = (self.incarnations[server], name), []
         for media_hash in hashes:
-            if (item := self.find(media_hash)) is not None:
+            if (item := self.stored.get(media_hash)) is not None:
                 self.refer(owner, item)
                 handle = StoreHandle(item.extents, (ROWS[media_hash[0]], ROW))
                 expected.append(FoundMedia(facts(media_hash), "patches", handle))
@@ -100,48 +97,46 @@ class StoreAgainstModel(RuleBasedStateMachine):
         owner, evictions = (self.incarnations[server], name), self.store.num_evictions
         reserved = self.store.reserve(owner, facts(media_hash))
         item = Stored(media_hash, reserved.extents, owner[0])
-        num_free = PAGES - sum(other.num_pages for other in [*self.stored, *self.writing.values()])
-        if (cached := self.find(media_hash)) is not None:
+        num_free = PAGES - sum(other.num_pages for other in [*self.stored.values(), *self.writing.values()])
+        if (cached := self.stored.get(media_hash)) is not None:
             assert reserved.outcome == "present"
             self.refer(owner, cached)
-        elif any(other.media_hash == media_hash for other in self.writing.values()):
+        elif media_hash in self.writing:
             assert reserved.outcome == "busy"
         elif item.num_pages > num_free + sum(other.num_pages for other in self.lru):
             assert reserved.outcome == "full" and not reserved.extents
         else:
             while num_free < item.num_pages:
                 victim = self.lru.pop(0)
-                self.stored.remove(victim)
+                del self.stored[victim.media_hash]
                 num_free, evictions = num_free + victim.num_pages, evictions + 1
-            assert reserved.outcome == "reserved" and reserved.number not in self.writing
+            assert reserved.outcome == "reserved"
             assert sum(count for _, count in reserved.extents) == item.num_pages
-            self.writing[reserved.number] = item
+            self.writing[media_hash] = item
         assert reserved.media_hash == media_hash and self.store.num_evictions == evictions
 
     @precondition(lambda self: self.writing)
     @rule(data=st.data(), readers=st.lists(names, max_size=3, unique=True))
     def write(self, data, readers):
-        number = data.draw(st.sampled_from(sorted(self.writing)))
-        item = self.writing.pop(number)
+        item = self.writing.pop(data.draw(st.sampled_from(sorted(self.writing))))
         owners = [(item.writer, name) for name in readers]
-        self.store.written(number, owners)
-        self.stored.append(item)
+        self.store.written(item.media_hash, owners)
+        self.stored[item.media_hash] = item
+        self.lru.append(item)
         for owner in owners:
             self.refer(owner, item)
-        if not item.readers:
-            self.release((0, ""), [item])
 
     @precondition(lambda self: self.writing)
     @rule(data=st.data())
     def abandon(self, data):
-        number = data.draw(st.sampled_from(sorted(self.writing)))
-        del self.writing[number]
-        self.store.abandoned(number)
+        media_hash = data.draw(st.sampled_from(sorted(self.writing)))
+        del self.writing[media_hash]
+        self.store.abandoned(media_hash)
 
     @rule(server=servers, name=names)
     def leave(self, server, name):
         owner = self.incarnations[server], name
-        self.release(owner, self.held.pop(owner, {}).values())
+        self.release(self.held.pop(owner, {}).values())
         self.store.release_request(owner)
 
     @rule(server=servers, name=names)
@@ -150,33 +145,31 @@ class StoreAgainstModel(RuleBasedStateMachine):
         owner = self.incarnations[server], name
         items = [*self.held.pop(owner, {}).values()]
         references = self.store.claim(owner)
-        unique = owner[0], f"{name} {next(self.numbers)}"
         for item in items:
             handle = references[item.media_hash].patches
             assert handle == StoreHandle(item.extents, (ROWS[item.media_hash[0]], ROW))
-            item.readers ^= {owner, unique}
-        self.running.append((unique, references, items))
+        self.running.append((references, items))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def end(self, data):
         """Its last step retires."""
-        owner, references, items = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        references, items = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
         self.store.release(references)
-        self.release(owner, items)
+        self.release(items)
 
     @rule(server=servers)
     def die(self, server):
         incarnation = self.incarnations[server]
-        self.incarnations[server] = next(self.numbers)
+        self.incarnations[server] += 2
         for owner in [owner for owner in self.held if owner[0] == incarnation]:
-            self.release(owner, self.held.pop(owner).values())
-        self.writing = {number: item for number, item in self.writing.items() if item.writer != incarnation}
+            self.release(self.held.pop(owner).values())
+        self.writing = {key: item for key, item in self.writing.items() if item.writer != incarnation}
         self.store.on_api_server_gone(incarnation)
 
     @rule()
     def reset(self):
-        self.stored = [item for item in self.stored if item not in self.lru]
+        self.stored = {key: item for key, item in self.stored.items() if item.num_readers}
         self.lru = []
         self.store.reset()
 
@@ -184,17 +177,17 @@ class StoreAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def accounts_agree(self):
-        store, read = self.store, [item for item in self.stored if item.readers]
-        assert store.num_references == sum(len(item.readers) for item in read)
+        store, read = self.store, [item for item in self.stored.values() if item.num_readers]
+        assert store.num_references == sum(item.num_readers for item in read)
         assert store.num_bytes_pinned == sum(item.num_pages for item in read) * PAGE_BYTES
-        assert store.num_bytes == sum(item.num_pages for item in self.stored) * PAGE_BYTES
+        assert store.num_bytes == sum(item.num_pages for item in self.stored.values()) * PAGE_BYTES
         assert len(store.reservations) == len(self.writing)
         idle = [media_hash for media_hash, entry in store._entries.items() if not entry.references]
         assert idle == [item.media_hash for item in self.lru]
 
     @invariant()
     def every_page_belongs_to_one_item(self):
-        extents = [extent for item in [*self.stored, *self.writing.values()] for extent in item.extents]
+        extents = [extent for item in [*self.stored.values(), *self.writing.values()] for extent in item.extents]
         pages = [page for first, count in extents for page in range(first, first + count)]
         assert len(pages) == len(set(pages)) == self.store.pages.num_used
         assert all(0 <= page < PAGES for page in pages)
@@ -202,9 +195,9 @@ class StoreAgainstModel(RuleBasedStateMachine):
     def teardown(self):
         for server in (0, 1):
             self.die(server)
-        for owner, references, items in self.running:
+        for references, items in self.running:
             self.store.release(references)
-            self.release(owner, items)
+            self.release(items)
         self.accounts_agree()
         self.store.reset()
         assert self.store.pages.num_used == self.store.num_bytes == len(self.store.reservations) == 0
