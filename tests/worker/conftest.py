@@ -11,8 +11,8 @@ from mini_engine.worker.attention.recurrent_states import RecurrentStates
 from mini_engine.worker.attention.sdpa import KVCache, SdpaBackend, empty_blocks
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
+from tests.support import tiny
 from tests.support.one_thread import one_thread  # noqa: F401 - a fixture
-from tests.worker import tiny
 
 NUM_BLOCKS = 256
 NUM_STATES = 32

@@ -24,8 +24,8 @@ from mini_engine.config import BUNDLED_MODEL, ConfigError
 from mini_engine.launch.cli import parse
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.worker import worker
+from tests.support import script
 from tests.support.devices import INTERPRETED
-from tests.worker import script
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="needs a device that does not exist")

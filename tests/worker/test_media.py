@@ -14,7 +14,7 @@ from mini_engine.transport.arena import ReadableMemory, WritableMemory
 from mini_engine.transport.pages import PAGE_BYTES
 from mini_engine.transport.shared_memory import create_sparse
 from mini_engine.worker.model_runner import keep_rows
-from tests.worker import script, tiny
+from tests.support import script, tiny
 
 COUNT = 20
 

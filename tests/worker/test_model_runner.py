@@ -7,8 +7,8 @@ import torch
 
 from mini_engine.messages import Chunk, NewSequence, SampledToken, Step, StepResult
 from mini_engine.worker.batch import SequenceState
+from tests.support import script, tiny
 from tests.support.families import FAMILIES
-from tests.worker import script, tiny
 from tests.worker.conftest import NUM_BLOCKS
 
 COUNT = 20

@@ -11,9 +11,8 @@ from mini_engine.messages import NewSequence, PoolingParams
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.weights import load_model
 from mini_engine.worker.shared_collectives import meet
-from tests.support import families
+from tests.support import families, script, tiny
 from tests.support.families import FAMILIES
-from tests.worker import script, tiny
 from tests.worker.conftest import NUM_BLOCKS
 
 needs_fbgemm = pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="not on x86")

@@ -11,8 +11,8 @@ from mini_engine.model.weights import load_model
 from mini_engine.worker.attention.sdpa import AttentionBackend, KVCache, SdpaBackend, Span, empty_blocks
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
+from tests.support import script, tiny
 from tests.support.devices import INTERPRETED, device
-from tests.worker import script, tiny
 from tests.worker.conftest import make_states
 
 __all__ = ["device"]

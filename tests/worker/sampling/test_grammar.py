@@ -33,8 +33,8 @@ from mini_engine.worker.sampling.grammar import Grammars, Masks, bars_of
 from mini_engine.worker.sampling.grammar_process import KILLED, LARGE, SLOW_COMPILE, SLOW_MASK, private_bytes
 from mini_engine.worker.sampling.matchers import PROBLEM, MaskVocabulary, Matchers, Row
 from mini_engine.worker.sampling.penalties import BARRED
+from tests.support import script, tiny
 from tests.support.grammars import REGEXES, SCHEMAS
-from tests.worker import script, tiny
 from tests.worker.conftest import NUM_BLOCKS
 
 TOKENIZER = Path(demo.__file__).parent / "weights" / "tokenizer.json"

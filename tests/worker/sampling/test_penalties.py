@@ -12,7 +12,7 @@ from mini_engine.messages import NewSequence, SamplingParams
 from mini_engine.model.config import ModelConfig
 from mini_engine.worker.batch import SequenceState
 from mini_engine.worker.sampling.penalties import LogitsProcessors
-from tests.worker import script, tiny
+from tests.support import script, tiny
 from tests.worker.conftest import NUM_BLOCKS
 
 VOCABULARY = 40
