@@ -184,7 +184,7 @@ def test_a_worker(name, size, rank, flags, change, device, monkeypatch):
         runner.grammars = None if rank else known
         met, held, device.serving = set(device.specialisations), device.used, True
         vision, longest = runner._model.config.vision, runner._model.config.text.max_position_embeddings
-        script.run(runner, script.write_steps(requests(vision, *SAMPLING), 6, 160, runner.block_size, 256, (2, 7)), 1)
+        script.run(runner, script.write_steps(requests(vision, *SAMPLING), 6, 160, (2, 7), runner.block_size), 1)
         after_prefix = plain_requests(1, longest - 100), longest - 200, 1
         cases = [("2,048 tokens", plain_requests(1, 2048), 0, 1), ("100 tokens after a long prefix", *after_prefix)]
         kinds = "greedy", "top_p", "penalised", "grammar"

@@ -144,5 +144,5 @@ def test_a_start_behind_the_blocks_of_another(name, size, shared, make_runner, e
         if i == COUNT // 2:
             chunk = Chunk("second", start, length + i + 1 - start, tables[1], True, restart=True)
         steps.append(Step(3 + i, chunks=[chunk]))
-    tokens = script.run(make_runner(media, size), steps)
+    tokens = script.run(make_runner(media, block_size=size), steps)
     assert tokens == {name: expected[name][:1], "second": expected[name]}

@@ -35,7 +35,6 @@ from mini_engine.worker.sampling.matchers import PROBLEM, MaskVocabulary, Matche
 from mini_engine.worker.sampling.penalties import BARRED
 from tests.support import script, tiny
 from tests.support.grammars import REGEXES, SCHEMAS
-from tests.worker.conftest import NUM_BLOCKS
 
 TOKENIZER = Path(demo.__file__).parent / "weights" / "tokenizer.json"
 TEXT = Tokenizer.from_file(str(TOKENIZER))
@@ -238,7 +237,7 @@ def test_a_grammar_that_allows_all_changes_no_token(temperature, make_runner, ra
             requests[i] = msgspec.structs.replace(requests[i], sampling=sampling)
         runner = make_runner(media)
         runner.grammars = rank.grammars
-        steps = script.write_steps(requests, 20, 64, 16, NUM_BLOCKS, preempt_at=(9, 14))
+        steps = script.write_steps(requests, 20, 64, (9, 14))
         results.append(script.run(runner, steps, ahead=1))
     assert results[0] == results[1]
 
