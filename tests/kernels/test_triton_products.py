@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mini_engine.kernels import triton_experts, triton_products
-from mini_engine.kernels.pairs import Pairs
+from mini_engine.kernels.ops import Pairs
 from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix
 from tests.support.devices import combinations
 
