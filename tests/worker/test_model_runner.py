@@ -44,7 +44,7 @@ def test_32_sequences_in_a_batch_have_the_tokens_of_each_alone(make_runner):
 def test_a_prompt_may_be_cut_anywhere(make_runner, expected):
     for budget in (1, 2, 3, 5, 7, 11, 13, 17, 29, 59):
         media = tiny.MemoryMedia()
-        (new,) = [request for request in tiny.mixed_requests(media, "qwen3_5") if request.request_id == "two"]
+        (new,) = tiny.mixed_requests(media, "qwen3_5", ["two"])
         steps = script.write_steps([new], 6, budget)
         assert script.run(make_runner(media), steps)["two"] == expected["two"][:6], budget
 
@@ -52,7 +52,7 @@ def test_a_prompt_may_be_cut_anywhere(make_runner, expected):
 def test_a_token_that_was_in_flight_at_the_restart_is_sampled_again(make_runner, expected):
     """The core preempts while a step runs: it restarts with fewer tokens than the rank has."""
     media = tiny.MemoryMedia()
-    (new,) = [request for request in tiny.mixed_requests(media) if request.request_id == "text"]
+    (new,) = tiny.mixed_requests(media, names=["text"])
     runner, prompt = make_runner(media), len(new.prompt_token_ids)
     first = runner.execute(Step(1, started=[new], chunks=[Chunk("text", 0, prompt, [1, 2, 3, 4], True)]))
     later = [runner.execute(Step(2 + i, chunks=[Chunk("text", prompt + i, 1, [], True)])) for i in range(3)]

@@ -32,7 +32,7 @@ def test_the_tokens_are_those_of_steps_without_and_of_torchs_attention(device, c
 
     def run(backend: AttentionBackend, graphs: DecodeGraphs | None) -> dict[str, list[int]]:
         media = tiny.MemoryMedia()
-        requests = [new for new in tiny.mixed_requests(media, family) if new.request_id != "video"]
+        requests = tiny.mixed_requests(media, family, [name for name in tiny.SHAPES if name != "video"])
         if INTERPRETED:
             prompts = {"short": [17], "two": [3, 4], "almost a block": [*range(20, 35)]}
             requests = [tiny.make_request(media, *prompt, family) for prompt in prompts.items()]
