@@ -12,20 +12,15 @@ from transformers import AutoModelForImageTextToText
 
 from mini_engine.model import weights
 from mini_engine.model.checkpoint import CheckpointError
-from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import pieces_of
 from mini_engine.model.model_spec import canonical_name
-from mini_engine.model.parallel import Placement, TensorParallel
-from mini_engine.model.quantized_files import find_weights
-from mini_engine.model.vision_language import VisionLanguageModel
-from mini_engine.model.weights import load_weights
+from mini_engine.model.parallel import TensorParallel
 from tests.model.conftest import values_of
 from tests.model.test_experts import by_expert
 from tests.support import script, tiny
 from tests.support.checkpoints import load
 from tests.support.families import FAMILIES
 
-CPU = torch.device("cpu")
 FILE = "model.safetensors"
 
 
@@ -111,14 +106,11 @@ SPLIT_VECTOR = re.compile(r"(q_proj|k_proj|v_proj|qkv|gate_proj|up_proj|fc1|merg
 def test_ranks_hold_every_weight_once(name, size, checkpoints):
     """No process group: the parts of all ranks, put back together, are the checkpoint, and all but the little that each
     rank needs is on one rank alone, or on as many as share a key-value head."""
-    path = checkpoints(name).path
-    stored = {canonical_name(key): value for key, value in by_expert(load_file(path / FILE)).items()}
+    checkpoint = checkpoints(name)
+    stored = {canonical_name(key): value for key, value in by_expert(load_file(checkpoint.path / FILE)).items()}
     holders = {key: torch.zeros(value.shape, dtype=torch.int64) for key, value in stored.items()}
-    config = ModelConfig.from_dir(path)
-    tensors = find_weights(path, text=config.text)
     for rank in range(size):
-        model = VisionLanguageModel(config, Placement(TensorParallel(rank, size), torch.float32, CPU))
-        load_weights(model, path, tensors)
+        model = load(checkpoint.path, tp=TensorParallel(rank, size))
         for piece in pieces_of(model):
             holders[piece.source][piece.index] += 1
             assert torch.equal(piece.target, stored[piece.source][piece.index])
@@ -127,7 +119,7 @@ def test_ranks_hold_every_weight_once(name, size, checkpoints):
     for key, counts in holders.items():
         is_whole = WHOLE.search(key) or (counts.ndim == 1 and not SPLIT_VECTOR.search(key))
         is_kv = "k_proj" in key or "v_proj" in key
-        once = max(1, size // config.text.num_kv_heads) if is_kv else 1
+        once = max(1, size // checkpoint.config.text.num_kv_heads) if is_kv else 1
         assert counts.unique().tolist() == [size if is_whole else once], key
 
 
