@@ -50,7 +50,7 @@ class Family:
             "vision_end_token_id": self.hf.tokenizer.convert_tokens_to_ids("<|vision_end|>"),
             "patch_size": self.hf.image_processor.patch_size,
         }
-        self.model = families.build(name, len(self.hf.tokenizer), **more)
+        self.model = families.build(name, len(self.hf.tokenizer), deviation=0.15, **more)
         self.model.save_pretrained(folder)
         self.vocabulary = Vocabulary(self.hf.tokenizer)
         fps = getattr(self.hf.video_processor, "fps", None)

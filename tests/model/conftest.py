@@ -14,11 +14,11 @@ from mini_engine.kernels.quantized import MatrixPart
 from mini_engine.model.layers import pieces_of
 from mini_engine.model.model_spec import canonical_name
 from mini_engine.model.vision_language import VisionLanguageModel
-from tests.support.checkpoints import Checkpoint, checkpoint, checkpoints, family, model
+from tests.support.checkpoints import Checkpoint, checkpoint, checkpoints, deviation, family, model
 from tests.support.families import FAMILIES
 from tests.support.one_thread import one_thread
 
-__all__ = ["checkpoint", "checkpoints", "family", "model", "one_thread"]
+__all__ = ["checkpoint", "checkpoints", "deviation", "family", "model", "one_thread"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -44,7 +44,13 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
+def deviation() -> float:
+    """Of the weights: with larger ones roundings grow, with smaller ones answers become alike."""
+    return 0.1
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory, deviation: float) -> Callable[[str], Checkpoint]:
     """Of each family two, as `save_pretrained` writes them.
 
     The one under the family's name has tied embeddings and two key-value heads; "untied" is added to the name of the
@@ -54,7 +60,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Che
     @functools.cache
     def make(name: str) -> Checkpoint:
         family, _, untied = name.partition(" ")
-        oracle = build(family, 203, 1, tied=False) if untied else build(family)
+        sizes = (203, 1, False) if untied else (200, 2, True)
+        oracle = build(family, *sizes, deviation)
         path = tmp_path_factory.mktemp(name.replace(" ", "-"))
         oracle.save_pretrained(path)
         return Checkpoint(path, oracle)

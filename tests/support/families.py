@@ -86,7 +86,9 @@ def placeholders(family: str, token_id: int, grid: tuple[int, int, int]) -> list
     return [START, *[token_id] * (t * h * w // 4), END]
 
 
-def build(family: str, vocab_size: int = 200, kv_heads: int = 2, tied: bool = True, **more: int) -> Any:
+def build(
+    family: str, vocab_size: int = 200, kv_heads: int = 2, tied: bool = True, deviation: float = 0.1, **more: int
+) -> Any:
     """A model with random weights. `more`: patch size and token ids, where they are to be others."""
     from transformers import AutoModelForImageTextToText
 
@@ -99,5 +101,5 @@ def build(family: str, vocab_size: int = 200, kv_heads: int = 2, tied: bool = Tr
         for name, weight in model.named_parameters():
             is_small = family.startswith("qwen3_5") and "language_model" in name
             is_scale = name.endswith("weight") and ("norm" in name or "ln_q" in name) and not is_small
-            weight.normal_(1.0 if is_scale else 0.0, 0.15)
+            weight.normal_(1.0 if is_scale else 0.0, deviation)
     return model

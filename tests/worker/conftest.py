@@ -13,6 +13,11 @@ __all__ = ["checkpoint", "checkpoints", "family", "model", "one_thread"]
 
 
 @pytest.fixture(scope="session")
+def deviation() -> float:
+    return 0.15
+
+
+@pytest.fixture(scope="session")
 def make_runner(checkpoint: Checkpoint, model: VisionLanguageModel) -> Callable[..., ModelRunner]:
     """`script.make_runner` of the model, or of a rank's part of it."""
 
