@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from benchmarks.cli import say, table
 from mini_engine.free_memory import usable_cores
 from mini_engine.kernels import ops, quantized
-from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix, MatrixPart, QuantizedMatrix
+from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix, QuantizedMatrix
 from mini_engine.launch.process_setup import keep_freed_memory
 
 ROWS = (1, 4, 8, 12, 16, 32, 48, 64, 128, 512)
@@ -49,7 +49,7 @@ def _int4(values: Tensor) -> QuantizedMatrix:
 
 
 def _filled(matrix: QuantizedMatrix, values: Tensor) -> QuantizedMatrix:
-    MatrixPart(matrix, slice(0, len(values)), values.shape[1]).copy_(values)
+    matrix.fill(slice(0, len(values)), values)
     matrix.pack()
     return matrix
 

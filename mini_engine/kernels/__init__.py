@@ -1,5 +1,4 @@
-"""Fused operators: what the model and the worker call is in `ops.py`; the other files are Triton, for CUDA alone,
-but for `staging.py`, which copies small tensors to the device.
+"""Operators: `ops.py` says which there are, and takes the fastest of them; `quantized.py` has matrices in 8 and 4 bits.
 
 Nothing outside of this folder imports Triton, and `ops.py` does so at the first use on a device: where torch came
 without it, everything runs on the CPU. Under `TRITON_INTERPRET=1` the kernels run on the CPU, slowly, for tests.

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_engine.kernels import avx2, onednn
-from mini_engine.kernels.pairs import Pairs
 from mini_engine.kernels.staging import to_device
 
 MASKED = -3.4e38  # the score of a barred token: exp of it is 0, and unlike infinity it can be multiplied by 0
@@ -65,6 +64,18 @@ def linear(x: Tensor, weight: Tensor | nn.Module, bias: Tensor | None = None) ->
 def multiplies(x: Tensor) -> bool:
     """Whether `triton_products.multiply` takes rows such as these, with weights of any width."""
     return x.dtype is not torch.float32 and fused(x)
+
+
+class Pairs(NamedTuple):
+    """Tokens and the experts that each has chosen, by expert. Pair i is of token `i // each`.
+
+    order: int32 `[pairs]`, the numbers of pairs, those of the first expert first.
+    ends: int32 `[experts]`, for each expert the place in this order after its last pair.
+    """
+
+    order: Tensor
+    ends: Tensor
+    each: int
 
 
 def choose_experts(scores: Tensor, each: int) -> tuple[Tensor, Tensor]:

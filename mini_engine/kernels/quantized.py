@@ -55,7 +55,7 @@ class QuantizedMatrix(nn.Module):
     a CPU, and a model that does not fit is found before it is there.
     """
 
-    group = 1  # inputs, at whose multiples parts begin and end
+    group = 1  # inputs, at whose multiples parts end
     codes: Tensor
 
     def __init__(self, outputs: int, inputs: int) -> None:
@@ -63,8 +63,9 @@ class QuantizedMatrix(nn.Module):
         self.shape = (outputs, inputs)
 
     @abstractmethod
-    def fill(self, rows: slice, columns: slice, values: Tensor | Codes) -> None:
-        """Set a part, whole groups of it: to codes as they are, or to floating-point values, which are rounded."""
+    def fill(self, rows: slice, values: Tensor | Codes) -> None:
+        """Set the first columns of some rows, whole groups of them: to codes as they are, or to floating-point values,
+        which are rounded."""
 
     @abstractmethod
     def codes_of(self, rows: slice) -> Codes:
@@ -120,15 +121,10 @@ class QuantizedMatrix(nn.Module):
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """Rows of a quantised matrix and their first columns, to be filled as a tensor is."""
+    """The first columns of some rows of a quantised matrix, to be filled as a tensor is."""
 
     matrix: QuantizedMatrix
     rows: slice
-    width: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.rows.stop - self.rows.start, self.width
 
     @property
     def device(self) -> torch.device:
@@ -136,25 +132,22 @@ class MatrixPart:
 
     @property
     def nbytes(self) -> int:
+        """Of the whole rows."""
         total = sum(buffer.nbytes for buffer in self.matrix.buffers())
-        return total * self.shape[0] // self.matrix.shape[0]
+        return total * (self.rows.stop - self.rows.start) // self.matrix.shape[0]
 
     def __getitem__(self, rows: slice) -> "MatrixPart":
         start = self.rows.start
-        return MatrixPart(self.matrix, slice(start + rows.start, start + rows.stop), self.width)
+        return MatrixPart(self.matrix, slice(start + rows.start, start + rows.stop))
 
-    def copy_(self, values: Tensor) -> None:
-        """Quantise values `[n, width]` into it."""
-        self.fill(slice(0, self.width), values)
+    def copy_(self, values: Tensor | Codes) -> None:
+        """See `QuantizedMatrix.fill`."""
+        self.matrix.fill(self.rows, values)
 
     def is_finite(self) -> bool:
         """Whether its scales and zeros are. They are not if a weight is infinite or not a number."""
         floats = [buffer for buffer in self.matrix.buffers() if buffer.is_floating_point()]
         return all(bool(numbers[self.rows].isfinite().all()) for numbers in floats)
-
-    def fill(self, columns: slice, values: Tensor | Codes) -> None:
-        """Set some columns of all its rows."""
-        self.matrix.fill(self.rows, columns, values)
 
 
 class Int8Matrix(QuantizedMatrix):
@@ -168,10 +161,10 @@ class Int8Matrix(QuantizedMatrix):
         self.scales: Tensor = nn.Buffer(torch.zeros(outputs, device=device))
         self._zero_points: Tensor | None = None  # of packed codes
 
-    def fill(self, rows: slice, columns: slice, values: Tensor | Codes) -> None:
+    def fill(self, rows: slice, values: Tensor | Codes) -> None:
         if isinstance(values, Tensor):
             values = Codes(*_round_rows(values.float()))
-        self.codes[rows, columns] = values.codes
+        self.codes[rows, : values.codes.shape[1]] = values.codes
         self.scales[rows] = values.scales[:, 0].to(self.scales)
 
     def codes_of(self, rows: slice) -> Codes:
@@ -222,14 +215,14 @@ class Int4Matrix(QuantizedMatrix):
         self.register_buffer("_scales_zeros", None)  # `[groups, outputs, 2]`, of packed codes
         self._scales_zeros: Tensor | None
 
-    def fill(self, rows: slice, columns: slice, values: Tensor | Codes) -> None:
+    def fill(self, rows: slice, values: Tensor | Codes) -> None:
         if isinstance(values, Tensor):
             values = _round_groups(values.float(), self.group, self.scales.dtype)
         assert values.zeros is not None
         low, high = values.codes.unflatten(1, (-1, 2, self.group // 2)).unbind(2)
-        self.codes[rows, columns.start // 2 : columns.stop // 2] = (low | (high << 4)).flatten(1)
-        groups = slice(columns.start // self.group, -(-columns.stop // self.group))
-        self.scales[rows, groups], self.zeros[rows, groups] = values.scales.to(self.scales), values.zeros.to(self.zeros)
+        self.codes[rows, : values.codes.shape[1] // 2] = (low | (high << 4)).flatten(1)
+        of_groups = rows, slice(0, values.scales.shape[1])
+        self.scales[of_groups], self.zeros[of_groups] = values.scales.to(self.scales), values.zeros.to(self.zeros)
 
     def codes_of(self, rows: slice) -> Codes:
         held = self.codes[rows].unflatten(1, (-1, self.group // 2))

@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from mini_engine.kernels.elementwise import padded
+from mini_engine.kernels.ops import Pairs
 from mini_engine.kernels.paged import INTERPRETED, matmul, processors_of
-from mini_engine.kernels.pairs import Pairs
 
 
 class Bits(NamedTuple):

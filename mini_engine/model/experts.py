@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_engine.kernels import ops
-from mini_engine.kernels.pairs import Pairs
 from mini_engine.kernels.quantized import QuantizedMatrix, StackedMatrix, multiply_each
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import ExpertsConfig
@@ -42,7 +41,7 @@ class Experts(nn.ModuleList):
         made = (GatedMLP(f"{source}.{i}", size, inner, bias=False, at=at, is_summed=False) for i in range(count))
         super().__init__(made)
 
-    def forward(self, x: Tensor, pairs: Pairs) -> Tensor:
+    def forward(self, x: Tensor, pairs: ops.Pairs) -> Tensor:
         """`[n, size]` -> `[pairs, size]`, by their numbers."""
         sizes = pairs.ends.diff(prepend=pairs.ends.new_zeros(1)).tolist()
         layers: list[Any] = [self[expert] for expert, size in enumerate(sizes) if size]
@@ -80,7 +79,7 @@ class GroupedExperts(Layer):
             raise CheckpointError(f"{self.source} are quantised in different ways, which only --device cpu computes")
         return matrix
 
-    def forward(self, x: Tensor, pairs: Pairs) -> Tensor:
+    def forward(self, x: Tensor, pairs: ops.Pairs) -> Tensor:
         """As of `Experts`."""
         order, ends, each = pairs
         if len(order) <= FEW_ROWS * self.count or x.dtype is not torch.bfloat16:
@@ -90,7 +89,7 @@ class GroupedExperts(Layer):
         outputs = F.grouped_mm(inner, self._dense(self.down), offs=ends)
         return torch.empty_like(outputs).index_copy_(0, order.long(), outputs)
 
-    def _multiply(self, x: Tensor, pairs: Pairs, shape: Any = None) -> Tensor:
+    def _multiply(self, x: Tensor, pairs: ops.Pairs, shape: Any = None) -> Tensor:
         multiply = ops.kernels("triton_products").multiply
         inner = ops.silu_mul(multiply(x, *_operands(self.gate_up), pairs, gathers=True, shape=shape))
         return multiply(inner, *_operands(self.down), pairs, scatters=True, shape=shape)

@@ -148,7 +148,7 @@ def part_of(matrix: Matrix, rows: slice, width: int) -> Tensor | MatrixPart:
                 return part_of(below, rows, width)
             rows = slice(rows.start - below.shape[0], rows.stop - below.shape[0])
     if isinstance(matrix, QuantizedMatrix):
-        return MatrixPart(matrix, rows, width)
+        return MatrixPart(matrix, rows)
     assert isinstance(matrix, Tensor)
     return matrix[rows, :width]
 

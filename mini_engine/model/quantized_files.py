@@ -132,26 +132,18 @@ class StoredMatrix:
             if end in self.tensors and self.tensors[end].shape != shape
         ]
 
-    def parts(self, rows: slice, columns: slice, unit: int) -> Iterator[tuple[slice, slice, Tensor | Codes]]:
-        """Decode a part of the matrix, run by run: which rows and columns of the part, and their values. In 4 bits
-        there are scales for each `unit` inputs, at whose multiples the part begins and ends."""
-        outputs, inputs = self.shape
+    def parts(self, rows: slice, columns: slice, unit: int) -> Iterator[tuple[slice, Tensor | Codes]]:
+        """Decode a part of the matrix, run by run: which rows of the part, and their values. In 4 bits there are scales
+        for each `unit` inputs, at whose multiples the part begins and ends."""
         scales, zero_points = self._scales(rows)
-        # Words that lie input by input hold all outputs. What becomes 8 bits needs whole rows, so it is read at once.
-        by_inputs = self._end == "qweight" and self.bits == 4
-        whole = self._codes(rows, columns) if self._end == "qweight" and self.bits == 8 else None
-        along = columns if by_inputs else rows
-        step = max(256, RUN_VALUES // outputs // 256 * 256) if by_inputs else max(1, RUN_VALUES // inputs)
-        for start in range(along.start, along.stop, step):
-            run = slice(start, min(start + step, along.stop))
-            here = slice(run.start - along.start, run.stop - along.start)
-            if by_inputs:
-                decoded = self._decode(self._codes(rows, run), scales, zero_points, run, unit)
-                yield slice(0, len(scales)), here, decoded
-            else:
-                codes = self._codes(run, columns) if whole is None else whole[here]
-                decoded = self._decode(codes, scales[here], zero_points[here], columns, unit)
-                yield here, slice(0, codes.shape[1]), decoded
+        # Words that lie input by input hold all outputs: they are read at once, a byte at most for each weight.
+        words = self._by_outputs("qweight") if self._end == "qweight" else None
+        step = max(1, RUN_VALUES // self.shape[1])
+        for start in range(rows.start, rows.stop, step):
+            run = slice(start, min(start + step, rows.stop))
+            here = slice(run.start - rows.start, run.stop - rows.start)
+            codes = self._codes(run, words)[:, columns]
+            yield here, self._decode(codes, scales[here], zero_points[here], columns, unit)
 
     def _decode(self, codes: Tensor, scales: Tensor, zero_points: Tensor, columns: slice, unit: int) -> Tensor | Codes:
         """Values of some rows in these columns, from their codes there, and all their scales and zero points."""
@@ -189,35 +181,36 @@ class StoredMatrix:
             height = self.config.block[0] if is_blocks else outputs // len(scales)
             scales = scales[torch.arange(rows.start, rows.stop) // height]
             return scales, torch.zeros_like(scales)
-        if self._end == "weight_packed":
-            scales = read_tensor(self.tensors["weight_scale"], rows).float()
-            if "weight_zero_point" not in self.tensors:
-                return scales, torch.full_like(scales, 1 << self.bits - 1)
-            packed = read_tensor(self.tensors["weight_zero_point"])
-            return scales, _unpack_rows(packed, self.bits)[rows].float()
-        scales = read_tensor(self.tensors["scales"]).T[rows].float()
-        zero_points = _unpack(read_tensor(self.tensors["qzeros"]), self.bits)
-        if self.config.method == "awq":
-            zero_points = _from_awq_order(zero_points)
-        elif "g_idx" in self.tensors:
+        scales = self._by_outputs(self._scale)[rows].float()
+        if "g_idx" in self.tensors:
             order = read_tensor(self.tensors["g_idx"])
             if not torch.equal(order, torch.arange(len(order), dtype=order.dtype) // self._group):
                 raise CheckpointError(f"{self.name}.g_idx reorders the inputs (desc_act), which is not supported")
-        return scales, zero_points.T[rows].float() + self.config.is_shifted
+        end = "qzeros" if self._end == "qweight" else "weight_zero_point"
+        if end not in self.tensors:
+            return scales, torch.full_like(scales, 1 << self.bits - 1)
+        return scales, self._unpack_outputs(self._by_outputs(end), rows).float() + self.config.is_shifted
 
-    def _codes(self, rows: slice, columns: slice) -> Tensor:
-        """uint8 `[rows, columns]`, or as they are stored."""
-        stored = self.codes
-        if self._end == "weight":
-            return read_tensor(stored, rows)[:, columns]
-        if self._end == "weight_packed":
-            return _unpack(read_tensor(stored, rows), self.bits)[:, columns]
-        if self.config.method == "awq":
-            return _from_awq_order(_unpack(read_tensor(stored, columns), self.bits))[:, rows].T
+    def _by_outputs(self, end: str) -> Tensor:
+        """The tensor whose name ends so; its rows are outputs, or words of several."""
+        tensor = read_tensor(self.tensors[end])
+        return tensor.T if self._end == "qweight" else tensor
+
+    def _codes(self, rows: slice, words: Tensor | None) -> Tensor:
+        """uint8 `[rows, inputs]`, or as they are stored. `words`: all of a `qweight`, by outputs."""
+        if words is None:
+            stored = read_tensor(self.codes, rows)
+            return stored if self._end == "weight" else _unpack(stored, self.bits)
+        return self._unpack_outputs(words, rows) if self.config.method == "awq" else _unpack(words[rows], self.bits)
+
+    def _unpack_outputs(self, words: Tensor, rows: slice) -> Tensor:
+        """uint8 `[rows, n]` of words that hold several outputs each, `[outputs / 8, n]`."""
         each = 32 // self.bits
-        whole = slice(columns.start // each, -(-columns.stop // each))
-        codes = _unpack_rows(read_tensor(stored, whole)[:, rows], self.bits)
-        return codes[columns.start - each * whole.start : columns.stop - each * whole.start].T
+        first = rows.start // each
+        codes = _unpack(words[first : -(-rows.stop // each)].T, self.bits)
+        if self.config.method == "awq":
+            codes = codes.unflatten(1, (-1, each))[:, :, AWQ_ORDER].flatten(1)
+        return codes[:, rows.start - first * each : rows.stop - first * each].T
 
 
 def find_weights(
@@ -264,12 +257,3 @@ def _unpack(packed: Tensor, bits: int) -> Tensor:
     """int32 `[n, m]` -> uint8 `[n, 32 / bits * m]`."""
     pairs = packed.contiguous().view(torch.uint8)
     return pairs if bits == 8 else torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)
-
-
-def _unpack_rows(packed: Tensor, bits: int) -> Tensor:
-    """int32 `[n, m]` -> uint8 `[32 / bits * n, m]`."""
-    return _unpack(packed, bits).unflatten(1, (-1, 32 // bits)).transpose(1, 2).flatten(0, 1)
-
-
-def _from_awq_order(codes: Tensor) -> Tensor:
-    return codes.unflatten(1, (-1, 8))[:, :, AWQ_ORDER].flatten(1)

@@ -103,7 +103,7 @@ def fill_randomly(model: nn.Module) -> None:
         for index, target in _in_runs(piece):
             noise = _noise(piece, index)
             if isinstance(target, MatrixPart):
-                target.fill(slice(0, target.width), _as_codes(noise, target.matrix))
+                target.copy_(_as_codes(noise, target.matrix))
             else:
                 target.copy_(noise.float().mul_(DUMMY_SPREAD / 2**15).add_(float(is_norm)))
             progress.add(target.nbytes)
@@ -167,11 +167,11 @@ def _fill_from_codes(piece: WeightSlice, matrix: StoredMatrix) -> None:
     target, (rows, *others) = piece.target, piece.index
     columns = others[0] if others else slice(0, piece.shape[1])
     unit = target.matrix.group if isinstance(target, MatrixPart) else 1
-    for part_rows, part_columns, values in matrix.parts(rows, columns, unit):
+    for part_rows, values in matrix.parts(rows, columns, unit):
         if isinstance(target, MatrixPart):
-            target[part_rows].fill(part_columns, values)
+            target[part_rows].copy_(values)
         else:
-            target[part_rows, part_columns] = values if isinstance(values, Tensor) else values.dequantize(target.dtype)
+            target[part_rows] = values if isinstance(values, Tensor) else values.dequantize(target.dtype)
 
 
 def _is_same(piece: WeightSlice, stored: Stored | StoredMatrix) -> bool:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mini_engine.kernels import avx2, quantized
-from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix, MatrixPart, QuantizedMatrix, StackedMatrix
+from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix, QuantizedMatrix, StackedMatrix
 
 CPU = torch.device("cpu")
 EPSILON = {torch.float32: 2**-24, torch.bfloat16: 2**-9, torch.float16: 2**-12}  # half a unit in the last place, times
@@ -14,7 +14,7 @@ SIZES = [(64, 128), (1000, 512), (272, 96), (5, 32)]  # no multiples of a block,
 
 def matrix(bits: int, outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> QuantizedMatrix:
     made = Int8Matrix(outputs, inputs, CPU) if bits == 8 else Int4Matrix(outputs, inputs, 32, dtype, CPU)
-    MatrixPart(made, slice(0, outputs), inputs).copy_(torch.randn(outputs, inputs))
+    made.fill(slice(0, outputs), torch.randn(outputs, inputs))
     return made
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mini_engine.kernels import triton_experts, triton_products
-from mini_engine.kernels.pairs import Pairs
-from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix, MatrixPart
+from mini_engine.kernels.ops import Pairs
+from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix
 from tests.support.devices import combinations
 
 BOUNDS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
@@ -27,7 +27,7 @@ def weights(
     if bits == 16:
         return values.to(dtype).double(), [values.to(dtype).to(device)]
     matrix = Int8Matrix(*shape, device) if bits == 8 else Int4Matrix(*shape, group, dtype, device)
-    MatrixPart(matrix, slice(0, shape[0]), shape[1]).copy_(values.to(device))
+    matrix.fill(slice(0, shape[0]), values.to(device))
     dense = matrix.dequantize(torch.float64).cpu()
     if bits == 8:
         return dense, [*matrix.operands]

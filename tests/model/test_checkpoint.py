@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from mini_engine.model.checkpoint import INDEX_FILE, CheckpointError, find_tensors
 from mini_engine.model.model_spec import canonical_name
-from tests.model.reference import load
+from tests.support.checkpoints import load
 
 
 @pytest.fixture

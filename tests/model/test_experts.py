@@ -15,7 +15,8 @@ from mini_engine.model.expert_files import split_experts
 from mini_engine.model.experts import GroupedExperts
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.quantization import MatrixKind, Quantization
-from tests.model.reference import load, reference_logits
+from tests.support import script, tiny
+from tests.support.checkpoints import load
 
 CPU = torch.device("cpu")
 BOTH = pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe"], indirect=True, scope="session")
@@ -55,8 +56,7 @@ def write(path: Path, like: Path, tensors: dict[str, Tensor], quantization: dict
 
 
 @BOTH
-@torch.inference_mode()
-def test_every_layout_of_experts_is_read(checkpoint, family, oracle, prompts, tmp_path):
+def test_every_layout_of_experts_is_read(checkpoint, family, tmp_path):
     """As transformers saves them, each by itself, and all in one tensor as published, in FP8 too."""
     separate = by_expert(load_file(checkpoint.path / "model.safetensors"))
     is_transposed = family == "qwen3_vl_moe"
@@ -64,10 +64,8 @@ def test_every_layout_of_experts_is_read(checkpoint, family, oracle, prompts, tm
         "separate": write(tmp_path / "separate", checkpoint.path, separate),
         "together": write(tmp_path / "together", checkpoint.path, together(separate, is_transposed)),
     }
-    expected = oracle(checkpoint.oracle, prompts["image"])
     for path in layouts.values():
-        ours = reference_logits(load(path), [prompts["image"]])[0]
-        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=0)
+        tiny.assert_logits(script.logits(load(path), family, ["image"]), checkpoint.oracle, family)
     fp8 = dict(separate)
     for name in [name for name in separate if ".experts." in name]:
         fp8[name] = (separate[name] * 100).to(torch.float8_e4m3fn)
@@ -75,7 +73,7 @@ def test_every_layout_of_experts_is_read(checkpoint, family, oracle, prompts, tm
         fp8[f"{name}_scale_inv"] = torch.rand(outputs // 32, inputs // 32) / 100 + 0.005
     blocks = {"quant_method": "fp8", "weight_block_size": [32, 32]}
     found = [
-        torch.cat(reference_logits(load(write(tmp_path / name, checkpoint.path, tensors, blocks)), [prompts["image"]]))
+        script.logits(load(write(tmp_path / name, checkpoint.path, tensors, blocks)), family, ["image"])["image"]
         for name, tensors in (("fp8", fp8), ("fp8 together", together(fp8, is_transposed)))
     ]
     assert torch.equal(*found)

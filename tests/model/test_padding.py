@@ -2,17 +2,16 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from mini_engine.model import parallel
 from mini_engine.model.layers import MLP, pieces_of
-from mini_engine.model.parallel import Placement, TensorParallel
-from mini_engine.model.quantized_files import find_weights
+from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
-from mini_engine.model.weights import fill_randomly, load_weights
-from tests.model.reference import reference_logits
+from tests.support import script, tiny
+from tests.support.checkpoints import load
 
 EVERY_FAMILY = True
-CPU = torch.device("cpu")
 GRANULE = 36  # the families' inner sizes of 96 and 48 are no multiples of it, nor their halves and quarters
 
 
@@ -20,22 +19,17 @@ GRANULE = 36  # the families' inner sizes of 96 and 48 are no multiples of it, n
 def unset(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that is not set is no zero by chance."""
     make = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, **more: make(*args, **more).fill_(float("nan")))
+
+    def empty(*shape, **more) -> Tensor:
+        made = make(*shape, **more)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty", empty)
 
 
 @pytest.fixture
 def padded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(parallel.GRANULES, "cpu", GRANULE)
-
-
-def build(checkpoint, rank: int = 0, size: int = 1) -> VisionLanguageModel:
-    return VisionLanguageModel(checkpoint.config, Placement(TensorParallel(rank, size), torch.float32, CPU))
-
-
-def load(checkpoint, rank: int = 0, size: int = 1) -> VisionLanguageModel:
-    model = build(checkpoint, rank, size)
-    load_weights(model, checkpoint.path, find_weights(checkpoint.path, text=checkpoint.config.text))
-    return model
 
 
 def check_padding(model: VisionLanguageModel) -> None:
@@ -50,25 +44,20 @@ def check_padding(model: VisionLanguageModel) -> None:
     assert not any(parameter.any() for parameter in model.parameters())
 
 
-def test_logits_equal_transformers(padded, checkpoint, oracle, prompts):
-    model = load(checkpoint)
-    for name in ("text", "image then video"):
-        with torch.inference_mode():
-            (ours,) = reference_logits(model, [prompts[name]])
-        torch.testing.assert_close(ours, oracle(checkpoint.oracle, prompts[name]), atol=1e-5, rtol=0)
+def test_logits_equal_transformers(padded, checkpoint, family):
+    model = load(checkpoint.path)
+    tiny.assert_logits(script.logits(model, family, ["text", "image then video"]), checkpoint.oracle, family)
     check_padding(model)
 
 
-@pytest.mark.parametrize("random", [False, True])
-def test_each_rank_holds_the_same_as_without(random, checkpoint, monkeypatch):
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_each_rank_holds_the_same_as_without(load_format, checkpoint, monkeypatch):
     size = 4
     for rank in range(size):
         plain, padded = [], []
         for granule, pieces in ((1, plain), (GRANULE, padded)):
             monkeypatch.setitem(parallel.GRANULES, "cpu", granule)
-            model = build(checkpoint, rank, size) if random else load(checkpoint, rank, size)
-            if random:
-                fill_randomly(model)
+            model = load(checkpoint.path, tp=TensorParallel(rank, size), load_format=load_format)
             pieces += pieces_of(model)
         for piece, other in zip(plain, padded, strict=True):
             assert (piece.source, piece.shape, piece.index) == (other.source, other.shape, other.index)

@@ -25,12 +25,12 @@ from mini_engine.model.config import ModelConfig
 from mini_engine.model.model_spec import canonical_name
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.quantization import SUPPORTED, StoredQuantization, weight_bits
-from mini_engine.model.weights import load_model
-from tests.model.rank_program import run, run_ranks
-from tests.model.reference import load, reference_logits, values_of
+from mini_engine.model.vision_language import VisionLanguageModel
+from tests.model.conftest import values_of
+from tests.support import script
+from tests.support.checkpoints import load
 
 FAMILIES = ("qwen3_vl", "qwen3_5", "qwen3_5_moe")  # in turn, so that each has layouts of 4 and of 8 bits
-CPU = torch.device("cpu")
 GROUP, BLOCK = 32, 40  # blocks of FP8: the last ones are partial
 AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
 FOUR_BITS = {"num_bits": 4, "type": "int", "group_size": GROUP, "actorder": "weight"}
@@ -139,6 +139,12 @@ def write(form: str, source: Path, folder: Path, inner: int = 96) -> Path:
     return folder
 
 
+def logits(model: VisionLanguageModel, family: str, size: int, tp: TensorParallel | None = None) -> Tensor:
+    """In steps of at most that many tokens; empty on ranks but the first."""
+    found = script.logits(model, family, ["image then video", "text"], size, tp=tp)
+    return torch.cat([torch.empty(0), *found.values()])
+
+
 def assert_close(ours: Tensor, theirs: Tensor, bound: float, median: bool = False) -> None:
     """By the norm of the difference, or of the median row's: in a mixture of experts rounding lets some tokens choose
     others."""
@@ -150,17 +156,16 @@ def assert_close(ours: Tensor, theirs: Tensor, bound: float, median: bool = Fals
     ("form", "family"), [*zip(CONFIGS, itertools.cycle(FAMILIES), strict=False)], indirect=["family"], scope="session"
 )
 @torch.inference_mode()
-def test_a_published_layout_gives_the_logits_of_its_weights(form, source, tmp_path, prompts):
+def test_a_published_layout_gives_the_logits_of_its_weights(form, source, tmp_path, family):
     """Float32: 4 bits are exact. In 8 bits each product rounds x to 1/127 of its largest number, a deviation of 0.29
     of that step, 0.007 of numbers whose largest is three times their deviation; FP8's weights are rounded likewise.
     Three layers of four products each add up to 0.035, twice rounded to 0.05."""
     path = write(form, source, tmp_path / "quantised")
     dense = load(source)
     model = load(path, quantize_head="none")
-    batch = [prompts["image then video"], prompts["text"]]
     bound = 1e-5 if IS_4_BITS[form] else 0.05
     for size in (1 << 30, 29):
-        ours, theirs = (torch.cat(reference_logits(each, batch, size)) for each in (model, dense))
+        ours, theirs = (logits(each, family, size) for each in (model, dense))
         assert_close(ours, theirs, bound, median=model.config.text.experts is not None and bound > 1e-5)
     kinds = [type(module) for module in model.decoder.modules() if isinstance(module, QuantizedMatrix)]
     expected = {Int4Matrix, Int8Matrix} if form == "pack mixed" else {Int4Matrix if IS_4_BITS[form] else Int8Matrix}
@@ -184,8 +189,8 @@ def test_parts_of_a_matrix_are_those_of_its_values(form, tmp_path, monkeypatch):
     for rows, columns in ((slice(0, 72), slice(0, 704)), (slice(5, 27), slice(32, 672))):
         expected = values[rows, columns]
         read = torch.full_like(expected, float("nan"))
-        for part_rows, part_columns, part in found.parts(rows, columns, 32):
-            read[part_rows, part_columns] = part if isinstance(part, Tensor) else part.dequantize()
+        for part_rows, part in found.parts(rows, columns, 32):
+            read[part_rows] = part if isinstance(part, Tensor) else part.dequantize()
         torch.testing.assert_close(read, expected, rtol=1e-6, atol=1e-7)
     if form == "fp8":  # transformers divides the matrix into equal blocks
         whole = slice(0, 40), slice(0, 640)
@@ -202,7 +207,7 @@ def test_parts_of_a_matrix_are_those_of_its_values(form, tmp_path, monkeypatch):
     indirect=["family"], scope="session",
 )  # fmt: skip
 @torch.inference_mode()
-def test_quantising_at_load(bits, load_format, source, prompts, monkeypatch):
+def test_quantising_at_load(bits, load_format, source, family, monkeypatch):
     """In runs of a few rows, without a dense matrix in the decoder. The logits are those of the rounded weights."""
     monkeypatch.setattr(weights, "RUN_VALUES", 250)
     flags = {"load_format": load_format, "quantization": bits}
@@ -220,31 +225,30 @@ def test_quantising_at_load(bits, load_format, source, prompts, monkeypatch):
         assert_close(unpacked[canonical_name(name)], tensor, error)
     save_file(unpacked, source / "model.safetensors")
     dense = load(source)
-    ours, theirs = (reference_logits(each, [prompts["image"]])[0] for each in (model, dense))
+    ours, theirs = (script.logits(each, family, ["image"])["image"] for each in (model, dense))
     assert_close(ours, theirs, 0.05, median=model.config.text.experts is not None)
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
-@torch.inference_mode()
-def test_two_ranks_give_the_logits_of_one(source, prompts, tmp_path):
+def test_two_ranks_give_the_logits_of_one(source, family, tmp_path, runtime):
     """Whole and in chunks. In 4 bits, with groups that the ranks cut, only a head in 8 bits rounds x: sums in another
     order flip few of its codes. In 8 bits each rank rounds its own part of x: twice 0.035, see above."""
     bounds = {"int": 0.05, "fp8": 0.05, "gptq whole rows": 1e-3} | dict.fromkeys(PACKED_8_BITS, 0.05)
     paths = {form: write(form, source, tmp_path / form, inner=128) for form in bounds}
-    batch = [prompts["image then video"], prompts["text"]]
-    checkpoints = {form: (path, batch) for form, path in paths.items()}
-    (results, _), _ = run_ranks(2, tmp_path, {"checkpoints": checkpoints, "towers": {}, "calls": {}})
-    for form, bound in bounds.items():
-        alone = run(paths[form], batch, TensorParallel())
-        for steps in ("batch", "chunked"):
-            assert_close(torch.cat(results[form][steps]), torch.cat(alone[steps]), bound)
+
+    def run(tp: TensorParallel) -> list[Tensor]:
+        return [logits(load(path, tp=tp), family, size, tp) for path in paths.values() for size in (1 << 30, 50)]
+
+    alone, (first, _) = run(TensorParallel()), script.on_ranks(2, runtime, run)
+    for ours, theirs, bound in zip(first, alone, [each for each in bounds.values() for _ in range(2)], strict=True):
+        assert_close(ours, theirs, bound)
 
 
 def test_what_cannot_be_cut_names_a_number_of_workers(source, tmp_path):
     path = write("awq", source, tmp_path / "quantised")
-    for arguments in ((path,), (source, "int4")):
+    for folder, flag in ((path, "none"), (source, "int4")):
         with pytest.raises(CheckpointError, match=r"rows of \d+ weights .* 2 worker.* set --tensor-parallel-size 1$"):
-            load_model(arguments[0], TensorParallel(0, 2), None, CPU, "auto", False, *arguments[1:])
+            load(folder, tp=TensorParallel(0, 2), quantization=flag)
 
 
 WRONG: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
@@ -291,7 +295,7 @@ def test_weights_that_are_not_finite_are_named(number, source, tmp_path):
             load(file.parent, quantization=flag)
 
 
-def test_a_quantised_token_table_serves_as_a_tied_head(source, tmp_path, prompts):
+def test_a_quantised_token_table_serves_as_a_tied_head(source, tmp_path, family):
     """With its own codes. A head of its own beside it is refused."""
     path = write("pack", source, tmp_path / "quantised")
     files = path / "model.safetensors", source / "model.safetensors"
@@ -303,7 +307,7 @@ def test_a_quantised_token_table_serves_as_a_tied_head(source, tmp_path, prompts
     save_file(tensors, files[0])
     ours, theirs = (load(each) for each in (path, source))
     assert isinstance(ours.head.weight, Int4Matrix)
-    assert_close(*(torch.cat(reference_logits(model, [prompts["text"]])) for model in (ours, theirs)), 1e-5)
+    assert_close(*(script.logits(model, family, ["text"])["text"] for model in (ours, theirs)), 1e-5)
     save_file(tensors | {f"lm_head.{end}": tensor.clone().contiguous() for end, tensor in stored.items()}, files[0])
     with pytest.raises(CheckpointError, match="set tie_word_embeddings to false"):
         load(path)

@@ -1,21 +1,25 @@
-"""Two and four processes over gloo give transformers' logits, and rows of a vision tower that is whole on each rank."""
+"""Two and four ranks give transformers' logits, and rows of a vision tower that is whole on each rank."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.towers.spread_tower import SpreadTower, share_out
-from tests.model.conftest import make_prompts
-from tests.model.rank_program import run_ranks
-from tests.model.reference import load
-from tests.model.test_logits import BFLOAT16_BOUND
+from tests.model.test_logits import BFLOAT16_BOUND, NAMES
+from tests.support import script, tiny
+from tests.support.checkpoints import load
 from tests.support.families import FAMILIES, PATCH_DIM
 
 CPU = torch.device("cpu")
+CHUNK = 50  # tokens of a step: ends inside of items
 CALLS = {
     "one video": [(9, 4, 6)],
     "fewer than ranks": [(1, 4, 4), (1, 8, 4)],
@@ -23,63 +27,75 @@ CALLS = {
     "the last is large": [(1, 4, 4), (3, 14, 4), (1, 24, 20)],
 }
 # Four ranks share a single key-value head, as two do: attention without a gate, and with one; and divide experts.
-CHECKPOINTS = {2: FAMILIES, 4: ("qwen2_vl untied", "qwen3_5 untied", "qwen3_vl_moe")}
-TOWERS = {2: (), 4: FAMILIES}
+RANKS = [*((2, name) for name in FAMILIES), (4, "qwen2_vl untied"), (4, "qwen3_5 untied"), (4, "qwen3_vl_moe")]
 
 
-class Ranks(NamedTuple):
-    """What each rank of a group wrote: see `rank_program.py`."""
+@pytest.mark.parametrize(("size", "name"), RANKS)
+def test_logits_equal_transformers(size, name, checkpoints, runtime):
+    """Whole, in chunks, and in bfloat16."""
+    checkpoint, family = checkpoints(name), name.split()[0]
 
-    results: list[dict]
-    towers: list[dict]
-    calls: dict
+    def run(tp: TensorParallel) -> list[dict[str, Tensor]]:
+        wide, narrow = (load(checkpoint.path, dtype, tp) for dtype in (torch.float32, torch.bfloat16))
+        wanted = ((wide, 1 << 30), (wide, CHUNK), (narrow, 1 << 30))
+        return [script.logits(model, family, NAMES, budget, tp=tp) for model, budget in wanted]
 
-
-@pytest.fixture(scope="module", params=[2, 4])
-def ranks(checkpoints, tmp_path_factory, request) -> Ranks:
-    """One start of the processes serves every test here."""
-    size, directory = request.param, tmp_path_factory.mktemp("ranks")
-    generator = torch.Generator().manual_seed(3)
-    sizes = {name: sum(t * h * w for t, h, w in grids) for name, grids in CALLS.items()}
-    calls = {name: (torch.randn(sizes[name], PATCH_DIM, generator=generator), grids) for name, grids in CALLS.items()}
-    prompts = {name: list(make_prompts(name.split()[0]).values()) for name in CHECKPOINTS[size]}
-    job = {
-        "checkpoints": {name: (checkpoints[name].path, prompts[name]) for name in prompts},
-        "towers": {family: checkpoints[family].path for family in TOWERS[size]},
-        "calls": calls,
-    }
-    results, towers = zip(*run_ranks(size, directory, job), strict=True)
-    return Ranks(list(results), list(towers), calls)
+    (whole, chunked, rounded), *others = script.on_ranks(size, runtime, run)
+    assert not any(any(found) for found in others), "only rank 0 samples"
+    tiny.assert_logits(whole, checkpoint.oracle, family)
+    tiny.assert_logits(chunked, checkpoint.oracle, family)
+    for case, exact in tiny.logits(checkpoint.oracle, family, rounded).items():
+        error = (rounded[case].float() - exact).abs().max()
+        # Rounding lets some tokens choose other experts: `test_narrow_dtypes_stay_near` bounds the others.
+        assert checkpoint.config.text.experts is not None or error < BFLOAT16_BOUND * exact.abs().max(), case
 
 
-def test_logits_equal_transformers(ranks, oracle, checkpoints):
-    for name, logits in ranks.results[0].items():
-        for i, (case, prompt) in enumerate(make_prompts(name.split()[0]).items()):
-            expected = oracle(checkpoints[name].oracle, prompt)
-            torch.testing.assert_close(logits["batch"][i], expected, atol=1e-5, rtol=0)
-            torch.testing.assert_close(logits["chunked"][i], expected, atol=1e-5, rtol=0)
-            error = (logits["bfloat16"][i].float() - expected).abs().max()
-            # Rounding lets some tokens choose other experts: `test_narrow_dtypes_stay_near` bounds the others.
-            is_mixture = checkpoints[name].config.text.experts is not None
-            assert is_mixture or error < BFLOAT16_BOUND * expected.abs().max(), (name, case)
-        assert not any(any(result[name].values()) for result in ranks.results[1:]), "only rank 0 samples"
+def collect_by_gloo(rank: int, folder: Path) -> None:
+    """One of two processes."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+    tp, own = TensorParallel(rank, 2), torch.tensor([1.0 + rank, 3.0])
+    whole, gathered = tp.all_gather(own), tp.gather(own)
+    assert whole.tolist() == [[1, 3], [2, 3]]
+    assert gathered is None if rank else torch.equal(gathered, whole)
+    assert tp.all_reduce(own.clone()).tolist() == [3, 6]
+    assert tp.broadcast(own).tolist() == [1, 3]
+    dist.destroy_process_group()
+
+
+def test_collectives_of_torch(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    torch.multiprocessing.spawn(collect_by_gloo, (tmp_path,), 2)
 
 
 # --- a tower whole on each rank, the frames shared out ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [4], indirect=True)
 @pytest.mark.parametrize("name", FAMILIES)
-@torch.inference_mode()
-def test_a_spread_tower_gives_the_rows_of_one_rank_and_shares_the_work(name, ranks, checkpoints):
-    alone = load(checkpoints[name].path)
-    for case, (patches, grids) in ranks.calls.items():
-        for result in ranks.towers:
-            for ours, theirs in zip(result[name][case][0], alone.encode_vision(patches, grids), strict=True):
+def test_a_spread_tower_gives_the_rows_of_one_rank_and_shares_the_work(name, checkpoints, runtime):
+    path, generator = checkpoints(name).path, torch.Generator().manual_seed(3)
+    calls = [[torch.randn(t * h * w, PATCH_DIM, generator=generator) for t, h, w in grids] for grids in CALLS.values()]
+
+    @torch.inference_mode()
+    def encode(tp: TensorParallel) -> list[tuple[Sequence[Tensor], int]]:
+        """Of each call the rows, and how many patches went through this rank's tower."""
+        model, seen, results = load(path, tp=tp, spread_tower=True), list[int](), []
+        model.visual.tower.patch_embed.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+        for patches, grids in zip(calls, CALLS.values(), strict=True):
+            before, own = sum(seen), torch.cat([*model.own_patches(patches, grids)])
+            results.append((model.encode_vision(own, grids), sum(seen) - before))
+        return results
+
+    alone, ranks = load(path), script.on_ranks(4, runtime, encode)
+    for patches, grids, *results in zip(calls, CALLS.values(), *ranks, strict=True):
+        total = sum(map(len, patches))
+        with torch.inference_mode():
+            expected = alone.encode_vision(torch.cat(patches), grids)
+        for rows, _ in results:
+            for ours, theirs in zip(rows, expected, strict=True):
                 torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
-        seen = [result[name][case][1] for result in ranks.towers]
-        assert sum(seen) == len(patches)
-        assert max(seen) <= len(patches) / len(seen) + max(h * w for _, h, w in grids)
+        seen = [count for _, count in results]
+        assert sum(seen) == total
+        assert max(seen) <= total / len(seen) + max(h * w for _, h, w in grids)
 
 
 sides = st.integers(1, 12).map(lambda n: 2 * n)

@@ -12,18 +12,15 @@ from transformers import AutoModelForImageTextToText
 
 from mini_engine.model import weights
 from mini_engine.model.checkpoint import CheckpointError
-from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import pieces_of
 from mini_engine.model.model_spec import canonical_name
-from mini_engine.model.parallel import Placement, TensorParallel
-from mini_engine.model.quantized_files import find_weights
-from mini_engine.model.vision_language import VisionLanguageModel
-from mini_engine.model.weights import load_model, load_weights
-from tests.model.reference import load, reference_logits, values_of
+from mini_engine.model.parallel import TensorParallel
+from tests.model.conftest import values_of
 from tests.model.test_experts import by_expert
+from tests.support import script, tiny
+from tests.support.checkpoints import load
 from tests.support.families import FAMILIES
 
-CPU = torch.device("cpu")
 FILE = "model.safetensors"
 
 
@@ -68,11 +65,11 @@ def test_a_stored_copy_of_a_tied_head_frequencies_and_layers_for_speculation_are
         copy, lambda t: t.update({"visual.rotary_pos_emb.inv_freq": torch.zeros(2), "mtp.fc.weight": torch.ones(2)})
     )
     for rank in range(2):
-        model = load_model(copy, TensorParallel(rank, 2), torch.float32, CPU)
+        model = load(copy, torch.float32, TensorParallel(rank, 2))
         assert model.head is model.embedding
 
 
-def test_a_tied_head_that_is_stored_with_other_values_is_refused_with_the_remedy(copy, oracle, prompts):
+def test_a_tied_head_that_is_stored_with_other_values_is_refused_with_the_remedy(copy, family):
     """transformers does not tie then, whatever the config says. The rank that holds the row finds out."""
 
     def change(tensors):
@@ -86,12 +83,11 @@ def test_a_tied_head_that_is_stored_with_other_values_is_refused_with_the_remedy
     with pytest.raises(CheckpointError, match=said + "to; set tie_word_embeddings to false there to use both"):
         load(copy)
     with pytest.raises(CheckpointError, match=said):
-        load_model(copy, TensorParallel(1, 2), None, CPU)
+        load(copy, tp=TensorParallel(1, 2))
     raw = json.loads((copy / "config.json").read_text())
     raw["tie_word_embeddings"] = raw["text_config"]["tie_word_embeddings"] = False
     (copy / "config.json").write_text(json.dumps(raw))
-    ours = reference_logits(load(copy), [prompts["text"]])[0]
-    torch.testing.assert_close(ours, oracle(theirs, prompts["text"]), atol=1e-5, rtol=0)
+    tiny.assert_logits(script.logits(load(copy), family, ["text"]), theirs, family)
 
 
 def test_no_weights_at_all(copy):
@@ -110,14 +106,11 @@ SPLIT_VECTOR = re.compile(r"(q_proj|k_proj|v_proj|qkv|gate_proj|up_proj|fc1|merg
 def test_ranks_hold_every_weight_once(name, size, checkpoints):
     """No process group: the parts of all ranks, put back together, are the checkpoint, and all but the little that each
     rank needs is on one rank alone, or on as many as share a key-value head."""
-    path = checkpoints[name].path
-    stored = {canonical_name(key): value for key, value in by_expert(load_file(path / FILE)).items()}
+    checkpoint = checkpoints(name)
+    stored = {canonical_name(key): value for key, value in by_expert(load_file(checkpoint.path / FILE)).items()}
     holders = {key: torch.zeros(value.shape, dtype=torch.int64) for key, value in stored.items()}
-    config = ModelConfig.from_dir(path)
-    tensors = find_weights(path, text=config.text)
     for rank in range(size):
-        model = VisionLanguageModel(config, Placement(TensorParallel(rank, size), torch.float32, CPU))
-        load_weights(model, path, tensors)
+        model = load(checkpoint.path, tp=TensorParallel(rank, size))
         for piece in pieces_of(model):
             holders[piece.source][piece.index] += 1
             assert torch.equal(piece.target, stored[piece.source][piece.index])
@@ -126,7 +119,7 @@ def test_ranks_hold_every_weight_once(name, size, checkpoints):
     for key, counts in holders.items():
         is_whole = WHOLE.search(key) or (counts.ndim == 1 and not SPLIT_VECTOR.search(key))
         is_kv = "k_proj" in key or "v_proj" in key
-        once = max(1, size // config.text.num_kv_heads) if is_kv else 1
+        once = max(1, size // checkpoint.config.text.num_kv_heads) if is_kv else 1
         assert counts.unique().tolist() == [size if is_whole else once], key
 
 
@@ -154,7 +147,7 @@ def test_runs_of_rows_and_ranks_make_and_read_the_same_weights(copy, monkeypatch
         for name, tensor in values_of(load(copy, load_format=load_format)).items():
             assert torch.equal(tensor, whole[name])
     for rank, load_format in ((0, "auto"), (1, "auto"), (0, "dummy"), (1, "dummy")):
-        for piece in pieces_of(load_model(copy, TensorParallel(rank, 2), None, CPU, load_format)):
+        for piece in pieces_of(load(copy, tp=TensorParallel(rank, 2), load_format=load_format)):
             assert torch.equal(piece.target, whole[piece.source][piece.index])
 
 

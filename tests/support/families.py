@@ -1,22 +1,19 @@
 """Random tiny models of every family, by transformers. All take the same patches; the numbers are chosen to differ."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 IMAGE, VIDEO, START, END = 190, 191, 192, 193
 PATCH_DIM = 3 * 2 * 4 * 4
-Items = Sequence[tuple[Tensor, tuple[int, int, int]]]
-"""Patches and grid of each."""
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 
 def make_config(family: str, vocab_size: int, kv_heads: int, tied: bool, patch_size: int = 4, **tokens: int) -> Any:
     """The family's own configuration class; four heads in decoder and vision tower."""
-    # Here: the ranks that share this file's numbers need no transformers, which takes seconds to import.
+    # Here: it takes seconds to import, and not all tests that import this file need it.
     from transformers import (
         Qwen2_5_VLConfig,
         Qwen2VLConfig,
@@ -87,21 +84,6 @@ def placeholders(family: str, token_id: int, grid: tuple[int, int, int]) -> list
         frame = [START, *[VIDEO] * (h * w // 4), END]
         return [token for time in range(t) for token in (*range(60, 62 + time % 3), *frame)]
     return [START, *[token_id] * (t * h * w // 4), END]
-
-
-def oracle_inputs(config: Any, ids: Tensor, images: Items, videos: Items, seconds: Sequence[float]) -> dict[str, Any]:
-    """Arguments of transformers' model for one prompt, `[1, n]`; seconds per video, between two temporal patches."""
-    inputs: dict[str, Any] = {"mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()}
-    for items, values, grids in (
-        (images, "pixel_values", "image_grid_thw"),
-        (videos, "pixel_values_videos", "video_grid_thw"),
-    ):
-        if items:
-            inputs[values] = torch.cat([patches for patches, _ in items])
-            inputs[grids] = torch.tensor([grid for _, grid in items])
-    if videos and config.model_type == "qwen2_5_vl":
-        inputs["second_per_grid_ts"] = torch.tensor(seconds)
-    return inputs
 
 
 def build(

@@ -15,7 +15,7 @@ from mini_engine.model.vision_language import AttentionShape
 from mini_engine.worker.attention import sdpa as attention
 from mini_engine.worker.attention.sdpa import KVCache, SdpaBackend, StepAttention, empty_blocks
 from mini_engine.worker.batch import DecodeBatch, FlatBatch, SequenceState, build_batch
-from tests.worker import tiny
+from tests.support import tiny
 
 SIZE, BLOCKS = 4, 4000
 NAMES = "abcdef"

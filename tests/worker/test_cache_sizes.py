@@ -25,7 +25,7 @@ from mini_engine.worker.cache_sizes import (
 )
 from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
-from tests.worker import tiny
+from tests.support import tiny
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(layers=3, kv_heads=2, head_dim=8)

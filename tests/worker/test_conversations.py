@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from mini_engine.messages import NewRequest, PoolingParams, SamplingParams
 from mini_engine.model.config import ModelConfig
+from tests.support import tiny
 from tests.support.families import IMAGE, VIDEO
 from tests.support.simulated_core import World
-from tests.worker import tiny
 
 FAMILY = "qwen3_5"
 Pieces = list[int | tuple[int, ...]]  # see `tiny.make_request`

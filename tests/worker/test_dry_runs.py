@@ -24,8 +24,8 @@ from mini_engine.config import BUNDLED_MODEL, ConfigError
 from mini_engine.launch.cli import parse
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.worker import worker
+from tests.support import script
 from tests.support.devices import INTERPRETED
-from tests.worker import script
 
 triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="needs a device that does not exist")
@@ -184,7 +184,7 @@ def test_a_worker(name, size, rank, flags, change, device, monkeypatch):
         runner.grammars = None if rank else known
         met, held, device.serving = set(device.specialisations), device.used, True
         vision, longest = runner._model.config.vision, runner._model.config.text.max_position_embeddings
-        script.run(runner, script.write_steps(requests(vision, *SAMPLING), 6, 160, runner.block_size, 256, (2, 7)), 1)
+        script.run(runner, script.write_steps(requests(vision, *SAMPLING), 6, 160, (2, 7), runner.block_size), 1)
         after_prefix = plain_requests(1, longest - 100), longest - 200, 1
         cases = [("2,048 tokens", plain_requests(1, 2048), 0, 1), ("100 tokens after a long prefix", *after_prefix)]
         kinds = "greedy", "top_p", "penalised", "grammar"

@@ -14,7 +14,7 @@ from mini_engine.transport.arena import ReadableMemory, WritableMemory
 from mini_engine.transport.pages import PAGE_BYTES
 from mini_engine.transport.shared_memory import create_sparse
 from mini_engine.worker.model_runner import keep_rows
-from tests.worker import script, tiny
+from tests.support import script, tiny
 
 COUNT = 20
 
@@ -75,7 +75,7 @@ def test_a_request_whose_media_lie_in_the_store_gets_the_same_token(make_runner,
 
 def test_tokens_after_slices(make_runner, expected):
     media = tiny.MemoryMedia()
-    (new,) = [request for request in tiny.mixed_requests(media) if request.request_id == "two"]
+    (new,) = tiny.mixed_requests(media, names=["two"])
     image = EncodeItem("two", 1, 0, 1)
     for slices in (
         [[EncodeItem("two", 0, first, 1)] for first in range(9)] + [[image]],
@@ -127,7 +127,7 @@ def test_a_start_behind_the_blocks_of_another(name, size, shared, make_runner, e
     """Items that lie in the shared blocks, or were encoded before, need no patches: the second request has them under
     handles that no rank ever receives. And again after a preemption."""
     media = tiny.MemoryMedia()
-    (first,) = [new for new in tiny.mixed_requests(media) if new.request_id == name]
+    (first,) = tiny.mixed_requests(media, names=[name])
     lost = TensorHandle(MessageId(99, 99), (1, 1))
     items = [msgspec.structs.replace(item, patches=lost) for item in first.media]
     second = msgspec.structs.replace(first, request_id="second", media=items)
@@ -144,5 +144,5 @@ def test_a_start_behind_the_blocks_of_another(name, size, shared, make_runner, e
         if i == COUNT // 2:
             chunk = Chunk("second", start, length + i + 1 - start, tables[1], True, restart=True)
         steps.append(Step(3 + i, chunks=[chunk]))
-    tokens = script.run(make_runner(media, size), steps)
+    tokens = script.run(make_runner(media, block_size=size), steps)
     assert tokens == {name: expected[name][:1], "second": expected[name]}

@@ -7,22 +7,20 @@ import torch
 
 from mini_engine.messages import Chunk, NewSequence, SampledToken, Step, StepResult
 from mini_engine.worker.batch import SequenceState
+from tests.support import script, tiny
 from tests.support.families import FAMILIES
-from tests.worker import script, tiny
-from tests.worker.conftest import NUM_BLOCKS
 
 COUNT = 20
 
 
 @pytest.mark.parametrize("family", FAMILIES, indirect=True, scope="session")
-@pytest.mark.parametrize(
-    ("budget", "ahead", "preempt_at"), [(7, 0, (9,)), (64, 1, (9, 14, 15)), (64, 2, (3,)), (100_000, 0, ())]
-)
+@pytest.mark.parametrize(("budget", "ahead", "preempt_at"), [(7, 0, (9,)), (64, 1, (9, 14, 15))])
 def test_tokens_are_those_of_transformers(budget, ahead, preempt_at, family, make_runner, expected):
-    """Chunks of seven tokens end inside of items, and between the runs of one; restarts have other blocks."""
+    """Chunks of seven tokens end inside of items, and between the runs of one; restarts have other blocks. In larger
+    steps: `test_pooling.py`."""
     media = tiny.MemoryMedia()
     requests = tiny.mixed_requests(media, family)
-    steps = script.write_steps(requests, COUNT, budget, 16, NUM_BLOCKS, preempt_at)
+    steps = script.write_steps(requests, COUNT, budget, preempt_at)
     assert script.run(make_runner(media), steps, ahead) == expected
 
 
@@ -34,10 +32,10 @@ def test_32_sequences_in_a_batch_have_the_tokens_of_each_alone(make_runner):
         return [tiny.make_request(media, f"r{number}", shape, "qwen3_5") for number, shape in enumerate(shapes)]
 
     media = tiny.MemoryMedia()
-    together = script.run(make_runner(media), script.write_steps(requests(media), 8, 100_000, 16, NUM_BLOCKS), ahead=1)
+    together = script.run(make_runner(media), script.write_steps(requests(media), 8, 100_000), ahead=1)
     media = tiny.MemoryMedia()
     for new in requests(media):
-        alone = script.run(make_runner(media), script.write_steps([new], 8, 1000, 16, NUM_BLOCKS))
+        alone = script.run(make_runner(media), script.write_steps([new], 8, 1000))
         assert alone[new.request_id] == together[new.request_id]
 
 
@@ -45,15 +43,15 @@ def test_32_sequences_in_a_batch_have_the_tokens_of_each_alone(make_runner):
 def test_a_prompt_may_be_cut_anywhere(make_runner, expected):
     for budget in (1, 2, 3, 5, 7, 11, 13, 17, 29, 59):
         media = tiny.MemoryMedia()
-        (new,) = [request for request in tiny.mixed_requests(media, "qwen3_5") if request.request_id == "two"]
-        steps = script.write_steps([new], 6, budget, 16, NUM_BLOCKS)
+        (new,) = tiny.mixed_requests(media, "qwen3_5", ["two"])
+        steps = script.write_steps([new], 6, budget)
         assert script.run(make_runner(media), steps)["two"] == expected["two"][:6], budget
 
 
 def test_a_token_that_was_in_flight_at_the_restart_is_sampled_again(make_runner, expected):
     """The core preempts while a step runs: it restarts with fewer tokens than the rank has."""
     media = tiny.MemoryMedia()
-    (new,) = [request for request in tiny.mixed_requests(media) if request.request_id == "text"]
+    (new,) = tiny.mixed_requests(media, names=["text"])
     runner, prompt = make_runner(media), len(new.prompt_token_ids)
     first = runner.execute(Step(1, started=[new], chunks=[Chunk("text", 0, prompt, [1, 2, 3, 4], True)]))
     later = [runner.execute(Step(2 + i, chunks=[Chunk("text", prompt + i, 1, [], True)])) for i in range(3)]
@@ -71,7 +69,7 @@ def test_nothing_is_left_of_a_finished_request(make_runner):
 
     before, media = states(), tiny.MemoryMedia()
     runner = make_runner(media)
-    script.run(runner, script.write_steps(tiny.mixed_requests(media), 2, 100_000, 16, NUM_BLOCKS))
+    script.run(runner, script.write_steps(tiny.mixed_requests(media), 2, 100_000))
     assert states() == before and not media.tensors
 
 
@@ -91,9 +89,9 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_company(make_runner):
     sampling = {"temperature": 0.9, "top_p": 0.95, "seed": 11} | penalties | bias
     media = tiny.MemoryMedia()
     requests = tiny.mixed_requests(media, **sampling)
-    steps = script.write_steps(requests, 12, 64, 16, NUM_BLOCKS, preempt_at=[6])
+    steps = script.write_steps(requests, 12, 64, (6,))
     together = script.run(make_runner(media), steps, ahead=1)
     media = tiny.MemoryMedia()
     for request in tiny.mixed_requests(media, **sampling):
-        alone = script.run(make_runner(media), script.write_steps([request], 12, 1000, 16, NUM_BLOCKS))
+        alone = script.run(make_runner(media), script.write_steps([request], 12, 1000))
         assert alone[request.request_id] == together[request.request_id]

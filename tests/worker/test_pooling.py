@@ -1,7 +1,5 @@
 """What requests return that sample nothing: transformers' hidden states and logits of the prompt's last token."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from msgspec.structs import replace
@@ -9,12 +7,9 @@ from msgspec.structs import replace
 from mini_engine.kernels import avx2
 from mini_engine.messages import NewSequence, PoolingParams
 from mini_engine.model.parallel import TensorParallel
-from mini_engine.model.weights import load_model
-from mini_engine.worker.shared_collectives import meet
-from tests.support import families
+from tests.support import script, tiny
+from tests.support.checkpoints import load
 from tests.support.families import FAMILIES
-from tests.worker import script, tiny
-from tests.worker.conftest import NUM_BLOCKS
 
 needs_fbgemm = pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="not on x86")
 
@@ -35,7 +30,7 @@ def pooled_requests(media: tiny.MemoryMedia, family: str, copies: int = 1) -> li
 def pooled(family, checkpoint) -> dict[str, torch.Tensor]:
     """What transformers makes of each of `pooled_requests`."""
     media = tiny.MemoryMedia()
-    return {new.request_id[:-2]: tiny.pool(checkpoint, media, new) for new in pooled_requests(media, family)}
+    return {new.request_id[:-2]: tiny.pool(checkpoint.oracle, media, new) for new in pooled_requests(media, family)}
 
 
 def assert_pooled(results: dict[str, list[float]], pooled: dict[str, torch.Tensor], count: int = 12) -> None:
@@ -53,7 +48,7 @@ def test_numbers_are_those_of_transformers_beside_decodes(
     """In chunks, while others decode, after restarts with other blocks; and 32 in one step."""
     media = tiny.MemoryMedia()
     requests = [*tiny.mixed_requests(media, family), *pooled_requests(media, family, copies=3)[:count]]
-    steps = script.write_steps(requests, COUNT, budget, 16, NUM_BLOCKS, preempt_at)
+    steps = script.write_steps(requests, COUNT, budget, preempt_at)
     results = script.run(make_runner(media), steps, ahead)
     assert_pooled(results, pooled, count)
     assert {name: results[name] for name in expected} == expected
@@ -63,46 +58,42 @@ def test_numbers_are_those_of_transformers_beside_decodes(
 def test_two_ranks_return_the_numbers_once(make_runner, expected, pooled, runtime):
     """In steps that sample as well, and in steps that do not."""
 
-    def run(rank: int) -> list[dict[str, list]]:
-        collectives, media = meet(runtime / "ranks", rank, 2, 60.0, 60.0), tiny.MemoryMedia()
-        runner, results = make_runner(media, tp=TensorParallel(rank, 2, collectives)), []
+    def run(tp: TensorParallel) -> list[dict[str, list]]:
+        media = tiny.MemoryMedia()
+        runner, results = make_runner(media, tp), []
         for others in (tiny.mixed_requests(media, "qwen3_vl"), []):
             requests = others + pooled_requests(media, "qwen3_vl")
-            results.append(script.run(runner, script.write_steps(requests, COUNT, 64, 16, NUM_BLOCKS), ahead=1))
-        collectives.close()
+            results.append(script.run(runner, script.write_steps(requests, COUNT, 64), ahead=1))
         return results
 
-    with ThreadPoolExecutor(2) as pool:
-        (beside, alone), second = pool.map(run, range(2))
+    (beside, alone), second = script.on_ranks(2, runtime, run)
     assert second == [{}, {}] and {name: beside[name] for name in expected} == expected
     assert_pooled(beside, pooled)
     assert_pooled(alone, pooled)
 
 
-@pytest.mark.parametrize(("tied", "bits"), [(True, "none"), (False, "none"), (True, "int8"), (False, "int8"),
-                                            pytest.param(False, "packed", marks=needs_fbgemm)])  # fmt: skip
-def test_logits_of_a_sharded_bfloat16_head_are_not_rounded(tied, bits, tmp_path, runtime, monkeypatch):
+@pytest.mark.parametrize(("name", "bits"), [("qwen3_vl", "none"), ("qwen3_vl untied", "none"), ("qwen3_vl", "int8"),
+                                            ("qwen3_vl untied", "int8"),
+                                            pytest.param("qwen3_vl untied", "packed", marks=needs_fbgemm)])  # fmt: skip
+def test_logits_of_a_sharded_bfloat16_head_are_not_rounded(name, bits, checkpoints, runtime, monkeypatch):
     """A tied head reads the table, which is not quantised."""
-    families.build("qwen3_vl", tied=tied).save_pretrained(tmp_path)
-    dense = load_model(tmp_path, TensorParallel(), torch.bfloat16, torch.device("cpu"))
+    path = checkpoints(name).path
+    dense = load(path, torch.bfloat16)
+    flags = {} if bits == "packed" else {"quantization": bits}
     if bits == "packed":
         monkeypatch.setattr(avx2, "is_this_cpu", lambda: True)
         monkeypatch.setattr(avx2, "LEAST_PACKED", 1)
     hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
-    rows, token_ids = torch.tensor([0, 2, 2, 2, 1]), torch.tensor([0, 99, 100, 199, 7])  # the parts meet at 100
+    rows, token_ids = torch.tensor([0, 2, 2, 2, 2, 1]), torch.tensor([0, 99, 100, 101, 199, 7])  # the parts meet there
 
-    def run(rank: int) -> torch.Tensor:
-        collectives = meet(runtime / "ranks", rank, 2, 60.0, 60.0)
-        tp = TensorParallel(rank, 2, collectives)
-        quantization = "none" if bits == "packed" else bits
-        model = load_model(tmp_path, tp, torch.bfloat16, hidden.device, "auto", False, quantization)
+    @torch.inference_mode()
+    def run(tp: TensorParallel) -> torch.Tensor:
+        model = load(path, torch.bfloat16, tp, **flags)
         logits = model.logits_of(hidden, rows, token_ids)
         model.logits_of(hidden[:1].expand(1 << 40, 64), rows, token_ids)  # no memory for a row of logits of each token
-        collectives.close()
         return logits
 
-    with ThreadPoolExecutor(2) as pool, torch.inference_mode():
-        logits, _ = pool.map(run, range(2))
+    logits, _ = script.on_ranks(2, runtime, run)
     expected = (hidden[rows].float() * dense.head.weight[token_ids].float()).sum(1)
-    bound = 0.02 if bits == "int8" and not tied else 1e-5
+    bound = 0.02 if bits == "int8" and "untied" in name else 1e-5
     assert logits.dtype is torch.float32 and (logits - expected).abs().max() < bound

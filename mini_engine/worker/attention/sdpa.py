@@ -150,7 +150,7 @@ class SdpaAttention:
         self._prefills: list[_PrefillChunk] = []
         first = len(singles)
         for span in spans[first:]:
-            self._prefills.append(_PrefillChunk.of(cache, span, first))
+            self._prefills.append(_PrefillChunk(cache, span, first))
             first += span.length
 
     def __call__(self, layer: int, heads: ops.Heads) -> Tensor:
@@ -242,36 +242,29 @@ class _DecodeGroup:
         self._is_full = contexts.item(-1) == self._length
 
 
-@dataclass(frozen=True)
 class _PrefillChunk:
-    """One chunk of several tokens. `blocks` is int64, None where the chunk has nothing before it. `masks` are those of
-    torch's tiles; there are none where oneDNN attends."""
+    """One chunk of several tokens, which begins at row `first`. `_blocks`: int64; None where the chunk has nothing
+    before it. `_masks`: those of torch's tiles; there are none where oneDNN attends."""
 
-    rows: slice
-    start: int
-    blocks: Tensor | None
-    masks: list[Tensor]
-
-    @classmethod
-    def of(cls, cache: KVCache, span: Span, first: int) -> _PrefillChunk:
+    def __init__(self, cache: KVCache, span: Span, first: int) -> None:
         used, device = -(-span.context // cache.block_size), cache.storage.device
-        blocks = None if span.start == 0 else torch.from_numpy(span.blocks[:used].copy()).to(device)
+        self._rows, self._start = slice(first, first + span.length), span.start
+        self._blocks = None if span.start == 0 else torch.from_numpy(span.blocks[:used].copy()).to(device)
         by_onednn = onednn.attends(cache.storage, span.length, span.context)
-        masks = [] if by_onednn else causal_tiles(span.start, span.length, cache.storage.dtype, device)
-        return cls(slice(first, first + span.length), span.start, blocks, masks)
+        self._masks = [] if by_onednn else causal_tiles(span.start, span.length, cache.storage.dtype, device)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
         kv_heads = k.shape[1]
-        if self.blocks is None:
-            own = (k[self.rows], v[self.rows])
+        if self._blocks is None:
+            own = (k[self._rows], v[self._rows])
         else:
-            own = (keys.index_select(0, self.blocks).flatten(0, 1), values.index_select(0, self.blocks).flatten(0, 1))
-        if not self.masks:
-            return [onednn.attend_causally(q[self.rows], *own, self.start)]
+            own = (keys.index_select(0, self._blocks).flatten(0, 1), values.index_select(0, self._blocks).flatten(0, 1))
+        if not self._masks:
+            return [onednn.attend_causally(q[self._rows], *own, self._start)]
         # Expanded, not copied: the heads of a group read the same memory.
         k, v = (x.transpose(0, 1).expand(q.shape[1] // kv_heads, -1, -1, -1) for x in own)
-        queries, outputs = q[self.rows].unflatten(1, (kv_heads, -1)).permute(2, 1, 0, 3), []
-        for first, mask in zip(range(0, queries.shape[2], TILE), self.masks, strict=True):
+        queries, outputs = q[self._rows].unflatten(1, (kv_heads, -1)).permute(2, 1, 0, 3), []
+        for first, mask in zip(range(0, queries.shape[2], TILE), self._masks, strict=True):
             count, seen = mask.shape
             tile = queries[:, :, first : first + count]
             out = ops.attention(tile, k[:, :, :seen], v[:, :, :seen], mask)

@@ -110,7 +110,7 @@ class Grammars:
                 raise RuntimeError("the grammar manager exited")
             answer = _decoder.decode(self._answer[:size])
             if answer.step == self._step:
-                problems |= answer.problems
+                problems |= dict.fromkeys(answer.places, answer.problem)
         if self._masks is None:  # the manager gave it its size before it compiled the first grammar
             self._masks = mmap.mmap(self._memory, 0)
         places = [place for place in range(len(problems)) if not problems[place]]

@@ -22,7 +22,6 @@ import socket
 import sys
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -50,9 +49,8 @@ STEP_SECONDS, ROW_SECONDS, SPARE_SECONDS, LEAST_SPARE = 0.01, 0.0005, 0.06, 0.01
 STALLED_COMPILE_SECONDS, STALLED_SECONDS = 5, 0.5
 REFUSED_SECONDS, REFUSED = 600, 1000  # for how long, and how many grammars that exceeded a limit
 RECEIVED_BYTES = 4096  # at a time
-ANSWER_BYTES = 1 << 20  # of a `MaskAnswer`, at most: more than a socket takes at once
+ANSWER_BYTES = 1 << 20  # of a `MaskAnswer`, at most: more than a socket takes at once, as it does 50,000 places
 SAME_GRAMMAR = ""  # instead of a text
-ANSWER_ROWS = 100  # in a `MaskAnswer`, at most, whose problems a socket takes at once
 PAUSE_SECONDS = 5  # before the next grammar of a client is compiled after one that has delayed steps
 
 TOO_MUCH = f"The grammar of this request {{}}; send a simpler one. It is refused for {REFUSED_SECONDS // 60} minutes."
@@ -103,7 +101,8 @@ class MaskAnswer(msgspec.Struct, frozen=True, array_like=True):
     wakes no process."""
 
     step: int
-    problems: dict[int, Problem | None]  # by the places of all rows; None: the mask is there
+    places: list[int]  # of some rows of the step
+    problem: Problem | None  # of all these; None: their masks are there
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -195,7 +194,7 @@ class Manager:
         for digest, own in rows.items():
             places, process = [place for place, _ in own], self._processes.get(digest)
             if process is None:
-                self._answer(request.step, dict.fromkeys(places, self._refusal(digest) or KILLED))
+                self._answer(MaskAnswer(request.step, places, self._refusal(digest) or KILLED))
                 continue
             work = MaskWork(request.step, process.finished, own, seconds + ROW_SECONDS * len(own), spare)
             process.finished, process.step, process.places = [], request.step, places
@@ -233,14 +232,14 @@ class Manager:
             if process.is_compiled:
                 self._pauses[process.grammar.client] = time.monotonic() + PAUSE_SECONDS
         if process.is_compiled:
-            self._answer(process.step, dict.fromkeys(process.places, problem))  # perhaps once more, or late
+            self._answer(MaskAnswer(process.step, process.places, problem))  # perhaps once more, or late
         else:
             self._report(process.grammar, problem)
 
-    def _answer(self, step: int, problems: Mapping[int, Problem | None]) -> None:
+    def _answer(self, answer: MaskAnswer) -> None:
         if not self._unsent:
             self._selector.register(self._answers, selectors.EVENT_WRITE, self._send_answers)
-        self._unsent.extend(_messages(step, problems))
+        self._unsent.append(_encode(answer))
         self._send_answers()
 
     def _send_answers(self) -> None:
@@ -374,17 +373,12 @@ def _fill_masks(matchers: Matchers, connection: socket.socket, answers: socket.s
             problems = matchers.fill(work.rows)
             left, _ = signal.setitimer(signal.ITIMER_PROF, 0)
             spare = max(0.0, min(SPARE_SECONDS, spare + work.seconds - (limit - left)))
-            for message in _messages(work.step, problems):
-                answers.send(message)
+            for problem in {*problems.values()}:
+                places = [place for place, each in problems.items() if each == problem]
+                answers.send(_encode(MaskAnswer(work.step, places, problem)))
         if work != SAME_GRAMMAR:
             return work
         matchers.clear()
-
-
-def _messages(step: int, problems: Mapping[int, Problem | None]) -> Iterator[bytes]:
-    left = iter(problems.items())
-    while part := dict(itertools.islice(left, ANSWER_ROWS)):
-        yield _encode(MaskAnswer(step, part))
 
 
 def _receive(connection: socket.socket, decoder: msgspec.msgpack.Decoder[MaskWork | str]) -> MaskWork | str:

@@ -1,19 +1,15 @@
 """Decode steps of padded sizes: recorded and replayed on CUDA, computed as they are on the CPU."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.weights import load_model
-from mini_engine.worker.attention.sdpa import AttentionBackend, KVCache, SdpaBackend, Span, empty_blocks
+from mini_engine.worker.attention.sdpa import AttentionBackend, SdpaBackend, Span
 from mini_engine.worker.model_runner import ModelRunner
-from mini_engine.worker.normalisation import Normalisation
+from tests.support import script, tiny
 from tests.support.devices import INTERPRETED, device
-from tests.worker import script, tiny
-from tests.worker.conftest import make_states
 
 __all__ = ["device"]
 pytest.importorskip("triton")
@@ -23,51 +19,34 @@ from mini_engine.worker.attention.triton_attention import Tables, TritonBackend 
 BLOCKS = 64
 
 
-class GraphRig:
-    """A model, its cache, and graphs for at most 6 sequences."""
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"][INTERPRETED:], indirect=True, scope="session")
+def test_the_tokens_are_those_of_steps_without_and_of_torchs_attention(device, checkpoint, family):
+    """Of requests that end one after the other, so that the steps get smaller; one restarts in other blocks."""
+    model = load_model(checkpoint.path, TensorParallel(), None, device)
+    cache = script.make_cache(model, BLOCKS, spare=1)
+    cache.storage[:, :, BLOCKS] = 0  # finite alone where padding reads
+    backend = TritonBackend(cache, 2048)
+    graphs = DecodeGraphs(model, backend, 6, 2048)
+    if device.type == "cuda":
+        graphs.capture()
 
-    def __init__(self, checkpoint: Path, device: torch.device, family: str = "qwen2_5_vl") -> None:
-        self.family = family
-        self.model = load_model(checkpoint, TensorParallel(), None, device)
-        states = make_states(self.model, device)
-        blocks = empty_blocks(self.model.attention_shape, BLOCKS + 1, 16, torch.float32, device)
-        self.cache = KVCache(blocks, 1, states)
-        # Finite alone where padding reads.
-        self.cache.storage.fill_(float("nan"))[:, :, BLOCKS] = 0
-        self.backend = TritonBackend(self.cache, 2048)
-        self.graphs = DecodeGraphs(self.model, self.backend, 6, 2048)
-        if device.type == "cuda":
-            self.graphs.capture()
-        self._normalise = Normalisation.from_dir(checkpoint)
-
-    def runner(self, media: tiny.MemoryMedia, backend: AttentionBackend, graphs: DecodeGraphs | None) -> ModelRunner:
-        return ModelRunner(self.model, backend, media, self._normalise, TensorParallel(), None, graphs)
-
-    def tokens(self, backend: AttentionBackend, graphs: DecodeGraphs | None) -> dict[str, list[int]]:
-        """Of requests that end one after the other, so that the steps get smaller; one restarts in other blocks."""
+    def run(backend: AttentionBackend, graphs: DecodeGraphs | None) -> dict[str, list[int]]:
         media = tiny.MemoryMedia()
-        requests = [new for new in tiny.mixed_requests(media, self.family) if new.request_id != "video"]
+        requests = tiny.mixed_requests(media, family, [name for name in tiny.SHAPES if name != "video"])
         if INTERPRETED:
             prompts = {"short": [17], "two": [3, 4], "almost a block": [*range(20, 35)]}
-            requests = [tiny.make_request(media, *prompt, self.family) for prompt in prompts.items()]
-        steps = script.write_steps(requests, 3 if INTERPRETED else 20, 48, 16, BLOCKS, preempt_at=(2,))
+            requests = [tiny.make_request(media, *prompt, family) for prompt in prompts.items()]
+        steps = script.write_steps(requests, 3 if INTERPRETED else 20, 48, (2,), num_blocks=BLOCKS)
         assert max(len(step.chunks) for step in steps) == len(requests)
-        return script.run(self.runner(media, backend, graphs), steps, ahead=1)
+        runner = ModelRunner(model, backend, media, tiny.NORMALISE, TensorParallel(), None, graphs)
+        return script.run(runner, steps, ahead=1)
 
-
-@pytest.fixture
-def rig(device, checkpoint, family) -> GraphRig:
-    return GraphRig(checkpoint, device, family)
-
-
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"][INTERPRETED:], indirect=True, scope="session")
-def test_the_tokens_are_those_of_steps_without_and_of_torchs_attention(rig):
-    tokens = rig.tokens(rig.backend, rig.graphs)
-    assert tokens == rig.tokens(SdpaBackend(rig.cache), None)
+    tokens = run(backend, graphs)
+    assert tokens == run(SdpaBackend(cache), None)
     if not INTERPRETED:  # where it would take its time
-        assert tokens == rig.tokens(rig.backend, None)
+        assert tokens == run(backend, None)
     assert len({tuple(answer) for answer in tokens.values()}) == len(tokens)
-    assert rig.cache.storage[:, :, BLOCKS].any(), "padding wrote to the spare block, and so to no block of another"
+    assert cache.storage[:, :, BLOCKS].any(), "padding wrote to the spare block, and so to no block of another"
 
 
 def test_tables_that_advance_are_those_that_are_built(device):

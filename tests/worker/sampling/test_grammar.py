@@ -33,9 +33,8 @@ from mini_engine.worker.sampling.grammar import Grammars, Masks, bars_of
 from mini_engine.worker.sampling.grammar_process import KILLED, LARGE, SLOW_COMPILE, SLOW_MASK, private_bytes
 from mini_engine.worker.sampling.matchers import PROBLEM, MaskVocabulary, Matchers, Row
 from mini_engine.worker.sampling.penalties import BARRED
+from tests.support import script, tiny
 from tests.support.grammars import REGEXES, SCHEMAS
-from tests.worker import script, tiny
-from tests.worker.conftest import NUM_BLOCKS
 
 TOKENIZER = Path(demo.__file__).parent / "weights" / "tokenizer.json"
 TEXT = Tokenizer.from_file(str(TOKENIZER))
@@ -47,16 +46,16 @@ WORDS = MaskVocabulary(TOKENIZER, os.memfd_create("masks"), ROWS)
 VISION = ModelConfig.from_dir(BUNDLED_MODEL).vision
 
 
-class GrammarRank:
+class GrammarRank(Grammars):
     """Grammars as rank 0 has them, each followed by one output."""
 
     def __init__(self, rows: int = ROWS) -> None:
         self.reports = queue.SimpleQueue[GrammarReady]()
-        self.grammars = Grammars(TOKENIZER, rows, "tests", self.reports.put)
+        super().__init__(TOKENIZER, rows, "tests", self.reports.put)
 
     def compile(self, *grammars: str) -> list[Problem | None]:
         """The problem of each."""
-        self.grammars.update([order(grammar) for grammar in grammars], [])
+        self.update([order(grammar) for grammar in grammars], [])
         problems = {report.digest: report.problem for report in (self.reports.get(timeout=60) for _ in grammars)}
         return [problems[digest(grammar)] for grammar in grammars]
 
@@ -69,18 +68,15 @@ class GrammarRank:
         return [problems[i] if i in problems else bars[i] for i in range(len(rows))]
 
     def masks(self, rows: Mapping[int, Row], seconds: float = 0.0) -> tuple[Masks | None, dict[int, Problem]]:
-        self.grammars.request_masks(rows, seconds)
-        return self.grammars.receive_masks()
+        self.request_masks(rows, seconds)
+        return self.receive_masks()
 
     def finish(self, *grammars: str) -> None:
         names = [*map(digest, grammars)]
-        self.grammars.update([], names, [*zip(names, grammars, strict=True)])
-
-    def close(self) -> None:
-        self.grammars.close()
+        self.update([], names, [*zip(names, grammars, strict=True)])
 
     def processes(self) -> list[int]:
-        manager = self.grammars.manager.pid
+        manager = self.manager.pid
         return [int(pid) for pid in Path(f"/proc/{manager}/task/{manager}/children").read_text().split()]
 
 
@@ -170,8 +166,7 @@ TREE = {"properties": {"type": INTEGER, "$ref": {"items": {"$ref": "#"}}}, "requ
 ])  # fmt: skip
 def test_numbers_of_json_fit_64_bits(schema, before, good, bad, after):
     """And texts are as long as the schema allows."""
-    texts = [*good, *bad]
-    assert [one for one in texts if follows(json_grammar(schema), before + one + after)] == good
+    assert [text for text in [*good, *bad] if follows(json_grammar(schema), before + text + after)] == good
 
 
 DIGITS = ["80", "807", "808", "0" * 16]
@@ -237,8 +232,8 @@ def test_a_grammar_that_allows_all_changes_no_token(temperature, make_runner, ra
             sampling = msgspec.structs.replace(requests[i].sampling, grammar=grammar)
             requests[i] = msgspec.structs.replace(requests[i], sampling=sampling)
         runner = make_runner(media)
-        runner.grammars = rank.grammars
-        steps = script.write_steps(requests, 20, 64, 16, NUM_BLOCKS, preempt_at=(9, 14))
+        runner.grammars = rank
+        steps = script.write_steps(requests, 20, 64, (9, 14))
         results.append(script.run(runner, steps, ahead=1))
     assert results[0] == results[1]
 
@@ -301,7 +296,7 @@ def test_a_grammar_that_delays_each_step_a_little_fails_in_time():
                     break
             assert bool(problems) == (seconds == 0)
         assert problems == {0: SLOW_MASK}
-        rank.grammars.update([order("start: /a/"), order("start: /b/", b"other")], [])
+        rank.update([order("start: /a/"), order("start: /b/", b"other")], [])
         assert rank.reports.get(timeout=60).digest == digest("start: /b/") and rank.reports.empty()
 
 
@@ -312,30 +307,28 @@ def test_outputs_may_end_and_go_on_while_their_process_hardly_runs():
         (process,) = rank.processes()
         rank.follow({HONEST: []})
         os.kill(process, signal.SIGSTOP)
-        rank.grammars.update([], [], [(digest(HONEST), HONEST)])
-        rank.grammars.request_masks({0: Row(digest(HONEST), HONEST, 0, [], STOPS)})
+        rank.update([], [], [(digest(HONEST), HONEST)])
+        rank.request_masks({0: Row(digest(HONEST), HONEST, 0, [], STOPS)})
         for _ in range(3):
             os.kill(process, signal.SIGCONT)
             os.kill(process, signal.SIGSTOP)
             while ") T " not in Path(f"/proc/{process}/stat").read_text():
                 time.sleep(0.001)
-            rank.grammars._send(grammar_process.ManagerRequest(stalled=[digest(HONEST)]))
+            rank._send(grammar_process.ManagerRequest(stalled=[digest(HONEST)]))
             rank.compile("start: <|unknown|>")  # reported after that
         os.kill(process, signal.SIGCONT)
-        assert not rank.grammars.receive_masks()[1]
+        assert not rank.receive_masks()[1]
 
 
-def test_a_process_of_many_rows_that_is_killed_between_steps_blocks_nothing():
-    """Rank 0 receives nothing then, and a socket holds fewer problems than there are rows."""
+def test_answers_that_rank_0_does_not_receive_block_nothing():
+    """As that of a process which is killed between steps: it receives in steps alone, and a socket holds few."""
     rows = {i: Row(digest(HONEST), str(i), 0, [], STOPS) for i in range(4000)}
     with contextlib.closing(GrammarRank(rows=4000)) as rank:
         assert rank.compile(HONEST) == [None]
         assert not rank.masks(rows)[1]
-        (process,) = rank.processes()
-        exited = os.pidfd_open(process)
-        os.kill(process, signal.SIGKILL)
-        select.select([exited], [], [])
-        os.close(exited)
+        rank.finish(HONEST)
+        for _ in range(500):
+            rank.request_masks({0: rows[0]})
         assert rank.compile("start: /a+/") == [None]
         assert rank.masks(rows)[1] == dict.fromkeys(rows, KILLED)
 
@@ -356,24 +349,23 @@ def test_a_process_that_is_killed_or_stopped_ends_one_grammar(end):
         rank.finish("start: /a+/")
         assert rank.compile("start: /a+/") == [None]  # it was not at fault
         other = rank.processes()[-1]
-        rank.grammars.manager.kill()
+        rank.manager.kill()
         with pytest.raises(RuntimeError, match="the grammar manager exited"):
             rank.follow({HONEST: []})
         while Path(f"/proc/{other}").exists():
             time.sleep(0.01)
         with pytest.raises(RuntimeError, match="the grammar manager exited"):
-            rank.grammars.update([], [])
+            rank.update([], [])
     assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_process_that_is_stopped_while_it_compiles_ends_one_grammar():
-    grammar = next(iter(NEVER_COMPILED))
     with contextlib.closing(GrammarRank(rows=2)) as rank:
-        rank.grammars.update([order(grammar)], [])
+        rank.update([order(next(iter(NEVER_COMPILED)))], [])
         while not rank.processes():
             time.sleep(0.001)
         os.kill(*rank.processes(), signal.SIGSTOP)
-        rank.grammars.update([order(HONEST)], [])  # of the same client
+        rank.update([order(HONEST)], [])  # of the same client
         assert [rank.reports.get(timeout=60).problem for _ in range(2)] == [KILLED, None]
 
 
@@ -382,24 +374,23 @@ def test_clients_do_not_wait_for_the_grammars_of_others():
     grammars = [f"start: /{letter}+/" for letter in "abc"]
     with contextlib.closing(GrammarRank(rows=1)) as rank:
         assert rank.compile(grammars[0]) == [None]
-        rank.grammars.update([order(grammars[1]), order(grammars[2], b"other")], [])
+        rank.update([order(grammars[1]), order(grammars[2], b"other")], [])
         assert rank.reports.get(timeout=60).digest == digest(grammars[2]) and rank.reports.empty()
         rank.finish(grammars[0])
         assert rank.reports.get(timeout=60).digest == digest(grammars[1])
-        resource.prlimit(rank.grammars.manager.pid, resource.RLIMIT_NOFILE, (3, 3))
-        rank.grammars.update([order(grammars[0], b"third")], [])
+        resource.prlimit(rank.manager.pid, resource.RLIMIT_NOFILE, (3, 3))
         text = "The grammar of this request gets no process: Too many open files; send the request again later."
-        assert rank.reports.get(timeout=60).problem == Problem(text, retry=True)
-        rank.finish(*grammars[1:])  # their memory cannot be read
-        rank.grammars.update([order(grammars[0], b"third")], [])
-        assert rank.reports.get(timeout=60).problem == Problem(text, retry=True)
+        for unused in (grammars[1:], []):  # whose memory cannot be read
+            rank.update([order(grammars[0], b"third")], [])
+            assert rank.reports.get(timeout=60).problem == Problem(text, retry=True)
+            rank.finish(*unused)
         assert not rank.processes()
 
 
 def test_idle_processes_are_given_up_where_a_new_one_lacks_what_they_hold():
     with contextlib.closing(GrammarRank(rows=3)) as rank:
         assert rank.compile("start: /a+/", "start: /b+/") == [None, None]
-        before, manager = rank.processes(), rank.grammars.manager.pid
+        before, manager = rank.processes(), rank.manager.pid
         rank.finish("start: /a+/", "start: /b+/")
         assert rank.compile("start: /a+/") == [None]  # so both were kept
         rank.finish("start: /a+/")
@@ -433,10 +424,10 @@ def test_the_process_of_an_unused_grammar_follows_it_again_or_another():
         assert rank.processes() == [process]
 
 
-def test_a_process_that_compiles_or_has_much_memory_is_not_kept():
+def test_a_process_that_compiles_has_much_memory_was_killed_or_cannot_receive_a_grammar_is_replaced():
     never, large = next(iter(NEVER_COMPILED)), f'start: "{"e" * 3_000_000}"'
     with contextlib.closing(GrammarRank(rows=1)) as rank:
-        rank.grammars.update([order(never)], [])
+        rank.update([order(never)], [])
         while not rank.processes():
             time.sleep(0.001)
         rank.finish(never)
@@ -444,13 +435,8 @@ def test_a_process_that_compiles_or_has_much_memory_is_not_kept():
         before = rank.processes()
         rank.finish(large)
         assert rank.compile(HONEST) == [None]
-        assert not {*before} & {*rank.processes()}
-
-
-def test_an_idle_process_that_is_killed_or_cannot_receive_a_grammar_is_replaced():
-    with contextlib.closing(GrammarRank(rows=1)) as rank:
-        assert rank.compile(HONEST) == [None]
         (lost,) = rank.processes()
+        assert lost not in before
         rank.finish(HONEST)
         exited = os.pidfd_open(lost)
         os.kill(lost, signal.SIGKILL)

@@ -12,8 +12,7 @@ from mini_engine.messages import NewSequence, SamplingParams
 from mini_engine.model.config import ModelConfig
 from mini_engine.worker.batch import SequenceState
 from mini_engine.worker.sampling.penalties import LogitsProcessors
-from tests.worker import script, tiny
-from tests.worker.conftest import NUM_BLOCKS
+from tests.support import script, tiny
 
 VOCABULARY = 40
 CPU = torch.device("cpu")
@@ -75,7 +74,7 @@ def test_penalised_tokens_are_those_of_transformers(checkpoint, make_runner, exp
     """Under its own repetition penalty, in steps launched ahead, with preemptions."""
     media = tiny.MemoryMedia()
     requests = tiny.mixed_requests(media)
-    penalised = {new.request_id: tiny.generate(checkpoint, media, new, COUNT, **HF_PENALTY) for new in requests}
+    penalised = {new.request_id: tiny.generate(checkpoint.oracle, media, new, COUNT, **HF_PENALTY) for new in requests}
     media = tiny.MemoryMedia()
-    steps = script.write_steps(tiny.mixed_requests(media, **HF_PENALTY), COUNT, 64, 16, NUM_BLOCKS, (9, 14, 15))
+    steps = script.write_steps(tiny.mixed_requests(media, **HF_PENALTY), COUNT, 64, (9, 14, 15))
     assert script.run(make_runner(media), steps, 1) == penalised != expected

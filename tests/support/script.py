@@ -1,14 +1,29 @@
-"""Writes the steps that an engine core would send: fixed numbers of tokens, so that no step depends on a result."""
+"""Writes the steps that an engine core would send: fixed numbers of tokens, so that no step depends on a result; and
+executes them."""
 
 import random
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from mini_engine.messages import Chunk, EncodeItem, NewSequence, StateStart, Step
+from mini_engine.model.parallel import TensorParallel
+from mini_engine.model.vision_language import VisionLanguageModel
+from mini_engine.worker.attention.recurrent_states import RecurrentStates
+from mini_engine.worker.attention.sdpa import KVCache, SdpaBackend, empty_blocks
 from mini_engine.worker.model_runner import Launched, ModelRunner
+from mini_engine.worker.shared_collectives import meet
+from tests.support import tiny
+
+NUM_BLOCKS, BLOCK_SIZE = 256, 16
+NUM_STATES = 32
+T = TypeVar("T")
 
 
 class _Running:
@@ -27,9 +42,9 @@ def write_steps(
     requests: Sequence[NewSequence],
     count: int,
     budget: int,
-    block_size: int,
-    num_blocks: int,
     preempt_at: Sequence[int] = (),
+    block_size: int = BLOCK_SIZE,
+    num_blocks: int = NUM_BLOCKS,
 ) -> list[Step]:
     """`count` tokens for each request that samples, chunks cut to `budget` tokens a step, blocks dealt in random order.
 
@@ -109,3 +124,66 @@ def run(runner: ModelRunner, steps: Sequence[Step], ahead: int = 0) -> dict[str,
             tokens[name] = np.frombuffer(numbers, "<f4").tolist()
     assert not launched
     return tokens
+
+
+def make_cache(
+    model: VisionLanguageModel, num_blocks: int = NUM_BLOCKS, block_size: int = BLOCK_SIZE, spare: int = 0
+) -> KVCache:
+    """Blocks and states with what an earlier owner may have left, but for the spare state: nothing of it may reach a
+    result."""
+    weight, states = next(model.parameters()), None
+    blocks = empty_blocks(model.attention_shape, num_blocks + spare, block_size, weight.dtype, weight.device)
+    if model.state_shape is not None:
+        states = RecurrentStates(model.state_shape, NUM_STATES, weight.dtype, weight.device)
+        states.conv[:, :-1] = states.delta[:, :-1] = float("nan")
+        states.conv[:, -1] = states.delta[:, -1] = 0
+    return KVCache(blocks.fill_(float("nan")), spare, states)
+
+
+def make_runner(
+    model: VisionLanguageModel, media: tiny.MemoryMedia, tp: TensorParallel | None = None, **cache: int
+) -> ModelRunner:
+    """On the CPU. `cache`: arguments of `make_cache`."""
+    backend = SdpaBackend(make_cache(model, **cache))
+    return ModelRunner(model, backend, media, tiny.NORMALISE, tp or TensorParallel())
+
+
+@torch.inference_mode()
+def logits(
+    model: VisionLanguageModel,
+    family: str,
+    names: Iterable[str],
+    budget: int = 1 << 30,
+    count: int = 1,
+    tp: TensorParallel | None = None,
+) -> dict[str, Tensor]:
+    """Of the requests with these names of `tiny.py`, `[tokens, vocab_size]`: of the prompt's tokens, and of all but the
+    last of `count` that follow. None on ranks but the first."""
+    media, hidden, found = tiny.MemoryMedia(), list[Tensor](), dict[str, list[Tensor]]()
+    requests = tiny.mixed_requests(media, family, names, logit_bias={tiny.FOLLOWING: 1e4})
+    runner = make_runner(model, media, tp)
+    hook = model.register_forward_hook(lambda _, __, output: hidden.append(output))
+    for step in write_steps(requests, count, budget):
+        runner.execute(step)
+        rows = model.logits(hidden.pop()) if step.chunks else None
+        if rows is not None:
+            # As attention wants them, see `AttentionBackend.step`.
+            chunks = sorted(step.chunks, key=lambda each: (each.num_tokens > 1, -each.start - each.num_tokens))
+            for chunk, part in zip(chunks, rows.split([each.num_tokens for each in chunks]), strict=True):
+                found.setdefault(chunk.request_id, []).append(part)
+    hook.remove()
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def on_ranks(size: int, folder: Path, work: Callable[[TensorParallel], T]) -> list[T]:
+    """What `work` returns on each rank, in threads of this process. `folder`: for sockets."""
+
+    def run(rank: int) -> T:
+        collectives = meet(folder / "ranks", rank, size, 60.0, 60.0)
+        try:
+            return work(TensorParallel(rank, size, collectives))
+        finally:
+            collectives.close()  # so a rank that fails ends the others
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
