@@ -64,8 +64,12 @@ class HttpParser(h11.Connection):
     _chunks = float(MAX_CHUNKS)  # that may come now
 
     def _extract_next_receive_event(self) -> Any:
-        if self.their_state in (h11.IDLE, h11.DONE) and self.trailing_data[0][:2] == b"\r\n":
-            self._receive_buffer.maybe_extract_at_most(2)
+        if self.their_state in (h11.IDLE, h11.DONE, h11.MUST_CLOSE):
+            start = self.trailing_data[0][:2]
+            if start == b"\r":  # half of an empty line
+                return h11.NEED_DATA
+            if start == b"\r\n":
+                self._receive_buffer.maybe_extract_at_most(2)
         buffered = len(self._receive_buffer)
         event = super()._extract_next_receive_event()
         read = buffered - len(self._receive_buffer) - (len(event.data) if isinstance(event, h11.Data) else 0)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import count, groupby, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -72,22 +72,27 @@ def pieces_of(module: nn.Module) -> Iterator[WeightSlice]:
 
 
 def pack_weights(module: nn.Module) -> None:
-    """Replace the matrices below `module` by copies in the order that products read fastest, one after the other, where
-    there is one; see `ops.pack`. They are opaque, so no weights can be loaded afterwards."""
+    """Replace the matrices below `module` by copies in the order that products read fastest, where there is one; see
+    `ops.pack`. They are opaque, so no weights can be loaded afterwards."""
     layers = [layer for layer in module.modules() if isinstance(layer, ColumnParallel | RowParallel)]
     heads = [layer for layer in module.modules() if isinstance(layer, VocabParallelEmbedding) and layer.is_head]
     # A head first, as it takes longest. oneDNN's order has no rows, which `project_to` reads.
     packed_heads = [head for head in heads if isinstance(head.weight, nn.Parameter) and avx2.widens(head.weight)]
     dense = [layer for layer in (*packed_heads, *layers) if isinstance(layer.weight, nn.Parameter)]
+    numbers = count()
+
+    def replace(layer: Layer) -> None:
+        """In a thread: no copy waits for those before it, beside the weights that it replaces."""
+        assert isinstance(layer.weight, nn.Parameter)
+        packed = ops.pack(layer.weight)
+        del layer.weight  # a parameter, which a module does not replace
+        layer.weight = packed
+        _trim(next(numbers))
+
     with ThreadPoolExecutor(PACKING_THREADS) as pool:
         # FBGEMM takes one thread and 16 ns for a weight.
         is_slow = any(avx2.widens(weight) for layer in dense for weight in layer.parameters())
-        weights = (weight for layer in dense if isinstance(weight := layer.weight, nn.Parameter))  # held nowhere else
-        packing = (pool.map if is_slow else map)(ops.pack, weights)
-        for number, (layer, packed) in enumerate(zip(dense, packing, strict=True)):
-            del layer.weight  # a parameter, which a module does not replace
-            layer.weight = packed
-            _trim(number)
+        [*(pool.map if is_slow else map)(replace, dense)]
     for number, matrix in enumerate(m for m in module.modules() if isinstance(m, QuantizedMatrix)):
         matrix.pack()
         _trim(number)

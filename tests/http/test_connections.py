@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import re
@@ -9,9 +10,11 @@ import socket
 from collections.abc import AsyncIterator
 from functools import partial
 
+import h11
 import pytest
 
 from mini_engine.config import EngineConfig
+from mini_engine.http.connections import HEADER_BYTES, HttpParser
 from mini_engine.metrics import REGISTRY
 from tests.support.patience import PATIENCE, eventually, settle, skip
 from tests.support.serving import CHAT_HEAD, MAX_REQUEST_BYTES, Counted, Serve, Served
@@ -85,6 +88,17 @@ async def test_slow_and_invalid_requests_are_closed(serve: Serve, caplog: pytest
     assert len(lines) == sum(b"400" in status for *_, status in closed) == invalid() - before
     assert all(record.caller == {"client": "127.0.0.1"} for record in lines) and "secret" not in caplog.text
     assert any(record.getMessage().endswith("(too many chunks; send larger ones)") for record in lines)
+
+
+def test_an_empty_line_after_a_request_is_ignored() -> None:
+    """Whether another request may follow it or not, and also if it arrives in two packets."""
+    for options, packets in itertools.product([b"", b"connection: close\r\n"], [[b"\r\n"], [b"\r", b"\n"]]):
+        parser = HttpParser(h11.SERVER, HEADER_BYTES)
+        for packet in (LIVE[:-2] + options + b"\r\n", *packets):
+            parser.receive_data(packet)
+            while (event := parser.next_event()) is not h11.NEED_DATA:
+                assert event is not h11.PAUSED, "no more is read before the request is answered"
+        assert not parser.trailing_data[0]
 
 
 async def test_body_that_grows_steadily_outlasts_the_time_out(serve: Serve) -> None:

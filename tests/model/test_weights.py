@@ -3,18 +3,29 @@
 import json
 import re
 import shutil
+import threading
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForImageTextToText
 
+from mini_engine.kernels import avx2, ops
 from mini_engine.model import weights
 from mini_engine.model.checkpoint import CheckpointError
-from mini_engine.model.layers import pieces_of
+from mini_engine.model.layers import (
+    PACKING_THREADS,
+    ColumnParallel,
+    Rows,
+    VocabParallelEmbedding,
+    pack_weights,
+    pieces_of,
+)
 from mini_engine.model.model_spec import canonical_name
-from mini_engine.model.parallel import TensorParallel
+from mini_engine.model.parallel import Placement, TensorParallel
 from tests.model.conftest import values_of
 from tests.model.test_experts import by_expert
 from tests.support import script, tiny
@@ -159,3 +170,20 @@ def test_progress_is_logged_with_an_estimate(load_format, what, checkpoint, monk
     *under_way, end = caplog.messages
     assert all(re.fullmatch(what + r": \d+\.\d\d of \d+\.\d\d GB, about \d+ s left", line) for line in under_way)
     assert len(under_way) > 3 and re.fullmatch(what + r": \d+\.\d\d GB in \d+\.\d s", end)
+
+
+def test_a_matrix_is_freed_once_it_is_packed(monkeypatch):
+    """Also while the head is packed, which takes longest."""
+    at, freed = Placement(TensorParallel(), torch.bfloat16, torch.device("cpu")), threading.Semaphore(0)
+    head = VocabParallelEmbedding("head", 8, 8, at, is_head=True)
+    others = [ColumnParallel(8, [Rows("rows", 8, slice(0, 8))], False, at) for _ in range(2 * PACKING_THREADS)]
+
+    def pack(weight: nn.Parameter) -> nn.Parameter:
+        assert weight is not head.weight or all(freed.acquire(timeout=10) for _ in others)
+        return nn.Parameter(weight.clone(), requires_grad=False)
+
+    monkeypatch.setattr(avx2, "is_this_cpu", lambda: True)
+    monkeypatch.setattr(ops, "pack", pack)
+    for layer in others:
+        weakref.finalize(layer.weight, freed.release)
+    pack_weights(nn.ModuleList([head, *others]))
