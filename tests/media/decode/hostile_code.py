@@ -34,7 +34,7 @@ class Target(msgspec.Struct):
     socket: str
     only: list[str] = []  # names of attacks; empty: all
     answers: list[bytes] = []  # datagrams that are sent in the place of an answer, before the process exits
-    spins: bool = False  # it does not exit
+    spins: bool = False  # it does not exit; before that, it fills much of its output memory
 
 
 def spec() -> decoder.DecoderSpec:
@@ -85,10 +85,12 @@ def spin() -> NoReturn:
         pass
 
 
-def attack(data: mmap.mmap, *_: object) -> NoReturn:
+def attack(data: mmap.mmap, *more: Any) -> NoReturn:
     """In the place of `image.decode_image`. After the attacks a thread is left."""
     to, outcomes = msgspec.json.decode(data[:], type=Target), {}
     os.write(2, b"forged line\n")
+    if to.spins:
+        more[1].__self__._output[: 1 << 27 : mmap.PAGESIZE] = 1
     for answer in to.answers:
         os.write(spec().connection, answer)
     if to.answers:

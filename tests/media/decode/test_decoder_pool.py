@@ -231,10 +231,11 @@ async def test_an_answer_that_cannot_be_right_ends_its_decoder() -> None:
         assert exits("crash") == counted + len(files)
 
 
-async def test_an_idle_decoder_does_not_run() -> None:
+async def test_an_idle_decoder_does_not_run_and_keeps_little_memory() -> None:
     async with running_hostile(places=1) as decoders:
         with pytest.raises(MediaError, match="damaged"):
-            await decoders.decode(answer(DecodeFailed("damaged"), spins=True))
+            await decoders.decode(answer(DecodeFailed("damaged"), spins=True), modality="image")
+        assert max(memory(pid, "RssShmem") for pid in await decoders.settled(2)) < 2 * KEPT_BYTES
 
         async def seconds() -> float:
             return sum(time.clock_gettime(~pid << 3 | 2) for pid in await decoders.settled(2))
