@@ -319,10 +319,10 @@ class DecoderProcess:
         self._decoded_bytes = nbytes
 
     def shrink(self) -> None:
-        """After a job: free what it took of both memories beyond KEPT_BYTES."""
+        """After a job: free what it took of both memories beyond KEPT_BYTES, whatever it has reported of that."""
         if os.fstat(self._input.fileno()).st_size > decoder.DATA_OFFSET + KEPT_BYTES:
             self._input.truncate(decoder.DATA_OFFSET)
-        if self._output is not None and self._decoded_bytes > KEPT_BYTES:
+        if self._output is not None and len(self._output) > KEPT_BYTES:
             self._output.madvise(mmap.MADV_REMOVE, KEPT_BYTES)
 
     def close(self) -> None:

@@ -78,14 +78,15 @@ def attacks(to: Target) -> dict[str, Callable[[], object]]:
     }
 
 
-def attack(data: mmap.mmap, *_: object) -> NoReturn:
-    """In the place of `image.decode_image`."""
+def attack(data: mmap.mmap, *more: Any) -> NoReturn:
+    """In the place of `image.decode_image`; it has filled much of the output memory."""
     to, outcomes = msgspec.json.decode(data[:], type=Target), {}
     os.write(2, b"forged line\n")
     for answer in to.answers:
         os.write(spec().connection, answer)
     if to.answers:
         os._exit(0)
+    more[-1].__self__._output[: 1 << 27 : mmap.PAGESIZE] = 1
     for name, run in attacks(to).items():
         if not to.only or name in to.only:
             try:
@@ -97,7 +98,7 @@ def attack(data: mmap.mmap, *_: object) -> NoReturn:
 
 
 def decode_video(data: mmap.mmap, *more: Any, decode: Callable[..., Any] = video.decode_video) -> Any:
-    return attack(data) if data[:1] == b"{" else decode(data, *more)
+    return attack(data, *more) if data[:1] == b"{" else decode(data, *more)
 
 
 if __name__ == "__main__":
