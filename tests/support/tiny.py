@@ -13,7 +13,7 @@ from mini_engine.transport.arena import ReadableMemory
 from mini_engine.worker.normalisation import Normalisation
 from tests.support.families import IMAGE, PATCH_DIM, VIDEO, placeholders
 
-NORMALISE = Normalisation((0.4, 0.5, 0.6), (0.2, 0.3, 0.25))
+NORMALISE = Normalisation((0.4, 0.5, 0.6), (0.3, 0.4, 0.5))
 FOLLOWING = 21  # the token after a prompt, where it may not be a placeholder by chance
 Pieces = Sequence[int | tuple[float, ...]]  # see `make_request`
 SHAPES: dict[str, Pieces] = {
