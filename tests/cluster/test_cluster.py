@@ -176,12 +176,17 @@ def test_only_requests_in_flight_at_a_killed_place_fail(cluster: RunningCluster,
         "replica": [replica],
         "node": [raylet, *descendants(raylet)],  # Ray's processes there, and all that they have started
     }[place]
-    with requests_in_parallel(cluster) as answered:
+    with contextlib.ExitStack() as stack:
+        held = stack.enter_context(cluster.request(CHAT, question(2, seconds=1000)))
+        wait_for_running(cluster, 1)
+        answered = stack.enter_context(requests_in_parallel(cluster))
         for pid in killed:
             os.kill(pid, signal.SIGKILL)
         eventually(lambda: not any(map(alive, [*killed, victim])))
         dead = time.monotonic()
         eventually(lambda: sum(began > dead for began, _ in answered) > 100, SECONDS)
+        if place == "replica":  # else the front or its node may be gone, too
+            assert held.getresponse().status == 502
     failed = [began for began, status in answered if status != 200]
     assert all(began < dead for began in failed), failed
 
