@@ -93,6 +93,7 @@ def pack_weights(module: nn.Module) -> None:
         # FBGEMM takes one thread and 16 ns for a weight.
         is_slow = any(avx2.widens(weight) for layer in dense for weight in layer.parameters())
         [*(pool.map if is_slow else map)(replace, dense)]
+    return_freed_memory()
     for number, matrix in enumerate(m for m in module.modules() if isinstance(m, QuantizedMatrix)):
         matrix.pack()
         _trim(number)
