@@ -148,7 +148,7 @@ class World:
     @property
     def idle(self):
         """Hashes of cached media that no request refers to, least recently used first."""
-        return [media_hash for media_hash, entry in self.core.media._entries.items() if not entry.references]
+        return [*self.core.media.idle]
 
     def run_steps(self, count=1000, until=None):
         """So many turns, after each of which the ranks run a step, or until a request has ended; returns how many."""

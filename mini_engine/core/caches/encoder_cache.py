@@ -31,7 +31,8 @@ class EncoderCache:
         self.num_tokens = 0
         self.num_idle_tokens = 0
         self._next_step = next_step
-        self._entries: OrderedDict[bytes, EncoderEntry] = OrderedDict()  # the idle ones in the order of their last use
+        self._entries: dict[bytes, EncoderEntry] = {}
+        self._idle: OrderedDict[bytes, EncoderEntry] = OrderedDict()  # least recently used first
 
     def __getitem__(self, media_hash: bytes) -> EncoderEntry:
         return self._entries[media_hash]
@@ -61,7 +62,8 @@ class EncoderCache:
         missing = {media_hash: tokens for media_hash, tokens in items.items() if media_hash not in self._entries}
         for media_hash in items.keys() - missing:
             entry = self._entries[media_hash]
-            self.num_idle_tokens -= entry.num_tokens * (not entry.users)
+            if self._idle.pop(media_hash, None) is not None:
+                self.num_idle_tokens -= entry.num_tokens
             entry.users += users
         self._evict_idle(self.num_tokens + sum(missing.values()) - self.budget)
         for media_hash, tokens in missing.items():
@@ -74,7 +76,7 @@ class EncoderCache:
             entry = self._entries[media_hash]
             entry.users -= 1
             if not entry.users and entry.encoded:
-                self._entries.move_to_end(media_hash)
+                self._idle[media_hash] = entry
                 self.num_idle_tokens += entry.num_tokens
             elif not entry.users:
                 self._drop(media_hash)
@@ -87,13 +89,10 @@ class EncoderCache:
     def _evict_idle(self, num_tokens: int) -> None:
         """Evict the least recently used items, `num_tokens` of the `num_idle_tokens` or more."""
         while num_tokens > 0:
-            media_hash = next(iter(self._entries))
-            if not self._entries[media_hash].users:
-                num_tokens -= self._entries[media_hash].num_tokens
-                self.num_idle_tokens -= self._entries[media_hash].num_tokens
-                self._drop(media_hash)
-            else:
-                self._entries.move_to_end(media_hash)  # the order of items with users does not matter
+            media_hash, entry = self._idle.popitem(last=False)
+            num_tokens -= entry.num_tokens
+            self.num_idle_tokens -= entry.num_tokens
+            self._drop(media_hash)
 
     def _drop(self, media_hash: bytes) -> None:
         entry = self._entries.pop(media_hash)

@@ -50,7 +50,8 @@ class MediaDirectory:
         self.num_evictions = 0
         self.facts = Recent[bytes, CachedMedia](FACTS_BYTES, _facts_bytes)
         self.names = Recent[bytes, NamedMedia](MAX_NAMES)  # what they mean, whether this engine has it or not
-        self._entries: OrderedDict[bytes, MediaEntry] = OrderedDict()  # the idle ones in the order of their last use
+        self._entries: dict[bytes, MediaEntry] = {}
+        self.idle: OrderedDict[bytes, MediaEntry] = OrderedDict()  # without a reference, least recently used first
         self._held: dict[Owner, References] = {}  # of requests that have not arrived
 
     @property
@@ -92,7 +93,7 @@ class MediaDirectory:
             self.num_references -= 1
             if not entry.references:
                 self.num_bytes_pinned -= entry.nbytes
-                self._entries.move_to_end(entry.media.media_hash)
+                self.idle[entry.media.media_hash] = entry
 
     def on_api_server_gone(self, incarnation: int) -> None:
         """Release its requests that have not arrived."""
@@ -115,7 +116,9 @@ class MediaDirectory:
             self._pin(entry)
 
     def _pin(self, entry: MediaEntry) -> None:
-        self.num_bytes_pinned += 0 if entry.references else entry.nbytes
+        if not entry.references:
+            self.num_bytes_pinned += entry.nbytes
+            self.idle.pop(entry.media.media_hash, None)
         entry.references += 1
         self.num_references += 1
 
@@ -124,12 +127,10 @@ class MediaDirectory:
         evicted: list[MediaEntry] = []
         left = nbytes
         while left > 0:  # one pass for thousands of items: it takes as long as their memory takes to reach the CPU
-            media_hash, entry = self._entries.popitem(last=False)
-            if entry.references:
-                self._entries[media_hash] = entry  # the order of items with references does not matter
-            else:
-                left -= entry.nbytes
-                evicted.append(entry)
+            media_hash, entry = self.idle.popitem(last=False)
+            del self._entries[media_hash]
+            left -= entry.nbytes
+            evicted.append(entry)
         self.num_bytes -= nbytes - left
         self._free(evicted)
         return len(evicted)
@@ -205,7 +206,7 @@ class MediaStore(MediaDirectory):
 
     def written(self, media_hash: bytes, owners: Iterable[Owner]) -> None:
         """The item is readable; these requests refer to it."""
-        entry = self._entries[media_hash] = self.reservations.pop(media_hash)
+        entry = self._entries[media_hash] = self.idle[media_hash] = self.reservations.pop(media_hash)
         self.pages.written(entry.extents)
         self.num_bytes += entry.nbytes
         for owner in owners:

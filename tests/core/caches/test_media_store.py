@@ -182,8 +182,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
         assert store.num_bytes_pinned == sum(item.num_pages for item in read) * PAGE_BYTES
         assert store.num_bytes == sum(item.num_pages for item in self.stored.values()) * PAGE_BYTES
         assert len(store.reservations) == len(self.writing)
-        idle = [media_hash for media_hash, entry in store._entries.items() if not entry.references]
-        assert idle == [item.media_hash for item in self.lru]
+        assert [*store.idle] == [item.media_hash for item in self.lru]
 
     @invariant()
     def every_page_belongs_to_one_item(self):
