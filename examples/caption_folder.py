@@ -37,6 +37,8 @@ def main() -> int:
         return caption(args, flags)
     except (ConfigError, ServerError, OSError) as error:
         sys.exit(f"caption_folder.py: {error}")
+    except KeyboardInterrupt:
+        return 130  # captions so far are in the file
 
 
 def caption(args: argparse.Namespace, flags: list[str]) -> int:

@@ -38,10 +38,10 @@ def parser() -> argparse.ArgumentParser:
     add = found.add_argument
     add("-i", "--input-file", type=Path, required=True, metavar="FILE", help="Requests: a JSON object per line.")
     add("-o", "--output-file", type=Path, required=True, metavar="FILE", help="Answers; appended to.")
-    add("--base-url", metavar="URL", help="A running server, without /v1, its key in OPENAI_API_KEY. Default: one "
+    add("--base-url", metavar="URL", help="A running server, its key in OPENAI_API_KEY. Default: one "
         "of this command's own, with the flags of serve.py.")  # fmt: skip
     add("--retry-failed", action="store_true", help="Ask again where the status is not 200. Without it: where it is "
-        "429, 500 or 502 to 504, or no response came.")  # fmt: skip
+        "401, 403, 429, 500 or 502 to 504, or no response came.")  # fmt: skip
     add("--max-concurrency", type=int, default=MAX_CONCURRENCY, metavar="N",
         help=f"Requests in flight (default: {MAX_CONCURRENCY}).")  # fmt: skip
     return found
@@ -79,7 +79,7 @@ def answer_all(args: argparse.Namespace, flags: Sequence[str], answers: AnswerFi
     headers = {"Authorization": f"Bearer {key}"} if key and args.base_url else {}
     seconds: dict[str, float] = collections.defaultdict(float)
     interval = 0.1 if sys.stderr.isatty() else PROGRESS_SECONDS
-    root = args.base_url and args.base_url.rstrip("/")
+    root = args.base_url and args.base_url.rstrip("/").removesuffix("/v1")
     with contextlib.closing(ServerHandle(root, flags, headers, args.max_concurrency)) as server:
         # Other servers refuse the field of this one that asks for the time of each stage.
         requests = (request for request in read_requests(args.input_file) if request.custom_id not in answers.done)

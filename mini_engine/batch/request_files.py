@@ -13,7 +13,7 @@ from mini_engine.batch.row_file import RowFile
 from mini_engine.batch.server_handle import Reply
 from mini_engine.config import ConfigError
 
-AGAIN = (0, 429, 500, 502, 503, 504)  # the request was not the cause, 0: no response
+AGAIN = (0, 401, 403, 429, 500, 502, 503, 504)  # the request was not the cause, 0: no response
 
 
 class BatchRequest(msgspec.Struct, frozen=True):

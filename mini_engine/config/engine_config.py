@@ -115,7 +115,7 @@ class EngineConfig:
     """Data parallel engines, each with its own copy of the model."""
     api_server_count: int = _processes(1, short="-asc", minimum=1, maximum=64)
     """API server processes."""
-    collective_timeout: float = _processes(60.0, minimum=1, maximum=86400)
+    collective_timeout: float = _processes(300.0, minimum=1, maximum=86400)
     """Seconds until a collective fails, an unresponsive engine or API server is killed, or a request fails whose media
     tensors have not reached the workers (30 at most)."""
     startup_timeout: float = _processes(600.0, minimum=1, maximum=86400)

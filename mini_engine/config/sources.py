@@ -33,7 +33,15 @@ VLLM_FLAGS = {
     "--disable-mm-preprocessor-cache": "use --mm-processor-cache-gb 0",
     "--enable-auto-tool-choice": "tools are always on; omit the flag, or see --tool-call-parser",
     "--task": "use --runner and --convert",
-    "--hf-overrides": "a reranker needs none: --convert classify compares its tokens yes and no",
+    "--hf-overrides": "edit config.json; a reranker needs no change, see --convert classify",
+    "--rope-scaling": "edit config.json",
+    "--speculative-config": "there is no speculative decoding; omit the flag",
+    "--cpu-offload-gb": "weights stay on the device; --quantization makes them smaller",
+    "--guided-decoding-backend": "structured output is always on; omit the flag",
+    "--structured-outputs-config": "structured output is always on; omit the flag",
+    "--scheduling-policy": "requests have priorities; omit the flag, or see --ignore-priority",
+    "--enable-expert-parallel": "each rank has a part of every expert; omit the flag",
+    "--skip-mm-profiling": "use --kv-cache-memory-bytes",
     "--override-generation-config": "--generation-config takes a directory with a generation_config.json",
 }
 

@@ -277,7 +277,7 @@ class ProcessGroup:
     def _take_turn(self) -> None:
         """Ping the children that serve, and kill those that are not ready in time, or unresponsive for too long."""
         self._next_turn = time.monotonic() + self._interval
-        late = []
+        starting = [child for child in self.children if child.state in (ChildState.LOADING, ChildState.STARTED)]
         for child in self.children:
             child.turns += 1
             seconds = (child.turns - 1) * self._interval  # since its first ping, if it serves
@@ -286,18 +286,18 @@ class ProcessGroup:
                     if seconds >= DEATH_SECONDS:
                         state = child.proc_state
                         raise Unkillable(f"{child.title} has not exited after SIGKILL (state in proc(5): {state})")
-                case ChildState.LOADING | ChildState.STARTED:
-                    if seconds >= self._config.startup_timeout:
-                        late.append(child)
                 case ChildState.SERVING | ChildState.STOPPING if child.spec.role != "worker":
                     if seconds >= self._silence:
                         reason = f"it was unresponsive for {self._silence:g} s (--collective-timeout)"
                         _kill_hung(child, reason, self.engine_of(child) or [child])
                     else:
                         self.send(child, ControlRequest(child.turns))
-        # Most of those that are not ready only wait for another of them, asleep: the one that is not asleep hangs.
-        for child in [child for child in late if child.proc_state != "S"] or late:
-            _kill_hung(child, f"it was not ready after {self._config.startup_timeout:g} s (--startup-timeout)", late)
+        # Most of those that are not ready only wait for another of them, asleep, which may have been started later: the
+        # one that is not asleep hangs.
+        if min((child.turns - 1 for child in starting), default=0) * self._interval >= self._config.startup_timeout:
+            for child in [child for child in starting if child.proc_state != "S"] or starting:
+                reason = f"it was not ready after {self._config.startup_timeout:g} s (--startup-timeout)"
+                _kill_hung(child, reason, starting)
 
 
 def _kill_hung(child: ChildProcess, reason: str, group: Sequence[ChildProcess]) -> None:

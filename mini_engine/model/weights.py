@@ -5,6 +5,7 @@ Which parts these are the layers say (`layers.WeightSlice`); which names a famil
 """
 
 import itertools
+import logging
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.quantization import SUPPORTED, Quantization
 from mini_engine.model.quantized_files import StoredMatrix, find_weights, is_empty_bias
 from mini_engine.model.vision_language import VisionLanguageModel
+
+logger = logging.getLogger(__name__)
 
 DUMMY_SPREAD = 0.035  # of uniform values: their deviation is 0.02, as transformers starts these models
 # A tensor is read, or made, in runs of whole rows, so that what is held beside the parameters stays small.
@@ -71,6 +74,7 @@ def load_model(
         fill_randomly(model)
     else:
         load_weights(model, path, tensors)
+    logger.info("packing the weights as products read them; then a warm-up")
     pack_weights(model)
     return model.eval()
 
