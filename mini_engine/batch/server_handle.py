@@ -35,12 +35,10 @@ T = TypeVar("T")
 
 MAX_CONCURRENCY = 64  # where nothing else is said: as many requests as a step on a CPU has sequences
 OF_THE_PORT = ("Server", "Security")  # groups of settings that have no effect without a port
-# How often a request is sent again after these statuses. After the first, of which 0 is a connection that ended, it may
-# be the request that ended the process at the other end, or another that was there: the last time it is sent alone.
-DIED, MAX_DEATHS = (0, 502), 4
-BUSY, MAX_REFUSALS = (429, 503), 12
+# How often a request is sent again after these statuses, 0 being a connection that ended: it may have been the request
+# that ended the process at its other end.
+REPEATS = {0: 4, 429: 12, 502: 4, 503: 12}
 LONGEST_PAUSE_SECONDS = 30.0  # between two of them; the first is 1 s, and each is twice the one before
-ALONE_SECONDS = 1.0  # before a request that is sent alone: the one before it may have ended the process
 CONNECT_SECONDS = 0.05  # between attempts to connect to a server that starts
 STOP_SECONDS = 20.0  # then it is killed
 LOG_BYTES = 1 << 16  # of the log, read at a time
@@ -97,8 +95,6 @@ class ServerHandle:
         self._loop = loop_of(self._pid)
         self._ended: asyncio.Future[Exception] = self._loop.create_future()  # why there are no more answers
         self._resources = contextlib.AsyncExitStack()
-        self._entrance = asyncio.Lock()  # to `_sending`; a request that is sent alone holds it
-        self._sending = set[asyncio.Future[None]]()  # done when a request that was sent has ended
         opening = self.run(self._open(None if root else flags))
         try:
             opening.result()
@@ -138,20 +134,15 @@ class ServerHandle:
                 future.cancel()
 
     async def post(self, path: str, body: bytes) -> Reply:
-        """Send a request, again if the server is busy or the connection ended, the last time alone. Raises
-        ServerError."""
-        deaths = refusals = 0
+        """Send a request, again if the server is busy or the connection ended. Raises ServerError."""
         pause = 0.0
-        while True:
+        for repeat in itertools.count():
             await self._wait(pause)
-            async with self._turn(is_alone := deaths == MAX_DEATHS):
-                await self._wait(ALONE_SECONDS * is_alone)
-                reply = await self._send(path, body)
-            deaths += reply.status in DIED
-            refusals += reply.status in BUSY
-            if reply.status not in DIED + BUSY or deaths > MAX_DEATHS or refusals > MAX_REFUSALS:
-                return reply
-            pause = min(2.0 ** (deaths + refusals - 1), LONGEST_PAUSE_SECONDS)
+            reply = await self._send(path, body)
+            if repeat >= REPEATS.get(reply.status, 0):
+                break
+            pause = min(2.0**repeat, LONGEST_PAUSE_SECONDS)
+        return reply
 
     def close(self) -> None:
         """End the requests, and the program's own server with all its processes. May be called again."""
@@ -195,23 +186,6 @@ class ServerHandle:
             await asyncio.wait([self._ended], timeout=seconds)
         if self._ended.done():
             raise self._ended.result().with_traceback(None)
-
-    @contextlib.asynccontextmanager
-    async def _turn(self, is_alone: bool) -> AsyncIterator[None]:
-        """The block runs beside others, or alone, once those that run have ended."""
-        ended = asyncio.get_running_loop().create_future()
-        async with self._entrance:
-            if is_alone:
-                if self._sending:
-                    await asyncio.wait(self._sending)
-                yield
-                return
-            self._sending.add(ended)
-        try:
-            yield
-        finally:
-            self._sending.remove(ended)
-            ended.set_result(None)
 
     async def _send(self, path: str, body: bytes) -> Reply:
         import aiohttp  # by `_open`

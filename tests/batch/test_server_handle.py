@@ -1,16 +1,12 @@
-"""What a program makes of a server that ends: of the log of its own, and of what it was asked. The server is another
-process or a web server here."""
+"""What a program makes of the log of its own server, which is another process here."""
 
 import asyncio
-import contextlib
 import subprocess
 import sys
 
 import pytest
-from aiohttp import web
 
-from mini_engine.batch import server_handle
-from mini_engine.batch.server_handle import ServerHandle, forward_log
+from mini_engine.batch.server_handle import forward_log
 
 DOWNLOAD = r"""
 import sys
@@ -29,29 +25,3 @@ async def test_a_progress_bar_of_any_length_does_not_end_the_log(status: int, sa
     command = sys.executable, "-c", DOWNLOAD, str(status)
     await forward_log(await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE), ended)
     assert str(ended.result()).endswith(says)
-
-
-async def test_a_request_that_ends_the_server_makes_no_other_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever runs beside it does not come to its end."""
-    for name in ("LONGEST_PAUSE_SECONDS", "ALONE_SECONDS"):
-        monkeypatch.setattr(server_handle, name, 0.0)
-    connected = set[asyncio.Transport]()
-
-    async def answer(request: web.Request) -> web.Response:
-        connected.add(request.transport)
-        await asyncio.sleep(0.1 if request.path == "/fatal" else 0.3)
-        if request.path == "/fatal":
-            for transport in connected:
-                transport.abort()
-        return web.json_response({})
-
-    app = web.Application()
-    app.add_routes([web.post("/{name}", answer)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    with contextlib.closing(ServerHandle(f"http://127.0.0.1:{runner.addresses[0][1]}")) as server:
-        sent = [server.run(server.post(path, b"")) for path in ("/fatal", "/a", "/b")]
-        replies = [await asyncio.wrap_future(reply) for reply in sent]
-    assert [reply.status for reply in replies] == [0, 200, 200]
-    await runner.cleanup()
