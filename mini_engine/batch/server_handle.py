@@ -10,6 +10,7 @@ import codecs
 import concurrent.futures
 import contextlib
 import functools
+import itertools
 import os
 import queue
 import re
