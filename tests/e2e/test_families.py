@@ -109,13 +109,13 @@ def test_answers_equal_transformers(served: tuple[Family, RunningServer]):
         "two videos": [("video_url", second), ("video_url", first)],
         "mixed": [("video_url", second), ("image_url", picture), ("video_url", first)],
     }
-    expected = {name: family.generate(f"What of {name}?", media) for name, media in prompts.items()}
+    expected = {name: family.generate(f"Describe {name}.", media) for name, media in prompts.items()}
     assert len({tuple(tokens) for tokens in expected.values()}) == len(expected), "then a swap would not be seen"
     decodes = []
     for turn in range(2):
         hits = server.total("prefix_cache_hits_total")
         for name, media in prompts.items():
-            assert family.ask(server, f"What of {name}?", media) == expected[name], (name, turn)
+            assert family.ask(server, f"Describe {name}.", media) == expected[name], (name, turn)
         assert turn == 0 or server.total("prefix_cache_hits_total") > hits
         decodes.append(server.total("media_decodes_total"))
     # Two videos and a picture; both videos once more where they share the prompt's length. Everything else was a hit.
