@@ -239,8 +239,8 @@ def collect_media(parts: Iterable[Part], limits: Mapping[str, int]) -> list[Medi
 
 def media_usage(item: MediaItem, processor: MediaProcessor) -> dict[str, Any]:
     """The item in the response: its size in pixels after sampling and resizing, and its tokens; of a video also its
-    frames, of which the last is repeated to fill the last temporal patch, its duration divided by them, and when they
-    are displayed, in seconds after the video's first frame."""
+    frames, of which the last is repeated to fill the last temporal patch, its duration divided by their number, and
+    when they are displayed, in seconds after the video's first frame."""
     steps, height, width = item.grid_thw
     size = {"width": width * processor.patch_size, "height": height * processor.patch_size}
     used = {"type": item.modality, **size, "tokens": item.num_tokens}
