@@ -1,8 +1,8 @@
 """Products of 16-bit floats on an x86 CPU that has no instructions for them, as most laptops and many servers: in
 float32.
 
-torch multiplies bfloat16 and float16 there at a sixth to a quarter of float32's speed (`python -m benchmarks.products`).
-A `HalfMatrix` is as fast as memory for few rows and as float32 for many; other matrices are converted to float32 in
+torch multiplies bfloat16 and float16 there at a quarter of float32's speed or less (`python -m benchmarks.products`). A
+`HalfMatrix` is as fast as memory for few rows and as float32 for many; other matrices are converted to float32 in
 slices, at each product.
 """
 
