@@ -285,33 +285,39 @@ def test_invalid_sampling_is_refused(asked: dict, says: str) -> None:
 
 # --- what is refused -------------------------------------------------------------------------------------------------
 
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"do_normalize": True}, "unknown field `do_normalize`; it takes size, min_pixels"),
-    ({"size": {}, "max_pixels": 784}, "either size"),
-    ({"size": {"longest_edge": -1}}, r"`int` >= 1 - at `\$.size.longest_edge`"),
-    ({"max_pixels": 784, "min_pixels": 1568}, "number of pixels, 1568, is more than the greatest, 784"),
-    ({"cap_pixels_per_frame": 1}, r"got `int` - at `\$.cap_pixels_per_frame`"),
-    ({"do_sample_frames": False}, "false is for a video that is sent as frames; of a file it needs num_frames -1"),
-]
-
-
-@pytest.mark.parametrize(("kwargs", "says"), [*BAD, ({"resample": 99}, "fails"), ({"max_video_tokens": 0}, ">= 1")])
-def test_bad_server_settings_fail_at_start(processor: MediaProcessor, kwargs: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        resolver(processor, **kwargs)
-
-
 TOO_MANY = "1000000000 pixels at least are more than the 784000000 within --max-model-len"
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "says"),
-    [*BAD, ({"min_pixels": 10**9}, TOO_MANY), ({"resample": 2}, "unknown"), ({"fps": [1, 2]}, "got `array`")],
+    ("where", "kwargs", "says"),
+    [
+        ("both", {"do_normalize": True}, "unknown field `do_normalize`; it takes size, min_pixels"),
+        ("both", {"size": {}, "max_pixels": 784}, "either size"),
+        ("both", {"size": {"longest_edge": -1}}, r"`int` >= 1 - at `\$.size.longest_edge`"),
+        ("both", {"max_pixels": 784, "min_pixels": 1568}, "number of pixels, 1568, is more than the greatest, 784"),
+        ("both", {"cap_pixels_per_frame": 1}, r"got `int` - at `\$.cap_pixels_per_frame`"),
+        (
+            "both",
+            {"do_sample_frames": False},
+            "false is for a video that is sent as frames; of a file it needs num_frames",
+        ),
+        ("start", {"resample": 99}, "fails"),
+        ("start", {"max_video_tokens": 0}, ">= 1"),
+        ("request", {"min_pixels": 10**9}, TOO_MANY),
+        ("request", {"resample": 2}, "unknown"),
+        ("request", {"fps": [1, 2]}, "got `array`"),
+    ],
 )
-def test_bad_settings_of_a_request_are_a_400(processor: MediaProcessor, kwargs: dict[str, Any], says: str) -> None:
-    with pytest.raises(ApiError, match="^Invalid 'mm_processor_kwargs': .*" + says) as caught:
-        of_request(resolver(processor), **kwargs)
-    assert caught.value.status == 400
+def test_bad_settings_fail_at_start_and_are_a_400_of_a_request(
+    processor: MediaProcessor, where: str, kwargs: dict[str, Any], says: str
+) -> None:
+    if where != "request":
+        with pytest.raises(ValueError, match=says):
+            resolver(processor, **kwargs)
+    if where != "start":
+        with pytest.raises(ApiError, match="^Invalid 'mm_processor_kwargs': .*" + says) as caught:
+            of_request(resolver(processor), **kwargs)
+        assert caught.value.status == 400
 
 
 def test_bad_settings_of_a_part_are_a_400_that_names_the_item(processor: MediaProcessor) -> None:

@@ -16,7 +16,7 @@ from tests.support.decoding import decode_frames, decode_image
 FORMATS = ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "HEIF", "JPEG2000", "PPM", "TGA"]
 EXACT = {"WEBP": {"lossless": True}, "AVIF": {"quality": 100, "subsampling": "4:4:4"}}
 EXACT["HEIF"] = {"quality": -1, "chroma": 444, "tile_size": 64}
-RED, WHITE, PINK = (255, 0, 0), (255, 255, 255), (255, 127, 127)
+RED, WHITE = [255, 0, 0], [255, 255, 255]
 
 
 def saved(image: Image.Image, format: str, **options: object) -> bytes:
@@ -32,8 +32,8 @@ def tall() -> Image.Image:
 
 def halves(mode: str = "RGB") -> Image.Image:
     """64 wide, 32 high: the left half red, the right half white."""
-    image = Image.new("RGB", (64, 32), WHITE)
-    image.paste(RED, (0, 0, 32, 32))
+    image = Image.new("RGB", (64, 32), "white")
+    image.paste("red", (0, 0, 32, 32))
     return image.convert(mode)
 
 
@@ -73,12 +73,12 @@ def test_what_pillow_cannot_open_is_decoded_by_ffmpeg() -> None:
 def test_transparency_is_laid_over_white() -> None:
     image = halves("RGBA")
     image.putalpha(Image.fromarray(np.repeat(np.repeat([[255, 0, 128, 0]], 16, axis=1), 32, axis=0).astype(np.uint8)))
-    assert decode_image(saved(image, "PNG"))[0, [0, 16]].tolist() == [list(RED), list(WHITE)]
+    assert decode_image(saved(image, "PNG"))[0, [0, 16]].tolist() == [RED, WHITE]
     image.putalpha(128)
-    assert decode_image(saved(image, "PNG"))[0, 0].tolist() == list(PINK)
+    assert decode_image(saved(image, "PNG"))[0, 0].tolist() == [255, 127, 127]
     palette = halves().quantize(2)
     pixels = decode_image(saved(palette, "GIF", transparency=palette.getpixel((0, 0))))
-    assert pixels[0, 0].tolist() == list(WHITE)
+    assert pixels[0, 0].tolist() == WHITE
 
 
 @pytest.mark.parametrize("format", ["AVIF", "HEIF"])

@@ -25,10 +25,10 @@ OK, CHUNKED = b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: ch
 
 
 class Names:
-    """A resolver that records its calls. `Names(a_test=[...])` resolves a.test; other names do not exist."""
+    """A resolver that records its calls. Names without addresses do not exist."""
 
-    def __init__(self, **names: list[str]):
-        self.names = {name.replace("_", "."): addresses for name, addresses in names.items()}
+    def __init__(self) -> None:
+        self.names = {name: ["127.0.0.1"] for name in ("media.test", "other.test")}
         self.calls: list[tuple[str, int]] = []
 
     def __call__(self, host: str, port: int) -> list[Any]:
@@ -52,8 +52,7 @@ def refusal(url: str, policy: MediaPolicy) -> str:
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> Names:
-    names = Names(media_test=["127.0.0.1"], other_test=["127.0.0.1"])
-    monkeypatch.setattr(http_fetch, "getaddrinfo", names)
+    monkeypatch.setattr(http_fetch, "getaddrinfo", names := Names())
     return names
 
 
@@ -175,7 +174,9 @@ def test_host_with_a_private_address_is_not_dialled(monkeypatch: pytest.MonkeyPa
     with WebServer(response(BODY)) as server:
         assert "private address" in refusal(f"http://localhost:{server.port}/", policy)
         for addresses in (["127.0.0.1"], ["::ffff:127.0.0.1"], ["93.184.215.14", "127.0.0.1"], ["fe80::1%lo"]):
-            monkeypatch.setattr(http_fetch, "getaddrinfo", Names(media_test=addresses))
+            names = Names()
+            names.names["media.test"] = addresses
+            monkeypatch.setattr(http_fetch, "getaddrinfo", names)
             assert "its host has a private address" in refusal(f"http://media.test:{server.port}/", policy)
     assert server.dialled == 0
 
