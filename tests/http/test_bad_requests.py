@@ -81,7 +81,7 @@ def tool(**properties: Any) -> dict[str, Any]:
         ({"messages": None}, VALUE, "messages", "got `null`"),
         ({"messages": []}, VALUE, "messages", "length >= 1"),
         ({"messages": [{"role": "user"}]}, VALUE, "messages[0]", "needs `content`"),
-        ({"messages": [{"role": "assistant", "function_call": {}}]}, VALUE, "messages[0].function_call", "expected `nul"),
+        ({"messages": [{"role": "assistant", "function_call": {}}]}, VALUE, "messages[0].function_call", "`null`"),
         (user(text("word " * 700)), TOO_LONG, "messages", f"{MAX_MODEL_LEN}"),
         (user({"type": "output_text"}), VALUE, PART + ".type", "'output_text'; send one of file, image, image_url, "),
         (user({"type": "refusal", "refusal": "x"}), VALUE, "messages[0]", "only the role assistant may have a part"),

@@ -19,10 +19,6 @@ from mini_engine.protocol.bodies import CompletionRequest
 from mini_engine.protocol.tools import TAGS
 from tests.support import tiny_processor
 
-# Pieces that make characters of several tokens, special tokens, and starts of stop strings.
-PIECES = ["a red", " circle", " moving", "STOP", "ST", "S", "世", "界", "🎈", "ä", "\n", " ", "<|im_end|>", "xyz"]
-STOPS = ["STOP", "TO", "界🎈", "circle moving", " ", "\n\n", "p", "ä"]
-
 
 @pytest.fixture(scope="module")
 def tokenizer(processor: MediaProcessor) -> Any:
@@ -110,9 +106,17 @@ def test_added_tokens_give_the_text_of_decoding_them_at_once(tmp_path: Path, ski
 
 
 @given(
-    pieces=st.lists(st.sampled_from([*PIECES, *TAGS, "<"]), max_size=12),
+    # Pieces that make characters of several tokens, special tokens, and starts of stop strings.
+    pieces=st.lists(
+        st.sampled_from(["a red", " circle", " moving", "STOP", "ST", "S", "世", "界", "🎈", "ä", "\n", " ", "xyz"])
+        | st.sampled_from(["<|im_end|>", *TAGS, "<"]),
+        max_size=12,
+    ),
     size=st.integers(1, 5),
-    stop=st.lists(st.sampled_from([*STOPS, "</tool_call>", "k>\n", "<"]), max_size=3),
+    stop=st.lists(
+        st.sampled_from(["STOP", "TO", "界🎈", "circle moving", " ", "\n\n", "p", "ä", "</tool_call>", "k>\n", "<"]),
+        max_size=3,
+    ),
     in_thought=st.booleans(),
 )
 def test_stop_strings_act_after_the_thought(
@@ -136,16 +140,16 @@ def test_text_is_held_back_only_while_it_may_become_a_character(tokenizer: Any, 
 
 # --- logprobs --------------------------------------------------------------------------------------------------------
 
-STOP_FIELDS = {
-    "stop": st.lists(st.sampled_from(["a", "\n", "界", "�", "<", "世\n", "a世"]), max_size=3),
-    "include_stop_str_in_output": st.booleans(),
-    "skip_special_tokens": st.booleans(),
-}
-
 
 @given(
     data=st.data(),
-    fields=st.fixed_dictionaries(STOP_FIELDS),
+    fields=st.fixed_dictionaries(
+        {
+            "stop": st.lists(st.sampled_from(["a", "\n", "界", "�", "<", "世\n", "a世"]), max_size=3),
+            "include_stop_str_in_output": st.booleans(),
+            "skip_special_tokens": st.booleans(),
+        }
+    ),
     size=st.integers(1, 5),
     reason=st.sampled_from(["length", "stop"]),
     min_tokens=st.integers(0, 8),
