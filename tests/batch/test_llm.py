@@ -69,15 +69,11 @@ def test_a_name_stands_for_a_picture(llm: LLM, picture: Path):
         assert llm.chat([prompt], temperature=0, cache_salt="mine", use_tqdm=False)[0].text == "a blue square"
 
 
-def nested(depth: int) -> list:
-    """A list in a list, deeper than JSON can be written."""
-    return functools.reduce(lambda inner, _: [inner], range(depth), [])
-
-
 def test_an_error_of_one_prompt_is_in_its_answer(llm: LLM, clip: Path, picture: Path):
+    nested = functools.reduce(lambda inner, _: [inner], range(5000), [])  # deeper than JSON can be written
     prompts = [
         [Video(clip.parent / "none.mp4"), QUESTION], [Video(picture.read_bytes(), fps=-1), QUESTION], [Image(object())],
-        [Image(None)], nested(5000), None, [Video(clip), QUESTION],
+        [Image(None)], nested, None, [Video(clip), QUESTION],
     ]  # fmt: skip
     answers = llm.chat(prompts, max_tokens=32, temperature=0, use_tqdm=False)
     assert answers[0].error == "video 1: no such regular file"

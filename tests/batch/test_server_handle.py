@@ -8,13 +8,6 @@ import pytest
 
 from mini_engine.batch.server_handle import forward_log
 
-DOWNLOAD = r"""
-import sys
-sys.stderr.write("".join(f"\rmodel.safetensors: {number:9}|" for number in range(100_000)))
-sys.stderr.write("\nserve.py: start failed: no space is left\n")
-sys.exit(int(sys.argv[1]))
-"""
-
 
 @pytest.mark.parametrize(
     ("status", "says"),
@@ -22,6 +15,10 @@ sys.exit(int(sys.argv[1]))
 )
 async def test_a_progress_bar_of_any_length_does_not_end_the_log(status: int, says: str) -> None:
     ended = asyncio.get_running_loop().create_future()
-    command = sys.executable, "-c", DOWNLOAD, str(status)
+    download = (
+        r"import sys; sys.stderr.write(''.join(f'\rmodel.safetensors: {number:9}|' for number in range(100_000)))"
+    )
+    download += r"; sys.stderr.write('\nserve.py: start failed: no space is left\n'); sys.exit(int(sys.argv[1]))"
+    command = sys.executable, "-c", download, str(status)
     await forward_log(await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE), ended)
     assert str(ended.result()).endswith(says)

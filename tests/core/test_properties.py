@@ -7,12 +7,12 @@ what the engine core owes its clients and itself.
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Callable
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mini_engine.messages import ChildRequest, ControlRequest, Finish, MediaReady, MessageId, PoolingParams, Problem
+from tests.core.cycles import leaves_no_cycles
 from tests.support.simulated_core import API, World, item
 from tests.support.simulated_ranks import token_of
 
@@ -35,86 +35,48 @@ class RequestLoad:
     pools: bool = False  # instead of all that concerns an output
     gap: int = 0  # tokens of text between the temporal grids of an item
 
+    def send(self, world: World, name: str, message: MessageId) -> bool:
+        """Send the request and its children; returns whether it has a tensor message."""
+        media = [
+            item(message, 10 * i, 1 + video % 4, i, b"video %10d" % video, grids=1 + video % 4 // 3 * 3, gap=self.gap)
+            for i, video in enumerate(self.media)
+            if 10 * (i + 1) <= self.prompt
+        ]
+        more = {
+            "priority": self.priority,
+            "client": self.client,
+            "children": [ChildRequest(f"{name}-{i}", i) for i in range(self.num_children)],
+            "grammar": self.grammar,
+            "pooling": PoolingParams() if self.pools else None,
+            "stop": [token_of(name, 2)] if self.stops else [],
+        }
+        world.request(name, self.prompt, self.output, media, self.first_token, ready=False, **more)
+        return bool(media)
 
-loads = st.builds(
-    RequestLoad,
-    prompt=st.integers(1, 30),
-    output=st.integers(1, 12),
-    arrival=st.integers(0, 10),
-    media=st.lists(st.integers(0, 3), max_size=2),
-    gap=st.sampled_from([0, 2]),
-    first_token=st.sampled_from([20, 60]),
-    priority=st.integers(0, 1),
-    client=st.sampled_from([b"", b"", b"a", b"b"]),
-    num_children=st.integers(0, 2),
-    abort=st.one_of(st.none(), st.integers(0, 25)),
-    stops=st.booleans(),
-    grammar=st.sampled_from(["", "", "good", "fine", "bad"]),
-)
-pooled = loads.map(
-    lambda load: dataclasses.replace(load, output=1, num_children=0, stops=False, grammar="", pools=True)
-)
-
-# Samples of one prompt about few videos, and urgent text that takes all blocks: each cache forgets what another holds.
-videos, children = st.sampled_from([[3], [7]]), st.integers(1, 2)
-familiar = st.builds(RequestLoad, st.just(14), children, st.integers(0, 40), videos, num_children=children)
-familiar_pooled = st.builds(RequestLoad, st.just(14), st.just(1), st.integers(0, 40), videos, pools=st.just(True))
-# Turns whose first video is in cached blocks, so that they have no room for it reserved; and text that evicts those.
-turns = st.sampled_from([[1], [1, 5], [1, 9]])
-conversing = st.builds(RequestLoad, st.just(20), st.sampled_from([1, 24]), st.integers(0, 20), turns)
-growing = st.builds(RequestLoad, st.just(4), st.just(60), st.integers(0, 20), priority=st.just(-1))
-clients = st.sampled_from([b"", b"a"])
-hungry = st.builds(
-    RequestLoad,
-    st.just(60),
-    st.integers(1, 4),
-    st.integers(10, 80),
-    st.just([]),
-    st.integers(100, 400),
-    st.just(-1),
-    clients,
-)
-
-worlds = st.fixed_dictionaries(
-    {
-        "blocks": st.integers(11, 40),
-        "max_seqs": st.integers(1, 8),
-        "max_tokens": st.integers(1, 24),
-        "ranks": st.integers(1, 2),
-        # Of the seconds of a step the latter leave time for 16 tokens, or for one block of the vision tower.
-        "seconds": st.sampled_from([(0.02, 0.001, 0.002), (0.02, 0.02, 0.2)]),
-        "async_scheduling": st.booleans(),
-        "enable_prefix_caching": st.booleans(),
-        "encoder_cache_tokens": st.integers(8, 14),
-        "max_num_encoder_input_tokens": st.sampled_from([None, 1, 3, 6]),
-        "long_prefill_token_threshold": st.sampled_from([0, 4]),
-        "snapshots": st.sampled_from([None, 0, 1, 3, 20]),
-        "state_snapshot_interval": st.sampled_from([4, 12]),
-    }
-)
-small_worlds = st.fixed_dictionaries(
-    {"max_tokens": st.sampled_from([8, 64]), "async_scheduling": st.booleans(), "snapshots": st.sampled_from([None, 2])}
-).map(lambda sizes: {"blocks": 16, "max_seqs": 1, "encoder_cache_tokens": 4, **sizes})
-small_worlds_of_three = small_worlds.map(lambda sizes: {**sizes, "max_seqs": 3})
+    def assert_answered(self, world: World, request_id: str) -> None:
+        stop = token_of(request_id, 2) if self.stops else None
+        for name in [request_id, *(f"{request_id}-{i}" for i in range(self.num_children))]:
+            expected = [token_of(name, index) for index in range(self.output)]
+            expected = expected[: expected.index(stop) + 1] if stop in expected else expected
+            if self.pools:
+                assert not world.tokens[name] and world.ends[name] in (["stop"], ["abort"])
+                assert world.pooled.get(name) == (name.encode() if world.ends[name] == ["stop"] else None)
+                assert self.abort is not None or world.ends[name] == ["stop"]
+            elif self.grammar == "bad":
+                assert not world.tokens[name] and world.ends[name] in (["error"], ["abort"])
+            elif self.abort is None or name != request_id:
+                assert world.tokens[name] == expected and world.ends[name] in (["length"], ["stop"])
+            else:
+                assert world.tokens[name] == expected[: len(world.tokens[name])] and world.ends[name] != ["error"]
 
 
-def send(world: World, name: str, message: MessageId, load: RequestLoad) -> bool:
-    """Send a request and its children; returns whether it has a tensor message."""
-    media = [
-        item(message, 10 * i, 1 + video % 4, i, b"video %10d" % video, grids=1 + video % 4 // 3 * 3, gap=load.gap)
-        for i, video in enumerate(load.media)
-        if 10 * (i + 1) <= load.prompt
-    ]
-    more = {
-        "priority": load.priority,
-        "client": load.client,
-        "children": [ChildRequest(f"{name}-{i}", i) for i in range(load.num_children)],
-        "grammar": load.grammar,
-        "pooling": PoolingParams() if load.pools else None,
-        "stop": [token_of(name, 2)] if load.stops else [],
-    }
-    world.request(name, load.prompt, load.output, media, load.first_token, ready=False, **more)
-    return bool(media)
+SMALL_WORLD = {
+    "blocks": st.just(16),
+    "encoder_cache_tokens": st.just(4),
+    "max_tokens": st.sampled_from([8, 64]),
+    "async_scheduling": st.booleans(),
+    "snapshots": st.sampled_from([None, 2]),
+}
 
 
 def assert_invariants(world: World) -> None:
@@ -131,22 +93,120 @@ def assert_invariants(world: World) -> None:
     assert len(world.core.in_flight) <= world.core.max_in_flight
 
 
-def report_grammars(world: World, chosen: Callable[[], bool]) -> None:
-    """What rank 0 has compiled, or could not."""
+def report_grammars(world: World, chance: random.Random, share: float) -> None:
+    """What rank 0 has compiled, or could not: this share of the rest."""
     for digest in world.links.grammars.keys() - world.links.compiled:
-        if chosen():
+        if chance.random() < share:
             world.grammar_ready(digest.decode(), Problem("it is bad") if digest == b"bad" else None)
 
 
-def play(loads: list[RequestLoad], flags: dict[str, object], timing: int) -> None:
-    chance = random.Random(timing)
-    world = World(block_size=4, **flags)
+@settings(max_examples=450, deadline=None)
+@given(
+    case=st.tuples(
+        st.lists(
+            st.builds(
+                RequestLoad,
+                prompt=st.integers(1, 30),
+                output=st.integers(1, 12),
+                arrival=st.integers(0, 10),
+                media=st.lists(st.integers(0, 3), max_size=2),
+                gap=st.sampled_from([0, 2]),
+                first_token=st.sampled_from([20, 60]),
+                priority=st.integers(0, 1),
+                client=st.sampled_from([b"", b"", b"a", b"b"]),
+                num_children=st.integers(0, 2),
+                abort=st.none() | st.integers(0, 25),
+                stops=st.booleans(),
+                grammar=st.sampled_from(["", "", "good", "fine", "bad"]),
+                pools=st.booleans(),
+            ).map(
+                lambda load: (
+                    dataclasses.replace(load, output=1, num_children=0, stops=False, grammar="") if load.pools else load
+                )
+            ),
+            min_size=1,
+            max_size=10,
+        ),
+        st.fixed_dictionaries(
+            {
+                "blocks": st.integers(11, 40),
+                "max_seqs": st.integers(1, 8),
+                "max_tokens": st.integers(1, 24),
+                "ranks": st.integers(1, 2),
+                # Of the seconds of a step the latter leave time for 16 tokens, or for one block of the vision tower.
+                "seconds": st.sampled_from([(0.02, 0.001, 0.002), (0.02, 0.02, 0.2)]),
+                "async_scheduling": st.booleans(),
+                "enable_prefix_caching": st.booleans(),
+                "encoder_cache_tokens": st.integers(8, 14),
+                "max_num_encoder_input_tokens": st.sampled_from([None, 1, 3, 6]),
+                "long_prefill_token_threshold": st.sampled_from([0, 4]),
+                "snapshots": st.sampled_from([None, 0, 1, 3, 20]),
+                "state_snapshot_interval": st.sampled_from([4, 12]),
+            }
+        ),
+    )
+    # Samples of one prompt about few videos, and urgent text that takes all blocks: each cache forgets what another
+    # holds.
+    | st.tuples(
+        st.lists(
+            st.builds(
+                RequestLoad,
+                st.just(14),
+                st.integers(1, 2),
+                st.integers(0, 40),
+                st.sampled_from([[3], [7]]),
+                num_children=st.integers(1, 2),
+            )
+            | st.builds(
+                RequestLoad,
+                st.just(14),
+                st.just(1),
+                st.integers(0, 40),
+                st.sampled_from([[3], [7]]),
+                pools=st.just(True),
+            )
+            | st.builds(
+                RequestLoad,
+                st.just(60),
+                st.integers(1, 4),
+                st.integers(10, 80),
+                first_token=st.integers(100, 400),
+                priority=st.just(-1),
+                client=st.sampled_from([b"", b"a"]),
+            ),
+            min_size=6,
+            max_size=12,
+        ),
+        st.fixed_dictionaries(SMALL_WORLD | {"max_seqs": st.just(1)}),
+    )
+    # Turns whose first video is in cached blocks, so that they have no room for it reserved; and text that evicts them.
+    | st.tuples(
+        st.lists(
+            st.builds(
+                RequestLoad,
+                st.just(20),
+                st.sampled_from([1, 24]),
+                st.integers(0, 20),
+                st.sampled_from([[1], [1, 5], [1, 9]]),
+            )
+            | st.builds(RequestLoad, st.just(4), st.just(60), st.integers(0, 20), priority=st.just(-1)),
+            min_size=3,
+            max_size=8,
+        ),
+        st.fixed_dictionaries(SMALL_WORLD | {"max_seqs": st.just(3)}),
+    ),
+    timing=st.integers(0, 2**32),
+)
+@leaves_no_cycles
+def test_any_load_finishes_every_request_once_with_its_tokens(case, timing):
+    loads, flags = case
+    world, chance = World(block_size=4, **flags), random.Random(timing)
     sent: set[MessageId] = set()
     pending: list[tuple[int, object]] = []
     for turn in range(4000):
         for number, load in enumerate(loads):
             message = MessageId(API[1], number + 1)
-            if load.arrival == turn and send(world, f"r{number}", message, load):
+            if load.arrival == turn and load.send(world, f"r{number}", message):
                 sent.add(message)
                 reports = [MediaReady(rank, message) for rank in range(world.links.num_ranks)]
                 pending += [(turn + chance.randint(0, 12), report) for report in reports]
@@ -158,7 +218,7 @@ def play(loads: list[RequestLoad], flags: dict[str, object], timing: int) -> Non
         for body in [body for when, body in pending if when <= turn]:
             world.receive(body)
         pending = [(when, body) for when, body in pending if when > turn]
-        report_grammars(world, lambda: chance.random() < 0.2)
+        report_grammars(world, chance, 0.2)
         if chance.random() < 0.03:
             world.receive(ControlRequest(turn, "reset_caches"))
         world.turn()
@@ -168,52 +228,9 @@ def play(loads: list[RequestLoad], flags: dict[str, object], timing: int) -> Non
         if turn > max(load.arrival for load in loads) and not pending and not world.core.requests:
             break
     world.run()
-    report_grammars(world, lambda: True)
+    report_grammars(world, chance, 1)
     world.run()
     for number, load in enumerate(loads):
-        assert_answered(world, f"r{number}", load)
+        load.assert_answered(world, f"r{number}")
     assert set(world.consumed) == sent and len(world.consumed) == len(sent)
     world.assert_at_rest()
-
-
-def assert_answered(world: World, request_id: str, load: RequestLoad) -> None:
-    stop = token_of(request_id, 2) if load.stops else None
-    for name in [request_id, *(f"{request_id}-{i}" for i in range(load.num_children))]:
-        expected = [token_of(name, index) for index in range(load.output)]
-        expected = expected[: expected.index(stop) + 1] if stop in expected else expected
-        if load.pools:
-            assert not world.tokens[name] and world.ends[name] in (["stop"], ["abort"])
-            assert world.pooled.get(name) == (name.encode() if world.ends[name] == ["stop"] else None)
-            assert load.abort is not None or world.ends[name] == ["stop"]
-        elif load.grammar == "bad":
-            assert not world.tokens[name] and world.ends[name] in (["error"], ["abort"])
-        elif load.abort is None or name != request_id:
-            assert world.tokens[name] == expected and world.ends[name] in (["length"], ["stop"])
-        else:
-            assert world.tokens[name] == expected[: len(world.tokens[name])] and world.ends[name] != ["error"]
-
-
-@settings(max_examples=250, deadline=None)
-@given(loads=st.lists(loads | pooled, min_size=1, max_size=10), flags=worlds, timing=st.integers(0, 2**32))
-def test_any_load_finishes_every_request_once_with_its_tokens(loads, flags, timing):
-    play(loads, flags, timing)
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    loads=st.lists(st.one_of(familiar, familiar, hungry, familiar_pooled), min_size=6, max_size=12),
-    flags=small_worlds,
-    timing=st.integers(0, 2**32),
-)
-def test_any_load_with_constant_eviction_finishes_every_request_once(loads, flags, timing):
-    play(loads, flags, timing)
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    loads=st.lists(st.one_of(conversing, conversing, growing), min_size=3, max_size=8),
-    flags=small_worlds_of_three,
-    timing=st.integers(0, 2**32),
-)
-def test_any_load_that_loses_cached_videos_finishes_every_request_once(loads, flags, timing):
-    play(loads, flags, timing)

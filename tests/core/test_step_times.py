@@ -18,21 +18,6 @@ def slow_world(seconds=SLOW, **more):
     return world
 
 
-def decode_beside(world, name="text", max_tokens=400):
-    """The times of a request's tokens while others have prompts."""
-    world.request(name, 6, max_tokens, first_token=9)
-    times = []
-    while name not in world.ends:
-        count = len(world.tokens.get(name, ()))
-        world.turn()
-        if len(world.tokens.get(name, ())) > count:
-            times.append(world.links.now)
-        if not [*world.core.scheduler._prefills()] and times:
-            return times
-        world.links.run_step()
-    return times
-
-
 @pytest.mark.parametrize(
     ("num_videos", "num_clients", "async_scheduling"), [(4, 1, True), (4, 1, False), (4, 4, True), (8, 8, True)]
 )
@@ -43,8 +28,14 @@ def test_a_decode_beside_long_prompts_gets_a_token_within_the_limit(num_videos, 
         media = [item(message(number), 20, 200, grids=5)]  # 0.8 s for each grid, in four blocks
         client = b"%d" % (number % num_clients)
         world.request(f"video {number}", 1000, 20, media, first_token=30 + number, client=client)
-    begun = world.links.now
-    times = decode_beside(world)
+    world.request("text", 6, 400, first_token=9)
+    begun, times = world.links.now, []  # of its tokens, while the others have prompts
+    while not times or [*world.core.scheduler._prefills()]:
+        count = len(world.tokens.get("text", ()))
+        world.turn()
+        if len(world.tokens.get("text", ())) > count:
+            times.append(world.links.now)
+        world.links.run_step()
     assert len(times) > 80 and max(b - a for a, b in itertools.pairwise(times)) <= LIMIT + SLOW[0] + 0.001
     # 0.1 s of decodes go beside each 0.5 s of prompts.
     work = num_videos * (1000 * SLOW[1] + 200 * SLOW[2])

@@ -1,39 +1,26 @@
 """Times of a request in its outputs, with the first and the last tokens only; the deadline of its media."""
 
-import pytest
-
 from mini_engine.messages import ChildRequest, EngineTimes, Finish
 from tests.support.simulated_core import CachingWorld, World, item, message
 
 
-class Clock:
-    def __init__(self, monkeypatch):
-        self.now = 100.0
-        monkeypatch.setattr("time.monotonic", lambda: self.now)
-
-    def run(self, world, until=lambda: False):
-        """Run until idle, or until a condition; each step takes the ranks a second."""
-        while True:
-            world.turn()
-            if until() or not world.links.steps:
-                return
-            self.now += 1
-            world.links.run_step()
+def timed_world(monkeypatch, kind=World, *args, **flags):
+    """Its clock shows 100 at first, and each step takes a second."""
+    world = kind(*args, seconds=(1, 0, 0), **flags)
+    world.links.now = 100.0
+    world.core.scheduler.times.clock = lambda: 0.0  # so that it does not learn how long steps take
+    monkeypatch.setattr("time.monotonic", lambda: world.links.now)
+    return world
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    return Clock(monkeypatch)
-
-
-def test_times_of_a_request_with_media(clock):
-    world = World(max_tokens=16, async_scheduling=False)
+def test_times_of_a_request_with_media(monkeypatch):
+    world = timed_world(monkeypatch, max_tokens=16, async_scheduling=False)
     world.request("a", prompt=30, max_tokens=3, media=[item(message(1), 1, 8)], ready=False)
-    clock.run(world)
+    world.run()
     assert not world.times  # not accepted: no rank has its media
-    clock.now = 200.0
+    world.links.now = 200.0
     world.media_ready(message(1))
-    clock.run(world)
+    world.run()
     # Of the first step's 16 tokens the item takes 8; the prompt's other 22 take two steps; each later token one.
     first, last = world.times["a"]
     assert first == EngineTimes(200, 200, encoded=201, first_token=203, last_token=203)
@@ -41,21 +28,21 @@ def test_times_of_a_request_with_media(clock):
     world.assert_at_rest()
 
 
-def test_times_of_a_queued_request(clock):
-    world = World(max_seqs=1, async_scheduling=False)
+def test_times_of_a_queued_request(monkeypatch):
+    world = timed_world(monkeypatch, max_seqs=1, async_scheduling=False)
     world.request("a", max_tokens=4)
     world.request("b", max_tokens=1, first_token=60)
-    clock.run(world)
+    world.run()
     assert world.times["a"][-1] == EngineTimes(100, 100, 100, 101, 104)
     assert world.times["b"] == [EngineTimes(100, 104, 104, 105, 105)]  # one token: the first and the last
 
 
-def test_preemption_keeps_the_first_times(clock):
-    world = World(blocks=8, async_scheduling=False)
+def test_preemption_keeps_the_first_times(monkeypatch):
+    world = timed_world(monkeypatch, blocks=8, async_scheduling=False)
     names = ["a", "b"]
     for number, name in enumerate(names):
         world.request(name, prompt=8, max_tokens=16, first_token=20 + 40 * number)
-    clock.run(world)
+    world.run()
     assert world.stats().preemptions > 0
     for name in names:
         first, last = world.times[name]
@@ -65,26 +52,27 @@ def test_preemption_keeps_the_first_times(clock):
     assert min(generation) == 15 < max(generation)  # the other one's detour is in its generation
 
 
-def test_children_and_stopped_requests_have_no_times(clock):
-    world = World(async_scheduling=False)
+def test_children_and_stopped_requests_have_no_times(monkeypatch):
+    world = timed_world(monkeypatch, async_scheduling=False)
     world.request("a", max_tokens=3, children=[ChildRequest("a-1", 2)])
     world.request("b", max_tokens=9, first_token=60)
-    clock.run(world, until=lambda: len(world.tokens.get("b", ())) == 2)
+    while len(world.tokens.get("b", ())) < 2:
+        world.run_steps(1)
     world.receive(Finish("b", "stop"))
-    clock.run(world)
+    world.run()
     assert world.ends == {"a": ["length"], "a-1": ["length"], "b": ["stop"]}
     assert {name: len(times) for name, times in world.times.items()} == {"a": 2, "b": 1}
 
 
-def test_late_media_time_out_the_request_and_are_released_on_arrival(clock):
-    world = CachingWorld("shm", ranks=2)
+def test_late_media_time_out_the_request_and_are_released_on_arrival(monkeypatch):
+    world = timed_world(monkeypatch, CachingWorld, "shm", ranks=2)
     world.write(world.reserve("video", b"cached" * 2), "video")
     media = [item(None, 1, media_hash=b"cached" * 2), item(message(1), 4)]
     world.request("video", prompt=12, media=media, ready=False, children=[ChildRequest("video-1", 3)])
     world.media_ready(message(1), rank=1)
     world.run()
     assert not world.missed
-    clock.now += 30
+    world.links.now += 30
     world.run()
     assert world.missed == {"video": None} and not world.ends
     assert world.links.released == [] == world.consumed, "rank 0 may still get it"

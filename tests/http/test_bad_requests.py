@@ -27,11 +27,10 @@ from tests.support.serving import (
     video,
 )
 
-CUT = CLIP[: len(CLIP) * 7 // 10]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-UNEVEN = {"video": {"timestamps": [0, 1]}}
-BODY_PATHS = [CHAT, COMPLETIONS, "/tokenize", "/detokenize"]
-MESSAGES = [{"role": "user", "content": "x"}]
+VALUE, UNKNOWN, MISSING = "invalid_value", "unknown_parameter", "missing_required_parameter"
+UNSUPPORTED, TOO_LONG = "unsupported_parameter", "context_length_exceeded"
+PART = "messages[0].content[0]"  # a parameter
 
 
 def user(*parts: Any) -> dict[str, Any]:
@@ -42,30 +41,15 @@ def text(content: str) -> dict[str, Any]:
     return {"type": "text", "text": content}
 
 
-def message(**fields: Any) -> dict[str, Any]:
-    return {"messages": [fields]}
-
-
-# --- fields ----------------------------------------------------------------------------------------------------------
-
-VALUE, UNKNOWN, MISSING = "invalid_value", "unknown_parameter", "missing_required_parameter"
-UNSUPPORTED, TOO_LONG = "unsupported_parameter", "context_length_exceeded"
-PART = "messages[0].content[0]"  # a parameter
-JSON_OBJECT = {"response_format": {"type": "json_object"}}
-
-
 def tool(**properties: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "look", "parameters": {"properties": {"at": properties}}}}
 
 
-FORCED = {"tools": [tool()], "tool_choice": "required"}
-OTHER = {"type": "function", "function": {"name": "other"}}
-ALLOWED = {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [tool(), OTHER]}}}
+# --- fields ----------------------------------------------------------------------------------------------------------
 
 
-async def test_errors_name_the_field_and_what_it_may_hold(served: Served) -> None:
-    """Those of a stream too, before anything is streamed."""
-    bad_chat: list[tuple[dict[str, Any], str, str, str]] = [
+@pytest.mark.parametrize(("path", "cases"), [
+    (CHAT, [
         ({"model": "other"}, "model_not_found", "model", "does not exist; this server has tiny, alias."),
         ({"max_token": 1}, UNKNOWN, "max_token", "did you mean 'max_tokens'?"),
         ({"stream_options": {"x - at $y": 1}}, UNKNOWN, "stream_options.x - at $y", "x - at $y'; leave it out"),
@@ -83,18 +67,21 @@ async def test_errors_name_the_field_and_what_it_may_hold(served: Served) -> Non
         ({"structured_outputs": {"regex": "a" * 100_001}}, VALUE, "structured_outputs", "more than 100000 bytes"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, VALUE, "structured_outputs", "exactly one of json, "),
         ({"tools": [], "tool_choice": tool()}, VALUE, "tool_choice", "function that is not in 'tools'"),
-        ({**FORCED, **ALLOWED}, VALUE, "tool_choice", "function that is not in 'tools'"),
+        ({"tools": [tool()], "tool_choice": {"type": "allowed_tools", "allowed_tools": {
+            "mode": "auto", "tools": [tool(), {"type": "function", "function": {"name": "other"}}],
+        }}}, VALUE, "tool_choice", "function that is not in 'tools'"),
         ({"tool_choice": {"type": "allowed_tools"}}, VALUE, "tool_choice", "has `allowed_tools`, and no other"),
         ({"tool_choice": {"type": "custom"}}, VALUE, "tool_choice.type", "send one of allowed_tools, function."),
-        ({**FORCED, **JSON_OBJECT}, VALUE, "tool_choice", "with structured output"),
+        ({"tools": [tool()], "tool_choice": "required", "response_format": {"type": "json_object"}}, VALUE,
+         "tool_choice", "with structured output"),
         ({"chat_template_kwargs": {"tools": 1}}, VALUE, "chat_template_kwargs", "set 'tools' as a field"),
         ({"continue_final_message": True, "add_generation_prompt": True}, VALUE, "messages", "not compatible"),
         ({"echo": 0}, UNSUPPORTED, "echo", "send false"),
         ({"media_io_kwargs": {"audio": {}}}, VALUE, "media_io_kwargs", "'audio'; send one of image, video."),
         ({"messages": None}, VALUE, "messages", "got `null`"),
         ({"messages": []}, VALUE, "messages", "length >= 1"),
-        (message(role="user"), VALUE, "messages[0]", "needs `content`"),
-        (message(role="assistant", function_call={}), VALUE, "messages[0].function_call", "expected `null`"),
+        ({"messages": [{"role": "user"}]}, VALUE, "messages[0]", "needs `content`"),
+        ({"messages": [{"role": "assistant", "function_call": {}}]}, VALUE, "messages[0].function_call", "`null`"),
         (user(text("word " * 700)), TOO_LONG, "messages", f"{MAX_MODEL_LEN}"),
         (user({"type": "output_text"}), VALUE, PART + ".type", "'output_text'; send one of file, image, image_url, "),
         (user({"type": "refusal", "refusal": "x"}), VALUE, "messages[0]", "only the role assistant may have a part"),
@@ -111,28 +98,34 @@ async def test_errors_name_the_field_and_what_it_may_hold(served: Served) -> Non
         (user({"type": "image_url", "image_url": {}}), MISSING, PART + ".image_url.url", "Missing"),
         ({"media_io_kwargs": {"video": {"timestamps": [0, 1, 1]}}}, VALUE, "media_io_kwargs", "later than the one"),
         ({"media_io_kwargs": {"video": {"timestamps": [*range(10_001)]}}}, VALUE, "media_io_kwargs", "length <= 10000"),
-    ]
-    bad_others: list[tuple[str, dict[str, Any], str, str, str]] = [
-        (COMPLETIONS, {}, MISSING, "prompt", "Missing required parameter: 'prompt'"),
-        (COMPLETIONS, {"prompt": []}, VALUE, "prompt", "length >= 1"),
-        (COMPLETIONS, {"prompt": ["a", ""]}, VALUE, "prompt", "empty"),
-        (COMPLETIONS, {"prompt": ["a", 1]}, VALUE, "prompt", "cannot be mixed"),
-        (COMPLETIONS, {"prompt": ["a"] * 65, "n": 2}, VALUE, "prompt", "65 prompts with 2 choices each are more"),
-        (COMPLETIONS, {"prompt": [10**6]}, VALUE, "prompt", "token id 1000000"),
-        (COMPLETIONS, {"prompt": "a <|image_pad|>"}, VALUE, "prompt", "<|image_pad|>"),
-        (COMPLETIONS, {"prompt": "a", "return_timings": True}, UNSUPPORTED, "return_timings", "not supported"),
-        ("/tokenize", {"prompt": "x", "messages": MESSAGES}, MISSING, "prompt", "either 'prompt' or 'messages'"),
-        ("/tokenize", {"prompt": "some words " * 3000}, TOO_LONG, "prompt", "Send a shorter prompt."),
-        ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, VALUE, "add_special_tokens", "only allowed"),
-        ("/tokenize", user({"type": "image", "uuid": "a"}), "invalid_media", "messages", "image 1: has a `uuid` alone"),
-        ("/detokenize", {"tokens": [10**6]}, VALUE, "tokens", "token id 1000000"),
-        ("/detokenize", {"tokens": [-1]}, VALUE, "tokens[0]", ">= 0"),
-    ]
-    served.context.renderer.max_tokens = MAX_MODEL_LEN
-    (placeholder,) = served.encode("<|image_pad|>")
-    media = (COMPLETIONS, {"prompt": [placeholder]}, VALUE, "prompt", "placeholder for media")
-    chat = [(CHAT, chat_body() | fields, *expected) for fields, *expected in bad_chat]
-    for path, body, code, param, says in [*chat, *bad_others, media]:
+    ]),
+    (COMPLETIONS, [
+        ({}, MISSING, "prompt", "Missing required parameter: 'prompt'"),
+        ({"prompt": []}, VALUE, "prompt", "length >= 1"),
+        ({"prompt": ["a", ""]}, VALUE, "prompt", "empty"),
+        ({"prompt": ["a", 1]}, VALUE, "prompt", "cannot be mixed"),
+        ({"prompt": ["a"] * 65, "n": 2}, VALUE, "prompt", "65 prompts with 2 choices each are more"),
+        ({"prompt": [10**6]}, VALUE, "prompt", "token id 1000000"),
+        ({"prompt": "a <|image_pad|>"}, VALUE, "prompt", "<|image_pad|>"),
+        ({"prompt": "a", "return_timings": True}, UNSUPPORTED, "return_timings", "not supported"),
+    ]),
+    ("/tokenize", [
+        (user(text("x")) | {"prompt": "x"}, MISSING, "prompt", "either 'prompt' or 'messages'"),
+        ({"prompt": "some words " * 3000}, TOO_LONG, "prompt", "Send a shorter prompt."),
+        (user(text("x")) | {"add_special_tokens": True}, VALUE, "add_special_tokens", "only allowed"),
+        (user({"type": "image", "uuid": "a"}), "invalid_media", "messages", "image 1: has a `uuid` alone"),
+    ]),
+    ("/detokenize", [
+        ({"tokens": [10**6]}, VALUE, "tokens", "token id 1000000"),
+        ({"tokens": [-1]}, VALUE, "tokens[0]", ">= 0"),
+    ]),
+])  # fmt: skip
+async def test_errors_name_the_field_and_what_it_may_hold(
+    served: Served, path: str, cases: list[tuple[dict[str, Any], str, str, str]]
+) -> None:
+    """Those of a stream too, before anything is streamed."""
+    for fields, code, param, says in cases:
+        body = {**(chat_body() if path == CHAT else {}), **fields}
         for sent in [body, {"stream": True, **body}] if path in (CHAT, COMPLETIONS) else [body]:
             response = await served.http.post(path, json=sent)
             check_error(response, 404 if code == "model_not_found" else 400, code, says)
@@ -140,6 +133,12 @@ async def test_errors_name_the_field_and_what_it_may_hold(served: Served) -> Non
             assert (error["type"], error["param"]) == ("invalid_request_error", param)
             assert len(error["message"]) < 400
     assert not served.core.requests
+
+
+async def test_token_id_of_a_placeholder_is_refused(served: Served) -> None:
+    response = await served.http.post(COMPLETIONS, json={"prompt": served.encode("<|image_pad|>")})
+    check_error(response, 400, VALUE, "placeholder for media")
+    assert response.json()["error"]["param"] == "prompt"
 
 
 async def test_null_ignored_and_neutral_values_change_nothing(served: Served) -> None:
@@ -162,24 +161,23 @@ async def test_null_ignored_and_neutral_values_change_nothing(served: Served) ->
 # --- media -----------------------------------------------------------------------------------------------------------
 
 
-def file_part(path: str) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": f"file://{path}"}}
-
-
-def data_part(data: bytes) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": f"data:;base64,{base64.b64encode(data).decode()}"}}
-
-
 async def test_errors_name_the_item_and_the_limit(serve: Serve) -> None:
+    def file_part(path: str) -> dict[str, Any]:
+        return {"type": "image_url", "image_url": {"url": f"file://{path}"}}
+
+    def data_part(data: bytes) -> dict[str, Any]:
+        return {"type": "image_url", "image_url": {"url": f"data:;base64,{base64.b64encode(data).decode()}"}}
+
+    cut, uneven = CLIP[: len(CLIP) * 7 // 10], {"video": {"timestamps": [0, 1]}}
     bad_media: list[tuple[list[Any], dict[str, Any], str, str, str]] = [
         ([image()] * 6, {}, VALUE, "messages", "6 image items, more than the 5"),
         ([data_part(b"AAAA")], {}, "invalid_media", "messages", "image 1"),
-        ([video()], {"media_io_kwargs": UNEVEN}, "invalid_media", "messages", "video 1: timestamps are for a video"),
+        ([video()], {"media_io_kwargs": uneven}, "invalid_media", "messages", "video 1: timestamps are for a video"),
         ([image(), data_part(b"x" * (MAX_MEDIA_BYTES + 1))], {}, "invalid_media", "messages", "--max-media-bytes"),
         ([file_part("/etc/hostname")], {}, "invalid_media", "messages", "no such regular file"),
         ([{"type": "image", "image": "/etc/hostname"}], {}, "invalid_media", "messages", "image 1: no such regular"),
         ([{"type": "video", "video": "a.mp4"}], {}, "invalid_media", "messages", "video 1: the URL must start with"),
-        ([video(), video(CUT)], {}, "invalid_media", "messages", "video 2: the file is truncated or damaged"),
+        ([video(), video(cut)], {}, "invalid_media", "messages", "video 2: the file is truncated or damaged"),
         ([image(140), image(141)], {}, "media_too_large", "messages", "--encoder-cache-tokens 50"),
         ([video()], {"media_io_kwargs": {"video": {"x": 3}}}, VALUE, "media_io_kwargs", "unknown field `x`"),
         ([], {"media_io_kwargs": {"image": {"x": 1}}}, VALUE, "media_io_kwargs", "images have no settings"),
@@ -210,24 +208,24 @@ async def test_token_ids_are_checked_before_media_are_loaded(served: Served, web
 # --- bodies ----------------------------------------------------------------------------------------------------------
 
 
-async def response_to_headers(served: Served, path: str, *headers: str) -> tuple[bytes, dict[str, str]]:
-    """Head and error of the response to a request whose body is not sent."""
-    reader, _ = await served.connect("\r\n".join([f"POST {path} HTTP/1.1", "host: x", *headers, "", ""]).encode())
-    async with asyncio.timeout(PATIENCE):
-        head = await reader.readuntil(b"\r\n\r\n")
-        return head, json.loads(await reader.readuntil(b"}}"))["error"]
-
-
-@pytest.mark.parametrize("path", BODY_PATHS)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize", "/detokenize"])
 async def test_body_is_refused_by_its_headers(served: Served, path: str) -> None:
     """A page may make a browser send the first of these types without a preflight."""
+
+    async def response_to_headers(*headers: str) -> tuple[bytes, dict[str, str]]:
+        """Head and error of the response to a request whose body is not sent."""
+        reader, _ = await served.connect("\r\n".join([f"POST {path} HTTP/1.1", "host: x", *headers, "", ""]).encode())
+        async with asyncio.timeout(PATIENCE):
+            head = await reader.readuntil(b"\r\n\r\n")
+            return head, json.loads(await reader.readuntil(b"}}"))["error"]
+
     for given in (None, "", "text/plain", "application/x-www-form-urlencoded", "application/json-seq"):
         typed = [] if given is None else [f"content-type: {given}"]
-        head, error = await response_to_headers(served, path, *typed, "content-length: 9")
+        head, error = await response_to_headers(*typed, "content-length: 9")
         assert b" 415 " in head and b"\r\naccept: application/json\r\n" in head
         assert error["code"] == "invalid_http" and "'Content-Type: application/json'" in error["message"]
     large = f"content-length: {MAX_REQUEST_BYTES + 1}"
-    head, error = await response_to_headers(served, path, "content-type: application/json", large)
+    head, error = await response_to_headers("content-type: application/json", large)
     assert b" 413 " in head and error["code"] == "request_too_large"
     coded = {"content-type": "application/json", "content-encoding": "gzip"}
     response = await served.http.post(path, content=gzip.compress(b"{}"), headers=coded)
@@ -263,30 +261,28 @@ async def test_body_without_a_length_is_read_up_to_the_limit(served: Served, beg
     assert (await served.post()).status_code == 200
 
 
-def filled(begin: str, item: str, end: str, size: int = 4 << 20) -> bytes:
-    """A body of nearly `size` bytes with as many items as it has room for."""
-    return (begin + ",".join([item] * ((size - 200) // (len(item) + 1))) + end).encode()
-
-
-USER, DEEP = '{"messages": [{"role": "user", "content": "x"}], ', "more than 131072 arrays, objects, fields and items"
-CALL_BEGIN = '{"messages": [{"role": "assistant", "tool_calls": [{"id": "", "function": {"name": "f", "arguments": "'
-
-
 async def test_structure_is_bounded(served: Served) -> None:
+    def filled(begin: str, item: str, end: str, size: int = 4 << 20) -> bytes:
+        """A body of nearly `size` bytes with as many items as it has room for."""
+        return (begin + ",".join([item] * ((size - 200) // (len(item) + 1))) + end).encode()
+
+    deep = "more than 131072 arrays, objects, fields and items"
+    chat = '{"messages": [{"role": "user", "content": "x"}], '
+    call = '{"messages": [{"role": "assistant", "tool_calls": [{"id": "", "function": {"name": "f", "arguments": "'
     large: list[tuple[str, bytes, int, str]] = [
-        (CHAT, filled(USER + '"chat_template_kwargs": {"part": [', "[]", "]}}"), 413, DEEP),
-        (CHAT, filled(USER + '"metadata": [', "9e300", "]}", 20_000), 413, DEEP),
-        (CHAT, filled(USER + '"metadata": [', "1" * 4300, "]}", 99_000), 413, DEEP),
-        (CHAT, filled(CALL_BEGIN + "[", "1E308", ']"}}]}]}', 20_000), 400, "The 'arguments' of all calls have " + DEEP),
+        (CHAT, filled(chat + '"chat_template_kwargs": {"part": [', "[]", "]}}"), 413, deep),
+        (CHAT, filled(chat + '"metadata": [', "9e300", "]}", 20_000), 413, deep),
+        (CHAT, filled(chat + '"metadata": [', "1" * 4300, "]}", 99_000), 413, deep),
+        (CHAT, filled(call + "[", "1E308", ']"}}]}]}', 20_000), 400, "The 'arguments' of all calls have " + deep),
         (CHAT, filled('{"messages": [{"role": "user", "content": [', '{"type":"text","text":""}', "]}]}", 200_000), 400,
          "length <= 4096"),
-        (CHAT, filled(CALL_BEGIN + "[", "[]", ']"}}]}]}'), 400, "The 'arguments' of all calls have " + DEEP),
-        (CHAT, filled(USER + '"tool_choice": "required", "tools": [', json.dumps(tool(const="a" * 40_000)), "]}"), 400,
+        (CHAT, filled(call + "[", "[]", ']"}}]}]}'), 400, "The 'arguments' of all calls have " + deep),
+        (CHAT, filled(chat + '"tool_choice": "required", "tools": [', json.dumps(tool(const="a" * 40_000)), "]}"), 400,
          "more than 100000 bytes"),
-        (COMPLETIONS, filled('{"prompt": "x", "echo": [', '"a"', "]}"), 413, DEEP),
-        (COMPLETIONS, filled('{"prompt": [', "1", "]}"), 413, DEEP),
+        (COMPLETIONS, filled('{"prompt": "x", "echo": [', '"a"', "]}"), 413, deep),
+        (COMPLETIONS, filled('{"prompt": [', "1", "]}"), 413, deep),
         (COMPLETIONS, filled('{"prompt": [', "1", "]}", 2 << 20), 400, "exceeds --max-model-len"),
-        ("/tokenize", filled(CALL_BEGIN + "[", "[]", ']"}}]}]}'), 400, DEEP),
+        ("/tokenize", filled(call + "[", "[]", ']"}}]}]}'), 400, deep),
         ("/detokenize", filled('{"tokens": [', "1", "]}", 2 << 20), 400, f"more than --max-model-len, {MAX_MODEL_LEN}"),
     ]  # fmt: skip
     for path, body, status, says in large:

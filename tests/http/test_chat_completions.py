@@ -5,7 +5,6 @@ import base64
 import gc
 import re
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -13,29 +12,12 @@ import torch
 
 from mini_engine.http import responses
 from mini_engine.media.hashing import content_digest
-from mini_engine.media.loader import MediaLoader
 from mini_engine.media.sources import local_files
 from mini_engine.messages import Problem
 from mini_engine.protocol.bodies import ChatRequest
-from tests.support import serving
 from tests.support.patience import eventually
 from tests.support.peers import as_requests
-from tests.support.serving import (
-    ANSWER,
-    CLIP,
-    Counted,
-    GatedProcessor,
-    Served,
-    check_error,
-    choices_of,
-    events_of,
-    image,
-    media_loader,
-    video,
-)
-
-CUT = CLIP[: len(CLIP) * 7 // 10]
-streamed_or_whole = pytest.mark.parametrize("stream", [False, True])
+from tests.support.serving import ANSWER, CLIP, Counted, Served, check_error, choices_of, events_of, image, video
 
 
 def with_usage(stream: bool) -> dict[str, Any]:
@@ -45,7 +27,7 @@ def with_usage(stream: bool) -> dict[str, Any]:
 # --- answers ---------------------------------------------------------------------------------------------------------
 
 
-@streamed_or_whole
+@pytest.mark.parametrize("stream", [False, True])
 async def test_answer_and_its_usage(served: Served, stream: bool) -> None:
     counted = Counted("request_success_total{finished_reason=length}")
     answer = await choices_of(await served.ask(**with_usage(stream)))
@@ -58,7 +40,7 @@ async def test_answer_and_its_usage(served: Served, stream: bool) -> None:
     assert (request.media, request.children) == ([], [])
 
 
-@streamed_or_whole
+@pytest.mark.parametrize("stream", [False, True])
 async def test_choices(served: Served, stream: bool) -> None:
     texts = [["a red", " circle"], ["the blue", " square", " stands"], ["moving"]]
     served.core.script = lambda request: [served.encode(text) for text in texts[request.sampling.seed]]
@@ -75,7 +57,7 @@ async def test_choices(served: Served, stream: bool) -> None:
     assert answer.usage.completion_tokens == sum(map(len, map(served.encode, delivered)))
 
 
-@streamed_or_whole
+@pytest.mark.parametrize("stream", [False, True])
 async def test_stop_string_ends_the_request(served: Served, stream: bool) -> None:
     served.says("a red", " circ", "le moving", " left")
     served.core.hold = True
@@ -85,19 +67,17 @@ async def test_stop_string_ends_the_request(served: Served, stream: bool) -> Non
     assert [finish.reason for finish in served.core.finishes] == ["stop"]
 
 
-END_TOKENS: list[tuple[str, dict[str, Any], str]] = [
-    ("x", {}, "a red"),
-    ("x", {"include_stop_str_in_output": True}, "a redx"),
-    ("<|im_end|>", {"skip_special_tokens": False}, "a red"),
-    ("<|im_end|>", {"skip_special_tokens": False, "include_stop_str_in_output": True}, "a red<|im_end|>"),
-    ("<|im_end|>", {"include_stop_str_in_output": True}, "a red"),
-]
-
-
 async def test_stop_token_is_in_the_text_where_it_is_asked_for(served: Served) -> None:
     served.says("a red")
     served.core.hold = True
-    for count, (text, fields, expected) in enumerate(END_TOKENS, 1):
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("x", {}, "a red"),
+        ("x", {"include_stop_str_in_output": True}, "a redx"),
+        ("<|im_end|>", {"skip_special_tokens": False}, "a red"),
+        ("<|im_end|>", {"skip_special_tokens": False, "include_stop_str_in_output": True}, "a red<|im_end|>"),
+        ("<|im_end|>", {"include_stop_str_in_output": True}, "a red"),
+    ]
+    for count, (text, fields, expected) in enumerate(cases, 1):
         (token,) = served.encode(text)
         asking = asyncio.create_task(served.ask(extra_body={"stop_token_ids": [token], **fields}))
         await served.core.end(await served.core.has_requests(count), "stop", tokens=[token])
@@ -115,7 +95,7 @@ async def test_error_of_the_engine_that_a_retry_may_avoid_is_a_503(served: Serve
     assert (await asking).headers["retry-after"] and (await asking).json()["error"]["param"] is None
 
 
-@streamed_or_whole
+@pytest.mark.parametrize("stream", [False, True])
 async def test_logprobs(served: Served, stream: bool) -> None:
     served.says("a red", " circ", "le 🎈", " left", " x")
     asked = {"logprobs": True, "top_logprobs": 2, "stop": ["left"], **with_usage(stream)}
@@ -162,21 +142,19 @@ async def test_conversation_and_tensors_are_freed_once_the_engine_has_them(serve
 # --- media -----------------------------------------------------------------------------------------------------------
 
 
-FEWER: list[dict[str, Any]] = [
-    {"media_io_kwargs": {"video": {"num_frames": 4}}},
-    {"mm_processor_kwargs": {"num_frames": 4}},
-    {"media_io_kwargs": {"video": {"fps": 3.0, "max_frames": None}, "image": {}}, "mm_processor_kwargs": {}},
-]
-
-
-SMALLER = {"mm_processor_kwargs": {"size": {"longest_edge": 8 * 28 * 28}}}
-SETTINGS: list[tuple[dict[str, Any], list[tuple[dict[str, Any], int]]]] = [
-    (video(), [({}, 24), *((fewer, 8) for fewer in FEWER)]),
-    (image(140), [({}, 25), (SMALLER, 4), (FEWER[0], 25)]),  # an image does not depend on what is said of videos
-]
-
-
-@pytest.mark.parametrize(("part", "cases"), SETTINGS)
+@pytest.mark.parametrize(("part", "cases"), [
+    (video(), [
+        ({}, 24),
+        ({"media_io_kwargs": {"video": {"num_frames": 4}}}, 8),
+        ({"mm_processor_kwargs": {"num_frames": 4}}, 8),
+        ({"media_io_kwargs": {"video": {"fps": 3.0, "max_frames": None}, "image": {}}, "mm_processor_kwargs": {}}, 8),
+    ]),
+    (image(140), [
+        ({}, 25),
+        ({"mm_processor_kwargs": {"size": {"longest_edge": 8 * 28 * 28}}}, 4),
+        ({"media_io_kwargs": {"video": {"num_frames": 4}}}, 25),  # an image does not depend on what is said of videos
+    ]),
+])  # fmt: skip
 async def test_request_may_ask_for_fewer_frames_or_smaller_items(served: Served, part: Any, cases: Any) -> None:
     for fields, tokens in [*cases, *cases]:
         assert (await served.post([part], **fields)).json()["usage"]["media"][0]["tokens"] == tokens
@@ -219,11 +197,12 @@ async def test_a_file_is_read_again_only_if_it_must_be_decoded(served: Served, m
     assert "was changed" in (await served.post([part])).json()["error"]["message"]
 
 
-@streamed_or_whole
+@pytest.mark.parametrize("stream", [False, True])
 async def test_usage_says_what_the_model_saw_and_what_the_engine_had(served: Served, stream: bool) -> None:
+    fewer = {"media_io_kwargs": {"video": {"num_frames": 4}}}
     for cached in (None, "patches", "embeddings", "facts"):
         served.core.held = cached or "patches"
-        answer = await served.ask([image(140), video()], extra_body=FEWER[0], **with_usage(stream))
+        answer = await served.ask([image(140), video()], extra_body=fewer, **with_usage(stream))
         usage = (await choices_of(answer)).usage
         frames = {"frames": 4, "seconds_per_frame": 0.3, "timestamps": [0.0, 0.3, 0.7, 1.1]}
         assert usage.media == [
@@ -237,28 +216,22 @@ async def test_usage_says_what_the_model_saw_and_what_the_engine_had(served: Ser
     assert not hasattr((await choices_of(await served.ask(**with_usage(stream)))).usage, "media")
 
 
-@pytest.fixture(scope="module")
-async def partial_media(processor: GatedProcessor, media: MediaLoader) -> AsyncIterator[MediaLoader]:
-    made = media_loader(processor, media.policy, allow_partial=True)
-    yield made
-    made.close()
-
-
 async def test_part_of_a_video_is_answered_with_a_warning_where_the_server_says_so(
-    processor: GatedProcessor, partial_media: MediaLoader
+    served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with serving.serve(processor, partial_media) as served:
-        content = [video(CUT), image(), video(CUT)]
-        first, second = (await served.post(content, n=2)).json()["warnings"]
-        assert first.startswith(f"video 1: {len(CUT)} of at least {len(CLIP)} bytes are there; ")
-        assert first.endswith(" frames were read") and second == first.replace("video 1", "video 2")
-        for options in ({}, {"stream_options": {"include_usage": True}}):
-            response = await served.post(content, stream=True, return_timings=True, **options)
-            *others, last = events_of(response)
-            assert last["warnings"] == [first, second] and "metrics" in last and ("usage" in last) == bool(options)
-            assert not any("warnings" in chunk or "metrics" in chunk for chunk in others)
-        assert "warnings" not in (await served.post([video()])).json()
-        cold, again = served.core.requests[:2]
-        assert [item.patches is None for item in again.media] == [False, True, False]  # a part is never a hit
-        assert [item.cacheable for item in cold.media] == [False, True, False]
-        assert len({request.media[0].media_hash for request in (cold, again)}) == 2
+    monkeypatch.setattr(served.context.media, "_allow_partial", True)
+    cut = CLIP[: len(CLIP) * 7 // 10]
+    content = [video(cut), image(), video(cut)]
+    first, second = (await served.post(content, n=2)).json()["warnings"]
+    assert first.startswith(f"video 1: {len(cut)} of at least {len(CLIP)} bytes are there; ")
+    assert first.endswith(" frames were read") and second == first.replace("video 1", "video 2")
+    for options in ({}, {"stream_options": {"include_usage": True}}):
+        response = await served.post(content, stream=True, return_timings=True, **options)
+        *others, last = events_of(response)
+        assert last["warnings"] == [first, second] and "metrics" in last and ("usage" in last) == bool(options)
+        assert not any("warnings" in chunk or "metrics" in chunk for chunk in others)
+    assert "warnings" not in (await served.post([video()])).json()
+    cold, again = served.core.requests[:2]
+    assert [item.patches is None for item in again.media] == [False, True, False]  # a part is never a hit
+    assert [item.cacheable for item in cold.media] == [False, True, False]
+    assert len({request.media[0].media_hash for request in (cold, again)}) == 2

@@ -10,10 +10,6 @@ from mini_engine.media import settings as media_settings
 from tests.support.patience import eventually
 from tests.support.serving import ANSWER, MAX_MODEL_LEN, Counted, Served, choices_of, image, video
 
-FRAME = image(57)["image_url"]["url"].partition(",")[2]
-FRAMES = {"type": "video_url", "video_url": {"url": f"data:video/jpeg;base64,{FRAME},{FRAME},{FRAME}"}}
-streamed_or_whole = pytest.mark.parametrize("stream", [False, True])
-
 
 async def test_text_goes_on(served: Served) -> None:
     response = await served.http.post("/v1/completions", json={"prompt": "hello"})
@@ -22,16 +18,14 @@ async def test_text_goes_on(served: Served) -> None:
     assert response.json()["id"] == request.request_id == response.headers["x-request-id"]
 
 
-PROMPTS = ["one more", "another text", "third"]
-
-
-@streamed_or_whole
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("as_tokens", [False, True])
 @pytest.mark.parametrize("count", [1, 3])
 async def test_every_choice_is_of_its_prompt(served: Served, count: int, as_tokens: bool, stream: bool) -> None:
     """Choice i of prompt p has the index p * n + i."""
-    token_ids = [served.encode(text) for text in PROMPTS[:count]]
-    asked = token_ids if as_tokens else PROMPTS[:count]
+    texts = ["one more", "another text", "third"][:count]
+    token_ids = [served.encode(text) for text in texts]
+    asked = token_ids if as_tokens else texts
     served.core.cached = 3
     served.core.script = lambda request: [
         *([one] for one in request.prompt_token_ids),
@@ -40,13 +34,13 @@ async def test_every_choice_is_of_its_prompt(served: Served, count: int, as_toke
     options: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
     fields = {"n": 2, "seed": 0, "stream": stream, "max_tokens": 50, **options}
     answer = await choices_of(await served.complete(asked[0] if count == 1 else asked, **fields), 2 * count)
-    assert answer.texts == [f"{text}{number}" for text in PROMPTS[:count] for number in (0, 1)]
+    assert answer.texts == [f"{text}{number}" for text in texts for number in (0, 1)]
     assert [request.prompt_token_ids for request in served.core.requests] == token_ids
     assert answer.usage.prompt_tokens == sum(map(len, token_ids))
     assert answer.usage.prompt_tokens_details.cached_tokens == 3 * count
 
 
-@streamed_or_whole
+@pytest.mark.parametrize("stream", [False, True])
 async def test_logprobs(served: Served, stream: bool) -> None:
     answer = await choices_of(await served.complete(logprobs=2, stream=stream))
     tokens = [token for part in answer.logprobs for token in part.tokens]
@@ -67,7 +61,7 @@ async def test_tokens_that_are_parts_of_a_character_are_listed_as_bytes(served: 
     assert logprobs.text_offset == [0, 1, 1, 2]
 
 
-@streamed_or_whole
+@pytest.mark.parametrize("stream", [False, True])
 async def test_prompt_that_fails_ends_the_others(served: Served, stream: bool) -> None:
     served.says()
     served.core.hold = True
@@ -79,7 +73,7 @@ async def test_prompt_that_fails_ends_the_others(served: Served, stream: bool) -
     await served.core.has_aborted(first.request_id)
 
 
-@streamed_or_whole
+@pytest.mark.parametrize("stream", [False, True])
 async def test_client_that_leaves_ends_all_prompts(served: Served, stream: bool) -> None:
     served.says()
     served.core.hold = True
@@ -114,7 +108,9 @@ async def test_text_to_tokens_and_back(served: Served, text: str) -> None:
     ([video()], {"mm_processor_kwargs": {"fps": 5, "do_sample_frames": True}}),
     *[([video()], {"media_io_kwargs": {"video": asked}}) for asked in ({"fps": 5}, {"num_frames": 3}, {"end": 0.2})],
     ([video()], {"max_completion_tokens": MAX_MODEL_LEN - 64}),  # which leaves less room for the video
-    ([FRAMES], {"media_io_kwargs": {"video": {"timestamps": [0, 0.5, 1.5]}}}),
+    ([{"type": "video",
+       "video": "data:video/jpeg;base64," + ",".join([image(57)["image_url"]["url"].partition(",")[2]] * 3)}],
+     {"media_io_kwargs": {"video": {"timestamps": [0, 0.5, 1.5]}}}),
 ])  # fmt: skip
 async def test_tokens_of_a_conversation(
     served: Served, content: Any, more: Any, monkeypatch: pytest.MonkeyPatch

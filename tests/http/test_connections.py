@@ -42,12 +42,9 @@ async def until_closed(served: Served, data: bytes, drip: bytes = b"") -> bytes:
     return response
 
 
-HALF = CHAT_HEAD + b"content-length: 900\r\n\r\n{"
-CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
-LARGE = b"a: a\r\n" * 4_000  # 24 KB
-
-
 async def test_slow_and_invalid_requests_are_closed(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    half, chunked = CHAT_HEAD + b"content-length: 900\r\n\r\n{", b"transfer-encoding: chunked\r\n\r\n"
+    large = b"a: a\r\n" * 4_000  # 24 KB
     closed = [
         ("nothing is sent", b"", b"", b""),
         ("half of pipelined headers", LIVE + CHAT_HEAD, b"", b"200"),
@@ -56,21 +53,21 @@ async def test_slow_and_invalid_requests_are_closed(serve: Serve, caplog: pytest
         ("idle after a response", LIVE, b"", b"200"),
         ("empty lines between requests", b"\r\n" + LIVE + b"\r\n" + LIVE + b"\r\n", b"", b"200 200"),
         ("dripping headers after a response", LIVE, b"a", b"200"),
-        ("half a body", HALF, b"", b"408"),
-        ("dripping body", HALF, b"a", b"408"),
-        ("dripping body of another endpoint", HALF.replace(b"v1/chat/completions", b"detokenize"), b"a", b"408"),
+        ("half a body", half, b"", b"408"),
+        ("dripping body", half, b"a", b"408"),
+        ("dripping body of another endpoint", half.replace(b"v1/chat/completions", b"detokenize"), b"a", b"408"),
         ("dripping body after its response", CHAT_HEAD + b"content-length: %d\r\n\r\n" % (1 << 40), b"a", b"413"),
-        ("invalid body after its response", CHAT_HEAD.replace(b"chat", b"x") + CHUNKED, b"z", b"404"),
+        ("invalid body after its response", CHAT_HEAD.replace(b"chat", b"x") + chunked, b"z", b"404"),
         ("TLS", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"", b"400"),
         ("incomplete headers too large", LIVE[:-2] + b"a: " + b"a" * 20_000, b"", b"400"),
-        ("headers too large in one packet", LIVE[:-2] + LARGE + b"\r\n", b"", b"400"),
-        ("large headers of a pipelined request", LIVE + LIVE[:-2] + LARGE + b"\r\n", b"", b"200 400"),
-        ("large line of a chunk", CHAT_HEAD + CHUNKED + b"1;" + b"a" * 24_000 + b"\r\n{\r\n", b"", b"400"),
-        ("tiny chunks", CHAT_HEAD + CHUNKED + b"1\r\n{\r\n" * 300, b"", b"400"),
-        ("large trailers", CHAT_HEAD + CHUNKED + b"0\r\n" + LARGE + b"\r\n", b"", b"400"),
+        ("headers too large in one packet", LIVE[:-2] + large + b"\r\n", b"", b"400"),
+        ("large headers of a pipelined request", LIVE + LIVE[:-2] + large + b"\r\n", b"", b"200 400"),
+        ("large line of a chunk", CHAT_HEAD + chunked + b"1;" + b"a" * 24_000 + b"\r\n{\r\n", b"", b"400"),
+        ("tiny chunks", CHAT_HEAD + chunked + b"1\r\n{\r\n" * 300, b"", b"400"),
+        ("large trailers", CHAT_HEAD + chunked + b"0\r\n" + large + b"\r\n", b"", b"400"),
         ("a space before the colon", LIVE[:-2] + b"Authorization : Bearer secret\r\n\r\n", b"", b"400"),
         ("two lengths", CHAT_HEAD + b"content-length: 5\r\ncontent-length: 6\r\n\r\n", b"", b"400"),
-        ("a length and chunks", CHAT_HEAD + b"content-length: 5\r\n" + CHUNKED + b"0\r\n\r\n", b"", b"400"),
+        ("a length and chunks", CHAT_HEAD + b"content-length: 5\r\n" + chunked + b"0\r\n\r\n", b"", b"400"),
         ("another coding", CHAT_HEAD + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n", b"", b"400"),
     ]
     labels = {"handler": "none", "method": "other", "status": "4xx"}

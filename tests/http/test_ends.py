@@ -5,7 +5,7 @@ released: each server checks that at its end.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import httpx
@@ -21,8 +21,6 @@ from tests.support.peers import make_queue
 from tests.support.serving import Counted, Serve, Served, SlowWeb, check_error, image
 from tests.support.tensor_queue import ME, Rank, address_of
 
-Asking = asyncio.Task[httpx.Response]
-
 
 @pytest.fixture
 async def served(serve: Serve) -> AsyncIterator[Served]:
@@ -33,92 +31,57 @@ async def served(serve: Serve) -> AsyncIterator[Served]:
         yield served
 
 
-async def downloading(served: Served, web: SlowWeb) -> Asking:
-    asking = served.asking([web.part, image()])
-    await eventually(web.asked.is_set)
+BEFORE_ENGINE = ["downloading", "queued for decoding", "looked up", "processed", "waiting for room", "processed again"]
+AT_ENGINE = ["sent", "on embeddings", "answered", "streamed"]
+every_stage = pytest.mark.parametrize("stage", BEFORE_ENGINE + AT_ENGINE)
+
+
+async def ask_until(stage: str, served: Served, web: SlowWeb) -> asyncio.Task[httpx.Response]:
+    """A request that is held at this stage."""
+    core, gate, places = served.core, served.gate, served.context.places
+    match stage:
+        case "downloading":
+            asking = served.asking([web.part, image()])
+            await eventually(web.asked.is_set)
+        case "queued for decoding":
+            gate.door.clear()
+            served.asking([image(56 + number) for number in range(places.limit)])
+            await eventually(lambda: not places.num_free)
+            asking = served.asking([image()])
+            await eventually(places.queue.locked)
+        case "looked up":
+            core.replies_to.discard("look_up")
+            asking = served.asking([image(84)])
+            await eventually(lambda: len(core.look_ups) == 2)
+        case "processed":
+            gate.door.clear()
+            asking = served.asking([image(84), image()])
+            await eventually(lambda: gate.inside == 1)
+        case "waiting for room":
+            served.asking([image(56)])
+            await core.has_requests(2)
+            asking = served.asking([image(57)])
+            await eventually(lambda: len(served.context.engines.engines[0].requests) == 2)
+        case "streamed":
+            counted = Counted("time_to_first_token_seconds_count")
+            asking = served.asking("hello", stream=True)
+            await eventually(lambda: counted.since() != [0])
+        case _:
+            core.accepts = stage == "answered"
+            core.held = "patches" if stage in ("sent", "answered") else "embeddings"
+            asking = served.asking([image(84), image()], n=2)
+            request = await core.has_requests(2)
+            if stage == "processed again":
+                gate.door.clear()
+                await core.turn_down(request, arrival=3)
+                await eventually(lambda: gate.inside == 2)
     return asking
-
-
-async def queued_for_decoding(served: Served, _: SlowWeb) -> Asking:
-    places = served.context.places
-    served.gate.door.clear()
-    served.asking([image(56 + number) for number in range(places.limit)])
-    await eventually(lambda: not places.num_free)
-    asking = served.asking([image()])
-    await eventually(places.queue.locked)
-    return asking
-
-
-async def looked_up(served: Served, _: SlowWeb) -> Asking:
-    served.core.replies_to.discard("look_up")
-    asking = served.asking([image(84)])
-    await eventually(lambda: len(served.core.look_ups) == 2)
-    return asking
-
-
-async def processed(served: Served, _: SlowWeb) -> Asking:
-    served.gate.door.clear()
-    asking = served.asking([image(84), image()])
-    await eventually(lambda: served.gate.inside == 1)
-    return asking
-
-
-async def waiting_for_room(served: Served, _: SlowWeb) -> Asking:
-    served.asking([image(56)])
-    await served.core.has_requests(2)
-    asking = served.asking([image(57)])
-    await eventually(lambda: len(served.context.engines.engines[0].requests) == 2)
-    return asking
-
-
-async def sent(served: Served, _: SlowWeb) -> Asking:
-    served.core.accepts = False
-    asking = served.asking([image()], n=2)
-    await served.core.has_requests(2)
-    return asking
-
-
-async def on_embeddings(served: Served, _: SlowWeb) -> Asking:
-    served.core.held, served.core.accepts = "embeddings", False
-    asking = served.asking([image(84), image()], n=2)
-    await served.core.has_requests(2)
-    return asking
-
-
-async def processed_again(served: Served, web: SlowWeb) -> Asking:
-    asking = await on_embeddings(served, web)
-    served.gate.door.clear()
-    await served.core.turn_down(served.core.requests[-1], arrival=3)
-    await eventually(lambda: served.gate.inside == 2)
-    return asking
-
-
-async def answered(served: Served, _: SlowWeb) -> Asking:
-    asking = served.asking([image()], n=3)
-    await eventually(lambda: len(served.core.running) == 3)
-    return asking
-
-
-async def streamed(served: Served, _: SlowWeb) -> Asking:
-    counted = Counted("time_to_first_token_seconds_count")
-    asking = served.asking("hello", stream=True)
-    await eventually(lambda: counted.since() != [0])
-    return asking
-
-
-Stage = Callable[[Served, SlowWeb], Awaitable[Asking]]
-BEFORE_ENGINE: list[Stage] = [
-    downloading, queued_for_decoding, looked_up, processed, waiting_for_room, processed_again
-]  # fmt: skip
-AT_ENGINE: list[Stage] = [sent, on_embeddings, answered, streamed]
-WITHOUT_REFERENCES = (downloading, queued_for_decoding, *AT_ENGINE)  # or the engine has claimed them
-every_stage = pytest.mark.parametrize("stage", BEFORE_ENGINE + AT_ENGINE, ids=lambda stage: stage.__name__)
 
 
 @every_stage
-async def test_client_leaves(served: Served, web: SlowWeb, stage: Stage) -> None:
+async def test_client_leaves(served: Served, web: SlowWeb, stage: str) -> None:
     core, counted = served.core, Counted("request_success_total{finished_reason=abort}")
-    asking = await stage(served, web)
+    asking = await ask_until(stage, served, web)
     await cancelled(asking)
     await eventually(lambda: counted.since() == [1])
     if stage in AT_ENGINE:
@@ -126,28 +89,25 @@ async def test_client_leaves(served: Served, web: SlowWeb, stage: Stage) -> None
         await core.has_aborted(request.request_id, *(child.request_id for child in request.children))
     else:
         assert not core.finishes
-    if stage not in WITHOUT_REFERENCES:
+    if stage not in ("downloading", "queued for decoding", *AT_ENGINE):  # else it has no references, or the engine them
         await eventually(lambda: core.look_ups[-1].request_id in core.unreserved)
 
 
-ENDS: dict[str, Callable[[EngineClient], None]] = {
-    "engine_unavailable": lambda engines: engines.peer_gone("worker 0.1"),
-    "shutting_down": lambda engines: engines.stop(shutting_down()),
-}
-
-
-@pytest.mark.parametrize("code", ENDS)
+@pytest.mark.parametrize("code", ["engine_unavailable", "shutting_down"])
 @every_stage
-async def test_engine_or_server_ends(served: Served, web: SlowWeb, stage: Stage, code: str) -> None:
+async def test_engine_or_server_ends(served: Served, web: SlowWeb, stage: str, code: str) -> None:
     counted = Counted("request_success_total{finished_reason=error}")
-    asking = await stage(served, web)
+    asking = await ask_until(stage, served, web)
     engines = served.context.engines
     engines.peer_gone("api 1")  # another API server is no matter of this one's requests
     assert not asking.done() and engines.alive
-    ENDS[code](engines)
+    if code == "engine_unavailable":
+        engines.peer_gone("worker 0.1")
+    else:
+        engines.stop(shutting_down())
     async with asyncio.timeout(PATIENCE):
         response = await asking
-    if stage is streamed:
+    if stage == "streamed":
         assert f'"code":"{code}"' in response.text.splitlines()[-2] and "[DONE]" not in response.text
     else:
         status = 500 if code == "engine_unavailable" and stage in AT_ENGINE else 503

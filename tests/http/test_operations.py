@@ -21,8 +21,6 @@ from mini_engine.protocol.request_clock import RequestClock
 from tests.support.patience import cancelled, eventually, settle, skip
 from tests.support.serving import Counted, Serve, Served, check_error
 
-WITHIN = 0.3
-
 
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
@@ -45,28 +43,28 @@ async def test_unknown_path_or_method(served: Served, method: str, path: str, al
 # --- health ----------------------------------------------------------------------------------------------------------
 
 
-async def health(served: Served) -> tuple[int, str | None]:
-    """Status and error code."""
-    response = await served.http.get("/health")
-    return response.status_code, response.json()["error"]["code"] if response.content else None
-
-
 async def test_health_of_an_engine_that_hangs(serve: Serve) -> None:
-    async with serve(health_timeout=WITHIN) as served:
+    async with serve(health_timeout=0.3) as served:
+
+        async def health() -> tuple[int, str | None]:
+            """Status and error code."""
+            response = await served.http.get("/health")
+            return response.status_code, response.json()["error"]["code"] if response.content else None
+
         served.core.replies_to.discard("ping")
         clock = asyncio.get_running_loop().time
         begun = clock()
-        assert set(await asyncio.gather(*(health(served) for _ in range(3)))) == {(503, "timeout")}
-        assert clock() - begun >= WITHIN
+        assert set(await asyncio.gather(*(health() for _ in range(3)))) == {(503, "timeout")}
+        assert clock() - begun >= 0.3
         head = await served.http.head("/health")
         assert (head.status_code, head.content) == (503, b"")
         assert served.core.controls["ping"] == [1], "health requests share a ping, while it is unanswered"
         assert (await served.http.get("/live")).status_code == 200
         served.core.replies_to.add("ping")
         await served.core.send(ControlReply(1))
-        assert await health(served) == (200, None)
+        assert await health() == (200, None)
         served.core.replies_to.discard("ping")
-        assert await health(served) == (503, "timeout")
+        assert await health() == (503, "timeout")
 
 
 # --- metrics and caches ----------------------------------------------------------------------------------------------
@@ -82,30 +80,28 @@ async def test_metrics_are_those_of_the_engines_at_this_moment(served: Served) -
         assert counted.since() == [4 * reads]
 
 
-# What the queries of three of vLLM's dashboards for Grafana choose and group by, after their prefix `vllm:`:
-# performance_statistics and query_statistics in examples/observability/dashboards/grafana, and
-# examples/observability/prometheus_grafana/grafana.json.
-HISTOGRAMS = ("e2e_request_latency_seconds", "time_to_first_token_seconds", "inter_token_latency_seconds")
-SIZES = ("request_prompt_tokens_bucket", "request_generation_tokens_bucket")
-QUERIES: dict[str, set[str]] = {
-    **{f"{name}_{part}": {"model_name"} for name in HISTOGRAMS for part in ("sum", "count")},
-    **{name: {"model_name", "le"} for name in (*SIZES, *(f"{name}_bucket" for name in HISTOGRAMS))},
-    **dict.fromkeys(("prompt_tokens_total", "generation_tokens_total"), {"model_name"}),
-    **dict.fromkeys(("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"), {"model_name"}),
-    "request_success_total": {"model_name", "finished_reason"},
-    **{f"request_{stage}_time_seconds_sum": {"model_name"} for stage in ("queue", "prefill", "decode")},
-    "request_max_num_generation_tokens_sum": {"model_name"},
-    "iteration_tokens_total_count": set(),
-}
-
-
 async def test_queries_of_dashboards_for_vllm_find_their_metrics_and_labels(served: Served) -> None:
+    # What the queries of three of vLLM's dashboards for Grafana choose and group by, after their prefix `vllm:`:
+    # performance_statistics and query_statistics in examples/observability/dashboards/grafana, and
+    # examples/observability/prometheus_grafana/grafana.json.
+    histograms = ("e2e_request_latency_seconds", "time_to_first_token_seconds", "inter_token_latency_seconds")
+    sizes = ("request_prompt_tokens_bucket", "request_generation_tokens_bucket")
+    queries: dict[str, set[str]] = {
+        **{f"{name}_{part}": {"model_name"} for name in histograms for part in ("sum", "count")},
+        **{name: {"model_name", "le"} for name in (*sizes, *(f"{name}_bucket" for name in histograms))},
+        **dict.fromkeys(("prompt_tokens_total", "generation_tokens_total"), {"model_name"}),
+        **dict.fromkeys(("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"), {"model_name"}),
+        "request_success_total": {"model_name", "finished_reason"},
+        **{f"request_{stage}_time_seconds_sum": {"model_name"} for stage in ("queue", "prefill", "decode")},
+        "request_max_num_generation_tokens_sum": {"model_name"},
+        "iteration_tokens_total_count": set(),
+    }
     text = (await served.http.get("/metrics")).text
     samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     labels = {sample.name: sample.labels for sample in samples}
     running = [sample.labels for sample in samples if sample.name == "mini_engine:num_requests_running"]
     assert {"model_name": "tiny", "engine": "0"} in running
-    assert not {name for name, needed in QUERIES.items() if not needed <= labels[f"mini_engine:{name}"].keys()}
+    assert not {name for name, needed in queries.items() if not needed <= labels[f"mini_engine:{name}"].keys()}
 
 
 async def test_metrics_can_be_read_while_an_engine_is_silent_or_gone(served: Served) -> None:

@@ -27,8 +27,6 @@ from tests.support.serving import (
 )
 from tests.support.tensor_queue import ME
 
-streamed_or_whole = pytest.mark.parametrize("stream", [False, True])
-
 
 def check_refusal(refusal: httpx.Response, flag: str) -> None:
     check_error(refusal, 429, "overloaded", flag)
@@ -45,7 +43,7 @@ def large(web: SlowWeb) -> SlowWeb:
     return web
 
 
-@streamed_or_whole
+@pytest.mark.parametrize("stream", [False, True])
 async def test_unfinished_requests_are_limited_before_the_body_is_read(served: Served, stream: bool) -> None:
     counted = Counted("requests_rejected_total{reason=queued_requests}")
     served.core.hold = True
@@ -93,7 +91,7 @@ async def test_bodies_that_are_received_at_once_share_their_room(served: Served)
     assert (await served.post()).status_code == 200  # a small one finds room
 
 
-@streamed_or_whole
+@pytest.mark.parametrize("stream", [False, True])
 async def test_bytes_are_in_flight_until_the_request_is_sent(served: Served, large: SlowWeb, stream: bool) -> None:
     counted = Counted("requests_rejected_total{reason=inflight_media}")
     served.gate.door.clear()

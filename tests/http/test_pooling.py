@@ -32,9 +32,8 @@ RANK = (
     "Given a search query, retrieve relevant candidates that answer the query.<Query>:{}\n<Document>:{}<|im_end|>\n"
     "<|im_start|>assistant\n"
 )
-SCORES = {"/rerank", "/v1/rerank", "/score", "/v1/score"}
-NAME = {"type": "image_url", "uuid": "unknown"}
 DAMAGED = {"type": "image", "image": "x:y"}
+SCORES = {"/rerank", "/v1/rerank", "/score", "/v1/score"}
 
 
 @pytest.fixture
@@ -191,7 +190,8 @@ async def test_media_of_a_query_are_fetched_hashed_and_decoded_once(
     ("/score", {"queries": "a", "text_1": "b", "documents": "c"}, "either 'queries' or 'text_1'"),
     ("/rerank", {"query": "a"}, "'documents'"),
     ("/rerank", {"query": "a", "documents": [{"content": [DAMAGED]}]}, "documents[0]: image 1"),
-    ("/rerank", {"query": "a", "documents": [{"content": [NAME]}] * 2, "cache_salt": "b"}, "documents[0]: image 1"),
+    ("/rerank", {"query": "a", "documents": [{"content": [{"type": "image", "uuid": "u"}]}] * 2, "cache_salt": "b"},
+     "documents[0]: image 1"),
     ("/rerank", {"query": "a", "documents": [{"text": "b", "image": "c"}]}, "Unknown parameter: 'documents[0].image'"),
     ("/rerank", {"query": "a", "documents": [{"text": "b", "content": "c"}]}, "either `text` or `content`"),
     ("/rerank", {"query": "a", "documents": "b", "stream": True}, "Unknown parameter"),

@@ -32,16 +32,16 @@ def parts_of(value: Any) -> list[BaseModel]:
     return [value, *(part for name in type(value).model_fields for part in parts_of(getattr(value, name)))]
 
 
-CHAT: list[dict[str, Any]] = [
-    {},
-    {"n": 3, "logprobs": True, "top_logprobs": 2, "return_timings": True, "stop": ["circle"]},
-    {"stream_options": {"include_usage": True}, "n": 2, "logprobs": True, "return_timings": True},
-    # As LangChain's ChatOpenAI writes it.
-    {"temperature": 0.7, "n": 1, "stop": None, "max_completion_tokens": 20, "seed": None, "logprobs": None},
-]
-
-
-@pytest.mark.parametrize("fields", CHAT)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"n": 3, "logprobs": True, "top_logprobs": 2, "return_timings": True, "stop": ["circle"]},
+        {"stream_options": {"include_usage": True}, "n": 2, "logprobs": True, "return_timings": True},
+        # As LangChain's ChatOpenAI writes it.
+        {"temperature": 0.7, "n": 1, "stop": None, "max_completion_tokens": 20, "seed": None, "logprobs": None},
+    ],
+)
 async def test_whole_answers_and_chunks_are_those_of_the_sdk(served: Served, fields: dict[str, Any]) -> None:
     count = fields.get("n", 1)
     stream_options = {name: value for name, value in fields.items() if name == "stream_options"}

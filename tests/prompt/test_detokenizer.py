@@ -19,19 +19,10 @@ from mini_engine.protocol.bodies import CompletionRequest
 from mini_engine.protocol.tools import TAGS
 from tests.support import tiny_processor
 
-# Pieces that make characters of several tokens, special tokens, and starts of stop strings.
-PIECES = ["a red", " circle", " moving", "STOP", "ST", "S", "世", "界", "🎈", "ä", "\n", " ", "<|im_end|>", "xyz"]
-STOPS = ["STOP", "TO", "界🎈", "circle moving", " ", "\n\n", "p", "ä"]
-
 
 @pytest.fixture(scope="module")
 def tokenizer(processor: MediaProcessor) -> Any:
     return processor.hf_processor.tokenizer
-
-
-@pytest.fixture(scope="module")
-def vocabulary(tokenizer: Any) -> Vocabulary:
-    return Vocabulary(tokenizer)
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -39,7 +30,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def read(
-    vocabulary: Vocabulary,
+    tokenizer: Any,
     ids: list[int],
     size: int = 1,
     reason: FinishReason = "length",
@@ -50,6 +41,7 @@ def read(
     """The answer of these tokens, `size` of them in each piece, up to the one that completes a stop string; each token
     is listed."""
     request, params = CompletionRequest(prompt="", **fields), SamplingParams(99, 1, logprobs=0, **sampling or {})
+    vocabulary = Vocabulary(tokenizer)
     sample = Sample(0, "r", request, params, vocabulary, thoughts or AnswerParser())
     pieces: list[Piece] = []
     for start in range(0, max(len(ids), 1), size):
@@ -84,12 +76,10 @@ def stopped(text: str, stops: list[str], include: bool = False, first_end: int =
 
 
 @given(data=st.data(), skip=st.booleans())
-def test_any_token_ids_give_the_text_of_decoding_them_at_once(
-    tokenizer: Any, vocabulary: Vocabulary, data: Any, skip: bool
-) -> None:
+def test_any_token_ids_give_the_text_of_decoding_them_at_once(tokenizer: Any, data: Any, skip: bool) -> None:
     """Random tokens: bytes that form no character, cut-off characters, ids that the tokenizer does not have."""
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) + 3), max_size=20))
-    text = text_of(read(vocabulary, ids, skip_special_tokens=skip))
+    text = text_of(read(tokenizer, ids, skip_special_tokens=skip))
     assert text == tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=skip)
 
 
@@ -101,7 +91,7 @@ def test_added_tokens_give_the_text_of_decoding_them_at_once(tmp_path: Path, ski
     tokenizer.add_special_tokens({"additional_special_tokens": ["<mine>"]})
     ids = encode(tokenizer, "a<plain>世two words <mine> b世caféĠx<|im_end|>\n")
     assert len({"<plain>", "two words ", "<mine>"} & {*tokenizer.convert_ids_to_tokens(ids)}) == 3
-    text = text_of(read(Vocabulary(tokenizer), ids, skip_special_tokens=skip))
+    text = text_of(read(tokenizer, ids, skip_special_tokens=skip))
     assert text == tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=skip)
     assert ("<mine>" in text) != skip
 
@@ -110,55 +100,64 @@ def test_added_tokens_give_the_text_of_decoding_them_at_once(tmp_path: Path, ski
 
 
 @given(
-    pieces=st.lists(st.sampled_from([*PIECES, *TAGS, "<"]), max_size=12),
+    # Pieces that make characters of several tokens, special tokens, and starts of stop strings.
+    pieces=st.lists(
+        st.sampled_from(["a red", " circle", " moving", "STOP", "ST", "S", "世", "界", "🎈", "ä", "\n", " ", "xyz"])
+        | st.sampled_from(["<|im_end|>", *TAGS, "<"]),
+        max_size=12,
+    ),
     size=st.integers(1, 5),
-    stop=st.lists(st.sampled_from([*STOPS, "</tool_call>", "k>\n", "<"]), max_size=3),
+    stop=st.lists(
+        st.sampled_from(["STOP", "TO", "界🎈", "circle moving", " ", "\n\n", "p", "ä", "</tool_call>", "k>\n", "<"]),
+        max_size=3,
+    ),
     in_thought=st.booleans(),
 )
 def test_stop_strings_act_after_the_thought(
-    tokenizer: Any, vocabulary: Vocabulary, pieces: list[str], size: int, stop: list[str], in_thought: bool
+    tokenizer: Any, pieces: list[str], size: int, stop: list[str], in_thought: bool
 ) -> None:
     text = "".join(pieces).replace("<|im_end|>", "")
     said = dict(AnswerParser(thoughts=True, in_thought=in_thought).push(text, last=True))
     parser = AnswerParser(thoughts=True, in_thought=in_thought)
-    piece = read(vocabulary, encode(tokenizer, "".join(pieces)), size, thoughts=parser, stop=stop)
+    piece = read(tokenizer, encode(tokenizer, "".join(pieces)), size, thoughts=parser, stop=stop)
     expected, matched = stopped(said.get("content", ""), stop)
     assert (text_of(piece, "reasoning_content"), text_of(piece)) == (said.get("reasoning_content", ""), expected)
     assert piece.finish_reason == ("stop" if matched else "length")
 
 
-def test_text_is_held_back_only_while_it_may_become_a_character(tokenizer: Any, vocabulary: Vocabulary) -> None:
+def test_text_is_held_back_only_while_it_may_become_a_character(tokenizer: Any) -> None:
     first, *_ = encode(tokenizer, "Ж")
-    detokenizer = Detokenizer(vocabulary)
+    detokenizer = Detokenizer(Vocabulary(tokenizer))
     assert [detokenizer.push(first) for _ in range(3)] == ["", "�", "�"]
     assert (detokenizer.finish(), detokenizer.finish()) == ("�", "")
 
 
 # --- logprobs --------------------------------------------------------------------------------------------------------
 
-STOP_FIELDS = {
-    "stop": st.lists(st.sampled_from(["a", "\n", "界", "�", "<", "世\n", "a世"]), max_size=3),
-    "include_stop_str_in_output": st.booleans(),
-    "skip_special_tokens": st.booleans(),
-}
-
 
 @given(
     data=st.data(),
-    fields=st.fixed_dictionaries(STOP_FIELDS),
+    fields=st.fixed_dictionaries(
+        {
+            "stop": st.lists(st.sampled_from(["a", "\n", "界", "�", "<", "世\n", "a世"]), max_size=3),
+            "include_stop_str_in_output": st.booleans(),
+            "skip_special_tokens": st.booleans(),
+        }
+    ),
     size=st.integers(1, 5),
     reason=st.sampled_from(["length", "stop"]),
     min_tokens=st.integers(0, 8),
 )
 def test_every_token_up_to_the_stop_string_is_listed(
-    tokenizer: Any, vocabulary: Vocabulary, data: Any, fields: Any, size: int, reason: FinishReason, min_tokens: int
+    tokenizer: Any, data: Any, fields: Any, size: int, reason: FinishReason, min_tokens: int
 ) -> None:
     """Special tokens, parts of characters, tokens without text, and the one that ends the answer. A stop string that
     the first `min_tokens` tokens complete does not count."""
     drawn = st.lists(st.sampled_from(encode(tokenizer, "a世<|im_end|>\n🎈<")) | st.integers(0, len(tokenizer) + 3))
     ids = data.draw(drawn)
     ends = ids[-1:] if reason == "stop" else []
-    piece = read(vocabulary, ids, size, reason, None, {"stop_token_ids": ends, "min_tokens": min_tokens}, **fields)
+    vocabulary = Vocabulary(tokenizer)
+    piece = read(tokenizer, ids, size, reason, None, {"stop_token_ids": ends, "min_tokens": min_tokens}, **fields)
     stop, include = fields["stop"], fields["include_stop_str_in_output"]
     hidden = vocabulary.special if fields["skip_special_tokens"] else ()
     shown = [b"" if token_id in hidden else vocabulary.bytes_of(token_id) for token_id in ids]

@@ -8,25 +8,20 @@ import pytest
 from mini_engine.prompt import pieces as module
 from mini_engine.prompt.pieces import pieces
 
-COUNT = 9
-
-
-class Waiting:
-    """A generation of which all pieces wait: their numbers."""
-
-    is_waiting, over = True, False
-
-    def __init__(self) -> None:
-        self.taken = 0
-
-    def take(self) -> int:
-        self.taken += 1
-        self.over = self.taken == COUNT
-        return self.taken
-
 
 async def test_requests_with_many_pieces_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """One piece of one request in each iteration of the event loop."""
+
+    class Waiting:
+        """A generation of which all nine pieces wait: their numbers."""
+
+        is_waiting, over, taken = True, False, 0
+
+        def take(self) -> int:
+            self.taken += 1
+            self.over = self.taken == 9
+            return self.taken
+
     monkeypatch.setattr(module, "TURN_SECONDS", -1)
     iterations, taken = 0, list[tuple[int, int]]()
 
@@ -45,4 +40,4 @@ async def test_requests_with_many_pieces_take_turns(monkeypatch: pytest.MonkeyPa
     await asyncio.gather(*map(take, range(3)))
     other.cancel()
     assert len({iteration for iteration, _ in taken}) == len(taken)
-    assert [number for _, number in taken] == [0, 1, 2] * 2 * COUNT
+    assert [number for _, number in taken] == [0, 1, 2] * 2 * 9

@@ -57,7 +57,9 @@ def conversations(*more: str) -> st.SearchStrategy[list[dict[str, Any]]]:
     plain, text = (
         st.lists(st.sampled_from(words), max_size=5).map("".join) for words in (ORDINARY, ORDINARY + [*more])
     )
-    part = st.fixed_dictionaries({"type": st.just("text"), "text": text}) | st.sampled_from(MEDIA)
+    part = st.fixed_dictionaries({"type": st.just("text"), "text": text}) | st.sampled_from(
+        [{"type": "image"}, {"type": "video"}]
+    )
     arguments = st.dictionaries(text, text | st.lists(text, max_size=2), max_size=2)
     function = st.fixed_dictionaries({"name": st.sampled_from(["look", "go"]), "arguments": arguments})
     call = st.fixed_dictionaries({"id": st.just("1"), "type": st.just("function"), "function": function})
@@ -71,27 +73,17 @@ def conversations(*more: str) -> st.SearchStrategy[list[dict[str, Any]]]:
     return parts.map(lambda parts: [parts[0], *(message for turn in parts[1] for message in turn), parts[2]])
 
 
-MEDIA = [{"type": "image"}, {"type": "video"}]
-SENT = {"image": image(), "video": video()}
-
-
-def as_sent(message: dict[str, Any]) -> dict[str, Any]:
-    """The message as a client writes it."""
-    content = message["content"]
-    if isinstance(content, list):
-        content = [SENT.get(part["type"], part) for part in content]
-    calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-        for call in message.get("tool_calls", ())
-    ]
-    return {**message, "content": content, **({"tool_calls": calls} if calls else {})}
-
-
 def tokens_and_text(hf: Any, template: str, messages: list[dict[str, Any]], said: str) -> tuple[list[int], str]:
     """The tokens of the prompt, and the text that the template makes of the conversation. `said`: about a tool."""
     tools = [{"type": "function", "function": {"name": "look", "description": said}}]
     more: dict[str, Any] = {"tools": tools} if template is templates.THIRD else {}
-    request = msgspec.convert({"messages": [as_sent(message) for message in messages], **more}, ChatRequest)
+    sent, media = json.loads(json.dumps(messages)), {"image": image(), "video": video()}  # as a client writes them
+    for message in sent:
+        if isinstance(content := message["content"], list):
+            message["content"] = [media.get(part["type"], part) for part in content]
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    request = msgspec.convert({"messages": sent, **more}, ChatRequest)
     text = hf.apply_chat_template(messages, chat_template=template, add_generation_prompt=True, **more)
     return ChatRenderer(hf, template).render(request).token_ids, text
 
@@ -124,11 +116,10 @@ def test_variables_of_the_template_and_text_that_parts_share(tagged: Any) -> Non
     assert text.startswith("<|im_start|>low<|im_end|><|im_start|>system") and "a <|image_pad|><|im_end|>" in text
 
 
-MALFORMED = ['{"a": ', "null", "[1]", "", "[" * 100_000, '{"a":' + "[" * 800 + "]" * 800 + "}"]
-MALFORMED += ['{"a": "</tool_call>', '{"a": "</think>']
-
-
-@pytest.mark.parametrize("arguments", MALFORMED)
+@pytest.mark.parametrize("arguments", [
+    '{"a": ', "null", "[1]", "", "[" * 100_000, '{"a":' + "[" * 800 + "]" * 800 + "}",
+    '{"a": "</tool_call>', '{"a": "</think>',
+])  # fmt: skip
 @pytest.mark.parametrize("template", [*FAMILIES, None])
 def test_calls_whose_arguments_are_no_object_are_written_as_text(tagged: Any, template: Any, arguments: str) -> None:
     functions = [{"name": "look", "arguments": given} for given in ('{"b": 1}', arguments)]
@@ -209,14 +200,15 @@ def test_end_of_the_prompt(hf: Any) -> None:
         rendered(hf, [*user("x"), {"role": "assistant", "tool_calls": [call]}], continue_final_message=True)
 
 
-STRICT = "{% if messages|length > 1 %}{{ raise_exception('one message only') }}{% endif %}{{ messages[0].content }}"
-
-
 @pytest.mark.parametrize(
     ("template", "messages", "says"),
     [
         ("{% for m in messages %}no media here{% endfor %}", user([video()]), "wrote 0 placeholders for 1 media items"),
-        (STRICT, user("a") + user("b"), "rejects these messages: one message only; change the roles or order"),
+        (
+            "{% if messages|length > 1 %}{{ raise_exception('one message only') }}{% endif %}{{ messages[0].content }}",
+            user("a") + user("b"),
+            "rejects these messages: one message only; change the roles or order",
+        ),
         (templates.THIRD_5, [*user("a"), {"role": "system", "content": "b"}], "send one system message, as the first"),
         ("{% for %}", user("a"), "chat template"),
     ],

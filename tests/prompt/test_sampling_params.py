@@ -15,8 +15,6 @@ from mini_engine.prompt.sampling_params import MOST_LISTED, SamplingDefaults, Sa
 from mini_engine.protocol.api_errors import ApiError
 from mini_engine.protocol.bodies import ChatRequest
 
-TOKENIZER = LLTokenizer(str(Path(demo.__file__).parent / "weights" / "tokenizer.json"))
-
 
 def chat(**fields: Any) -> ChatRequest:
     return msgspec.convert({"messages": [{"role": "user", "content": "x"}], **fields}, ChatRequest)
@@ -94,8 +92,9 @@ def test_structured_output_becomes_a_grammar_that_an_end_completes(fields: Any, 
     request = chat(**fields, ignore_eos=True)
     resolver().check(request)
     new = resolver().new_request(request, "r", [0])
+    tokenizer = LLTokenizer(str(Path(demo.__file__).parent / "weights" / "tokenizer.json"))
     for text in (good, bad):
-        matcher, tokens = LLMatcher(TOKENIZER, new.grammar), TOKENIZER.tokenize_str(text)
+        matcher, tokens = LLMatcher(tokenizer, new.grammar), tokenizer.tokenize_str(text)
         assert (matcher.consume_tokens(tokens) and matcher.is_accepting()) == (text == good)
     assert new.sampling.grammar and new.sampling.stop_token_ids == [7]
 

@@ -66,30 +66,27 @@ def test_text_is_held_back_only_while_it_may_begin_a_call() -> None:
     assert pushed == [["a"], [], [" <tools> b"], [], [], ["look", '{"n'], ['": 1'], ["}"], []]
 
 
-ARGUMENT = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-NUMBER = {"$ref": "#/definitions/zoom", "definitions": {"zoom": ARGUMENT}}  # as zod writes it
-FUNCTIONS = [Function(name="look"), Function(name="zoom.in", parameters=NUMBER)]
-BOTH = [("look", "{}"), ("zoom.in", '{"n": -3}')]
-TOKENIZER = Path(demo.__file__).parent / "weights" / "tokenizer.json"
-
-
 @pytest.mark.parametrize("tokens", [(), TAGS])
 def test_grammar_takes_the_calls_that_the_parser_reads(tmp_path: Path, tokens: tuple[str, ...]) -> None:
-    tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    argument = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    number = {"$ref": "#/definitions/zoom", "definitions": {"zoom": argument}}  # as zod writes it
+    functions = [Function(name="look"), Function(name="zoom.in", parameters=number)]
+    both = [("look", "{}"), ("zoom.in", '{"n": -3}')]
+    tokenizer = Tokenizer.from_file(str(Path(demo.__file__).parent / "weights" / "tokenizer.json"))
     tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in tokens])  # as in Qwen's: not special
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     vocabulary = LLTokenizer(str(tmp_path / "tokenizer.json"))
 
     def accepts(text: str, parallel: bool = False, thought: str = "") -> bool:
-        grammar = AnswerFormat(calls=True, thoughts=True, vocabulary=tokens).call_grammar(FUNCTIONS, parallel)
+        grammar = AnswerFormat(calls=True, thoughts=True, vocabulary=tokens).call_grammar(functions, parallel)
         matcher = LLMatcher(vocabulary, after_thought(grammar) if thought else grammar)
         assert not matcher.is_error(), matcher.get_error()
         ids = tokenizer.encode(thought + text).ids
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
-    first, second = (f'<tool_call>\n{{"name": "{name}", "arguments": {given}}}\n</tool_call>' for name, given in BOTH)
+    first, second = (f'<tool_call>\n{{"name": "{name}", "arguments": {given}}}\n</tool_call>' for name, given in both)
     assert accepts(first) and accepts(second) and accepts(f"{first}\n{second}", parallel=True)
-    assert parse(f"{first}\n{second}") == [part for a, b in BOTH for part in (("call", a), ("arguments", b))]
+    assert parse(f"{first}\n{second}") == [part for a, b in both for part in (("call", a), ("arguments", b))]
     changed = [first.replace("{}", '{"a": 1}'), second.replace("-3", '"3"'), second.replace("}}", ', "a": 1}}')]
     assert not any(map(accepts, ["a", "", f"{first}\n{second}", *changed]))
     if tokens:
@@ -97,41 +94,40 @@ def test_grammar_takes_the_calls_that_the_parser_reads(tmp_path: Path, tokens: t
 
 
 TOOLS: Any = [{"type": "function", "function": {"name": "look", "strict": True, "parameters": {"type": "object"}}}]
-SAID = f"Well.\n{CALL}\n{CALL}END"
-
-
-async def choices_of(served: Served, said: str = SAID, **fields: Any) -> list[tuple[Any, ...]]:
-    """Finish reason, thought, text and calls of the whole answer, and of the stream as the client puts it together."""
-    served.says(*said)  # in a piece for each character
-    messages = [{"role": "user", "content": "x"}]
-    body: Any = {"model": "tiny", "messages": messages, "tools": TOOLS, "stop": "END", "logprobs": True}
-    answers = [await served.openai.chat.completions.create(**body, **fields)]
-    async with served.openai.chat.completions.stream(**body, **fields) as stream:
-        answers.append(await stream.get_final_completion())
-    choices = [choice for answer in answers for choice in answer.choices]
-    listed = {"".join(token.token for token in choice.logprobs.content) for choice in choices}
-    assert len(listed) == 1, "also the tokens of tags"
-    return [
-        (choice.finish_reason, getattr(message, "reasoning_content", ""), message.content or "")
-        + tuple((call.function.name, call.function.arguments) for call in message.tool_calls or ())
-        for choice, message in ((choice, choice.message) for choice in choices)
-    ]
 
 
 async def test_calls_of_whole_and_streamed_answers(served: Served) -> None:
-    look = ("look", ARGUMENTS)
-    assert await choices_of(served) == [("tool_calls", "", "Well.", look, look)] * 2
-    assert await choices_of(served, parallel_tool_calls=False) == [("tool_calls", "", "Well.", look)] * 2
-    assert await choices_of(served, tool_choice="none") == [("stop", "", SAID[:-3])] * 2
-    assert await choices_of(served, CALL + "END", tool_choice=TOOLS[0]) == [("stop", "", "", look)] * 2
+    look, two_calls = ("look", ARGUMENTS), f"Well.\n{CALL}\n{CALL}END"
+
+    async def choices_of(said: str = two_calls, **fields: Any) -> list[tuple[Any, ...]]:
+        """Finish reason, thought, text and calls of the whole answer, and of the stream put together by the client."""
+        served.says(*said)  # in a piece for each character
+        messages = [{"role": "user", "content": "x"}]
+        body: Any = {"model": "tiny", "messages": messages, "tools": TOOLS, "stop": "END", "logprobs": True}
+        answers = [await served.openai.chat.completions.create(**body, **fields)]
+        async with served.openai.chat.completions.stream(**body, **fields) as stream:
+            answers.append(await stream.get_final_completion())
+        choices = [choice for answer in answers for choice in answer.choices]
+        listed = {"".join(token.token for token in choice.logprobs.content) for choice in choices}
+        assert len(listed) == 1, "also the tokens of tags"
+        return [
+            (choice.finish_reason, getattr(message, "reasoning_content", ""), message.content or "")
+            + tuple((call.function.name, call.function.arguments) for call in message.tool_calls or ())
+            for choice, message in ((choice, choice.message) for choice in choices)
+        ]
+
+    assert await choices_of() == [("tool_calls", "", "Well.", look, look)] * 2
+    assert await choices_of(parallel_tool_calls=False) == [("tool_calls", "", "Well.", look)] * 2
+    assert await choices_of(tool_choice="none") == [("stop", "", two_calls[:-3])] * 2
+    assert await choices_of(CALL + "END", tool_choice=TOOLS[0]) == [("stop", "", "", look)] * 2
     choice: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": TOOLS}}
-    assert await choices_of(served, CALL + "END", tool_choice=choice) == [("tool_calls", "", "", look)] * 2
+    assert await choices_of(CALL + "END", tool_choice=choice) == [("tool_calls", "", "", look)] * 2
     assert "look" in served.core.requests[-1].grammar
     more: Any = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
     said = f"hm END </tool_call>\n</think>\n{CALL}\n{CALL}END"  # stops act after the thought
-    thought = await choices_of(served, said, parallel_tool_calls=False, **more)
+    thought = await choices_of(said, parallel_tool_calls=False, **more)
     assert thought == [("tool_calls", "hm END </tool_call>", "", look)] * 2
-    assert await choices_of(served, said, tool_choice="required", **more) == [(*thought[0], look)] * 2
+    assert await choices_of(said, tool_choice="required", **more) == [(*thought[0], look)] * 2
     grammar = served.core.requests[-1].grammar
     assert "</think>" in grammar and "call (" in grammar
 

@@ -15,7 +15,6 @@ from mini_engine.protocol.body_split import SplitBody
 
 LONG = "A/+" * 400
 URL = f"data:image/jpeg;base64,{LONG}"
-MOST_TEXT = 20_000
 
 
 def split(body: bytes, block: int) -> SplitBody:
@@ -26,7 +25,7 @@ def split(body: bytes, block: int) -> SplitBody:
 
 
 def decode(body: bytes, block: int = 1 << 20) -> ChatRequest:
-    return decode_body(split(body, block), ChatRequest, [], MOST_TEXT)
+    return decode_body(split(body, block), ChatRequest, [], 20_000)
 
 
 @pytest.mark.parametrize("block", [1, 7, 1000, 1 << 20])

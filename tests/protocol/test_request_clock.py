@@ -12,10 +12,7 @@ from tests.support.peers import as_requests
 from tests.support.serving import Counted, Served, events_of, image, metric
 
 PAUSE = 0.02  # seconds; each stage has another multiple of it
-HISTOGRAMS = {
-    stage: histogram.describe()[0].name.removeprefix("mini_engine:") for stage, histogram in stage_seconds.items()
-}
-COUNTS = [f"{name}_count" for name in HISTOGRAMS.values()]
+COUNTS = [f"{each.describe()[0].name}_count".removeprefix("mini_engine:") for each in stage_seconds.values()]
 
 
 async def pause(pauses: int) -> None:
