@@ -2,22 +2,80 @@
 
 import json
 import math
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.client import arrivals
+from tests.support.web import WebServer, chunked, response
 
-COUNT = 4000
+
+@pytest.fixture
+def broken() -> Iterator[WebServer]:
+    """A server at `url` that does what a prompt's text says. `asked` are the path, headers and body of the requests."""
+
+    def respond(connection: socket.socket, head: str) -> None:
+        line, *fields = head.split("\r\n")[:-2]
+        method, path, _ = line.split()
+        if method == "GET":
+            models = response(b'{"data": [{"id": "some-model"}]}')
+            connection.sendall(models if path == "/v1/models" else response(status="404 Not Found"))
+            return
+        headers = dict(field.split(": ", 1) for field in fields)
+        body = json.loads(connection.recv(int(headers["Content-Length"]), socket.MSG_WAITALL))
+        server.asked.append((path, headers, body))
+        is_chat = "messages" in body
+        text = body["messages"][-1]["content"][0]["text"] if is_chat else body["prompt"]
+        choice = b'{"delta": {"content": "%b"}}' if is_chat else b'{"text": "%b"}'
+        words = [b'{"choices": [%b]}' % (choice % word) for word in (b"four ", b"chunks", b"")]
+        usage = b'{"choices": [], "usage": {"prompt_tokens": 10, "completion_tokens": 6}}'
+        match text.partition(":")[0]:
+            case "refuse":
+                connection.sendall(response(b"out of order", "500 Internal Server Error", Connection="close"))
+                return
+            case "ok":
+                events = [*words, usage, b"[DONE]"]
+            case "error":
+                events = [*words, b'{"error": {"message": "the engine is gone"}}', b"[DONE]"]
+            case "garbage":
+                events = [*words, b"{not json", b"[DONE]"]
+            case "strange":
+                events = [b'{"choices": ["text"]}', b"[DONE]"]
+            case "bare":
+                events = [*words, b"[DONE]"]
+            case _:  # "cut", "hang up"
+                events = words
+        stream = chunked(*(b"data: %b\n\n" % event for event in events))
+        head_of_stream = b"HTTP/1.1 200 OK\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+        connection.sendall(head_of_stream + (stream[:-5] if text == "hang up" else stream))  # without its end
+
+    with WebServer(respond) as server:
+        server.url, server.asked = f"http://127.0.0.1:{server.port}", []
+        yield server
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Callable[..., list[object]]:
+    """A data set whose prompts are these texts, in this order; returns the flags for it."""
+
+    def write(*texts: str) -> list[object]:
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("".join(json.dumps({"prompt": text, "output_tokens": 50}) + "\n" for text in texts))
+        flags = ["--dataset-name", "custom", "--dataset-path", path, "--disable-shuffle", "--num-warmups", 0]
+        return [*flags, "--num-prompts", len(texts)]
+
+    return write
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
 def test_burstiness_is_the_shape_of_a_gamma_distribution(burstiness: float):
-    rate = 5.0
-    found = np.diff(arrivals(COUNT, rate, burstiness, np.random.default_rng(1)), prepend=0.0)
+    count, rate = 4000, 5.0
+    found = np.diff(arrivals(count, rate, burstiness, np.random.default_rng(1)), prepend=0.0)
     spread = 1 / (rate * math.sqrt(burstiness))
-    assert abs(found.mean() - 1 / rate) < 5 * spread / math.sqrt(COUNT)
+    assert abs(found.mean() - 1 / rate) < 5 * spread / math.sqrt(count)
     assert found.std() == pytest.approx(spread, rel=0.15)
 
 

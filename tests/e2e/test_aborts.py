@@ -63,8 +63,8 @@ def before(server: RunningServer) -> dict[str, tuple[int, int]]:
 @pytest.mark.parametrize(("server", "stage"), CELLS, indirect=["server"], scope="module")
 def test_abort_at_any_stage_frees_all_resources(server: RunningServer, before: dict[str, tuple[int, int]], stage: str):
     pids = server.pids()
-    with STAGES[stage](server) as held:
-        held.request.hang_up()
+    with STAGES[stage](server) as request:
+        request.hang_up()
     server.assert_at_rest(OTHER)
     held_at_rest(server)
     eventually(lambda: server.files_and_mappings() == before)

@@ -1,12 +1,10 @@
 """Questions about freshly rendered videos, whose right answers are known, and requests that run beside a test."""
 
 import base64
-import contextlib
 import dataclasses
 import http.client
 import json
 import select
-import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -97,6 +95,7 @@ class ClientRequest:
     """A running request at one API server, or at any."""
 
     def __init__(self, server: RunningServer, api: str | None, question: Question, **more: object):
+        self.question = question
         self._connection = server.connect(api)
         self._response: http.client.HTTPResponse | None = None
         body = {"model": server.model, "messages": [message(question.text, question.urls)], "temperature": 0}
@@ -107,7 +106,6 @@ class ClientRequest:
         except BaseException:
             self._connection.close()
             raise
-        self._socket = self._connection.sock
 
     def reply(self) -> dict:
         """The whole response, which has to be a 200."""
@@ -136,11 +134,6 @@ class ClientRequest:
     def has_nothing_yet(self) -> bool:
         """Whether no byte was received."""
         return not select.select([self._connection.sock], [], [], 0)[0]
-
-    def disconnect(self) -> None:
-        """End the connection for a thread that reads from it, before it is closed."""
-        with contextlib.suppress(OSError):  # it has ended
-            self._socket.shutdown(socket.SHUT_RDWR)
 
     def hang_up(self) -> None:
         """Close the connection. Without effect when closed."""

@@ -4,12 +4,11 @@ The servers have two API servers, `--max-num-batched-tokens 128`, and for some s
 """
 
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 
 from tests.support.client import ENDLESS, TEXT, ClientRequest, Question, ask_large, ask_small
-from tests.support.processes import FailPoint, eventually
+from tests.support.processes import eventually
 from tests.support.running_server import RunningServer, message
 
 API, OTHER = "api 0", "api 1"
@@ -17,17 +16,7 @@ HOLDING = ["--maximum-concurrent-videos", "1", "--max-num-seqs", "1", "--max-num
 seeds = itertools.count(5000)  # of videos that no server has seen
 
 
-@dataclasses.dataclass(frozen=True)
-class HeldRequest:
-    """The request at a stage; where a fail point holds it, that, and the process that it has stopped."""
-
-    request: ClientRequest
-    question: Question
-    point: FailPoint | None = None
-    holder: int | None = None
-
-
-Stage = Callable[[RunningServer], contextlib.AbstractContextManager[HeldRequest]]
+Stage = Callable[[RunningServer], contextlib.AbstractContextManager[ClientRequest]]
 
 
 def new_question() -> Question:
@@ -41,37 +30,35 @@ def wait_for_metrics(server: RunningServer, **wanted: float) -> None:
 @contextlib.contextmanager
 def at_fail_point(
     server: RunningServer, name: str, question: Question | None = None, **more: object
-) -> Iterator[HeldRequest]:
-    question = question or new_question()
+) -> Iterator[ClientRequest]:
     with server.failpoint(name) as point:
-        request = ClientRequest(server, API, question, **more)
-        holder = point.wait()
+        request = ClientRequest(server, API, question or new_question(), **more)
+        point.wait()
         assert request.has_nothing_yet()
-        yield HeldRequest(request, question, point, holder)
+        yield request
 
 
 @contextlib.contextmanager
-def prefilling(server: RunningServer) -> Iterator[HeldRequest]:
+def prefilling(server: RunningServer) -> Iterator[ClientRequest]:
     """In the middle of a prompt whose media come at its end, and that the prefix cache does not hold."""
     question = new_question()
     system = {"role": "system", "content": f"{next(seeds)} " + "word " * 600}
     messages = [system, message(question.text, question.urls)]
-    with at_fail_point(server, "prefilling", question, messages=messages) as held:
+    with at_fail_point(server, "prefilling", question, messages=messages) as request:
         assert server.total("kv_cache_usage_perc", OTHER) > 0
-        yield held
+        yield request
 
 
 @contextlib.contextmanager
-def queued_for_admission(server: RunningServer) -> Iterator[HeldRequest]:
+def queued_for_admission(server: RunningServer) -> Iterator[ClientRequest]:
     """Behind one that is decoded."""
     with at_fail_point(server, "decoding") as ahead:
-        question = new_question()
-        yield HeldRequest(ClientRequest(server, API, question), question)
-    assert ahead.request.answer() == ahead.question.answer
+        yield ClientRequest(server, API, new_question())
+    assert ahead.answer() == ahead.question.answer
 
 
 @contextlib.contextmanager
-def waiting(server: RunningServer, is_kept: bool = False) -> Iterator[HeldRequest]:
+def waiting(server: RunningServer, is_kept: bool = False) -> Iterator[ClientRequest]:
     """In the core's queue, its media with the engine, behind a request without media that does not end."""
     question = new_question()
     if is_kept:
@@ -84,19 +71,18 @@ def waiting(server: RunningServer, is_kept: bool = False) -> Iterator[HeldReques
     decodes += not is_kept
     wait_for_metrics(server, num_requests_running=1, num_requests_waiting=1, media_decodes_total=decodes)
     assert request.has_nothing_yet()
-    yield HeldRequest(request, question)
+    yield request
     wait_for_metrics(server, num_requests_running=1, num_requests_waiting=0)
     ahead.read_events(2)
     ahead.hang_up()
 
 
 @contextlib.contextmanager
-def generating(server: RunningServer) -> Iterator[HeldRequest]:
+def generating(server: RunningServer) -> Iterator[ClientRequest]:
     """The client has some of its tokens. It would run for minutes."""
-    question = new_question()
-    request = ClientRequest(server, API, question, **ENDLESS)
+    request = ClientRequest(server, API, new_question(), **ENDLESS)
     request.read_events(3)
-    yield HeldRequest(request, question)
+    yield request
 
 
 SMALL = ("decoding", "processing", "receiving", "accepting", "encoding")  # fail points that any video reaches
