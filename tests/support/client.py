@@ -17,7 +17,6 @@ from tests.support.running_server import RunningServer, message
 from training import questions
 
 ENDLESS = {"max_tokens": 60_000, "ignore_eos": True, "stream": True}  # for minutes
-FORMATS = [("mp4", "h264"), ("mp4", "mpeg4"), ("mp4", "vp9"), ("mkv", "h264"), ("mkv", "mpeg4"), ("webm", "vp9")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +46,10 @@ def image_url(picture: videos.Clip) -> str:
 
 def ask_video(seed: int, kind: str | None = None) -> Question:
     """A question about the video rendered from `seed`; training uses seeds below 10**8."""
-    container, codec = FORMATS[seed % len(FORMATS)]
+    formats = ("mp4", "h264"), ("mp4", "mpeg4"), ("mp4", "vp9"), ("mkv", "h264"), ("mkv", "mpeg4"), ("webm", "vp9")
     clip = videos.render(10**9 + seed)
     question = questions.ask([clip], kind, seed)
-    return Question(question.text, question.answer, [("video_url", video_url(clip, container, codec))])
+    return Question(question.text, question.answer, [("video_url", video_url(clip, *formats[seed % 6]))])
 
 
 def ask_small(seed: int) -> Question:
@@ -140,13 +139,3 @@ class ClientRequest:
         if self._response is not None:
             self._response.close()
         self._connection.close()
-
-    def is_reset(self) -> bool:
-        """Whether the connection ends without a response."""
-        try:
-            self._connection.getresponse()
-            return False
-        except (ConnectionError, http.client.HTTPException):
-            return True
-        finally:
-            self.hang_up()
