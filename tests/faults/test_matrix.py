@@ -21,7 +21,7 @@ from tests.faults.load import API_SERVER_DIED, ENGINE_DIED, SOON, Load, ask, ass
 from tests.support.client import ENDLESS, TEXT, ClientRequest
 from tests.support.processes import alive, descendants, descriptors, eventually
 from tests.support.running_server import START_SECONDS, RunningServer
-from tests.support.stages import API, OTHER, STAGES, generating, new_question
+from tests.support.stages import API, OTHER, at_stage, new_question
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 TIMEOUT_SECONDS = 8  # --collective-timeout, where processes are stopped; where they are killed it is too long to help
@@ -86,7 +86,7 @@ def right_answers_only(server: RunningServer) -> Iterator[None]:
             *cell, marks=() if cell in (("generating", API, KILL), ("decoding", "core 0", KILL)) else pytest.mark.slow
         )
         for cell in itertools.product(
-            ("decoding", "storing", "prefilling", "generating"),
+            ("decoding", "writing", "prefilling", "generating"),
             (API, "core 0", "worker 0.0", "worker 0.1"),
             (KILL, STOP),
         )
@@ -102,7 +102,7 @@ def test_fault_at_any_stage_gives_right_answers_or_errors(stage, role, number):
         with Load(server, [new_question() for _ in range(4)]) as load:
             load.wait_for("right", 4)
             others = right_answers_only(server) if role == API else contextlib.nullcontext()
-            with others, STAGES[stage](server) as held, ThreadPoolExecutor(1) as pool:
+            with others, at_stage(server, stage) as held, ThreadPoolExecutor(1) as pool:
                 ending = pool.submit(outcome_of, lambda: held)
                 since = time.monotonic()
                 os.kill(victim, number)
@@ -146,7 +146,7 @@ def test_a_fault_during_a_restart_leads_to_another_restart(role, number):
 def test_fault_during_a_drain_stops_every_request_and_process(role, number):
     drain_seconds, endings = 12, API_SERVER_DIED if role == API else ENGINE_DIED
     server = RestartingServer(STOP, "--shutdown-timeout", str(drain_seconds))
-    with server, generating(server) as held, ThreadPoolExecutor(1) as pool:
+    with server, at_stage(server, "generating") as held, ThreadPoolExecutor(1) as pool:
         ending, family = pool.submit(outcome_of, lambda: held), descendants(server.process.pid)
         with Load(server, [new_question() for _ in range(4)]) as load:
             load.wait_for("right", 1)
