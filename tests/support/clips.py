@@ -45,13 +45,6 @@ def frame(index: int, width: int, height: int) -> np.ndarray:
     return pixels
 
 
-class Pipe(io.BytesIO):
-    """A file without seek, so that no header can be rewritten at the end."""
-
-    def seekable(self) -> bool:
-        return False
-
-
 def video_stream(output: Any, codec: str, width: int, height: int, rate: int, options: dict[str, str]) -> Any:
     """A stream of `output`. `options` are the encoder's; `g` is the most frames from one key frame to the next."""
     stream = output.add_stream(codec, rate=rate, options=QUIET.get(codec, {}) | options)
@@ -159,7 +152,8 @@ def encode_with_index_first(frames: int, path: Path) -> bytes:
 
 def encode_live(frames: int, codec: str = "libx264", container: str = "mp4") -> bytes:
     """A recording written without seeking: no sizes, no duration, an mp4 in fragments. A key frame every five."""
-    pipe = Pipe()
+    pipe = io.BytesIO()
+    pipe.seekable = lambda: False  # so that no header can be rewritten at the end
     muxer = {"movflags": "frag_keyframe+empty_moov"} if container in ("mp4", "mov") else {}
     with av.open(pipe, "w", format=container, options=muxer | SAME_BYTES) as output:
         write_frames(output, video_stream(output, codec, 64, 48, 10, {"g": "5"}), range(frames))
