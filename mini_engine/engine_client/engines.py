@@ -288,7 +288,8 @@ class EngineClient:
         return self.preferred(digest, least.load + LOAD_MARGIN) if digest else least
 
     def preferred(self, key: bytes, most: float = math.inf) -> EngineHandle:
-        """The engine that rendezvous hashing gives `key`, of those with up to `most` samples. Raises EngineError."""
+        """The engine that rendezvous hashing gives `key`, of those with up to `most` samples. Raises EngineError: none
+        runs."""
         self.check()
         running = [running for running in self._running if running.load <= most]
         return max(running, key=lambda running: hashlib.blake2b(key + bytes([running.number])).digest())

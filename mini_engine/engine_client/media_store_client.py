@@ -6,14 +6,12 @@ pages of its reservations. It runs in the event loop's thread; large items are c
 
 import asyncio
 import contextlib
-import math
 import weakref
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from msgspec.structs import replace
 
 from mini_engine import metrics
@@ -70,14 +68,6 @@ class MediaStoreClient:
             return {}
         answer = await self._ask(request_id, Lookup(request_id, distinct))
         return {media.facts.media_hash: media for media in answer.items}
-
-    async def read(self, media: FoundMedia) -> torch.Tensor:
-        """A copy of its `patches`, for another engine: uint8, as `StoreHandle.shape`. The request refers to the item
-        until this returns; of a cancelled read a thread may go on, for nothing."""
-        memory, patches = self._cache.memory, media.patches
-        assert memory is not None and patches is not None
-        content = await asyncio.to_thread(memory.read, patches.extents, math.prod(patches.shape))
-        return content.view(patches.shape)
 
     async def resolve_names(self, request_id: str, keys: list[bytes]) -> dict[bytes, NamedMedia]:
         """What is bound here, by key. Raises EngineError: the engine is down."""

@@ -1,18 +1,13 @@
-"""Media that need not be sent, or decoded: what names mean, and what the engines have.
+"""Media that need not be sent, or decoded: what names mean, and what an engine has.
 
 A name, the `uuid` of a part, means a content digest, within one API key and one `cache_salt`. All that follows,
-settings, budgets and caches, is as if the content had been sent, but that its bytes are absent: if no engine has it, a
-URL is fetched after all, and a name alone is an error.
-
-A request goes to the engine that it would go to with all data, and looks its media up there. What other engines have
-matters only for names: their patches are copied, which takes as long as two memcpys.
+settings, budgets and caches, is as if the content had been sent, but that its bytes are absent: if the request's engine
+does not have it, a URL is fetched after all, and a name alone is an error.
 """
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from starlette.datastructures import State
 
 from mini_engine.engine_client.engines import EngineClient, EngineHandle
@@ -85,27 +80,23 @@ def bind_names(engines: EngineClient, items: Sequence[FetchedItem], processed: M
             engines.preferred(ref.key[:HASH_BYTES]).media.bind_name(ref.key, media)
 
 
-# --- what the engines have --------------------------------------------------------------------------------------------
+# --- what an engine has -----------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
-class LookAgain(Exception):
-    """Look the media of a request up at `engine`. Another one than before has what names mean, of which not all patches
-    can be copied. Or no engine has what some URLs were downloaded as: then load the request's `refs` first, in which
-    these are to be fetched, and all URLs with the same name: no part means what was downloaded before, and another what
-    is there now."""
+class DownloadAgain(Exception):
+    """The engine does not have what some URLs were downloaded as. Load `refs`, in which these are to be fetched, and
+    all URLs with the same name: no part means what was downloaded before, and another what is there now."""
 
-    engine: EngineHandle
-    refs: list[MediaRef] | None = None
+    refs: list[MediaRef]
 
 
 @dataclass(frozen=True)
 class KnownMedia:
-    """The items of a request, and what is known of them, by media hash."""
+    """The items of a request, and what its engine knows of them, by media hash."""
 
     items: list[FetchedItem]  # each with the settings that it is used with
-    found: FoundByHash  # by the engine that gets the request, which gets the `copies`, too
-    copies: Mapping[bytes, torch.Tensor]  # of the patches that other engines hold
+    found: FoundByHash
 
     def absent(self, trusts_embeddings: bool) -> list[FetchedItem]:
         """What has to be decoded. Without `trusts_embeddings` data too, of which there are only these: they may be
@@ -118,67 +109,32 @@ class KnownMedia:
         ]
 
 
-async def find_media(
-    engines: EngineClient, engine: EngineHandle, items: Sequence[Candidates], request_id: str
-) -> KnownMedia:
-    """Ask `engine`, which is to get the request, what it has, and the others if it lacks any of what names mean.
+async def find_media(engine: EngineHandle, items: Sequence[Candidates], request_id: str) -> KnownMedia:
+    """Ask `engine`, which is to get the request, what it has.
 
-    Raises LookAgain; ApiError: 404 for names alone of what no engine has, 400 for two contents under one name;
+    Raises DownloadAgain; ApiError: 404 for names alone of what it does not have, 400 for two contents under one name;
     EngineError: the engine is down.
     """
     found = await engine.media.look_up(request_id, (each.media_hash for item in items for each in item))
-    known = KnownMedia(_choose(items, found), found, {})
-    distinct = {item.media_hash: item for item in known.items}
+    chosen = _choose(items, found)
+    distinct = {item.media_hash: item for item in chosen}
     engine.media.queries.inc(len(distinct))
     engine.media.hits.inc(sum(_is_held(item, found) for item in distinct.values()))
-    if _lacking(known.items, found):
-        known = await _copy_from_others(engines, engine, items, request_id, found)
+    if lacking := [*dict.fromkeys(item for item in chosen if item.content.is_absent and not _is_held(item, found))]:
+        if unknown := [item.ref.name for item in lacking if not origin_of(item.content)]:
+            raise ApiError(404, f"{', '.join(unknown)}: {NOT_FOUND}.", code="media_not_found", param="messages")
+        keys, refs = {item.ref.key for item in lacking}, [item.ref for item in chosen]
+        urls = [origin_of(ref.url) or ref.url if ref.key in keys else ref.url for ref in refs]
+        raise DownloadAgain([replace(ref, url=url) for ref, url in zip(refs, urls, strict=True)])
     digests: dict[bytes, bytes] = {}
-    for item in known.items:
+    for item in chosen:
         if item.ref.key and digests.setdefault(item.ref.key, item.content.digest) != item.content.digest:
             raise bad_request(f"{item.ref.name}: {AMBIGUOUS}.", "messages")
-    return known
-
-
-async def _copy_from_others(
-    engines: EngineClient, engine: EngineHandle, items: Sequence[Candidates], request_id: str, found: FoundByHash
-) -> KnownMedia:
-    """As `find_media`, if `engine` has found these, and that is not all of what names mean."""
-    named = [item for item in items if item[0].content.is_absent]
-    hashes = [each.media_hash for item in named for each in item]
-    others = [other for other in engines.engines if other is not engine and other.stopped is None]
-    try:  # in it the request refers there to items with patches
-        asked = (other.media.look_up(request_id, hashes) for other in others)
-        answers = zip(others, await asyncio.gather(*asked, return_exceptions=True), strict=True)
-        known = {other: answer for other, answer in answers if isinstance(answer, dict)} | {engine: found}
-        owners = {key: other for other, answer in known.items() for key, media in answer.items() if media.patches}
-        readable = {key: known[owner][key] for key, owner in owners.items()}  # at `engine` if it is there
-        usable = {other: answer | readable for other, answer in known.items()}
-        here, chosen = usable[engine], _choose(items, usable[engine])
-        if lacking := _lacking(chosen, here):
-            for other, its in usable.items():
-                if not _lacking(_choose(named, its), its):
-                    raise LookAgain(other)
-            if unknown := [item.ref.name for item in lacking if not origin_of(item.content)]:
-                raise ApiError(404, f"{', '.join(unknown)}: {NOT_FOUND}.", code="media_not_found", param="messages")
-            keys, refs = {item.ref.key for item in lacking}, [item.ref for item in chosen]
-            fetched = [replace(ref, url=origin_of(ref.url) or ref.url) if ref.key in keys else ref for ref in refs]
-            raise LookAgain(engine, fetched)
-        copied = {item.media_hash for item in chosen if owners.get(item.media_hash, engine) is not engine}
-        patches = await asyncio.gather(*(owners[key].media.read(here[key]) for key in copied))
-        return KnownMedia(chosen, here, dict(zip(copied, patches, strict=True)))
-    finally:
-        for other in others:
-            other.media.release_aborted(request_id)
+    return KnownMedia(chosen, found)
 
 
 def _is_held(item: FetchedItem, found: FoundByHash) -> bool:
     return item.media_hash in found and found[item.media_hash].held != "facts"
-
-
-def _lacking(items: Sequence[FetchedItem], found: FoundByHash) -> list[FetchedItem]:
-    """What names mean and an engine that has `found` these does not hold, each once."""
-    return [*dict.fromkeys(item for item in items if item.content.is_absent and not _is_held(item, found))]
 
 
 def _choose(items: Sequence[Candidates], found: FoundByHash) -> list[FetchedItem]:

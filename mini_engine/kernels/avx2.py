@@ -1,7 +1,8 @@
-"""Products of 16-bit floats on an x86 CPU without AVX-512, as most laptops have: in float32, with AVX2 and FMA.
+"""Products of 16-bit floats on an x86 CPU that has no instructions for them, as most laptops and many servers: in
+float32.
 
-torch multiplies bfloat16 and float16 there at a sixth of float32's speed (`python -m benchmarks.products`).
-A `HalfMatrix` is as fast as memory for few rows and as float32 for many; other matrices are converted to float32 in
+torch multiplies bfloat16 and float16 there at a quarter of float32's speed or less (`python -m benchmarks.products`). A
+`HalfMatrix` is as fast as memory for few rows and as float32 for many; other matrices are converted to float32 in
 slices, at each product.
 """
 
@@ -20,9 +21,8 @@ _pack = getattr(torch.ops.quantized, "linear_prepack_fp16", None)
 
 @functools.cache
 def is_this_cpu() -> bool:
-    """Whether the CPU has AVX2 and neither AVX-512 nor products of bfloat16."""
-    has_products = torch.cpu._is_avx512_supported() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.cpu._is_avx2_supported() and not has_products
+    """Whether the CPU has AVX2, maybe AVX-512, and no products of bfloat16."""
+    return torch.cpu._is_avx2_supported() and not torch.cpu._is_avx512_bf16_supported()
 
 
 def widens(x: Tensor) -> bool:

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from mini_engine.messages.tensors import CachedMedia, MediaItem, Message, MessageId, StoreHandle
+from mini_engine.messages.tensors import CachedMedia, MediaItem, Message, MessageId
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -79,7 +79,6 @@ class FoundMedia(msgspec.Struct, frozen=True, array_like=True):
     facts: CachedMedia
     # patches: the request refers to them; embeddings: in the encoder cache, perhaps not for long; facts: nothing else
     held: Literal["patches", "embeddings", "facts"]
-    patches: StoreHandle | None = None  # where they lie in the engine's store, if it has one
 
 
 class NamedMedia(msgspec.Struct, frozen=True, array_like=True):

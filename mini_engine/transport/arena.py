@@ -55,11 +55,6 @@ class WritableMemory:
             self._bytes.numpy()[start : start + nbytes] = source[:nbytes]
             source = source[nbytes:]
 
-    def read(self, extents: Sequence[Extent], nbytes: int) -> torch.Tensor:
-        """A copy of the first `nbytes` of what lies in `extents`, uint8, one dimension. For any thread."""
-        pieces = _pieces(extents, 0, nbytes)
-        return torch.from_numpy(np.concatenate([self._bytes.numpy()[start : start + size] for start, size in pieces]))
-
 
 class ReadableMemory:
     """The memory behind `fd`, mapped read-only: a write through a view ends the process. `fd` stays the caller's, `pin`

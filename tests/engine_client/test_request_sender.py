@@ -12,10 +12,9 @@ from mini_engine.engine_client.request_sender import INLINE_COPY_BYTES, RequestS
 from mini_engine.messages import MediaItem, NewRequest, SamplingParams
 from mini_engine.transport.arena import Arena
 from mini_engine.transport.codec import decode
-from mini_engine.transport.tensor_ipc import TensorIpcSender
 from tests.support.patience import PATIENCE, cancelled, eventually
 from tests.support.serving import Counted
-from tests.support.tensor_queue import ME, Rank, arena, connect, ranks
+from tests.support.tensor_queue import ME, arena, connect, ranks
 
 __all__ = ["arena", "connect", "ranks"]
 
@@ -27,20 +26,12 @@ def request(name: str, *sizes: int) -> NewRequest:
     return NewRequest(name, [5], SamplingParams(8, 1), media)
 
 
-@pytest.fixture
-def both(ranks: Any) -> list[Rank]:
-    return ranks()
-
-
-@pytest.fixture(params=["torch_shm", "direct_rpc"])
-def queue(both: list[Rank], connect: Any, request: pytest.FixtureRequest) -> TensorIpcSender:
-    return connect(request.param)
-
-
+@pytest.mark.parametrize("placement", ["torch_shm", "direct_rpc"])
 async def test_tensors_and_then_their_request_leave_and_are_counted(
-    queue: TensorIpcSender, both: list[Rank], arena: Arena
+    placement: str, ranks: Any, connect: Any, arena: Arena
 ) -> None:
-    transport = f"{{transport={queue.placement}}}"
+    both, queue = ranks(), connect(placement)
+    transport = f"{{transport={placement}}}"
     counted = Counted(f"ipc_messages_total{transport}", f"ipc_bytes_total{transport}")
     await queue.watch_end(lambda why: None)
     frames: list[bytes] = []
@@ -59,9 +50,12 @@ async def test_tensors_and_then_their_request_leave_and_are_counted(
     assert (queue.buffered_bytes, arena.pages.num_used) == (0, 0)
 
 
+@pytest.mark.parametrize("placement", ["torch_shm", "direct_rpc"])
 async def test_cancelled_copy_frees_its_memory_when_the_thread_has_returned(
-    queue: TensorIpcSender, arena: Arena
+    placement: str, ranks: Any, connect: Any, arena: Arena
 ) -> None:
+    ranks()
+    queue = connect(placement)
     frames: list[bytes] = []
     sender = RequestSender(ME, queue, frames.append)
     submitting = asyncio.create_task(sender.send_request(request("large", INLINE_COPY_BYTES + 1)))
@@ -72,7 +66,8 @@ async def test_cancelled_copy_frees_its_memory_when_the_thread_has_returned(
     assert frames == [] and queue.buffered_tensors == 0
 
 
-PROGRAM = """
+def test_error_between_tensors_and_request_ends_the_process() -> None:
+    program = """
 import asyncio
 import torch
 from mini_engine.engine_client.request_sender import RequestSender
@@ -90,9 +85,6 @@ sender.queue.placement = "direct_rpc"
 item = MediaItem(b"h", "image", 1, (1, 2, 2), None, offsets=[0], patches=torch.zeros(1, 4, dtype=torch.uint8))
 asyncio.run(sender.send_request(NewRequest("r7", [5], SamplingParams(8, 1), [item])))
 """
-
-
-def test_error_between_tensors_and_request_ends_the_process() -> None:
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=PATIENCE)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE)
     assert ended.returncode == 1 and "r7: tensors sent, request not sent; exiting" in ended.stderr
     assert "made to fail" in ended.stderr

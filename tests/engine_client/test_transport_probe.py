@@ -1,9 +1,6 @@
 """Which placement of the tensor queue an API server chooses, and where patches are made (`--mm-processor-device`)."""
 
-import contextlib
 import resource
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -25,30 +22,25 @@ def queue_to(*ranks: RankAddress) -> TensorIpcSender:
     return TensorIpcSender(Encoder("api 0", 7), ranks, Arena(16 << 20, lambda: 1 << 40))
 
 
-@contextlib.contextmanager
-def no_shared_memory() -> Iterator[None]:
-    """As torch_shm needs it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @pytest.mark.parametrize(
-    ("mode", "host", "chosen", "reason", "label"),
+    ("mode", "has_shared_memory", "chosen", "reason", "label"),
     [
-        ("auto", contextlib.nullcontext, "torch_shm", "the first whose probe passed", "probe_passed"),
-        ("auto", no_shared_memory, "direct_rpc", "torch_shm failed its probe: ", "torch_shm_failed"),
-        ("torch_shm", contextlib.nullcontext, "torch_shm", "asked for by --mm-tensor-ipc", "asked_for"),
-        ("direct_rpc", no_shared_memory, "direct_rpc", "asked for by --mm-tensor-ipc", "asked_for"),
+        ("auto", True, "torch_shm", "the first whose probe passed", "probe_passed"),
+        ("auto", False, "direct_rpc", "torch_shm failed its probe: ", "torch_shm_failed"),
+        ("torch_shm", True, "torch_shm", "asked for by --mm-tensor-ipc", "asked_for"),
+        ("direct_rpc", False, "direct_rpc", "asked for by --mm-tensor-ipc", "asked_for"),
     ],
 )
 def test_first_placement_whose_probe_passes_is_used(
-    mode: TensorIpc, host: Any, chosen: str, reason: str, label: str
+    mode: TensorIpc, has_shared_memory: bool, chosen: str, reason: str, label: str
 ) -> None:
     queue = queue_to()
-    with host():
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft if has_shared_memory else 1 << 20, hard))
+    try:
         assert reason in choose(3, mode, queue, timeout=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert queue.placement == chosen
     assert metric("mm_tensor_ipc_info", engine="3", transport=chosen, reason=label) == 1
 

@@ -1,21 +1,15 @@
 """Media by name: what the `uuid` of a part means, to which client, and what it never means."""
 
 import itertools
-import os
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
+from mini_engine.engine_client.engines import LOAD_MARGIN
 from mini_engine.engine_client.media_store_client import CacheAccess
 from mini_engine.http.access import SHARED_KEY
-from mini_engine.messages import StoreHandle
-from mini_engine.transport.arena import WritableMemory
-from mini_engine.transport.pages import PAGE_BYTES
-from mini_engine.transport.shared_memory import create_sparse
-from tests.support.patience import cancelled, eventually
-from tests.support.peers import ScriptedCore
+from tests.support.patience import eventually
 from tests.support.serving import CLIP, Counted, Serve, Served, SlowWeb, chat_body, check_error, image, png, video
 
 COUNTS = ("media_decodes_total", "media_named_hits_total")
@@ -160,58 +154,23 @@ async def test_url_is_downloaded_once_under_its_name(
 # --- with several engines ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-async def pair(serve: Serve) -> AsyncIterator[Served]:
-    """With two engines, each with a store that takes nothing. Nothing is pinned in either at the end."""
-    fds = [create_sparse(16 * PAGE_BYTES) for _ in range(2)]
-    async with serve(caches=[CacheAccess(1 << 30, WritableMemory(fd)) for fd in fds]) as served:
-        yield served
-        for core in served.cores:
-            sent = {request.request_id for request in core.requests}
-            await eventually(lambda: {ask.request_id for ask in core.look_ups} <= sent | {*core.unreserved})  # noqa: B023
-    for fd in fds:
-        os.close(fd)
-
-
-async def moved(pair: Served, *parts: dict[str, Any]) -> tuple[ScriptedCore, ScriptedCore]:
-    """The engine that was sent these named parts, and the other one, which has them now."""
-    await ask(pair, *parts)
-    asked, other = sorted(pair.cores, key=lambda core: not core.requests)
-    other.kept, asked.kept = asked.kept, {}
-    return asked, other
-
-
-@pytest.mark.parametrize("is_stored", [False, True])
-async def test_request_goes_to_the_engine_that_has_what_cannot_be_copied(pair: Served, is_stored: bool) -> None:
-    """On its ranks, or as embeddings. To it the patches are copied that are stored."""
-    first, other = await moved(pair, named(image()), named(image(84), "b"))
-    second = first.requests[0].media[1]
-    if is_stored:
-        first.kept[second.media_hash] = other.kept.pop(second.media_hash)
-        first.handles[second.media_hash] = StoreHandle([(3, 1), (1, 4)], second.patches.shape)
-    other.held = "embeddings"
-    usage = (await ask(pair, ALONE, named(ALONE, "b"))).json()["usage"]["media"]
-    assert [used["cached"] for used in usage] == ["embeddings", "patches" if is_stored else "embeddings"]
-    embedded, copied = other.requests[0].media
-    assert embedded.patches is None and copied.media_hash == second.media_hash
-    assert copied.patches.shape == second.patches.shape if is_stored else copied.patches is None
-    for held in ("embeddings", "facts"):
-        other.held = held
-        check_not_found(await pair.post([ALONE, named(ALONE, "c")], **SALT), "image 1", "image 2")
-
-
-async def test_client_leaves_or_an_engine_dies_while_it_is_asked_for_the_media_of_another(pair: Served) -> None:
-    first, other = await moved(pair, named(image()))
-    other.replies_to.remove("look_up")
-    leaving = pair.asking([ALONE], **SALT)
-    await eventually(lambda: len(other.look_ups) == 1)
-    await cancelled(leaving)
-    await eventually(lambda: len(other.unreserved) == 1)
-    asking = pair.asking([ALONE], **SALT)
-    await eventually(lambda: len(other.look_ups) == 2)
-    pair.context.engines.peer_gone(f"core {pair.cores.index(other)}")
-    check_not_found(await asking, "image 1")
-    other.look_ups.clear()
+async def test_named_media_are_asked_for_where_the_first_was_sent_at_any_load(serve: Serve) -> None:
+    """What only another engine has is a 404; when it is sent again it is here, too."""
+    homes: dict[int, int] = {}  # engine -> the size of an image, which is its name
+    async with serve(caches=[CacheAccess(1 << 30)] * 2) as served:
+        for size in range(28, 700, 28):
+            await ask(served, named(image(size), str(size)))
+            homes |= {number: size for number, core in enumerate(served.cores) if core.requests and number not in homes}
+        (busy, first), (_, second) = homes.items()
+        alone = [named(ALONE, str(size)) for size in (first, second)]
+        counted = Counted(*COUNTS)
+        with served.context.engines.engines[busy].holding("others", LOAD_MARGIN + 1):
+            await ask(served, alone[0])
+        check_not_found(await served.post(alone, **SALT), "image 2")
+        await ask(served, alone[0], named(image(second), str(second)))
+        await ask(served, *alone)
+    assert counted.since() == [1, 4]
+    assert [len(request.media) for request in served.cores[busy].requests[-3:]] == [1, 2, 2]
 
 
 # --- within one request -----------------------------------------------------------------------------------------------

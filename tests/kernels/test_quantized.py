@@ -27,6 +27,9 @@ def test_products_are_within_their_rounding(bits, outputs, inputs, dtype, with_a
     kernel and unpacking round a weight, of which the shift by the zero may be twice as large, and y; each at most by
     half a unit in the last place."""
     monkeypatch.setattr(avx2, "is_this_cpu", lambda: with_avx2)
+    if with_avx2:
+        monkeypatch.setattr(quantized, "HAS_AVX2_ALONE", True)
+        monkeypatch.setattr(quantized, "_has_vnni", lambda: False)
     monkeypatch.setattr(quantized, "UNPACKED", 1 << 18)
     torch.manual_seed(0)
     made = matrix(bits, outputs, inputs, dtype)

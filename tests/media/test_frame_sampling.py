@@ -9,23 +9,19 @@ from transformers.video_utils import VideoMetadata
 
 from mini_engine.media.frame_sampling import VideoSampling
 
-THIRD = Qwen3VLVideoProcessor()
-
-
-def authors_indices(total: int, rate: float, fps: float) -> list[int]:
-    """As `smart_nframes` of qwen_vl_utils 0.0.14 and its readers have it, in frames of which at least two are there."""
-    count = min(min(max(total / rate * fps, 4), 768 // 2 * 2), total) // 2 * 2
-    return np.linspace(0, total - 1, int(count)).round().astype(int).tolist()
-
 
 @given(total=st.integers(2, 3000), rate=st.floats(1, 120), fps=st.floats(0.1, 10))
 def test_frames_per_second_as_the_authors_of_the_models_sample(total: int, rate: float, fps: float) -> None:
+    """Qwen3-VL's processor; of the others, qwen_vl_utils 0.0.14 (`smart_nframes`) with two frames or more."""
     times = [index / rate for index in range(total)]
     third = VideoSampling(fps=fps, min_frames=4, max_frames=768)
     metadata = VideoMetadata(total_num_frames=total, fps=rate)
-    assert third.indices(times, rate, 768).tolist() == THIRD.sample_frames(metadata, fps=fps).tolist()
+    theirs = Qwen3VLVideoProcessor().sample_frames(metadata, fps=fps)
+    assert third.indices(times, rate, 768).tolist() == theirs.tolist()
     second = VideoSampling(fps=fps, min_frames=4, max_frames=768, frame_factor=2)
-    assert second.indices(times, rate, 768).tolist() == authors_indices(total, rate, fps)
+    count = min(min(max(total / rate * fps, 4), 768 // 2 * 2), total) // 2 * 2
+    theirs = np.linspace(0, total - 1, int(count)).round().astype(int)
+    assert second.indices(times, rate, 768).tolist() == theirs.tolist()
 
 
 def test_kept_frames_are_spread_evenly_over_the_window() -> None:
@@ -47,10 +43,11 @@ def test_kept_frames_are_spread_evenly_over_the_window() -> None:
         assert sampling.indices(times, 10.0, 768).tolist() == expected, sampling
 
 
-TIMES = st.lists(st.floats(0, 20), min_size=1, max_size=60).map(sorted)
-
-
-@given(times=TIMES, start=st.floats(0, 20), length=st.floats(0.01, 20))
+@given(
+    times=st.lists(st.floats(0, 20), min_size=1, max_size=60).map(sorted),
+    start=st.floats(0, 20),
+    length=st.floats(0.01, 20),
+)
 def test_window_holds_the_frames_displayed_in_it(times: list[float], start: float, length: float) -> None:
     sampling = VideoSampling(num_frames=1000, start=start, end=start + length)
     shown = [time - times[0] for time in times]

@@ -50,21 +50,20 @@ def of_request(
 
 # --- hashes ----------------------------------------------------------------------------------------------------------
 
-CALL = {"size": {"shortest_edge": 1, "longest_edge": 10}, "device": "cuda:0"}
-
-
-def video_hash(data: bytes = b"abc", sampling: Any = 8, call: Any = CALL) -> bytes:
-    sampling = VideoSampling(num_frames=sampling) if isinstance(sampling, int) else sampling
-    return media_hash(content_digest(data), hash_key(MediaSettings(sampling, {"video": call}), "video"))
-
 
 def test_bytes_and_every_setting_change_the_hash() -> None:
-    samplings = [9, VideoSampling(fps=8), *(VideoSampling(num_frames=8, **{name: 1.0}) for name in ("start", "end"))]
-    others = [{"size": {"shortest_edge": 1, "longest_edge": 11}}, CALL | {"resample": 0}]
+    eight, call = VideoSampling(num_frames=8), {"size": {"shortest_edge": 1, "longest_edge": 10}, "device": "cuda:0"}
+
+    def video_hash(data: bytes = b"abc", sampling: VideoSampling = eight, call: dict[str, Any] = call) -> bytes:
+        return media_hash(content_digest(data), hash_key(MediaSettings(sampling, {"video": call}), "video"))
+
+    samplings = [VideoSampling(num_frames=9), VideoSampling(fps=8)]
+    samplings += [VideoSampling(num_frames=8, **{name: 1.0}) for name in ("start", "end")]
+    others = [{"size": {"shortest_edge": 1, "longest_edge": 11}}, call | {"resample": 0}]
     hashes = [video_hash(), video_hash(b"abd"), *(video_hash(sampling=sampling) for sampling in samplings)]
     hashes += [video_hash(call=call) for call in others]
     assert len(set(hashes)) == len(hashes) and {len(digest) for digest in hashes} == {16}
-    assert video_hash(call=CALL | {"device": "cuda:1"}) == video_hash(), "that of another API server"
+    assert video_hash(call=call | {"device": "cuda:1"}) == video_hash(), "that of another API server"
 
 
 # --- sizes -----------------------------------------------------------------------------------------------------------
@@ -93,33 +92,31 @@ def test_settings_as_models_cards_write_them(processor: MediaProcessor) -> None:
     assert MediaSettingsResolver(processor, model_dir, eight).server.sampling.num_frames == 8
 
 
-# By option: what is asked, how many of 24 frames in six seconds are used, and with which of the processor's arguments.
-OPTIONS: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
-    "num_frames": ({"num_frames": 6}, 6, {}),
-    "fps": ({"fps": 2}, 12, {}),
-    "do_sample_frames": ({"fps": 2, "do_sample_frames": True}, 12, {}),
-    "max_frames": ({"fps": 2, "max_frames": 8}, 8, {}),
-    "min_frames": ({"fps": 1, "min_frames": 10}, 10, {}),
-    "frame_factor": ({"fps": 3, "frame_factor": 4}, 16, {}),
-    "start": ({"num_frames": -1, "start": 4}, 8, {}),
-    "end": ({"num_frames": -1, "end": 2}, 8, {}),
-    "size": ({"num_frames": 2, "size": {"longest_edge": 6000}}, 2, {"longest_edge": 6000}),
-    "min_pixels": ({"num_frames": 2, "min_pixels": 18000}, 2, {"shortest_edge": 18000}),
-    "max_pixels": ({"num_frames": 2, "max_pixels": 5000}, 2, {"longest_edge": 5000}),
-    "cap_pixels_per_frame": ({"num_frames": 9, "cap_pixels_per_frame": True}, 9, {"cap_pixels_per_frame": True}),
-    "resample": ({"num_frames": 2, "resample": 0}, 2, {"resample": 0}),
-    "max_video_tokens": ({"num_frames": 9, "max_video_tokens": 8}, 9, {}),
-}
-
-
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])  # without and with a time before each step
 def test_each_option_is_used_once(family: str, tmp_path: Path) -> None:
-    """The model's own processor makes the same patches of the sampled frames."""
+    """The model's own processor makes the same patches of the sampled frames. By option: what is asked, how many of 24
+    frames in six seconds are used, and with which of the processor's arguments."""
+    options: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+        "num_frames": ({"num_frames": 6}, 6, {}),
+        "fps": ({"fps": 2}, 12, {}),
+        "do_sample_frames": ({"fps": 2, "do_sample_frames": True}, 12, {}),
+        "max_frames": ({"fps": 2, "max_frames": 8}, 8, {}),
+        "min_frames": ({"fps": 1, "min_frames": 10}, 10, {}),
+        "frame_factor": ({"fps": 3, "frame_factor": 4}, 16, {}),
+        "start": ({"num_frames": -1, "start": 4}, 8, {}),
+        "end": ({"num_frames": -1, "end": 2}, 8, {}),
+        "size": ({"num_frames": 2, "size": {"longest_edge": 6000}}, 2, {"longest_edge": 6000}),
+        "min_pixels": ({"num_frames": 2, "min_pixels": 18000}, 2, {"shortest_edge": 18000}),
+        "max_pixels": ({"num_frames": 2, "max_pixels": 5000}, 2, {"longest_edge": 5000}),
+        "cap_pixels_per_frame": ({"num_frames": 9, "cap_pixels_per_frame": True}, 9, {"cap_pixels_per_frame": True}),
+        "resample": ({"num_frames": 2, "resample": 0}, 2, {"resample": 0}),
+        "max_video_tokens": ({"num_frames": 9, "max_video_tokens": 8}, 9, {}),
+    }
     documented = set(VideoSampling.__struct_fields__) | set(ServerKwargs.__struct_fields__)
-    assert set(OPTIONS) == names_below("A request's own media settings") - {"timestamps"} == documented
+    assert set(options) == names_below("A request's own media settings") - {"timestamps"} == documented
     processor = MediaProcessor(tiny_processor.build(tmp_path, family))
     times, server = np.arange(24) / 4, resolver(processor)
-    for name, (kwargs, count, expected) in OPTIONS.items():
+    for name, (kwargs, count, expected) in options.items():
         arguments = {argument: value for argument, value in expected.items() if argument not in EDGES.values()}
         own = processor.hf_processor.video_processor.size
         arguments["size"] = {edge: expected.get(edge, own[edge]) for edge in EDGES.values()}
@@ -200,32 +197,30 @@ def test_videos_are_sampled_and_sized_as_by_the_authors(
     assert (count, item.facts.num_tokens) == (frames, tokens)
 
 
-# Of a part of a video of ten seconds, 640x360, its pixels in tokens: what qwen_vl_utils 0.0.14 makes of it.
-PARTS = [
-    ({"nframes": 11, "max_pixels": 50}, 12, 270),
-    ({"fps": 1, "max_pixels": 50}, 10, 225),
-    ({"fps": 0.5, "min_frames": 5, "max_pixels": 50}, 6, 135),
-    ({"fps": 4, "max_frames": 9, "max_pixels": 50}, 8, 180),
-    ({"fps": 2, "video_start": 4, "video_end": 7.99, "max_pixels": 50}, 8, 180),
-    ({"nframes": 4, "min_pixels": 320, "max_pixels": 768}, 4, 672),
-    ({"nframes": 20, "min_pixels": 320, "max_pixels": 768}, 20, 3360),
-    ({"nframes": 8, "min_pixels": 16, "total_pixels": 400}, 8, 364),
-    ({"nframes": 8, "min_pixels": 16, "max_pixels": 40, "total_pixels": 100}, 8, 72),
-    ({"nframes": 8, "min_pixels": 16, "max_pixels": 40, "total_pixels": 20}, 8, 60),
-]
-
-
 @pytest.mark.parametrize("family", tiny_processor.PROCESSORS)
 def test_settings_of_a_part_mean_what_they_mean_to_qwen_vl_utils(family: str, tmp_path: Path) -> None:
+    """Of a part of a video of ten seconds, 640x360, its pixels in tokens: what qwen_vl_utils 0.0.14 makes of it."""
+    parts = [
+        ({"nframes": 11, "max_pixels": 50}, 12, 270),
+        ({"fps": 1, "max_pixels": 50}, 10, 225),
+        ({"fps": 0.5, "min_frames": 5, "max_pixels": 50}, 6, 135),
+        ({"fps": 4, "max_frames": 9, "max_pixels": 50}, 8, 180),
+        ({"fps": 2, "video_start": 4, "video_end": 7.99, "max_pixels": 50}, 8, 180),
+        ({"nframes": 4, "min_pixels": 320, "max_pixels": 768}, 4, 672),
+        ({"nframes": 20, "min_pixels": 320, "max_pixels": 768}, 20, 3360),
+        ({"nframes": 8, "min_pixels": 16, "total_pixels": 400}, 8, 364),
+        ({"nframes": 8, "min_pixels": 16, "max_pixels": 40, "total_pixels": 100}, 8, 72),
+        ({"nframes": 8, "min_pixels": 16, "max_pixels": 40, "total_pixels": 20}, 8, 60),
+    ]
     processor, server = published(tmp_path, family)
     hashes = {hash_key(of_request(server), "video")}
-    for part, frames, tokens in PARTS:
+    for part, frames, tokens in parts:
         scaled = {name: value * processor.token_pixels if "pixels" in name else value for name, value in part.items()}
         settings = of_request(server, FILE | scaled, num_frames=3, max_pixels=processor.token_pixels * 2000)
         count, item = processed(processor, settings, 10, (640, 360))
         assert (count, item.facts.num_tokens) == (frames, tokens), part
         hashes.add(hash_key(settings, "video"))
-    assert len(hashes) == len(PARTS) + 1
+    assert len(hashes) == len(parts) + 1
     large = {"min_pixels": 800 * processor.token_pixels}  # more than a frame of Qwen2.5-VL may have
     for settings in (of_request(server, IMAGE | large), of_request(server, IMAGE, **large)):
         assert settings.calls["image"]["size"]["shortest_edge"] == large["min_pixels"]
@@ -290,31 +285,39 @@ def test_invalid_sampling_is_refused(asked: dict, says: str) -> None:
 
 # --- what is refused -------------------------------------------------------------------------------------------------
 
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"do_normalize": True}, "unknown field `do_normalize`; it takes size, min_pixels"),
-    ({"size": {}, "max_pixels": 784}, "either size"),
-    ({"size": {"longest_edge": -1}}, r"`int` >= 1 - at `\$.size.longest_edge`"),
-    ({"max_pixels": 784, "min_pixels": 1568}, "number of pixels, 1568, is more than the greatest, 784"),
-    ({"cap_pixels_per_frame": 1}, r"got `int` - at `\$.cap_pixels_per_frame`"),
-    ({"do_sample_frames": False}, "false is for a video that is sent as frames; of a file it needs num_frames -1"),
-]
-
-
-@pytest.mark.parametrize(("kwargs", "says"), [*BAD, ({"resample": 99}, "fails"), ({"max_video_tokens": 0}, ">= 1")])
-def test_bad_server_settings_fail_at_start(processor: MediaProcessor, kwargs: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        resolver(processor, **kwargs)
-
-
 TOO_MANY = "1000000000 pixels at least are more than the 784000000 within --max-model-len"
-BAD_REQUEST = [({"min_pixels": 10**9}, TOO_MANY), ({"resample": 2}, "unknown"), ({"fps": [1, 2]}, "got `array`")]
 
 
-@pytest.mark.parametrize(("kwargs", "says"), [*BAD, *BAD_REQUEST])
-def test_bad_settings_of_a_request_are_a_400(processor: MediaProcessor, kwargs: dict[str, Any], says: str) -> None:
-    with pytest.raises(ApiError, match="^Invalid 'mm_processor_kwargs': .*" + says) as caught:
-        of_request(resolver(processor), **kwargs)
-    assert caught.value.status == 400
+@pytest.mark.parametrize(
+    ("where", "kwargs", "says"),
+    [
+        ("both", {"do_normalize": True}, "unknown field `do_normalize`; it takes size, min_pixels"),
+        ("both", {"size": {}, "max_pixels": 784}, "either size"),
+        ("both", {"size": {"longest_edge": -1}}, r"`int` >= 1 - at `\$.size.longest_edge`"),
+        ("both", {"max_pixels": 784, "min_pixels": 1568}, "number of pixels, 1568, is more than the greatest, 784"),
+        ("both", {"cap_pixels_per_frame": 1}, r"got `int` - at `\$.cap_pixels_per_frame`"),
+        (
+            "both",
+            {"do_sample_frames": False},
+            "false is for a video that is sent as frames; of a file it needs num_frames",
+        ),
+        ("start", {"resample": 99}, "fails"),
+        ("start", {"max_video_tokens": 0}, ">= 1"),
+        ("request", {"min_pixels": 10**9}, TOO_MANY),
+        ("request", {"resample": 2}, "unknown"),
+        ("request", {"fps": [1, 2]}, "got `array`"),
+    ],
+)
+def test_bad_settings_fail_at_start_and_are_a_400_of_a_request(
+    processor: MediaProcessor, where: str, kwargs: dict[str, Any], says: str
+) -> None:
+    if where != "request":
+        with pytest.raises(ValueError, match=says):
+            resolver(processor, **kwargs)
+    if where != "start":
+        with pytest.raises(ApiError, match="^Invalid 'mm_processor_kwargs': .*" + says) as caught:
+            of_request(resolver(processor), **kwargs)
+        assert caught.value.status == 400
 
 
 def test_bad_settings_of_a_part_are_a_400_that_names_the_item(processor: MediaProcessor) -> None:

@@ -47,7 +47,6 @@ class ScriptedCore:
         self.accepts = True
         self.kept: dict[bytes, messages.CachedMedia] = {}
         self.held: Literal["patches", "embeddings", "facts"] = "patches"
-        self.handles: dict[bytes, messages.StoreHandle] = {}
         self.names: dict[bytes, messages.NamedMedia] = {}
         self.num_resolved = 0  # how often it was asked for names
         self.look_ups: list[messages.Lookup] = []
@@ -93,7 +92,7 @@ class ScriptedCore:
         self.look_ups += [look_up] if look_up.hashes else []
         if look_up.names or "look_up" in self.replies_to:
             known = [media_hash for media_hash in look_up.hashes if media_hash in self.kept]
-            found = [messages.FoundMedia(self.kept[each], self.held, self.handles.get(each)) for each in known]
+            found = [messages.FoundMedia(self.kept[each], self.held) for each in known]
             named = {key: media for key, media in self.names.items() if key in look_up.names}
             await self.send(messages.Found(look_up.request_id, found, named))
 

@@ -23,7 +23,6 @@ def test_rows_are_those_that_were_written(extents: list[tuple[int, int]], held: 
     for first, stop in ((0, 1000), (0, 1), (350, 700), (999, 1000), (5, 5)):
         rows = reader.rows(extents, tensor.shape, first, stop)
         assert torch.equal(rows, tensor[first:stop])
-    assert torch.equal(writer.read(extents, tensor.nbytes), tensor.view(-1))
     address = reader.rows(extents, tensor.shape, 0, 1000).data_ptr()
     is_view = address == reader.read([(1, 1)], 0, 1).data_ptr()
     assert is_view == (len(extents) == 1)

@@ -1,9 +1,9 @@
-"""The tensor queue between two ends in one process: placements, order, queued frames, refusals, what is given back."""
+"""The tensor queue between two ends in one process: placements, order, queued frames, refusals, what is released."""
 
 import asyncio
+import os
 import socket
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +12,17 @@ import pytest
 import torch
 
 from mini_engine.messages import DeviceSlots, MessageId, TensorMessage
-from mini_engine.transport.arena import Arena
-from mini_engine.transport.codec import TransportError
+from mini_engine.transport.arena import Arena, WritableMemory
+from mini_engine.transport.codec import Encoder, TransportError
 from mini_engine.transport.cuda_memory import StagingSlots
+from mini_engine.transport.pages import PAGE_BYTES
+from mini_engine.transport.shared_memory import create_sparse
 from mini_engine.transport.stream_frames import pack_frame
-from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcSender
+from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcReceiver, TensorIpcSender
 from tests.support.processes import eventually
-from tests.support.tensor_queue import API, ME, MIB, PATIENCE, Held, HostStaging, Rank, address_of, send, unlimited
+from tests.support.tensor_queue import ME, PATIENCE, Held, HostStaging, Rank, address_of, pump, send, unlimited
 
 PLACEMENTS = ["torch_shm", "direct_rpc"]
-COUNT = torch.arange(50, dtype=torch.uint8)
 
 
 async def arrival(rank: Rank) -> Received | Failed:
@@ -67,7 +68,7 @@ async def test_a_blocked_rank_gets_its_frames_later_and_the_other_goes_on(
     blocked.pause()
     messages: list[MessageId] = []
     for number in range(2000 if placement == "torch_shm" else 10):
-        nbytes = 1 if placement == "torch_shm" else MIB
+        nbytes = 1 if placement == "torch_shm" else 1 << 20
         (handle,) = await send(sender, torch.full((nbytes,), number % 251, dtype=torch.uint8))
         messages.append(handle.message)
         if number >= 100:
@@ -89,7 +90,7 @@ async def test_discarded_messages_free_their_pages(ranks: Any, connect: Any, are
     outgoing.discard()
     outgoing.discard()
     assert sender.buffered_tensors == 0 == arena.pages.num_used
-    sender.consumed([MessageId(API, 1), MessageId(API, 99)])  # unknown: ignored
+    sender.consumed([MessageId(ME.incarnation, 1), MessageId(ME.incarnation, 99)])  # unknown: ignored
 
 
 async def test_the_end_of_a_stream_is_reported_once_and_frames_after_it_are_dropped(
@@ -153,7 +154,7 @@ async def test_a_lost_descriptor_fails_messages_and_the_next_stream_is_served(ra
         head = ME.encode(TensorMessage(7, (3,), extents=[(0, 1)]))
         peer.sendall(pack_frame(head, descriptors=1))
         failed = await arrival(rank)
-    assert isinstance(failed, Failed) and failed.message == MessageId(API, 7)
+    assert isinstance(failed, Failed) and failed.message == MessageId(ME.incarnation, 7)
     assert failed.why == "descriptor of the arena lost: out of file descriptors"
     connect("torch_shm", 1)
 
@@ -161,18 +162,47 @@ async def test_a_lost_descriptor_fails_messages_and_the_next_stream_is_served(ra
 # --- what is held ----------------------------------------------------------------------------------------------------
 
 
+def test_a_stream_that_ends_at_any_byte_leaves_the_whole_frames_and_nothing_else(runtime: Path, held: Held) -> None:
+    """As that of a sender that is killed: the kernel closes its end."""
+    address, fd = address_of(runtime), create_sparse(4 * PAGE_BYTES)
+    WritableMemory(fd).write([(2, 1)], torch.arange(8, dtype=torch.uint8))
+    first = pack_frame(ME.encode(TensorMessage(1, (8,), extents=[(2, 1)])), descriptors=1)
+    frames = first + pack_frame(ME.encode(TensorMessage(2, (5,))), 5) + b"\1\2\3\4\5"
+    receiver = TensorIpcReceiver(Encoder("worker 0.0", 100), address)
+    for cut in range(len(frames) + 1):
+        with socket.socket(socket.AF_UNIX) as peer:
+            peer.connect(address.tensor_ipc)
+            if cut:
+                socket.send_fds(peer, [frames[:cut]], [fd])
+        arrivals: list[Received | Failed] = []
+        pump(receiver, arrivals.append, PATIENCE)  # accepts it
+        while len(receiver.descriptors()) > 1:  # its end is there to be read
+            pump(receiver, arrivals.append, PATIENCE)
+        numbers = [arrival.message.number for arrival in arrivals]
+        assert numbers == ([1, 2] if cut == len(frames) else [1] if cut >= len(first) else []), cut
+        assert all(isinstance(arrival, Received) for arrival in arrivals)
+        if numbers:
+            assert arrivals[0].rows(0, 8).tolist() == list(range(8))
+        del arrivals
+    receiver.close_streams()
+    os.close(fd)
+    assert held.is_baseline()
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_descriptors_and_mappings_are_back_once_nothing_of_the_arena_is_viewed(
     placement: str, runtime: Path, held: Held
 ) -> None:
+    last = noise(50)
+
     async def scenario() -> torch.Tensor:
         both = [Rank(address_of(runtime, number)) for number in (0, 1)]
-        arena = Arena(16 * MIB, unlimited)
+        arena = Arena(16 << 20, unlimited)
         sender = TensorIpcSender(ME, [rank.address for rank in both], arena)
         sender.probe(placement, PATIENCE)
         await sender.watch_end(broken)
         for _ in range(3):
-            messages = [handle.message for handle in await send(sender, noise(400_000), COUNT)]
+            messages = [handle.message for handle in await send(sender, noise(400_000), last)]
             for rank in both:
                 received = [await arrival(rank) for _ in messages]
                 assert [item.message for item in received] == messages
@@ -184,7 +214,7 @@ def test_descriptors_and_mappings_are_back_once_nothing_of_the_arena_is_viewed(
         return received[1].rows(10, 20)
 
     rows = asyncio.run(scenario())
-    assert held.mappings() == (placement == "torch_shm") and torch.equal(rows, COUNT[10:20])
+    assert held.mappings() == (placement == "torch_shm") and torch.equal(rows, last[10:20])
     del rows
     assert held.is_baseline()
 
@@ -204,16 +234,10 @@ class HostMapped:
         pass
 
 
-def with_slots(
-    make_ranks: Callable[..., list[Rank]], arena: Arena, map_slots: Any, nbytes: int = 1 << 17
-) -> tuple[Rank, TensorIpcSender, StagingSlots]:
-    (rank,) = make_ranks(1, map_slots=map_slots)
-    return rank, TensorIpcSender(ME, [rank.address], arena), StagingSlots(HostStaging(), 3, nbytes)
-
-
 async def test_slots_bring_tensors_and_are_used_again_once_consumed(ranks: Any, arena: Arena) -> None:
-    rank, sender, slots = with_slots(ranks, arena, HostMapped)
-    sender.probe("torch_shm", PATIENCE, slots)
+    (rank,) = ranks(1, map_slots=HostMapped)
+    sender = TensorIpcSender(ME, [rank.address], arena)
+    sender.probe("torch_shm", PATIENCE, StagingSlots(HostStaging(), 3, 1 << 17))
     await sender.watch_end(broken)
     assert sender.reserve_slots([noise(1 + (1 << 17))]) is None, "too large for a slot"
     assert sender.reserve_slots([noise(1)] * 4) is None, "more than there are"
@@ -243,9 +267,10 @@ def test_slots_whose_probe_fails_are_not_used(case: str, ranks: Any, arena: Aren
         "not mapped": (refuse, 1 << 17, "cudaErrorInvalidDevice"),
         "too small": (HostMapped, 512, "a staging slot of 512 bytes is too small for a probe"),
     }[case]
-    _, sender, slots = with_slots(ranks, arena, map_slots, nbytes)
+    (rank,) = ranks(1, map_slots=map_slots)
+    sender = TensorIpcSender(ME, [rank.address], arena)
     with pytest.raises(TransportError, match=reason):
-        sender.probe("torch_shm", PATIENCE, slots)
+        sender.probe("torch_shm", PATIENCE, StagingSlots(HostStaging(), 3, nbytes))
     sender.probe("torch_shm", PATIENCE)
     assert sender.reserve_slots([noise(1)]) is None
     sender.close_streams()

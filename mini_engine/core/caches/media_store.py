@@ -67,7 +67,7 @@ class MediaDirectory:
         for media_hash in hashes:
             if (entry := self._entries.get(media_hash)) is not None:
                 self._refer(owner, entry)
-                found.append(FoundMedia(entry.media, "patches", entry.patches))
+                found.append(FoundMedia(entry.media, "patches"))
             elif (facts := self.facts.get(media_hash)) is not None:
                 found.append(FoundMedia(facts, "embeddings" if has_embeddings(media_hash) else "facts"))
         return found

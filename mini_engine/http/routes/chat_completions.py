@@ -18,7 +18,7 @@ from mini_engine import metrics
 from mini_engine.engine_client.engines import EngineHandle
 from mini_engine.http.body import INLINE_CHARACTERS, read_body, run_sized, takes
 from mini_engine.http.context import AppContext, context_of
-from mini_engine.http.known_media import LookAgain, bind_names, find_media, resolve_names
+from mini_engine.http.known_media import DownloadAgain, bind_names, find_media, resolve_names
 from mini_engine.http.responses import ChatResponder
 from mini_engine.log import about
 from mini_engine.media.loader import Candidates
@@ -72,19 +72,20 @@ async def start(context: AppContext, prompt: Prompt, state: State) -> Answer:
     async with contextlib.AsyncExitStack() as held:
         with context.engines.preparing(state.end):
             items = await load_media(context, prompt, await resolve_names(context, prompt.body, state), state, held)
+        digest, has_names = items[0][0].content.digest if items else b"", any(item[0].ref.key for item in items)
+        # What was named is found at one engine, so at any load.
+        choose = context.engines.preferred if has_names else context.engines.choose
         engine: EngineHandle | None = None
         arrival, trusts_embeddings = None, True  # its place in the queue of an engine that needs the request again
         while True:
             with context.engines.preparing(state.end):
                 try:
                     async with context.places.hold(len(items), state.clock):
-                        engine = engine or context.engines.choose(items[0][0].content.digest if items else b"")
+                        engine = engine or choose(digest)
                         with engine.holding(state.request_id, prompt.body.num_choices):
                             answer = await send(context, engine, prompt, items, state, arrival, trusts_embeddings)
-                except LookAgain as again:
-                    engine, arrival = again.engine, arrival if again.engine is engine else None
-                    if again.refs:  # fetched without places: a web server that hangs must block no queue
-                        items = await load_media(context, prompt, again.refs, state, held)
+                except DownloadAgain as again:  # without places: a web server that hangs must block no queue
+                    items = await load_media(context, prompt, again.refs, state, held)
                     continue
             if await answer.is_admitted():
                 metrics.media_named_hits_total.inc(len({item[0] for item in items if item[0].content.is_absent}))
@@ -128,19 +129,19 @@ async def send(
     arrival: int | None,
     trusts_embeddings: bool,
 ) -> Answer:
-    """Rows 5 to 8: ask the engine which items it has, and others for those that names mean; decode and process the
-    rest; placeholders at their length, sampling parameters; then tensors and request, which the answer aborts at the
-    latest at the end of `state.cleanup`. Raises as `start` and `find_media`."""
+    """Rows 5 to 8: ask the engine which items it has; decode and process the rest; placeholders at their length,
+    sampling parameters; then tensors and request, which the answer aborts at the latest at the end of `state.cleanup`.
+    Raises as `start` and `find_media`."""
     clock, request_id = state.clock, state.request_id
     token_ids, media, usage, warnings = prompt.token_ids, list[MediaItem](), list[dict[str, Any]](), list[str]()
     if items:
-        known = await find_media(context.engines, engine, items, request_id)
+        known = await find_media(engine, items, request_id)
         found, absent = known.found, known.absent(trusts_embeddings)
         processed = await context.media.process(absent, clock, request_id)
         bind_names(context.engines, known.items, processed)
         warnings = [f"{item.ref.name}: {text}" for item in absent if (text := processed[item.media_hash].missing)]
         hashes = [item.media_hash for item in known.items]
-        used = [processed.get(key) or ProcessedItem(found[key].facts, known.copies.get(key)) for key in hashes]
+        used = [processed.get(key) or ProcessedItem(found[key].facts, None) for key in hashes]
         token_ids, media = context.renderer.expand(token_ids, used)
         check_budget(media, context.limits)
         for key, item in zip(hashes, media, strict=True):

@@ -88,8 +88,7 @@ class StoreAgainstModel(RuleBasedStateMachine):
         for media_hash in hashes:
             if (item := self.stored.get(media_hash)) is not None:
                 self.refer(owner, item)
-                handle = StoreHandle(item.extents, (ROWS[media_hash[0]], ROW))
-                expected.append(FoundMedia(facts(media_hash), "patches", handle))
+                expected.append(FoundMedia(facts(media_hash), "patches"))
         assert self.store.look_up(owner, hashes, lambda _: False) == expected
 
     @rule(server=servers, name=names, media_hash=hashes)

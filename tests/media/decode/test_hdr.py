@@ -76,18 +76,17 @@ def test_each_frame_has_its_own_transfer() -> None:
         assert_is_srgb(part)
 
 
-def with_rpu(_: int, packet: bytes) -> bytes:
-    return packet + RPU
-
-
 def test_dolby_vision_is_shown_as_its_base_layer() -> None:
-    decoded = decode_video(clips.remuxed(clip(HLG), "mp4", with_rpu), ALL)
+    decoded = decode_video(clips.remuxed(clip(HLG), "mp4", lambda _, packet: packet + RPU), ALL)
     np.testing.assert_array_equal(decoded.frames, decode_video(clip(HLG), ALL).frames)
     assert decoded.facts.missing is None
 
 
 def test_colours_that_cannot_be_converted_are_reported() -> None:
     ictcp = {"x265-params": "log-level=none:colormatrix=ictcp"}
-    for data in (clips.remuxed(clip(2, "libx265", "mp4", 2), "mp4", with_rpu), clip(PQ, "libx265", "mp4", 9, ictcp)):
+    for data in (
+        clips.remuxed(clip(2, "libx265", "mp4", 2), "mp4", lambda _, packet: packet + RPU),
+        clip(PQ, "libx265", "mp4", 9, ictcp),
+    ):
         decoded = decode_video(data, ALL)
         assert decoded.facts.missing == WRONG_COLOURS and decoded.frames.shape == (6, 48, 64, 3)

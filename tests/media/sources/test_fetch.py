@@ -88,21 +88,18 @@ def policy(tmp_path: Path) -> MediaPolicy:
     return MediaPolicy(make_root(tmp_path, b"clip"), 1000)
 
 
-def read(url: str, policy: MediaPolicy, item: str = "media item") -> bytes:
-    return read_file(url, policy, item)[0]
-
-
 def test_file_below_the_root_is_read(policy: MediaPolicy) -> None:
     for path in ("/clip", "/inner/../%63lip", "/link", "/inner/%C3%A4%20%3F%23", "//inner//clip"):
         for start in ("file://", "FILE://localhost"):
-            assert read(f"{start}{policy.allowed_local_media_path}{path}", policy) == b"clip"
+            url = f"{start}{policy.allowed_local_media_path}{path}"
+            assert read_file(url, policy, "image 1")[0] == b"clip"
 
 
 def test_every_other_path_gets_the_same_error(policy: MediaPolicy) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for path in PATHS:
         with pytest.raises(MediaError) as caught:
-            read(f"file://{policy.allowed_local_media_path}{path}", policy, "image 1")
+            read_file(f"file://{policy.allowed_local_media_path}{path}", policy, "image 1")
         problem = "no such regular file under the directory that --allowed-local-media-path names"
         assert str(caught.value) == f"image 1: {problem}", path
     assert len(os.listdir("/proc/self/fd")) <= before
@@ -112,7 +109,7 @@ def test_malformed_file_url_is_refused() -> None:
     urls = "file://a.test/a file:a file:/a file://[ file:///a?x file:///a\t/../b".split(" ")
     for url in (*urls, "file:///" + "x" * 16384):
         with pytest.raises(MediaError, match="has the form file:///path/to/file"):
-            read(url, MediaPolicy(Path("/"), 1000))
+            read_file(url, MediaPolicy(Path("/"), 1000), "image 1")
 
 
 @pytest.mark.usefixtures("policy")
@@ -121,7 +118,7 @@ def test_size_and_kind_of_file(tmp_path: Path) -> None:
     hints["/proc/self/maps"] = "--max-media-bytes"  # stat() reports a size of 0
     for path, hint in hints.items():
         with pytest.raises(MediaError, match=hint):
-            read(f"file://{tmp_path / path}", MediaPolicy(Path("/"), 1000))
+            read_file(f"file://{tmp_path / path}", MediaPolicy(Path("/"), 1000), "image 1")
 
 
 def test_the_digest_of_a_file_is_known_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

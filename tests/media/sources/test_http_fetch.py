@@ -22,15 +22,13 @@ LIMIT = 1 << 20
 LOCAL = "127.0.0.1/32"
 BODY = bytes(range(256)) * 2000
 OK, CHUNKED = b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-FLOODS = [(head, bytes(1 << 16)) for head in (OK + b"\r\n", CHUNKED + b"7fffffff\r\n")]
-DRIPS = [(OK + b"Content-Length: 5000\r\n\r\n", b"x"), (CHUNKED, b"0"), (OK, b"A"), (b"", b"HTTP/1.1 100 x\r\n\r\n")]
 
 
 class Names:
-    """A resolver that records its calls. `Names(a_test=[...])` resolves a.test; other names do not exist."""
+    """A resolver that records its calls. Names without addresses do not exist."""
 
-    def __init__(self, **names: list[str]):
-        self.names = {name.replace("_", "."): addresses for name, addresses in names.items()}
+    def __init__(self) -> None:
+        self.names = {name: ["127.0.0.1"] for name in ("media.test", "other.test")}
         self.calls: list[tuple[str, int]] = []
 
     def __call__(self, host: str, port: int) -> list[Any]:
@@ -54,8 +52,7 @@ def refusal(url: str, policy: MediaPolicy) -> str:
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> Names:
-    names = Names(media_test=["127.0.0.1"], other_test=["127.0.0.1"])
-    monkeypatch.setattr(http_fetch, "getaddrinfo", names)
+    monkeypatch.setattr(http_fetch, "getaddrinfo", names := Names())
     return names
 
 
@@ -108,7 +105,13 @@ def test_bad_response_is_refused(policy: MediaPolicy) -> None:
             assert hint in refusal(f"http://media.test:{server.port}/a.mp4", policy)
 
 
-@pytest.mark.parametrize(("head", "piece"), FLOODS + DRIPS)
+@pytest.mark.parametrize(
+    ("head", "piece"),
+    [
+        *[(OK + b"\r\n", bytes(1 << 16)), (CHUNKED + b"7fffffff\r\n", bytes(1 << 16))],
+        *[(OK + b"Content-Length: 5000\r\n\r\n", b"x"), (CHUNKED, b"0"), (OK, b"A"), (b"", b"HTTP/1.1 100 x\r\n\r\n")],
+    ],
+)
 def test_endless_response_ends_at_a_limit(head: bytes, piece: bytes, policy: MediaPolicy) -> None:
     def endless(connection: socket.socket, _: str) -> None:
         connection.sendall(head)
@@ -171,7 +174,9 @@ def test_host_with_a_private_address_is_not_dialled(monkeypatch: pytest.MonkeyPa
     with WebServer(response(BODY)) as server:
         assert "private address" in refusal(f"http://localhost:{server.port}/", policy)
         for addresses in (["127.0.0.1"], ["::ffff:127.0.0.1"], ["93.184.215.14", "127.0.0.1"], ["fe80::1%lo"]):
-            monkeypatch.setattr(http_fetch, "getaddrinfo", Names(media_test=addresses))
+            names = Names()
+            names.names["media.test"] = addresses
+            monkeypatch.setattr(http_fetch, "getaddrinfo", names)
             assert "its host has a private address" in refusal(f"http://media.test:{server.port}/", policy)
     assert server.dialled == 0
 
