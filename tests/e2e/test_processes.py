@@ -49,16 +49,14 @@ def test_only_the_http_port_listens_beyond_this_host(server):
     assert listening == [server.address[1]]
 
 
-@pytest.fixture(scope="module")
-def watched():
-    """A server whose /health was asked all through its start, and the answers. The first 200 is followed by a request
-    at once."""
+def test_health_is_not_200_before_a_request_can_be_served():
+    """It is asked all through the start. The first 200 is followed by a request at once."""
     seen: list[str] = []
     with socket.socket() as kept:  # from other programs, until the server has it
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         kept.bind(("127.0.0.1", 0))
-        server = RunningServer("-tp", "2", "--health-timeout", "1.5", "--port", str(kept.getsockname()[1]))
+        server = RunningServer("-tp", "2", "--port", str(kept.getsockname()[1]))
         server.url, server.model = f"http://127.0.0.1:{kept.getsockname()[1]}/v1", "mini-engine-demo"
 
         def watch() -> None:
@@ -76,29 +74,29 @@ def watched():
         watcher.start()
         with server:
             watcher.join()
-            yield server, seen
-
-
-def test_health_is_not_200_before_a_request_can_be_served(watched):
-    _, seen = watched
     assert seen[0] != "200" and seen[-2:] == ["200", "served 2"]
     assert set(seen[:-2]) <= {"refused", "503"}
 
 
+@pytest.fixture(scope="module")
+def impatient():
+    with RunningServer("-tp", "2", "--health-timeout", "1.5") as server:
+        yield server
+
+
 @pytest.mark.parametrize("victim", ["worker 0.0", "core 0", "worker 0.1"])
-def test_health_is_503_while_a_process_is_stopped(watched, victim):
+def test_health_is_503_while_a_process_is_stopped(impatient, victim):
     """In an idle engine, where the second is asked for the headers alone, and in a busy one."""
-    server, _ = watched
 
     def health(path: str = "/health", method: str = "GET") -> tuple[int, str]:
-        response = server.get(path, method=method)
+        response = impatient.get(path, method=method)
         return response.status, response.body
 
-    request = ClientRequest(server, None, TEXT, **ENDLESS) if victim == "worker 0.1" else None
+    request = ClientRequest(impatient, None, TEXT, **ENDLESS) if victim == "worker 0.1" else None
     if request is not None:
         request.read_events(1)
     eventually(lambda: health() == health(method="HEAD") == (200, ""))
-    with stopped(server.pids()[victim]):
+    with stopped(impatient.pids()[victim]):
         if victim == "core 0":
             assert health(method="HEAD") == (503, "")
         else:
@@ -111,9 +109,8 @@ def test_health_is_503_while_a_process_is_stopped(watched, victim):
         request.hang_up()
 
 
-def test_everything_dies_with_the_supervisor(watched):
-    server, _ = watched
-    family = descendants(server.process.pid)
-    server.process.kill()
-    server.process.wait()
-    server.assert_nothing_left(family)
+def test_everything_dies_with_the_supervisor(impatient):
+    family = descendants(impatient.process.pid)
+    impatient.process.kill()
+    impatient.process.wait()
+    impatient.assert_nothing_left(family)
