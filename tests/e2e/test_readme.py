@@ -20,8 +20,7 @@ from tests.support.running_server import ROOT
 
 README = (ROOT / "README.md").read_text()
 PYTHON = ".venv/bin/python"
-# All indented blocks, and those in fences but the picture. Each is in a test below, but OWN_VIDEOS, which is CAPTION with
-# another model; for a new one write a test.
+# All indented blocks, and those in fences but the picture. Each has a test below: for a new one write a test.
 CAPTION, OWN_VIDEOS, FROM_PYTHON, SERVE, TESTS, RENDER, OUTPUT, HUB, HELP, BENCH = (
     match[2] or re.sub(r"^    ", "", match[1], flags=re.MULTILINE)
     for match in re.finditer(r"\n\n((?:    .*\n)+)|^```\w*\n((?:(?!```|.*──►).*\n)+)```", README, re.MULTILINE)
@@ -57,6 +56,7 @@ def test_video_request_and_its_documented_answer(server, tmp_path):
 
 def test_caption_commands(server, media_root, monkeypatch, capsys):
     _, render, caption = CAPTION.splitlines()
+    assert OWN_VIDEOS.split()[:2] == caption.split()[:2]  # the same with another model
     shell(render, media_root)
     monkeypatch.chdir(media_root)
     use_server(server, monkeypatch)
