@@ -62,9 +62,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize(
     "served",
     [
+        pytest.param(QWEN3_5, id="qwen3_5"),  # the first, as below: so both tests have the same server
         pytest.param(("qwen2_vl", ["--mm-processor-cache-type", "lru"]), id="qwen2_vl", marks=pytest.mark.slow),
         pytest.param(("qwen3_vl", ["--mm-processor-cache-type", "shm"]), id="qwen3_vl"),
-        pytest.param(QWEN3_5, id="qwen3_5"),
         pytest.param(("qwen3_5", ["-tp", "2"]), id="qwen3_5-tp2", marks=pytest.mark.slow),
         pytest.param(("qwen3_vl_moe", ["-tp", "2"]), id="qwen3_vl_moe-tp2", marks=pytest.mark.slow),
         pytest.param(("qwen3_5_moe", []), id="qwen3_5_moe", marks=pytest.mark.slow),
@@ -120,7 +120,7 @@ def test_answers_equal_transformers(served: tuple[Family, RunningServer]):
     assert decodes[0] == decodes[1] and decodes[0] in (3, 5)
 
 
-@pytest.mark.parametrize("served", [QWEN3_5], indirect=True)  # of recurrent states
+@pytest.mark.parametrize("served", [pytest.param(QWEN3_5, id="qwen3_5")], indirect=True)  # of recurrent states
 def test_turns_of_a_conversation_compute_only_what_is_new(served: tuple[Family, RunningServer]):
     """Five turns about one video, which is encoded once."""
     _, server = served

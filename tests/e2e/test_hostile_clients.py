@@ -71,9 +71,8 @@ def test_requests_generated_from_openapi_cause_no_500(small_server, operation, i
                 assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
     send()
-    is_unknown = operation.label.endswith(
-        ("{name}", "/embeddings", "rerank", "score")
-    )  # to a model that generates text
+    # The server's model generates text.
+    is_unknown = operation.label.endswith(("{name}", "/embeddings", "rerank", "score"))
     if not is_described:
         assert statuses[400], statuses
     elif not operation.label.endswith("tokenize"):
