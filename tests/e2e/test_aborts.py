@@ -27,40 +27,31 @@ def server(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
     flags = "--api-server-count 2 --max-num-batched-tokens 128 --maximum-concurrent-videos 1 --max-num-seqs 1".split()
     with RunningServer(*flags, "--max-num-encoder-input-tokens", "8", *SERVERS[request.param]) as running:
         running.client.close()  # its connection would count
+        for api in (API, OTHER):  # what a first request opens is open
+            assert ClientRequest(running, api, new_question()).answer()
         yield running
 
 
-def held_at_rest(server: RunningServer) -> dict[str, tuple[int, int]]:
-    """Descriptors and mappings of each process, once each API server has answered right, from empty caches, which are
-    empty again, and no client is connected."""
-    for api in (API, OTHER):
-        question = new_question()
-        assert ClientRequest(server, api, question).answer() == question.answer
-    assert server.get("/reset_caches", OTHER, "POST").status == 200
-    server.assert_at_rest(OTHER)
-
-    def check() -> None:
-        shown = server.metrics(OTHER)
-        assert not shown['mm_store_bytes{engine="0",state="used"}'] and not shown['encoder_cache_tokens{engine="0"}']
-        assert not server.has_clients()
-
-    eventually(check)
-    return server.files_and_mappings()
-
-
-@pytest.fixture(scope="module")
-def before(server: RunningServer) -> dict[str, tuple[int, int]]:
-    held_at_rest(server)
-    return held_at_rest(server)
-
-
 @contextlib.contextmanager
-def everything_freed(server: RunningServer, before: dict[str, tuple[int, int]]) -> Iterator[None]:
+def everything_freed(server: RunningServer) -> Iterator[None]:
     """When the block is left."""
-    pids = server.pids()
+
+    def held_at_rest() -> dict[str, tuple[int, int]]:
+        """Descriptors and mappings of each process, once each API server has answered right, from empty caches, which
+        are empty again, and no client is connected."""
+        for api in (API, OTHER):
+            question = new_question()
+            assert ClientRequest(server, api, question).answer() == question.answer
+        assert server.get("/reset_caches", OTHER, "POST").status == 200
+        server.assert_at_rest(OTHER)
+        empty = ('mm_store_bytes{engine="0",state="used"}', 'encoder_cache_tokens{engine="0"}')
+        eventually(lambda: not any(server.metrics(OTHER)[name] for name in empty) and not server.has_clients())
+        return server.files_and_mappings()
+
+    before, pids = held_at_rest(), server.pids()
     yield
     server.assert_at_rest(OTHER)
-    held_at_rest(server)
+    held_at_rest()
     eventually(lambda: server.files_and_mappings() == before)
     assert not server.total("ipc_fallbacks_total", OTHER)
     assert server.pids() == pids
@@ -80,8 +71,8 @@ def everything_freed(server: RunningServer, before: dict[str, tuple[int, int]]) 
     indirect=["server"],
     scope="module",
 )  # fmt: skip
-def test_abort_at_any_stage_frees_all_resources(server: RunningServer, before: dict[str, tuple[int, int]], stage: str):
-    with everything_freed(server, before), at_stage(server, stage) as request:
+def test_abort_at_any_stage_frees_all_resources(server: RunningServer, stage: str):
+    with everything_freed(server), at_stage(server, stage) as request:
         request.hang_up()
 
 
@@ -91,8 +82,8 @@ def test_abort_at_any_stage_frees_all_resources(server: RunningServer, before: d
     indirect=True,
     scope="module",
 )
-def test_abort_before_admission_frees_all_resources(server: RunningServer, before: dict[str, tuple[int, int]]):
-    with everything_freed(server, before):
+def test_abort_before_admission_frees_all_resources(server: RunningServer):
+    with everything_freed(server):
         with at_stage(server, "decoding") as ahead:
             ClientRequest(server, API, new_question()).hang_up()
         assert ahead.answer() == ahead.question.answer
@@ -108,16 +99,14 @@ def test_abort_before_admission_frees_all_resources(server: RunningServer, befor
     indirect=["server"],
     scope="module",
 )
-def test_abort_in_the_queue_of_the_core_frees_all_resources(
-    server: RunningServer, before: dict[str, tuple[int, int]], is_kept: bool
-):
+def test_abort_in_the_queue_of_the_core_frees_all_resources(server: RunningServer, is_kept: bool):
     """Its media are with the engine, perhaps from an earlier request; a request without media that does not end is
     ahead."""
 
     def wait_for_metrics(**wanted: float) -> None:
         eventually(lambda: {name: server.total(name, OTHER) for name in wanted} == wanted)
 
-    with everything_freed(server, before):
+    with everything_freed(server):
         question = new_question()
         if is_kept:
             assert ClientRequest(server, OTHER, question).answer() == question.answer
