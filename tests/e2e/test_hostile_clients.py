@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from mini_engine.config import EngineConfig
 from mini_engine.http.app import create_app
-from tests.support.bad_urls import make_root
 from tests.support.client import ask_small, data_url
 from tests.support.corpus import PLAYLISTS, png_of_size
+from tests.support.media_directory import make_root
 from tests.support.processes import memory
 from tests.support.running_server import CHAT_HEAD, RunningServer, message
 from tests.support.web import WebServer
