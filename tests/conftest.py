@@ -32,7 +32,6 @@ hypothesis.settings.load_profile("certain")
 pytest_plugins = ["tests.support.fixtures"]
 
 # What `-m quick` runs: tests that start no server, no model and no decoder process.
-TESTS = Path(__file__).parent
 QUICK = ["test_structure.py", "config", "core", "prompt", "protocol", "transport"]
 
 
@@ -41,16 +40,12 @@ QUICK = ["test_structure.py", "config", "core", "prompt", "protocol", "transport
 SERVING = tuple(f"tests/{name}/" for name in ("batch", "cluster", "e2e", "faults", "launch"))
 
 
-class TwoProcesses(LoadScopeScheduling):
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
     """Which tests go together. They start in the order of their names, so those of the serving folders first."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return "serving" if nodeid.startswith(SERVING) else nodeid.partition("::")[0]
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> TwoProcesses:
     config.option.loadscopereorder = False
-    return TwoProcesses(config, log)
+    made = LoadScopeScheduling(config, log)
+    made._split_scope = lambda nodeid: "serving" if nodeid.startswith(SERVING) else nodeid.partition("::")[0]
+    return made
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -70,7 +65,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests below QUICK but the slow ones, which pytest deselects afterwards by `-m`."""
-    quick = [TESTS / name for name in QUICK]
+    quick = [Path(__file__).parent / name for name in QUICK]
     missing = [str(path) for path in quick if not path.exists()]
     assert not missing, f"QUICK names {missing}"
     for item in items:

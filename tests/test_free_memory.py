@@ -66,12 +66,8 @@ def test_cores_within_the_tightest_quota(proc: Path, tmp_path: Path, version: in
     root = tmp_path / "cpu" if version == 1 else tmp_path
     assert usable_cores(proc, tmp_path) == 6
     inner, none = root / "a" / "b", "-1" if version == 1 else "max"
-    for directory, quota, cores in (
-        (inner, none, 6),
-        (inner, "450000", 4),
-        (root / "a", "250000", 2),
-        (root, "5000", 1),
-    ):
+    groups = (inner, none, 6), (inner, "450000", 4), (root / "a", "250000", 2), (root, "5000", 1)
+    for directory, quota, cores in groups:
         directory.mkdir(parents=True, exist_ok=True)
         if version == 1:
             (directory / "cpu.cfs_quota_us").write_text(f"{quota}\n")

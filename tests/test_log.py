@@ -14,20 +14,20 @@ import pytest
 from mini_engine.log import QUEUE_LINES, JsonFormatter, LineQueue, TextFormatter, about
 
 
-def log_lines(handler: LineQueue, count: int) -> None:
-    for _ in range(count):
-        handler.handle(logging.LogRecord("x", logging.INFO, __file__, 1, "%s", ("x" * 200,), None))
-
-
 def test_a_pipe_that_is_not_read_delays_nothing_and_missing_lines_are_counted():
     read, write = os.pipe()
     handler = LineQueue(write)
+
+    def log_lines(count: int) -> None:
+        for _ in range(count):
+            handler.handle(logging.LogRecord("x", logging.INFO, __file__, 1, "%s", ("x" * 200,), None))
+
     begun = time.monotonic()
-    log_lines(handler, 2 * QUEUE_LINES)
+    log_lines(2 * QUEUE_LINES)
     assert time.monotonic() - begun < 5 and handler.dropped > 0
     seen = b""
     for lines in (0, 1):
-        log_lines(handler, lines)
+        log_lines(lines)
         while select.select([read], [], [], 1)[0]:  # until nothing has come for a second
             seen += os.read(read, 1 << 16)
     missing = sum(map(int, re.findall(rb"\((\d+) lines of the log could not be written here\)\n", seen)))

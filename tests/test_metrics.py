@@ -14,18 +14,6 @@ from mini_engine.http.app import ROUTERS
 from mini_engine.http.middleware import COUNTED_METHODS, ENGINE_PATHS
 from mini_engine.launch.metrics_files import DIRECTORY_VARIABLE, FILE_BYTES, NUMBER_VARIABLE, forget_gauges, make_files
 
-COUNT = """
-from mini_engine import metrics
-from mini_engine.messages import EngineStats
-metrics.ipc_messages_total.labels("torch_shm").inc(3)
-metrics.ipc_buffered_bytes.set(100)
-engine = metrics.EngineMetrics(0, 1000)
-metrics.EngineMetrics(1, 1000)
-engine.update(EngineStats({running}, 0, 0.25, 30, 700, 200, 3, 5, 9, 10, 4, media_evictions=6))
-engine.update(EngineStats({running}, 0, 0.25, 30, 700, 200, 3, step_tokens={{3: 2, 16: 1}}))
-metrics.stage_seconds["queue"].observe(1)
-"""
-
 
 def run(code: str, directory: Path, number: int = 0) -> str:
     """What `code` prints in a process that counts in the files of `number`."""
@@ -36,8 +24,19 @@ def run(code: str, directory: Path, number: int = 0) -> str:
 
 def test_the_metrics_of_all_processes_are_summed(tmp_path: Path) -> None:
     """Counters and histograms; of an engine's gauges the latest value counts."""
-    run(COUNT.format(running=5), tmp_path)
-    lines = run(COUNT.format(running=2) + "print(metrics.exposition('m').decode())", tmp_path, 1).splitlines()
+    count = """
+from mini_engine import metrics
+from mini_engine.messages import EngineStats
+metrics.ipc_messages_total.labels("torch_shm").inc(3)
+metrics.ipc_buffered_bytes.set(100)
+engine = metrics.EngineMetrics(0, 1000)
+metrics.EngineMetrics(1, 1000)
+engine.update(EngineStats({running}, 0, 0.25, 30, 700, 200, 3, 5, 9, 10, 4, media_evictions=6))
+engine.update(EngineStats({running}, 0, 0.25, 30, 700, 200, 3, step_tokens={{3: 2, 16: 1}}))
+metrics.stage_seconds["queue"].observe(1)
+"""
+    run(count.format(running=5), tmp_path)
+    lines = run(count.format(running=2) + "print(metrics.exposition('m').decode())", tmp_path, 1).splitlines()
     expected = {
         'iteration_tokens_total_bucket{le="2.0"} 0.0',
         'iteration_tokens_total_bucket{le="4.0"} 4.0',

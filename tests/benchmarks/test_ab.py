@@ -12,21 +12,17 @@ from benchmarks.datasets import Prompts
 from benchmarks.serve import Measured
 
 
-def measured(results: dict[str, Any], *texts: str | None) -> Measured:
-    """A run; a text of None was not answered."""
-    outcomes = [Outcome(text=text or "", error=None if text else "no") for text in texts]
-    return Measured(Prompts([], []), Run(outcomes, 0.0, 1.0), results, [])
-
-
-def results(throughput: float, ttft: float | None) -> dict[str, Any]:
-    stages = {"encode": {"mean": 2.0}, "fetch": {"mean": 0.0}}
-    throughputs = dict.fromkeys(ab.THROUGHPUTS, throughput)
-    return throughputs | {"median_ttft_ms": ttft, "std_ttft_ms": 1.0, "stages_ms": stages}
-
-
 def test_ratios_by_hand():
-    a = [measured(results(10.0, 4.0), "x", "y", "z", None), measured(results(30.0, 4.0), "x", "y", "z", "v")]
-    b = [measured(results(20.0, None), "x", "Y", "z", "w"), measured(results(30.0, 1.0), "x", "y", "z", "w")]
+    def measured(throughput: float, ttft: float | None, *texts: str | None) -> Measured:
+        """A run; a text of None was not answered."""
+        outcomes = [Outcome(text=text or "", error=None if text else "no") for text in texts]
+        results: dict[str, Any] = dict.fromkeys(ab.THROUGHPUTS, throughput)
+        results |= {"median_ttft_ms": ttft, "std_ttft_ms": 1.0}
+        results["stages_ms"] = {"encode": {"mean": 2.0}, "fetch": {"mean": 0.0}}
+        return Measured(Prompts([], []), Run(outcomes, 0.0, 1.0), results, [])
+
+    a = [measured(10.0, 4.0, "x", "y", "z", None), measured(30.0, 4.0, "x", "y", "z", "v")]
+    b = [measured(20.0, None, "x", "Y", "z", "w"), measured(30.0, 1.0, "x", "y", "z", "w")]
     found = ab.compare(a, b)
     throughput = {"a": 20.0, "b": 25.0, "ratio": 1.25, "least": 1.0, "greatest": 2.0}
     encode = {"a": 2.0, "b": 2.0, "ratio": 1.0, "least": 1.0, "greatest": 1.0}

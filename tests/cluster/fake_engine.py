@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import json
 import os
+import socket
 import sys
 
 from aiohttp import web
@@ -17,8 +18,7 @@ from mini_engine.launch.process_setup import die_with_parent
 from mini_engine.protocol.body_split import SplitBody
 
 media: set[str] = set()
-running = 0
-health_checks = 0
+counts = {"num_requests_running": 0, "health": 0}
 
 
 @web.middleware
@@ -30,13 +30,12 @@ async def authenticate(request: web.Request, handler) -> web.StreamResponse:
 
 
 async def chat(request: web.Request) -> web.StreamResponse:
-    global running
     body = await request.read()
     fields = json.loads(body)
     split = SplitBody()
     split.feed(body)
     media.add(media_key(split, request.path))
-    running += 1
+    counts["num_requests_running"] += 1
     try:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         if not fields.get("stream"):
@@ -48,18 +47,16 @@ async def chat(request: web.Request) -> web.StreamResponse:
             await asyncio.sleep(fields.get("seconds", 0))
         return response
     finally:
-        running -= 1
+        counts["num_requests_running"] -= 1
 
 
 async def metrics(_: web.Request) -> web.Response:
-    names = {"decodes": len(media), "num_requests_running": running, "pid": os.getpid(), "health": health_checks}
-    lines = [f"# TYPE fake:{name} gauge\nfake:{name} {value}\n" for name, value in names.items()]
-    return web.Response(text="".join(lines))
+    samples = counts | {"decodes": len(media), "pid": os.getpid()}
+    return web.Response(text="".join(f"# TYPE fake:{name} gauge\nfake:{name} {samples[name]}\n" for name in samples))
 
 
 async def health(_: web.Request) -> web.Response:
-    global health_checks
-    health_checks += 1
+    counts["health"] += 1
     return web.Response()
 
 
@@ -67,22 +64,14 @@ async def echo(request: web.Request) -> web.Response:
     return web.Response(text=request.raw_path)
 
 
-async def main() -> None:
+if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
     parser = argparse.ArgumentParser()
     parser.add_argument("--host")
-    parser.add_argument("--port", type=int)
     arguments, _ = parser.parse_known_args()
     app = web.Application(middlewares=[authenticate])
     app.add_routes([web.post("/v1/chat/completions", chat), web.get("/metrics", metrics), web.get("/health", health)])
     app.add_routes([web.post("/reset_caches", echo), web.get("/v1/models/{name:.*}", echo)])
-    runner = web.AppRunner(app, handler_cancellation=True)
-    await runner.setup()
-    site = web.TCPSite(runner, arguments.host, arguments.port)
-    await site.start()
-    print(f"serving fake at http://{arguments.host}:{runner.addresses[0][1]}/v1 after 0 s", flush=True)
-    await asyncio.Event().wait()
-
-
-if __name__ == "__main__":
-    asyncio.run(main())
+    with socket.create_server((arguments.host, 0)) as listener:
+        print(f"serving fake at http://{arguments.host}:{listener.getsockname()[1]}/v1 after 0 s", flush=True)
+        web.run_app(app, sock=listener, print=None, handle_signals=False, handler_cancellation=True)

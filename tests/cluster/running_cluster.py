@@ -7,8 +7,6 @@ import os
 import random
 import re
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
@@ -71,23 +69,20 @@ class RunningCluster:
         with mock.patch.object(cluster, "ENGINE", self._module):
             serve.run(cluster.build(self._arguments.model_copy(update=arguments)))
 
-    def drain(self, node_id: str) -> None:
-        """As an operator does who is to stop a node."""
-        command = [Path(sys.executable).parent / "ray", "drain-node", "--address", self.cluster.address]
-        reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "maintenance"]
-        subprocess.run([*command, "--node-id", node_id, *reason], check=True)
-
     @contextlib.contextmanager
-    def request(self, path: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPConnection]:
+    def request(
+        self, path: str, body: dict[str, Any] | None = None, method: str = "", headers: dict[str, str] | None = None
+    ) -> Iterator[http.client.HTTPConnection]:
         """A connection on which a request is sent. Closed at the end, whether or not the response has come."""
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)) as connection:
-            headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._arguments.api_key}"}
-            connection.request("GET" if body is None else "POST", path, body and json.dumps(body), headers)
+            if headers is None:
+                headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._arguments.api_key}"}
+            connection.request(method or ("POST" if body else "GET"), path, body and json.dumps(body), headers)
             yield connection
 
-    def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
+    def ask(self, path: str, body: dict[str, Any] | None = None, **more: Any) -> tuple[int, bytes]:
         """Status and body of a response."""
-        with self.request(path, body) as connection:
+        with self.request(path, body, **more) as connection:
             response = connection.getresponse()
             return response.status, response.read()
 

@@ -1,7 +1,7 @@
 """Two nodes with a fake engine each: what the front, the router and the replicas do. The tests share the nodes."""
 
 import contextlib
-import http.client
+import itertools
 import json
 import os
 import signal
@@ -21,7 +21,7 @@ from tests.support.processes import alive, descendants, eventually, parent, stop
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's own
 FAKE = "tests.cluster.fake_engine"
 HOSTS, LIMIT = 2, 4  # requests per host with `--max-num-seqs 1`
-VIDEOS, CLIENTS = 36, LIMIT  # as many as one host has room for
+VIDEOS = 36
 CHAT = "/v1/chat/completions"
 KEY = "a-key"
 MAX_BODY_BYTES = 1 << 20
@@ -49,10 +49,7 @@ def answer(cluster: RunningCluster, video: int, **more: Any) -> int:
 
 
 def wait_for_running(cluster: RunningCluster, count: int) -> None:
-    def check() -> None:
-        assert sum(cluster.metric("fake:num_requests_running").values()) == count
-
-    eventually(check, SECONDS)
+    eventually(lambda: sum(cluster.metric("fake:num_requests_running").values()) == count, SECONDS)
 
 
 @contextlib.contextmanager
@@ -62,20 +59,18 @@ def requests_in_parallel(cluster: RunningCluster) -> Iterator[list[tuple[float, 
     ended = threading.Event()
 
     def ask() -> None:
-        for video in range(10_000):
+        for video in itertools.cycle(range(VIDEOS)):
             if ended.is_set():
                 break
-            began = time.monotonic()
-            try:
-                status, _ = cluster.ask(CHAT, question(video % VIDEOS, seconds=0.05))
-            except ConnectionError:
-                status = 0
+            began, status = time.monotonic(), 0
+            with contextlib.suppress(ConnectionError):
+                status, _ = cluster.ask(CHAT, question(video, seconds=0.05))
             answered.append((began, status))
 
-    with ThreadPoolExecutor(CLIENTS) as pool:
-        clients = [pool.submit(ask) for _ in range(CLIENTS)]
+    with ThreadPoolExecutor(LIMIT) as pool:  # as many as one host has room for
+        clients = [pool.submit(ask) for _ in range(LIMIT)]
         try:
-            eventually(lambda: len(answered) > CLIENTS)
+            eventually(lambda: len(answered) > LIMIT)
             yield answered
         finally:
             ended.set()
@@ -83,43 +78,32 @@ def requests_in_parallel(cluster: RunningCluster) -> Iterator[list[tuple[float, 
         client.result()
 
 
-def send(cluster: RunningCluster, method: str, path: str, *headers: str) -> tuple[int, bytes]:
-    """Status and body of the response to a request as it is written here."""
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", cluster.port, timeout=SECONDS)) as connection:
-        connection.putrequest(method, path, skip_host=any(header.startswith("Host:") for header in headers))
-        for header in headers:
-            connection.putheader(*header.split(": "))
-        connection.endheaders()
-        response = connection.getresponse()
-        return response.status, response.read()
-
-
 def test_only_exact_paths_with_the_key_are_forwarded_and_as_they_came(cluster: RunningCluster) -> None:
-    key, json_body = f"Authorization: Bearer {KEY}", "Content-Type: application/json"
+    key, as_json = {"Authorization": f"Bearer {KEY}"}, {"Content-Type": "application/json"}
     climbs = (
         "/playground/../v1/models /playground/%2e%2e/v1/models /playground/..%2fmetrics //metrics /health;a".split()
     )
     refused = [
-        *(("GET", path, headers, status) for path in climbs for headers, status in (([], 401), ([key], 404))),
-        ("POST", "/playground/../reset_caches", [json_body], 401),
-        ("GET", "/metrics", ["Host: x/playground/index.html?"], 421),
-        ("GET", "/metrics", ["Host: evil.test", key], 421),
-        *(("GET", f"/v1/models/{name}", [key], 404) for name in ("", "../../metrics", "a/%2e%2E/b", "a%2F..%2Fb")),
-        ("POST", "/reset_caches", [key, "Content-Type: text/plain"], 415),
-        ("POST", CHAT, [key, json_body, f"Content-Length: {MAX_BODY_BYTES + 1}"], 413),
+        *(("GET", path, headers, status) for path in climbs for headers, status in (({}, 401), (key, 404))),
+        ("POST", "/playground/../reset_caches", as_json, 401),
+        ("GET", "/metrics", {"Host": "x/playground/index.html?"}, 421),
+        ("GET", "/metrics", key | {"Host": "evil.test"}, 421),
+        *(("GET", f"/v1/models/{name}", key, 404) for name in ("", "../../metrics", "a/%2e%2E/b", "a%2F..%2Fb")),
+        ("POST", "/reset_caches", key | {"Content-Type": "text/plain"}, 415),
+        ("POST", CHAT, key | as_json | {"Content-Length": f"{MAX_BODY_BYTES + 1}"}, 413),
     ]
     for method, path, headers, status in refused:
-        answered, text = send(cluster, method, path, *headers)
+        answered, text = cluster.ask(path, method=method, headers=headers)
         assert answered == status and json.loads(text)["error"]["code"], (method, path, headers, answered, text)
     for target in ("/v1/models/a%2Fb%252e", "/v1/models//a/b?x=%2e&y=a+b"):
-        assert send(cluster, "GET", target, key, "Host: engine.example") == (200, target.encode())
-    assert send(cluster, "POST", "/reset_caches", key, json_body) == (200, b"/reset_caches")
+        assert cluster.ask(target, headers=key | {"Host": "engine.example"}) == (200, target.encode())
+    assert cluster.ask("/reset_caches", method="POST") == (200, b"/reset_caches")
 
 
 def test_health_checks_without_a_key_do_not_reach_every_host(cluster: RunningCluster) -> None:
     before = sum(cluster.metric("fake:health").values())
     with ThreadPoolExecutor(16) as pool:
-        assert set(pool.map(lambda _: send(cluster, "GET", "/health")[0], range(300))) == {200}
+        assert set(pool.map(lambda _: cluster.ask("/health", headers={})[0], range(300))) == {200}
     assert sum(cluster.metric("fake:health").values()) - before < 150, "hosts are checked by Serve, too"
 
 

@@ -1,16 +1,17 @@
-"""What a front makes of requests and of the answers of all hosts, which are web servers here, without Ray."""
+"""A front and a replica without Ray: what they make of requests, of the answers of all hosts, and of a full disk."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import io
+import sys
 
 import aiohttp
 import pytest
-from aiohttp import web
 from starlette.datastructures import Headers
 
 pytest.importorskip("ray", reason="needs the extra [ray]")
 
+from mini_engine.cluster.engine_replica import write_log  # noqa: E402
 from mini_engine.cluster.front import HostAnswer, ask_all, attempts, attempts_at_each, engine_headers, merge_expositions  # noqa: E402
 from mini_engine.cluster.router import Attempt  # noqa: E402
 from mini_engine.cluster.routing import ranked  # noqa: E402
@@ -20,39 +21,23 @@ from mini_engine.http.access import SHARED_KEY, Access  # noqa: E402
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]  # Ray's own
 
 
-@contextlib.asynccontextmanager
-async def hosts() -> AsyncIterator[dict[str, aiohttp.client._RequestContextManager]]:
-    """A request to one that never answers, to one that is healthy, and to one that is gone."""
+async def test_a_hung_host_has_the_status_504_and_delays_no_other_answer_and_one_that_is_gone_has_none() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if (await reader.readuntil(b"\r\n\r\n")).startswith(b"GET /hung "):
+            await reader.read()  # until the front closes the connection
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\nhealthy")
+        writer.close()
 
-    async def answer(request: web.Request) -> web.Response:
-        if request.path == "/hung":
-            await asyncio.Event().wait()
-        return web.Response(text="healthy")
-
-    app = web.Application()
-    app.add_routes([web.get("/{name}", answer)])
-    runner = web.AppRunner(app, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    async with aiohttp.ClientSession() as session:
-        names = {"hung": f"{url}/hung", "healthy": f"{url}/healthy", "gone": "http://127.0.0.1:1/gone"}
-        yield {name: session.get(target) for name, target in names.items()}
-    await runner.cleanup()
-
-
-async def test_a_hung_host_delays_no_other_answer() -> None:
-    async with hosts() as requests, contextlib.aclosing(ask_all(requests, 3600)) as answers:
-        first_two = {(await anext(answers)).host for _ in range(2)}
-    assert first_two == {"healthy", "gone"}
-
-
-async def test_a_host_without_an_answer_in_time_has_the_status_504_and_one_that_is_gone_has_none() -> None:
-    async with hosts() as requests:
-        requests.pop("healthy").close()
-        answers = {answer.host: answer async for answer in ask_all(requests, 0.5)}
-    assert answers["gone"] == HostAnswer("gone", 0, b"")
-    assert answers["hung"].status == 504 and b'"timeout"' in answers["hung"].body
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, aiohttp.ClientSession() as session:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        urls = {"hung": f"{url}/hung", "healthy": f"{url}/healthy", "gone": "http://127.0.0.1:1/gone"}
+        requests = {host: session.get(target) for host, target in urls.items()}
+        async with contextlib.aclosing(ask_all(requests, 3600)) as answers:
+            assert {(await anext(answers)).host for _ in range(2)} == {"healthy", "gone"}
+        requests = {host: session.get(urls[host]) for host in ("hung", "gone")}
+        answers_in_time = {answer.host: answer async for answer in ask_all(requests, 0.5)}
+    assert answers_in_time["gone"] == HostAnswer("gone", 0, b"")
+    assert answers_in_time["hung"].status == 504 and b'"timeout"' in answers_in_time["hung"].body
 
 
 def choose(attempt: Attempt) -> str:
@@ -97,3 +82,11 @@ def test_requests_of_clients_without_keys_have_the_header_of_a_shared_key(
     """Else a stranger could ask about an image by the name that another has given it."""
     headers = Headers({"authorization": f"Bearer {client_key}"})
     assert dict(engine_headers(headers, Access(EngineConfig(api_key=keys)), "e")).keys() == sent
+
+
+def test_a_full_disk_loses_lines_of_the_log_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    with io.TextIOWrapper(io.FileIO("/dev/full", "w"), write_through=True) as full:
+        with pytest.raises(OSError):
+            full.write("line\n")
+        monkeypatch.setattr(sys, "stderr", full)
+        write_log("line\n")

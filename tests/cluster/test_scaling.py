@@ -3,6 +3,9 @@
 import contextlib
 import http.client
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -34,7 +37,9 @@ def test_a_drained_node_finishes_its_requests_and_another_takes_over() -> None:
     with RunningCluster(FAKE, max_hosts=2, target_requests=100) as cluster:
         ((host, pid),) = cluster.metric("fake:pid").items()
         with cluster.request(CHAT, question(0, seconds=20)) as held, requests_in_parallel(cluster) as answered:
-            cluster.drain(host)
+            command = [Path(sys.executable).parent / "ray", "drain-node", "--address", cluster.cluster.address]
+            reason = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "maintenance"]
+            subprocess.run([*command, "--node-id", host, *reason], check=True)
             eventually(lambda: answer(cluster, 0) != pid, SECONDS)
             running = held.getresponse()
             assert running.status == 200 and json.loads(running.read())["pid"] == pid

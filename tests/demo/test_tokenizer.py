@@ -9,7 +9,6 @@ from mini_engine.config import BUNDLED_MODEL
 from training import questions
 
 SAVED = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
-VISION = "<|vision_start|><|video_pad|><|vision_end|>"
 
 
 @settings(max_examples=200, deadline=None)
@@ -20,15 +19,11 @@ def test_any_text_survives(text):
 
 def test_special_tokens_are_where_the_config_says():
     config = Qwen2_5_VLConfig.from_pretrained(BUNDLED_MODEL)
-    assert SAVED.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>"]) == [
-        config.image_token_id,
-        config.video_token_id,
-    ]
+    for name in ("image", "video"):
+        assert SAVED.convert_tokens_to_ids(f"<|{name}_pad|>") == getattr(config, f"{name}_token_id")
     assert SAVED.convert_tokens_to_ids("<|vision_start|>") == config.vision_start_token_id
-    assert (SAVED.eos_token_id, SAVED.pad_token_id) == (
-        config.text_config.eos_token_id,
-        config.text_config.pad_token_id,
-    )
+    text = config.text_config
+    assert (SAVED.eos_token_id, SAVED.pad_token_id) == (text.eos_token_id, text.pad_token_id)
 
 
 def render(messages, **extra):
@@ -51,7 +46,7 @@ def test_messages_of_text():
 )
 def test_messages_of_parts(kind, pad):
     parts = [{"type": kind}, {"type": "text", "text": "What "}, {"type": kind}, {"type": "text", "text": "now?"}]
-    item = VISION.replace("video", pad)
+    item = f"<|vision_start|><|{pad}_pad|><|vision_end|>"
     assert render([{"role": "user", "content": parts}]) == f"<|im_start|>user\n{item}What {item}now?<|im_end|>\n"
 
 

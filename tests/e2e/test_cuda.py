@@ -9,53 +9,53 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.support.client import Question, answers_of, ask_image, ask_two, ask_video
+from tests.support.client import answers_of, ask_image, ask_two, ask_video
 from tests.support.running_server import RunningServer
 
 ONE_DEVICE = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 TWO_DEVICES = [pytest.mark.multi_gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two CUDA devices")]
-WORKERS = [
-    pytest.param(["--device", "cuda"], marks=ONE_DEVICE, id="one"),
-    pytest.param(["--device", "cuda", "--enforce-eager"], marks=ONE_DEVICE, id="eager"),
-    pytest.param(["--device", "cuda", "-tp", "2", "--distributed-backend", "gloo"], marks=ONE_DEVICE, id="gloo"),
-    pytest.param(["--device", "cuda", "-tp", "2"], marks=TWO_DEVICES, id="nccl"),
-]
-
-PATHS = {  # of the patches
-    "torch_shm": ["--mm-tensor-ipc", "torch_shm", "--mm-processor-cache-type", "lru"],
-    "direct_rpc": ["--mm-tensor-ipc", "direct_rpc", "--mm-processor-cache-type", "lru"],
-    "store": ["--mm-processor-cache-type", "shm"],
-    "on the device": ["--mm-tensor-ipc", "torch_shm", "--mm-processor-device", "cuda"],
-}
 
 
-@pytest.fixture(scope="module")
-def questions() -> list[Question]:
-    return [*map(ask_video, range(20)), *map(ask_image, range(6)), *map(ask_two, range(4))]
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("workers", WORKERS)
-def test_answers_by_each_path(workers, path, questions):
-    with RunningServer(*workers, *PATHS[path], "--api-server-count", "2") as server:
+@pytest.mark.parametrize(
+    "path_of_patches",
+    [
+        pytest.param("--mm-tensor-ipc torch_shm --mm-processor-cache-type lru", id="torch_shm"),
+        pytest.param("--mm-tensor-ipc direct_rpc --mm-processor-cache-type lru", id="direct_rpc"),
+        pytest.param("--mm-processor-cache-type shm", id="store"),
+        pytest.param("--mm-tensor-ipc torch_shm --mm-processor-device cuda", id="on the device"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("workers", "has_graphs"),
+    [
+        pytest.param("", True, marks=ONE_DEVICE, id="one"),
+        pytest.param("--enforce-eager", False, marks=ONE_DEVICE, id="eager"),
+        pytest.param("-tp 2 --distributed-backend gloo", False, marks=ONE_DEVICE, id="gloo"),
+        pytest.param("-tp 2", True, marks=TWO_DEVICES, id="nccl"),
+    ],
+)
+def test_answers_by_each_path(workers: str, has_graphs: bool, path_of_patches: str):
+    questions = [*map(ask_video, range(20)), *map(ask_image, range(6)), *map(ask_two, range(4))]
+    flags = f"--device cuda {workers} {path_of_patches} --api-server-count 2".split()
+    with RunningServer(*flags) as server:
         answers = answers_of(server, questions)
         sent = server.total("ipc_messages_total")
         again = answers_of(server, questions)
-        has_graphs = "CUDA graphs of decode steps recorded" in server.log
-        assert has_graphs == ("--enforce-eager" not in workers and "gloo" not in workers)
+        assert has_graphs == ("CUDA graphs of decode steps recorded" in server.log)
         assert server.total("ipc_fallbacks_total") == 0 and sent >= len(questions)
         assert "pageable memory" not in server.log
     assert sum(question.answer != answer for question, answer in zip(questions, answers, strict=True)) <= 2, answers
     assert sum(a != b for a, b in zip(answers, again, strict=True)) <= 1
 
 
-@pytest.mark.parametrize("workers", WORKERS[:1])
-def test_cuda_graphs_do_not_change_tokens(workers):
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_graphs_do_not_change_tokens():
     """Long greedy continuations of texts, many at a time, so that steps have every size."""
     texts = [" ".join(["red circle", "moves left", "and then"][: 1 + i % 3] * (1 + i % 5)) for i in range(40)]
 
     def complete(*flags: str) -> list[str]:
-        with RunningServer(*workers, *flags) as server, ThreadPoolExecutor(len(texts)) as pool:
+        with RunningServer("--device", "cuda", *flags) as server, ThreadPoolExecutor(len(texts)) as pool:
             complete = server.client.completions.create
             made = pool.map(
                 lambda text: complete(model=server.model, prompt=text, max_tokens=60, temperature=0).choices[0].text,

@@ -17,8 +17,6 @@ from tests.support.client import use_server
 from tests.support.processes import FailPoint, alive, descendants, eventually
 from tests.support.running_server import ROOT, RunningServer, environment
 
-PICTURES = ("png", "jpeg", "webp", "gif", "bmp", "tiff")
-
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
@@ -60,32 +58,20 @@ def test_structured(
     assert shown.keys() == {"motion", "colour", "shape"} and shown["colour"] == "red"
 
 
-def make_folder(folder: Path) -> dict[str, str]:
-    """22 images and videos of all kinds, a broken one and a text; returns the colour that each shows."""
-    shown = {}
-    for number in range(22):
-        path = folder / f"{number % 3}" / f"{number}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if number < 14:
-            clip = videos.render(10**9 + number, num_frames=16)
-            container, codec = videos.PAIRS[number % len(videos.PAIRS)]
-            path, data = path.with_suffix(f".{container}"), videos.encode(clip, container, codec)
-        else:
-            clip = videos.render_image(10**9 + number)
-            kind = PICTURES[number % len(PICTURES)]
-            path, data = path.with_suffix(f".{kind.upper()}"), videos.encode_image(clip, kind)
-        path.write_bytes(data)
-        shown[str(path.relative_to(folder))] = clip.colour
-    (folder / "broken.mp4").write_bytes(data[:100])
-    (folder / "notes.txt").touch()
-    return shown
-
-
 def test_a_killed_caption_folder_leaves_nothing_and_goes_on(
     server: RunningServer, media_root: Path, tmp_path: Path, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, out, scratch = media_root / "captions", tmp_path / "captions.jsonl", tmp_path / "scratch"
-    shown = make_folder(folder)
+    shown = {}  # the colour in each file
+    pictures = [(kind, None) for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PNG", "JPEG")]
+    for number, (kind, codec) in enumerate([*videos.PAIRS, *videos.PAIRS, *pictures]):
+        clip = videos.render(10**9 + number, num_frames=16) if codec else videos.render_image(10**9 + number)
+        path = folder / f"{number % 3}" / f"{number}.{kind}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(videos.encode(clip, kind, codec) if codec else videos.encode_image(clip, kind))
+        shown[str(path.relative_to(folder))] = clip.colour
+    (folder / "broken.mp4").write_bytes(path.read_bytes()[:100])
+    (folder / "notes.txt").touch()
     kept = dict.fromkeys([*shown][:4], "of an earlier run")
     earlier = [*({"file": file, "text": text} for file, text in kept.items()), {"file": "broken.mp4", "error": ""}]
     out.write_text("".join(json.dumps(row) + "\n" for row in earlier) + '{"file": "0/0')

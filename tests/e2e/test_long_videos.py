@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 
@@ -11,31 +10,7 @@ from tests.support import clips
 from tests.support.client import data_url
 from tests.support.running_server import RunningServer, message
 
-CONTEXT = 16384
-
 pytestmark = pytest.mark.slow
-
-
-@dataclass(frozen=True)
-class Clip:
-    """Equal groups of pictures, and what the model is to see of them."""
-
-    width: int
-    height: int
-    rate: int
-    group: int  # frames
-    groups: int
-    frames: int  # sampled
-    seconds: float  # between them
-    turn: int = 0  # degrees
-
-
-CLIPS = {
-    "4k, 3 seconds": Clip(3840, 2160, 30, 15, 6, 6, 0.5),
-    "4k, a minute": Clip(3840, 2160, 30, 30, 60, 120, 0.5),
-    "phone, a minute": Clip(1920, 1080, 30, 30, 60, 120, 0.5, turn=90),
-    "720p, an hour": Clip(1280, 720, 24, 240, 360, 184, 3600 / 184),
-}
 
 
 @pytest.fixture(scope="module")
@@ -50,24 +25,33 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["max_position_embeddings"] = 128000
     (folder / "config.json").write_text(json.dumps(config))
-    with RunningServer(str(folder), "--max-model-len", str(CONTEXT)) as running:
+    with RunningServer(str(folder), "--max-model-len", "16384") as running:
         yield running
 
 
-@pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
-def test_videos_fit_without_further_flags(server: RunningServer, clip: Clip) -> None:
-    options = {"preset": "ultrafast", "bf": "2", "g": str(clip.group)}
-    group = clips.encode(clip.group, clip.width, clip.height, clip.rate, options=options)
-    url = data_url(clips.remuxed(group, "mp4", times=clip.groups, degrees=clip.turn))
+@pytest.mark.parametrize(
+    ("size", "rate", "group", "groups", "turn", "frames", "seconds"),
+    [
+        pytest.param((3840, 2160), 30, 15, 6, 0, 6, 0.5, id="4k, 3 seconds"),
+        pytest.param((3840, 2160), 30, 30, 60, 0, 120, 0.5, id="4k, a minute"),
+        pytest.param((1920, 1080), 30, 30, 60, 90, 120, 0.5, id="phone, a minute"),
+        pytest.param((1280, 720), 24, 240, 360, 0, 184, 3600 / 184, id="720p, an hour"),
+    ],
+)
+def test_videos_fit_without_further_flags(server, size, rate, group, groups, turn, frames, seconds):
+    """Of `groups` times the same `group` pictures, shown turned by `turn` degrees, the model is to see `frames` with
+    `seconds` between them."""
+    options = {"preset": "ultrafast", "bf": "2", "g": str(group)}
+    url = data_url(clips.remuxed(clips.encode(group, *size, rate, options=options), "mp4", times=groups, degrees=turn))
     reply = server.client.with_options(timeout=600).chat.completions.create(
         model=server.model, messages=[message("What happens?", [("video_url", url)])], max_tokens=16
     )
     (video,) = reply.usage.media
-    assert (video["type"], video["frames"]) == ("video", clip.frames)
-    assert video["seconds_per_frame"] == pytest.approx(clip.seconds, abs=0.02)
-    shape = clip.height / clip.width if clip.turn else clip.width / clip.height
-    assert video["width"] / video["height"] == pytest.approx(shape, rel=0.1)
-    assert video["tokens"] == video["width"] * video["height"] * clip.frames // (2 * 28 * 28)
-    limit = min(0.9 * CONTEXT, 768 * clip.frames / 2)
+    assert (video["type"], video["frames"]) == ("video", frames)
+    assert video["seconds_per_frame"] == pytest.approx(seconds, abs=0.02)
+    width, height = reversed(size) if turn else size
+    assert video["width"] / video["height"] == pytest.approx(width / height, rel=0.1)
+    assert video["tokens"] == video["width"] * video["height"] * frames // (2 * 28 * 28)
+    limit = min(0.9 * 16384, 768 * frames / 2)
     assert 0.6 * limit <= video["tokens"] <= limit
-    assert video["tokens"] < reply.usage.prompt_tokens < CONTEXT
+    assert video["tokens"] < reply.usage.prompt_tokens < 16384

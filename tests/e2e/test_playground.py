@@ -1,8 +1,6 @@
 """The playground in a real browser: Debian's `chromium`, driven by Playwright, against a running server."""
 
 import base64
-import contextlib
-import io
 import json
 import re
 import shutil
@@ -18,25 +16,6 @@ from tests.support.running_server import ROOT, RunningServer
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 CHROMIUM = shutil.which("chromium")
 pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's package chromium")]
-PICTURE_BYTES = 200_000
-DROP = """([name, data]) => {
-    const transfer = new DataTransfer();
-    transfer.items.add(new File([Uint8Array.from(atob(data), (one) => one.charCodeAt(0))], name, {type: "video/mp4"}));
-    const drop = new DragEvent("drop", {bubbles: true, cancelable: true, dataTransfer: transfer});
-    document.getElementById("composer").dispatchEvent(drop);
-}"""
-PASTE = """async () => {
-    const picture = await new Promise((resolve) => document.createElement("canvas").toBlob(resolve));
-    const clipboardData = new DataTransfer();
-    clipboardData.items.add(new File([picture], "pasted.png", {type: "image/png"}));
-    document.getElementById("question").dispatchEvent(new ClipboardEvent("paste", {bubbles: true, clipboardData}));
-}"""
-# The mean x of the red pixels of each thumbnail.
-REDS = """() => [...document.querySelectorAll(".strip canvas")].map((canvas) => {
-    const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
-    const reds = [...Array(data.length / 4).keys()].filter((pixel) => data[4 * pixel] > 2 * data[4 * pixel + 1]);
-    return reds.reduce((sum, pixel) => sum + (pixel % canvas.width), 0) / reds.length;
-})"""
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +41,15 @@ def page(browser: playwright.Browser, server: RunningServer) -> Iterator[playwri
     opened.close()
 
 
-def clip(seed: int) -> bytes:
-    """A video of a red circle that moves to the left, which no other test sends."""
-    drawn = videos.render(7 * 10**9 + seed, colour="red", shape="circle", motion="left", width=320, height=240)
-    return videos.encode(drawn)
-
-
 def drop(page: playwright.Page, data: bytes) -> None:
     """The file clip.mp4, which replaces the sample."""
-    page.evaluate(DROP, ["clip.mp4", base64.b64encode(data).decode()])
+    script = """([name, data]) => {
+        const transfer = new DataTransfer(), bytes = Uint8Array.from(atob(data), (one) => one.charCodeAt(0));
+        transfer.items.add(new File([bytes], name, {type: "video/mp4"}));
+        const drop = new DragEvent("drop", {bubbles: true, cancelable: true, dataTransfer: transfer});
+        document.getElementById("composer").dispatchEvent(drop);
+    }"""
+    page.evaluate(script, ["clip.mp4", base64.b64encode(data).decode()])
 
 
 def ask(page: playwright.Page, text: str) -> playwright.Locator:
@@ -82,28 +61,6 @@ def ask(page: playwright.Page, text: str) -> playwright.Locator:
     return turns.nth(number)
 
 
-def copied(page: playwright.Page, turn: playwright.Locator, button: str) -> str:
-    """What a button of the entry copies, pasted into the question."""
-    turn.get_by_role("button", name=button).click()
-    playwright.expect(turn.locator(".note")).to_have_text("Copied.")
-    question = page.get_by_label("Question", exact=True)
-    question.fill("")
-    question.press("Control+V")
-    return question.input_value()
-
-
-def skipped(turn: playwright.Locator) -> set[str]:
-    """The stages that took no time."""
-    return {one.rsplit(" ", 1)[0] for one in turn.locator(".legend li.skipped").all_inner_texts()}
-
-
-def run_python(program: str) -> str:
-    """What it prints."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(program, {})
-    return printed.getvalue().strip()
-
-
 def test_the_first_click_asks_about_the_sample_and_shows_the_frames_that_the_model_saw(page):
     button = page.get_by_role("button", name="Ask", exact=True)
     button.click()
@@ -113,7 +70,12 @@ def test_the_first_click_asks_about_the_sample_and_shows_the_frames_that_the_mod
     playwright.expect(button).to_be_focused()
     times = [float(text.removesuffix(" s")) for text in turn.locator(".strip li").all_inner_texts()]
     assert times == sorted(set(times)) and times[0] == 0
-    reds = page.evaluate(REDS)
+    # The mean x of the red pixels of each thumbnail.
+    reds = page.evaluate("""() => [...document.querySelectorAll(".strip canvas")].map((canvas) => {
+        const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+        const reds = [...Array(data.length / 4).keys()].filter((pixel) => data[4 * pixel] > 2 * data[4 * pixel + 1]);
+        return reds.reduce((sum, pixel) => sum + (pixel % canvas.width), 0) / reds.length;
+    })""")
     assert reds == sorted(reds, reverse=True) and reds[0] - reds[-1] > 20  # it moves to the left, by the frame's pixels
     playwright.expect(turn.locator(".legend")).to_be_hidden()
     turn.locator("summary").click()
@@ -122,8 +84,13 @@ def test_the_first_click_asks_about_the_sample_and_shows_the_frames_that_the_mod
         assert explained in page.evaluate("getComputedStyle(document.activeElement, '::after').content")
 
 
-def test_a_follow_up_and_an_answer_that_is_replaced_hit_the_caches(page, tmp_path, monkeypatch):
-    drop(page, clip(1))
+def test_a_follow_up_and_an_answer_that_is_replaced_hit_the_caches(page):
+    def skipped(turn: playwright.Locator) -> set[str]:
+        """The stages that took no time."""
+        return {one.rsplit(" ", 1)[0] for one in turn.locator(".legend li.skipped").all_inner_texts()}
+
+    clip = videos.render(7 * 10**9 + 1, colour="red", shape="circle", motion="left", width=320, height=240)
+    drop(page, videos.encode(clip))
     first = ask(page, "Describe the video.")
     playwright.expect(first.locator(".answer")).to_have_text("a red circle moving left")
     playwright.expect(first.locator(".frames")).to_contain_text("clip.mp4 as the model sees it: 8 frames of 84 × 56")
@@ -139,7 +106,7 @@ def test_a_follow_up_and_an_answer_that_is_replaced_hit_the_caches(page, tmp_pat
         pass  # the numbers of the server are read again
     picture_path = ROOT / "build" / "playground.png"  # docs/playground.png is such a picture
     picture = page.screenshot(path=picture_path, animations="disabled")  # nothing is marked as changed
-    assert max(len(picture), (ROOT / "docs" / "playground.png").stat().st_size) <= PICTURE_BYTES
+    assert max(len(picture), (ROOT / "docs" / "playground.png").stat().st_size) <= 200_000
     again = first.get_by_role("button", name="Ask again")
     again.click()
     playwright.expect(first.locator(".chips")).to_contain_text("media patches 1 of 1")
@@ -147,10 +114,29 @@ def test_a_follow_up_and_an_answer_that_is_replaced_hit_the_caches(page, tmp_pat
     playwright.expect(again).to_be_focused()
     assert {"decode", "process", "encode"} <= skipped(first) and page.locator(".turn").count() == 2
 
+
+def test_a_question_is_copied_as_a_program_that_asks_it(page, tmp_path, monkeypatch, capsys):
+    clip = videos.encode(
+        videos.render(7 * 10**9 + 2, colour="red", shape="circle", motion="left", width=320, height=240)
+    )
+    drop(page, clip)
+    turn = ask(page, "Which way does it move?")
+    playwright.expect(turn.locator(".answer")).to_have_text("left")
+
+    def copied(button: str) -> str:
+        """What a button copies, pasted into the question."""
+        turn.get_by_role("button", name=button).click()
+        playwright.expect(turn.locator(".note")).to_have_text("Copied.")
+        question = page.get_by_label("Question", exact=True)
+        question.fill("")
+        question.press("Control+V")
+        return question.input_value()
+
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "clip.mp4").write_bytes(clip(1))
-    assert run_python(copied(page, second, "Copy as Python")) == "left"
-    command = ["bash", "-c", copied(page, second, "Copy as curl")]
+    (tmp_path / "clip.mp4").write_bytes(clip)
+    exec(copied("Copy as Python"), {})
+    assert capsys.readouterr().out.strip() == "left"
+    command = ["bash", "-c", copied("Copy as curl")]
     if shutil.which("curl"):
         response = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
         assert response["choices"][0]["message"]["content"] == "left"
@@ -188,7 +174,13 @@ def test_stop_ends_a_long_answer(page):
 def test_files_that_are_pasted_refused_and_broken(page):
     page.locator("#files").set_input_files({"name": "notes.txt", "mimeType": "text/plain", "buffer": b"x"})
     playwright.expect(page.locator("#composer-error")).to_have_text("Neither a video nor an image: notes.txt")
-    page.evaluate(PASTE)
+    page.evaluate("""async () => {
+        const picture = await new Promise((resolve) => document.createElement("canvas").toBlob(resolve));
+        const clipboardData = new DataTransfer();
+        clipboardData.items.add(new File([picture], "pasted.png", {type: "image/png"}));
+        const paste = new ClipboardEvent("paste", {bubbles: true, clipboardData});
+        document.getElementById("question").dispatchEvent(paste);
+    }""")
     playwright.expect(page.locator("#media .name")).to_have_text(re.compile("^pasted.png, "))
     playwright.expect(ask(page, "What is it?").locator(".strip canvas")).to_have_count(1)
     drop(page, b"not a video")
@@ -198,22 +190,21 @@ def test_files_that_are_pasted_refused_and_broken(page):
     playwright.expect(page.locator("#media li")).to_have_count(0)
 
 
-def answer_with(page: playwright.Page, text: str) -> playwright.Locator:
-    """The entry of a question whose answer is this text, which the bundled model cannot be made to write: the browser
-    gets it in the place of the server's response."""
-    event = {"choices": [{"index": 0, "delta": {"reasoning_content": text, "content": text}, "finish_reason": "stop"}]}
-    stream = {"content_type": "text/event-stream", "body": f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n"}
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(**stream))
-    return ask(page, text)
-
-
 def test_html_in_an_answer_stays_text_and_markdown_does_not(page):
+    def answer_with(text: str) -> playwright.Locator:
+        """The entry of a question whose answer is this text, which the bundled model cannot be made to write: the
+        browser gets it in the place of the server's response."""
+        choice = {"index": 0, "delta": {"reasoning_content": text, "content": text}, "finish_reason": "stop"}
+        body = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
+        page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=body))
+        return ask(page, text)
+
     text = '<img src=x onerror="document.title = 1"><b>bold</b> [a](javascript:document.title=1)'
-    turn = answer_with(page, text)
+    turn = answer_with(text)
     for part in (".question", ".thoughts", ".answer"):
         playwright.expect(turn.locator(part)).to_have_text(text)
     assert turn.locator("img, b, a").count() == 0 and page.title() == "mini-engine playground"
-    turn = answer_with(page, "# One\n\n- **two** `3 * 4`\n- *five*\n\n```\n# six\n```\n7 * 8 * 9\n<i>\n```x```")
+    turn = answer_with("# One\n\n- **two** `3 * 4`\n- *five*\n\n```\n# six\n```\n7 * 8 * 9\n<i>\n```x```")
     playwright.expect(turn.locator(".answer pre")).to_have_text("# six\n")
     html = "<h4>One</h4><ul><li><strong>two</strong> <code>3 * 4</code></li><li><em>five</em></li></ul>"
     assert turn.locator(".answer").inner_html().replace("<li></li>", "") == (

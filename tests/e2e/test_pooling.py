@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,9 @@ from tests.support.client import data_url, image_url, use_server
 from tests.support.running_server import ROOT, RunningServer
 
 TEXTS = [f"a red circle moving left {number} times" for number in range(32)]
-PICTURES = [videos.encode_image(videos.render_image(4 * 10**9 + number)) for number in range(3)]
+IMAGES = [("image_url", videos.encode_image(videos.render_image(4 * 10**9 + number))) for number in range(3)]
 CLIP = videos.encode(videos.render(4 * 10**9, width=96, height=64, num_frames=14, fps=8), "mp4", "h264")
+VIDEO = ("video_url", CLIP)
 Content = list[str | tuple[str, bytes]]  # texts, and files with their kinds
 
 
@@ -66,21 +66,14 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> PoolingFamily:
 
 
 @pytest.fixture(scope="module")
-def root(family: PoolingFamily) -> Path:
-    """The directory of --allowed-local-media-path."""
-    (family.folder / "media").mkdir()
-    return family.folder / "media"
-
-
-@pytest.fixture(scope="module")
-def embedder(family: PoolingFamily, root: Path) -> Iterator[RunningServer]:
-    with RunningServer(str(family.folder), *SMALL_STEPS, "--allowed-local-media-path", str(root)) as server:
+def embedder(family: PoolingFamily) -> Iterator[RunningServer]:
+    with RunningServer(str(family.folder), *SMALL_STEPS, "--allowed-local-media-path", str(family.folder)) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def ranker(family: PoolingFamily, root: Path) -> Iterator[RunningServer]:
-    flags = [*SMALL_STEPS, "--allowed-local-media-path", str(root), "--convert", "classify"]
+def ranker(family: PoolingFamily) -> Iterator[RunningServer]:
+    flags = [*SMALL_STEPS, "--allowed-local-media-path", str(family.folder), "--convert", "classify"]
     with RunningServer(str(family.folder), *flags) as server:
         yield server
 
@@ -94,18 +87,16 @@ def parts(content: Content) -> list[dict[str, Any]]:
     ]
 
 
-IMAGES = [("image_url", picture) for picture in PICTURES]
-VIDEO = ("video_url", CLIP)
-CONTENTS: dict[str, Content] = {
-    "text": ["what is it?"],
-    "image": [IMAGES[0]],
-    "video": [VIDEO, "a red circle"],
-    "several": [IMAGES[1], "and", VIDEO, IMAGES[2]],
-    "long": ["the blue square stands still " * 40],
-}
-
-
-@pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS)
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(["what is it?"], id="text"),
+        pytest.param([IMAGES[0]], id="image"),
+        pytest.param([VIDEO, "a red circle"], id="video"),
+        pytest.param([IMAGES[1], "and", VIDEO, IMAGES[2]], id="several"),
+        pytest.param(["the blue square stands still " * 40], id="long"),
+    ],
+)
 def test_embeddings_equal_transformers(family: PoolingFamily, embedder: RunningServer, content: Content) -> None:
     """The second time from the caches, a third time under another instruction, for which the media are there."""
 
@@ -164,11 +155,11 @@ def test_openai_langchain_and_litellm(
 
 
 def test_from_python(
-    family: PoolingFamily, embedder: RunningServer, ranker: RunningServer, monkeypatch: pytest.MonkeyPatch, root: Path
+    family: PoolingFamily, embedder: RunningServer, ranker: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An input or a document with an error takes no other with it."""
-    picture, absent = Image(root / "a.png"), Image(root / "none.png")
-    (root / "a.png").write_bytes(PICTURES[0])
+    picture, absent = Image(family.folder / "a.png"), Image(family.folder / "none.png")
+    (family.folder / "a.png").write_bytes(IMAGES[0][1])
     use_server(embedder, monkeypatch)
     with LLM() as llm:
         *answers, failed = llm.embed([TEXTS[0], [picture, "it"], [absent]], use_tqdm=False)
@@ -186,14 +177,10 @@ def test_from_python(
 
 
 def test_search_clips_embeds_new_files_only(
-    family: PoolingFamily,
-    embedder: RunningServer,
-    monkeypatch: pytest.MonkeyPatch,
-    root: Path,
-    capsys: pytest.CaptureFixture[str],
+    family: PoolingFamily, embedder: RunningServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     use_server(embedder, monkeypatch)
-    folder, known = root / "clips", family.embedding(TEXTS[0])
+    folder, known = family.folder / "clips", family.embedding(TEXTS[0])
     (folder / "sub").mkdir(parents=True)
     for name, data in {"a.mp4": CLIP, "sub/b.mp4": CLIP, "broken.png": b"", "known.mp4": b""}.items():
         (folder / name).write_bytes(data)

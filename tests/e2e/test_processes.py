@@ -1,8 +1,10 @@
-"""The processes of a running server: names, imports, resource use, /health, and exit."""
+"""The processes of a running server: names, imports, resource use, /health, drain, and exit."""
 
+import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -11,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.client import ENDLESS, TEXT, ClientRequest, ask_video
-from tests.support.processes import descendants, eventually, has_socket, stopped, tcp_sockets
-from tests.support.running_server import START_SECONDS, RunningServer
+from tests.support.processes import alive, descendants, eventually, has_socket, stopped, tcp_sockets
+from tests.support.running_server import CHAT_HEAD, START_SECONDS, RunningServer
 
 
 def test_metrics_name_the_processes_and_the_cache(server):
@@ -49,16 +51,14 @@ def test_only_the_http_port_listens_beyond_this_host(server):
     assert listening == [server.address[1]]
 
 
-@pytest.fixture(scope="module")
-def watched():
-    """A server whose /health was asked all through its start, and the answers. The first 200 is followed by a request
-    at once."""
+def test_health_is_not_200_before_a_request_can_be_served():
+    """It is asked all through the start. The first 200 is followed by a request at once."""
     seen: list[str] = []
     with socket.socket() as kept:  # from other programs, until the server has it
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         kept.bind(("127.0.0.1", 0))
-        server = RunningServer("-tp", "2", "--health-timeout", "1.5", "--port", str(kept.getsockname()[1]))
+        server = RunningServer("-tp", "2", "--port", str(kept.getsockname()[1]))
         server.url, server.model = f"http://127.0.0.1:{kept.getsockname()[1]}/v1", "mini-engine-demo"
 
         def watch() -> None:
@@ -76,29 +76,29 @@ def watched():
         watcher.start()
         with server:
             watcher.join()
-            yield server, seen
-
-
-def test_health_is_not_200_before_a_request_can_be_served(watched):
-    _, seen = watched
     assert seen[0] != "200" and seen[-2:] == ["200", "served 2"]
     assert set(seen[:-2]) <= {"refused", "503"}
 
 
+@pytest.fixture(scope="module")
+def impatient():
+    with RunningServer("-tp", "2", "--health-timeout", "1.5") as server:
+        yield server
+
+
 @pytest.mark.parametrize("victim", ["worker 0.0", "core 0", "worker 0.1"])
-def test_health_is_503_while_a_process_is_stopped(watched, victim):
+def test_health_is_503_while_a_process_is_stopped(impatient, victim):
     """In an idle engine, where the second is asked for the headers alone, and in a busy one."""
-    server, _ = watched
 
     def health(path: str = "/health", method: str = "GET") -> tuple[int, str]:
-        response = server.get(path, method=method)
+        response = impatient.get(path, method=method)
         return response.status, response.body
 
-    request = ClientRequest(server, None, TEXT, **ENDLESS) if victim == "worker 0.1" else None
+    request = ClientRequest(impatient, None, TEXT, **ENDLESS) if victim == "worker 0.1" else None
     if request is not None:
         request.read_events(1)
     eventually(lambda: health() == health(method="HEAD") == (200, ""))
-    with stopped(server.pids()[victim]):
+    with stopped(impatient.pids()[victim]):
         if victim == "core 0":
             assert health(method="HEAD") == (503, "")
         else:
@@ -111,9 +111,43 @@ def test_health_is_503_while_a_process_is_stopped(watched, victim):
         request.hang_up()
 
 
-def test_everything_dies_with_the_supervisor(watched):
-    server, _ = watched
-    family = descendants(server.process.pid)
-    server.process.kill()
-    server.process.wait()
-    server.assert_nothing_left(family)
+def test_everything_dies_with_the_supervisor(impatient):
+    family = descendants(impatient.process.pid)
+    impatient.process.kill()
+    impatient.process.wait()
+    impatient.assert_nothing_left(family)
+
+
+def test_a_drain_finishes_running_requests_and_refuses_new_ones():
+    """The signal is sent to all processes, as by the end of a terminal; the supervisor acts on it."""
+    with (
+        RunningServer("--api-server-count", "2", "-tp", "2", "--shutdown-timeout", "600") as server,
+        contextlib.ExitStack() as stack,
+    ):
+        family, pids = descendants(server.process.pid), server.pids()
+        with stopped(pids["worker 0.1"]):  # so that the request runs for as long as the rest takes
+            usage = {"stream_options": {"include_usage": True}}
+            request = ClientRequest(server, "api 0", TEXT, **usage, stream=True, max_tokens=20, ignore_eos=True)
+            stack.callback(request.hang_up)
+            eventually(lambda: server.total("num_requests_running") == 1)
+            half = stack.enter_context(socket.create_connection(server.address, timeout=60))
+            half.sendall(CHAT_HEAD + b"Content-Length: 20\r\nExpect: 100-continue\r\n\r\n")
+            assert b" 100 " in half.recv(4096)  # the server asks for the body
+            half.sendall(b"{")
+            os.killpg(server.process.pid, signal.SIGHUP)
+            eventually(lambda: not alive(pids["api 1"]))
+            for _ in range(5):  # whichever port a connection comes from, the other server has it
+                for path, method in (("/health", "GET"), ("/v1/chat/completions", "POST")):
+                    refused = server.get(path, method=method)
+                    code = json.loads(refused.body)["error"]["code"]
+                    assert (refused.status, code) == (503, "shutting_down")
+                assert refused.headers["retry-after"]
+            assert b" 503 " in half.recv(4096)  # it delays nothing
+        *events, done = re.findall("^data: (.*)$", request.response().read().decode(), re.MULTILINE)
+        *_, last, used = map(json.loads, events)
+        assert done == "[DONE]" and used["usage"]["completion_tokens"] == 20
+        assert last["choices"][0]["finish_reason"] == "length"
+        request.hang_up()
+        assert server.process.wait(60) == 0
+        server.assert_nothing_left(family)
+        assert "died" not in server.log and "is killed" not in server.log

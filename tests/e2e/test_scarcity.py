@@ -12,16 +12,16 @@ from tests.support.processes import eventually
 from tests.support.running_server import START_SECONDS, RunningServer
 
 
-def own_mounts(size: str) -> str:
-    """A script after which TMPDIR has so much room, and /dev/shm is read-only."""
+def in_scarcity(size: str, *command: str, limits: str = "") -> list[str]:
+    """The command, where TMPDIR has so much room, and /dev/shm is read-only."""
     mounts = f'mount -t tmpfs -o size={size} scarce "$TMPDIR"; mount -t tmpfs -o ro none /dev/shm'
-    return f"mount --make-rprivate /; {mounts}; "
+    return ["unshare", "-m", "sh", "-ec", f'{mounts}; {limits} exec "$@"', "sh", *command]
 
 
 def may_mount() -> bool:
     with tempfile.TemporaryDirectory() as tried:
-        script = ["unshare", "-m", "sh", "-ec", own_mounts("2M")]
-        return subprocess.run(script, capture_output=True, env={**os.environ, "TMPDIR": tried}).returncode == 0
+        environ = {**os.environ, "TMPDIR": tried}
+        return subprocess.run(in_scarcity("2M", "true"), capture_output=True, env=environ).returncode == 0
 
 
 pytestmark = pytest.mark.skipif(not may_mount(), reason="this user may not mount a file system")
@@ -31,8 +31,9 @@ def test_a_replaced_api_server_needs_no_room_in_tmpdir():
     """And no process ever needs /dev/shm, or more than 256 descriptors. What the dead server counted stays. The
     model is quantised, and answers as well."""
     before, question = ask_video(300), ask_video(301)
-    scarcity = own_mounts("2M") + "prlimit --nofile=256 --pid $PPID"
-    with RunningServer("-tp", "2", "--api-server-count", "2", "--quantization", "int8", before=scarcity) as server:
+    server = RunningServer("-tp", "2", "--api-server-count", "2", "--quantization", "int8")
+    server.command = in_scarcity("2M", *server.command, limits="ulimit -n 256;")
+    with server:
         assert ClientRequest(server, "api 0", before).answer() == before.answer
         answered = server.total("request_success_total")
         room = f"/proc/{server.process.pid}/root{server.tmpdir}/all"
@@ -47,7 +48,9 @@ def test_a_replaced_api_server_needs_no_room_in_tmpdir():
 
 
 def test_a_tmpdir_without_room_for_metrics_is_refused_in_one_line():
-    with pytest.raises(RuntimeError, match="ended with 1:") as ended, RunningServer(before=own_mounts("100k")):
+    server = RunningServer()
+    server.command = in_scarcity("100k", *server.command)
+    with pytest.raises(RuntimeError, match="ended with 1:") as ended, server:
         pass
     line = str(ended.value).splitlines()[-1]  # after those on what is loaded
     assert "start failed: " in line and "no room in TMPDIR for the metrics" in line and "set TMPDIR" in line

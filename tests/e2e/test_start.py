@@ -109,25 +109,25 @@ def test_unread_log_blocks_no_process(fresh):
     assert fresh.stop(signal.SIGTERM) == 0
 
 
-REFUSED = [  # by the process that finds it: flags, and what is said
-    pytest.param(["--mm-processor-cache-gb", "100000"], "--mm-processor-cache-gb: 100000 GiB", id="the supervisor"),
-    pytest.param(["--block-size", "999999999"], "bytes for the KV cache, but one block needs", id="a worker"),
-    pytest.param(
-        ["--max-model-len", "60000", "--num-gpu-blocks-override", "4"],
-        "--max-model-len: the KV cache holds",
-        id="core",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        ["--mm-processor-kwargs", '{"x": 1}'],
-        "--mm-processor-kwargs: Object contains unknown field `x`; it takes ",
-        id="an API server",
-        marks=pytest.mark.slow,
-    ),
-]
-
-
-@pytest.mark.parametrize(("flags", "said"), REFUSED)
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [  # by the process that finds it
+        pytest.param(["--mm-processor-cache-gb", "100000"], "--mm-processor-cache-gb: 100000 GiB", id="the supervisor"),
+        pytest.param(["--block-size", "999999999"], "bytes for the KV cache, but one block needs", id="a worker"),
+        pytest.param(
+            ["--max-model-len", "60000", "--num-gpu-blocks-override", "4"],
+            "--max-model-len: the KV cache holds",
+            id="core",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["--mm-processor-kwargs", '{"x": 1}'],
+            "--mm-processor-kwargs: Object contains unknown field `x`; it takes ",
+            id="an API server",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_settings_refused_by_a_process_fail_the_start_in_one_line(flags, said):
     lines = refused(RunningServer(*flags)).splitlines()
     (line,) = [line for line in lines if line.startswith("serve.py: ") or " ERROR " in line]

@@ -8,18 +8,10 @@ import subprocess
 from pathlib import Path
 
 import httpx
-import pytest
 from openai import OpenAI
 
 from tests.support.running_server import SERVE, RunningServer, refused
 from tests.support.web import make_certificate
-
-REQUEST_FIELDS = {"request_id", "method", "path", "status", "seconds", "model", "prompt_tokens", "completion_tokens"}
-
-
-@pytest.fixture
-def certificate(tmp_path: Path) -> tuple[Path, Path]:
-    return make_certificate(tmp_path, "DNS:localhost")
 
 
 class UnixServer(RunningServer):
@@ -37,8 +29,8 @@ class UnixServer(RunningServer):
         return OpenAI(base_url="https://localhost/v1", api_key="none", max_retries=0, timeout=120, http_client=http)
 
 
-def test_a_unix_socket_for_all_api_servers(certificate: tuple[Path, Path], tmp_path: Path):
-    path = tmp_path / "engine.sock"
+def test_a_unix_socket_for_all_api_servers(tmp_path: Path):
+    path, certificate = tmp_path / "engine.sock", make_certificate(tmp_path, "DNS:localhost")
     with socket.socket(socket.AF_UNIX) as killed:  # what a server leaves that is killed
         killed.bind(str(path))
     flags = ["--api-server-count", "2", "--log-format", "json", "--enable-log-requests"]
@@ -63,7 +55,8 @@ def test_a_unix_socket_for_all_api_servers(certificate: tuple[Path, Path], tmp_p
     processes = {line["process"] for line in lines}
     assert {"supervisor", "worker 0.0"} <= processes
     assert {"api 0", "api 1"} & processes  # one may have taken all of the few connections
-    assert all(set(line) - REQUEST_FIELDS == {"time", "level", "process", "logger", "message"} for line in lines)
+    of_requests = "request_id method path status seconds model prompt_tokens completion_tokens".split()
+    assert all(set(line) - {*of_requests} == {"time", "level", "process", "logger", "message"} for line in lines)
     (warning,) = [line["message"] for line in lines if line["level"] != "info"]
     assert "plain HTTP on the TLS port" in warning
     requests = [line for line in lines if "POST /v1/chat/completions: 200" in line["message"]]
@@ -72,8 +65,8 @@ def test_a_unix_socket_for_all_api_servers(certificate: tuple[Path, Path], tmp_p
     assert (lines[-1]["process"], lines[-1]["message"]) == ("supervisor", "stopped")
 
 
-def test_unusable_sockets_and_certificates_are_refused(certificate: tuple[Path, Path], tmp_path: Path):
-    a_file = tmp_path / "file"
+def test_unusable_sockets_and_certificates_are_refused(tmp_path: Path):
+    a_file, certificate = tmp_path / "file", make_certificate(tmp_path, "DNS:localhost")
     a_file.write_text("precious")
     encrypted = tmp_path / "encrypted.pem"
     encrypt = ["openssl", "pkey", "-aes256", "-passout", "pass:x", "-in", certificate[1], "-out", encrypted]

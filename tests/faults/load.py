@@ -10,16 +10,13 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from tests.support.client import ClientRequest, Question
 from tests.support.processes import eventually
 from tests.support.running_server import RunningServer
-from tests.support.stages import HeldRequest
 
-PATIENCE_SECONDS = 120  # for right answers; errors have a bound of their own
-PAUSE_AFTER_ERROR = 0.2
 # How a request may end whose engine has died, while the API server lives; and one whose API server has died.
 ENGINE_DIED = ("error",)
 API_SERVER_DIED = ("cut", "refused")
@@ -36,44 +33,28 @@ class Outcome:
     detail: str = ""
 
 
-def ask(
-    server: RunningServer, question: Question, stream: bool = False, api: str | None = None, **more: object
-) -> Outcome:
+def ask(server: RunningServer, question: Question, api: str | None = None, **more: object) -> Outcome:
     """One question, on a new connection."""
-    with contextlib.ExitStack() as stack:
-
-        def respond() -> http.client.HTTPResponse:
-            request = ClientRequest(server, api, question, stream=stream, **more)
-            stack.callback(request.hang_up)
-            return request.response()
-
-        return outcome_of(question, respond)
+    return outcome_of(lambda: ClientRequest(server, api, question, **more))
 
 
-def outcome_of(question: Question, respond: Callable[[], http.client.HTTPResponse]) -> Outcome:
-    """How the request for `question` ends, from now on; `respond` sends it, or waits for its response."""
+def outcome_of(send: Callable[[], ClientRequest]) -> Outcome:
+    """How a request ends, from now on; `send` sends it, or returns one that was sent."""
     begun = time.monotonic()
-    try:
-        kind, detail = _judged(question, respond())
-    except ConnectionRefusedError as error:
-        kind, detail = "refused", repr(error)
-    except (ConnectionError, http.client.HTTPException) as error:
-        kind, detail = "cut", repr(error)
+    with contextlib.ExitStack() as stack:
+        try:
+            request = send()
+            stack.callback(request.hang_up)
+            kind, detail = _judged(request)
+        except ConnectionRefusedError as error:
+            kind, detail = "refused", repr(error)
+        except (ConnectionError, http.client.HTTPException) as error:
+            kind, detail = "cut", repr(error)
     return Outcome(kind, begun, time.monotonic(), detail)
 
 
-@contextlib.contextmanager
-def awaited(held: HeldRequest) -> Iterator[Future[Outcome]]:
-    """The outcome of a request at a stage; the end of the block does not wait for it."""
-    with ThreadPoolExecutor(1) as pool:
-        try:
-            yield pool.submit(outcome_of, held.question, held.request.response)
-        finally:
-            held.request.disconnect()
-    held.request.hang_up()
-
-
-def _judged(question: Question, response: http.client.HTTPResponse) -> tuple[str, str]:
+def _judged(request: ClientRequest) -> tuple[str, str]:
+    response, right = request.response(), request.question.answer
     text = response.read().decode()
     if response.status != 200:
         assert response.status in (500, 503), f"{response.status} {text}"
@@ -90,14 +71,11 @@ def _judged(question: Question, response: http.client.HTTPResponse) -> tuple[str
             return "cut", text[-200:]
         deltas = [choice["delta"] for event in events[:-1] for choice in json.loads(event)["choices"]]
         answer = "".join(delta.get("content") or "" for delta in deltas)
-    return "right" if answer == question.answer else "wrong", f"{question.answer!r} expected, got {answer!r}"
+    return "right" if answer == right else "wrong", f"{right!r} expected, got {answer!r}"
 
 
 class Load:
-    """`with Load(server, questions) as load:` The clients take the questions in turn, every other one as a stream.
-
-    `api`: the API server that they ask; None: any.
-    """
+    """`with Load(server, questions) as load:` The clients take the questions in turn, every other one as a stream."""
 
     def __init__(self, server: RunningServer, questions: Sequence[Question], clients: int = 3, api: str | None = None):
         self.outcomes: list[Outcome] = []
@@ -125,7 +103,7 @@ class Load:
     def wait_for(self, kind: str, more: int) -> None:
         """Until that many more have ended this way."""
         wanted = self.tally()[kind] + more
-        eventually(lambda: self.tally()[kind] >= wanted or self._has_failed(), PATIENCE_SECONDS)
+        eventually(lambda: self.tally()[kind] >= wanted or self._has_failed(), 120)
         assert not self._has_failed(), "see the client's error"
 
     def _has_failed(self) -> bool:
@@ -135,15 +113,13 @@ class Load:
         while not self._over.is_set():
             with self._lock:
                 question, stream = next(self._requests)
-            outcome = ask(self._server, question, stream, self._api)
+            outcome = ask(self._server, question, self._api, stream=stream)
             self.outcomes.append(outcome)
             if outcome.kind != "right":
-                self._over.wait(PAUSE_AFTER_ERROR)
+                self._over.wait(0.2)
 
 
-def assert_right_or_ended(
-    outcomes: Sequence[Outcome], since: float, bound: float, kinds: Collection[str] = ENGINE_DIED
-) -> None:
+def assert_right_or_ended(outcomes: Sequence[Outcome], since: float, bound: float, kinds: Collection[str]) -> None:
     """No answer is wrong, and a request without one ended in one of these ways: not before the fault at `since`, and
     within `bound` seconds of it, or of the request where that came later."""
     for outcome in outcomes:

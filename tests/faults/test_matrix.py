@@ -8,69 +8,34 @@ have only right answers; afterwards the server is complete, and nothing is left 
 """
 
 import contextlib
-import dataclasses
+import itertools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.faults.load import API_SERVER_DIED, ENGINE_DIED, SOON, Load, ask, assert_right_or_ended, awaited
+from tests.faults.load import API_SERVER_DIED, ENGINE_DIED, SOON, Load, ask, assert_right_or_ended, outcome_of
 from tests.support.client import ENDLESS, TEXT, ClientRequest
 from tests.support.processes import alive, descendants, descriptors, eventually
 from tests.support.running_server import START_SECONDS, RunningServer
-from tests.support.stages import API, OTHER, STAGES, generating, new_question
+from tests.support.stages import API, OTHER, at_stage, new_question
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
 TIMEOUT_SECONDS = 8  # --collective-timeout, where processes are stopped; where they are killed it is too long to help
-HUNG = SOON + 1.25 * TIMEOUT_SECONDS  # the supervisor asks four times in the time-out: it takes a quarter more
-DRAIN_SECONDS = 12
-MOST_RESTARTS = 3  # of engines on one server: the pause before each is twice that before the last
-FLAGS = [
-    "--api-server-count", "2", "-tp", "2", "--restart-engine", "1000", "--max-num-batched-tokens", "128",
-    "--health-timeout", "2", "--startup-timeout", "120",
-]  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    """A signal to a process; how requests without an answer end after it, and how many seconds after; and whether
-    clients of the other API server have right answers all along."""
-
-    role: str
-    number: signal.Signals
-    endings: tuple[str, ...]
-    seconds: float = SOON
-    is_other_spared: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.role}-{self.number.name}"
-
-
-DEATHS = [
-    Fault("api 0", KILL, API_SERVER_DIED, is_other_spared=True),
-    Fault("core 0", KILL, ENGINE_DIED),
-    Fault("worker 0.0", KILL, ENGINE_DIED),
-    Fault("worker 0.1", KILL, ENGINE_DIED),
-]
-HANGS = [dataclasses.replace(death, number=STOP, seconds=HUNG) for death in DEATHS]
-AT_STAGES = ("decoding", "storing", "prefilling", "generating")
-FAST = [("generating", "api 0-SIGKILL"), ("decoding", "core 0-SIGKILL")]
-CELLS = [
-    pytest.param(fault, name, id=f"{name}-{fault}", marks=[] if (name, str(fault)) in FAST else [pytest.mark.slow])
-    for faults in (DEATHS, HANGS)  # one server after the other
-    for name in AT_STAGES
-    for fault in faults
-]
 
 
 class RestartingServer(RunningServer):
     """It restarts its engine. Where processes are to be stopped, those that do not answer are killed soon."""
 
     def __init__(self, number: int, *flags: str):
-        timeout = ["--collective-timeout", str(TIMEOUT_SECONDS if number == STOP else 120)]
-        super().__init__(*FLAGS, *timeout, *flags)
+        super().__init__(
+            "--api-server-count", "2", "-tp", "2", "--restart-engine", "1000", "--max-num-batched-tokens", "128",
+            "--health-timeout", "2", "--startup-timeout", "120",
+            "--collective-timeout", str(TIMEOUT_SECONDS if number == STOP else 120), *flags,
+        )  # fmt: skip
 
     def wait_until_serving(self) -> None:
         super().wait_until_serving()
@@ -101,42 +66,12 @@ class RestartingServer(RunningServer):
         eventually(lambda: descriptors(self.process.pid) == self.descriptors)
 
 
-@pytest.fixture(scope="module")
-def servers() -> Iterator[Callable[[int], RestartingServer]]:
-    """The server for this signal. It runs until that for the other one is asked for, its supervisor is dead, or the
-    next pause before a restart would be long."""
-    with contextlib.ExitStack() as stack:
-        running: dict[int, RestartingServer] = {}
-
-        def server(number: int) -> RestartingServer:
-            old = running.get(number)
-            if old is None or old.process.poll() is not None or old.log.count("restart ") >= MOST_RESTARTS:
-                running.clear()
-                stack.close()
-                running[number] = stack.enter_context(RestartingServer(number))
-            return running[number]
-
-        yield server
-
-
-@pytest.fixture
-def server(fault: Fault, servers: Callable[[int], RestartingServer]) -> RestartingServer:
-    return servers(fault.number)
-
-
 @contextlib.contextmanager
-def load_of_four(server: RunningServer) -> Iterator[Load]:
-    with Load(server, [new_question() for _ in range(4)]) as load:
-        load.wait_for("right", 4)
-        yield load
-
-
-@contextlib.contextmanager
-def right_answers_only(server: RunningServer, api: str) -> Iterator[None]:
-    """Clients of this API server have nothing else, and a stream of it goes on, while the block runs."""
-    stream = ClientRequest(server, api, TEXT, **ENDLESS)
+def right_answers_only(server: RunningServer) -> Iterator[None]:
+    """Clients of the other API server have nothing else, and a stream of it goes on, while the block runs."""
+    stream = ClientRequest(server, OTHER, TEXT, **ENDLESS)
     stream.read_events(3)
-    with Load(server, [new_question()], clients=2, api=api) as load:
+    with Load(server, [new_question()], clients=2, api=OTHER) as load:
         load.wait_for("right", 1)
         yield
         stream.read_events(3)
@@ -144,23 +79,42 @@ def right_answers_only(server: RunningServer, api: str) -> Iterator[None]:
     assert load.tally().keys() == {"right"}, load.tally()
 
 
-@pytest.mark.parametrize(("fault", "stage"), CELLS)
-def test_fault_at_any_stage_gives_right_answers_or_errors(fault, stage, server):
+@pytest.mark.parametrize(
+    ("stage", "role", "number"),
+    [
+        pytest.param(
+            *cell, marks=() if cell in (("generating", API, KILL), ("decoding", "core 0", KILL)) else pytest.mark.slow
+        )
+        for cell in itertools.product(
+            ("decoding", "writing", "prefilling", "generating"),
+            (API, "core 0", "worker 0.0", "worker 0.1"),
+            (KILL, STOP),
+        )
+    ],
+)
+def test_fault_at_any_stage_gives_right_answers_or_errors(stage, role, number):
     """After a death the request ends while it is held. A process that is stopped is to stay at the stage."""
-    victim = server.pids()[fault.role]
-    others = right_answers_only(server, OTHER) if fault.is_other_spared else contextlib.nullcontext()
-    with load_of_four(server) as load, others:
-        with STAGES[stage](server) as held, awaited(held) as ending:
-            since = time.monotonic()
-            os.kill(victim, fault.number)
-            if held.point is not None and fault.number == STOP and held.holder != victim:
-                held.point.release()
-            time.sleep(fault.seconds - SOON)  # so that new requests come all along
-            ended = ending.result()
-    in_flight = [ended, *(outcome for outcome in load.outcomes if outcome.begun < since)]
-    assert_right_or_ended(in_flight, since, fault.seconds, fault.endings)
-    assert_right_or_ended(load.outcomes, since, fault.seconds, {*fault.endings, *API_SERVER_DIED})
-    server.assert_recovers(victim)
+    endings = API_SERVER_DIED if role == API else ENGINE_DIED
+    # The supervisor asks a process that hangs four times in the time-out: it takes a quarter more.
+    bound = SOON + (1.25 * TIMEOUT_SECONDS if number == STOP else 0)
+    with RestartingServer(number) as server:
+        victim = server.pids()[role]
+        with Load(server, [new_question() for _ in range(4)]) as load:
+            load.wait_for("right", 4)
+            others = right_answers_only(server) if role == API else contextlib.nullcontext()
+            with others, at_stage(server, stage) as held, ThreadPoolExecutor(1) as pool:
+                ending = pool.submit(outcome_of, lambda: held)
+                since = time.monotonic()
+                os.kill(victim, number)
+                if number == STOP and not [*server.failpoints.glob(f"*.held.{victim}")]:
+                    for path in server.failpoints.iterdir():  # the process that is held at the stage goes on
+                        path.unlink()
+                time.sleep(bound - SOON)  # so that new requests come all along
+                ended = ending.result()
+        in_flight = [ended, *(outcome for outcome in load.outcomes if outcome.begun < since)]
+        assert_right_or_ended(in_flight, since, bound, endings)
+        assert_right_or_ended(load.outcomes, since, bound, {*endings, *API_SERVER_DIED})
+        server.assert_recovers(victim)
 
 
 # --- while it starts, and while it stops ------------------------------------------------------------------------------
@@ -169,44 +123,45 @@ def test_fault_at_any_stage_gives_right_answers_or_errors(fault, stage, server):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [KILL, STOP], ids=["SIGKILL", "SIGSTOP"])
 @pytest.mark.parametrize("role", ["api", "core", "worker"])
-def test_a_fault_during_a_restart_leads_to_another_restart(role, number, servers):
+def test_a_fault_during_a_restart_leads_to_another_restart(role, number):
     """The engine is dead, and a process of its successor dies, or is stopped, while it loads."""
-    server = servers(KILL)
-    with server.failpoint(f"loading-{role}") as point:
-        with Load(server, [new_question() for _ in range(4)], clients=2) as load:
-            since = time.monotonic()
-            os.kill(server.pids()["core 0"], KILL)
-            loading = point.wait(90)
-            load.wait_for("right" if role == "api" else "refused", 3)  # an API server does not wait for the others
-            os.kill(loading, number)
-            if number == KILL:
-                point.release()
-                load.wait_for("refused", 3)
-        assert_right_or_ended(load.outcomes, since, SOON, {*ENGINE_DIED, *API_SERVER_DIED})
-        eventually(lambda: not alive(loading), 240)  # twice the --startup-timeout
-    server.assert_recovers(loading)
+    with RestartingServer(KILL) as server:
+        with server.failpoint(f"loading-{role}") as point:
+            with Load(server, [new_question() for _ in range(4)], clients=2) as load:
+                since = time.monotonic()
+                os.kill(server.pids()["core 0"], KILL)
+                loading = point.wait(90)
+                load.wait_for("right" if role == "api" else "refused", 3)  # an API server does not wait for the others
+                os.kill(loading, number)
+                if number == KILL:
+                    point.release()
+                    load.wait_for("refused", 3)
+            assert_right_or_ended(load.outcomes, since, SOON, {*ENGINE_DIED, *API_SERVER_DIED})
+            eventually(lambda: not alive(loading), 240)  # twice the --startup-timeout
+        server.assert_recovers(loading)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [DEATHS[0], HANGS[2]], ids=str)
-def test_fault_during_a_drain_stops_every_request_and_process(fault):
-    server = RestartingServer(STOP, "--shutdown-timeout", str(DRAIN_SECONDS))
-    with server, generating(server) as held, awaited(held) as ending:
-        family = descendants(server.process.pid)
+@pytest.mark.parametrize(("role", "number"), [(API, KILL), ("worker 0.0", STOP)])
+def test_fault_during_a_drain_stops_every_request_and_process(role, number):
+    drain_seconds, endings = 12, API_SERVER_DIED if role == API else ENGINE_DIED
+    server = RestartingServer(STOP, "--shutdown-timeout", str(drain_seconds))
+    with server, at_stage(server, "generating") as held, ThreadPoolExecutor(1) as pool:
+        ending, family = pool.submit(outcome_of, lambda: held), descendants(server.process.pid)
         with Load(server, [new_question() for _ in range(4)]) as load:
             load.wait_for("right", 1)
             asked_at = time.monotonic()
             server.process.send_signal(signal.SIGTERM)
             eventually(lambda: "stopping on SIGTERM" in server.log)
-            victim, since = server.pids()[fault.role], time.monotonic()  # both have work, or one API server has exited
-            os.kill(victim, fault.number)
-            status = server.process.wait(DRAIN_SECONDS + 30)
+            victim, since = server.pids()[role], time.monotonic()  # both have work, or one API server has exited
+            os.kill(victim, number)
+            status = server.process.wait(drain_seconds + 30)
         assert not alive(victim)
         assert status == 0
         # Clients of a stopped process wait to the end; late requests find the port closed, or being closed.
-        patience = since - asked_at + SOON + (DRAIN_SECONDS if fault.number == STOP else 0)
+        patience = since - asked_at + SOON + (drain_seconds if number == STOP else 0)
         late = [outcome for outcome in load.outcomes if outcome.begun >= asked_at]
         assert_right_or_ended(late, asked_at, patience, {*ENGINE_DIED, *API_SERVER_DIED})
         in_time = [ending.result(), *(outcome for outcome in load.outcomes if outcome.begun < asked_at)]
-        assert_right_or_ended(in_time, asked_at, patience, {*ENGINE_DIED, *fault.endings})
+        assert_right_or_ended(in_time, asked_at, patience, {*ENGINE_DIED, *endings})
         server.assert_nothing_left(family)

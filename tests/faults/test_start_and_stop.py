@@ -12,15 +12,8 @@ from tests.support.client import ENDLESS, TEXT, ClientRequest
 from tests.support.processes import FailPoint, descendants, eventually
 from tests.support.running_server import RunningServer
 
-# Fail points, in their order; each is in another process, or another part of its work.
-PHASES = (
-    "resolving-model", "binding-sockets", "creating-processes", "starting-child", "loading-api", "loading-worker",
-    "loading-core", "warming-up", "listening",
-)  # fmt: skip
 TERM, INT, KILL = signal.SIGTERM, signal.SIGINT, signal.SIGKILL
-FAST = {("resolving-model", INT), ("creating-processes", TERM), ("loading-worker", KILL)}
 VICTIMS = ("api 0", "core 0", "worker 0.0", "worker 0.1")
-FAST_DEATHS = {("worker 0.0", "loading-worker")}
 
 
 @contextlib.contextmanager
@@ -34,19 +27,24 @@ def starting(phase: str, *flags: str) -> Iterator[tuple[RunningServer, FailPoint
         yield server, point, point.wait()
 
 
-def cells(fast: set, *axes: tuple) -> list:
-    """Those that are not `fast` are slow."""
-    return [
+@pytest.mark.parametrize(
+    ("phase", "number"),
+    [
         pytest.param(
             *cell,
-            marks=[] if cell in fast else [pytest.mark.slow],
-            id="-".join(getattr(axis, "name", axis) for axis in cell),
+            marks=()
+            if cell in (("resolving-model", INT), ("creating-processes", TERM), ("loading-worker", KILL))
+            else pytest.mark.slow,
         )
-        for cell in itertools.product(*axes)
-    ]
-
-
-@pytest.mark.parametrize(("phase", "number"), cells(FAST, PHASES, (TERM, INT, KILL)))
+        for cell in itertools.product(
+            (  # fail points, in their order; each is in another process, or another part of its work
+                "resolving-model", "binding-sockets", "creating-processes", "starting-child", "loading-api",
+                "loading-worker", "loading-core", "warming-up", "listening",
+            ),
+            (TERM, INT, KILL),
+        )
+    ],
+)  # fmt: skip
 def test_interrupted_start_leaves_nothing(phase, number):
     with starting(phase) as (server, point, held):
         family = descendants(server.process.pid)
@@ -62,7 +60,11 @@ def test_interrupted_start_leaves_nothing(phase, number):
 
 
 @pytest.mark.parametrize(
-    ("role", "phase"), cells(FAST_DEATHS, VICTIMS, ("loading-api", "loading-worker", "loading-core"))
+    ("role", "phase"),
+    [
+        pytest.param(*cell, marks=() if cell == ("worker 0.0", "loading-worker") else pytest.mark.slow)
+        for cell in itertools.product(VICTIMS, ("loading-api", "loading-worker", "loading-core"))
+    ],
 )
 def test_death_during_first_start_fails_it_and_names_the_process(role, phase):
     """It names neither processes that exit because of it, nor a second start."""

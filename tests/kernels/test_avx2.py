@@ -17,11 +17,9 @@ def this_cpu(monkeypatch):
     monkeypatch.setattr(avx2, "is_this_cpu", lambda: True)
 
 
-BF16, F16 = EPSILON
-
-
 @pytest.mark.parametrize(
-    ("dtype", "size"), [(BF16, 0), (BF16, 1e-30), (BF16, 0.02), (BF16, 1e30), (F16, 0.02), (F16, 10)]
+    ("dtype", "size"),
+    [*((torch.bfloat16, size) for size in (0, 1e-30, 0.02, 1e30)), *((torch.float16, size) for size in (0.02, 10))],
 )
 @pytest.mark.parametrize("shape", [(0,), (1,), (3, 25), (600,)], ids=str)
 def test_products_are_rounded_once(dtype, size, shape):

@@ -5,7 +5,7 @@ registers."""
 import itertools
 import re
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +23,15 @@ from mini_engine.kernels import triton_delta_rule as delta_rule  # noqa: E402
 from mini_engine.kernels.elementwise import padded  # noqa: E402
 
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # bytes of one program
-MATRIX_UNIT = {90: "wgmma", 100: "tcgen05"}  # of chunks; otherwise and for decodes `mma.sync`
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-KINDS = [(False, 7), (True, 7), (True, 8)]  # of attention: of chunks, and query heads for each key head
-CODES = {"*u8": ("*i32", 128), "*i8": ("*fp32", 0), "*bf16": (None, 0)}  # of weights: their scales, and rows of a group
-
-
-def slow(cases: Iterable[Any]) -> list[Any]:
-    return [pytest.param(case, marks=pytest.mark.slow) for case in cases]
-
-
-def table(by_default: list[Any], first: Iterable[Any], *axes: Iterable[Any]) -> list[Any]:
-    """A few combinations of a target with each axis; then all, those of a target and of the first axis together."""
-    rows = [list(itertools.product([target], [x], *axes)) for target in SHARED_MEMORY for x in first]
-    return [pytest.param(by_default, id="diagonal"), *slow(rows)]
-
-
-ATTENTION = table(
-    [(90, 128, "bf16", KINDS[1]), (100, 80, "fp16", KINDS[0]), (120, 256, "bf16", KINDS[0])],
-    (64, 80, 128, 256), WIDTHS, KINDS,
-)  # fmt: skip
 FEW, MANY = triton_products.SHAPES
-PRODUCTS = table([(90, "*u8", 1, MANY), (80, "*i8", 128, FEW)], CODES, (1, 128), (FEW, MANY))
+
+
+def combinations(by_default: Sequence[tuple[Any, ...]], *axes: Iterable[Any]) -> list[Any]:
+    """All of them; `by_default` are those that are not slow."""
+    cases = itertools.product(*axes)
+    return [pytest.param(*case, marks=[] if case in by_default else [pytest.mark.slow]) for case in cases]
 
 
 def types_of(dtype: str) -> dict[str, str]:
@@ -93,40 +79,37 @@ def stack_bytes(compiled: Any, path: Path) -> int:
     return int(re.search(r"STACK:(\d+)", usage)[1])
 
 
-def each_target(by_default: int) -> pytest.MarkDecorator:
-    others = [target for target in SHARED_MEMORY if target != by_default]
-    return pytest.mark.parametrize("target", [by_default, *slow(others)])
+@pytest.mark.parametrize(
+    ("target", "dim", "dtype", "kind"),  # of chunks, and query heads for each key head
+    combinations(
+        [(90, 128, "bf16", (True, 7)), (100, 80, "fp16", (False, 7)), (120, 256, "bf16", (False, 7))],
+        SHARED_MEMORY, (64, 80, 128, 256), WIDTHS, ((False, 7), (True, 7), (True, 8)),
+    ),
+)  # fmt: skip
+def test_attention(target: int, dim: int, dtype: str, kind: tuple[bool, int], tmp_path: Path):
+    chunks, group = kind
+    shape = paged.shape_of(chunks, group, dim, WIDTHS[dtype], SHARED_MEMORY[target])
+    fixed = paged.constants(shape, chunks, group, dim, 16)
+    compiled = compile_for(target, paged._attend, types_of(dtype), fixed, shape.warps, paged.STAGES)
+    assert compiled.metadata.shared <= SHARED_MEMORY[target]
+    assert stack_bytes(compiled, tmp_path / "cubin") <= (0 if WIDTHS[dtype] == 2 else 64)
+    assert in_flight(compiled) > 0, "copies overlap the products"
+    if WIDTHS[dtype] == 2:
+        unit = {90: "wgmma", 100: "tcgen05"}.get(target, "mma.sync") if chunks else "mma.sync"
+        assert unit in compiled.asm["ptx"]
 
 
-def attention(target: int, dim: int, dtype: str, kind: tuple[bool, int]) -> tuple[Any, ...]:
-    shape = paged.shape_of(*kind, dim, WIDTHS[dtype], SHARED_MEMORY[target])
-    constants = paged.constants(shape, *kind, dim, 16)
-    return target, paged._attend, types_of(dtype), constants, shape.warps, paged.STAGES
+@pytest.mark.parametrize(
+    ("target", "dtype", "dim"), combinations([(120, "bf16", 256)], SHARED_MEMORY, WIDTHS, (64, 80, 128, 256))
+)
+def test_join_of_splits(target: int, dtype: str, dim: int, tmp_path: Path):
+    size = {"DIM": dim, "PADDED": padded(dim, 16), "N": paged.JOIN_SPLITS}
+    compiled = compile_for(target, paged._join, types_of(dtype), size, paged.JOIN_WARPS)
+    assert compiled.metadata.shared <= SHARED_MEMORY[target]
+    assert stack_bytes(compiled, tmp_path / "cubin") <= (0 if WIDTHS[dtype] == 2 else 64)
 
 
-@pytest.mark.parametrize("cases", ATTENTION)
-def test_attention(cases: list[tuple[int, int, str, tuple[bool, int]]], tmp_path: Path):
-    for case in cases:
-        compiled, (target, _, dtype, (chunks, _)) = compile_for(*attention(*case)), case
-        assert compiled.metadata.shared <= SHARED_MEMORY[target], case
-        assert stack_bytes(compiled, tmp_path / "cubin") <= (0 if WIDTHS[dtype] == 2 else 64), case
-        assert in_flight(compiled) > 0, (case, "copies overlap the products")
-        if WIDTHS[dtype] == 2:
-            assert (MATRIX_UNIT.get(target, "mma.sync") if chunks else "mma.sync") in compiled.asm["ptx"], case
-
-
-@each_target(120)
-@pytest.mark.parametrize("dtype", ["bf16", *slow(["fp16", "fp32"])])
-@pytest.mark.parametrize("dims", [(256,), *slow([(64, 80, 128)])])
-def test_join_of_splits(target: int, dtype: str, dims: tuple[int, ...], tmp_path: Path):
-    for dim in dims:
-        size = {"DIM": dim, "PADDED": padded(dim, 16), "N": paged.JOIN_SPLITS}
-        compiled = compile_for(target, paged._join, types_of(dtype), size, paged.JOIN_WARPS)
-        assert compiled.metadata.shared <= SHARED_MEMORY[target]
-        assert stack_bytes(compiled, tmp_path / "cubin") <= (0 if WIDTHS[dtype] == 2 else 64)
-
-
-@pytest.mark.parametrize("dtype", ["bf16", *slow(["fp32"])])
+@pytest.mark.parametrize("dtype", combinations([("bf16",)], ("bf16", "fp32")))
 def test_small_operators(dtype: str):
     columns = {"SIZE": 3420, "DIM": 1024, "PADDED": 1024, "ROWS": 1, "weight": None}
     heads = {"DIM": 80, "PADDED": 128, "HALF": 20, "ROWS": 8, "OFFSET": 1}
@@ -154,8 +137,7 @@ def test_around_products():
         assert "st.global" in compile_for(90, kernel, types_of("bf16"), fixed, 4).asm["ptx"]
 
 
-@each_target(90)
-@pytest.mark.parametrize("dtype", ["bf16", *slow(["fp16"])])
+@pytest.mark.parametrize(("target", "dtype"), combinations([(90, "bf16")], SHARED_MEMORY, ("bf16", "fp16")))
 def test_gated_delta_rule(target: int, dtype: str, tmp_path: Path):
     """Qwen3.5-4B's sizes."""
     types, scan_warps = types_of(dtype), delta_rule.scan_warps(dtype == "bf16", SHARED_MEMORY[target])
@@ -175,24 +157,25 @@ def test_gated_delta_rule(target: int, dtype: str, tmp_path: Path):
     assert in_flight(compiled) > 0, "copies overlap the products"
 
 
-def product(target: int, codes: str, experts: int, shape: triton_products.Shape) -> tuple[Any, ...]:
-    scales, group = CODES[codes]
-    types = types_of("bf16") | {"codes": codes, "scales": scales or ""}
-    absent = {"scales": None} if scales is None else {}
+@pytest.mark.parametrize(
+    ("target", "codes", "experts", "shape"),
+    combinations([(90, "*u8", 1, MANY), (80, "*i8", 128, FEW)],
+                 SHARED_MEMORY, ("*u8", "*i8", "*bf16"), (1, 128), (FEW, MANY)),
+)  # fmt: skip
+def test_products_with_weights_as_they_lie(
+    target: int, codes: str, experts: int, shape: triton_products.Shape, tmp_path: Path
+):
+    scales, group = {"*u8": ("*i32", 128), "*i8": ("*fp32", 0), "*bf16": ("", 0)}[codes]
+    types = types_of("bf16") | {"codes": codes, "scales": scales}
+    absent = {} if scales else {"scales": None}
     if experts == 1:
         absent |= dict.fromkeys(("ends", "sources", "targets"))
     fixed = triton_products.constants(shape, torch.bfloat16, 2560, 4096, group, experts, 8) | absent
-    return target, triton_products._multiply, types, fixed, shape.warps, shape.stages
-
-
-@pytest.mark.parametrize("cases", PRODUCTS)
-def test_products_with_weights_as_they_lie(cases: list[Any], tmp_path: Path):
-    for case in cases:
-        compiled = compile_for(*product(*case))
-        assert compiled.metadata.shared <= 99 << 10, case
-        assert stack_bytes(compiled, tmp_path / "cubin") <= 8, case
-        assert in_flight(compiled) >= 2, (case, "copies of weights and of x overlap the products")
-        assert "mma" in compiled.asm["ptx"], case
+    compiled = compile_for(target, triton_products._multiply, types, fixed, shape.warps, shape.stages)
+    assert compiled.metadata.shared <= 99 << 10
+    assert stack_bytes(compiled, tmp_path / "cubin") <= 8
+    assert in_flight(compiled) >= 2, "copies of weights and of x overlap the products"
+    assert "mma" in compiled.asm["ptx"]
 
 
 @pytest.mark.slow

@@ -28,9 +28,6 @@ def test_packed_weight(rows, bias):
     torch.testing.assert_close(ops.linear(x, packed, bias), exact.bfloat16(), rtol=1e-2, atol=1e-2)
 
 
-needs_avx512_bf16 = pytest.mark.skipif(not onednn._attends_bfloat16(), reason="torch's attention is taken here")
-
-
 def attend(q, k, v, mask=None):
     """`[n, heads, head_dim]` each."""
     out = F.scaled_dot_product_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), mask, enable_gqa=True)
@@ -85,7 +82,7 @@ def test_scores_stay_in_the_cache():
     assert onednn._at_once(queries[:, :128], 10 << 20) == (1, 1)
 
 
-@needs_avx512_bf16
+@pytest.mark.skipif(not onednn._attends_bfloat16(), reason="torch's attention is taken here")
 def test_small_heads_and_chunks_are_left_to_torch():
     bfloat16 = torch.empty(1, 64, dtype=torch.bfloat16)
     assert onednn.attends(bfloat16, 128, 128) and onednn.attends(bfloat16, 32, 1000)

@@ -173,42 +173,40 @@ def test_mask_tokens(device):
     assert torch.equal(scores, expected)
 
 
-def reference_token(scores: torch.Tensor, min_p: float, top_k: int, top_p: float, drawn: float) -> int:
-    """Of one row after its temperature, in float64, by a stable sort."""
-    values, order = scores.sort(descending=True, stable=True)
-    inside = (values >= values[0] + np.float32(np.log(min_p))) & (values >= values[(top_k or len(values)) - 1])
-    weights = (values.double() - values[0].double()).exp() * inside
-    before = weights.cumsum(0) - weights
-    weights[(before >= top_p * weights.sum()) & (before > 0) & (top_p < 1)] = 0
-    sums = torch.zeros_like(weights).index_copy(0, order, weights).cumsum(0)
-    return int(torch.searchsorted(sums, drawn * sums[-1], right=True))
-
-
-FILTERS = [*itertools.product([0.0, 0.02], [0, 20, 2500], [0.0, 0.3, 0.99, 1.0]), (1.0, 0, 1.0)]
-
-
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("spread", "steps", "size"), [(0.0, 1, 50), (3.0, 4, 9001), (0.1, 1 << 20, 9001)])
 def test_draw(spread, steps, size, device):
     """Every combination of filters. With few `steps` many scores are equal; the largest lie in a few lanes of a tile;
     a third is masked; some rows are not finite. A token may be one that sums a little larger or smaller would give."""
-    logits = (spread * torch.randn(len(FILTERS) + 3, size) * steps).round() / steps
+    combinations = [*itertools.product([0.0, 0.02], [0, 20, 2500], [0.0, 0.3, 0.99, 1.0]), (1.0, 0, 1.0)]
+
+    def reference_token(scores: torch.Tensor, min_p: float, top_k: int, top_p: float, drawn: float) -> int:
+        """Of one row after its temperature, in float64, by a stable sort."""
+        values, order = scores.sort(descending=True, stable=True)
+        inside = (values >= values[0] + np.float32(np.log(min_p))) & (values >= values[(top_k or len(values)) - 1])
+        weights = (values.double() - values[0].double()).exp() * inside
+        before = weights.cumsum(0) - weights
+        weights[(before >= top_p * weights.sum()) & (before > 0) & (top_p < 1)] = 0
+        sums = torch.zeros_like(weights).index_copy(0, order, weights).cumsum(0)
+        return int(torch.searchsorted(sums, drawn * sums[-1], right=True))
+
+    logits = (spread * torch.randn(len(combinations) + 3, size) * steps).round() / steps
     logits[::2, 40:48] += spread
     logits[:, 1::3] = torch.tensor([float("-inf"), ops.MASKED])[torch.arange(len(logits)) % 2].unsqueeze(1)
     logits[-3:, 30] = torch.tensor([float("inf"), float("nan"), 0.0])
     logits[-1] = float("-inf")
     temperature, drawn = torch.rand(len(logits)) + 0.5, torch.rand(len(logits), dtype=torch.float64)
-    filters = torch.tensor(FILTERS + [(0.0, 20, 0.8)] * 3, dtype=torch.float64)
+    filters = torch.tensor(combinations + [(0.0, 20, 0.8)] * 3, dtype=torch.float64)
     parameters = torch.cat((filters, drawn.unsqueeze(1)), dim=1).to(device)
     tokens = sampling.draw(logits.to(device), temperature.to(device), parameters)
     assert torch.equal(sampling.draw(logits[5:6].to(device), temperature[5:6].to(device), parameters[5:6]), tokens[5:6])
     for row, (token, scores) in enumerate(zip(tokens.tolist(), logits / temperature.unsqueeze(1), strict=True)):
-        if row < len(FILTERS):
-            min_p, top_k, top_p = FILTERS[row]
+        if row < len(combinations):
+            min_p, top_k, top_p = combinations[row]
             assert any(
                 token
                 == reference_token(scores, min_p, min(top_k, size), top_p * (1 + a * (top_p < 1)), drawn[row] * (1 + b))
                 for a, b in itertools.product((0, -1e-6, 1e-6), repeat=2)
-            ), (row, FILTERS[row])
+            ), (row, combinations[row])
         else:
             assert token == size - 1

@@ -5,8 +5,6 @@ The bounds, absolute and of each result, on values up to about 4: float32 5e-6 (
 second product.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 import torch
@@ -16,22 +14,31 @@ from mini_engine.worker.attention.sdpa import Span
 from mini_engine.worker.attention.triton_attention import tile
 from tests.support.attention_reference import reference_attention
 
-BOUNDS = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
-
-def check(
-    device: torch.device,
-    lengths: Sequence[tuple[int, int]],
-    heads: tuple[int, int, int],
-    block_size: int = 16,
-    dtype: torch.dtype = torch.float32,
-    splits: int = 1,
-    scale: float = 1.0,
-    bound: float | None = None,
-) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "heads", "block_size", "dtype", "splits", "scale"),
+    [
+        *((lengths, heads, size, dtype, 1, 1)
+          for heads, size, dtype in (
+              ((2, 2, 32), 16, torch.float32), ((4, 2, 64), 64, torch.float16), ((1, 3, 80), 16, torch.bfloat16),
+              ((2, 1, 80), 24, torch.float32), ((8, 1, 96), 16, torch.bfloat16), ((1, 2, 96), 64, torch.float32),
+              ((7, 2, 128), 16, torch.bfloat16), ((2, 1, 128), 24, torch.float16), ((8, 1, 256), 16, torch.bfloat16))
+          for lengths in ([(context - 1, 1) for context in (1, size - 1, size, size + 1, 64, 201)],
+                          [(0, 21), (70, 40), (127, 2), (size, size + 1)])),
+        # Contexts from one key to the longest, of which some leave splits without keys.
+        *(([(context - 1, 1) for context in (1, 63, 64, 65, 129, 300)], (3, 1, 64), 16, torch.float32, splits, 1)
+          for splits in (2, 6)),
+        # Chunks after prefixes of any length: the last split holds the keys that not all of a tile's tokens see.
+        ([(0, 9), (54, 12), (60, 9), (136, 2)], (3, 2, 32), 16, torch.float32, 3, 1),
+        # Scores of several hundred, of either sign: the sum of weights must not overflow or vanish.
+        ([(300, 1), (40, 1)], (2, 1, 64), 16, torch.float32, 4, 100),
+    ],
+)  # fmt: skip
+def test_attention(lengths, heads, block_size, dtype, splits, scale, device, monkeypatch):
     """`lengths`: (tokens before the chunk, tokens in it). `heads`: query heads for each key head, key heads, dimension.
     Queries are multiplied by `scale`. What no token of the batch may read is NaN."""
     group, kv_heads, dim = heads
+    monkeypatch.setattr(paged, "JOIN_SPLITS", 4)
     torch.manual_seed(sum(start + count for start, count in lengths) + dim)
     needed = [-(-(start + count) // block_size) for start, count in lengths]
     blocks = np.random.default_rng(len(lengths)).permutation(sum(needed) + 3)
@@ -54,33 +61,8 @@ def check(
     out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format)
     paged.attend(out, q, keys, values, torch.from_numpy(tables.astype(np.int32)).to(device), tiles.to(device), splits)
     expected = reference_attention(q.cpu(), *(x.cpu().nan_to_num(0) for x in (keys, values)), spans)
-    bound = bound or BOUNDS[dtype]
+    bound = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype] if scale == 1 else 2e-4
     torch.testing.assert_close(out.cpu().double(), expected, atol=bound, rtol=bound)
-
-
-@pytest.mark.parametrize(
-    ("dim", "group", "kv_heads", "block_size", "dtype"),
-    [(32, 2, 2, 16, torch.float32), (64, 4, 2, 64, torch.float16), (80, 1, 3, 16, torch.bfloat16),
-     (80, 2, 1, 24, torch.float32), (96, 8, 1, 16, torch.bfloat16), (96, 1, 2, 64, torch.float32),
-     (128, 7, 2, 16, torch.bfloat16), (128, 2, 1, 24, torch.float16), (256, 8, 1, 16, torch.bfloat16)],
-)  # fmt: skip
-def test_heads_and_blocks(dim, group, kv_heads, block_size, dtype, device):
-    singles = [(context - 1, 1) for context in (1, block_size - 1, block_size, block_size + 1, 64, 201)]
-    for lengths in (singles, [(0, 21), (70, 40), (127, 2), (block_size, block_size + 1)]):
-        check(device, lengths, (group, kv_heads, dim), block_size, dtype)
-
-
-@pytest.mark.parametrize("splits", [2, 6])
-def test_split_contexts_from_one_key_to_the_longest(splits, device, monkeypatch):
-    monkeypatch.setattr(paged, "JOIN_SPLITS", 4)
-    lengths = [(context - 1, 1) for context in (1, 63, 64, 65, 129, 300)]
-    check(device, lengths, (3, 1, 64), splits=splits)
-
-
-def test_split_chunks_after_prefixes_of_any_length(device):
-    """The last split holds the keys that not all of a tile's tokens see; a short prefix leaves splits without keys."""
-    lengths = [(0, 9), (54, 12), (60, 9), (136, 2)]
-    check(device, lengths, (3, 2, 32), splits=3)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +74,3 @@ def test_split_chunks_after_prefixes_of_any_length(device):
 def test_splits_fill_a_device_of_132_processors(programs, longest, per_processor, splits, monkeypatch):
     monkeypatch.setattr(paged, "processors_of", lambda device: 132)
     assert paged.choose_splits(programs, longest, per_processor, torch.device("cpu")) == splits
-
-
-def test_large_scores_do_not_overflow(device):
-    """Scores of several hundred, of either sign: the sum of weights must not overflow or vanish."""
-    check(device, [(300, 1), (40, 1)], (2, 1, 64), splits=4, scale=100, bound=2e-4)

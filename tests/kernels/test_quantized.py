@@ -8,8 +8,6 @@ from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix, QuantizedMatri
 
 CPU = torch.device("cpu")
 EPSILON = {torch.float32: 2**-24, torch.bfloat16: 2**-9, torch.float16: 2**-12}  # half a unit in the last place, times
-ROWS = (0, 1, 7, quantized.FEW_ROWS, quantized.FEW_ROWS + 1, 200)  # both ways of multiplying
-SIZES = [(64, 128), (1000, 512), (272, 96), (5, 32)]  # no multiples of a block, and of what is unpacked at once
 
 
 def matrix(bits: int, outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> QuantizedMatrix:
@@ -21,7 +19,8 @@ def matrix(bits: int, outputs: int, inputs: int, dtype: torch.dtype = torch.floa
 @pytest.mark.parametrize("with_avx2", [False, True])
 @pytest.mark.parametrize("dtype", EPSILON, ids=str)
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
+# No multiples of a block, and of what is unpacked at once.
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 128), (1000, 512), (272, 96), (5, 32)])
 def test_products_are_within_their_rounding(bits, outputs, inputs, dtype, with_avx2, monkeypatch):
     """8 bits: x is off by half a step at most, and not at all with AVX2 alone. 4 bits in 16-bit floats: the
     kernel and unpacking round a weight, of which the shift by the zero may be twice as large, and y; each at most by
@@ -35,7 +34,7 @@ def test_products_are_within_their_rounding(bits, outputs, inputs, dtype, with_a
     made = matrix(bits, outputs, inputs, dtype)
     dense = made.dequantize(torch.float64)
     made.pack()
-    for rows in ROWS:
+    for rows in (0, 1, 7, quantized.FEW_ROWS, quantized.FEW_ROWS + 1, 200):  # both ways of multiplying
         x, bias = torch.randn(rows, inputs).to(dtype), torch.randn(outputs).to(dtype)
         expected = x.double() @ dense.T + bias.double()
         bound = 16 * EPSILON[dtype] * (x.double().abs() @ dense.abs().T + expected.abs() + 1)

@@ -15,8 +15,6 @@ from tests.support.devices import combinations
 BOUNDS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
 WEIGHTS = [(16, 0, torch.float32), (16, 0, torch.bfloat16), (8, 0, torch.float16), (8, 0, torch.bfloat16),
            (4, 128, torch.bfloat16), (4, 64, torch.float16), (4, 32, torch.bfloat16)]  # fmt: skip
-EXPERTS, EACH, OUTPUTS = 5, 2, 24
-SHAPES = [(1, 40, 512), (5, 100, 768), (40, 64, 512), (200, 33, 1024)]  # rows, outputs, inputs
 
 
 def weights(
@@ -39,7 +37,11 @@ def check(y: Tensor, expected: Tensor) -> None:
     assert error <= BOUNDS[y.dtype]
 
 
-@pytest.mark.parametrize(("weight", "shape"), combinations(WEIGHTS, SHAPES), ids=str)
+@pytest.mark.parametrize(
+    ("weight", "shape"),  # rows, outputs, inputs
+    combinations(WEIGHTS, [(1, 40, 512), (5, 100, 768), (40, 64, 512), (200, 33, 1024)]),
+    ids=str,
+)
 def test_products(weight, shape, device, monkeypatch):
     """On a device with more processors than tiles, so that several programs share one, twice with the same locks."""
     (rows, outputs, inputs), dtype = shape, weight[-1]
@@ -62,18 +64,19 @@ def test_matrices_are_unpacked(weight, device):
 
 @pytest.mark.parametrize(("weight", "tokens"), combinations(WEIGHTS, [1, 3, 60]), ids=str)
 def test_products_by_expert(weight, tokens, device):
+    count, each = 5, 2  # experts in all, and of a token
     torch.manual_seed(tokens)
-    dense, operands = weights(*weight, (EXPERTS * OUTPUTS, 256), device)
+    dense, operands = weights(*weight, (count * 24, 256), device)
     x = torch.randn(tokens, 256).to(weight[-1])
-    chosen = torch.stack([torch.randperm(EXPERTS)[:EACH] for _ in range(tokens)]).int()
-    pairs = Pairs(*triton_experts.sort(chosen.to(device), EXPERTS), EACH)
-    each = dense.unflatten(0, (EXPERTS, -1))
-    expected = torch.stack([each[e] @ x[i // EACH].double() for i, e in enumerate(chosen.flatten().tolist())])
+    chosen = torch.stack([torch.randperm(count)[:each] for _ in range(tokens)]).int()
+    pairs = Pairs(*triton_experts.sort(chosen.to(device), count), each)
+    matrices = dense.unflatten(0, (count, -1))
+    expected = torch.stack([matrices[e] @ x[i // each].double() for i, e in enumerate(chosen.flatten().tolist())])
     order, more = pairs.order.cpu(), operands if len(operands) == 2 else [*operands, None]
     assert torch.equal(order.long(), chosen.flatten().sort(stable=True).indices)
-    assert torch.equal(pairs.ends.cpu(), chosen.flatten().bincount(minlength=EXPERTS).cumsum(0).int())
+    assert torch.equal(pairs.ends.cpu(), chosen.flatten().bincount(minlength=count).cumsum(0).int())
     check(triton_products.multiply(x.to(device), *more, pairs, gathers=True), expected[order])
-    check(triton_products.multiply(x[order // EACH].to(device), *more, pairs, scatters=True), expected)
+    check(triton_products.multiply(x[order // each].to(device), *more, pairs, scatters=True), expected)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)

@@ -9,11 +9,8 @@ import pytest
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.launch.listeners import bind_listeners, leave_port
 
-HOST = "127.0.0.1"
-IPV6 = Path("/proc/net/if_inet6")  # addresses
 
-
-def bound(stack: contextlib.ExitStack, port: int = 0, count: int = 2, host: str = HOST) -> list[socket.socket]:
+def bound(stack: contextlib.ExitStack, port: int = 0, count: int = 2, host: str = "127.0.0.1") -> list[socket.socket]:
     listeners = bind_listeners(EngineConfig(host=host, port=port, api_server_count=count))
     return [stack.enter_context(listener) for listener in listeners]
 
@@ -22,13 +19,6 @@ def listen(listener: socket.socket) -> None:
     """As an API server does."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.listen()
-
-
-def leave_closing(listener: socket.socket) -> None:
-    """A connection that this end has closed first: the kernel keeps it for a minute."""
-    with socket.create_connection(listener.getsockname()) as client:
-        listener.accept()[0].close()
-        assert client.recv(1) == b""
 
 
 @pytest.mark.parametrize("listening", [0, 1, 2])
@@ -41,12 +31,14 @@ def test_a_second_server_is_refused_whether_the_first_listens_or_only_loads(list
             bound(stack, first[0].getsockname()[1])
 
 
-@pytest.mark.skipif(not (IPV6.exists() and IPV6.read_text()), reason="needs IPv6")
 def test_the_unspecified_ipv6_address_serves_both_families():
+    addresses = Path("/proc/net/if_inet6")
+    if not (addresses.exists() and addresses.read_text()):
+        pytest.skip("needs IPv6")
     with contextlib.ExitStack() as stack:
         (listener,) = bound(stack, count=1, host="::")
         listen(listener)
-        for host in ("::1", HOST):
+        for host in ("::1", "127.0.0.1"):
             socket.create_connection((host, listener.getsockname()[1])).close()
 
 
@@ -54,12 +46,15 @@ def test_the_unspecified_ipv6_address_serves_both_families():
 def test_a_port_is_free_again_at_once(of_another_program):
     with contextlib.ExitStack() as stack:
         if of_another_program:
-            first = stack.enter_context(socket.create_server((HOST, 0)))  # with SO_REUSEADDR alone
+            first = stack.enter_context(socket.create_server(("127.0.0.1", 0)))  # with SO_REUSEADDR alone
         else:
             (first,) = bound(stack, count=1)
             listen(first)
         port = first.getsockname()[1]
-        leave_closing(first)
+        # A connection that this end has closed first: the kernel keeps it for a minute.
+        with socket.create_connection(first.getsockname()) as client:
+            first.accept()[0].close()
+            assert client.recv(1) == b""
     with contextlib.ExitStack() as stack:
         for listener in bound(stack, port):
             listen(listener)

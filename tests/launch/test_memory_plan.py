@@ -12,10 +12,9 @@ from mini_engine.messages import MediaCachePlan
 from mini_engine.model.config import ModelConfig
 
 GIB = 1 << 30
-TINY = ModelConfig.from_dir(BUNDLED_MODEL)
-QWEN2_2B, QWEN3_4B, RECURRENT_4B = (
+QWEN3_4B, RECURRENT_4B = (
     ModelConfig.from_dict(json.loads((CONFIGS / f"{name}.json").read_text()))
-    for name in ("Qwen2-VL-2B-Instruct", "Qwen3-VL-4B-Instruct", "Qwen3.5-4B")
+    for name in ("Qwen3-VL-4B-Instruct", "Qwen3.5-4B")
 )
 TOKEN_BYTES = 2 * 36 * 8 * 128 * 2  # of Qwen3-VL-4B
 
@@ -23,7 +22,7 @@ TOKEN_BYTES = 2 * 36 * 8 * 128 * 2  # of Qwen3-VL-4B
 @pytest.mark.parametrize(
     ("model", "flags", "free", "expected"),
     [
-        (TINY, "", 20, None),  # 1 GiB holds a request
+        (ModelConfig.from_dir(BUNDLED_MODEL), "", 20, None),  # 1 GiB holds a request
         (QWEN3_4B, "", 64, 65536 * TOKEN_BYTES),
         (QWEN3_4B, "-tp 2", 64, 65536 * TOKEN_BYTES // 2),
         (QWEN3_4B, "--max-model-len 8191", 64, 8192 * TOKEN_BYTES),

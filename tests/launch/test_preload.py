@@ -3,7 +3,11 @@
 import subprocess
 import sys
 
-PROGRAM = """
+
+def test_preloading_looks_for_no_device_opens_nothing_and_leaves_out_what_has_no_use():
+    """A child could not use a device that its parent has initialised, and closes what it has not been given. A module
+    that is left out can still be imported, by the code of a model."""
+    program = """
 import logging, os, sys
 from mini_engine.launch.preload import LEFT_OUT, preload
 
@@ -23,9 +27,4 @@ assert not list(preload("worker"))
 from transformers.modeling_utils import PreTrainedModel
 assert PreTrainedModel.__init__ and "torch._dynamo" in sys.modules
 """
-
-
-def test_preloading_looks_for_no_device_opens_nothing_and_leaves_out_what_has_no_use():
-    """A child could not use a device that its parent has initialised, and closes what it has not been given. A module
-    that is left out can still be imported, by the code of a model."""
-    subprocess.run([sys.executable, "-c", PROGRAM], check=True)
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -4,12 +4,14 @@ import os
 import select
 import signal
 import socket
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from mini_engine.config import EngineConfig
+from mini_engine.launch import child as child_module
 from mini_engine.launch import child_processes, supervisor
 from mini_engine.launch.child import ChildSpec
 from mini_engine.launch.child_processes import TURNS, ChildProcess, ChildState, ProcessGroup
@@ -18,6 +20,44 @@ from mini_engine.launch.server_generation import ServerGeneration
 from mini_engine.launch.supervisor import API_RESTARTS_IN_A_ROW, GenerationOver, Stop, Supervisor
 from mini_engine.messages import Init, MediaCachePlan, Role
 from tests.support.processes import eventually
+
+
+def run_role(spec: ChildSpec) -> None:
+    """In the place of a role, in a child: exit, sleep, spin or read, by the index."""
+    behaviour = spec.index.rpartition(".")[2]  # behind the engine's number, if there is one
+    if behaviour == "fails":
+        sys.exit(1)
+    if behaviour == "sleeps":
+        time.sleep(600)
+    if behaviour == "reads":
+        sys.exit(int(os.read(0, 10)))
+    while behaviour == "spins":
+        pass
+
+
+@pytest.fixture
+def make_processes(runtime, monkeypatch) -> Iterator[Callable[[EngineConfig], ProcessGroup]]:
+    """A group with this configuration, whose children run `run_role`. The test's own signals are left alone."""
+    monkeypatch.setattr(child_module, "run_role", run_role)
+    no_signals = os.eventfd(0)
+    made: list[ProcessGroup] = []
+
+    def make(config: EngineConfig) -> ProcessGroup:
+        made.append(ProcessGroup(config, runtime, no_signals))
+        return made[0]
+
+    yield make
+    for group in made:
+        for child in group.children:
+            ChildProcess.kill(child)  # a test may have replaced its own
+            child.reap()
+        group.close()
+    os.close(no_signals)
+
+
+@pytest.fixture
+def processes(make_processes) -> ProcessGroup:
+    return make_processes(EngineConfig())
 
 
 @pytest.fixture
@@ -134,13 +174,9 @@ def test_no_process_is_killed_for_a_pause_of_the_supervisor(processes, monkeypat
 # --- deaths -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def short_death(monkeypatch) -> None:
-    monkeypatch.setattr(child_processes, "DEATH_SECONDS", 0.5)
-
-
-def test_an_engine_process_that_does_not_die_ends_the_server(short_death, server, processes, monkeypatch, caplog):
+def test_an_engine_process_that_does_not_die_ends_the_server(server, processes, monkeypatch, caplog):
     """As one that waits in the kernel for a device: SIGKILL does not end it."""
+    monkeypatch.setattr(child_processes, "DEATH_SECONDS", 0.5)
     undying = start(processes, "worker", "sleeps")
     monkeypatch.setattr(undying, "kill", lambda: undying.advance(ChildState.KILLED))
     assert server.run() == 1

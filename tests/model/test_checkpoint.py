@@ -1,7 +1,6 @@
 """The files of a checkpoint: any that is missing, damaged or of another kind is named, with the remedy."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,9 @@ from tests.support.checkpoints import load
 
 
 @pytest.fixture
-def sharded(layouts, tmp_path) -> Path:
-    return Path(shutil.copytree(layouts["sharded"], tmp_path / "sharded"))
+def sharded(checkpoint, tmp_path) -> Path:
+    checkpoint.oracle.save_pretrained(tmp_path, max_shard_size="100KB")
+    return tmp_path
 
 
 def refusal(path: Path) -> str:

@@ -1,8 +1,9 @@
 """Inner sizes that are made longer with zeros, as on CUDA: the same model."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
-from torch import Tensor
 
 from mini_engine.model import parallel
 from mini_engine.model.layers import MLP, pieces_of
@@ -10,26 +11,18 @@ from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 from tests.support import script, tiny
 from tests.support.checkpoints import load
+from tests.support.families import FAMILIES
 
-EVERY_FAMILY = True
+pytestmark = pytest.mark.parametrize("family", FAMILIES, indirect=True, scope="session")
 GRANULE = 36  # the families' inner sizes of 96 and 48 are no multiples of it, nor their halves and quarters
 
 
 @pytest.fixture(autouse=True)
-def unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is not set is no zero by chance."""
-    make = torch.empty
-
-    def empty(*shape, **more) -> Tensor:
-        made = make(*shape, **more)
-        return made.fill_(float("nan")) if made.is_floating_point() else made
-
-    monkeypatch.setattr(torch, "empty", empty)
-
-
-@pytest.fixture
-def padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(parallel.GRANULES, "cpu", GRANULE)
+def unset_memory_is_nan() -> Iterator[None]:
+    """No zero by chance."""
+    torch.use_deterministic_algorithms(True)  # it fills uninitialised memory
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def check_padding(model: VisionLanguageModel) -> None:
@@ -44,7 +37,8 @@ def check_padding(model: VisionLanguageModel) -> None:
     assert not any(parameter.any() for parameter in model.parameters())
 
 
-def test_logits_equal_transformers(padded, checkpoint, family):
+def test_logits_equal_transformers(checkpoint, family, monkeypatch):
+    monkeypatch.setitem(parallel.GRANULES, "cpu", GRANULE)
     model = load(checkpoint.path)
     tiny.assert_logits(script.logits(model, family, ["text", "image then video"]), checkpoint.oracle, family)
     check_padding(model)

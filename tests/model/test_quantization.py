@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,14 +35,6 @@ GROUP, BLOCK = 32, 40  # blocks of FP8: the last ones are partial
 AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
 FOUR_BITS = {"num_bits": 4, "type": "int", "group_size": GROUP, "actorder": "weight"}
 EIGHT_BITS = {"num_bits": 8, "strategy": "channel"}
-MIXED = {  # as llm-compressor writes them
-    "group_0": {
-        "format": "pack-quantized",
-        "targets": ["re:.*(attn|visual).*"],
-        "weights": FOUR_BITS | {"num_bits": 8},
-    },
-    "group_1": {"format": "pack-quantized", "targets": ["re:.*mlp.*"], "weights": FOUR_BITS},
-}
 CONFIGS: dict[str, dict[str, Any]] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": False},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False},
@@ -55,8 +47,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "float": {"format": "float-quantized", "config_groups": {"group_0": {"weights": EIGHT_BITS}}},
     "int": {"format": "int-quantized", "config_groups": {"group_0": {"weights": EIGHT_BITS}}},
     "gptq 8 bits": {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "dynamic": {"+:.*": {"group_size": -1}}},
-    "pack mixed": {"format": "mixed-precision", "config_groups": MIXED, "sparsity_config": {}, "transform_config": {}},
-}
+    "pack mixed": {  # as llm-compressor writes it
+        "format": "mixed-precision", "sparsity_config": {}, "transform_config": {},
+        "config_groups": {
+            "group_0": {"format": "pack-quantized", "targets": ["re:.*(attn|visual).*"],
+                        "weights": FOUR_BITS | {"num_bits": 8}},
+            "group_1": {"format": "pack-quantized", "targets": ["re:.*mlp.*"], "weights": FOUR_BITS},
+        },
+    },
+}  # fmt: skip
 PACKED_8_BITS = ("gptq 8 bits", "pack mixed")
 IS_4_BITS = {name: not name.startswith(("f", "i")) and name not in PACKED_8_BITS for name in CONFIGS}
 
@@ -68,7 +67,7 @@ def pack(codes: Tensor, order: Sequence[int] = range(8)) -> Tensor:
     return torch.where(words < 1 << 31, words, words - (1 << 32)).int()
 
 
-def store(form: str, rows: int, columns: int) -> tuple[dict[str, Tensor], Tensor]:
+def store(form: str, rows: int, columns: int, group: int = GROUP) -> tuple[dict[str, Tensor], Tensor]:
     """A random matrix: its tensors by the ends of their names, and its values."""
     if form.startswith("fp8"):
         codes = torch.randn(rows, columns).mul_(100).to(torch.float8_e4m3fn)
@@ -83,7 +82,7 @@ def store(form: str, rows: int, columns: int) -> tuple[dict[str, Tensor], Tensor
         codes = torch.randn(rows, columns).mul_(100 if form == "float" else 30)
         codes = codes.to(torch.float8_e4m3fn) if form == "float" else codes.to(torch.int8)
         return {"weight": codes, "weight_scale": scales}, codes.float() * scales
-    group = columns if form in ("gptq whole rows", "gptq 8 bits") else GROUP
+    group = columns if form in ("gptq whole rows", "gptq 8 bits") else group
     order, most = (range(4), 256) if form in PACKED_8_BITS else (range(8), 16)
     codes, points = torch.randint(0, most, (rows, columns)), torch.randint(1, most, (rows, columns // group))
     scales = ((torch.rand(points.shape) * 0.02 + 0.01) * 16 / most).half()
@@ -178,9 +177,8 @@ def test_a_published_layout_gives_the_logits_of_its_weights(form, source, tmp_pa
 def test_parts_of_a_matrix_are_those_of_its_values(form, tmp_path, monkeypatch):
     """Any rows; columns from borders of 32, which may lie within a group; in runs."""
     monkeypatch.setattr(quantized_files, "RUN_VALUES", 1000)
-    monkeypatch.setattr("tests.model.test_quantization.GROUP", 64)
     torch.manual_seed(2)
-    tensors, values = store(form, 72, 704)
+    tensors, values = store(form, 72, 704, group=64)
     save_file({f"m.{end}": tensor.contiguous() for end, tensor in tensors.items()}, tmp_path / "model.safetensors")
     config = StoredQuantization.from_dict({"quant_method": "compressed-tensors"} | CONFIGS[form])
     config = replace(config, groups=frozenset())
@@ -251,33 +249,28 @@ def test_what_cannot_be_cut_names_a_number_of_workers(source, tmp_path):
             load(folder, tp=TensorParallel(0, 2), quantization=flag)
 
 
-WRONG: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
-    "no scales": ("gptq", lambda m: m.pop("scales"), "m.scales is missing"),
-    "no FP8 scales": ("fp8", lambda m: m.pop("weight_scale_inv"), "m.weight_scale is missing"),
-    "no zero points": ("pack", lambda m: m.pop("weight_zero_point"), "m.weight_zero_point is missing"),
-    "shape": ("gptq", lambda m: m.update(qzeros=m["qzeros"][:, 1:]), r"m.qzeros is \(2, 7\), not of 4 or 8 bits"),
-    "axes": ("awq", lambda m: m.update(qweight=m["qweight"][0]), r"m.qweight is I32 \(8,\)"),
-    "dtype": ("awq", lambda m: m.update(qzeros=m["qzeros"].long()), "m.qzeros is I64"),
-    "dense as well": ("pack", lambda m: m.update(weight=torch.ones(64, 64)), "m.weight beside weight_packed"),
-    "zero points of int8": (
-        "int",
-        lambda m: m.update(weight_zero_point=torch.ones(64, 1)),
-        "m.weight_zero_point beside",
-    ),
-    "reordered": ("pack", lambda m: m.update(weight_g_idx=torch.ones(64)), "m.weight_g_idx beside"),
-    "groups": ("awq", lambda m: m.update(scales=m["scales"][:1]), r"64 inputs in 1 groups \(group_size: 32\)"),
-    "no groups": ("awq", lambda m: m.update(scales=m["scales"][:0]), "64 inputs in 0 groups"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_tensors_are_named(case, tmp_path):
-    form, change, said = WRONG[case]
+@pytest.mark.parametrize(
+    ("form", "change", "message"),
+    [
+        ("gptq", lambda m: m.pop("scales"), "m.scales is missing"),
+        ("fp8", lambda m: m.pop("weight_scale_inv"), "m.weight_scale is missing"),
+        ("pack", lambda m: m.pop("weight_zero_point"), "m.weight_zero_point is missing"),
+        ("gptq", lambda m: m.update(qzeros=m["qzeros"][:, 1:]), r"m.qzeros is \(2, 7\), not of 4 or 8 bits"),
+        ("awq", lambda m: m.update(qweight=m["qweight"][0]), r"m.qweight is I32 \(8,\)"),
+        ("awq", lambda m: m.update(qzeros=m["qzeros"].long()), "m.qzeros is I64"),
+        ("pack", lambda m: m.update(weight=torch.ones(64, 64)), "m.weight beside weight_packed"),
+        ("int", lambda m: m.update(weight_zero_point=torch.ones(64, 1)), "m.weight_zero_point beside"),
+        ("pack", lambda m: m.update(weight_g_idx=torch.ones(64)), "m.weight_g_idx beside"),
+        ("awq", lambda m: m.update(scales=m["scales"][:1]), r"64 inputs in 1 groups \(group_size: 32\)"),
+        ("awq", lambda m: m.update(scales=m["scales"][:0]), "64 inputs in 0 groups"),
+    ],
+)
+def test_wrong_tensors_are_named(form, change, message, tmp_path):
     tensors, _ = store(form, 64, 64)
     change(tensors)
     save_file({f"m.{end}": tensor.contiguous() for end, tensor in tensors.items()}, tmp_path / "model.safetensors")
     config = StoredQuantization.from_dict({"quant_method": "compressed-tensors"} | CONFIGS[form])
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         quantized_files.find_weights(tmp_path, config)
 
 

@@ -2,18 +2,19 @@
 
 import random
 
+import pytest
 import torch
 
 from mini_engine.model.rope import PlacedRun, mrope_positions
 from tests.support import tiny
+from tests.support.families import FAMILIES
 from tests.support.oracle import CUTS_SECONDS
 
-EVERY_FAMILY = True
-SECONDS = (1.0, 2.0, 3.0) if CUTS_SECONDS else (1.0, 2.0, 0.25, 0.4, 0.9, 1 / 3, 1.7, 2 / 29.97)
 
-
+@pytest.mark.parametrize("family", FAMILIES, indirect=True, scope="session")
 def test_positions_equal_transformers(checkpoint, family):
     rng, vision = random.Random(0), checkpoint.config.vision
+    seconds = (1.0, 2.0, 3.0) if CUTS_SECONDS else (1.0, 2.0, 0.25, 0.4, 0.9, 1 / 3, 1.7, 2 / 29.97)
 
     def draw_text(count: int) -> list[int]:
         return [rng.randrange(180) for _ in range(count)]
@@ -22,7 +23,7 @@ def test_positions_equal_transformers(checkpoint, family):
         pieces: list[int | tuple[float, ...]] = []
         for _ in range(rng.randrange(5)):
             h, w = 2 * rng.randint(1, 6), 2 * rng.randint(1, 6)
-            item = (1, h, w) if rng.random() < 0.5 else (rng.randint(1, 12), h, w, rng.choice(SECONDS))
+            item = (1, h, w) if rng.random() < 0.5 else (rng.randint(1, 12), h, w, rng.choice(seconds))
             pieces += [*draw_text(rng.randrange(6)), item]
         pieces += draw_text(rng.randint(1, 6))
         new = tiny.make_request(media := tiny.MemoryMedia(), "r", pieces, family)

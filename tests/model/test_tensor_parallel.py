@@ -19,25 +19,23 @@ from tests.support.checkpoints import load
 from tests.support.families import FAMILIES, PATCH_DIM
 
 CPU = torch.device("cpu")
-CHUNK = 50  # tokens of a step: ends inside of items
-CALLS = {
-    "one video": [(9, 4, 6)],
-    "fewer than ranks": [(1, 4, 4), (1, 8, 4)],
-    "more than ranks": [(1, 4, 4)] * 6,
-    "the last is large": [(1, 4, 4), (3, 14, 4), (1, 24, 20)],
-}
-# Four ranks share a single key-value head, as two do: attention without a gate, and with one; and divide experts.
-RANKS = [*((2, name) for name in FAMILIES), (4, "qwen2_vl untied"), (4, "qwen3_5 untied"), (4, "qwen3_vl_moe")]
 
 
-@pytest.mark.parametrize(("size", "name"), RANKS)
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [
+        *((2, name) for name in FAMILIES),
+        # Four ranks share a key-value head, as two do: attention without a gate, and with one; and divide experts.
+        *((4, name) for name in ("qwen2_vl untied", "qwen3_5 untied", "qwen3_vl_moe")),
+    ],
+)
 def test_logits_equal_transformers(size, name, checkpoints, runtime):
     """Whole, in chunks, and in bfloat16."""
     checkpoint, family = checkpoints(name), name.split()[0]
 
     def run(tp: TensorParallel) -> list[dict[str, Tensor]]:
         wide, narrow = (load(checkpoint.path, dtype, tp) for dtype in (torch.float32, torch.bfloat16))
-        wanted = ((wide, 1 << 30), (wide, CHUNK), (narrow, 1 << 30))
+        wanted = ((wide, 1 << 30), (wide, 50), (narrow, 1 << 30))  # chunks end inside of items
         return [script.logits(model, family, NAMES, budget, tp=tp) for model, budget in wanted]
 
     (whole, chunked, rounded), *others = script.on_ranks(size, runtime, run)
@@ -73,20 +71,26 @@ def test_collectives_of_torch(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_spread_tower_gives_the_rows_of_one_rank_and_shares_the_work(name, checkpoints, runtime):
     path, generator = checkpoints(name).path, torch.Generator().manual_seed(3)
-    calls = [[torch.randn(t * h * w, PATCH_DIM, generator=generator) for t, h, w in grids] for grids in CALLS.values()]
+    grids_of_calls = [
+        [(9, 4, 6)],  # one video
+        [(1, 4, 4), (1, 8, 4)],  # fewer than ranks
+        [(1, 4, 4)] * 6,  # more than ranks
+        [(1, 4, 4), (3, 14, 4), (1, 24, 20)],  # the last is large
+    ]
+    calls = [[torch.randn(t * h * w, PATCH_DIM, generator=generator) for t, h, w in grids] for grids in grids_of_calls]
 
     @torch.inference_mode()
     def encode(tp: TensorParallel) -> list[tuple[Sequence[Tensor], int]]:
         """Of each call the rows, and how many patches went through this rank's tower."""
         model, seen, results = load(path, tp=tp, spread_tower=True), list[int](), []
         model.visual.tower.patch_embed.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
-        for patches, grids in zip(calls, CALLS.values(), strict=True):
+        for patches, grids in zip(calls, grids_of_calls, strict=True):
             before, own = sum(seen), torch.cat([*model.own_patches(patches, grids)])
             results.append((model.encode_vision(own, grids), sum(seen) - before))
         return results
 
     alone, ranks = load(path), script.on_ranks(4, runtime, encode)
-    for patches, grids, *results in zip(calls, CALLS.values(), *ranks, strict=True):
+    for patches, grids, *results in zip(calls, grids_of_calls, *ranks, strict=True):
         total = sum(map(len, patches))
         with torch.inference_mode():
             expected = alone.encode_vision(torch.cat(patches), grids)
@@ -98,10 +102,12 @@ def test_a_spread_tower_gives_the_rows_of_one_rank_and_shares_the_work(name, che
         assert max(seen) <= total / len(seen) + max(h * w for _, h, w in grids)
 
 
-sides = st.integers(1, 12).map(lambda n: 2 * n)
-
-
-@given(grids=st.lists(st.tuples(st.integers(1, 9), sides, sides), min_size=1, max_size=8), ranks=st.integers(1, 9))
+@given(
+    grids=st.lists(
+        st.tuples(st.integers(1, 9), *[st.integers(1, 12).map(lambda n: 2 * n)] * 2), min_size=1, max_size=8
+    ),
+    ranks=st.integers(1, 9),
+)
 def test_every_frame_goes_to_one_rank_and_none_gets_much_more_than_its_part(grids, ranks):
     shares = share_out(grids, ranks)
     frames = [(h, w) for t, h, w in grids for _ in range(t)]

@@ -107,11 +107,6 @@ def test_no_weights_at_all(copy):
         load(copy)
 
 
-# What every rank holds whole, beside norms, and biases of sums over the ranks.
-WHOLE = re.compile(r"visual\.(patch_embed\.proj|pos_embed)\.weight$|mlp\.(gate|shared_expert_gate)\.weight$")
-SPLIT_VECTOR = re.compile(r"(q_proj|k_proj|v_proj|qkv|gate_proj|up_proj|fc1|merger\.mlp\.0)\.bias$|A_log$|dt_bias$")
-
-
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", [family + which for family in FAMILIES for which in ("", " untied")])
 def test_ranks_hold_every_weight_once(name, size, checkpoints):
@@ -127,8 +122,11 @@ def test_ranks_hold_every_weight_once(name, size, checkpoints):
             assert torch.equal(piece.target, stored[piece.source][piece.index])
         # Nothing is held beside: the pieces are all that the parameters are.
         assert sum(piece.target.numel() for piece in pieces_of(model)) == sum(p.numel() for p in model.parameters())
+    # What every rank holds whole, beside norms, and biases of sums over the ranks.
+    whole = re.compile(r"visual\.(patch_embed\.proj|pos_embed)\.weight$|mlp\.(gate|shared_expert_gate)\.weight$")
+    split = re.compile(r"(q_proj|k_proj|v_proj|qkv|gate_proj|up_proj|fc1|merger\.mlp\.0)\.bias$|A_log$|dt_bias$")
     for key, counts in holders.items():
-        is_whole = WHOLE.search(key) or (counts.ndim == 1 and not SPLIT_VECTOR.search(key))
+        is_whole = whole.search(key) or (counts.ndim == 1 and not split.search(key))
         is_kv = "k_proj" in key or "v_proj" in key
         once = max(1, size // checkpoint.config.text.num_kv_heads) if is_kv else 1
         assert counts.unique().tolist() == [size if is_whole else once], key

@@ -1,12 +1,10 @@
 """Questions about freshly rendered videos, whose right answers are known, and requests that run beside a test."""
 
 import base64
-import contextlib
 import dataclasses
 import http.client
 import json
 import select
-import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,7 +17,6 @@ from tests.support.running_server import RunningServer, message
 from training import questions
 
 ENDLESS = {"max_tokens": 60_000, "ignore_eos": True, "stream": True}  # for minutes
-FORMATS = [("mp4", "h264"), ("mp4", "mpeg4"), ("mp4", "vp9"), ("mkv", "h264"), ("mkv", "mpeg4"), ("webm", "vp9")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +46,10 @@ def image_url(picture: videos.Clip) -> str:
 
 def ask_video(seed: int, kind: str | None = None) -> Question:
     """A question about the video rendered from `seed`; training uses seeds below 10**8."""
-    container, codec = FORMATS[seed % len(FORMATS)]
+    formats = ("mp4", "h264"), ("mp4", "mpeg4"), ("mp4", "vp9"), ("mkv", "h264"), ("mkv", "mpeg4"), ("webm", "vp9")
     clip = videos.render(10**9 + seed)
     question = questions.ask([clip], kind, seed)
-    return Question(question.text, question.answer, [("video_url", video_url(clip, container, codec))])
+    return Question(question.text, question.answer, [("video_url", video_url(clip, *formats[seed % 6]))])
 
 
 def ask_small(seed: int) -> Question:
@@ -97,6 +94,7 @@ class ClientRequest:
     """A running request at one API server, or at any."""
 
     def __init__(self, server: RunningServer, api: str | None, question: Question, **more: object):
+        self.question = question
         self._connection = server.connect(api)
         self._response: http.client.HTTPResponse | None = None
         body = {"model": server.model, "messages": [message(question.text, question.urls)], "temperature": 0}
@@ -107,7 +105,6 @@ class ClientRequest:
         except BaseException:
             self._connection.close()
             raise
-        self._socket = self._connection.sock
 
     def reply(self) -> dict:
         """The whole response, which has to be a 200."""
@@ -137,23 +134,8 @@ class ClientRequest:
         """Whether no byte was received."""
         return not select.select([self._connection.sock], [], [], 0)[0]
 
-    def disconnect(self) -> None:
-        """End the connection for a thread that reads from it, before it is closed."""
-        with contextlib.suppress(OSError):  # it has ended
-            self._socket.shutdown(socket.SHUT_RDWR)
-
     def hang_up(self) -> None:
         """Close the connection. Without effect when closed."""
         if self._response is not None:
             self._response.close()
         self._connection.close()
-
-    def is_reset(self) -> bool:
-        """Whether the connection ends without a response."""
-        try:
-            self._connection.getresponse()
-            return False
-        except (ConnectionError, http.client.HTTPException):
-            return True
-        finally:
-            self.hang_up()

@@ -4,7 +4,6 @@ import io
 import os
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import av
@@ -43,13 +42,6 @@ def frame(index: int, width: int, height: int) -> np.ndarray:
     start = index * 3 % max(1, width - 8)
     pixels[:, start : start + 8] = (255, (index * 37) % 256, 40)
     return pixels
-
-
-class Pipe(io.BytesIO):
-    """A file without seek, so that no header can be rewritten at the end."""
-
-    def seekable(self) -> bool:
-        return False
 
 
 def video_stream(output: Any, codec: str, width: int, height: int, rate: int, options: dict[str, str]) -> Any:
@@ -115,15 +107,6 @@ def encode_in(
     return buffer.getvalue()
 
 
-def write_sound(output: Any, stream: Any, blocks: int) -> None:
-    """Encodes `blocks` times 1024 samples of silence, and ends the stream."""
-    for block in range(blocks):
-        sound = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
-        sound.sample_rate, sound.pts = 8000, block * 1024
-        output.mux(stream.encode(sound))
-    output.mux(stream.encode(None))
-
-
 @cache
 def cached(codec: str, container: str, frames: int = 21, width: int = 64, height: int = 48, **options: str) -> bytes:
     """`encode`, once for the same arguments."""
@@ -150,16 +133,10 @@ def encode(
     return buffer.getvalue()
 
 
-def encode_with_index_first(frames: int, path: Path) -> bytes:
-    """An mp4, written through the file `path`: FFmpeg must read it again to put its index before the frames."""
-    with av.open(str(path), "w", format="mp4", options={"movflags": "faststart"}) as output:
-        write_frames(output, video_stream(output, "libx264", 64, 48, 10, {}), range(frames))
-    return path.read_bytes()
-
-
 def encode_live(frames: int, codec: str = "libx264", container: str = "mp4") -> bytes:
     """A recording written without seeking: no sizes, no duration, an mp4 in fragments. A key frame every five."""
-    pipe = Pipe()
+    pipe = io.BytesIO()
+    pipe.seekable = lambda: False  # so that no header can be rewritten at the end
     muxer = {"movflags": "frag_keyframe+empty_moov"} if container in ("mp4", "mov") else {}
     with av.open(pipe, "w", format=container, options=muxer | SAME_BYTES) as output:
         write_frames(output, video_stream(output, codec, 64, 48, 10, {"g": "5"}), range(frames))

@@ -1,13 +1,8 @@
-"""Generates media files: attacks, and a valid file of a rare kind. Knows nothing of the server."""
+"""Generates media files that are attacks, and boxes of mp4 files. Knows nothing of the server."""
 
-import io
 import struct
 import zlib
 from collections.abc import Callable
-
-import av
-
-from tests.support import clips
 
 
 def box(name: bytes, *content: bytes) -> bytes:
@@ -33,12 +28,6 @@ def changed(data: bytes, path: str, change: Callable[[bytes], bytes]) -> bytes:
     return b"".join(box(kind, inner(body) if kind == name.encode() else body) for kind, body in boxes(data))
 
 
-def packets_of(data: bytes) -> list[bytes]:
-    """The packets of a file's video."""
-    with av.open(io.BytesIO(data)) as container:
-        return [bytes(packet) for packet in container.demux(video=0) if packet.size]
-
-
 def mp4_of_associations() -> bytes:
     """FFmpeg parses properties within properties, the innermost 250 ** 4 times, while it opens the file: a minute."""
     associations = box(b"ipma", struct.pack(">IIHB", 0, 1, 1, 250), b"\1" * 250)
@@ -47,15 +36,6 @@ def mp4_of_associations() -> bytes:
         prop = box(b"iprp", box(b"ipco", prop), associations)
     meta = box(b"meta", bytes(4), box(b"hdlr", bytes(8), b"pict", bytes(12)), prop)
     return box(b"ftyp", b"isom\0\0\2\0") + meta + box(b"mdat")
-
-
-def webp_of_one_colour() -> bytes:
-    """Pillow keeps several canvases of 256 MB, 1.7 GB in all, for a lossless picture whose pixels take no bits."""
-    code = "101" + "0" * 8  # of one symbol
-    bits = f"{8191:014b}"[::-1] + f"{8190:014b}"[::-1] + "1000000" + code * 5 + "0" * 6  # the lowest bit first
-    pixels = b"\x2f" + int(bits[::-1], 2).to_bytes(len(bits) // 8, "little")
-    body = b"WEBPVP8L" + struct.pack("<I", len(pixels)) + pixels + b"\0" * (len(pixels) % 2)
-    return b"RIFF" + struct.pack("<I", len(body)) + body
 
 
 def png_of_size(width: int = 65_535, height: int = 65_535) -> bytes:
@@ -75,11 +55,3 @@ PLAYLISTS = {
     "sdp": "v=0\no=- 0 0 IN IP4 127.0.0.1\ns={}\nc=IN IP4 127.0.0.1\nt=0 0\nm=video 5004 RTP/AVP 26\n",
     "vobsub": "# VobSub index file, v7\nid: en, index: 0\ntimestamp: 00:00:01:000, filepos: 0",
 }
-
-
-def mp4_of_short_edits() -> bytes:
-    """FFmpeg decodes from the only key frame on for each of five edits, and drops the frames outside of it."""
-    edits = [(40, 3), (10, 2), (50, 4), (20, 1), (55, 2)]  # begin and length, in frames of 100 ms or 1024 ticks
-    table = b"".join(struct.pack(">IIHH", 100 * length, 1024 * start, 1, 0) for start, length in edits)
-    data = clips.cached("libx264", "mp4", 60, g="60", bf="0")
-    return changed(data, "moov/trak/edts/elst", lambda _: struct.pack(">II", 0, len(edits)) + table)

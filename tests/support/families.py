@@ -13,67 +13,41 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qw
 
 def make_config(family: str, vocab_size: int, kv_heads: int, tied: bool, patch_size: int = 4, **tokens: int) -> Any:
     """The family's own configuration class; four heads in decoder and vision tower."""
-    # Here: it takes seconds to import, and not all tests that import this file need it.
-    from transformers import (
-        Qwen2_5_VLConfig,
-        Qwen2VLConfig,
-        Qwen3_5Config,
-        Qwen3_5MoeConfig,
-        Qwen3VLConfig,
-        Qwen3VLMoeConfig,
-    )
+    from transformers import AutoConfig  # here: it takes seconds to import, and not all that import this file need it
 
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
     text = {
-        "vocab_size": vocab_size,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": kv_heads,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4},
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
+        "vocab_size": vocab_size, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": kv_heads, "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6, "rope_parameters": rope, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
     vision = {"depth": 3, "num_heads": 4, "patch_size": patch_size}
-    common = {
-        "image_token_id": IMAGE,
-        "video_token_id": VIDEO,
-        "vision_start_token_id": START,
-        "vision_end_token_id": END,
-        "tie_word_embeddings": tied,
-    } | tokens
     if family == "qwen2_vl":
         vision |= {"embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2}
-        return Qwen2VLConfig(text_config=text, vision_config=vision, **common)
-    vision |= {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64}
-    if family == "qwen2_5_vl":
-        # Windows are two merged patches a side.
+    else:
+        vision |= {"hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64}
+    if family == "qwen2_5_vl":  # windows are two merged patches a side
         vision |= {"window_size": 4 * patch_size, "fullatt_block_indexes": [1], "tokens_per_second": 2}
-        return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **common)
-    text |= {"head_dim": 32, "num_hidden_layers": 3}
-    # The table of positions is stretched and shrunk.
-    vision |= {"num_position_embeddings": 36}
-    is_mixture = family.endswith("_moe")
-    if is_mixture:
+    if family.startswith("qwen3"):
+        text |= {"head_dim": 32, "num_hidden_layers": 3}
+        vision["num_position_embeddings"] = 36  # the table of positions is stretched and shrunk
+    if family.endswith("_moe"):
         del text["intermediate_size"]
         text |= {"moe_intermediate_size": 96, "num_experts": 7, "num_experts_per_tok": 3}
     if family.startswith("qwen3_vl"):
-        text["rope_parameters"] |= {"mrope_section": [6, 5, 5]}
-        # Two of the three layers of the decoder get what is deeper.
-        vision |= {"deepstack_visual_indexes": [0, 2]}
-        kind = Qwen3VLMoeConfig if is_mixture else Qwen3VLConfig
-        return kind(text_config=text, vision_config=vision, **common)
-    text["rope_parameters"] |= {"mrope_section": [3, 3, 2], "partial_rotary_factor": 0.5}
-    text |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
-    text |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_conv_kernel_dim": 3}
-    text |= {"linear_key_head_dim": 8, "linear_value_head_dim": 12}
-    if is_mixture:
-        return Qwen3_5MoeConfig(
-            text_config=text | {"shared_expert_intermediate_size": 32}, vision_config=vision, **common
-        )
-    return Qwen3_5Config(text_config=text, vision_config=vision, **common)
+        rope["mrope_section"] = [6, 5, 5]
+        vision["deepstack_visual_indexes"] = [0, 2]  # two of the three layers of the decoder get what is deeper
+    if family.startswith("qwen3_5"):
+        rope |= {"mrope_section": [3, 3, 2], "partial_rotary_factor": 0.5}
+        text["layer_types"] = ["linear_attention", "full_attention", "linear_attention"]
+        text |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_conv_kernel_dim": 3}
+        text |= {"linear_key_head_dim": 8, "linear_value_head_dim": 12}
+    if family == "qwen3_5_moe":
+        text["shared_expert_intermediate_size"] = 32
+    ids = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": END}
+    return AutoConfig.for_model(
+        family, text_config=text, vision_config=vision, tie_word_embeddings=tied, **(ids | tokens)
+    )
 
 
 def placeholders(family: str, token_id: int, grid: tuple[int, int, int]) -> list[int]:

@@ -3,37 +3,27 @@
 They import what they need: it takes seven seconds, and pytest reads this file in each process of each run.
 """
 
-from __future__ import annotations
-
 import functools
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.support.patience import PatientLoop
 
-if TYPE_CHECKING:
-    from mini_engine.media.loader import MediaLoader
-    from tests.support.running_server import RunningServer
-    from tests.support.serving import GatedProcessor, Serve, Served, SlowWeb
-
 
 @pytest.fixture(scope="session")
-def anyio_backend() -> tuple[str, dict[str, Any]]:
+def anyio_backend():
     return "asyncio", {"loop_factory": PatientLoop}
 
 
 @pytest.fixture(scope="session")
-def processor(tmp_path_factory: pytest.TempPathFactory) -> GatedProcessor:
+def processor(tmp_path_factory):
     from tests.support import serving, tiny_processor
 
     return serving.GatedProcessor(tiny_processor.build(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="session")
-async def media(processor: GatedProcessor, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[MediaLoader]:
+async def media(processor, tmp_path_factory):
     """Of all servers: decoder processes are slow to start. While it is open, all tests share an event loop."""
     from mini_engine.media.sources.policy import MediaPolicy
     from tests.support import serving
@@ -45,7 +35,7 @@ async def media(processor: GatedProcessor, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture
-async def serve(processor: GatedProcessor, media: MediaLoader) -> Serve:
+async def serve(processor, media):
     """Starts a server with the arguments of `serving.serve`."""
     from tests.support import serving
 
@@ -53,14 +43,14 @@ async def serve(processor: GatedProcessor, media: MediaLoader) -> Serve:
 
 
 @pytest.fixture
-async def served(serve: Serve) -> AsyncIterator[Served]:
+async def served(serve):
     """A server with the default settings."""
     async with serve() as one:
         yield one
 
 
 @pytest.fixture
-def web() -> Iterator[SlowWeb]:
+def web():
     from tests.support.serving import SlowWeb
 
     with SlowWeb() as web:
@@ -68,12 +58,12 @@ def web() -> Iterator[SlowWeb]:
 
 
 @pytest.fixture(scope="session")
-def media_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def media_root(tmp_path_factory):
     return tmp_path_factory.mktemp("media")
 
 
 @pytest.fixture(scope="session")
-def server(media_root: Path) -> Iterator[RunningServer]:
+def server(media_root):
     """One of the bundled model, with default settings, that may read `media_root`."""
     from tests.support.running_server import RunningServer
 

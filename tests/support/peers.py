@@ -8,30 +8,12 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
 import zmq.asyncio
+from msgspec.structs import replace
 
-from mini_engine.messages import (
-    AnyMessage,
-    BindName,
-    CachedMedia,
-    ControlReply,
-    ControlRequest,
-    EngineStats,
-    EngineTimes,
-    Finish,
-    Found,
-    FoundMedia,
-    Lookup,
-    MediaMiss,
-    NamedMedia,
-    NewRequest,
-    Outputs,
-    Problem,
-    RequestOutput,
-    TokenLogprob,
-)
+from mini_engine import messages
+from mini_engine.messages import NewRequest
 from mini_engine.transport import sockets
 from mini_engine.transport.arena import Arena
 from mini_engine.transport.codec import Encoder, decode
@@ -61,21 +43,21 @@ class ScriptedCore:
         self.hold = False
         self.cached = 0  # tokens that each prompt finds in the prefix cache
         self.pool: Callable[[NewRequest], list[float]] = lambda request: []  # what a request with `pooling` is for
-        self.stats = EngineStats()
+        self.stats = messages.EngineStats()
         self.accepts = True
-        self.kept: dict[bytes, CachedMedia] = {}
+        self.kept: dict[bytes, messages.CachedMedia] = {}
         self.held: Literal["patches", "embeddings", "facts"] = "patches"
-        self.names: dict[bytes, NamedMedia] = {}
+        self.names: dict[bytes, messages.NamedMedia] = {}
         self.num_resolved = 0  # how often it was asked for names
-        self.look_ups: list[Lookup] = []
+        self.look_ups: list[messages.Lookup] = []
         self.sent: set[str] = set()  # ids of samples, but for those that it has turned down
         self.unreserved: list[str] = []  # requests that were not sent, and will not be
         self.replies_to = {"look_up", "ping", "stats", "reset_caches"}
         self.controls: dict[str, list[int]] = {action: [] for action in self.replies_to}  # numbers of requests
         self.requests: list[NewRequest] = []
-        self.finishes: list[Finish] = []
+        self.finishes: list[messages.Finish] = []
         self.running: dict[str, NewRequest] = {}
-        self.times: dict[str, EngineTimes] = {}  # as last sent, of requests; not of their children
+        self.times: dict[str, messages.EngineTimes] = {}  # as last sent, of requests; not of their children
         self._encoder = Encoder("core 0", 2)
         self._socket = sockets.bind_router(context, endpoint)
         self._peer = b""
@@ -84,9 +66,9 @@ class ScriptedCore:
         while True:
             self._peer, frame = await self._socket.recv_multipart()
             match decode(frame).body:
-                case Lookup() as look_up:
+                case messages.Lookup() as look_up:
                     await self._look_up(look_up)
-                case BindName(key=key, media=media):
+                case messages.BindName(key=key, media=media):
                     self.names[key] = media
                 case NewRequest() as request:
                     self.requests.append(request)
@@ -94,45 +76,44 @@ class ScriptedCore:
                     self.sent |= self.running.keys()
                     if self.accepts:
                         await self.accept(request)
-                case Finish(request_id=request_id) if request_id not in self.sent:
+                case messages.Finish(request_id=request_id) if request_id not in self.sent:
                     self.unreserved.append(request_id)
-                case Finish(request_id=request_id, reason=reason) as finish:
+                case messages.Finish(request_id=request_id, reason=reason) as finish:
                     self.finishes.append(finish)
                     if request_id in self.running:
                         await self.end(self.running[request_id], reason)
-                case ControlRequest(number=number, action=action):
+                case messages.ControlRequest(number=number, action=action):
                     self.controls[action].append(number)
                     if action in self.replies_to:
-                        await self.send(ControlReply(number, self.stats if action == "stats" else None))
+                        await self.send(messages.ControlReply(number, self.stats if action == "stats" else None))
 
-    async def _look_up(self, look_up: Lookup) -> None:
+    async def _look_up(self, look_up: messages.Lookup) -> None:
         self.num_resolved += bool(look_up.names)
         self.look_ups += [look_up] if look_up.hashes else []
         if look_up.names or "look_up" in self.replies_to:
             known = [media_hash for media_hash in look_up.hashes if media_hash in self.kept]
-            found = [FoundMedia(self.kept[each], self.held) for each in known]
+            found = [messages.FoundMedia(self.kept[each], self.held) for each in known]
             named = {key: media for key, media in self.names.items() if key in look_up.names}
-            await self.send(Found(look_up.request_id, found, named))
+            await self.send(messages.Found(look_up.request_id, found, named))
 
     async def turn_down(self, request: NewRequest, arrival: int | None = None) -> None:
         """Its tensors cannot be used, or have not come in time; with `arrival`: embeddings have been evicted."""
         for sample in (request, *as_requests(request)):
             self.running.pop(sample.request_id, None)
             self.sent.discard(sample.request_id)
-        await self.send(MediaMiss(request.request_id, arrival))
+        await self.send(messages.MediaMiss(request.request_id, arrival))
         await self._consumed(request)
 
     async def accept(self, request: NewRequest) -> None:
         """Take a request, and answer it by the script."""
         samples = [request, *as_requests(request)]
-        self.times[request.request_id] = EngineTimes(*[time.monotonic()] * 2, 0, 0, 0)
-        self.kept |= {item.media_hash: CachedMedia.of(item) for item in request.media if item.patches}
+        self.times[request.request_id] = messages.EngineTimes(*[time.monotonic()] * 2, 0, 0, 0)
+        self.kept |= {item.media_hash: messages.CachedMedia.of(item) for item in request.media if item.patches}
         if request.pooling is not None and not self.hold:
-            pooled = np.array(self.pool(request), "<f4").tobytes()
+            pooled, times = np.array(self.pool(request), "<f4").tobytes(), self._times_of(request)
             self.running.pop(request.request_id)
-            times = self._times_of(request)
-            output = RequestOutput(request.request_id, [], "stop", None, [], self.cached, times, pooled)
-            await self.send(Outputs(outputs=[output]))
+            output = messages.RequestOutput(request.request_id, [], "stop", None, [], self.cached, times, pooled)
+            await self.send(messages.Outputs(outputs=[output]))
             return await self._consumed(request)
         for turn in itertools.zip_longest(*map(self.script, samples)):
             for sample, tokens in zip(samples, turn, strict=True):
@@ -145,20 +126,20 @@ class ScriptedCore:
     async def output(self, request: NewRequest, tokens: list[int]) -> None:
         logprobs = []
         if (likeliest := request.sampling.logprobs) is not None:
-            ranks = [TokenLogprob(65 + rank, -1.0 - rank) for rank in range(likeliest)]
-            logprobs = [[TokenLogprob(token, -0.25), *ranks] for token in tokens]
+            ranks = [messages.TokenLogprob(65 + rank, -1.0 - rank) for rank in range(likeliest)]
+            logprobs = [[messages.TokenLogprob(token, -0.25), *ranks] for token in tokens]
         before = self.times.get(request.request_id)
         times = None if before and before.first_token else self._times_of(request)
-        output = RequestOutput(request.request_id, tokens, None, None, logprobs, self.cached, times)
-        await self.send(Outputs(outputs=[output]))
+        output = messages.RequestOutput(request.request_id, tokens, None, None, logprobs, self.cached, times)
+        await self.send(messages.Outputs(outputs=[output]))
 
     async def end(
-        self, request: NewRequest, reason: Any, error: Problem | None = None, tokens: list[int] | None = None
+        self, request: NewRequest, reason: Any, error: messages.Problem | None = None, tokens: list[int] | None = None
     ) -> None:
         del self.running[request.request_id]
         times = self._times_of(request) if reason in ("stop", "length") else None
-        output = RequestOutput(request.request_id, tokens or [], reason, error, times=times)
-        await self.send(Outputs(outputs=[output]))
+        output = messages.RequestOutput(request.request_id, tokens or [], reason, error, times=times)
+        await self.send(messages.Outputs(outputs=[output]))
         if request in self.requests:
             await self._consumed(request)
 
@@ -173,36 +154,27 @@ class ScriptedCore:
         assert sorted(one.request_id for one in self.finishes) == sorted(request_ids)
         assert {one.reason for one in self.finishes} == {"abort"}
 
-    async def send(self, body: AnyMessage) -> None:
+    async def send(self, body: messages.AnyMessage) -> None:
         await self._socket.send_multipart([self._peer, self._encoder.encode(body)])
 
     def close(self) -> None:
         self._socket.close()
 
-    def _times_of(self, request: NewRequest) -> EngineTimes | None:
+    def _times_of(self, request: NewRequest) -> messages.EngineTimes | None:
         """All up to now; nothing takes it any time but to be queued and to generate."""
-        times = self.times.get(request.request_id)
-        if times is None:
-            return None
-        now = time.monotonic()
-        first = times.first_token or now
-        self.times[request.request_id] = EngineTimes(times.accepted, first, first, first, now)
-        return self.times[request.request_id]
+        times, now = self.times.get(request.request_id), time.monotonic()
+        if times is not None:
+            first = times.first_token or now
+            times = self.times[request.request_id] = messages.EngineTimes(times.accepted, first, first, first, now)
+        return times
 
     async def _consumed(self, request: NewRequest) -> None:
-        messages = list({item.patches.message: None for item in request.media if item.patches is not None})
-        if messages:
-            await self.send(Outputs(consumed=messages))
+        consumed = list({item.patches.message: None for item in request.media if item.patches is not None})
+        if consumed:
+            await self.send(messages.Outputs(consumed=consumed))
 
 
 def as_requests(request: NewRequest) -> list[NewRequest]:
     """The children of a request as requests of their own."""
-    return [
-        msgspec.structs.replace(
-            request,
-            request_id=child.request_id,
-            sampling=msgspec.structs.replace(request.sampling, seed=child.seed),
-            children=[],
-        )
-        for child in request.children
-    ]
+    seeded = [(child.request_id, replace(request.sampling, seed=child.seed)) for child in request.children]
+    return [replace(request, request_id=name, sampling=sampling, children=[]) for name, sampling in seeded]

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import pytest
 from openai import OpenAI
 
-from tests.support.preloaded import ROOT, preloaded
+from tests.support.preloaded import ROOT, ForkedServer
 from tests.support.processes import (
     FailPoint,
     alive,
@@ -34,7 +34,6 @@ from tests.support.processes import (
 
 START_SECONDS = 240  # on a busy machine
 ENGINE_SECONDS = 1.0  # after which `/metrics` answers without an engine that is silent
-ACCEPT_SECONDS = 1.0  # for which a connection waits for the process that has accepted it
 SERVE = [sys.executable, str(ROOT / "serve.py"), "--host", "127.0.0.1", "--port", "0"]
 CHAT_HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
@@ -54,10 +53,10 @@ GAUGES = (
 class RunningServer:
     """`with RunningServer("-tp", "2") as server:` The log goes to a file, so that no full pipe can stop the server."""
 
-    def __init__(self, *flags: str, environ: dict[str, str] | None = None, before: str = ""):
+    def __init__(self, *flags: str, environ: dict[str, str] | None = None):
         """A fork of a process that has imported what a server imports. With variables in `environ`, which libraries may
-        read when they are imported, it is a new interpreter. `before`: see `preloaded.run`."""
-        self.command, self.before = [*SERVE, *flags], before
+        read when they are imported, or another command, it is a new interpreter."""
+        self.command = [*SERVE, *flags]
         self.environ = environment(flags, environ)
         self.is_fresh = environ is not None
         self.client: OpenAI | None = None
@@ -84,16 +83,16 @@ class RunningServer:
         self._temporary = tempfile.TemporaryDirectory(prefix="me-test-")
         self._log_path = Path(self._temporary.name) / "log"
         self.tmpdir = Path(self._temporary.name) / "tmp"
-        self._failpoints = Path(self._temporary.name) / "failpoints"
+        self.failpoints = Path(self._temporary.name) / "failpoints"
         self.tmpdir.mkdir()
-        self._failpoints.mkdir()
+        self.failpoints.mkdir()
         if armed is not None:
             self.failpoint(armed).arm()
-        own = {"TMPDIR": str(self.tmpdir), "MINI_ENGINE_FAILPOINTS": str(self._failpoints)}
+        own = {"TMPDIR": str(self.tmpdir), "MINI_ENGINE_FAILPOINTS": str(self.failpoints)}
         environ = self.environ | own
         with self._log_path.open("wb") as log:
             if not self.is_fresh and self.command[:2] == SERVE[:2]:
-                self.process = preloaded().start(self.command[2:], environ, self.before, log.fileno())
+                self.process = ForkedServer(self.command[2:], environ, self._log_path)
             else:
                 self.process = subprocess.Popen(
                     self.command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environ, start_new_session=True
@@ -107,7 +106,7 @@ class RunningServer:
 
     def failpoint(self, name: str) -> FailPoint:
         """One of the server's fail points."""
-        return FailPoint(self._failpoints, name)
+        return FailPoint(self.failpoints, name)
 
     @property
     def log(self) -> str:
@@ -142,30 +141,23 @@ class RunningServer:
         The kernel spreads connections over the API servers. The other end of a connection is a socket in /proc/net/tcp,
         whose inode is among the descriptors of the process that has accepted it.
         """
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
+
+        def accepted() -> http.client.HTTPConnection:
             connection = http.client.HTTPConnection(*self.address, timeout=120)
             if api is None:
                 return connection
-            with contextlib.suppress(ConnectionError):  # no process listens at the moment
+            with contextlib.suppress(ConnectionError, AssertionError):  # no process listens, or it has just died
                 connection.connect()
-                inode = self._accepted_as(connection)
-                if inode and has_socket(self.pids().get(api), inode):
+                ends = connection.sock.getpeername()[1], connection.sock.getsockname()[1]
+                inodes = eventually(
+                    lambda: [inode for *ports, inode in tcp_sockets() if inode and (*ports,) == ends], 1
+                )
+                if has_socket(self.pids().get(api), inodes[0]):
                     return connection
             connection.close()
-            time.sleep(0.01)
-        raise AssertionError(f"{api} accepts no connections\n{self.log}")
+            raise AssertionError(f"{api} accepts no connections\n{self.log}")
 
-    def _accepted_as(self, connection: http.client.HTTPConnection) -> int | None:
-        """The inode of the other end; None when it is not accepted in time, as by a process that has just died."""
-        ends = connection.sock.getpeername()[1], connection.sock.getsockname()[1]
-        deadline = time.monotonic() + ACCEPT_SECONDS
-        while time.monotonic() < deadline:
-            for local, remote, inode in tcp_sockets():
-                if (local, remote) == ends and inode:
-                    return inode
-            time.sleep(0.005)
-        return None
+        return eventually(accepted, START_SECONDS)
 
     def get(
         self, path: str, api: str | None = None, method: str = "GET", body: bytes | None = None, **headers: str
@@ -201,10 +193,6 @@ class RunningServer:
         """Have twice as much logged as a pipe takes. The server has --enable-log-requests."""
         for _ in range(16):
             assert self.get("/" + "a" * (8 << 10)).status == 404
-
-    def num_listeners(self) -> int:
-        """At how many sockets, one of each API server, the kernel queues connections."""
-        return sum(local == self.address[1] and not remote for local, remote, _ in tcp_sockets())
 
     def has_clients(self) -> bool:
         """Whether an API server has a connection."""

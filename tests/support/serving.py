@@ -71,9 +71,8 @@ class Served:
     requests: ActiveRequests
     gate: GatedProcessor
     receiving: asyncio.Task[None]  # what the engines send
-    writers: list[asyncio.StreamWriter] = field(default_factory=list)
-    asked: list[asyncio.Task[httpx.Response]] = field(default_factory=list)
-    cores: Sequence[ScriptedCore] = ()
+    cores: Sequence[ScriptedCore]
+    open: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)  # requests and connections
 
     @property
     def allowed(self) -> Path:
@@ -104,13 +103,14 @@ class Served:
 
     def asking(self, content: Any = "hello", **more: Any) -> asyncio.Task[httpx.Response]:
         """A chat request, which is cancelled at the end at the latest."""
-        self.asked.append(asyncio.create_task(self.post(content, **more)))
-        return self.asked[-1]
+        task = asyncio.create_task(self.post(content, **more))
+        self.open.push_async_callback(cancelled, task)
+        return task
 
     async def connect(self, data: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A bare connection, and `data` sent on it. It is closed at the end, at the latest."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        self.writers.append(writer)
+        self.open.push_async_callback(hang_up, writer)
         writer.write(data)
         return reader, writer
 
@@ -195,17 +195,16 @@ class GatedProcessor(MediaProcessor):
         return len(self.threads)
 
     def process_image(self, *args: Any) -> Any:
-        self.pass_door()
-        return super().process_image(*args)
+        return self._pass_door(super().process_image, *args)
 
     def process_video(self, *args: Any) -> Any:
-        self.pass_door()
-        return super().process_video(*args)
+        return self._pass_door(super().process_video, *args)
 
-    def pass_door(self) -> None:
+    def _pass_door(self, process: Callable[..., Any], *args: Any) -> Any:
         self.threads.add(threading.get_ident())
         assert self.door.wait(PATIENCE)
         self.threads.discard(threading.get_ident())
+        return process(*args)
 
 
 async def hang_up(writer: asyncio.StreamWriter) -> None:
@@ -310,7 +309,7 @@ async def serve(
     config = EngineConfig(**{**own, **settings})
     queue = queue or make_queue()
     zmq_context, encoder = zmq.asyncio.Context(), Encoder("api 0", 7)
-    with contextlib.ExitStack() as stack:
+    async with contextlib.AsyncExitStack() as stack:
         sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix="mini-"))  # leaves room for a socket's name
         endpoints = [f"ipc://{sockets}/core{number}" for number in range(len(caches))]
         stack.callback(zmq_context.destroy, linger=0)
@@ -321,27 +320,20 @@ async def serve(
         server = HttpServer(app, config, lambda: None)
         receiving = asyncio.create_task(engines.run())
         background = [receiving, *(asyncio.create_task(core.run()) for core in cores)]
-        async with running(server, *background) as port, clients(port) as (http, client):
-            rest = (app.state.requests, processor, receiving)
-            served = Served(context, cores[0], queue, client, http, server, port, *rest, cores=cores)
-            served.says(*ANSWER)
-            try:
-                yield served
-            finally:
-                processor.door.set()
-            for asking in served.asked:
-                await cancelled(asking)
-            for writer in served.writers:
-                await hang_up(writer)
-            await eventually(served.at_rest)
-
-
-@contextlib.asynccontextmanager
-async def clients(port: int) -> AsyncIterator[tuple[httpx.AsyncClient, openai.AsyncOpenAI]]:
-    """Both over the same connections, which are kept open."""
-    url, limits = f"http://127.0.0.1:{port}", httpx.Limits(keepalive_expiry=None)
-    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=limits, verify=False) as http:
-        yield http, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http)
+        port = await stack.enter_async_context(running(server, *background))
+        url, limits = f"http://127.0.0.1:{port}", httpx.Limits(keepalive_expiry=None)
+        http = httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=limits, verify=False)
+        await stack.enter_async_context(http)
+        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=http)
+        rest = (app.state.requests, processor, receiving)
+        served = Served(context, cores[0], queue, client, http, server, port, *rest, cores)
+        served.says(*ANSWER)
+        try:
+            yield served
+        finally:
+            processor.door.set()
+        await served.open.aclose()
+        await eventually(served.at_rest)
 
 
 def make_context(

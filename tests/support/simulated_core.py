@@ -3,34 +3,12 @@
 import itertools
 from collections import Counter
 
+from mini_engine import messages
 from mini_engine.config import BUNDLED_MODEL, EngineConfig
 from mini_engine.core.caches.media_store import MediaStore, RankCopies
 from mini_engine.core.engine_core import EngineCore
 from mini_engine.core.request_limits import engine_limits
 from mini_engine.core.step_builder import StepBuilder
-from mini_engine.messages import (
-    CachedMedia,
-    ControlReply,
-    ControlRequest,
-    EngineStats,
-    EngineTimes,
-    Envelope,
-    Found,
-    GrammarReady,
-    Lookup,
-    MediaItem,
-    MediaMiss,
-    MediaReady,
-    MessageId,
-    NewRequest,
-    Outputs,
-    Problem,
-    Reserve,
-    Reserved,
-    SamplingParams,
-    TensorHandle,
-    Written,
-)
 from mini_engine.model.config import ModelConfig
 from mini_engine.transport.pages import PAGE_BYTES
 from tests.support.simulated_ranks import SimulatedLinks
@@ -66,11 +44,11 @@ class World:
         self.pool = self.core.blocks
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, list[str]] = {}
-        self.errors: dict[str, Problem | None] = {}
-        self.times: dict[str, list[EngineTimes]] = {}
+        self.errors: dict[str, messages.Problem | None] = {}
+        self.times: dict[str, list[messages.EngineTimes]] = {}
         self.pooled: dict[str, bytes] = {}
         self.cached: Counter[str] = Counter()
-        self.consumed: list[MessageId] = []
+        self.consumed: list[messages.MessageId] = []
         self.missed: dict[str, int | None] = {}  # what `MediaMiss` says of requests
         self.replies: list[object] = []  # everything else
 
@@ -78,9 +56,9 @@ class World:
         return RankCopies(1 << 30, next_step)
 
     def receive(self, body, sender=API):
-        if isinstance(body, MediaReady):
+        if isinstance(body, messages.MediaReady):
             self.links.reported.add((body.rank, body.message))
-        self.links.inbox.append(Envelope(sender[1], body))
+        self.links.inbox.append(messages.Envelope(sender[1], body))
 
     def request(
         self, name, prompt=5, max_tokens=4, media=(), first_token=20, tokens=None, sender=API, ready=True, **more
@@ -92,10 +70,10 @@ class World:
             for offset in item.offsets:
                 tokens[offset : offset + item.run_length] = [MODEL.video_token_id] * item.run_length
         stop, digest = more.pop("stop", []), more.get("grammar", "").encode()
-        sampling = SamplingParams(max_tokens, 1, stop_token_ids=stop, grammar=digest)
-        self.receive(NewRequest(name, tokens, sampling, list(media), **more), sender)
-        messages = dict.fromkeys(item.patches.message for item in media if item.patches)
-        for message, rank in itertools.product(messages if ready else (), range(self.links.num_ranks)):
+        sampling = messages.SamplingParams(max_tokens, 1, stop_token_ids=stop, grammar=digest)
+        self.receive(messages.NewRequest(name, tokens, sampling, list(media), **more), sender)
+        sent = dict.fromkeys(item.patches.message for item in media if item.patches)
+        for message, rank in itertools.product(sent if ready else (), range(self.links.num_ranks)):
             self.media_ready(message, rank)
 
     def run_request(self, name, *args, **more):
@@ -103,20 +81,20 @@ class World:
         self.finish(name)
 
     def media_ready(self, message, rank=0):
-        self.receive(MediaReady(rank, message), ("worker 0.0 media", 100))
+        self.receive(messages.MediaReady(rank, message), ("worker 0.0 media", 100))
 
     def grammar_ready(self, grammar, problem=None):
         digest = grammar.encode()
         self.links.compiled.add(digest)
-        self.receive(GrammarReady(self.links.grammars[digest], digest, problem), ("worker 0.0 grammars", 100))
+        self.receive(messages.GrammarReady(self.links.grammars[digest], digest, problem), ("worker 0.0 grammars", 100))
 
     def turn(self):
         """One turn of the core's loop, and what it sent to the API server."""
         self.core.turn()
         for body in self.links.sent:
-            if isinstance(body, MediaMiss):
+            if isinstance(body, messages.MediaMiss):
                 self.missed[body.request_id] = body.arrival
-            elif isinstance(body, Outputs):
+            elif isinstance(body, messages.Outputs):
                 self.consumed += body.consumed
                 for output in body.outputs:
                     self._record(output)
@@ -141,9 +119,9 @@ class World:
         self.turn()
         return next(reply for reply in reversed(self.replies) if isinstance(reply, kind))
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> messages.EngineStats:
         """The engine's gauges, and events since the last call."""
-        return self.reply(ControlReply, ControlRequest(0, "stats")).stats
+        return self.reply(messages.ControlReply, messages.ControlRequest(0, "stats")).stats
 
     @property
     def idle(self):
@@ -197,14 +175,14 @@ def item(message, offset, num_tokens=2, index=0, media_hash=None, grids=1, gap=0
     """A video of so many temporal grids, with `gap` text tokens between them; unique without a hash. Without a message
     it has no tensor."""
     media_hash = media_hash or b"%d %d" % (message.number, index)
-    patches = TensorHandle(message, (4 * num_tokens, MODEL.vision.patch_dim)) if message else None
+    patches = messages.TensorHandle(message, (4 * num_tokens, MODEL.vision.patch_dim)) if message else None
     grid = (grids, 2, 2 * num_tokens // grids)
     offsets = [offset + number * (num_tokens // grids + gap) for number in range(grids if gap else 1)]
-    return MediaItem(media_hash, "video", num_tokens, grid, 1.0, offsets=offsets, patches=patches)
+    return messages.MediaItem(media_hash, "video", num_tokens, grid, 1.0, offsets=offsets, patches=patches)
 
 
 def message(number):
-    return MessageId(API[1], number)
+    return messages.MessageId(API[1], number)
 
 
 class CachingWorld(World):
@@ -221,15 +199,15 @@ class CachingWorld(World):
 
     def look_up(self, request_id, media_hash, sender=API) -> str:
         """What the core has of an item, "" if it does not know it."""
-        found = self.reply(Found, Lookup(request_id, [media_hash]), sender).items
+        found = self.reply(messages.Found, messages.Lookup(request_id, [media_hash]), sender).items
         return found[0].held if found else ""
 
-    def reserve(self, request_id, media_hash, num_tokens=2, sender=API) -> Reserved:
-        media = CachedMedia.of(item(None, 0, num_tokens, media_hash=media_hash))
-        return self.reply(Reserved, Reserve(request_id, media), sender)
+    def reserve(self, request_id, media_hash, num_tokens=2, sender=API) -> messages.Reserved:
+        media = messages.CachedMedia.of(item(None, 0, num_tokens, media_hash=media_hash))
+        return self.reply(messages.Reserved, messages.Reserve(request_id, media), sender)
 
     def write(self, reserved, *request_ids, sender=API):
         """Write an item, which these requests refer to then."""
         for first, count in reserved.extents:
             self.links.memory |= dict.fromkeys(range(first, first + count), reserved.media_hash)
-        self.receive(Written(reserved.media_hash, list(request_ids)), sender)
+        self.receive(messages.Written(reserved.media_hash, list(request_ids)), sender)

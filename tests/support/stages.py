@@ -1,111 +1,36 @@
-"""A request at each stage of its path: held at a fail point, or by flags and by the requests before it.
-
-The servers have two API servers, `--max-num-batched-tokens 128`, and for some stages the flags of `HOLDING`.
-"""
+"""A request at a stage of its path, on a server with two API servers and `--max-num-batched-tokens 128`."""
 
 import contextlib
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from tests.support.client import ENDLESS, TEXT, ClientRequest, Question, ask_large, ask_small
-from tests.support.processes import FailPoint, eventually
+from tests.support.client import ENDLESS, ClientRequest, Question, ask_large, ask_small
 from tests.support.running_server import RunningServer, message
 
 API, OTHER = "api 0", "api 1"
-HOLDING = ["--maximum-concurrent-videos", "1", "--max-num-seqs", "1", "--max-num-encoder-input-tokens", "8"]
 seeds = itertools.count(5000)  # of videos that no server has seen
-
-
-@dataclasses.dataclass(frozen=True)
-class HeldRequest:
-    """The request at a stage; where a fail point holds it, that, and the process that it has stopped."""
-
-    request: ClientRequest
-    question: Question
-    point: FailPoint | None = None
-    holder: int | None = None
-
-
-Stage = Callable[[RunningServer], contextlib.AbstractContextManager[HeldRequest]]
 
 
 def new_question() -> Question:
     return ask_small(next(seeds))
 
 
-def wait_for_metrics(server: RunningServer, **wanted: float) -> None:
-    eventually(lambda: {name: server.total(name, OTHER) for name in wanted} == wanted)
-
-
 @contextlib.contextmanager
-def at_fail_point(
-    server: RunningServer, name: str, question: Question | None = None, **more: object
-) -> Iterator[HeldRequest]:
-    question = question or new_question()
-    with server.failpoint(name) as point:
+def at_stage(server: RunningServer, stage: str) -> Iterator[ClientRequest]:
+    """Held at the fail point `stage`; or `generating` for minutes, and the client has some of its tokens."""
+    question = ask_large(next(seeds)) if stage == "writing" else new_question()  # in the middle of the copy
+    more = {}
+    if stage == "prefilling":  # in the middle of a prompt whose media come at its end; the prefix cache has no part
+        system = {"role": "system", "content": f"{next(seeds)} " + "word " * 600}
+        more = {"messages": [system, message(question.text, question.urls)]}
+    if stage == "generating":
+        request = ClientRequest(server, API, question, **ENDLESS)
+        request.read_events(3)
+        yield request
+        return
+    with server.failpoint(stage) as point:
         request = ClientRequest(server, API, question, **more)
-        holder = point.wait()
+        point.wait()
         assert request.has_nothing_yet()
-        yield HeldRequest(request, question, point, holder)
-
-
-@contextlib.contextmanager
-def prefilling(server: RunningServer) -> Iterator[HeldRequest]:
-    """In the middle of a prompt whose media come at its end, and that the prefix cache does not hold."""
-    question = new_question()
-    system = {"role": "system", "content": f"{next(seeds)} " + "word " * 600}
-    messages = [system, message(question.text, question.urls)]
-    with at_fail_point(server, "prefilling", question, messages=messages) as held:
-        assert server.total("kv_cache_usage_perc", OTHER) > 0
-        yield held
-
-
-@contextlib.contextmanager
-def queued_for_admission(server: RunningServer) -> Iterator[HeldRequest]:
-    """Behind one that is decoded."""
-    with at_fail_point(server, "decoding") as ahead:
-        question = new_question()
-        yield HeldRequest(ClientRequest(server, API, question), question)
-    assert ahead.request.answer() == ahead.question.answer
-
-
-@contextlib.contextmanager
-def waiting(server: RunningServer, is_kept: bool = False) -> Iterator[HeldRequest]:
-    """In the core's queue, its media with the engine, behind a request without media that does not end."""
-    question = new_question()
-    if is_kept:
-        assert ClientRequest(server, OTHER, question).answer() == question.answer
-        server.assert_at_rest(OTHER)
-    decodes = server.total("media_decodes_total", OTHER)
-    ahead = ClientRequest(server, OTHER, TEXT, **ENDLESS)
-    ahead.read_events(2)
-    request = ClientRequest(server, API, question)
-    decodes += not is_kept
-    wait_for_metrics(server, num_requests_running=1, num_requests_waiting=1, media_decodes_total=decodes)
-    assert request.has_nothing_yet()
-    yield HeldRequest(request, question)
-    wait_for_metrics(server, num_requests_running=1, num_requests_waiting=0)
-    ahead.read_events(2)
-    ahead.hang_up()
-
-
-@contextlib.contextmanager
-def generating(server: RunningServer) -> Iterator[HeldRequest]:
-    """The client has some of its tokens. It would run for minutes."""
-    question = new_question()
-    request = ClientRequest(server, API, question, **ENDLESS)
-    request.read_events(3)
-    yield HeldRequest(request, question)
-
-
-SMALL = ("decoding", "processing", "receiving", "accepting", "encoding")  # fail points that any video reaches
-STAGES: dict[str, Stage] = {
-    "admission": queued_for_admission,
-    **{name: lambda server, name=name: at_fail_point(server, name) for name in SMALL},
-    "storing": lambda server: at_fail_point(server, "writing", ask_large(next(seeds))),  # in the middle of the copy
-    "waiting": waiting,
-    "waiting, kept": lambda server: waiting(server, is_kept=True),
-    "prefilling": prefilling,
-    "generating": generating,
-}
+        assert stage != "prefilling" or server.total("kv_cache_usage_perc", OTHER) > 0
+        yield request

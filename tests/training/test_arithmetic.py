@@ -32,14 +32,10 @@ def media_and_items(seed: int) -> tuple[list[videos.Clip], list[Item]]:
     return [picture, *seen], items
 
 
-def reference(processor, media, text="What is in each of them?"):
-    return evaluate.processed(processor, media, text, num_frames=7)
-
-
 @pytest.mark.parametrize("seed", [3, 40])
 def test_patches_equal_the_processors(processor, seed):
     media, items = media_and_items(seed)
-    wanted = reference(processor, media)
+    wanted = evaluate.processed(processor, media, "What is in each of them?", num_frames=7)
     ours = [forward.normalised(item.patches()) for item in items]
     torch.testing.assert_close(ours[0], wanted["pixel_values"], atol=1e-6, rtol=0)
     torch.testing.assert_close(torch.cat(ours[1:]), wanted["pixel_values_videos"], atol=1e-6, rtol=0)
@@ -53,7 +49,7 @@ def test_patches_equal_the_processors(processor, seed):
 @exact_seconds
 def test_tokens_positions_and_logits_equal_transformers(processor, model):
     media, items = media_and_items(11)
-    wanted = reference(processor, media)
+    wanted = evaluate.processed(processor, media, "What is in each of them?", num_frames=7)
     writer = Writer(processor.tokenizer)
     messages = evaluate.user_message(media, "What is in each of them?")
     messages.append({"role": "assistant", "content": "first: a red circle; second: a blue square moving up"})

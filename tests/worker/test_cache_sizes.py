@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig, flag_of
+from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
 from mini_engine.messages import MediaCachePlan
 from mini_engine.model.config import LinearConfig, ModelConfig
 from mini_engine.model.parallel import TensorParallel
@@ -30,34 +30,31 @@ from tests.support import tiny
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(layers=3, kv_heads=2, head_dim=8)
 BLOCK_BYTES = 3 * 2 * 16 * 2 * 8 * 4
-VISION = dataclasses.replace(  # 784 pixels are a token
-    ModelConfig.from_dir(BUNDLED_MODEL).vision, patch_size=14, spatial_merge_size=2
-)
-NO_MEDIA = {"image": 0, "video": 0}
-OFF = MediaCachePlan("off", 0, "")
-
-
-def count(longest: int = 4096, dtype: torch.dtype = torch.float32, **settings: object) -> int:
-    return cache_size(EngineConfig(**settings), SHAPE, None, dtype, longest, CPU).num_blocks
 
 
 @pytest.mark.parametrize(
-    ("blocks", "given"),
+    ("blocks", "longest", "dtype", "settings"),
     [
-        (10, {"kv_cache_memory_bytes": 10 * BLOCK_BYTES + 5}),
-        (20, {"kv_cache_memory_bytes": 10 * BLOCK_BYTES + 5, "dtype": torch.bfloat16}),
-        (9, {"max_num_seqs": 3, "longest": 33}),  # no more than can be filled
-        ((1 << 30) // BLOCK_BYTES, {"max_num_seqs": 10**6}),  # a gibibyte where no flag says
-        (10**5, {"num_gpu_blocks_override": 10**5, "kv_cache_memory_bytes": 100, "max_num_seqs": 1}),
-        (f"leaves 100 .* one block needs {BLOCK_BYTES}", {"kv_cache_memory_bytes": 100}),
+        (10, 4096, torch.float32, {"kv_cache_memory_bytes": 10 * BLOCK_BYTES + 5}),
+        (20, 4096, torch.bfloat16, {"kv_cache_memory_bytes": 10 * BLOCK_BYTES + 5}),
+        (9, 33, torch.float32, {"max_num_seqs": 3}),  # no more than can be filled
+        ((1 << 30) // BLOCK_BYTES, 4096, torch.float32, {"max_num_seqs": 10**6}),  # a gibibyte where no flag says
+        (
+            10**5,
+            4096,
+            torch.float32,
+            {"num_gpu_blocks_override": 10**5, "kv_cache_memory_bytes": 100, "max_num_seqs": 1},
+        ),
     ],
 )
-def test_count_blocks(blocks, given):
-    if isinstance(blocks, int):
-        assert count(**given) == blocks
-    else:
-        with pytest.raises(ConfigError, match=f"{flag_of(next(iter(given)))}.*{blocks}"):
-            count(**given)
+def test_count_blocks(blocks, longest, dtype, settings):
+    assert cache_size(EngineConfig(**settings), SHAPE, None, dtype, longest, CPU).num_blocks == blocks
+
+
+def test_memory_for_less_than_a_block_is_refused():
+    config, message = EngineConfig(kv_cache_memory_bytes=100), f"leaves 100 .* one block needs {BLOCK_BYTES}"
+    with pytest.raises(ConfigError, match=f"--kv-cache-memory-bytes.*{message}"):
+        cache_size(config, SHAPE, None, torch.float32, 4096, CPU)
 
 
 STATE_BYTES = 5 * 4 * (3 * 24 + 2 * 4 * 8)
@@ -108,37 +105,35 @@ def test_a_lack_of_room_is_one_line_and_other_errors_are_not_taken_for_it():
             raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
 
 
-HUB = {"preprocessor_config.json": {"min_pixels": 784 * 4, "max_pixels": 784 * 100}}
-SIZED = {
-    "preprocessor_config.json": {"size": {"shortest_edge": 3136, "longest_edge": 784 * 9}},
-    "video_preprocessor_config.json": {"size": {"longest_edge": 784 * 25}},
-}
-STEP = {"max_num_encoder_input_tokens": 90}
-SMALL = STEP | {"max_image_pixels": 784 * 9, "max_frame_pixels": 784 * 9}
-
-
 @pytest.mark.parametrize(
-    ("side", "number", "processors", "settings"),
+    ("side", "number", "files", "tokens", "settings"),  # `tokens`: of the encoder in a step
     [
-        (20, 10, HUB, {"max_num_encoder_input_tokens": 1000}),
-        (10, 3, SIZED, STEP),  # a video's frame
-        (4, 22, SIZED, STEP | {"mm_processor_kwargs": {"size": {"longest_edge": 784 * 4}}}),
-        (4, 22, HUB, SMALL | {"max_image_pixels": 1, "max_frame_pixels": 1}),  # enlarged
+        (20, 10, "hub", 1000, {}),
+        (10, 3, "sized", 90, {}),  # a video's frame
+        (4, 22, "sized", 90, {"mm_processor_kwargs": {"size": {"longest_edge": 784 * 4}}}),
+        (4, 22, "hub", 90, {"max_image_pixels": 1, "max_frame_pixels": 1}),  # enlarged
         # One temporal grid is encoded whole, whatever a step may have; no prompt has more than the encoder cache.
-        (20, 1, HUB, {"max_num_encoder_input_tokens": 10}),
-        (8, 1, HUB, {"max_num_encoder_input_tokens": 10, "encoder_cache_tokens": 16}),
+        (20, 1, "hub", 10, {}),
+        (8, 1, "hub", 10, {"encoder_cache_tokens": 16}),
         # A rank with a tower of its own may get one more than an equal share.
-        (10, 3 * 2, SIZED, STEP | {"mm_encoder_tp_mode": "data", "tensor_parallel_size": 3}),
-        (20, 2, HUB, {"max_num_encoder_input_tokens": 10, "mm_encoder_tp_mode": "data", "tensor_parallel_size": 2}),
-        (0, 0, HUB, {"limit_mm_per_prompt": NO_MEDIA}),
+        (10, 3 * 2, "sized", 90, {"mm_encoder_tp_mode": "data", "tensor_parallel_size": 3}),
+        (20, 2, "hub", 10, {"mm_encoder_tp_mode": "data", "tensor_parallel_size": 2}),
+        (0, 0, "hub", 1000, {"limit_mm_per_prompt": {"image": 0, "video": 0}}),
     ],
 )
 def test_the_largest_frame_is_what_the_processor_and_the_limits_let_through(
-    side, number, processors, settings, tmp_path
+    side, number, files, tokens, settings, tmp_path
 ):
-    for name, values in processors.items():
-        (tmp_path / name).write_text(json.dumps(values))
-    assert worst_grids(EngineConfig(**settings), VISION, tmp_path) == [(1, side, side)] * number
+    image = {"min_pixels": 784 * 4, "max_pixels": 784 * 100}
+    if files == "sized":
+        image = {"size": {"shortest_edge": 3136, "longest_edge": 784 * 9}}
+        video = {"size": {"longest_edge": 784 * 25}}
+        (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(video))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(image))
+    config = EngineConfig(max_num_encoder_input_tokens=tokens, **settings)
+    vision = ModelConfig.from_dir(BUNDLED_MODEL).vision
+    vision = dataclasses.replace(vision, patch_size=14, spatial_merge_size=2)  # 784 pixels are a token
+    assert worst_grids(config, vision, tmp_path) == [(1, side, side)] * number
 
 
 def test_the_worst_step_runs_in_a_cache_of_one_block(make_runner, model):
@@ -167,7 +162,8 @@ def test_the_worst_step_fits_beside_the_cache():
         attention = worker.make_attention(config, model, "triton", size)
         return ModelRunner(model, attention, tiny.MemoryMedia(), normalise, TensorParallel())
 
-    use = profile(config, BUNDLED_MODEL, OFF, model.config, runner_with(CacheSize(1, 1)))
+    no_media = MediaCachePlan("off", 0, "")
+    use = profile(config, BUNDLED_MODEL, no_media, model.config, runner_with(CacheSize(1, 1)))
     runner = runner_with(worker.choose_cache_size(config, model, use))
     vision = model.config.vision
     run_worst(runner, vision, worst_grids(config, vision, BUNDLED_MODEL), worst_step(config, 512, 65536))

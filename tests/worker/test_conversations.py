@@ -17,10 +17,6 @@ from tests.support.simulated_core import World
 FAMILY = "qwen3_5"
 Pieces = list[int | tuple[int, ...]]  # see `tiny.make_request`
 
-added = st.lists(st.one_of(st.integers(3, 9), st.sampled_from([(4, 4, 6), (3, 6, 4)])), min_size=1, max_size=12)
-# A turn goes on from one before, or from the first part of its prompt and answer.
-turns = st.tuples(st.integers(0, 9), st.one_of(st.none(), st.integers(1, 40)), added)
-
 
 class Engine:
     """An engine core whose rank computes; blocks of four tokens."""
@@ -44,6 +40,9 @@ class Engine:
 @pytest.mark.parametrize("family", [FAMILY], indirect=True, scope="session")
 def test_answers_of_conversations_that_share_fork_and_truncate_prefixes_are_those_of_a_cold_engine(make_runner, model):
     warm, cold = Engine(make_runner, model.config), Engine(make_runner, model.config, enable_prefix_caching=False)
+    added = st.lists(st.one_of(st.integers(3, 9), st.sampled_from([(4, 4, 6), (3, 6, 4)])), min_size=1, max_size=12)
+    # A turn goes on from one before, or from the first part of its prompt and answer.
+    turns = st.tuples(st.integers(0, 9), st.one_of(st.none(), st.integers(1, 40)), added)
 
     @settings(max_examples=60, deadline=None)
     @given(st.lists(turns, min_size=1, max_size=4))

@@ -34,7 +34,7 @@ DEVICE, TOTAL, TARGET = torch.device("cuda", 0), 80 << 30, triton.backends.compi
 PROPERTIES = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232448)
 MOVE, COPY, THREADS = torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default, torch.get_num_threads()
 PIXELS = ("--mm-processor-kwargs", '{"size": {"shortest_edge": 3136, "longest_edge": 12845056}}')  # the hub's
-NO_MEDIA, DATA = ["--limit-mm-per-prompt", '{"image": 0, "video": 0}'], ["--mm-encoder-tp-mode", "data"]
+DATA = ["--mm-encoder-tp-mode", "data"]
 
 
 class Device(TorchDispatchMode):
@@ -162,21 +162,23 @@ def test_a_kv_cache_beyond_the_device_is_refused_before_the_worker_loads_somethi
 def test_a_cache_too_small_for_long_warm_ups_leaves_nothing_to_compile(device, monkeypatch):
     """Nor does a model without its tower."""
     with checkpoint("Qwen3.5-35B-A3B", lambda raw: shorten(raw) or raw["text_config"].update(num_experts=16)) as flags:
-        cache = ["--num-gpu-blocks-override", "8", "--max-model-len", "128"]
-        [runner] = start([*flags, *cache, *NO_MEDIA, "-q", "int4"], 0, monkeypatch)
+        flags += ["--num-gpu-blocks-override", "8", "--max-model-len", "128", "-q", "int4"]
+        flags += ["--limit-mm-per-prompt", '{"image": 0, "video": 0}']
+        [runner] = start(flags, 0, monkeypatch)
     met = set(device.specialisations)
     take(decode(runner, plain_requests(1, 100)), 2)
     assert not device.specialisations - met, "kernels first compiled while requests are served"
 
 
 ONE_LAYER = lambda raw: shorten(raw) or raw.get("text_config", raw).update(num_hidden_layers=1)  # noqa: E731
-FEW_LAYERS = [("Qwen3.5-35B-A3B", 1, 0, [], shorten), ("Qwen3-VL-30B-A3B-Instruct", 2, 0, ["-q", "int4"], ONE_LAYER),
-              ("Qwen2.5-VL-7B-Instruct", 4, 1, [*DATA, "-q", "int8"], ONE_LAYER)]  # fmt: skip
-ALL_LAYERS = [pytest.param(path.stem, size, 0, flags, None, marks=pytest.mark.slow) for path in CONFIGS.glob("*.json")
-              for size, flags in ((1, []), (2, []), (2, DATA), (4, []), (4, DATA))]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, size, rank, flags, change", [*FEW_LAYERS, *ALL_LAYERS])
+@pytest.mark.parametrize("name, size, rank, flags, change", [
+    ("Qwen3.5-35B-A3B", 1, 0, [], shorten), ("Qwen3-VL-30B-A3B-Instruct", 2, 0, ["-q", "int4"], ONE_LAYER),
+    ("Qwen2.5-VL-7B-Instruct", 4, 1, [*DATA, "-q", "int8"], ONE_LAYER),
+    *(pytest.param(path.stem, size, 0, flags, None, marks=pytest.mark.slow) for path in CONFIGS.glob("*.json")
+      for size, flags in ((1, []), (2, []), (2, DATA), (4, []), (4, DATA))),
+])  # fmt: skip
 def test_a_worker(name, size, rank, flags, change, device, monkeypatch):
     """All kinds of requests at once, chunks beside single tokens, and preemption; then each kind alone."""
     with checkpoint(name, change) as model_flags, grammars() as known:

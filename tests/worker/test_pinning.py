@@ -3,47 +3,20 @@ on a device."""
 
 import contextlib
 import os
-from collections.abc import Callable
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mini_engine.transport.arena import ReadableMemory, WritableMemory
-from mini_engine.transport.pages import PAGE_BYTES, Extent, PageAllocator
+from mini_engine.transport.pages import PAGE_BYTES, PageAllocator
 from mini_engine.transport.shared_memory import create_sparse
 from mini_engine.worker import pinning
 from mini_engine.worker.pinning import PinnedMemory
 
-MIB = 1 << 20
-
-
-class RecordingRuntime:
-    """CUDA's runtime as far as registration goes: it refuses what CUDA refuses, and keeps the rest."""
-
-    cudaDeviceAttr = SimpleNamespace(cudaDevAttrHostRegisterSupported=99)
-    cudaHostRegisterDefault = 0
-
-    def __init__(self, supported: int = 1):
-        self.supported = supported
-        self.ranges: dict[int, int] = {}  # end, by start
-
-    def cudaDeviceGetAttribute(self, _which: int, _device: int) -> tuple[int, int]:
-        return 0, self.supported
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> tuple[int]:
-        assert flags == 0 and permissions(address, nbytes) == {"rw-s"}, "an invalid argument"
-        assert not any(start < address + nbytes and address < end for start, end in self.ranges.items())
-        self.ranges[address] = address + nbytes
-        return (0,)
-
-    def cudaHostUnregister(self, address: int) -> tuple[int]:
-        del self.ranges[address]
-        return (0,)
+CUDA = torch.device("cuda", 0)
 
 
 def permissions(address: int, nbytes: int) -> set[str]:
@@ -53,41 +26,39 @@ def permissions(address: int, nbytes: int) -> set[str]:
     return {kind for (start, end), kind in mapped if start < address + nbytes and address < end}
 
 
-class Copies(TorchDispatchMode):
-    """Keeps the copies that are started, as (source, target, bytes), and makes none."""
+@pytest.mark.parametrize("seed", range(20))
+def test_no_copy_crosses_a_registration(seed: int, monkeypatch) -> None:
+    """Tensors of up to 100 MiB, of which some later stay in transfer beside each. CUDA's runtime here refuses what CUDA
+    refuses."""
+    draw, registered, copies = random.Random(seed), dict[int, int](), list[tuple[int, int, int]]()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.started: list[tuple[int, int, int]] = []
+    def register(address: int, nbytes: int, flags: int) -> tuple[int]:
+        assert flags == 0 and permissions(address, nbytes) == {"rw-s"}, "an invalid argument"
+        assert not any(start < address + nbytes and address < end for start, end in registered.items())
+        registered[address] = address + nbytes
+        return (0,)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is not torch.ops.aten.copy_.default:
-            return func(*args, **(kwargs or {}))
-        target, source = args[:2]
-        self.started.append((source.data_ptr(), target.data_ptr(), source.nbytes))
-        return target
+    def unregister(address: int) -> tuple[int]:
+        del registered[address]
+        return (0,)
 
+    def start_copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
+        copies.append((source.data_ptr(), target.data_ptr(), source.nbytes))
 
-@pytest.fixture
-def pinned_with(monkeypatch) -> Callable[[RecordingRuntime], PinnedMemory]:
-    def make(runtime: RecordingRuntime) -> PinnedMemory:
-        monkeypatch.setattr(pinning, "use_cuda", lambda _: contextlib.nullcontext(runtime))
-        return PinnedMemory(torch.device("cuda", 0))
-
-    return make
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
-@given(st.lists(st.tuples(st.integers(1, 100 * MIB), st.integers(0, 24)), min_size=1, max_size=40))
-def test_no_copy_crosses_a_registration(pinned_with, requests: list[tuple[int, int]]) -> None:
-    """Tensors of up to 100 MiB, of which so many later stay in transfer beside each."""
-    runtime = RecordingRuntime()
-    pinned, allocator = pinned_with(runtime), PageAllocator(1 << 30, lambda: 1 << 40)
-    fd = create_sparse(1 << 30)
-    readable = ReadableMemory(fd, pinned.pin)
+    runtime = SimpleNamespace(
+        cudaDeviceAttr=SimpleNamespace(cudaDevAttrHostRegisterSupported=99),
+        cudaDeviceGetAttribute=lambda _which, _device: (0, 1),
+        cudaHostRegisterDefault=0,
+        cudaHostRegister=register,
+        cudaHostUnregister=unregister,
+    )
+    monkeypatch.setattr(pinning, "use_cuda", lambda _: contextlib.nullcontext(runtime))
+    monkeypatch.setattr(torch.Tensor, "copy_", start_copy)
+    pinned, allocator, fd = PinnedMemory(CUDA), PageAllocator(1 << 30, lambda: 1 << 40), create_sparse(1 << 30)
+    readable, held = ReadableMemory(fd, pinned.pin), []
     os.close(fd)
-    held: list[list[Extent]] = []
-    for nbytes, in_transfer in requests:
+    for _ in range(draw.randrange(1, 40)):
+        nbytes, in_transfer = draw.randrange(1, 100 << 20), draw.randrange(25)
         while (extents := allocator.allocate(nbytes)) is None:
             allocator.free(held.pop(0))
         allocator.written(extents)
@@ -97,25 +68,26 @@ def test_no_copy_crosses_a_registration(pinned_with, requests: list[tuple[int, i
         readable.register(allocator.high_water_mark * PAGE_BYTES)
         for first, count in [*extents, (0, (1 << 30) // PAGE_BYTES)]:  # and all, whose end is not registered
             source = readable.read([(first, count)], 0, count * PAGE_BYTES)
-            target = torch.empty_like(source)
-            with Copies() as copies:
-                pinned.copy(target, source)
-            done = 0
-            for start, to, size in copies.started:
+            target, done = torch.empty_like(source), 0
+            copies.clear()
+            pinned.copy(target, source)
+            for start, to, size in copies:
                 assert (start, to) == (source.data_ptr() + done, target.data_ptr() + done)
-                pinned_whole = any(begin <= start and start + size <= end for begin, end in runtime.ranges.items())
-                assert pinned_whole or start == max(runtime.ranges.values())
+                is_pinned = any(begin <= start and start + size <= end for begin, end in registered.items())
+                assert is_pinned or start == max(registered.values())
                 done += size
             assert done == source.nbytes
     begin = readable.read([(0, 1)], 0, 1).data_ptr()
     assert permissions(begin, 1 << 30) == {"r--s"}
     del readable, source
-    assert not runtime.ranges
+    assert not registered
 
 
-def test_a_refusal_is_one_line_and_the_memory_is_copied_as_it_is(pinned_with, caplog) -> None:
-    pinned = pinned_with(RecordingRuntime(supported=0))
-    fd = create_sparse(4 * PAGE_BYTES)
+def test_a_refusal_is_one_line_and_the_memory_is_copied_as_it_is(monkeypatch, caplog) -> None:
+    supported = SimpleNamespace(cudaDevAttrHostRegisterSupported=99)
+    runtime = SimpleNamespace(cudaDeviceAttr=supported, cudaDeviceGetAttribute=lambda _which, _device: (0, 0))
+    monkeypatch.setattr(pinning, "use_cuda", lambda _: contextlib.nullcontext(runtime))
+    pinned, fd = PinnedMemory(CUDA), create_sparse(4 * PAGE_BYTES)
     writable, readable = WritableMemory(fd), ReadableMemory(fd, pinned.pin)
     os.close(fd)
     content = torch.arange(4 * PAGE_BYTES, dtype=torch.int32).to(torch.uint8)

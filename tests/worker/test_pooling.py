@@ -1,5 +1,7 @@
 """What requests return that sample nothing: transformers' hidden states and logits of the prompt's last token."""
 
+from typing import Any
+
 import pytest
 import torch
 from msgspec.structs import replace
@@ -13,49 +15,41 @@ from tests.support.families import FAMILIES
 
 needs_fbgemm = pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="not on x86")
 
-COUNT = 20
-KINDS = {"state": PoolingParams(), "logits": PoolingParams([7, 3])}
-
 
 def pooled_requests(media: tiny.MemoryMedia, family: str, copies: int = 1) -> list[NewSequence]:
+    """Each of `mixed_requests` for its hidden state and for logits."""
     return [
         replace(new, request_id=f"{new.request_id} {kind} {copy}", pooling=pooling)
         for copy in range(copies)
-        for kind, pooling in KINDS.items()
+        for kind, pooling in (("state", PoolingParams()), ("logits", PoolingParams([7, 3])))
         for new in tiny.mixed_requests(media, family)
     ]
 
 
-@pytest.fixture(scope="session")
-def pooled(family, checkpoint) -> dict[str, torch.Tensor]:
-    """What transformers makes of each of `pooled_requests`."""
+def assert_pooled(results: dict[str, list[float]], oracle: Any, family: str, count: int = 12) -> None:
+    """Those of `pooled_requests` are transformers'."""
     media = tiny.MemoryMedia()
-    return {new.request_id[:-2]: tiny.pool(checkpoint.oracle, media, new) for new in pooled_requests(media, family)}
-
-
-def assert_pooled(results: dict[str, list[float]], pooled: dict[str, torch.Tensor], count: int = 12) -> None:
-    found = {name: numbers for name, numbers in results.items() if name[:-2] in pooled}
-    assert len(found) == count
-    for name, numbers in found.items():
-        torch.testing.assert_close(torch.tensor(numbers), pooled[name[:-2]], atol=1e-5, rtol=0)
+    for new in pooled_requests(media, family, copies=3)[:count]:
+        numbers = torch.tensor(results[new.request_id])
+        torch.testing.assert_close(numbers, tiny.pool(oracle, media, new), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES, indirect=True, scope="session")
 @pytest.mark.parametrize(("budget", "ahead", "preempt_at", "count"), [(64, 2, (3, 9), 12), (100_000, 1, (), 26)])
 def test_numbers_are_those_of_transformers_beside_decodes(
-    budget, ahead, preempt_at, count, family, make_runner, expected, pooled
+    budget, ahead, preempt_at, count, family, checkpoint, make_runner, expected
 ):
     """In chunks, while others decode, after restarts with other blocks; and 32 in one step."""
     media = tiny.MemoryMedia()
     requests = [*tiny.mixed_requests(media, family), *pooled_requests(media, family, copies=3)[:count]]
-    steps = script.write_steps(requests, COUNT, budget, preempt_at)
+    steps = script.write_steps(requests, 20, budget, preempt_at)
     results = script.run(make_runner(media), steps, ahead)
-    assert_pooled(results, pooled, count)
+    assert_pooled(results, checkpoint.oracle, family, count)
     assert {name: results[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True, scope="session")
-def test_two_ranks_return_the_numbers_once(make_runner, expected, pooled, runtime):
+def test_two_ranks_return_the_numbers_once(checkpoint, make_runner, expected, runtime):
     """In steps that sample as well, and in steps that do not."""
 
     def run(tp: TensorParallel) -> list[dict[str, list]]:
@@ -63,13 +57,13 @@ def test_two_ranks_return_the_numbers_once(make_runner, expected, pooled, runtim
         runner, results = make_runner(media, tp), []
         for others in (tiny.mixed_requests(media, "qwen3_vl"), []):
             requests = others + pooled_requests(media, "qwen3_vl")
-            results.append(script.run(runner, script.write_steps(requests, COUNT, 64), ahead=1))
+            results.append(script.run(runner, script.write_steps(requests, 20, 64), ahead=1))
         return results
 
     (beside, alone), second = script.on_ranks(2, runtime, run)
     assert second == [{}, {}] and {name: beside[name] for name in expected} == expected
-    assert_pooled(beside, pooled)
-    assert_pooled(alone, pooled)
+    for results in (beside, alone):
+        assert_pooled(results, checkpoint.oracle, "qwen3_vl")
 
 
 @pytest.mark.parametrize(("name", "bits"), [("qwen3_vl", "none"), ("qwen3_vl untied", "none"), ("qwen3_vl", "int8"),

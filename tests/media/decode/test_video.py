@@ -30,15 +30,19 @@ SAMPLINGS = [
 ]
 
 
-def with_sound(codec: str, sound: str, container: str, is_cover: bool = False) -> bytes:
+def with_sound(codec: str, coding: str, container: str, is_cover: bool = False) -> bytes:
     """A video of 31 frames behind a track of sound, or a cover of it; without a codec, sound alone."""
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=container) as output:
-        audio = output.add_stream(sound, rate=48000 if sound == "libopus" else 8000, layout="mono")
+        audio = output.add_stream(coding, rate=48000 if coding == "libopus" else 8000, layout="mono")
         stream = clips.video_stream(output, codec, 64, 48, 10, {"g": "5"}) if codec else None
         if is_cover:
             stream.disposition = Disposition.attached_pic
-        clips.write_sound(output, audio, 30)
+        for block in range(30):
+            sound = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
+            sound.sample_rate, sound.pts = 8000, block * 1024
+            output.mux(audio.encode(sound))
+        output.mux(audio.encode(None))
         if stream is not None:
             clips.write_frames(output, stream, range(1 if is_cover else 31))
     return buffer.getvalue()
@@ -101,13 +105,17 @@ def test_recording_that_begins_within_a_group() -> None:
 
 
 def test_edit_lists() -> None:
-    """One plays one second, from frame 8 on, as a phone trims a recording."""
+    """One plays one second, from frame 8 on, as a phone trims a recording. For the other, FFmpeg decodes from the only
+    key frame on for each of five edits, and drops the frames outside of it."""
     data = bytearray(clips.cached("libx264", "mp4", 31, g="10"))
     place = data.index(b"elst") + 4
     media_time = struct.unpack_from(">i", data, place + 12)[0]
     struct.pack_into(">Ii", data, place + 8, 1000, media_time + 8 * 1024)
     check(bytes(data))
-    check(corpus.mp4_of_short_edits())
+    edits = [(40, 3), (10, 2), (50, 4), (20, 1), (55, 2)]  # begin and length, in frames of 100 ms or 1024 ticks
+    table = b"".join(struct.pack(">IIHH", 100 * length, 1024 * start, 1, 0) for start, length in edits)
+    data = clips.cached("libx264", "mp4", 60, g="60", bf="0")
+    check(corpus.changed(data, "moov/trak/edts/elst", lambda _: struct.pack(">II", 0, len(edits)) + table))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +219,8 @@ def test_frames_are_upright(is_mirrored: bool) -> None:
 def test_frames_of_another_size_are_scaled_to_the_first() -> None:
     """VP9 carries the size in each key frame. The limit holds for each."""
     small, large = (clips.cached("libvpx-vp9", "webm", 5, *size, g="1") for size in ((64, 48), (320, 240)))
-    packets = corpus.packets_of(large)
+    with av.open(io.BytesIO(large)) as container:
+        packets = [bytes(packet) for packet in container.demux(video=0) if packet.size]
     data = clips.remuxed(small, "webm", lambda index, packet: packets[index] if index > 2 else packet)
     decoded = decode_video(data, EIGHT)
     assert decoded.frames.shape == (5, 48, 64, 3)

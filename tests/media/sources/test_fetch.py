@@ -19,7 +19,7 @@ from mini_engine.media.sources.fetch import Frames, declared_size, fetch_frames,
 from mini_engine.media.sources.local_files import SETTLED_NS, read_file
 from mini_engine.media.sources.policy import MediaPolicy
 from mini_engine.protocol.body_split import DataUrl
-from tests.support.bad_urls import PATHS, make_root
+from tests.support.media_directory import make_root
 
 POLICY = MediaPolicy(None, 1000)
 
@@ -96,8 +96,13 @@ def test_file_below_the_root_is_read(policy: MediaPolicy) -> None:
 
 
 def test_every_other_path_gets_the_same_error(policy: MediaPolicy) -> None:
+    paths = r"""
+/../secret /%2e%2e/secret /%2e%2e%2fsecret /%252e%252e/secret /..%5csecret /..\secret /./../secret //../../secret -too
+/%c0%ae%c0%ae/secret /inner/../../secret /../allowed-too /out /up/secret /up/allowed/../secret /clip%00 /%00 /loop /pipe
+/inner / /missing /clip/x""".split()
+    paths += ["", "/" + "x" * 5000]
     before = len(os.listdir("/proc/self/fd"))
-    for path in PATHS:
+    for path in paths:
         with pytest.raises(MediaError) as caught:
             read_file(f"file://{policy.allowed_local_media_path}{path}", policy, "image 1")
         problem = "no such regular file under the directory that --allowed-local-media-path names"

@@ -15,7 +15,7 @@ from mini_engine.media.media_errors import MediaError
 from mini_engine.media.sources import http_fetch
 from mini_engine.media.sources.http_fetch import fetch_http
 from mini_engine.media.sources.policy import BLOCK_BYTES, MediaPolicy, Received
-from tests.support.bad_urls import HTTP_URLS
+from mini_engine.protocol.parts import MAX_URL_CHARACTERS
 from tests.support.web import WebServer, chunked, make_certificate, response
 
 LIMIT = 1 << 20
@@ -208,7 +208,15 @@ def test_dns_rebinding_has_no_effect(policy: MediaPolicy, names: Names) -> None:
 
 
 def test_url_is_refused_before_its_name_is_resolved(policy: MediaPolicy, names: Names) -> None:
-    for url in HTTP_URLS:
+    urls = r"""
+http://other.test/ http://sub.media.test/ http://media.test.other.test/ http://media.test:65536/ http://user@media.test/
+http://media.test@other.test/ http://other.test#@media.test/ http://other.test\@media.test/ http://media.test\.other.test/
+http://media.test%2eother.test/ http://127.0.0.1/ http://[::1/ http:///media.test/ http:media.test/ http:// http://127.1/
+http://2130706433/ http://0x7f.1/ http://media.test./ http://media..test/ http://me%64ia.test/ ws://media.test/""".split()
+    urls += ["http://med\tia.test/", "http://media.test/a\r\nHost: other.test", "http://media.test/a b"]
+    urls += ["http://\ud800/", "http://media.test/\ud800", "http://" + "\ufdfa" * 10000, "http://me\u00addia.test/"]
+    urls += ["http://media.test/" + "x" * MAX_URL_CHARACTERS]
+    for url in urls:
         began = time.thread_time()
         refusal(url, policy)
         assert not names.calls and time.thread_time() - began < 0.2, url

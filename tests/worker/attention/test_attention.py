@@ -10,62 +10,39 @@ from mini_engine.worker.attention import sdpa as attention
 from mini_engine.worker.attention.sdpa import KVCache, SdpaBackend, Span, empty_blocks
 from tests.support.attention_reference import reference_attention, slots_of
 
-DIM = 8
-CPU = torch.device("cpu")
-
-
-def random_spans(generator: np.random.Generator, lengths: list[tuple[int, int]], block_size: int) -> list[Span]:
-    """Spans (start, count) over blocks in random order, in the order of a batch; some tables are longer than needed."""
-    needed = [-(-(start + count) // block_size) + int(generator.integers(2)) for start, count in lengths]
-    blocks = generator.permutation(sum(needed)).astype(np.int64)
-    tables = np.split(blocks, np.cumsum(needed)[:-1])
-    spans = [Span(start, count, table) for (start, count), table in zip(lengths, tables, strict=True)]
-    return sorted(spans, key=lambda span: (span.length > 1, -span.context))
-
-
-def check(spans: list[Span], block_size: int, heads=4, kv_heads=2) -> None:
-    torch.manual_seed(len(spans))
-    num_blocks = 1 + max(int(span.blocks.max()) for span in spans)
-    cache = KVCache(empty_blocks(AttentionShape(2, kv_heads, DIM), num_blocks, block_size, torch.float32, CPU))
-    cache.storage.normal_()
-    total, indices = sum(span.length for span in spans), slots_of(spans, block_size)
-    projected = ops.Heads(
-        torch.randn(total, heads + 2 * kv_heads, DIM), kv_heads, *ops.rotary_tables(torch.randn(total, DIM // 2))
-    )
-    q, k, v = ops.rotate_heads(projected)
-    attend = SdpaBackend(cache).step(indices, spans)
-    before = cache.storage[0].clone()
-    out = attend(1, projected)
-    assert torch.equal(cache.storage[0], before)
-    keys, values = cache.storage[1]
-    assert torch.equal(keys.flatten(0, 1)[indices], k) and torch.equal(values.flatten(0, 1)[indices], v)
-    expected = reference_attention(q, keys, values, spans)
-    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=0)
-
 
 @pytest.mark.parametrize(("block_size", "heads", "kv_heads"), [(1, 4, 2), (4, 3, 3), (16, 6, 1)])
-def test_ragged_batches(block_size, heads, kv_heads):
+@pytest.mark.parametrize(("pad_bytes", "group_bytes"), [(None, None), (0, 0), (4096, 1 << 14), (1 << 30, 1 << 30)])
+def test_ragged_batches(pad_bytes, group_bytes, block_size, heads, kv_heads, monkeypatch):
+    """Decodes, cut into groups in any way, and chunks, two of them of several tiles. Blocks are in random order, and
+    some tables are longer than needed."""
+    if pad_bytes is not None:
+        monkeypatch.setattr(attention, "PAD_BYTES", pad_bytes)
+        monkeypatch.setattr(attention, "GROUP_BYTES", group_bytes)
     generator = np.random.default_rng(block_size * 10 + heads)
-    for _ in range(4):
-        decodes = [(int(n), 1) for n in generator.integers(0, 90, generator.integers(0, 9))]
-        chunks = [
-            (int(a), int(n)) for a, n in zip(generator.integers(0, 60, 3), generator.integers(2, 50, 3), strict=True)
-        ]
-        chunks[0] = (0, chunks[0][1])
-        check(random_spans(generator, decodes + chunks, block_size), block_size, heads, kv_heads)
-
-
-@pytest.mark.parametrize("start", [0, 37])
-def test_chunks_over_several_tiles(start):
-    check(random_spans(np.random.default_rng(start), [(start, 2 * attention.TILE + 9)], 16), 16)
-
-
-@pytest.mark.parametrize(("pad_bytes", "group_bytes"), [(0, 0), (4096, 1 << 14), (1 << 30, 1 << 30)])
-def test_any_cut_into_groups_gives_the_same(pad_bytes, group_bytes, monkeypatch):
-    monkeypatch.setattr(attention, "PAD_BYTES", pad_bytes)
-    monkeypatch.setattr(attention, "GROUP_BYTES", group_bytes)
-    lengths = [(int(n), 1) for n in np.random.default_rng(5).integers(0, 200, 12)]
-    check(random_spans(np.random.default_rng(6), lengths, 4), 4)
+    torch.manual_seed(heads)
+    for num_decodes in (0, 3, 12):
+        lengths = [(int(start), 1) for start in generator.integers(0, 200, num_decodes)]
+        lengths += [(int(generator.integers(60)), int(generator.integers(2, 50))) for _ in range(2)]
+        lengths += [(start, 2 * attention.TILE + 9) for start in (0, 37)]
+        needed = [-(-(start + count) // block_size) + int(generator.integers(2)) for start, count in lengths]
+        tables = np.split(generator.permutation(sum(needed)), np.cumsum(needed)[:-1])
+        spans = [Span(start, count, table) for (start, count), table in zip(lengths, tables, strict=True)]
+        spans.sort(key=lambda span: (span.length > 1, -span.context))  # as in a batch
+        shape = AttentionShape(2, kv_heads, 8)
+        cache = KVCache(empty_blocks(shape, sum(needed), block_size, torch.float32, torch.device("cpu")))
+        cache.storage.normal_()
+        total, indices = sum(span.length for span in spans), slots_of(spans, block_size)
+        angles = ops.rotary_tables(torch.randn(total, 4))
+        projected = ops.Heads(torch.randn(total, heads + 2 * kv_heads, 8), kv_heads, *angles)
+        q, k, v = ops.rotate_heads(projected)
+        attend = SdpaBackend(cache).step(indices, spans)
+        before = cache.storage[0].clone()
+        out = attend(1, projected)
+        assert torch.equal(cache.storage[0], before)
+        keys, values = cache.storage[1]
+        assert torch.equal(keys.flatten(0, 1)[indices], k) and torch.equal(values.flatten(0, 1)[indices], v)
+        torch.testing.assert_close(out.double(), reference_attention(q, keys, values, spans), atol=1e-5, rtol=0)
 
 
 @pytest.mark.gpu

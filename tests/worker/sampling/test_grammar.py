@@ -44,6 +44,8 @@ STOPS = [*ENDS, VOCABULARY - 1]
 ROWS = 8
 WORDS = MaskVocabulary(TOKENIZER, os.memfd_create("masks"), ROWS)
 VISION = ModelConfig.from_dir(BUNDLED_MODEL).vision
+INTEGER = {"type": "integer"}
+HONEST, SLOW = "start: /[a-z ]+/", "start: T\nT: ~/(?s:.*a.{30}.*)/ & /(?s:.*b.{30})/"  # to compile
 
 
 class GrammarRank(Grammars):
@@ -138,62 +140,63 @@ def follows(grammar: str, *parts: str) -> bool:
     return not any(bars_after(matchers, tokens[:i])[token] for i, token in enumerate(tokens))
 
 
-INTEGERS = [f"{2**63 - 1}", f"{1 - 2**63}", "-0", "9" * 18]
-LONG = [f"{2**63}", f"{-(2**63)}", "1" * 41]
-DOUBLES = [*INTEGERS, "6.02e23", "6.6e-34", "1E+5", "0." + "1" * 17]
-LONG_DOUBLES = [*LONG, "1e100", "1e-001", "0." + "1" * 18, "0." + "1" * 41]
-INTEGER = {"type": "integer"}
-TREE = {"properties": {"type": INTEGER, "$ref": {"items": {"$ref": "#"}}}, "required": ["type"]}
-
-
-@pytest.mark.parametrize(("schema", "before", "good", "bad", "after"), [
-    (INTEGER, "", INTEGERS, LONG, ""),
-    ({"type": "number"}, "", DOUBLES, LONG_DOUBLES, ""),
-    ({"type": ["integer", "null"]}, "", [*INTEGERS, "null"], LONG, ""),
-    ({"items": INTEGER}, "[1, ", INTEGERS, LONG, "]"),
-    ({"prefixItems": [{"anyOf": [INTEGER, {"type": "string"}]}], "items": False}, "[", INTEGERS, LONG, "]"),
-    ({"additionalProperties": {"$ref": "#/$defs/n"}, "$defs": {"n": INTEGER}}, '{"a":', INTEGERS, LONG, "}"),
-    ({"patternProperties": {"^n": INTEGER}}, '{"n\\"": ', INTEGERS, LONG, "}"),
-    (TREE, '{"type": 1, "$ref":[{"type": ', INTEGERS, LONG, "}]}"),
-    ({"type": "object"}, '{"a": [true, {"b\\\\": ', DOUBLES, LONG_DOUBLES, "}]}"),  # as for `json_object`
-    ({"type": "integer", "multipleOf": 7}, "", ["7", "1" * 19 + "4"], ["8", "9" * 21], ""),  # "1" * 19 has to go on
-    ({"type": "integer", "minimum": 0, "maximum": 10**40}, "", INTEGERS[:1], LONG, ""),
-    ({"type": "number", "minimum": 0, "maximum": 1}, "", ["0." + "1" * 17], ["0." + "1" * 18], ""),
-    ({"type": "number", "multipleOf": 0.01}, "", ["1.25", "9" * 18 + ".25"], [*LONG, "1.255"], ""),
-    ({"type": "string"}, '"', [*LONG, "e" + "1" * 41, "\\\\" + "1" * 41], ["\\" + "1" * 41], '"'),
-    ({"type": "string", "pattern": r"^\d*,$"}, '"', ["1" * 41 + ","], ["1,2"], '"'),
-    ({"const": {"id": "1" * 41}}, '{"id": "', ["1" * 41], ["1"], '"}'),
+@pytest.mark.parametrize(("kind", "schema", "before", "after"), [
+    ("integer", INTEGER, "", ""),
+    ("number", {"type": "number"}, "", ""),
+    ("integer", {"type": ["integer", "null"]}, "", ""),
+    ("integer", {"items": INTEGER}, "[1, ", "]"),
+    ("integer", {"prefixItems": [{"anyOf": [INTEGER, {"type": "string"}]}], "items": False}, "[", "]"),
+    ("integer", {"additionalProperties": {"$ref": "#/$defs/n"}, "$defs": {"n": INTEGER}}, '{"a":', "}"),
+    ("integer", {"patternProperties": {"^n": INTEGER}}, '{"n\\"": ', "}"),
+    ("integer", {"properties": {"type": INTEGER, "$ref": {"items": {"$ref": "#"}}}, "required": ["type"]},
+     '{"type": 1, "$ref":[{"type": ', "}]}"),
+    ("number", {"type": "object"}, '{"a": [true, {"b\\\\": ', "}]}"),  # as for `json_object`
 ])  # fmt: skip
-def test_numbers_of_json_fit_64_bits(schema, before, good, bad, after):
-    """And texts are as long as the schema allows."""
+def test_numbers_of_json_fit_64_bits(kind, schema, before, after):
+    good, bad = [f"{2**63 - 1}", f"{1 - 2**63}", "-0", "9" * 18], [f"{2**63}", f"{-(2**63)}", "1" * 41]
+    if kind == "number":
+        good += ["6.02e23", "6.6e-34", "1E+5", "0." + "1" * 17]
+        bad += ["1e100", "1e-001", "0." + "1" * 18, "0." + "1" * 41]
     assert [text for text in [*good, *bad] if follows(json_grammar(schema), before + text + after)] == good
 
 
-DIGITS = ["80", "807", "808", "0" * 16]
+@pytest.mark.parametrize(("schema", "before", "good", "bad", "after"), [
+    ({"type": ["integer", "null"]}, "", ["null"], ["nul"], ""),
+    ({"type": "integer", "multipleOf": 7}, "", ["7", "1" * 19 + "4"], ["8", "9" * 21], ""),  # "1" * 19 has to go on
+    ({"type": "integer", "minimum": 0, "maximum": 10**40}, "", [f"{2**63 - 1}"], [f"{2**63}", "-1", "1" * 41], ""),
+    ({"type": "number", "minimum": 0, "maximum": 1}, "", ["0." + "1" * 17], ["0." + "1" * 18], ""),
+    ({"type": "number", "multipleOf": 0.01}, "", ["1.25", "9" * 18 + ".25"], [f"{2**63}", "1" * 41, "1.255"], ""),
+    ({"type": "string"}, '"', [f"{2**63}", "e" + "1" * 41, "\\\\" + "1" * 41], ["\\" + "1" * 41], '"'),
+    ({"type": "string", "pattern": r"^\d*,$"}, '"', ["1" * 41 + ","], ["1,2"], '"'),
+    ({"const": {"id": "1" * 41}}, '{"id": "', ["1" * 41], ["1"], '"}'),
+])  # fmt: skip
+def test_texts_and_bounded_numbers_of_json_are_as_long_as_the_schema_allows(schema, before, good, bad, after):
+    assert [text for text in [*good, *bad] if follows(json_grammar(schema), before + text + after)] == good
 
 
 def test_tokens_of_several_digits(tmp_path):
     """In the place of the last words of the vocabulary."""
+    digits = ["80", "807", "808", "0" * 16]
     tokenizer = json.loads(TOKENIZER.read_text())
     model = tokenizer["model"]
     words = sorted(model["vocab"], key=model["vocab"].get)
-    model["vocab"] = {word: i for i, word in enumerate([*words[: -len(DIGITS)], *DIGITS])}
-    model["merges"] = model["merges"][: -len(DIGITS)]
+    model["vocab"] = {word: i for i, word in enumerate([*words[: -len(digits)], *digits])}
+    model["merges"] = model["merges"][: -len(digits)]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     words = MaskVocabulary(tmp_path / "tokenizer.json", os.memfd_create("masks"), 1)
     matchers = Matchers(words, json_grammar({"type": "number"}))
     for text, may_follow in [
-        ("12", DIGITS), ("1.5", DIGITS), ("9223372036854775", DIGITS[:2]), ("-9223372036854775", DIGITS[:2]),
-        ("92233720368547758", []), ("0." + "1" * 15, DIGITS[:1]), ("1e", DIGITS[:1]), ("1e-", DIGITS[:1]),
+        ("12", digits), ("1.5", digits), ("9223372036854775", digits[:2]), ("-9223372036854775", digits[:2]),
+        ("92233720368547758", []), ("0." + "1" * 15, digits[:1]), ("1e", digits[:1]), ("1e-", digits[:1]),
     ]:  # fmt: skip
         bars = bars_after(matchers, [model["vocab"][character] for character in text], words)
-        assert [token for token in DIGITS if not bars[model["vocab"][token]]] == may_follow, text
+        assert [token for token in digits if not bars[model["vocab"][token]]] == may_follow, text
 
 
 def test_numbers_of_a_thought_may_have_any_length():
     """And its quotes need not be paired."""
     grammar = f"start: /(.|\\n)*/ <|im_start|> {json_value(INTEGER)}"
-    answers = [f'5" and {"1" * 41}<|im_start|>{number}' for number in (INTEGERS[0], LONG[0])]
+    answers = [f'5" and {"1" * 41}<|im_start|>{number}' for number in (2**63 - 1, 2**63)]
     assert [follows(grammar, answer) for answer in answers] == [True, False]
 
 
@@ -238,41 +241,36 @@ def test_a_grammar_that_allows_all_changes_no_token(temperature, make_runner, ra
     assert results[0] == results[1]
 
 
-HONEST = "start: /[a-z ]+/"
-
-
 def ambiguous(count: int) -> str:
     """Masks take time by the cube of `count`, and more with each token."""
     rules = "\n".join(f"n{i}: /[a-z ]/" for i in range(count))
     return f's: {" | ".join(f"n{i} s" for i in range(count))} | ""\n{rules}'
 
 
-LISTS = [{"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 0}] * 600
-NEVER_COMPILED = {
-    "start: T\nT: ~/(?s:.*a.{30}.*)/ & /(?s:.*b.{30})/": f"{SLOW_COMPILE.text}|{LARGE.text}",
-    f"start: s\n{ambiguous(650)}": SLOW_COMPILE.text,
-    json_grammar({"$defs": {"n": {"anyOf": LISTS}}, "$ref": "#/$defs/n"}): SLOW_COMPILE.text,
-    f'start: {"(" * 20000}"a"{")" * 20000}': PROBLEM.format("1.37.: lark grammar too deeply nested [^|]*"),
-    "start: <|unknown|>": PROBLEM.format(".*unknown special token.*"),
-}
-NEVER_ENDING = f'start: "~~" s\n{ambiguous(650)}'
-
-
 def test_a_grammar_that_takes_too_much_fails_alone(rank):
     """While it is compiled, or later at a token, and it is refused from then on. Another keeps its masks."""
+    lists = [{"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 0}] * 600
+    never_compiled = {
+        SLOW: f"{SLOW_COMPILE.text}|{LARGE.text}",
+        f"start: s\n{ambiguous(650)}": SLOW_COMPILE.text,
+        json_grammar({"$defs": {"n": {"anyOf": lists}}, "$ref": "#/$defs/n"}): SLOW_COMPILE.text,
+        f'start: {"(" * 20000}"a"{")" * 20000}': PROBLEM.format("1.37.: lark grammar too deeply nested [^|]*"),
+        "start: <|unknown|>": PROBLEM.format(".*unknown special token.*"),
+    }
+    never_ending = f'start: "~~" s\n{ambiguous(650)}'
     outputs = [TEXT.encode(text).ids for text in ("", "red", "red blue")]
     assert rank.compile(HONEST) == [None]
     before = rank.processes()
-    assert rank.compile(NEVER_ENDING) == [None]
+    assert rank.compile(never_ending) == [None]
     alone = [rank.follow({HONEST: output})[0] for output in outputs]
-    for problem, expected in zip(rank.compile(*NEVER_COMPILED), NEVER_COMPILED.values(), strict=True):
+    for problem, expected in zip(rank.compile(*never_compiled), never_compiled.values(), strict=True):
         assert problem and re.fullmatch(expected, problem.text) and not problem.retry
     tilde = TEXT.encode("~").ids
     for output, bars, hostile in zip(outputs, alone, ([], tilde, 2 * tilde), strict=True):
-        other, unchanged = rank.follow({NEVER_ENDING: hostile, HONEST: output})
+        other, unchanged = rank.follow({never_ending: hostile, HONEST: output})
         assert torch.equal(unchanged, bars)
     assert other == SLOW_MASK
-    assert rank.follow({NEVER_ENDING: hostile}) == rank.compile(NEVER_ENDING) == [SLOW_MASK]
+    assert rank.follow({never_ending: hostile}) == rank.compile(never_ending) == [SLOW_MASK]
     assert {*rank.processes()} <= {*before}
     rank.finish(HONEST)
 
@@ -361,7 +359,7 @@ def test_a_process_that_is_killed_or_stopped_ends_one_grammar(end):
 
 def test_a_process_that_is_stopped_while_it_compiles_ends_one_grammar():
     with contextlib.closing(GrammarRank(rows=2)) as rank:
-        rank.update([order(next(iter(NEVER_COMPILED)))], [])
+        rank.update([order(SLOW)], [])
         while not rank.processes():
             time.sleep(0.001)
         os.kill(*rank.processes(), signal.SIGSTOP)
@@ -425,12 +423,12 @@ def test_the_process_of_an_unused_grammar_follows_it_again_or_another():
 
 
 def test_a_process_that_compiles_has_much_memory_was_killed_or_cannot_receive_a_grammar_is_replaced():
-    never, large = next(iter(NEVER_COMPILED)), f'start: "{"e" * 3_000_000}"'
+    large = f'start: "{"e" * 3_000_000}"'
     with contextlib.closing(GrammarRank(rows=1)) as rank:
-        rank.update([order(never)], [])
+        rank.update([order(SLOW)], [])
         while not rank.processes():
             time.sleep(0.001)
-        rank.finish(never)
+        rank.finish(SLOW)
         assert rank.compile(large) == [None]
         before = rank.processes()
         rank.finish(large)

@@ -15,16 +15,13 @@ from mini_engine.worker.sampling.penalties import LogitsProcessors
 from tests.support import script, tiny
 
 VOCABULARY = 40
-CPU = torch.device("cpu")
-VISION = ModelConfig.from_dir(BUNDLED_MODEL).vision
-COUNT = 20
-HF_PENALTY = {"repetition_penalty": 1.3}
 
 
 @pytest.mark.parametrize("number", range(12))
 def test_all_rows_at_once_are_as_row_by_row(number):
     """One row: bias, bar, repetition (CTRL, prompt included), then presence and frequency (OpenAI, output alone)."""
     draw, processed, histories = random.Random(number), [], []
+    vision = ModelConfig.from_dir(BUNDLED_MODEL).vision
     torch.manual_seed(number)
 
     def draw_tokens(count: int) -> list[int]:  # from a small range, so that many come again
@@ -43,12 +40,12 @@ def test_all_rows_at_once_are_as_row_by_row(number):
         chosen = {name: value for name, value in choices.items() if draw.random() < share}
         sampling = SamplingParams(max_tokens=100, seed=1, temperature=0.0, **chosen)
         prompt, output = draw_tokens(draw.randrange(1, 12)), draw_tokens(draw.randrange(6))
-        sequence = SequenceState(NewSequence("", prompt, sampling, []), VISION, 16)
+        sequence = SequenceState(NewSequence("", prompt, sampling, []), vision, 16)
         tokens = output + draw_tokens(3)  # the last ones, from before a restart, do not count
         sequence.tokens[len(prompt) : len(prompt) + len(tokens)] = tokens
         processed.append(sequence)
         histories.append(prompt + output)
-    processors = LogitsProcessors(processed, [len(history) for history in histories], VOCABULARY, CPU)
+    processors = LogitsProcessors(processed, [len(history) for history in histories], VOCABULARY, torch.device("cpu"))
     for _ in range(12):
         logits = 3 * torch.randn(len(processed), VOCABULARY)
         expected = logits.double()
@@ -72,9 +69,11 @@ def test_all_rows_at_once_are_as_row_by_row(number):
 
 def test_penalised_tokens_are_those_of_transformers(checkpoint, make_runner, expected):
     """Under its own repetition penalty, in steps launched ahead, with preemptions."""
+    penalty, media = {"repetition_penalty": 1.3}, tiny.MemoryMedia()
+    penalised = {
+        new.request_id: tiny.generate(checkpoint.oracle, media, new, 20, **penalty)
+        for new in tiny.mixed_requests(media)
+    }
     media = tiny.MemoryMedia()
-    requests = tiny.mixed_requests(media)
-    penalised = {new.request_id: tiny.generate(checkpoint.oracle, media, new, COUNT, **HF_PENALTY) for new in requests}
-    media = tiny.MemoryMedia()
-    steps = script.write_steps(tiny.mixed_requests(media, **HF_PENALTY), COUNT, 64, (9, 14, 15))
+    steps = script.write_steps(tiny.mixed_requests(media, **penalty), 20, 64, (9, 14, 15))
     assert script.run(make_runner(media), steps, 1) == penalised != expected

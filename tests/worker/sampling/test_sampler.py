@@ -62,18 +62,23 @@ def test_noise_is_uniform_and_differs_by_seed_and_index():
     assert stream_of(1) == stream_of(1 + (1 << 64))
 
 
-PARAMETERS = st.fixed_dictionaries(
-    {"temperature": st.sampled_from([0.0, 0.4, 1.0, 1.7]), "seed": st.integers(0, 2**63 - 1)},
-    optional={
-        "top_k": st.sampled_from([1, 3, 40, 1000]),
-        "top_p": st.floats(0.01, 1.0),
-        "min_p": st.floats(0.0, 1.0),
-        "logprobs": st.integers(0, 5),
-    },
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {"temperature": st.sampled_from([0.0, 0.4, 1.0, 1.7]), "seed": st.integers(0, 2**63 - 1)},
+            optional={
+                "top_k": st.sampled_from([1, 3, 40, 1000]),
+                "top_p": st.floats(0.01, 1.0),
+                "min_p": st.floats(0.0, 1.0),
+                "logprobs": st.integers(0, 5),
+            },
+        ),
+        min_size=2,
+        max_size=12,
+    ),
+    st.integers(0, 1000),
+    st.booleans(),
 )
-
-
-@given(st.lists(PARAMETERS, min_size=2, max_size=12), st.integers(0, 1000), st.booleans())
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_a_row_is_the_same_in_any_company(choices, number, halved):
     generator = torch.Generator().manual_seed(number)
