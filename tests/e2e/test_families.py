@@ -22,7 +22,7 @@ QWEN3_5 = ("qwen3_5", ["--mm-processor-kwargs", '{"fps": 2, "do_sample_frames": 
 
 
 class Family:
-    """A directory with a random model and a real processor, the server of it, and transformers."""
+    """A directory with a random model and a real processor, and transformers' own of both."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.folder = folder
