@@ -10,7 +10,6 @@ import codecs
 import concurrent.futures
 import contextlib
 import functools
-import itertools
 import os
 import queue
 import re
@@ -18,6 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -136,14 +136,14 @@ class ServerHandle:
 
     async def post(self, path: str, body: bytes) -> Reply:
         """Send a request, again if the server is busy or the connection ended. Raises ServerError."""
-        pause = 0.0
-        for repeat in itertools.count():
+        replies, pause = Counter[int](), 0.0
+        while True:
             await self._wait(pause)
             reply = await self._send(path, body)
-            if repeat >= REPEATS.get(reply.status, 0):
-                break
-            pause = min(2.0**repeat, LONGEST_PAUSE_SECONDS)
-        return reply
+            replies[reply.status] += 1
+            if replies[reply.status] > REPEATS.get(reply.status, 0):
+                return reply
+            pause = min(2.0 ** (replies.total() - 1), LONGEST_PAUSE_SECONDS)
 
     def close(self) -> None:
         """End the requests, and the program's own server with all its processes. May be called again."""

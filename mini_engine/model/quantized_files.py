@@ -255,5 +255,6 @@ def is_empty_bias(name: str, weights: Mapping[str, Stored | StoredMatrix]) -> bo
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
     """int32 `[n, m]` -> uint8 `[n, 32 / bits * m]`."""
-    pairs = packed.contiguous().view(torch.uint8)
+    packed = packed.clone(memory_format=torch.contiguous_format)  # `contiguous` leaves a single column as it lies
+    pairs = packed.view(torch.uint8)
     return pairs if bits == 8 else torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)

@@ -23,7 +23,10 @@ _OUT_OF = {
     errno.EMFILE: "file descriptors",
     errno.ENFILE: "file descriptors",
     errno.ENOMEM: "memory",
+    errno.ENOBUFS: "memory",
 }
+# In the texts of RuntimeErrors: of Python's threading, and of torch's allocator for the CPU.
+_SIGNS = {"can't start new thread": "threads", "DefaultCPUAllocator": "memory"}
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
@@ -97,4 +100,4 @@ def out_of(error: BaseException) -> str | None:
         return _OUT_OF.get(error.errno or 0)
     if isinstance(error, MemoryError):
         return "memory"
-    return "threads" if "can't start new thread" in str(error) else None
+    return next((resource for sign, resource in _SIGNS.items() if sign in str(error)), None)

@@ -46,7 +46,7 @@ def test_what_is_kept_of_earlier_answers(tmp_path: Path):
     path, other = tmp_path / "out.jsonl", tmp_path / "out.jsonl.tmp"
     other.write_text("of the user")
     first = AnswerFile(path, retry_failed=False)
-    for status in (200, 400, 404, 429, 500, 503, 0):
+    for status in (200, 400, 401, 403, 404, 429, 500, 503, 0):
         first.append(answer_row(f"{status}", Reply(status, {"error": {"message": "x"}})))
     with pytest.raises(ConfigError, match="another process"):
         AnswerFile(path, retry_failed=False)
@@ -115,7 +115,7 @@ def test_a_run_that_is_interrupted_is_continued_by_another_server(server, tmp_pa
     assert first.returncode == 130 and "the same command goes on" in log, log
     assert re.search(r"1/4 .* 0 failed, .*prefill \d+%", log), log
     assert not any(map(alive, processes)) and path.read_bytes().count(b"\n") == 1
-    command += ["--base-url", server.base_url]
+    command += ["--base-url", f"{server.url}/"]  # which ends in /v1/
     last = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120)
     assert last.returncode == 1 and re.search(r"100%.*, 1 failed", last.stderr), last.stderr
     answers = [json.loads(line) for line in path.read_text().splitlines()]

@@ -1,12 +1,16 @@
-"""What a program makes of the log of its own server, which is another process here."""
+"""What a program makes of a server that is busy or dies, and of the log of its own. The server is a web server or
+another process here."""
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 
 import pytest
+from aiohttp import web
 
-from mini_engine.batch.server_handle import forward_log
+from mini_engine.batch import server_handle
+from mini_engine.batch.server_handle import REPEATS, ServerHandle, forward_log
 
 
 @pytest.mark.parametrize(
@@ -22,3 +26,27 @@ async def test_a_progress_bar_of_any_length_does_not_end_the_log(status: int, sa
     command = sys.executable, "-c", download, str(status)
     await forward_log(await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE), ended)
     assert str(ended.result()).endswith(says)
+
+
+async def test_a_request_is_sent_again_after_each_status_as_often_as_after_that_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server that was busy for long may die once, and is busy again while it starts."""
+    monkeypatch.setattr(server_handle, "LONGEST_PAUSE_SECONDS", 0.0)
+    statuses = iter([429] * REPEATS[429] + [0] * REPEATS[0] + [503] * REPEATS[503] + [200, 502, 400])
+
+    async def answer(request: web.Request) -> web.Response:
+        if (status := next(statuses)) == 0:
+            assert request.transport is not None
+            request.transport.abort()
+        return web.json_response({}, status=status or 200)
+
+    app = web.Application()
+    app.add_routes([web.post("/", answer)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    with contextlib.closing(ServerHandle(f"http://127.0.0.1:{runner.addresses[0][1]}")) as server:
+        for status in (200, 400):
+            assert (await asyncio.wrap_future(server.run(server.post("/", b"")))).status == status
+    await runner.cleanup()

@@ -7,6 +7,7 @@ import re
 import resource
 
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from mini_engine.engine_client.engines import METRICS_SECONDS
@@ -160,11 +161,20 @@ async def test_a_download_without_a_free_descriptor_is_no_fault_of_the_request()
         assert (answer.status, str(answer)) == (503, "This server is out of file descriptors; retry later.")
 
 
+def refused_by_torch() -> Exception:
+    """What a media thread gets where frames become patches."""
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    return refused.value
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [
         (OSError(errno.ENOMEM, "x"), 503),
+        (OSError(errno.ENOBUFS, "x"), 503),
         (MemoryError(), 503),
+        (refused_by_torch(), 503),
         (RuntimeError("can't start new thread"), 503),
         (DecoderUnavailable("video 1", "no media decoder was free"), 503),
         (AssertionError("secret"), 500),

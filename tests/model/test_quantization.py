@@ -175,7 +175,7 @@ def test_a_published_layout_gives_the_logits_of_its_weights(form, source, tmp_pa
 
 @pytest.mark.parametrize("form", CONFIGS)
 def test_parts_of_a_matrix_are_those_of_its_values(form, tmp_path, monkeypatch):
-    """Any rows; columns from borders of 32, which may lie within a group; in runs."""
+    """Any rows, in one word too; columns from borders of 32, which may lie within a group; in runs."""
     monkeypatch.setattr(quantized_files, "RUN_VALUES", 1000)
     torch.manual_seed(2)
     tensors, values = store(form, 72, 704, group=64)
@@ -184,7 +184,8 @@ def test_parts_of_a_matrix_are_those_of_its_values(form, tmp_path, monkeypatch):
     config = replace(config, groups=frozenset())
     found = quantized_files.find_weights(tmp_path, config)["m.weight"]
     assert isinstance(found, quantized_files.StoredMatrix) and found.shape == values.shape
-    for rows, columns in ((slice(0, 72), slice(0, 704)), (slice(5, 27), slice(32, 672))):
+    parts = (slice(0, 72), slice(0, 704)), (slice(5, 27), slice(32, 672)), (slice(17, 20), slice(0, 704))
+    for rows, columns in parts:
         expected = values[rows, columns]
         read = torch.full_like(expected, float("nan"))
         for part_rows, part in found.parts(rows, columns, 32):
