@@ -89,5 +89,5 @@ def test_logits_of_a_sharded_bfloat16_head_are_not_rounded(name, bits, checkpoin
 
     logits, _ = script.on_ranks(2, runtime, run)
     expected = (hidden[rows].float() * dense.head.weight[token_ids].float()).sum(1)
-    bound = 0.02 if bits == "int8" and "untied" in name else 1e-5
+    bound = 0.05 if bits == "int8" and "untied" in name else 1e-5  # of weights and activations in 8 bits
     assert logits.dtype is torch.float32 and (logits - expected).abs().max() < bound
