@@ -16,7 +16,8 @@ from mini_engine.prompt.renderer import ChatRenderer
 from mini_engine.protocol.api_errors import ApiError
 from mini_engine.protocol.bodies import ChatMessage, ChatRequest
 from mini_engine.protocol.tools import TAGS, Function, Tool
-from tests.support import templates, tiny_processor
+from tests.prompt import templates
+from tests.support import tiny_processor
 from tests.support.serving import image, video
 
 

@@ -21,18 +21,15 @@ import zmq.asyncio
 from PIL import Image
 
 from mini_engine.config import EngineConfig
-from mini_engine.config.decode_limits import DecodeLimits
 from mini_engine.engine_client.engines import EngineClient
 from mini_engine.engine_client.media_store_client import CacheAccess
 from mini_engine.http.app import create_app
 from mini_engine.http.connections import HttpServer
 from mini_engine.http.context import AppContext, ModelFront
 from mini_engine.http.middleware import ActiveRequests
-from mini_engine.media.decode.decoder_pool import DecoderPool
 from mini_engine.media.loader import MediaLoader
 from mini_engine.media.processor import MediaProcessor
 from mini_engine.media.settings import MediaSettingsResolver
-from mini_engine.media.sources.policy import MediaPolicy
 from mini_engine.messages import EngineLimits
 from mini_engine.metrics import REGISTRY
 from mini_engine.prompt.detokenizer import Vocabulary
@@ -277,12 +274,6 @@ class Counted:
 
     def since(self) -> list[float]:
         return [self.read(name) - before for name, before in self.before.items()]
-
-
-def media_loader(processor: MediaProcessor, policy: MediaPolicy, allow_partial: bool = False) -> MediaLoader:
-    """A loader with two threads, and up to two decoder processes, which start with its first item."""
-    decoders = DecoderPool("served", 2, DecodeLimits(), policy.max_media_bytes)
-    return MediaLoader(processor, policy, decoders, 2, allow_partial)
 
 
 @contextlib.asynccontextmanager
