@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mini_engine.config import BUNDLED_MODEL, EngineConfig
-from mini_engine.kernels.avx2 import HalfMatrix
+from mini_engine.kernels.fbgemm import HalfMatrix
 from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix
 from mini_engine.launch.host import resolve_model
 from mini_engine.messages import (

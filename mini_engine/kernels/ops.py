@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_engine.kernels import avx2, onednn
+from mini_engine.kernels import fbgemm, onednn
 from mini_engine.kernels.staging import to_device
 
 MASKED = -3.4e38  # the score of a barred token: exp of it is 0, and unlike infinity it can be multiplied by 0
@@ -49,15 +49,15 @@ def triton_obstacle(device: torch.device) -> str | None:
 
 def linear(x: Tensor, weight: Tensor | nn.Module, bias: Tensor | None = None) -> Tensor:
     """`x W^T + b`: `[..., inputs]`, `[outputs, inputs]`, `[outputs]` -> `[..., outputs]`. The weight may be packed,
-    or quantised: then it multiplies by itself, see `avx2.py` and `quantized.py`."""
+    or quantised: then it multiplies by itself, see `fbgemm.py` and `quantized.py`."""
     if isinstance(weight, nn.Module):
         return weight(x, bias)
     if weight.is_mkldnn:
         return onednn.multiply(x, weight, bias)
     if x.ndim == 2 and len(x) >= onednn.LEAST_ROWS and onednn.available(x):
         return onednn.linear(x, weight, bias)
-    if x.ndim == 2 and len(x) >= avx2.LEAST_ROWS and avx2.widens(x):
-        return avx2.linear(x, weight, bias)
+    if x.ndim == 2 and len(x) >= fbgemm.LEAST_ROWS and fbgemm.widens(x):
+        return fbgemm.linear(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
@@ -112,15 +112,15 @@ def sum_experts(outputs: Tensor, weights: Tensor, shared: Tensor | None = None, 
     return y if shared is None or gate is None else y.addcmul_(gate.sigmoid(), shared)
 
 
-def pack(weight: nn.Parameter) -> nn.Parameter | avx2.HalfMatrix:
+def pack(weight: nn.Parameter) -> nn.Parameter | fbgemm.HalfMatrix:
     """The matrix `[outputs, inputs]` in the order in which `linear` reads it fastest on this CPU, an opaque copy, or as
     it is."""
-    return avx2.HalfMatrix(weight) if avx2.packs(weight) else nn.Parameter(onednn.pack(weight), requires_grad=False)
+    return fbgemm.HalfMatrix(weight) if fbgemm.packs(weight) else nn.Parameter(onednn.pack(weight), requires_grad=False)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """`softmax(q k^T / sqrt(head_dim) + mask) v`, torch's `scaled_dot_product_attention`."""
-    if q.dtype is torch.float16 and avx2.widens(q):  # in bfloat16 torch converts its blocks to float32 itself
+    if q.dtype is torch.float16 and fbgemm.widens(q):  # in bfloat16 torch converts its blocks to float32 itself
         wide = None if mask is None else mask.float()
         return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), wide).to(q.dtype)
     return F.scaled_dot_product_attention(q, k, v, mask)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_engine.kernels import avx2, onednn, ops
+from mini_engine.kernels import fbgemm, onednn, ops
 
 GROUPS = (128, 64, 32)  # inputs that may share a scale of 4-bit codes
 HAS_AVX2_ALONE = torch.cpu._is_avx2_supported() and not torch.cpu._is_avx512_supported()
@@ -197,7 +197,7 @@ class Int8Matrix(QuantizedMatrix):
         if len(x) <= FEW_ROWS_INT8 and x.dtype is torch.bfloat16:
             y = torch._weight_int8pack_mm(x.contiguous(), self.codes, x.new_ones(self.shape[0]))
         else:
-            y = avx2.multiply(x.float(), self.codes)
+            y = fbgemm.multiply(x.float(), self.codes)
         return (y * self.scales).to(x.dtype)
 
 
@@ -271,7 +271,7 @@ class Int4Matrix(QuantizedMatrix):
         return torch._weight_int4pack_mm_for_cpu(x.contiguous(), codes, self.group, self._scales_zeros)
 
     def _multiply_unpacked(self, x: Tensor) -> Tensor:
-        rows = x.float() if avx2.widens(x) else x
+        rows = x.float() if fbgemm.widens(x) else x
         y = rows.new_empty(len(x), len(self.codes) * BLOCK)
         step = self._blocks_at_once
         for start in range(0, len(self.codes), step):

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mini_engine.kernels import avx2, ops
+from mini_engine.kernels import fbgemm, ops
 from mini_engine.model.config import LinearConfig
 
 CHUNK = 64  # tokens that one triangular system holds
@@ -116,7 +116,7 @@ def _decay_and_strength(gates: Tensor, weights: Weights) -> tuple[Tensor, Tensor
 
 def _convolve(inputs: Tensor, kernel: Tensor) -> Tensor:
     """`[any, channels, n + kernel_size - 1]` -> `[any, channels, n]`, after SiLU."""
-    if avx2.widens(inputs):
+    if fbgemm.widens(inputs):
         inputs, kernel = inputs.float(), kernel.float()
     return F.silu(F.conv1d(inputs, kernel.unsqueeze(1), groups=len(kernel)))
 

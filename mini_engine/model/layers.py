@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_engine.free_memory import return_freed_memory
-from mini_engine.kernels import avx2, ops
-from mini_engine.kernels.avx2 import HalfMatrix
+from mini_engine.kernels import fbgemm, ops
+from mini_engine.kernels.fbgemm import HalfMatrix
 from mini_engine.kernels.quantized import GROUPS, Int4Matrix, Int8Matrix, MatrixPart, QuantizedMatrix, StackedMatrix
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.parallel import Placement, TensorParallel
@@ -77,7 +77,7 @@ def pack_weights(module: nn.Module) -> None:
     layers = [layer for layer in module.modules() if isinstance(layer, ColumnParallel | RowParallel)]
     heads = [layer for layer in module.modules() if isinstance(layer, VocabParallelEmbedding) and layer.is_head]
     # A head first, as it takes longest. oneDNN's order has no rows, which `project_to` reads.
-    packed_heads = [head for head in heads if isinstance(head.weight, nn.Parameter) and avx2.widens(head.weight)]
+    packed_heads = [head for head in heads if isinstance(head.weight, nn.Parameter) and fbgemm.widens(head.weight)]
     dense = [layer for layer in (*packed_heads, *layers) if isinstance(layer.weight, nn.Parameter)]
     numbers = count()
 
@@ -91,7 +91,7 @@ def pack_weights(module: nn.Module) -> None:
 
     with ThreadPoolExecutor(PACKING_THREADS) as pool:
         # FBGEMM takes one thread and 16 ns for a weight.
-        is_slow = any(avx2.widens(weight) for layer in dense for weight in layer.parameters())
+        is_slow = any(fbgemm.widens(weight) for layer in dense for weight in layer.parameters())
         [*(pool.map if is_slow else map)(replace, dense)]
     return_freed_memory()
     for number, matrix in enumerate(m for m in module.modules() if isinstance(m, QuantizedMatrix)):

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mini_engine.kernels import avx2, ops
+from mini_engine.kernels import fbgemm, ops
 
 EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-11}  # half a unit in the last place, at most
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif("fbgemm" not in torch.backends.quantized.support
 
 @pytest.fixture(autouse=True)
 def this_cpu(monkeypatch):
-    monkeypatch.setattr(avx2, "is_this_cpu", lambda: True)
+    monkeypatch.setattr(fbgemm, "is_this_cpu", lambda: True)
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,9 @@ def test_products_are_rounded_once(dtype, size, shape):
     weight, x = (size * torch.randn(1100, 1000)).to(dtype), torch.randn(*shape, 2000).to(dtype)[..., :1000]
     bias = (size * torch.randn(1100)).to(dtype)
     exact, packed = F.linear(x.double(), weight.double(), bias.double()), ops.pack(nn.Parameter(weight, False))
-    assert isinstance(packed, avx2.HalfMatrix) and packed.shape == weight.shape
+    assert isinstance(packed, fbgemm.HalfMatrix) and packed.shape == weight.shape
     results = [ops.linear(x, packed, bias)]
-    if len(shape) == 1 and len(x) >= avx2.LEAST_ROWS:
+    if len(shape) == 1 and len(x) >= fbgemm.LEAST_ROWS:
         results.append(ops.linear(x, weight, bias))
     bound = EPSILON[dtype] * exact.abs() + 1e-5 * F.linear(x.double().abs(), weight.double().abs())
     for y in results:
@@ -42,7 +42,7 @@ def test_small_matrices_and_those_of_float32_or_with_infinities_are_not_converte
     large = torch.randn(1024, 1024)
     infinite = large.bfloat16().index_fill_(0, torch.tensor([3]), float("inf"))
     for weight in (large, large.bfloat16()[:1000], infinite):
-        assert not isinstance(ops.pack(nn.Parameter(weight, requires_grad=False)), avx2.HalfMatrix)
+        assert not isinstance(ops.pack(nn.Parameter(weight, requires_grad=False)), fbgemm.HalfMatrix)
 
 
 @pytest.mark.parametrize("dtype", EPSILON, ids=str)

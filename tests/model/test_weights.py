@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForImageTextToText
 
-from mini_engine.kernels import avx2, ops
+from mini_engine.kernels import fbgemm, ops
 from mini_engine.model import weights
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.layers import (
@@ -180,7 +180,7 @@ def test_a_matrix_is_freed_once_it_is_packed(monkeypatch):
         assert weight is not head.weight or all(freed.acquire(timeout=10) for _ in others)
         return nn.Parameter(weight.clone(), requires_grad=False)
 
-    monkeypatch.setattr(avx2, "is_this_cpu", lambda: True)
+    monkeypatch.setattr(fbgemm, "is_this_cpu", lambda: True)
     monkeypatch.setattr(ops, "pack", pack)
     for layer in others:
         weakref.finalize(layer.weight, freed.release)
