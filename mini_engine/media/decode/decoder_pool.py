@@ -34,6 +34,7 @@ from mini_engine.media.decode.fair_places import FairPlaces, Place
 from mini_engine.media.decode.item_limits import MAX_ASPECT_RATIO
 from mini_engine.media.frame_sampling import VideoFacts
 from mini_engine.media.media_errors import DecoderUnavailable, MediaError
+from mini_engine.protocol.api_errors import out_of
 from mini_engine.transport.shared_memory import create_sparse
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ class DecoderPool:
             MediaError: the item is damaged, unsupported or beyond a limit; or it crashed its decoder, took too long or
                 needed too much memory.
             DecoderUnavailable: no decoder was free in time, or it was killed or starved from outside.
-            OSError: the host has no memory for it.
+            OSError: the host has no process, descriptor or memory for it, see `out_of`.
         """
         place, child = await self._acquire(job.item, owner)
         loop = asyncio.get_running_loop()
@@ -155,7 +156,7 @@ class DecoderPool:
                 child = await self._wait_until_started(self._launch_decoder())
         except BaseException as error:
             place.release()
-            if isinstance(error, OSError):
+            if isinstance(error, OSError) and not out_of(error):
                 raise DecoderUnavailable(item, "no media decoder could be started; retry later") from error
             raise
         self._ensure_spare()

@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import os
 import re
+import resource
 import signal
 import socket
 import struct
@@ -25,6 +26,7 @@ from mini_engine.media.decode.decoder_pool import KEPT_BYTES, DecoderPool, Decod
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
 from mini_engine.media.media_errors import DecoderUnavailable, MediaError
 from mini_engine.metrics import REGISTRY
+from mini_engine.protocol.api_errors import out_of
 from tests.media.decode.test_image import FORMATS, saved, tall
 from tests.support import clips, corpus
 from tests.support.decoding import decode_image, decode_video
@@ -290,6 +292,20 @@ async def test_a_decoder_that_dies_while_its_api_server_loads_costs_no_start() -
     (launched,) = {*descendants(os.getpid())} - before
     os.kill(launched, signal.SIGKILL)
     await decoders.pool.start()
+    await decoders.check()
+    decoders.pool.close()
+
+
+async def test_a_decoder_that_cannot_be_started_says_what_the_host_is_out_of() -> None:
+    """So that the request is counted as one that the host refuses. The next one is decoded."""
+    decoders, (soft, hard) = Decoders(places=1), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # each further one is EMFILE
+    try:
+        with pytest.raises(OSError) as caught:
+            await decoders.decode()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert out_of(caught.value) == "file descriptors"
     await decoders.check()
     decoders.pool.close()
 
