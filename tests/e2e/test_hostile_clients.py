@@ -25,14 +25,18 @@ from tests.support.processes import memory
 from tests.support.running_server import CHAT_HEAD, RunningServer, message
 from tests.support.web import WebServer
 
-DOCUMENT = schemathesis.openapi.from_dict(create_app(SimpleNamespace(config=EngineConfig())).openapi())
-OPERATIONS = [found.ok() for found in DOCUMENT.get_all_operations()]
+DOCUMENT = create_app(SimpleNamespace(config=EngineConfig())).openapi()
+OPERATIONS = [found.ok() for found in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()]
 
 
 @pytest.fixture(scope="module")
 def small_server() -> Iterator[RunningServer]:
     with RunningServer("--max-model-len", "512") as running:
         yield running
+
+
+def test_the_document_is_served(small_server):
+    assert small_server.get("/openapi.json").body == json.dumps(DOCUMENT, separators=(",", ":"), ensure_ascii=False)
 
 
 @pytest.mark.parametrize(

@@ -22,14 +22,17 @@ from tests.support.running_server import RunningServer
 HOSTILE, OTHER = "127.0.0.2", "127.0.0.3"  # where they connect from: a client is an address
 
 
-def post(server: RunningServer, fields: dict[str, Any], address: str) -> http.client.HTTPResponse:
+def body_of(fields: dict[str, Any]) -> bytes:
+    defaults = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 400}
+    return json.dumps(defaults | fields, separators=(",", ":")).encode()
+
+
+def post(server: RunningServer, body: bytes, address: str) -> http.client.HTTPResponse:
     """The response, with its `body`, to a request from this address."""
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 400} | fields
     connecting = http.client.HTTPConnection(*server.address, timeout=120, source_address=(address, 0))
     with contextlib.closing(connecting) as connection:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is refused before all of it is sent
-            data = json.dumps(body, separators=(",", ":")).encode()
-            connection.request("POST", "/v1/chat/completions", data, {"Content-Type": "application/json"})
+            connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
         response = connection.getresponse()
         response.body = response.read().decode()
         return response
@@ -43,7 +46,7 @@ def one_token_requests(server: RunningServer) -> Iterator[list[float]]:
 
     def ask() -> None:
         begun = time.monotonic()
-        response = post(server, {"max_tokens": 1}, OTHER)
+        response = post(server, body_of({"max_tokens": 1}), OTHER)
         assert response.status == 200, response.body
         took.append(time.monotonic() - begun)
 
@@ -106,24 +109,25 @@ CALL = {"type": "function", "id": "1", "function": {"name": "f", "arguments": f"
 )
 def test_one_client_does_not_block_others(server, name, fields, status, at_once, seconds):
     """The slow tests repeat an attack, each time with a grammar that the server has not seen."""
-    post(server, {"max_tokens": 1}, OTHER)
-    family, api = set(descendants(server.process.pid)), server.pids()["api 0"]
+    post(server, body_of({"max_tokens": 1}), OTHER)
+    family, api, body = set(descendants(server.process.pid)), server.pids()["api 0"], body_of(fields)
     before, ended = memory(api, "VmRSS"), time.monotonic() + seconds
     Path(f"/proc/{api}/clear_refs").write_text("5")  # VmHWM starts at VmRSS
     with one_token_requests(server) as took, ThreadPoolExecutor(at_once) as threads:
         for number in itertools.count(1):
-            attack = fields | {"cache_salt": f"{number}"}
+            attack = body.replace(b"{", b'{"cache_salt":"%d",' % number, 1)
             sent = [threads.submit(post, server, attack, HOSTILE) for _ in range(at_once)]
             assert {request.result().status for request in sent} == {status}
             if time.monotonic() > ended:
                 break
         eventually(lambda: len(took) > 3)
-    median, p99 = (1000 * sorted(took)[int(share * len(took))] for share in (0.5, 0.99))
-    print(f"{len(took)} requests beside {number}: median {median:.0f}, p99 {p99:.0f}, max {1000 * max(took):.0f} ms")
-    assert max(took) < 5  # for one token on a busy machine; a request that blocks others did so for a minute
+    median, p99, longest = (1000 * sorted(took)[int(share * (len(took) - 1))] for share in (0.5, 0.99, 1))
+    counts = f"{len(took)} requests beside {at_once * number}"
+    print(f"{counts}: median {median:.0f}, p99 {p99:.0f}, max {longest:.0f} ms")
+    assert longest < 5000  # for one token on a busy machine; a request that blocks others did so for a minute
     is_grammar = "structured_outputs" in fields and status == 400
-    assert not seconds or (p99 < 250 and not (is_grammar and max(took) > 0.25))
-    assert memory(api, "VmHWM") - before < len(json.dumps(fields, separators=(",", ":"))) + (128 << 20)
+    assert not seconds or (p99 < 250 and not (is_grammar and longest > 250))
+    assert memory(api, "VmHWM") - before < len(body) + (128 << 20)
     server.assert_at_rest()
     assert server.pids()["api 0"] == api
     eventually(lambda: family <= set(descendants(server.process.pid)))
@@ -147,19 +151,19 @@ def test_random_grammars_do_not_block_others(server):
         terms.map(lambda text: guided(regex=text)),
         schemas.map(lambda schema: guided(json=schema)),
     )
-    bodies = list[dict[str, Any]]()
+    bodies = list[bytes]()
 
     @settings(max_examples=200)
     @given(grammars, st.integers(1, 16))
     def draw(fields: dict[str, Any], n: int) -> None:
-        bodies.append({"max_tokens": 60, "n": n, **fields})
+        bodies.append(body_of({"max_tokens": 60, "n": n, **fields}))
 
     draw()  # apart, since hypothesis would send a request that fails again and again, smaller
     before = server.pids()
     with one_token_requests(server) as took:
         for body in bodies:
             response = post(server, body, HOSTILE)
-            assert response.status in (200, 400), f"{response.body} for {json.dumps(body)[:2000]}"
+            assert response.status in (200, 400), f"{response.body} for {body[:2000]!r}"
     print(f"{len(took)} requests, {1000 * max(took):.0f} ms at most")
     assert max(took) < 1.0
     server.assert_at_rest()
