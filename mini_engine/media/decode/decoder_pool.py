@@ -175,6 +175,8 @@ class DecoderPool:
         task.add_done_callback(self._background.discard)
 
     def _launch_decoder(self) -> DecoderProcess:
+        if self.is_closed:  # perhaps between the decision to start one and its turn in the event loop
+            raise OSError("the pool is closed")
         child = DecoderProcess(self._name, self.limits, self._max_input_bytes, lambda size: self.count_decoded(size))
         self._decoders.add(child)
         return child
