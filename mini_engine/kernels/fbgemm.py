@@ -31,9 +31,9 @@ def widens(x: Tensor) -> bool:
 
 
 def packs(weight: Tensor) -> bool:
-    """Whether `weight` is to become a `HalfMatrix`. If it is not finite it is not: FBGEMM clamps to float16."""
-    is_large = weight.numel() >= LEAST_PACKED
-    return is_large and widens(weight) and _pack is not None and bool(weight.isfinite().all())
+    """Whether `weight`, on which operators are faster in float32, is to become a `HalfMatrix`. If it is not finite it
+    is not: FBGEMM clamps to float16."""
+    return weight.numel() >= LEAST_PACKED and _pack is not None and bool(weight.isfinite().all())
 
 
 class HalfMatrix(nn.Module):

@@ -115,7 +115,9 @@ def sum_experts(outputs: Tensor, weights: Tensor, shared: Tensor | None = None, 
 def pack(weight: nn.Parameter) -> nn.Parameter | fbgemm.HalfMatrix:
     """The matrix `[outputs, inputs]` in the order in which `linear` reads it fastest on this CPU, an opaque copy, or as
     it is."""
-    return fbgemm.HalfMatrix(weight) if fbgemm.packs(weight) else nn.Parameter(onednn.pack(weight), requires_grad=False)
+    if fbgemm.widens(weight):
+        return fbgemm.HalfMatrix(weight) if fbgemm.packs(weight) else weight
+    return nn.Parameter(onednn.pack(weight), requires_grad=False)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

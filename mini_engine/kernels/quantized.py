@@ -310,7 +310,7 @@ class StackedMatrix(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """As of a `QuantizedMatrix`."""
-        y = torch.cat([m(x) if isinstance(m, nn.Module) else F.linear(x, m) for m in self.matrices], dim=-1)
+        y = torch.cat([ops.linear(x, matrix) for matrix in self.matrices], dim=-1)
         return y if bias is None else y.add_(bias)
 
 

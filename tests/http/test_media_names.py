@@ -9,6 +9,7 @@ import pytest
 from mini_engine.engine_client.engines import LOAD_MARGIN
 from mini_engine.engine_client.media_store_client import CacheAccess
 from mini_engine.http.access import SHARED_KEY
+from mini_engine.media.hashing import content_digest
 from tests.support.patience import eventually
 from tests.support.serving import CLIP, Counted, Serve, Served, SlowWeb, chat_body, check_error, image, png, video
 
@@ -171,6 +172,24 @@ async def test_named_media_are_asked_for_where_the_first_was_sent_at_any_load(se
         await ask(served, *alone)
     assert counted.since() == [1, 4]
     assert [len(request.media) for request in served.cores[busy].requests[-3:]] == [1, 2, 2]
+
+
+async def test_url_with_new_content_is_at_the_engine_that_its_name_leads_to(serve: Serve, web: SlowWeb) -> None:
+    """Also if it is downloaded again in the middle of a request; another engine's queue has no place for that."""
+    web.go.set()
+    async with serve(caches=[CacheAccess(1 << 30)] * 2) as served:
+        engines = served.context.engines
+        contents = {engines.preferred(content_digest(body)).number: body for body in map(png, range(28, 700, 28))}
+        (first, web.body), (other, changed) = contents.items()
+        await ask(served, part := named(web.part))
+        served.cores[first].held, served.cores[first].accepts = "embeddings", False
+        asking = served.asking([part], **SALT)
+        evicted = await served.cores[first].has_requests(2)
+        served.cores[first].kept, web.body = {}, changed
+        await served.cores[first].turn_down(evicted, arrival=17)
+        assert (await asking).status_code == 200 and web.dialled == 2
+        await ask(served, ALONE)
+        assert [request.arrival for request in served.cores[other].requests] == [None, None]
 
 
 # --- within one request -----------------------------------------------------------------------------------------------

@@ -88,6 +88,17 @@ def test_unset_is_zero_and_stacked_matrices_follow_each_other():
     assert torch.equal(stacked(x)[..., :40], torch.zeros(2, 3, 40))
 
 
+def test_dense_part_of_a_stacked_matrix_is_multiplied_as_any_dense_matrix(monkeypatch):
+    """In float32, where that is faster: of projections in 8 bits some are dense, such as those to gates."""
+    monkeypatch.setattr(fbgemm, "is_this_cpu", lambda: True)
+    dense, x = torch.nn.Parameter(torch.randn(3, 64).bfloat16(), requires_grad=False), torch.randn(8, 64).bfloat16()
+    multiplied = []
+    monkeypatch.setattr(fbgemm, "linear", lambda x, *rest: multiplied.append(rest) or x.new_zeros(len(x), 3))
+    stacked = StackedMatrix([full := matrix(8, 8, 64), dense])
+    full.pack()
+    assert not stacked(x)[:, 8:].any() and multiplied == [(dense, None)]
+
+
 @pytest.mark.parametrize("bits", [(4, 4, 4), (4, 8, 4)])
 def test_products_of_parts_are_those_of_each_matrix(bits):
     matrices = [matrix(each, 72, 64) for each in bits]

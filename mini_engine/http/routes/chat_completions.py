@@ -86,6 +86,9 @@ async def start(context: AppContext, prompt: Prompt, state: State) -> Answer:
                             answer = await send(context, engine, prompt, items, state, arrival, trusts_embeddings)
                 except DownloadAgain as again:  # without places: a web server that hangs must block no queue
                     items = await load_media(context, prompt, again.refs, state, held)
+                    # Another content may be there now: then the engine is the one at which later names look for it.
+                    before, engine = engine, context.engines.preferred(items[0][0].content.digest)
+                    arrival = arrival if engine is before else None
                     continue
             if await answer.is_admitted():
                 metrics.media_named_hits_total.inc(len({item[0] for item in items if item[0].content.is_absent}))
