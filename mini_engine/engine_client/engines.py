@@ -287,11 +287,11 @@ class EngineClient:
         least = min(self._running, key=lambda running: running.load)
         return self.preferred(digest, least.load + LOAD_MARGIN) if digest else least
 
-    def preferred(self, key: bytes, most: float = math.inf) -> EngineHandle:
-        """The engine that rendezvous hashing gives `key`, of those with up to `most` samples. Raises EngineError: none
-        runs."""
+    def preferred(self, key: bytes, max_load: float = math.inf) -> EngineHandle:
+        """The engine that rendezvous hashing gives `key`, of those with up to `max_load` samples. Raises EngineError:
+        none runs."""
         self.check()
-        running = [running for running in self._running if running.load <= most]
+        running = [running for running in self._running if running.load <= max_load]
         return max(running, key=lambda running: hashlib.blake2b(key + bytes([running.number])).digest())
 
     async def refresh_metrics(self) -> None:

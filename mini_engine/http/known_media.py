@@ -124,8 +124,8 @@ async def find_media(engine: EngineHandle, items: Sequence[Candidates], request_
         if unknown := [item.ref.name for item in lacking if not origin_of(item.content)]:
             raise ApiError(404, f"{', '.join(unknown)}: {NOT_FOUND}.", code="media_not_found", param="messages")
         keys, refs = {item.ref.key for item in lacking}, [item.ref for item in chosen]
-        urls = [origin_of(ref.url) or ref.url if ref.key in keys else ref.url for ref in refs]
-        raise DownloadAgain([replace(ref, url=url) for ref, url in zip(refs, urls, strict=True)])
+        fetched = [replace(ref, url=origin_of(ref.url) or ref.url) if ref.key in keys else ref for ref in refs]
+        raise DownloadAgain(fetched)
     digests: dict[bytes, bytes] = {}
     for item in chosen:
         if item.ref.key and digests.setdefault(item.ref.key, item.content.digest) != item.content.digest:

@@ -20,14 +20,14 @@ _pack = getattr(torch.ops.quantized, "linear_prepack_fp16", None)
 
 
 @functools.cache
-def is_this_cpu() -> bool:
-    """Whether the CPU has AVX2, maybe AVX-512, and no products of bfloat16."""
+def is_x86_without_bfloat16() -> bool:
+    """With AVX2, maybe AVX-512, and no products of bfloat16."""
     return torch.cpu._is_avx2_supported() and not torch.cpu._is_avx512_bf16_supported()
 
 
 def widens(x: Tensor) -> bool:
     """Whether operators on `x` are faster here in float32."""
-    return x.dtype in (torch.bfloat16, torch.float16) and x.device.type == "cpu" and is_this_cpu()
+    return x.dtype in (torch.bfloat16, torch.float16) and x.device.type == "cpu" and is_x86_without_bfloat16()
 
 
 def packs(weight: Tensor) -> bool:

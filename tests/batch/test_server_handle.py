@@ -20,9 +20,9 @@ from mini_engine.batch.server_handle import REPEATS, ServerHandle, forward_log
 async def test_a_progress_bar_of_any_length_does_not_end_the_log(status: int, says: str) -> None:
     ended = asyncio.get_running_loop().create_future()
     download = (
-        r"import sys; sys.stderr.write(''.join(f'\rmodel.safetensors: {number:9}|' for number in range(100_000)))"
+        r"import sys; sys.stderr.write(''.join(f'\rmodel.safetensors: {number:9}|' for number in range(100_000))); "
+        r"sys.stderr.write('\nserve.py: start failed: no space is left\n'); sys.exit(int(sys.argv[1]))"
     )
-    download += r"; sys.stderr.write('\nserve.py: start failed: no space is left\n'); sys.exit(int(sys.argv[1]))"
     command = sys.executable, "-c", download, str(status)
     await forward_log(await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE), ended)
     assert str(ended.result()).endswith(says)

@@ -70,6 +70,63 @@ class RequestLoad:
                 assert world.tokens[name] == expected[: len(world.tokens[name])] and world.ends[name] != ["error"]
 
 
+ANYTHING = st.builds(
+    RequestLoad,
+    prompt=st.integers(1, 30),
+    output=st.integers(1, 12),
+    arrival=st.integers(0, 10),
+    media=st.lists(st.integers(0, 3), max_size=2),
+    gap=st.sampled_from([0, 2]),
+    first_token=st.sampled_from([20, 60]),
+    priority=st.integers(0, 1),
+    client=st.sampled_from([b"", b"", b"a", b"b"]),
+    num_children=st.integers(0, 2),
+    abort=st.none() | st.integers(0, 25),
+    stops=st.booleans(),
+    grammar=st.sampled_from(["", "", "good", "fine", "bad"]),
+    pools=st.booleans(),
+).map(lambda load: dataclasses.replace(load, output=1, num_children=0, stops=False, grammar="") if load.pools else load)
+ANY_WORLD = {
+    "blocks": st.integers(11, 40),
+    "max_seqs": st.integers(1, 8),
+    "max_tokens": st.integers(1, 24),
+    "ranks": st.integers(1, 2),
+    # Of the seconds of a step the latter leave time for 16 tokens, or for one block of the vision tower.
+    "seconds": st.sampled_from([(0.02, 0.001, 0.002), (0.02, 0.02, 0.2)]),
+    "async_scheduling": st.booleans(),
+    "enable_prefix_caching": st.booleans(),
+    "encoder_cache_tokens": st.integers(8, 14),
+    "max_num_encoder_input_tokens": st.sampled_from([None, 1, 3, 6]),
+    "long_prefill_token_threshold": st.sampled_from([0, 4]),
+    "snapshots": st.sampled_from([None, 0, 1, 3, 20]),
+    "state_snapshot_interval": st.sampled_from([4, 12]),
+}
+
+# Samples of one prompt about few videos, and urgent text that takes all blocks: each cache forgets what another holds.
+ABOUT_FEW_VIDEOS = {"prompt": st.just(14), "arrival": st.integers(0, 40), "media": st.sampled_from([[3], [7]])}
+SAMPLES = st.builds(RequestLoad, output=st.integers(1, 2), num_children=st.integers(1, 2), **ABOUT_FEW_VIDEOS)
+POOLED = st.builds(RequestLoad, output=st.just(1), pools=st.just(True), **ABOUT_FEW_VIDEOS)
+URGENT = st.builds(
+    RequestLoad,
+    prompt=st.just(60),
+    output=st.integers(1, 4),
+    arrival=st.integers(10, 80),
+    first_token=st.integers(100, 400),
+    priority=st.just(-1),
+    client=st.sampled_from([b"", b"a"]),
+)
+
+# Turns whose first video is in cached blocks, so that they have no room for it reserved; and text that evicts them.
+TURNS = st.builds(
+    RequestLoad,
+    prompt=st.just(20),
+    output=st.sampled_from([1, 24]),
+    arrival=st.integers(0, 20),
+    media=st.sampled_from([[1], [1, 5], [1, 9]]),
+)
+GROWING = st.builds(
+    RequestLoad, prompt=st.just(4), output=st.just(60), arrival=st.integers(0, 20), priority=st.just(-1)
+)
 SMALL_WORLD = {
     "blocks": st.just(16),
     "encoder_cache_tokens": st.just(4),
@@ -102,98 +159,13 @@ def report_grammars(world: World, chance: random.Random, share: float) -> None:
 
 @settings(max_examples=450, deadline=None)
 @given(
-    case=st.tuples(
-        st.lists(
-            st.builds(
-                RequestLoad,
-                prompt=st.integers(1, 30),
-                output=st.integers(1, 12),
-                arrival=st.integers(0, 10),
-                media=st.lists(st.integers(0, 3), max_size=2),
-                gap=st.sampled_from([0, 2]),
-                first_token=st.sampled_from([20, 60]),
-                priority=st.integers(0, 1),
-                client=st.sampled_from([b"", b"", b"a", b"b"]),
-                num_children=st.integers(0, 2),
-                abort=st.none() | st.integers(0, 25),
-                stops=st.booleans(),
-                grammar=st.sampled_from(["", "", "good", "fine", "bad"]),
-                pools=st.booleans(),
-            ).map(
-                lambda load: (
-                    dataclasses.replace(load, output=1, num_children=0, stops=False, grammar="") if load.pools else load
-                )
-            ),
-            min_size=1,
-            max_size=10,
-        ),
-        st.fixed_dictionaries(
-            {
-                "blocks": st.integers(11, 40),
-                "max_seqs": st.integers(1, 8),
-                "max_tokens": st.integers(1, 24),
-                "ranks": st.integers(1, 2),
-                # Of the seconds of a step the latter leave time for 16 tokens, or for one block of the vision tower.
-                "seconds": st.sampled_from([(0.02, 0.001, 0.002), (0.02, 0.02, 0.2)]),
-                "async_scheduling": st.booleans(),
-                "enable_prefix_caching": st.booleans(),
-                "encoder_cache_tokens": st.integers(8, 14),
-                "max_num_encoder_input_tokens": st.sampled_from([None, 1, 3, 6]),
-                "long_prefill_token_threshold": st.sampled_from([0, 4]),
-                "snapshots": st.sampled_from([None, 0, 1, 3, 20]),
-                "state_snapshot_interval": st.sampled_from([4, 12]),
-            }
-        ),
-    )
-    # Samples of one prompt about few videos, and urgent text that takes all blocks: each cache forgets what another
-    # holds.
+    case=st.tuples(st.lists(ANYTHING, min_size=1, max_size=10), st.fixed_dictionaries(ANY_WORLD))
     | st.tuples(
-        st.lists(
-            st.builds(
-                RequestLoad,
-                st.just(14),
-                st.integers(1, 2),
-                st.integers(0, 40),
-                st.sampled_from([[3], [7]]),
-                num_children=st.integers(1, 2),
-            )
-            | st.builds(
-                RequestLoad,
-                st.just(14),
-                st.just(1),
-                st.integers(0, 40),
-                st.sampled_from([[3], [7]]),
-                pools=st.just(True),
-            )
-            | st.builds(
-                RequestLoad,
-                st.just(60),
-                st.integers(1, 4),
-                st.integers(10, 80),
-                first_token=st.integers(100, 400),
-                priority=st.just(-1),
-                client=st.sampled_from([b"", b"a"]),
-            ),
-            min_size=6,
-            max_size=12,
-        ),
+        st.lists(SAMPLES | POOLED | URGENT, min_size=6, max_size=12),
         st.fixed_dictionaries(SMALL_WORLD | {"max_seqs": st.just(1)}),
     )
-    # Turns whose first video is in cached blocks, so that they have no room for it reserved; and text that evicts them.
     | st.tuples(
-        st.lists(
-            st.builds(
-                RequestLoad,
-                st.just(20),
-                st.sampled_from([1, 24]),
-                st.integers(0, 20),
-                st.sampled_from([[1], [1, 5], [1, 9]]),
-            )
-            | st.builds(RequestLoad, st.just(4), st.just(60), st.integers(0, 20), priority=st.just(-1)),
-            min_size=3,
-            max_size=8,
-        ),
-        st.fixed_dictionaries(SMALL_WORLD | {"max_seqs": st.just(3)}),
+        st.lists(TURNS | GROWING, min_size=3, max_size=8), st.fixed_dictionaries(SMALL_WORLD | {"max_seqs": st.just(3)})
     ),
     timing=st.integers(0, 2**32),
 )

@@ -23,7 +23,7 @@ OUTPUT = 4  # tokens
 class RandomRequest:
     """A request of an API server; the messages that it receives decide what is done next."""
 
-    numbers = itertools.count(1)  # of tensor messages
+    message_numbers = itertools.count(1)
 
     def __init__(self, world: CachingWorld, chance: random.Random, name: str, sender: tuple[str, int]):
         self.world, self.chance, self.name, self.sender = world, chance, name, sender
@@ -72,7 +72,7 @@ class RandomRequest:
         self.state, is_lost, media = "sent", self.chance.random() < 0.1, []
         for offset, (media_hash, size) in zip((1, 5), self.sizes.items(), strict=False):
             is_tensor = self.sources[media_hash] == "tensor"
-            message = MessageId(self.sender[1], next(self.numbers)) if is_tensor else None
+            message = MessageId(self.sender[1], next(self.message_numbers)) if is_tensor else None
             media.append(item(message, offset, size, media_hash=media_hash, grids=size))
         more = {"children": self.children, "arrival": self.arrival, "ready": not is_lost}
         self.world.request(self.name, 9, OUTPUT, media, sender=self.sender, **more)

@@ -94,10 +94,8 @@ def test_every_combination_answers_right_and_frees_everything(cache, transport, 
         for _ in range(engines):  # with all at once an engine may be passed over: it caches in the first round
             if cache == "off":  # else embeddings are found
                 assert server.get("/reset_caches", method="POST").status == 200
-            with (
-                counted(server, apis) as again,
-                ThreadPoolExecutor(4) as pool,
-            ):  # no engine is so busy as to be passed over
+            # With four at once no engine is so busy as to be passed over.
+            with counted(server, apis) as again, ThreadPoolExecutor(4) as pool:
                 assert list(pool.map(functools.partial(ask, shift=1), range(clients))) == tokens
         assert again == (cold if cache == "off" else Counter())
 

@@ -20,19 +20,20 @@ from tests.support.processes import descendants, eventually, memory
 from tests.support.running_server import RunningServer
 
 HOSTILE, OTHER = "127.0.0.2", "127.0.0.3"  # where they connect from: a client is an address
+CHAT = "/v1/chat/completions"
 
 
-def body_of(fields: dict[str, Any]) -> bytes:
-    defaults = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 400}
+def body_of(fields: dict[str, Any], path: str = CHAT) -> bytes:
+    defaults = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 400} if path == CHAT else {}
     return json.dumps(defaults | fields, separators=(",", ":")).encode()
 
 
-def post(server: RunningServer, body: bytes, address: str) -> http.client.HTTPResponse:
+def post(server: RunningServer, body: bytes, address: str, path: str = CHAT) -> http.client.HTTPResponse:
     """The response, with its `body`, to a request from this address."""
     connecting = http.client.HTTPConnection(*server.address, timeout=120, source_address=(address, 0))
     with contextlib.closing(connecting) as connection:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is refused before all of it is sent
-            connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+            connection.request("POST", path, body, {"Content-Type": "application/json"})
         response = connection.getresponse()
         response.body = response.read().decode()
         return response
@@ -103,6 +104,7 @@ CALL = {"type": "function", "id": "1", "function": {"name": "f", "arguments": f"
         ("empty parts", {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 25_000}]}, 400, 1),
         ("arguments of an earlier call", {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, 400, 1),
         ("a schema", guided(json={"enum": [1] * 120_000}), 400, 1),
+        ("token ids", {"tokens": [1] * 10**6}, 400, 1),  # at /detokenize
         ("a field that is ignored", {"metadata": [[]] * 60_000, "max_tokens": 1}, 200, 1),
         ("a body that is too large", {"metadata": [[]] * 10**7}, 413, 1),
     ],
@@ -110,13 +112,15 @@ CALL = {"type": "function", "id": "1", "function": {"name": "f", "arguments": f"
 def test_one_client_does_not_block_others(server, name, fields, status, at_once, seconds):
     """The slow tests repeat an attack, each time with a grammar that the server has not seen."""
     post(server, body_of({"max_tokens": 1}), OTHER)
-    family, api, body = set(descendants(server.process.pid)), server.pids()["api 0"], body_of(fields)
+    family, api = set(descendants(server.process.pid)), server.pids()["api 0"]
+    path = "/detokenize" if "tokens" in fields else CHAT
+    body = body_of(fields, path)
     before, ended = memory(api, "VmRSS"), time.monotonic() + seconds
     Path(f"/proc/{api}/clear_refs").write_text("5")  # VmHWM starts at VmRSS
     with one_token_requests(server) as took, ThreadPoolExecutor(at_once) as threads:
         for number in itertools.count(1):
-            attack = body.replace(b"{", b'{"cache_salt":"%d",' % number, 1)
-            sent = [threads.submit(post, server, attack, HOSTILE) for _ in range(at_once)]
+            attack = body.replace(b'{"messages"', b'{"cache_salt":"%d","messages"' % number, 1)
+            sent = [threads.submit(post, server, attack, HOSTILE, path) for _ in range(at_once)]
             assert {request.result().status for request in sent} == {status}
             if time.monotonic() > ended:
                 break

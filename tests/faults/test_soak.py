@@ -46,6 +46,7 @@ def test_memory_and_descriptors_do_not_grow_under_load():
     caches = "--mm-processor-cache-gb 0.01 --encoder-cache-tokens 4096 --num-gpu-blocks-override 600".split()
     with RunningServer("--api-server-count", "2", *caches) as server, ThreadPoolExecutor(1) as pool:
         server.client.close()
+        listener = (server.address[1], 0)  # of each API server; the kernel queues connections at it
         with Load(server, questions) as load:
             disturbing = pool.submit(disturb, server, questions, over := threading.Event())
             try:
@@ -54,8 +55,7 @@ def test_memory_and_descriptors_do_not_grow_under_load():
                     shown, pids = server.metrics(SURVIVOR), server.pids()
                     if now > next_kill and "api 0" in pids and server.log.count("replacement ready") == len(kills):
                         os.kill(pids["api 0"], signal.SIGKILL)
-                        listener = (server.address[1], 0)  # of each API server; the kernel queues connections at it
-                        eventually(lambda ends=listener: [socket[:2] for socket in tcp_sockets()].count(ends) == 1)
+                        eventually(lambda: [socket[:2] for socket in tcp_sockets()].count(listener) == 1)
                         kills.append((now, time.monotonic()))
                         next_kill = now + kill_seconds
                     values = {("gauge", name): total(shown, name) for name in GAUGES}

@@ -30,7 +30,8 @@ FEW, MANY = triton_products.SHAPES
 
 def combinations(by_default: Sequence[tuple[Any, ...]], *axes: Iterable[Any]) -> list[Any]:
     """All of them; `by_default` are those that are not slow."""
-    cases = itertools.product(*axes)
+    cases = [*itertools.product(*axes)]
+    assert all(case in cases for case in by_default)
     return [pytest.param(*case, marks=[] if case in by_default else [pytest.mark.slow]) for case in cases]
 
 

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.skipif("fbgemm" not in torch.backends.quantized.support
 
 
 @pytest.fixture(autouse=True)
-def this_cpu(monkeypatch):
-    monkeypatch.setattr(fbgemm, "is_this_cpu", lambda: True)
+def cpu_without_bfloat16(monkeypatch):
+    monkeypatch.setattr(fbgemm, "is_x86_without_bfloat16", lambda: True)
 
 
 @pytest.mark.parametrize(

@@ -203,10 +203,10 @@ def test_draw(spread, steps, size, device):
     for row, (token, scores) in enumerate(zip(tokens.tolist(), logits / temperature.unsqueeze(1), strict=True)):
         if row < len(combinations):
             min_p, top_k, top_p = combinations[row]
-            assert any(
-                token
-                == reference_token(scores, min_p, min(top_k, size), top_p * (1 + a * (top_p < 1)), drawn[row] * (1 + b))
+            possible = {
+                reference_token(scores, min_p, min(top_k, size), top_p * (1 + a * (top_p < 1)), drawn[row] * (1 + b))
                 for a, b in itertools.product((0, -1e-6, 1e-6), repeat=2)
-            ), (row, combinations[row])
+            }
+            assert token in possible, (row, combinations[row])
         else:
             assert token == size - 1

@@ -25,7 +25,7 @@ def test_products_are_within_their_rounding(bits, outputs, inputs, dtype, with_a
     """8 bits: x is off by half a step at most, and not at all with AVX2 alone. 4 bits in 16-bit floats: the
     kernel and unpacking round a weight, of which the shift by the zero may be twice as large, and y; each at most by
     half a unit in the last place."""
-    monkeypatch.setattr(fbgemm, "is_this_cpu", lambda: with_avx2)
+    monkeypatch.setattr(fbgemm, "is_x86_without_bfloat16", lambda: with_avx2)
     if with_avx2:
         monkeypatch.setattr(quantized, "HAS_AVX2_ALONE", True)
         monkeypatch.setattr(quantized, "_has_vnni", lambda: False)

@@ -65,7 +65,7 @@ def test_every_checkpoint_layout_of_the_hub_gives_the_same(layout, checkpoint, f
 )
 def test_narrow_dtypes_stay_near(dtype, bound, packed, checkpoint, family, monkeypatch):
     if packed:
-        monkeypatch.setattr(fbgemm, "is_this_cpu", lambda: True)
+        monkeypatch.setattr(fbgemm, "is_x86_without_bfloat16", lambda: True)
         monkeypatch.setattr(fbgemm, "LEAST_PACKED", 1)
     model = load(checkpoint.path, dtype)
     assert any(isinstance(module, fbgemm.HalfMatrix) for module in model.modules()) is packed

@@ -102,12 +102,10 @@ def test_a_spread_tower_gives_the_rows_of_one_rank_and_shares_the_work(name, che
         assert max(seen) <= total / len(seen) + max(h * w for _, h, w in grids)
 
 
-@given(
-    grids=st.lists(
-        st.tuples(st.integers(1, 9), *[st.integers(1, 12).map(lambda n: 2 * n)] * 2), min_size=1, max_size=8
-    ),
-    ranks=st.integers(1, 9),
-)
+sides = st.integers(1, 12).map(lambda n: 2 * n)
+
+
+@given(grids=st.lists(st.tuples(st.integers(1, 9), sides, sides), min_size=1, max_size=8), ranks=st.integers(1, 9))
 def test_every_frame_goes_to_one_rank_and_none_gets_much_more_than_its_part(grids, ranks):
     shares = share_out(grids, ranks)
     frames = [(h, w) for t, h, w in grids for _ in range(t)]

@@ -180,7 +180,7 @@ def test_a_matrix_is_freed_once_it_is_packed(monkeypatch):
         assert weight is not head.weight or all(freed.acquire(timeout=10) for _ in others)
         return nn.Parameter(weight.clone(), requires_grad=False)
 
-    monkeypatch.setattr(fbgemm, "is_this_cpu", lambda: True)
+    monkeypatch.setattr(fbgemm, "is_x86_without_bfloat16", lambda: True)
     monkeypatch.setattr(ops, "pack", pack)
     for layer in others:
         weakref.finalize(layer.weight, freed.release)

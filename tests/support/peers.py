@@ -33,9 +33,9 @@ class ScriptedCore:
     `script` gives the token lists that a request is answered with; then it ends with "length", unless `hold` is set:
     then it runs until its `Finish`. Siblings are answered too, in turns; `script` sees each as a request of its own.
 
-    `kept` is its directory, for `Lookup`: what it has accepted with patches. It has `held` of these items, at the
-    `handles` in its store, if there is one; `names` are its bindings. Requests are accepted at once, unless `accepts`
-    is off: then when the test calls `accept`, if it does not `turn_down`.
+    `kept` is its directory, for `Lookup`: what it has accepted with patches. It has `held` of these items; `names` are
+    its bindings. Requests are accepted at once, unless `accepts` is off: then when the test calls `accept`, if it does
+    not `turn_down`.
     """
 
     def __init__(self, context: zmq.asyncio.Context, endpoint: str):

@@ -150,7 +150,7 @@ class RunningServer:
                 connection.connect()
                 ends = connection.sock.getpeername()[1], connection.sock.getsockname()[1]
                 inodes = eventually(
-                    lambda: [inode for *ports, inode in tcp_sockets() if inode and (*ports,) == ends], 1
+                    lambda: [inode for local, remote, inode in tcp_sockets() if inode and (local, remote) == ends], 1
                 )
                 if has_socket(self.pids().get(api), inodes[0]):
                     return connection

@@ -19,7 +19,6 @@ from tests.support.patience import PATIENCE
 from tests.support.processes import descriptors, eventually, mappings
 
 API = 41  # incarnation of the sender
-MIB = 1 << 20
 ME = Encoder("api 0", API)
 
 
@@ -87,7 +86,7 @@ def ranks(runtime: Path) -> Iterator[Callable[..., list[Rank]]]:
 
 @pytest.fixture
 def arena() -> Iterator[Arena]:
-    made = Arena(16 * MIB, unlimited)
+    made = Arena(16 << 20, unlimited)
     yield made
     made.close_memory()
 

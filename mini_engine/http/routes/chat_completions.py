@@ -72,7 +72,8 @@ async def start(context: AppContext, prompt: Prompt, state: State) -> Answer:
     async with contextlib.AsyncExitStack() as held:
         with context.engines.preparing(state.end):
             items = await load_media(context, prompt, await resolve_names(context, prompt.body, state), state, held)
-        digest, has_names = items[0][0].content.digest if items else b"", any(item[0].ref.key for item in items)
+        digest = items[0][0].content.digest if items else b""
+        has_names = any(item[0].ref.key for item in items)
         # What was named is found at one engine, so at any load.
         choose = context.engines.preferred if has_names else context.engines.choose
         engine: EngineHandle | None = None

@@ -63,10 +63,8 @@ class Record:
         """`idle`: these were, before what has happened last."""
         readers = Counter(chain(*self.held.values(), *(items for _, items in self.running)))
         assert store.num_references == readers.total() and len(store.reservations) == len(self.writing)
-        assert (store.num_bytes, store.num_bytes_pinned) == (
-            num_pages(self.stored) * PAGE_BYTES,
-            num_pages(readers) * PAGE_BYTES,
-        )
+        assert store.num_bytes == num_pages(self.stored) * PAGE_BYTES
+        assert store.num_bytes_pinned == num_pages(readers) * PAGE_BYTES
         order = [entry.media for entry in store.idle.values()]
         still_idle = [item for item in idle if item in self.stored and item not in readers]
         assert order[: len(still_idle)] == still_idle and {*order} == self.stored.keys() - readers.keys()

@@ -70,6 +70,7 @@ def test_sampled_frames_equal_those_of_a_plain_decode(codec: str, container: str
     check(clips.cached(codec, container, 31, g="5"))
 
 
+# Of each container the first codec.
 @pytest.mark.parametrize(("container", "codec"), {container: codec for codec, container in reversed(clips.ALL)}.items())
 def test_videos_of_one_frame_or_with_few_key_frames(container: str, codec: str) -> None:
     for frames in (1, 31):
