@@ -90,7 +90,7 @@ def test_unset_is_zero_and_stacked_matrices_follow_each_other():
 
 def test_dense_part_of_a_stacked_matrix_is_multiplied_as_any_dense_matrix(monkeypatch):
     """In float32, where that is faster: of projections in 8 bits some are dense, such as those to gates."""
-    monkeypatch.setattr(fbgemm, "is_this_cpu", lambda: True)
+    monkeypatch.setattr(fbgemm, "is_x86_without_bfloat16", lambda: True)
     dense, x = torch.nn.Parameter(torch.randn(3, 64).bfloat16(), requires_grad=False), torch.randn(8, 64).bfloat16()
     multiplied = []
     monkeypatch.setattr(fbgemm, "linear", lambda x, *rest: multiplied.append(rest) or x.new_zeros(len(x), 3))
