@@ -93,19 +93,19 @@ def test_names_are_known_to_all_api_servers_and_survive_the_one_that_was_sent_th
         for api, (uuids, both) in zip(apis, pairs.items(), strict=True):
             assert ask(api, both, dict.fromkeys(uuids)).answer() == both.answer
 
-    with RunningServer("-tp", "2", "-dp", "2", "--api-server-count", "2") as server:
+    with RunningServer("-tp", "2", "-dp", "2", "--api-server-count", "3") as server:
         for (first, second), both in pairs.items():
             (_, first_url), (_, second_url) = both.urls
             ask(API, turn, {first: first_url}).reply()
             ask(API, turn, {first: None, second: second_url}).reply()
-        assert_known(*[OTHER] * 4)
+        assert_known(OTHER, "api 2", OTHER, "api 2")
         assert server.total("media_decodes_total") == 2 * len(pairs)
         assert server.total("media_named_hits_total") == len(pairs) + 2 * len(pairs)
         assert server.total("ipc_messages_total") == 2 * 2 * len(pairs), "each is written once, for both ranks"
         os.kill(server.pids()[API], signal.SIGKILL)
         decodes = server.total("media_decodes_total", OTHER)
         eventually(lambda: "replacement ready" in server.log, START_SECONDS)
-        assert_known(API, OTHER, API, OTHER)
+        assert_known(API, OTHER, "api 2", API)
         assert server.total("media_decodes_total", OTHER) == decodes
         server.get("/reset_caches", method="POST")
         lost = ask(OTHER, both, dict.fromkeys((first, second)))
