@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from mini_engine.kernels import fbgemm, onednn, ops
 
 GROUPS = (128, 64, 32)  # inputs that may share a scale of 4-bit codes
-HAS_AVX2_ALONE = torch.cpu._is_avx2_supported() and not torch.cpu._is_avx512_supported()
-BLOCK = 32 if HAS_AVX2_ALONE else 64  # outputs that lie together in the kernel's order
+BLOCK = 32 if fbgemm.HAS_AVX2_ALONE else 64  # outputs that lie together in the kernel's order
 FEW_ROWS = 64  # of x, up to which torch's 4-bit kernel is about as fast as unpacking, or faster
 FEW_ROWS_CUDA = 256  # of x, up to which the kernel takes less time than unpacking and torch's product
 FEW_ROWS_INT8 = 16  # of x, up to which torch's 8-bit kernel is faster than products in float32
@@ -181,7 +180,7 @@ class Int8Matrix(QuantizedMatrix):
             self._zero_points = torch.zeros(self.shape[0], dtype=torch.int32)
 
     def multiply(self, x: Tensor) -> Tensor:
-        if HAS_AVX2_ALONE:
+        if fbgemm.HAS_AVX2_ALONE:
             return self._multiply_widened(x)
         codes, steps = _round_rows(x.float())
         if self._zero_points is None:

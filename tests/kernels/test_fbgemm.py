@@ -48,10 +48,15 @@ def test_small_matrices_and_those_of_float32_or_with_infinities_are_not_converte
 
 @pytest.mark.parametrize("dtype", EPSILON, ids=str)
 @pytest.mark.parametrize("masked", [False, True])
-def test_attention(dtype, masked):
+@pytest.mark.parametrize("with_avx512", [False, True])
+def test_attention_is_in_float32_in_float16_with_avx2_alone(dtype, masked, with_avx512, monkeypatch):
+    """With AVX-512 torch's own is faster."""
+    monkeypatch.setattr(fbgemm, "HAS_AVX2_ALONE", not with_avx512)
+    torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, n, 32).to(dtype) for n in (5, 40, 40))
     mask = torch.randn(5, 40).to(dtype) if masked else None
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), None if mask is None else mask.double())
     y = ops.attention(q, k, v, mask)
-    assert y.dtype is dtype
+    is_own = torch.equal(y, F.scaled_dot_product_attention(q, k, v, mask))
+    assert y.dtype is dtype and is_own == (with_avx512 or dtype is torch.bfloat16)
     torch.testing.assert_close(y.double(), exact, rtol=4 * EPSILON[dtype], atol=4 * EPSILON[dtype])

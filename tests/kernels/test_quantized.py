@@ -27,7 +27,7 @@ def test_products_are_within_their_rounding(bits, outputs, inputs, dtype, with_a
     half a unit in the last place."""
     monkeypatch.setattr(fbgemm, "is_x86_without_bfloat16", lambda: with_avx2)
     if with_avx2:
-        monkeypatch.setattr(quantized, "HAS_AVX2_ALONE", True)
+        monkeypatch.setattr(fbgemm, "HAS_AVX2_ALONE", True)
         monkeypatch.setattr(quantized, "_has_vnni", lambda: False)
     monkeypatch.setattr(quantized, "UNPACKED", 1 << 18)
     torch.manual_seed(0)
