@@ -22,9 +22,8 @@ from starlette.types import Receive, Scope, Send
 
 from mini_engine.http.body import JSON
 from mini_engine.http.error_responses import report_error
-from mini_engine.prompt.answer import Answer, Piece
+from mini_engine.prompt.answer import Answer, Piece, pieces
 from mini_engine.prompt.detokenizer import ListedToken
-from mini_engine.prompt.pieces import pieces
 from mini_engine.protocol.bodies import ChatRequest, GenerationRequest, StreamOptions
 from mini_engine.protocol.tools import ToolChoice
 

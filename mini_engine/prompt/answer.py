@@ -1,14 +1,15 @@
 """The answer to a request: what its engine sends becomes text, sample by sample and piece by piece.
 
-Only `Answer` decides whether a request is finished: `pieces.py` takes its pieces, and `EngineHandle` calls the rest.
+Only `Answer` decides whether a request is finished: `pieces` takes its pieces, and `EngineHandle` calls the rest.
 Shared by chat and legacy completions. Belongs to the event loop's thread.
 """
 
 import asyncio
 import collections
+import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -26,6 +27,7 @@ from mini_engine.protocol.request_clock import RequestClock
 logger = logging.getLogger(__name__)
 
 PIECE_OUTPUTS = 16  # most that one piece is made of: with 20 logprobs each, some milliseconds
+TURN_SECONDS = 0.002  # that one request may take and use its pieces before it yields to the event loop
 
 FinishedBy = Literal["stop", "length"]
 
@@ -260,3 +262,31 @@ class Answer:
         sample.end()
         self._unfinished -= 1
         self.finish_at_engine(sample.request_id, reason)  # without effect if the engine has ended it
+
+
+async def pieces(answers: Sequence[Answer]) -> AsyncGenerator[Piece, None]:
+    """The pieces of all choices; tokens that arrive faster than pieces are taken make one piece. A caller that is slow,
+    or takes many, does not block the event loop. Raises as `Answer.take`."""
+    arrived = asyncio.Event()
+    for answer in answers:
+        answer.arrived = arrived
+    resumed = time.monotonic()
+    while unfinished := [answer for answer in answers if not answer.over]:
+        arrived.clear()
+        for answer in unfinished:
+            if answer.is_waiting:
+                if time.monotonic() - resumed > TURN_SECONDS:
+                    async with _turns(asyncio.get_running_loop()):
+                        await asyncio.sleep(0)
+                    resumed = time.monotonic()
+                yield answer.take()
+                arrived.set()  # there may be more
+        if not arrived.is_set():
+            await arrived.wait()
+            resumed = time.monotonic()
+
+
+@functools.lru_cache(maxsize=1)
+def _turns(_: asyncio.AbstractEventLoop) -> asyncio.Lock:
+    """Of the requests that have used up a turn, one continues in each iteration of the loop, in order of arrival."""
+    return asyncio.Lock()

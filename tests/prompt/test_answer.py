@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from mini_engine.prompt import pieces as module
-from mini_engine.prompt.pieces import pieces
+from mini_engine.prompt import answer
+from mini_engine.prompt.answer import pieces
 
 
 async def test_requests_with_many_pieces_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,7 +22,7 @@ async def test_requests_with_many_pieces_take_turns(monkeypatch: pytest.MonkeyPa
             self.over = self.taken == 9
             return self.taken
 
-    monkeypatch.setattr(module, "TURN_SECONDS", -1)
+    monkeypatch.setattr(answer, "TURN_SECONDS", -1)
     iterations, taken = 0, list[tuple[int, int]]()
 
     async def iterate() -> None:
