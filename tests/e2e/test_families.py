@@ -14,7 +14,6 @@ from tests.support import families, tiny_processor
 from tests.support.client import data_url
 from tests.support.decoding import decode_image, decode_video
 from tests.support.full_call import full_call
-from tests.support.oracle import exact_seconds
 from tests.support.running_server import RunningServer, message
 
 SMALL_STEPS = ["--max-num-batched-tokens", "64"]  # prompts are cut into chunks in the middle of items
@@ -68,7 +67,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         pytest.param(("qwen3_5", ["-tp", "2"]), id="qwen3_5-tp2", marks=pytest.mark.slow),
         pytest.param(("qwen3_vl_moe", ["-tp", "2"]), id="qwen3_vl_moe-tp2", marks=pytest.mark.slow),
         pytest.param(("qwen3_5_moe", []), id="qwen3_5_moe", marks=pytest.mark.slow),
-        pytest.param(("qwen2_5_vl", []), id="qwen2_5_vl", marks=[pytest.mark.slow, exact_seconds]),
+        pytest.param(("qwen2_5_vl", []), id="qwen2_5_vl", marks=pytest.mark.slow),
         pytest.param(
             ("qwen3_vl", ["--mm-processor-cache-type", "lru", "-tp", "2"]), id="qwen3_vl-tp2", marks=pytest.mark.slow
         ),

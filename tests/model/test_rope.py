@@ -8,13 +8,12 @@ import torch
 from mini_engine.model.rope import PlacedRun, mrope_positions
 from tests.support import tiny
 from tests.support.families import FAMILIES
-from tests.support.oracle import CUTS_SECONDS
 
 
 @pytest.mark.parametrize("family", FAMILIES, indirect=True, scope="session")
 def test_positions_equal_transformers(checkpoint, family):
     rng, vision = random.Random(0), checkpoint.config.vision
-    seconds = (1.0, 2.0, 3.0) if CUTS_SECONDS else (1.0, 2.0, 0.25, 0.4, 0.9, 1 / 3, 1.7, 2 / 29.97)
+    seconds = (1.0, 2.0, 0.25, 0.4, 0.9, 1 / 3, 1.7, 2 / 29.97)
 
     def draw_text(count: int) -> list[int]:
         return [rng.randrange(180) for _ in range(count)]

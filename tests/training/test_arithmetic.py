@@ -6,7 +6,6 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mini_engine.demo import videos
-from tests.support.oracle import exact_seconds
 from training import evaluate, forward
 from training.data import Item, Sample, Writer, make_item, resized, sample_indices, video_item
 from training.model import WEIGHTS
@@ -46,7 +45,6 @@ def test_patches_equal_the_processors(processor, seed):
     )
 
 
-@exact_seconds
 def test_tokens_positions_and_logits_equal_transformers(processor, model):
     media, items = media_and_items(11)
     wanted = evaluate.processed(processor, media, "What is in each of them?", num_frames=7)
