@@ -1,8 +1,9 @@
 """Which tensor messages are on all ranks. It sees ids, never tensors.
 
-Every rank reports every message once, as ready or as failed: a stream loses nothing unless one of its ends dies. A step
-releases a message only after all ranks have reported it: a rank drops only what it holds. Messages and requests take
-different connections: a report may arrive before the request, or after its end.
+Every rank reports every message once, as ready or as failed: a stream loses nothing unless one of its ends dies, which
+ends its requests. So the wait for reports has no time-out. A step releases a message only after all ranks have reported
+it: a rank drops only what it holds. Messages and requests take different connections: a report may arrive before the
+request, or after its end.
 """
 
 import dataclasses

@@ -1,12 +1,10 @@
 """The engine core's process: receive messages and retire steps -> schedule -> dispatch -> send outputs.
 
 It sees requests as tokens, block ids and handles. It has no tensor, no tokenizer, no CUDA and no torch, and it sleeps
-in one poller until a message arrives or a deadline passes.
+in one poller until a message arrives.
 """
 
 import itertools
-import logging
-import math
 import time
 from collections import Counter, defaultdict, deque
 
@@ -26,7 +24,6 @@ from mini_engine.core.scheduler import Scheduler
 from mini_engine.core.step_builder import ChunkWork, InFlight, StepBuilder
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.launch.child import Child
-from mini_engine.log import about
 from mini_engine.messages import (
     BindName,
     ControlReply,
@@ -54,10 +51,6 @@ from mini_engine.messages import (
     Written,
 )
 from mini_engine.model.config import ModelConfig
-
-logger = logging.getLogger(__name__)
-
-MEDIA_TIMEOUT_SECONDS = 30.0  # for the tensor messages of a request to reach all ranks
 
 
 class EngineCore:
@@ -94,14 +87,9 @@ class EngineCore:
 
     def turn(self) -> None:
         """Wait for messages and handle all that have arrived, dispatch steps, send outputs."""
-        deadline = min((request.deadline for request in self.waiting.values()), default=math.inf)
-        for envelope in self.links.receive(deadline):
+        for envelope in self.links.receive():
             if envelope.incarnation not in self.links.gone:
                 self._handle(envelope)
-        now = time.monotonic()
-        for request in [request for request in self.waiting.values() if request.deadline <= now]:
-            logger.warning("%s: timed out waiting for its media on all ranks", request.id, extra=about(request.id))
-            self._forget(request)
         while len(self.in_flight) < self.max_in_flight and self._dispatch():
             pass
         for incarnation, outputs in self.outputs.items():
@@ -202,15 +190,12 @@ class EngineCore:
                 self._forget(request)
                 return
             if not self.arrivals.is_ready(messages):
-                limit = self.config.collective_timeout
-                limit = limit if self.config.debug else min(MEDIA_TIMEOUT_SECONDS, limit)
                 self.waiting[request.id] = request
-                request.deadline = min(request.deadline, time.monotonic() + limit)
                 return
             for item in request.media:
                 if isinstance(item.patches, TensorHandle) and item.cacheable:
                     self.media.arrived(item)
-        request.accepted_at, request.deadline = request.accepted_at or time.monotonic(), math.inf
+        request.accepted_at = request.accepted_at or time.monotonic()
         if not self.grammars.is_ready(request):
             self.waiting[request.id] = request
             return

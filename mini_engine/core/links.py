@@ -1,8 +1,6 @@
 """The engine core's sockets: to the supervisor, API servers and ranks."""
 
 import logging
-import math
-import time
 
 import zmq
 
@@ -33,11 +31,10 @@ class Links:
         for socket in self.sockets:
             self.poller.register(socket, zmq.POLLIN)
 
-    def receive(self, deadline: float) -> list[Envelope]:
-        """All received messages; waits for the first, until the `deadline` by `time.monotonic()`."""
+    def receive(self) -> list[Envelope]:
+        """All received messages; waits for the first."""
         envelopes: list[Envelope] = []
-        left = deadline - time.monotonic()
-        self.poller.poll(None if left == math.inf else max(0, int(left * 1000) + 1))
+        self.poller.poll()
         for socket in self.sockets:
             while True:
                 try:

@@ -6,7 +6,6 @@ import array
 import dataclasses
 import hashlib
 import itertools
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -81,7 +80,6 @@ class Request:
     state: int | None = None  # index of its recurrent state while it runs
     last_snapshot: bytes | None = None  # prefix hash of the latest one in its output, which the next one replaces
     num_cached: int | None = None  # prompt tokens found in the prefix cache when it was first admitted
-    deadline: float = math.inf  # for its media to be on all ranks, by `time.monotonic()`
     accepted_at: float = 0.0  # when all ranks had its media
     scheduled_at: float = 0.0  # when a step first began to work on it, and the ranks got to know the sequence
     encoded_at: float = 0.0  # when the last of its media was encoded, perhaps for another request; 0: before it came

@@ -128,8 +128,8 @@ class Written(Message, frozen=True):
 
 
 class MediaMiss(Message, frozen=True):
-    """Core -> API server: the request has ended, without an output, and its references too: its tensors do not reach
-    all ranks; or with `arrival` embeddings that it relied on have been evicted: it is to be sent again, with the
+    """Core -> API server: the request has ended, without an output, and its references too: a rank cannot read its
+    tensors; or with `arrival` embeddings that it relied on have been evicted: it is to be sent again, with the
     patches of all items whose data were sent."""
 
     request_id: str

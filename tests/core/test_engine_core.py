@@ -7,6 +7,7 @@ from mini_engine.messages import (
     ControlReply,
     ControlRequest,
     Envelope,
+    Finish,
     MediaReady,
     PeerGone,
     PoolingParams,
@@ -15,7 +16,7 @@ from mini_engine.messages import (
     Step,
     StepResult,
 )
-from tests.support.simulated_core import API, World, item, message
+from tests.support.simulated_core import API, CachingWorld, World, item, message
 
 
 def test_two_steps_are_in_flight_only_when_asynchronous():
@@ -74,6 +75,24 @@ def test_request_waits_for_all_ranks_without_blocking_others():
     world.media_ready(message(1), rank=1)
     world.finish("video")
     assert world.consumed == [message(1)]
+    world.assert_at_rest()
+
+
+def test_media_that_arrive_after_an_abort_are_released_on_all_ranks():
+    world = CachingWorld("shm", ranks=2)
+    world.write(world.reserve("video", b"cached" * 2), "video")
+    media = [item(None, 1, media_hash=b"cached" * 2), item(message(1), 4)]
+    world.request("video", prompt=12, media=media, ready=False, children=[ChildRequest("video-1", 3)])
+    world.media_ready(message(1), rank=1)
+    world.run()
+    for name in ("video", "video-1"):
+        world.receive(Finish(name, "abort"))
+    world.run()
+    assert world.ends == {"video": ["abort"], "video-1": ["abort"]}
+    assert world.links.released == [] == world.consumed, "rank 0 will get it"
+    world.media_ready(message(1))
+    world.run()
+    assert world.links.released == [message(1)] == world.consumed, "an idle engine makes a step for it"
     world.assert_at_rest()
 
 

@@ -1,12 +1,12 @@
-"""Times of a request in its outputs, with the first and the last tokens only; the deadline of its media."""
+"""Times of a request in its outputs, with the first and the last tokens only."""
 
 from mini_engine.messages import ChildRequest, EngineTimes, Finish
-from tests.support.simulated_core import CachingWorld, World, item, message
+from tests.support.simulated_core import World, item, message
 
 
-def timed_world(monkeypatch, kind=World, *args, **flags):
+def timed_world(monkeypatch, **flags):
     """Its clock shows 100 at first, and each step takes a second."""
-    world = kind(*args, seconds=(1, 0, 0), **flags)
+    world = World(seconds=(1, 0, 0), **flags)
     world.links.now = 100.0
     world.core.scheduler.times.clock = lambda: 0.0  # so that it does not learn how long steps take
     monkeypatch.setattr("time.monotonic", lambda: world.links.now)
@@ -62,21 +62,3 @@ def test_children_and_stopped_requests_have_no_times(monkeypatch):
     world.run()
     assert world.ends == {"a": ["length"], "a-1": ["length"], "b": ["stop"]}
     assert {name: len(times) for name, times in world.times.items()} == {"a": 2, "b": 1}
-
-
-def test_late_media_time_out_the_request_and_are_released_on_arrival(monkeypatch):
-    world = timed_world(monkeypatch, CachingWorld, "shm", ranks=2)
-    world.write(world.reserve("video", b"cached" * 2), "video")
-    media = [item(None, 1, media_hash=b"cached" * 2), item(message(1), 4)]
-    world.request("video", prompt=12, media=media, ready=False, children=[ChildRequest("video-1", 3)])
-    world.media_ready(message(1), rank=1)
-    world.run()
-    assert not world.missed
-    world.links.now += 30
-    world.run()
-    assert world.missed == {"video": None} and not world.ends
-    assert world.links.released == [] == world.consumed, "rank 0 may still get it"
-    world.media_ready(message(1))
-    world.run()
-    assert world.links.released == [message(1)] == world.consumed, "an idle engine makes a step for it"
-    world.assert_at_rest()

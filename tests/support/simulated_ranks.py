@@ -80,7 +80,7 @@ class SimulatedLinks:
         self.seconds = seconds  # of a decode step, and for a token of a prompt and a media token beside it
 
     # --- what EngineCore calls
-    def receive(self, deadline):
+    def receive(self):
         envelopes, self.inbox = self.inbox, []
         return envelopes
 
