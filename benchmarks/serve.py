@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--launch", metavar="FLAGS", help='Start a server of this project with these flags, such as "-tp 2" or "".')
     add("--backend", "--endpoint-type", choices=ENDPOINTS, default="openai-chat",
         help="API of the server (default: openai-chat; openai or vllm: completions).")  # fmt: skip
-    add("--base-url", metavar="URL", help="Root of the server, instead of --host and --port.")
+    add("--base-url", metavar="URL", help="URL of the server, with or without /v1, instead of --host and --port.")
     add("--host", help="Address of the server (default: 127.0.0.1).")
     add("--port", type=int, help="Port of the server (default: 8000).")
     add("--endpoint", metavar="PATH", help="API path; default: that of the backend, such as /v1/chat/completions.")

@@ -51,7 +51,8 @@ def open_target(args: argparse.Namespace) -> Iterator[Target]:
         BenchError: it does not answer, or did not start.
     """
     with contextlib.ExitStack() as stack:
-        root, pid = (args.base_url or f"http://{args.host or '127.0.0.1'}:{args.port or 8000}").rstrip("/"), None
+        url, pid = args.base_url or f"http://{args.host or '127.0.0.1'}:{args.port or 8000}", None
+        root = url.rstrip("/").removesuffix("/v1")
         if args.launch is not None:
             root, pid = stack.enter_context(launched(server_flags("--launch", args.launch)))
         yield _probe_until_ready(args, root, pid)

@@ -86,10 +86,10 @@ def test_a_second_run_measures_the_cache_only_with_the_same_seed(bench, server):
 
 
 def test_a_terminal_shows_json_only_when_asked_to(bench, server):
-    for flags, shown in (([], False), (["--json"], True)):
+    for url, flags, shown in ((server.base_url, [], False), (server.url, ["--json"], True)):
         master, slave = pty.openpty()
         with open(slave, "w") as terminal, contextlib.redirect_stdout(terminal):
-            bench("--base-url", server.base_url, "--num-prompts", 1, "--num-warmups", 0, *flags)
+            bench("--base-url", url, "--num-prompts", 1, "--num-warmups", 0, *flags)
         text = ""
         with open(master, "rb", buffering=0) as screen, contextlib.suppress(OSError):  # which says that this was all
             while block := screen.read(1 << 16):
