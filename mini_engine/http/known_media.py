@@ -117,9 +117,6 @@ async def find_media(engine: EngineHandle, items: Sequence[Candidates], request_
     """
     found = await engine.media.look_up(request_id, (each.media_hash for item in items for each in item))
     chosen = _choose(items, found)
-    distinct = {item.media_hash: item for item in chosen}
-    engine.media.queries.inc(len(distinct))
-    engine.media.hits.inc(sum(_is_held(item, found) for item in distinct.values()))
     if lacking := [*dict.fromkeys(item for item in chosen if item.content.is_absent and not _is_held(item, found))]:
         if unknown := [item.ref.name for item in lacking if not origin_of(item.content)]:
             raise ApiError(404, f"{', '.join(unknown)}: {NOT_FOUND}.", code="media_not_found", param="messages")
@@ -130,6 +127,10 @@ async def find_media(engine: EngineHandle, items: Sequence[Candidates], request_
     for item in chosen:
         if item.ref.key and digests.setdefault(item.ref.key, item.content.digest) != item.content.digest:
             raise bad_request(f"{item.ref.name}: {AMBIGUOUS}.", "messages")
+    # Only now: after a download the same items are looked up again.
+    distinct = {item.media_hash: item for item in chosen}
+    engine.media.queries.inc(len(distinct))
+    engine.media.hits.inc(sum(_is_held(item, found) for item in distinct.values()))
     return KnownMedia(chosen, found)
 
 
