@@ -15,6 +15,8 @@ from pathlib import Path
 
 from setproctitle import setproctitle
 
+from mini_engine.launch.process_setup import die_with_parent
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -31,6 +33,7 @@ class ForkedServer(ForkServerProcess):
         """Be the server, in the new process."""
         (arguments, environ, log), status = self._server, 70
         try:
+            die_with_parent(os.getppid())  # the fork server, which ends with the tests however they end
             os.setsid()
             os.chdir(ROOT)
             for fd, path in enumerate((os.devnull, log, log)):
