@@ -162,7 +162,7 @@ class ModelConfig:
 
     def weight_bytes(self, itemsize: int, bits: int = DENSE_BITS, head_bits: int = DENSE_BITS) -> int:
         """Bytes of the weights in memory, within a few percent: so many for a dense one, so many bits for one of the
-        decoder and of the head. A copy of a tied head that is packed is not counted, see `fbgemm.py`."""
+        decoder and of the head. A copy of a tied head that is packed is not counted, see `in_float32.py`."""
         text, vision = self.text, self.vision
         tower = vision.depth * vision.hidden_size * (4 * vision.hidden_size + 3 * vision.intermediate_size)
         table = text.vocab_size * text.hidden_size

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mini_engine.kernels import triton_experts, triton_products
+from mini_engine.kernels import triton_experts
 from mini_engine.kernels.ops import Pairs
-from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix
+from mini_engine.products import triton_products
+from mini_engine.products.quantized import Int4Matrix, Int8Matrix
 from tests.support.devices import combinations
 
 BOUNDS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}

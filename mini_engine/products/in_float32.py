@@ -12,7 +12,6 @@ import math
 import torch
 from torch import Tensor, nn
 
-HAS_AVX2_ALONE = torch.cpu._is_avx2_supported() and not torch.cpu._is_avx512_supported()
 LEAST_PACKED = 1 << 20  # values of a matrix; smaller ones stay in the CPU's caches
 LEAST_ROWS = 4  # of a product with another matrix; torch is as fast for fewer
 SLICE = 1 << 19  # values converted at a time, which stay in the CPU's caches
