@@ -66,7 +66,7 @@ def test_every_checkpoint_layout_of_the_hub_gives_the_same(layout, checkpoint, f
 def test_narrow_dtypes_stay_near(dtype, bound, packed, checkpoint, family, monkeypatch):
     if packed:
         monkeypatch.setattr(in_float32, "is_x86_without_bfloat16", lambda: True)
-        monkeypatch.setattr(in_float32, "LEAST_PACKED", 1)
+        monkeypatch.setattr("mini_engine.products.linear.LEAST_PACKED", 1)
     model = load(checkpoint.path, dtype)
     assert any(isinstance(module, in_float32.HalfMatrix) for module in model.modules()) is packed
     assert {p.dtype for p in model.parameters() if p.ndim > 1} == {dtype}
