@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from benchmarks.cli import say, table
 from mini_engine.free_memory import usable_cores
-from mini_engine.kernels import ops, quantized
-from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix, QuantizedMatrix
 from mini_engine.launch.process_setup import keep_freed_memory
+from mini_engine.products import quantized
+from mini_engine.products.linear import linear, pack
+from mini_engine.products.quantized import Int4Matrix, Int8Matrix, QuantizedMatrix
 
 ROWS = (1, 4, 8, 12, 16, 32, 48, 64, 128, 512)
 BYTES = 96 << 20  # of the dense matrices of a kind
@@ -37,7 +38,7 @@ def measure(outputs: int, inputs: int, rows: Sequence[int] = ROWS) -> dict[str, 
 
 
 def _dense(values: Tensor) -> Tensor | nn.Module:
-    return ops.pack(nn.Parameter(values.bfloat16(), requires_grad=False))
+    return pack(nn.Parameter(values.bfloat16(), requires_grad=False))
 
 
 def _int8(values: Tensor) -> QuantizedMatrix:
@@ -59,7 +60,7 @@ def _fastest(matrices: Sequence[Any], x: Tensor) -> float:
     for _ in range(ROUNDS):
         begun = time.perf_counter()
         for matrix in matrices:
-            ops.linear(x, matrix)
+            linear(x, matrix)
         times.append((time.perf_counter() - begun) / len(matrices) * 1e3)
     return min(times)
 

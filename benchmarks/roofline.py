@@ -41,12 +41,12 @@ from benchmarks.runner import (
 )
 from benchmarks.server import server_flags
 from mini_engine.config import BUNDLED_MODEL, ConfigError
-from mini_engine.kernels import ops
 from mini_engine.launch.cli import parse
 from mini_engine.launch.process_setup import keep_freed_memory
 from mini_engine.model.rope import Grid
 from mini_engine.model.towers.vision import layout
 from mini_engine.model.vision_language import VisionLanguageModel
+from mini_engine.products.linear import linear, pack
 from mini_engine.worker.model_runner import ModelRunner
 
 CONTEXT = 512  # tokens of a decoding sequence
@@ -126,11 +126,11 @@ def measure(part: Part, dtype: torch.dtype, repeats: int) -> tuple[Rates, float]
     """The machine's rates and the seconds of a part, measured in turn; the first time does not count."""
     x, weight = torch.randn(ROWS, INPUTS).to(dtype), torch.randn(OUTPUTS, INPUTS).to(dtype)
     count = STREAMED_BYTES // (weight.numel() * weight.element_size())
-    streamed = [ops.pack(torch.nn.Parameter(weight.clone(), requires_grad=False)) for _ in range(count)]
+    streamed = [pack(torch.nn.Parameter(weight.clone(), requires_grad=False)) for _ in range(count)]
     samples: list[tuple[float, float, float]] = []
     for _ in range(repeats + 1):
-        product = _seconds(lambda: ops.linear(x, streamed[0]))
-        stream = _seconds(lambda: [ops.linear(x[:1], matrix) for matrix in streamed])
+        product = _seconds(lambda: linear(x, streamed[0]))
+        stream = _seconds(lambda: [linear(x[:1], matrix) for matrix in streamed])
         samples.append((product, stream, _seconds(part.run) / part.times))
     product, stream, seconds = map(statistics.median, zip(*samples[1:], strict=True))
     return Rates(2 * ROWS * weight.numel() / product, STREAMED_BYTES / stream), seconds

@@ -49,7 +49,8 @@ def imports_of(path: Path) -> set[str]:
         "transport": "transport",
         "core": "core model.config transport.sockets transport.codec transport.pages",  # those without torch
         "worker": "worker model kernels transport launch.memory_plan",
-        "model": "model kernels",
+        "model": "model products kernels",
+        "products": "products kernels",
         "kernels": "kernels",
         "demo": "demo",
         "batch": "batch launch.cli launch.runtime_directory",

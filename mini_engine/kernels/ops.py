@@ -1,5 +1,4 @@
-"""The operators of a layer: on CUDA one Triton kernel for each small one, elsewhere torch's own, which are the
-reference, and for products oneDNN's and FBGEMM's where they are faster.
+"""The small operators of a layer: on CUDA one Triton kernel for each, elsewhere torch's own, which are the reference.
 
 A caller says what it wants, and never where it runs. This file knows nothing of the model.
 """
@@ -13,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from mini_engine.kernels import fbgemm, onednn
 from mini_engine.kernels.staging import to_device
 
 MASKED = -3.4e38  # the score of a barred token: exp of it is 0, and unlike infinity it can be multiplied by 0
 ADDED_AT_ONCE = 1 << 18  # scores: an operator for each row costs more than what it adds, and more do not fit the cache
+HAS_AVX2_ALONE = torch.cpu._is_avx2_supported() and not torch.cpu._is_avx512_supported()
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -45,25 +44,6 @@ def triton_obstacle(device: torch.device) -> str | None:
     except Exception as error:  # noqa: BLE001 of a compiler, of the loader, of Triton itself
         return f"Triton cannot build its launcher; install a C compiler and Python's headers ({type(error).__name__})"
     return None
-
-
-def linear(x: Tensor, weight: Tensor | nn.Module, bias: Tensor | None = None) -> Tensor:
-    """`x W^T + b`: `[..., inputs]`, `[outputs, inputs]`, `[outputs]` -> `[..., outputs]`. The weight may be packed,
-    or quantised: then it multiplies by itself, see `fbgemm.py` and `quantized.py`."""
-    if isinstance(weight, nn.Module):
-        return weight(x, bias)
-    if weight.is_mkldnn:
-        return onednn.multiply(x, weight, bias)
-    if x.ndim == 2 and len(x) >= onednn.LEAST_ROWS and onednn.available(x):
-        return onednn.linear(x, weight, bias)
-    if x.ndim == 2 and len(x) >= fbgemm.LEAST_ROWS and fbgemm.widens(x):
-        return fbgemm.linear(x, weight, bias)
-    return F.linear(x, weight, bias)
-
-
-def multiplies(x: Tensor) -> bool:
-    """Whether `triton_products.multiply` takes rows such as these, with weights of any width."""
-    return x.dtype is not torch.float32 and fused(x)
 
 
 class Pairs(NamedTuple):
@@ -112,18 +92,10 @@ def sum_experts(outputs: Tensor, weights: Tensor, shared: Tensor | None = None, 
     return y if shared is None or gate is None else y.addcmul_(gate.sigmoid(), shared)
 
 
-def pack(weight: nn.Parameter) -> nn.Parameter | fbgemm.HalfMatrix:
-    """The matrix `[outputs, inputs]` in the order in which `linear` reads it fastest on this CPU, an opaque copy, or as
-    it is."""
-    if fbgemm.widens(weight):
-        return fbgemm.HalfMatrix(weight) if fbgemm.packs(weight) else weight
-    return nn.Parameter(onednn.pack(weight), requires_grad=False)
-
-
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """`softmax(q k^T / sqrt(head_dim) + mask) v`, torch's `scaled_dot_product_attention`."""
     # Elsewhere torch converts its blocks to float32 itself: with AVX-512 a decode in float16 takes a third of the time.
-    if q.dtype is torch.float16 and q.device.type == "cpu" and fbgemm.HAS_AVX2_ALONE:
+    if q.dtype is torch.float16 and q.device.type == "cpu" and HAS_AVX2_ALONE:
         wide = None if mask is None else mask.float()
         return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), wide).to(q.dtype)
     return F.scaled_dot_product_attention(q, k, v, mask)
@@ -276,6 +248,6 @@ def mask_tokens(scores: Tensor, rows: list[int], bars: Tensor) -> None:
 
 
 @functools.cache
-def kernels(name: str) -> Any:
-    """A file of Triton's. It takes a second to import, and is not there at all beside a torch for CPUs alone."""
-    return importlib.import_module(f"mini_engine.kernels.{name}")
+def kernels(name: str, folder: str = "kernels") -> Any:
+    """A file with Triton's kernels. It takes a second to import, and Triton is not there beside a torch for CPUs."""
+    return importlib.import_module(f"mini_engine.{folder}.{name}")

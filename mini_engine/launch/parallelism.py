@@ -20,6 +20,7 @@ from mini_engine.model.quantization import Quantization, bytes_per_weight
 THREAD_BYTES = 12 << 20
 ENGINE_BYTES = 512 << 20  # of memory, for the processes of an engine beside its weights
 MAX_ENGINES = 8  # unless a flag says: one API server prepares no more requests of small models; not measured
+CPUINFO = Path("/proc/cpuinfo")
 GPUS = [Path("/dev", name) for name in ("nvidiactl", "nvmap", "dxg", "kfd")]  # NVIDIA's, Tegra's, WSL's, AMD's
 
 
@@ -62,7 +63,15 @@ def weight_bytes(config: EngineConfig, model: ModelConfig) -> tuple[int, int]:
     """Bytes of the weights, within a few percent, and of a number of the activations."""
     dtype = model.dtype if config.dtype == "auto" else config.dtype
     itemsize, held = 4 if dtype in ("float32", "float") else 2, _quantization(config, model)
-    return model.weight_bytes(itemsize, held.bits, held.head_bits), itemsize
+    packs_head = itemsize == 2 and runs_on_cpu(config) and is_x86_without_bfloat16()
+    return model.weight_bytes(itemsize, held.bits, held.head_bits, packs_head), itemsize
+
+
+def is_x86_without_bfloat16() -> bool:
+    """As `in_float32.is_x86_without_bfloat16`, which needs torch."""
+    lines = CPUINFO.read_text().splitlines()
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    return "avx2" in flags and "avx512_bf16" not in flags
 
 
 def _quantization(config: EngineConfig, model: ModelConfig) -> Quantization:

@@ -160,13 +160,16 @@ class ModelConfig:
     dtype: str
     quantization: StoredQuantization | None
 
-    def weight_bytes(self, itemsize: int, bits: int = DENSE_BITS, head_bits: int = DENSE_BITS) -> int:
+    def weight_bytes(
+        self, itemsize: int, bits: int = DENSE_BITS, head_bits: int = DENSE_BITS, packs_head: bool = False
+    ) -> int:
         """Bytes of the weights in memory, within a few percent: so many for a dense one, so many bits for one of the
-        decoder and of the head. A copy of a tied head that is packed is not counted, see `fbgemm.py`."""
+        decoder and of the head. A packed head, see `in_float32.py`, has memory of its own, as a quantised one has."""
         text, vision = self.text, self.vision
         tower = vision.depth * vision.hidden_size * (4 * vision.hidden_size + 3 * vision.intermediate_size)
         table = text.vocab_size * text.hidden_size
-        head = 0.0 if self.tie_word_embeddings and head_bits == DENSE_BITS else bytes_per_weight(head_bits, itemsize)
+        is_shared = self.tie_word_embeddings and head_bits == DENSE_BITS and not packs_head
+        head = 0.0 if is_shared else bytes_per_weight(head_bits, itemsize)
         decoder = text.num_layers * text.layer_parameters * bytes_per_weight(bits, itemsize)
         return int(decoder + tower * itemsize + table * (itemsize + head))
 

@@ -15,11 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_engine.free_memory import return_freed_memory
-from mini_engine.kernels import fbgemm, ops
-from mini_engine.kernels.fbgemm import HalfMatrix
-from mini_engine.kernels.quantized import GROUPS, Int4Matrix, Int8Matrix, MatrixPart, QuantizedMatrix, StackedMatrix
+from mini_engine.kernels import ops
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.parallel import Placement, TensorParallel
+from mini_engine.products import in_float32
+from mini_engine.products.in_float32 import HalfMatrix
+from mini_engine.products.linear import linear, pack
+from mini_engine.products.quantized import GROUPS, Int4Matrix, Int8Matrix, MatrixPart, QuantizedMatrix, StackedMatrix
 
 MadeMatrix = nn.Parameter | QuantizedMatrix | StackedMatrix
 Matrix = MadeMatrix | HalfMatrix
@@ -73,25 +75,25 @@ def pieces_of(module: nn.Module) -> Iterator[WeightSlice]:
 
 def pack_weights(module: nn.Module) -> None:
     """Replace the matrices below `module` by copies in the order that products read fastest, where there is one; see
-    `ops.pack`. They are opaque, so no weights can be loaded afterwards."""
+    `linear.pack`. They are opaque, so no weights can be loaded afterwards."""
     layers = [layer for layer in module.modules() if isinstance(layer, ColumnParallel | RowParallel)]
     heads = [layer for layer in module.modules() if isinstance(layer, VocabParallelEmbedding) and layer.is_head]
     # A head first, as it takes longest. oneDNN's order has no rows, which `project_to` reads.
-    packed_heads = [head for head in heads if isinstance(head.weight, nn.Parameter) and fbgemm.widens(head.weight)]
+    packed_heads = [head for head in heads if isinstance(head.weight, nn.Parameter) and in_float32.widens(head.weight)]
     dense = [layer for layer in (*packed_heads, *layers) if isinstance(layer.weight, nn.Parameter)]
     numbers = count()
 
     def replace(layer: Layer) -> None:
         """In a thread: no copy waits for those before it, beside the weights that it replaces."""
         assert isinstance(layer.weight, nn.Parameter)
-        packed = ops.pack(layer.weight)
+        packed = pack(layer.weight)
         del layer.weight  # a parameter, which a module does not replace
         layer.weight = packed
         _trim(next(numbers))
 
     with ThreadPoolExecutor(PACKING_THREADS) as pool:
         # FBGEMM takes one thread and 16 ns for a weight.
-        is_slow = any(fbgemm.widens(weight) for layer in dense for weight in layer.parameters())
+        is_slow = any(in_float32.widens(weight) for layer in dense for weight in layer.parameters())
         [*(pool.map if is_slow else map)(replace, dense)]
     return_freed_memory()
     for number, matrix in enumerate(m for m in module.modules() if isinstance(m, QuantizedMatrix)):
@@ -211,7 +213,7 @@ class ColumnParallel(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., inputs]` -> `[..., this rank's outputs]`."""
-        return ops.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
     def pieces(self) -> Iterator[WeightSlice]:
         start = 0
@@ -249,8 +251,8 @@ class RowParallel(Layer):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., this rank's part]` -> `[..., outputs]`, the same on every rank."""
         if self.tp.size == 1:
-            return ops.linear(x, self.weight, self.bias)
-        y = self.tp.all_reduce(ops.linear(x, self.weight))
+            return linear(x, self.weight, self.bias)
+        y = self.tp.all_reduce(linear(x, self.weight))
         # Added once, after the sum: inside the product it would count once per rank.
         return y if self.bias is None else y + self.bias
 
@@ -331,7 +333,7 @@ class VocabParallelEmbedding(Layer):
 
     def project(self, x: Tensor) -> Tensor | None:
         """`[n, size]` -> scores `[n, vocab_size]` on rank 0; None on the others."""
-        local, size = ops.linear(x, self.weight), self.tp.size
+        local, size = linear(x, self.weight), self.tp.size
         if size == 1:
             return local
         # Shares differ by a row where the vocabulary does not divide, and the collective wants equal shapes.

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from mini_engine.kernels import fbgemm
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import VocabParallelEmbedding
 from mini_engine.model.parallel import Placement
@@ -19,6 +18,7 @@ from mini_engine.model.rope import Grid
 from mini_engine.model.text import Attend, Decoder, MediaRows
 from mini_engine.model.towers.spread_tower import SpreadTower
 from mini_engine.model.towers.vision import last_of
+from mini_engine.products import in_float32
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class VisionLanguageModel(nn.Module):
         self.decoder = Decoder(text, at)
         # A quantised or packed head is a matrix of its own: of the table only some rows are read.
         head = table if tied else "lm_head"
-        is_packed = at.quantization.kind(head).bits < DENSE_BITS or fbgemm.widens(at.empty(0))
+        is_packed = at.quantization.kind(head).bits < DENSE_BITS or in_float32.widens(at.empty(0))
         is_shared = tied and not is_packed
         self.head = self.embedding if is_shared else VocabParallelEmbedding(head, *rows, at, is_head=True)
         kv_heads = at.tp.kv_heads(text.num_kv_heads)

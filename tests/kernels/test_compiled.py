@@ -17,10 +17,11 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from mini_engine.kernels import elementwise, paged, triton_experts, triton_products  # noqa: E402
+from mini_engine.kernels import elementwise, paged, triton_experts  # noqa: E402
 from mini_engine.kernels import token_draw as sampling  # noqa: E402
 from mini_engine.kernels import triton_delta_rule as delta_rule  # noqa: E402
 from mini_engine.kernels.elementwise import padded  # noqa: E402
+from mini_engine.products import triton_products  # noqa: E402
 
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # bytes of one program
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4}

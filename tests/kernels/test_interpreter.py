@@ -18,7 +18,7 @@ def test_the_kernels_interpreted():
         [
             "model/test_delta_rule.py",
             "model/test_grouped_experts.py",
-            "kernels/test_triton_products.py",
+            "products/test_triton_products.py",
             "worker/attention/test_decode_graphs.py",
         ],
     ]

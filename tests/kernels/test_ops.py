@@ -13,7 +13,7 @@ from mini_engine.kernels import ops
 from mini_engine.worker.sampling.grammar import bars_of
 
 pytest.importorskip("triton")
-from mini_engine.kernels import elementwise  # noqa: E402
+from mini_engine.kernels import elementwise, triton_experts  # noqa: E402
 from mini_engine.kernels import token_draw as sampling  # noqa: E402
 
 BOUNDS = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -210,3 +210,19 @@ def test_draw(spread, steps, size, device):
             assert token in possible, (row, combinations[row])
         else:
             assert token == size - 1
+
+
+@dtypes
+def test_choice_and_sum_of_experts(dtype, device):
+    scores = torch.randn(7, 60).to(dtype)
+    scores[3, 5] = float("nan")
+    chosen, shares = triton_experts.choose(scores.to(device), 3)
+    highest, expected = scores.float().topk(3)
+    rows = torch.arange(7) != 3
+    assert torch.equal(scores.float().gather(1, chosen.cpu().long())[rows], highest[rows])
+    torch.testing.assert_close(shares.cpu()[rows], highest.softmax(-1)[rows])
+    assert ((chosen >= 0) & (chosen < 60)).all(), "an expert that there is, whatever the scores are"
+    outputs, shared, gate = (torch.randn(size).to(dtype) for size in ((21, 1500), (7, 1500), (7, 1)))
+    y = triton_experts.combine(outputs.to(device), shares, shared.to(device), gate.to(device)).cpu()
+    sums = (outputs.double().view(7, 3, -1) * shares.cpu().double().unsqueeze(2)).sum(1)
+    close(y[rows], (sums + gate.double().sigmoid() * shared.double())[rows])

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.runner import CONFIGS
 from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
+from mini_engine.launch import parallelism
 from mini_engine.launch.cli import parse
 from mini_engine.launch.memory_plan import settle_memory
 from mini_engine.messages import MediaCachePlan
@@ -17,6 +18,11 @@ QWEN3_4B, RECURRENT_4B = (
     for name in ("Qwen3-VL-4B-Instruct", "Qwen3.5-4B")
 )
 TOKEN_BYTES = 2 * 36 * 8 * 128 * 2  # of Qwen3-VL-4B
+
+
+@pytest.fixture(autouse=True)
+def cpu_with_bfloat16(monkeypatch):
+    monkeypatch.setattr(parallelism, "is_x86_without_bfloat16", lambda: False)
 
 
 @pytest.mark.parametrize(
@@ -51,12 +57,14 @@ def test_the_kv_cache_of_a_flag_must_fit_beside_the_weights(flag, fitting):
         settle_memory(too_large, QWEN3_4B, no_cache, free)
 
 
-@pytest.mark.parametrize("engines", [1, 2])
-def test_engines_divide_two_thirds_of_what_is_left(engines):
-    """Each has its own weights."""
+@pytest.mark.parametrize(("engines", "packs_head"), [(1, False), (2, False), (2, True)])
+def test_engines_divide_two_thirds_of_what_is_left(engines, packs_head, monkeypatch):
+    """Each has its own weights; a tied head that is packed is there twice."""
+    monkeypatch.setattr(parallelism, "is_x86_without_bfloat16", lambda: packs_head)
     config, free = EngineConfig(data_parallel_size=engines), 20 * GIB * engines
     config, line = settle_memory(config, QWEN3_4B, MediaCachePlan("shm", GIB, ""), free)
-    weights, embeddings = QWEN3_4B.weight_bytes(2), 65536 * QWEN3_4B.vision.row_size * 2
+    weights, embeddings = QWEN3_4B.weight_bytes(2, packs_head=packs_head), 65536 * QWEN3_4B.vision.row_size * 2
+    assert weights == QWEN3_4B.weight_bytes(2) + packs_head * 151936 * 2560 * 2
     assert config.kv_cache_memory_bytes == (free // engines - weights - GIB - embeddings) * 2 // 3
     assert f"weights {engines * weights / GIB:.1f}" in line
     assert "--max-model-len allows up to 262144 tokens" in line

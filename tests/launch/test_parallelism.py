@@ -8,9 +8,11 @@ import pytest
 
 from benchmarks.runner import CONFIGS
 from mini_engine.config import BUNDLED_MODEL, EngineConfig
+from mini_engine.launch import parallelism
 from mini_engine.launch.cli import parse
 from mini_engine.launch.parallelism import choose_parallelism, on_cores
 from mini_engine.model.config import ModelConfig
+from mini_engine.products import in_float32
 
 TINY = ModelConfig.from_dir(BUNDLED_MODEL)  # 0.8 MiB a layer
 TWO_B = ModelConfig.from_dict(json.loads((CONFIGS / "Qwen2-VL-2B-Instruct.json").read_text()))  # 89 MiB
@@ -39,6 +41,10 @@ def test_engines_and_threads_by_cores(model, flags, omp_threads, expected):
     config = parse(flags.split(), {})
     chosen = {cores: on_cores(config, model, omp_threads, cores, memory=1 << 40) for cores in expected}
     assert {cores: (choice.engines, choice.threads) for cores, choice in chosen.items()} == expected
+
+
+def test_what_the_cpu_lacks_is_what_torch_says():
+    assert parallelism.is_x86_without_bfloat16() == in_float32.is_x86_without_bfloat16()
 
 
 def test_engines_fit_into_half_of_the_memory():

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForImageTextToText
 
-from mini_engine.kernels import fbgemm, ops
-from mini_engine.model import weights
+from mini_engine.model import layers, weights
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.layers import (
     PACKING_THREADS,
@@ -26,6 +25,7 @@ from mini_engine.model.layers import (
 )
 from mini_engine.model.model_spec import canonical_name
 from mini_engine.model.parallel import Placement, TensorParallel
+from mini_engine.products import in_float32
 from tests.model.conftest import values_of
 from tests.model.test_experts import by_expert
 from tests.support import script, tiny
@@ -180,8 +180,8 @@ def test_a_matrix_is_freed_once_it_is_packed(monkeypatch):
         assert weight is not head.weight or all(freed.acquire(timeout=10) for _ in others)
         return nn.Parameter(weight.clone(), requires_grad=False)
 
-    monkeypatch.setattr(fbgemm, "is_x86_without_bfloat16", lambda: True)
-    monkeypatch.setattr(ops, "pack", pack)
+    monkeypatch.setattr(in_float32, "is_x86_without_bfloat16", lambda: True)
+    monkeypatch.setattr(layers, "pack", pack)
     for layer in others:
         weakref.finalize(layer.weight, freed.release)
     pack_weights(nn.ModuleList([head, *others]))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from mini_engine.kernels import onednn
+from mini_engine.products.linear import linear
 from mini_engine.worker.shared_weights import PAGE, share_weights
 
 SIZE = 1024
@@ -39,13 +39,13 @@ def make_weights(seed: int) -> nn.ParameterList:
 def test_engines_with_equal_weights_share_them_and_others_keep_their_own(memory: int, written: bytes) -> None:
     os.write(memory, written)  # by a worker that died
     models, x = [make_weights(1), make_weights(1), make_weights(2)], torch.randn(64, SIZE)
-    expected = [(dense.clone(), onednn.multiply(x, packed, None), codes.clone()) for dense, packed, codes in models]
+    expected = [(dense.clone(), linear(x, packed), codes.clone()) for dense, packed, codes in models]
     first, second, other = (share_weights(model, memory) for model in models)
     assert first > (4 + 2) * SIZE**2 - 2 * PAGE <= second, "the matrix in oneDNN's order may lie elsewhere in a page"
     assert other == 0
     for (dense, packed, codes), (old_dense, product, old_codes) in zip(models, expected, strict=True):
         assert torch.equal(dense, old_dense) and torch.equal(codes, old_codes)
-        assert torch.equal(onednn.multiply(x, packed, None), product)
+        assert torch.equal(linear(x, packed), product)
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:weights" in line]
     mapped = [range(*(int(border, 16) for border in words[0].split("-"))) for words in lines]
     middles = [codes.data_ptr() + codes.nbytes // 2 for _, _, codes in models]

@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_engine.kernels import onednn, ops
+from mini_engine.kernels import cpu_attention, ops
 from mini_engine.kernels.staging import to_device
 from mini_engine.model.config import VisionConfig
 from mini_engine.model.layers import MLP, ColumnParallel, Layer, LayerNorm, RMSNorm, RowParallel, Rows
 from mini_engine.model.parallel import Placement
 from mini_engine.model.rope import Grid, Rotation, inverse_frequencies
+from mini_engine.products.linear import linear
 
 # Fixed in the architecture; not part of the config.
 NORM_EPS = 1e-6
@@ -130,8 +131,8 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, groups: Sequence[tuple[in
     for count, length in groups:
         end = start + count * length
         parts = [x[start:end].unflatten(0, (count, length)) for x in (q, k, v)]
-        if onednn.attends(q, length, length):
-            outputs.append(onednn.attend_all(*parts).flatten(0, 1))
+        if cpu_attention.attends(q, length, length):
+            outputs.append(cpu_attention.attend_all(*parts).flatten(0, 1))
         else:
             attended = ops.attention(*(x.transpose(1, 2) for x in parts))
             outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
@@ -155,7 +156,7 @@ class PatchEmbed(Layer):
         self.bias = at.empty(config.hidden_size) if bias else None
 
     def forward(self, patches: Tensor) -> Tensor:
-        return ops.linear(patches, self.weight.flatten(1), self.bias)
+        return linear(patches, self.weight.flatten(1), self.bias)
 
 
 class VisionAttention(nn.Module):

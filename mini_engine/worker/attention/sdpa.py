@@ -8,7 +8,7 @@ forms, both by gathering whole blocks and one `scaled_dot_product_attention`:
 - A chunk of one token (decode) goes into a group with others. The query heads that share a key-value head are the query
   rows, the group's sequences are the batch, shorter ones are padded by repeating their own last block.
 - A longer chunk (prefill) is computed alone, in tiles of queries, each with the keys up to its end and a causal mask;
-  a large one on a CPU by `kernels/onednn.py`.
+  a large one on a CPU by `kernels/cpu_attention.py`.
 
 The bounds of groups were measured on one thread of a server CPU (8 to 32 sequences of 20 to 2,000 tokens, 4/2 heads of
 32 and 16/2 of 128, float32 and bfloat16). A call costs 15 to 20 us, more than gathering and attending to `PAD_BYTES`:
@@ -28,14 +28,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_engine.kernels import onednn, ops
+from mini_engine.kernels import cpu_attention, ops
 from mini_engine.model.vision_language import AttentionShape
 from mini_engine.worker.attention.recurrent_states import RecurrentStates
 
 PAD_BYTES = 128 << 10
 GROUP_BYTES = 2 << 20
 # Queries per causal call: smaller tiles skip more of the masked half, larger ones pay for fewer calls.
-TILE = onednn.TILE
+TILE = cpu_attention.TILE
 # CUDA's kernels read a mask by eight numbers at a time, so each row must begin at a multiple of 16 bytes: torch refuses
 # others, or copies them at each call.
 ALIGNED = 8
@@ -250,7 +250,7 @@ class _PrefillChunk:
         used, device = -(-span.context // cache.block_size), cache.storage.device
         self._rows, self._start = slice(first, first + span.length), span.start
         self._blocks = None if span.start == 0 else torch.from_numpy(span.blocks[:used].copy()).to(device)
-        by_onednn = onednn.attends(cache.storage, span.length, span.context)
+        by_onednn = cpu_attention.attends(cache.storage, span.length, span.context)
         self._masks = [] if by_onednn else causal_tiles(span.start, span.length, cache.storage.dtype, device)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> list[Tensor]:
@@ -260,7 +260,7 @@ class _PrefillChunk:
         else:
             own = (keys.index_select(0, self._blocks).flatten(0, 1), values.index_select(0, self._blocks).flatten(0, 1))
         if not self._masks:
-            return [onednn.attend_causally(q[self._rows], *own, self._start)]
+            return [cpu_attention.attend_causally(q[self._rows], *own, self._start)]
         # Expanded, not copied: the heads of a group read the same memory.
         k, v = (x.transpose(0, 1).expand(q.shape[1] // kv_heads, -1, -1, -1) for x in own)
         queries, outputs = q[self._rows].unflatten(1, (kv_heads, -1)).permute(2, 1, 0, 3), []

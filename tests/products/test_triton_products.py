@@ -1,4 +1,4 @@
-"""Products with weights as they lie in memory, and what is around those of experts, against torch in float64.
+"""Products with weights as they lie in memory against torch in float64.
 
 The bounds are of the norm of an error by that of the result: one rounding of it, and of sums in float32.
 """
@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mini_engine.kernels import triton_experts, triton_products
+from mini_engine.kernels import triton_experts
 from mini_engine.kernels.ops import Pairs
-from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix
+from mini_engine.products import triton_products
+from mini_engine.products.quantized import Int4Matrix, Int8Matrix
 from tests.support.devices import combinations
 
 BOUNDS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
@@ -77,19 +78,3 @@ def test_products_by_expert(weight, tokens, device):
     assert torch.equal(pairs.ends.cpu(), chosen.flatten().bincount(minlength=count).cumsum(0).int())
     check(triton_products.multiply(x.to(device), *more, pairs, gathers=True), expected[order])
     check(triton_products.multiply(x[order // each].to(device), *more, pairs, scatters=True), expected)
-
-
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-def test_choice_and_sum_of_experts(dtype, device):
-    scores = torch.randn(7, 60).to(dtype)
-    scores[3, 5] = float("nan")
-    chosen, shares = triton_experts.choose(scores.to(device), 3)
-    highest, expected = scores.float().topk(3)
-    rows = torch.arange(7) != 3
-    assert torch.equal(scores.float().gather(1, chosen.cpu().long())[rows], highest[rows])
-    torch.testing.assert_close(shares.cpu()[rows], highest.softmax(-1)[rows])
-    assert ((chosen >= 0) & (chosen < 60)).all(), "an expert that there is, whatever the scores are"
-    outputs, shared, gate = (torch.randn(size).to(dtype) for size in ((21, 1500), (7, 1500), (7, 1)))
-    y = triton_experts.combine(outputs.to(device), shares, shared.to(device), gate.to(device)).cpu()
-    sums = (outputs.double().view(7, 3, -1) * shares.cpu().double().unsqueeze(2)).sum(1)
-    check(y[rows], (sums + gate.double().sigmoid() * shared.double())[rows])

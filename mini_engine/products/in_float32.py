@@ -12,8 +12,6 @@ import math
 import torch
 from torch import Tensor, nn
 
-HAS_AVX2_ALONE = torch.cpu._is_avx2_supported() and not torch.cpu._is_avx512_supported()
-LEAST_PACKED = 1 << 20  # values of a matrix; smaller ones stay in the CPU's caches
 LEAST_ROWS = 4  # of a product with another matrix; torch is as fast for fewer
 SLICE = 1 << 19  # values converted at a time, which stay in the CPU's caches
 PACKED_AT_ONCE = 1 << 25  # values, which take 12 bytes each meanwhile
@@ -32,9 +30,8 @@ def widens(x: Tensor) -> bool:
 
 
 def packs(weight: Tensor) -> bool:
-    """Whether `weight`, on which operators are faster in float32, is to become a `HalfMatrix`. If it is not finite it
-    is not: FBGEMM clamps to float16."""
-    return weight.numel() >= LEAST_PACKED and _pack is not None and bool(weight.isfinite().all())
+    """Whether `weight` can become a `HalfMatrix`; not one that is not finite, as FBGEMM clamps to float16."""
+    return _pack is not None and bool(weight.isfinite().all())
 
 
 class HalfMatrix(nn.Module):

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from mini_engine.kernels import fbgemm, quantized
-from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix, QuantizedMatrix, StackedMatrix
+from mini_engine.kernels import ops
+from mini_engine.products import in_float32, quantized
+from mini_engine.products.quantized import Int4Matrix, Int8Matrix, QuantizedMatrix, StackedMatrix
 
 CPU = torch.device("cpu")
 EPSILON = {torch.float32: 2**-24, torch.bfloat16: 2**-9, torch.float16: 2**-12}  # half a unit in the last place, times
@@ -25,9 +26,9 @@ def test_products_are_within_their_rounding(bits, outputs, inputs, dtype, with_a
     """8 bits: x is off by half a step at most, and not at all with AVX2 alone. 4 bits in 16-bit floats: the
     kernel and unpacking round a weight, of which the shift by the zero may be twice as large, and y; each at most by
     half a unit in the last place."""
-    monkeypatch.setattr(fbgemm, "is_x86_without_bfloat16", lambda: with_avx2)
+    monkeypatch.setattr(in_float32, "is_x86_without_bfloat16", lambda: with_avx2)
     if with_avx2:
-        monkeypatch.setattr(fbgemm, "HAS_AVX2_ALONE", True)
+        monkeypatch.setattr(ops, "HAS_AVX2_ALONE", True)
         monkeypatch.setattr(quantized, "_has_vnni", lambda: False)
     monkeypatch.setattr(quantized, "UNPACKED", 1 << 18)
     torch.manual_seed(0)
@@ -90,10 +91,10 @@ def test_unset_is_zero_and_stacked_matrices_follow_each_other():
 
 def test_dense_part_of_a_stacked_matrix_is_multiplied_as_any_dense_matrix(monkeypatch):
     """In float32, where that is faster: of projections in 8 bits some are dense, such as those to gates."""
-    monkeypatch.setattr(fbgemm, "is_x86_without_bfloat16", lambda: True)
+    monkeypatch.setattr(in_float32, "is_x86_without_bfloat16", lambda: True)
     dense, x = torch.nn.Parameter(torch.randn(3, 64).bfloat16(), requires_grad=False), torch.randn(8, 64).bfloat16()
     multiplied = []
-    monkeypatch.setattr(fbgemm, "linear", lambda x, *rest: multiplied.append(rest) or x.new_zeros(len(x), 3))
+    monkeypatch.setattr(in_float32, "linear", lambda x, *rest: multiplied.append(rest) or x.new_zeros(len(x), 3))
     stacked = StackedMatrix([full := matrix(8, 8, 64), dense])
     full.pack()
     assert not stacked(x)[:, 8:].any() and multiplied == [(dense, None)]

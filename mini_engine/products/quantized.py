@@ -10,22 +10,34 @@ import functools
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_engine.kernels import fbgemm, onednn, ops
+from mini_engine.kernels import ops
+from mini_engine.products import in_float32
+from mini_engine.products.linear import PACKED_ROWS, linear
 
 GROUPS = (128, 64, 32)  # inputs that may share a scale of 4-bit codes
-BLOCK = 32 if fbgemm.HAS_AVX2_ALONE else 64  # outputs that lie together in the kernel's order
+BLOCK = 32 if ops.HAS_AVX2_ALONE else 64  # outputs that lie together in the kernel's order
 FEW_ROWS = 64  # of x, up to which torch's 4-bit kernel is about as fast as unpacking, or faster
 FEW_ROWS_CUDA = 256  # of x, up to which the kernel takes less time than unpacking and torch's product
 FEW_ROWS_INT8 = 16  # of x, up to which torch's 8-bit kernel is faster than products in float32
 UNPACKED = 2 << 20  # weights packed and unpacked at a time, which stay in the CPU's caches
 LEAST_BLOCKS = 4  # at a time; products with fewer outputs are slow
 SMALLEST = 1e-12  # step of rows and groups that are all zero
+
+
+def triton_products() -> Any:
+    """The file of that name; see `ops.kernels`."""
+    return ops.kernels("triton_products", "products")
+
+
+def multiplies(x: Tensor) -> bool:
+    """Whether `triton_products.multiply` takes rows such as these, with weights of any width."""
+    return x.dtype is not torch.float32 and ops.fused(x)
 
 
 class Codes(NamedTuple):
@@ -87,14 +99,14 @@ class QuantizedMatrix(nn.Module):
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """All of it as a dense matrix. On a CPU only before `pack`, on CUDA only after it."""
         if dtype.itemsize == 2 and self.codes.is_cuda and ops.fused(self.codes):
-            return ops.kernels("triton_products").unpack(*self.operands, dtype)
+            return triton_products().unpack(*self.operands, dtype)
         return self.codes_of(slice(0, self.shape[0])).dequantize(dtype)
 
     def compile_products(self, dtype: torch.dtype) -> None:
         """Compile what x of this dtype takes on CUDA, for any number of rows; after `pack`."""
         x = self.operands[0].new_zeros(1, self.shape[1], dtype=dtype)
-        if ops.multiplies(x):
-            products = ops.kernels("triton_products")
+        if multiplies(x):
+            products = triton_products()
             for shape in products.SHAPES:
                 products.multiply(x, *self.operands, shape=shape)
             self.compile_unpacking(dtype)
@@ -103,15 +115,15 @@ class QuantizedMatrix(nn.Module):
         """By one output: no step may need the whole matrix, and then there is no room for it."""
         codes, scales = self.operands
         scales = scales[:1] if scales.ndim == 1 else scales[:, :1].contiguous()
-        ops.kernels("triton_products").unpack(codes[:1], scales, dtype)
+        triton_products().unpack(codes[:1], scales, dtype)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x W^T + b`: `[..., inputs]`, `[outputs]` -> `[..., outputs]`."""
         rows = x.reshape(-1, x.shape[-1])
         if x.device.type == "cpu":
             y = self.multiply(rows)
-        elif 0 < len(rows) <= FEW_ROWS_CUDA and ops.multiplies(x):
-            y = ops.kernels("triton_products").multiply(rows, *self.operands)
+        elif 0 < len(rows) <= FEW_ROWS_CUDA and multiplies(x):
+            y = triton_products().multiply(rows, *self.operands)
         else:
             return F.linear(x, self.dequantize(x.dtype), bias)
         if bias is not None:
@@ -176,11 +188,11 @@ class Int8Matrix(QuantizedMatrix):
 
     def pack(self) -> None:
         if self.codes.device.type == "cpu" and _has_vnni():
-            self.codes = torch.ops.onednn.qlinear_prepack(self.codes, [onednn.PACKED_ROWS, self.shape[1]])
+            self.codes = torch.ops.onednn.qlinear_prepack(self.codes, [PACKED_ROWS, self.shape[1]])
             self._zero_points = torch.zeros(self.shape[0], dtype=torch.int32)
 
     def multiply(self, x: Tensor) -> Tensor:
-        if fbgemm.HAS_AVX2_ALONE:
+        if ops.HAS_AVX2_ALONE:
             return self._multiply_widened(x)
         codes, steps = _round_rows(x.float())
         if self._zero_points is None:
@@ -196,7 +208,7 @@ class Int8Matrix(QuantizedMatrix):
         if len(x) <= FEW_ROWS_INT8 and x.dtype is torch.bfloat16:
             y = torch._weight_int8pack_mm(x.contiguous(), self.codes, x.new_ones(self.shape[0]))
         else:
-            y = fbgemm.multiply(x.float(), self.codes)
+            y = in_float32.multiply(x.float(), self.codes)
         return (y * self.scales).to(x.dtype)
 
 
@@ -270,7 +282,7 @@ class Int4Matrix(QuantizedMatrix):
         return torch._weight_int4pack_mm_for_cpu(x.contiguous(), codes, self.group, self._scales_zeros)
 
     def _multiply_unpacked(self, x: Tensor) -> Tensor:
-        rows = x.float() if fbgemm.widens(x) else x
+        rows = x.float() if in_float32.widens(x) else x
         y = rows.new_empty(len(x), len(self.codes) * BLOCK)
         step = self._blocks_at_once
         for start in range(0, len(self.codes), step):
@@ -292,7 +304,7 @@ def multiply_each(parts: Sequence[Tensor], matrices: Sequence[nn.Module | Tensor
     few = max(map(len, parts)) <= FEW_ROWS
     packed = [matrix for matrix in matrices if few and isinstance(matrix, Int4Matrix)]
     if len(packed) < len(matrices):
-        return torch.cat([ops.linear(x, matrix) for x, matrix in zip(parts, matrices, strict=True)])
+        return torch.cat([linear(x, matrix) for x, matrix in zip(parts, matrices, strict=True)])
     # All are put in order at once: each by itself costs a fifth more in all, where parts have few rows.
     y = torch.cat([matrix._multiply_packed(x) for x, matrix in zip(parts, packed, strict=True)])
     return _in_order(y)[:, : packed[0].shape[0]]
@@ -309,7 +321,7 @@ class StackedMatrix(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """As of a `QuantizedMatrix`."""
-        y = torch.cat([ops.linear(x, matrix) for matrix in self.matrices], dim=-1)
+        y = torch.cat([linear(x, matrix) for matrix in self.matrices], dim=-1)
         return y if bias is None else y.add_(bias)
 
 

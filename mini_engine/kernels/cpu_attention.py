@@ -1,18 +1,10 @@
-"""Matrix products, and attention in bfloat16, on a CPU, by oneDNN, which comes with torch.
-
-torch takes MKL for float32, which uses AVX-512 on Intel's processors only; oneDNN uses it on all (docs/benchmarks.md,
-"Products on a CPU"). torch offers it for float32 through one operator, which `torch.compile` is made of; `available`
-says whether this torch has it.
-
-In bfloat16 both take oneDNN, which rearranges a matrix for its kernel at each product unless the matrix is kept in that
-order (`pack`).
+"""Attention in bfloat16 on a CPU, by products that oneDNN, which comes with torch, computes.
 
 torch's attention in bfloat16 multiplies blocks of a few hundred rows and columns, at a third of the speed of products;
 here a product has whole rows of scores. Those can only be had rounded to bfloat16, so `_scores` subtracts from each
 row, before that rounding, about its maximum: large weights are the most accurate ones.
 
-oneDNN compiles a kernel for each new shape and keeps the last 1,024, so sizes are rounded up, unless the copy would
-cost more. A call costs more than MKL's, so small products are left to torch.
+oneDNN compiles a kernel for each new shape and keeps the last 1,024, so sizes are rounded up.
 """
 
 import functools
@@ -22,38 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LEAST_ROWS = 48  # of a product
-MOST_ROUNDED = 1024
 TILE = 128  # queries that attend at once, at most, and what the number of keys is rounded up to
 ROWS = 32  # what the number of queries is rounded up to
 LEAST_HEAD_DIM, LEAST_QUERIES, LEAST_SCORES = 64, 32, 16 << 10  # for fewer torch's attention is faster
 CACHE_BYTES = 4 << 20  # of scores at once, which stay in the CPU's caches
-LEAST_PACKED = 1 << 20  # values of a matrix; smaller ones stay in the CPU's caches
-PACKED_ROWS = 8  # of x, for which oneDNN chooses the order; it serves any number of rows
 PROBED = 16  # one of so many keys says about how large a query's largest score is
-_pack = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
-_multiply = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-
-
-def available(x: Tensor) -> bool:
-    """Whether `linear` takes `x`."""
-    return x.dtype is torch.float32 and x.device.type == "cpu" and _multiply is not None
-
-
-def pack(weight: Tensor) -> Tensor:
-    """A copy of a bfloat16 matrix `[outputs, inputs]` in the order in which `multiply` reads it, an opaque
-    tensor; the matrix itself where this torch or processor has no such order, or the matrix is small."""
-    is_wide = weight.dtype is torch.bfloat16 and weight.device.type == "cpu" and weight.numel() >= LEAST_PACKED
-    if not is_wide or _pack is None or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return weight
-    return _pack(weight, PACKED_ROWS)
-
-
-def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`x W^T + b`: `[..., inputs]`, `[outputs, inputs]`, `[outputs]` -> `[..., outputs]`, all in float32, or all in
-    bfloat16 with a weight of `pack`."""
-    assert _multiply is not None
-    return _multiply(x, weight, bias, "none", [], "")
 
 
 def attends(x: Tensor, queries: int, keys: int) -> bool:
@@ -67,14 +32,6 @@ def attends(x: Tensor, queries: int, keys: int) -> bool:
 def _attends_bfloat16() -> bool:
     """With AMX torch's own attention packs its blocks, which was not measured."""
     return torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`x W^T + b`: `[n, inputs]`, `[outputs, inputs]`, `[outputs]` -> `[n, outputs]`, all contiguous."""
-    missing = -len(x) % 64
-    if not missing or len(x) > MOST_ROUNDED:
-        return multiply(x, weight, bias)
-    return multiply(F.pad(x, (0, 0, 0, missing)), weight, bias)[: len(x)]
 
 
 def attend_all(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,0 +1,3 @@
+from tests.support.devices import device
+
+__all__ = ["device"]
