@@ -16,7 +16,7 @@ import torch
 from mini_engine.config import BUNDLED_MODEL, EngineConfig
 from mini_engine.kernels.fbgemm import HalfMatrix
 from mini_engine.kernels.quantized import Int4Matrix, Int8Matrix
-from mini_engine.launch.host import resolve_model
+from mini_engine.launch.startup_checks import resolve_model
 from mini_engine.messages import (
     Chunk,
     EncodeItem,

@@ -14,8 +14,8 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 import msgspec
 
 from mini_engine.protocol.body_split import URL_FIELDS, SplitBody
+from mini_engine.protocol.json_cost import MAX_STRUCTURE, structure
 from mini_engine.protocol.parts import MAX_URL_CHARACTERS
-from mini_engine.protocol.structure import MAX_STRUCTURE, structure
 
 # Fields of parts, and where in each is a URL; first of all the client's name.
 FIELDS = {"uuid": "", **dict.fromkeys(URL_FIELDS, "url"), "file": "file_data"}

@@ -9,7 +9,7 @@ import dataclasses
 import logging
 from collections.abc import Iterable
 
-from mini_engine.core.step_builder import StepBuilder
+from mini_engine.core.pending_steps import StepBuilder
 from mini_engine.messages import MediaReady, MessageId
 
 logger = logging.getLogger(__name__)

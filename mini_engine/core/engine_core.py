@@ -20,10 +20,10 @@ from mini_engine.core.caches.media_store import MediaDirectory, MediaStore, medi
 from mini_engine.core.caches.state_snapshots import StatePool
 from mini_engine.core.grammar_compiles import GrammarCompiles
 from mini_engine.core.links import Links
+from mini_engine.core.pending_steps import ChunkWork, InFlight, StepBuilder
 from mini_engine.core.request import Request
 from mini_engine.core.request_limits import engine_limits
 from mini_engine.core.scheduler import Scheduler
-from mini_engine.core.step_builder import ChunkWork, InFlight, StepBuilder
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.launch.child import Child
 from mini_engine.log import about

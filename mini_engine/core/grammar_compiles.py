@@ -6,8 +6,8 @@ Requests of a client with equal grammars share one. It sees digests, never what 
 import dataclasses
 import itertools
 
+from mini_engine.core.pending_steps import StepBuilder
 from mini_engine.core.request import Request
-from mini_engine.core.step_builder import StepBuilder
 from mini_engine.messages import Grammar, GrammarReady, Problem
 
 

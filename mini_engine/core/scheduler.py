@@ -15,9 +15,9 @@ from mini_engine.config import EngineConfig
 from mini_engine.core.caches.encoder_cache import EncoderCache, EncoderEntry
 from mini_engine.core.caches.kv_blocks import BlockPool
 from mini_engine.core.caches.state_snapshots import StatePool
-from mini_engine.core.clients import Clients
+from mini_engine.core.pending_steps import ChunkWork, Plan, StepBuilder
 from mini_engine.core.request import Request
-from mini_engine.core.step_builder import ChunkWork, Plan, StepBuilder
+from mini_engine.core.request_order import Clients
 from mini_engine.core.step_times import StepTimes
 from mini_engine.messages import Chunk, EncodeItem, EngineLimits, MediaItem, NewSequence, StateStart
 

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from mini_engine.core.caches.encoder_cache import EncoderCache
 from mini_engine.core.caches.media_store import MediaStore
 from mini_engine.core.engine_core import EngineCore
-from mini_engine.core.step_builder import StepBuilder
+from mini_engine.core.pending_steps import StepBuilder
 from mini_engine.engine_client.media_store_client import INLINE_COPY_BYTES, SHM_STORE, CacheAccess, MediaStoreClient
 from mini_engine.messages import (
     AnyMessage,
@@ -30,7 +30,7 @@ from mini_engine.messages import (
 )
 from mini_engine.protocol.api_errors import EngineError
 from mini_engine.transport.arena import ReadableMemory, WritableMemory
-from mini_engine.transport.pages import PAGE_BYTES, Extent
+from mini_engine.transport.page_allocator import PAGE_BYTES, Extent
 from mini_engine.transport.shared_memory import create_sparse
 from tests.support.patience import PATIENCE, cancelled, eventually, settle
 from tests.support.serving import Counted

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mini_engine.kernels import fbgemm
-from mini_engine.model.model_spec import canonical_name
+from mini_engine.model.architectures import canonical_name
 from tests.support import script, tiny
 from tests.support.checkpoints import load
 from tests.support.families import FAMILIES

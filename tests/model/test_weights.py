@@ -15,6 +15,7 @@ from transformers import AutoModelForImageTextToText
 
 from mini_engine.kernels import fbgemm, ops
 from mini_engine.model import weights
+from mini_engine.model.architectures import canonical_name
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.layers import (
     PACKING_THREADS,
@@ -24,7 +25,6 @@ from mini_engine.model.layers import (
     pack_weights,
     pieces_of,
 )
-from mini_engine.model.model_spec import canonical_name
 from mini_engine.model.parallel import Placement, TensorParallel
 from tests.model.conftest import values_of
 from tests.model.test_experts import by_expert

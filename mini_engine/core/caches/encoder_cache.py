@@ -9,7 +9,7 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from mini_engine.core.step_builder import StepBuilder
+from mini_engine.core.pending_steps import StepBuilder
 
 
 @dataclasses.dataclass(slots=True)

@@ -16,9 +16,9 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-from mini_engine.core.caches.recent import Recent
+from mini_engine.core.caches.lru import Recent
+from mini_engine.core.pending_steps import StepBuilder
 from mini_engine.core.request import MediaEntry, References
-from mini_engine.core.step_builder import StepBuilder
 from mini_engine.free_memory import RESERVE, available_memory
 from mini_engine.messages import (
     CachedMedia,
@@ -31,7 +31,7 @@ from mini_engine.messages import (
     StoreHandle,
     TensorHandle,
 )
-from mini_engine.transport.pages import HIGH_WATER_PAGES, PAGE_BYTES, Extent, PageAllocator, pages_for
+from mini_engine.transport.page_allocator import HIGH_WATER_PAGES, PAGE_BYTES, Extent, PageAllocator, pages_for
 
 FACTS_BYTES = 64 << 20
 MAX_NAMES = 1 << 16  # of some 400 bytes each

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from mini_engine.media.decode.frame_rows import Allocate, FrameRows
+from mini_engine.media.decode.frame_array import Allocate, FrameRows
 from mini_engine.media.decode.image import to_rgb
 from mini_engine.media.decode.item_limits import UNREADABLE, Guard
 from mini_engine.media.decode.video import NO_FRAME, Timeline

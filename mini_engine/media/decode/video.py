@@ -24,7 +24,7 @@ from av.stream import Disposition
 from numpy.typing import NDArray
 
 from mini_engine.failpoints import reach_failpoint
-from mini_engine.media.decode.frame_rows import Allocate, FrameRows
+from mini_engine.media.decode.frame_array import Allocate, FrameRows
 from mini_engine.media.decode.item_limits import TRUNCATED, UNREADABLE, WRONG_COLOURS, Guard
 from mini_engine.media.decode.packets import ENCRYPTED, PacketTable
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling

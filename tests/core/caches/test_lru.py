@@ -1,6 +1,6 @@
 """`Recent`: what stays."""
 
-from mini_engine.core.caches.recent import Recent
+from mini_engine.core.caches.lru import Recent
 
 
 def test_what_was_used_last_is_kept_within_the_capacity() -> None:

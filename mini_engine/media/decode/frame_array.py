@@ -10,7 +10,7 @@ from av.sidedata.sidedata import Type
 from av.video.reformatter import VideoReformatter
 from numpy.typing import NDArray
 
-from mini_engine.media.decode.hdr import BT2020, UNKNOWN, to_srgb
+from mini_engine.media.decode.colour import BT2020, UNKNOWN, to_srgb
 from mini_engine.media.decode.item_limits import Guard
 
 # Makes the array of an item's frames, given their number, height and width: uint8 [T, H, W, 3]. The next call may reuse
