@@ -85,10 +85,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         else:
             typed.append(flag.replace("_", "-") + equals + value if arg.startswith("--") else arg)
     command = importlib.import_module(f"benchmarks.{name}")
-    parser = argparse.ArgumentParser(
-        prog="bench.py", usage=f"bench.py {name} [flags]", description=command.__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    usage, layout = f"bench.py {name} [flags]", argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("bench.py", usage, command.__doc__, formatter_class=layout, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="Print the JSON line on a terminal, too.")
     command.add_arguments(parser)
     parser.set_defaults(regime=name, command=command)

@@ -218,8 +218,8 @@ def _read(args: argparse.Namespace, tokenizer: str, order: list[int]) -> Prompts
     if not found:
         raise ConfigError(f"--dataset-path: {path} has no prompt under {', '.join(CONVERSATIONS + TEXTS)}")
     if len(found) < unique:
-        say(f"{path} has {len(found)} prompts; --num-prompts asks for {unique} different ones: "
-            f"{'each is sent once' if args.no_oversample else 'some are sent again'}")  # fmt: skip
+        end = "each is sent once" if args.no_oversample else "some are sent again"
+        say(f"{path} has {len(found)} prompts; --num-prompts asks for {unique} different ones: {end}")
         order = list(range(len(found))) if args.no_oversample else [number % len(found) for number in order]
     measured = [found[number] for number in order]
     shown = {url for prompt in measured for url in prompt.urls}

@@ -34,7 +34,7 @@ from mini_engine.model.config import VisionConfig
 from mini_engine.products.in_float32 import HalfMatrix
 from mini_engine.transport.arena import ReadableMemory
 from mini_engine.transport.cuda_memory import CudaMapped, CudaStaging, check, use_cuda
-from mini_engine.transport.pages import PAGE_BYTES
+from mini_engine.transport.page_allocator import PAGE_BYTES
 from mini_engine.transport.shared_memory import create_sparse
 from mini_engine.worker.pinning import PinnedMemory
 from mini_engine.worker.sampling.grammar import Grammars

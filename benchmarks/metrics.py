@@ -12,9 +12,11 @@ import numpy as np
 from benchmarks.client import Outcome, Run
 
 METRICS = {
-    "ttft": "Time to First Token", "tpot": "Time per Output Token (excl. 1st token)", "itl": "Inter-token Latency",
+    "ttft": "Time to First Token",
+    "tpot": "Time per Output Token (excl. 1st token)",
+    "itl": "Inter-token Latency",
     "e2el": "End-to-end Latency",
-}  # fmt: skip
+}
 ROWS = {  # in the order and the words of vLLM's table
     "completed": "Successful requests", "failed": "Failed requests", "max_concurrency": "Maximum request concurrency",
     "request_rate": "Request rate configured (RPS)", "duration": "Benchmark duration (s)",
@@ -25,9 +27,11 @@ ROWS = {  # in the order and the words of vLLM's table
     "max_concurrent_requests": "Peak concurrent requests", "total_token_throughput": "Total token throughput (tok/s)",
 }  # fmt: skip
 OWN_ROWS = {
-    "start_memory_mb": "Server memory at start (MB)", "peak_memory_mb": "Peak server memory (MB)",
-    "client_cpu_share": "Client CPU share (of one core)", "seed": "Random seed",
-}  # fmt: skip
+    "start_memory_mb": "Server memory at start (MB)",
+    "peak_memory_mb": "Peak server memory (MB)",
+    "client_cpu_share": "Client CPU share (of one core)",
+    "seed": "Random seed",
+}
 UNSET = (("max_concurrency", None), ("request_rate", "inf"))
 WIDTH = 50
 SHOWN_ERRORS = 5

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mini_engine.config import BUNDLED_MODEL, EngineConfig
-from mini_engine.launch.host import resolve_model
+from mini_engine.launch.startup_checks import resolve_model
 from mini_engine.messages import (
     Chunk,
     EncodeItem,
@@ -103,12 +103,10 @@ def decode(
     names, count = [request.request_id for request in requests], len(requests)
     blocks = [iter(range(number, runner.num_blocks, count)) for number in range(count)]  # those yet to fill
     starts, held, hashes = [cached] * count, [0] * count, {item.media_hash for one in requests for item in one.media}
-    step = Step(
-        0, started=[*requests],
-        states=[StateStart(name, slot, None) for slot, name in enumerate(names)] if runner.num_states else [],
-        encode=[EncodeItem(one.request_id, i, 0, item.grid_thw[0])
-                for one in requests for i, item in enumerate(one.media)],
-    )  # fmt: skip
+    states = [StateStart(name, slot, None) for slot, name in enumerate(names)] if runner.num_states else []
+    items = [(one.request_id, i, item.grid_thw[0]) for one in requests for i, item in enumerate(one.media)]
+    encode = [EncodeItem(name, i, 0, num_grids) for name, i, num_grids in items]
+    step = Step(0, started=[*requests], states=states, encode=encode)
     before: Launched | None = None
     try:
         for number in itertools.count(1):

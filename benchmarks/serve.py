@@ -92,8 +92,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """All flags, by group. A flag whose absence matters has the default None."""
     add = parser.add_argument_group("server").add_argument
     add("--launch", metavar="FLAGS", help='Start a server of this project with these flags, such as "-tp 2" or "".')
-    add("--backend", "--endpoint-type", choices=ENDPOINTS, default="openai-chat",
-        help="API of the server (default: openai-chat; openai or vllm: completions).")  # fmt: skip
+    text = "API of the server (default: openai-chat; openai or vllm: completions)."
+    add("--backend", "--endpoint-type", choices=ENDPOINTS, default="openai-chat", help=text)
     add("--base-url", metavar="URL", help="URL of the server, with or without /v1, instead of --host and --port.")
     add("--host", help="Address of the server (default: 127.0.0.1).")
     add("--port", type=int, help="Port of the server (default: 8000).")
@@ -101,46 +101,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", help="Model name in requests; default: the first name of /v1/models.")
     add("--served-model-name", metavar="NAME", help="Model name in requests, if --model names the tokenizer.")
     add("--header", type=pair, nargs="+", default=[], metavar="KEY=VALUE", help="Additional HTTP headers.")
-    add("--ready-check-timeout-sec", type=float, default=0.0, metavar="SECONDS",
-        help="Seconds to wait until the server answers (default: 0).")  # fmt: skip
-    add("--tokenizer", metavar="NAME", help="Directory or hub name of the tokenizer that random texts and the lengths "
-        "of a data set's own answers need (default: --model, or the server's name of it).")  # fmt: skip
+    text = "Seconds to wait until the server answers (default: 0)."
+    add("--ready-check-timeout-sec", type=float, default=0.0, metavar="SECONDS", help=text)
+    text = "Directory or hub name of the tokenizer that random texts and the lengths of a data set's own answers need"
+    add("--tokenizer", metavar="NAME", help=f"{text} (default: --model, or the server's name of it).")
     add = parser.add_argument_group("prompts").add_argument
     add("--dataset-name", choices=NAMES, default="synthetic-video", help="Data set (default: synthetic-video).")
     add("--dataset-path", metavar="PATH", help="JSON file of sharegpt or custom.")
     add("--num-prompts", type=int, default=100, help="Number of requests (default: 100).")
     add("--num-warmups", type=int, default=4, help="Unmeasured requests before, with other media (default: 4).")
-    add("--output-len", "--random-output-len", "--custom-output-len", "--sharegpt-output-len", type=int,
-        metavar="TOKENS", help="Maximum output tokens; default: 32 for synthetic ones, as many as the "
-        "record's own answer has for files, else 128.")  # fmt: skip
-    add("--input-len", "--random-input-len", type=int, metavar="TOKENS", help="Length of the text of random and "
-        "random-mm without a chat's template (default: 1024 for random, a short question for random-mm).")  # fmt: skip
-    add("--random-prefix-len", type=int, metavar="TOKENS",
-        help="Length of a prefix that all prompts share (default: 0).")  # fmt: skip
-    add("--random-range-ratio", type=float, metavar="SHARE",
-        help="Random variation of input and output lengths, as a fraction (default: 0).")  # fmt: skip
-    add("--random-mm-bucket-config", metavar="DICT", help="Sizes of random-mm with their weights, as {(height, width, "
-        "frames): weight, ...}; one frame is an image. Sizes of videos are even.")  # fmt: skip
+    names = ("--output-len", "--random-output-len", "--custom-output-len", "--sharegpt-output-len")
+    text = "32 for synthetic ones, as many as the record's own answer has for files, else 128"
+    add(*names, type=int, metavar="TOKENS", help=f"Maximum output tokens; default: {text}.")
+    text = (
+        "Length of the text of random (default: 1024), and of random-mm without a chat's template (a short question)."
+    )
+    add("--input-len", "--random-input-len", type=int, metavar="TOKENS", help=text)
+    text = "Length of a prefix that all prompts share (default: 0)."
+    add("--random-prefix-len", type=int, metavar="TOKENS", help=text)
+    text = "Random variation of input and output lengths, as a fraction (default: 0)."
+    add("--random-range-ratio", type=float, metavar="SHARE", help=text)
+    text = "Sizes of random-mm with their weights, as {(height, width, frames): weight, ...}; one frame is an image."
+    add("--random-mm-bucket-config", metavar="DICT", help=f"{text} Sizes of videos are even.")
     add("--random-mm-base-items-per-request", type=int, metavar="N", help="Items per prompt of random-mm (default: 1).")
-    add("--unique-ratio", type=float, metavar="SHARE",
-        help="Fraction of prompts with new media; the others repeat media of earlier ones. Whole prompts are repeated "
-        "with data from files (default: 1).")  # fmt: skip
+    text = "Fraction of prompts with new media; the others repeat media of earlier ones"
+    add("--unique-ratio", type=float, metavar="SHARE", help=f"{text}, or whole prompts from files (default: 1).")
     add("--no-oversample", action="store_true", help="Do not repeat prompts if the file has too few; send fewer.")
     add("--disable-shuffle", action="store_true", help="Keep the order of a file's records.")
-    add("--seed", type=int, default=random.randrange(SEEDS),
-        help="Random seed (default: a new one in each run, whose prompts no cache holds).")  # fmt: skip
+    text = "Random seed (default: a new one in each run, whose prompts no cache holds)."
+    add("--seed", type=int, default=random.randrange(SEEDS), help=text)
     _add_traffic_and_results(parser)
 
 
 def _add_traffic_and_results(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("traffic").add_argument
     add("--request-rate", type=float, default=math.inf, metavar="N", help="Requests per second (default: inf).")
-    add("--burstiness", type=float, default=1.0, metavar="SHAPE",
-        help="Shape of the gamma distribution of the times between requests: 1 is a Poisson process, lower is "
-        "burstier (default: 1).")  # fmt: skip
-    add("--max-concurrency", type=int, metavar="N",
-        help="Maximum requests in flight; default: 8 for synthetic data sets without --request-rate, else no "
-        "limit.")  # fmt: skip
+    text = "Shape of the gamma distribution of the times between requests: 1 is a Poisson process, lower is burstier"
+    add("--burstiness", type=float, default=1.0, metavar="SHAPE", help=f"{text} (default: 1).")
+    text = "Maximum requests in flight; default: 8 for synthetic data sets without --request-rate, else no limit."
+    add("--max-concurrency", type=int, metavar="N", help=text)
     add("--temperature", type=float, default=0.0, metavar="T", help="Sampling temperature (default: 0, greedy).")
     add("--top-p", type=float, metavar="SHARE", help="Nucleus sampling.")
     add("--top-k", type=int, metavar="N", help="Top-k sampling.")
@@ -148,12 +147,12 @@ def _add_traffic_and_results(parser: argparse.ArgumentParser) -> None:
     add("--ignore-eos", action="store_true", help="Generate the maximum of output tokens.")
     add("--extra-body", type=json.loads, default={}, metavar="JSON", help="Additional fields of the request body.")
     add = parser.add_argument_group("results").add_argument
-    add("--percentile-metrics", type=metric_names, default=["ttft", "tpot", "itl"], metavar="NAMES",
-        help="Latencies in the table, of ttft, tpot, itl and e2el (default: ttft,tpot,itl).")  # fmt: skip
-    add("--metric-percentiles", type=percentiles, default=[99.0], metavar="NUMBERS",
-        help="Percentiles to report, such as 50,90,99 (default: 99).")  # fmt: skip
-    add("--goodput", type=limit, nargs="+", default=[], metavar="NAME:MS",
-        help="Goodput limits of ttft, tpot or e2el in ms, such as ttft:500 e2el:2000.")  # fmt: skip
+    text = "Latencies in the table, of ttft, tpot, itl and e2el (default: ttft,tpot,itl)."
+    add("--percentile-metrics", type=metric_names, default=["ttft", "tpot", "itl"], metavar="NAMES", help=text)
+    text = "Percentiles to report, such as 50,90,99 (default: 99)."
+    add("--metric-percentiles", type=percentiles, default=[99.0], metavar="NUMBERS", help=text)
+    text = "Goodput limits of ttft, tpot or e2el in ms, such as ttft:500 e2el:2000."
+    add("--goodput", type=limit, nargs="+", default=[], metavar="NAME:MS", help=text)
     add("--save-result", action="store_true", help="Write the metrics to a JSON file.")
     add("--save-detailed", action="store_true", help="Add each request's times and text to that file.")
     add("--result-dir", type=Path, metavar="DIR", help="Directory of that file (default: the current one).")

@@ -109,10 +109,12 @@ def launched(flags: Sequence[str]) -> Iterator[tuple[str, int]]:
     with tempfile.NamedTemporaryFile() as log:  # a pipe would fill up
         process = subprocess.Popen(
             [sys.executable, "-m", "mini_engine.launch", str(os.getpid()), *address, *flags, "--log-level", "info"],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C is for the benchmark, which stops the server in its turn
             env={**os.environ, **module_paths()},
-        )  # fmt: skip
+        )
         try:
             yield _wait_for_url(process, Path(log.name)), process.pid
         finally:

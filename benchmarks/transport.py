@@ -55,8 +55,8 @@ PLACEMENTS: dict[TransportName, list[str]] = {  # and the states of its memory: 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's flags."""
     add = parser.add_argument
-    add("--payloads", type=float, nargs="+", default=[1, 4, 16, 64, 256], metavar="MB",
-        help="Sizes in MB of 2**20 bytes, fractions too (default: 1 4 16 64 256).")  # fmt: skip
+    text = "Sizes in MB of 2**20 bytes, fractions too (default: 1 4 16 64 256)."
+    add("--payloads", type=float, nargs="+", default=[1, 4, 16, 64, 256], metavar="MB", help=text)
     add("--ranks", type=int, nargs="+", default=[1, 2], metavar="T", help="Numbers of ranks (default: 1 2).")
     add("--repeats", type=int, default=7, help="Measurements; medians count (default: 7).")
 

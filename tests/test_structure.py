@@ -43,11 +43,11 @@ def imports_of(path: Path) -> set[str]:
         # `http` and the core may read a model's config.json, `media` its spec.
         "http": "http protocol prompt media engine_client transport model.config",
         "prompt": "prompt protocol media.processor media.hashing",
-        "media": "media protocol transport.shared_memory model.model_spec",
+        "media": "media protocol transport.shared_memory model.architectures",
         "engine_client": "engine_client protocol transport",
         "protocol": "protocol",
         "transport": "transport",
-        "core": "core model.config transport.sockets transport.codec transport.pages",  # those without torch
+        "core": "core model.config transport.sockets transport.codec transport.page_allocator",  # those without torch
         "worker": "worker model kernels transport launch.memory_plan",
         "model": "model products kernels",
         "products": "products kernels",

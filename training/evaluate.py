@@ -58,10 +58,9 @@ def quick(model: Qwen2_5_VLForConditionalGeneration, writer: Writer, items: list
         if kind == "list":
             groups = list(zip(items[::2], items[1::2], strict=False))  # type: ignore[arg-type]
         samples = [sample_of(writer, group, kind, rng) for group in groups]
-        right = [
-            hit for at in range(0, len(samples), 32)
-            for hit in exact_rows(forward.run(model, writer.batch(samples[at : at + 32]))).values()
-        ]  # fmt: skip
+        right: list[bool] = []
+        for at in range(0, len(samples), 32):
+            right += exact_rows(forward.run(model, writer.batch(samples[at : at + 32]))).values()
         share[kind] = sum(right) / len(right)
     return share
 

@@ -38,12 +38,12 @@ def parser() -> argparse.ArgumentParser:
     add = found.add_argument
     add("-i", "--input-file", type=Path, required=True, metavar="FILE", help="Requests: a JSON object per line.")
     add("-o", "--output-file", type=Path, required=True, metavar="FILE", help="Answers; appended to.")
-    add("--base-url", metavar="URL", help="A running server, its key in OPENAI_API_KEY. Default: one "
-        "of this command's own, with the flags of serve.py.")  # fmt: skip
-    add("--retry-failed", action="store_true", help="Ask again where the status is not 200. Without it: where it is "
-        "401, 403, 429, 500 or 502 to 504, or no response came.")  # fmt: skip
-    add("--max-concurrency", type=int, default=MAX_CONCURRENCY, metavar="N",
-        help=f"Requests in flight (default: {MAX_CONCURRENCY}).")  # fmt: skip
+    own = "Default: one of this command's own, with the flags of serve.py."
+    add("--base-url", metavar="URL", help=f"A running server, its key in OPENAI_API_KEY. {own}")
+    retried = "Without it: where it is 401, 403, 429, 500 or 502 to 504, or no response came."
+    add("--retry-failed", action="store_true", help=f"Ask again where the status is not 200. {retried}")
+    requests = f"Requests in flight (default: {MAX_CONCURRENCY})."
+    add("--max-concurrency", type=int, default=MAX_CONCURRENCY, metavar="N", help=requests)
     return found
 
 

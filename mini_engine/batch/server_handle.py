@@ -221,10 +221,12 @@ async def own_server(flags: Sequence[str], ended: asyncio.Future[Exception]) -> 
     becomes what says why it has ended by itself."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "mini_engine.launch", str(os.getpid()), *flags),
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         env={**os.environ, **module_paths()},
         start_new_session=True,  # Ctrl-C is for this program, which may go on
-    )  # fmt: skip
+    )
     log = asyncio.create_task(forward_log(process, ended))
     try:
         yield

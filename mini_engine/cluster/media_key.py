@@ -14,8 +14,8 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 import msgspec
 
 from mini_engine.protocol.body_split import URL_FIELDS, SplitBody
+from mini_engine.protocol.json_cost import MAX_STRUCTURE, count_structure
 from mini_engine.protocol.parts import MAX_URL_CHARACTERS
-from mini_engine.protocol.structure import MAX_STRUCTURE, structure
 
 # Fields of parts, and where in each is a URL; first of all the client's name.
 FIELDS = {"uuid": "", **dict.fromkeys(URL_FIELDS, "url"), "file": "file_data"}
@@ -37,7 +37,7 @@ def media_key(body: SplitBody, path: str) -> str:
     """
     try:
         text, urls = body.split()
-        if not text or structure(text, items=8) > MAX_STRUCTURE:
+        if not text or count_structure(text, items=8) > MAX_STRUCTURE:
             return _hash(text or path.encode())
         request = msgspec.json.decode(text, type=dict[str, Any])
         messages = request.get("messages")

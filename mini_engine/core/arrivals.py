@@ -10,7 +10,7 @@ import dataclasses
 import logging
 from collections.abc import Iterable
 
-from mini_engine.core.step_builder import StepBuilder
+from mini_engine.core.pending_steps import NextStep
 from mini_engine.messages import MediaReady, MessageId
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class _Arrival:
 class Arrivals:
     """The tensor messages to the `num_ranks` ranks of one engine."""
 
-    def __init__(self, num_ranks: int, next_step: StepBuilder):
+    def __init__(self, num_ranks: int, next_step: NextStep):
         self._num_ranks = num_ranks
         self._next_step = next_step
         self._entries: dict[MessageId, _Arrival] = {}

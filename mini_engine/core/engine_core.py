@@ -18,10 +18,10 @@ from mini_engine.core.caches.media_store import MediaDirectory, MediaStore, medi
 from mini_engine.core.caches.state_snapshots import StatePool
 from mini_engine.core.grammar_compiles import GrammarCompiles
 from mini_engine.core.links import Links
+from mini_engine.core.pending_steps import ChunkWork, InFlight, NextStep
 from mini_engine.core.request import Request
 from mini_engine.core.request_limits import engine_limits
 from mini_engine.core.scheduler import Scheduler
-from mini_engine.core.step_builder import ChunkWork, InFlight, StepBuilder
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.launch.child import Child
 from mini_engine.messages import (
@@ -63,7 +63,7 @@ class EngineCore:
         limits: EngineLimits,
         media: MediaDirectory,
         links: Links,
-        next_step: StepBuilder,
+        next_step: NextStep,
     ):
         self.config, self.limits = config, limits
         self.media, self.links, self.next_step = media, links, next_step
@@ -415,7 +415,7 @@ def run(child: Child) -> None:
     reach_failpoint("loading-core")
     num_blocks, num_states = min(rank.num_blocks for rank in workers), min(rank.num_states for rank in workers)
     limits = engine_limits(config, model, num_blocks, workers[0].device, num_states)
-    next_step = StepBuilder()
+    next_step = NextStep()
     media = media_directory(init, model.vision.patch_dim, limits.device, next_step)
     core = EngineCore(config, model, limits, media, links, next_step)
     child.ready(limits=limits)

@@ -6,8 +6,8 @@ Requests of a client with equal grammars share one. It sees digests, never what 
 import dataclasses
 import itertools
 
+from mini_engine.core.pending_steps import NextStep
 from mini_engine.core.request import Request
-from mini_engine.core.step_builder import StepBuilder
 from mini_engine.messages import Grammar, GrammarReady, Problem
 
 
@@ -22,7 +22,7 @@ class _Entry:
 class GrammarCompiles:
     """The grammars of one engine, for requests that have one."""
 
-    def __init__(self, next_step: StepBuilder) -> None:
+    def __init__(self, next_step: NextStep) -> None:
         self._next_step = next_step
         self._entries: dict[bytes, _Entry] = {}
         self._numbers = itertools.count(1)

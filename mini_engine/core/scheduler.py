@@ -15,9 +15,9 @@ from mini_engine.config import EngineConfig
 from mini_engine.core.caches.encoder_cache import EncoderCache, EncoderEntry
 from mini_engine.core.caches.kv_blocks import BlockPool
 from mini_engine.core.caches.state_snapshots import StatePool
-from mini_engine.core.clients import Clients
+from mini_engine.core.pending_steps import ChunkWork, NextStep, Plan
 from mini_engine.core.request import Request
-from mini_engine.core.step_builder import ChunkWork, Plan, StepBuilder
+from mini_engine.core.request_order import Clients
 from mini_engine.core.step_times import StepTimes
 from mini_engine.messages import Chunk, EncodeItem, EngineLimits, MediaItem, NewSequence, StateStart
 
@@ -40,7 +40,7 @@ class Scheduler:
         blocks: BlockPool,
         encoder: EncoderCache,
         states: StatePool,
-        next_step: StepBuilder,
+        next_step: NextStep,
     ):
         self.blocks, self.encoder, self.states, self.next_step = blocks, encoder, states, next_step
         self.tower_depth = tower_depth
@@ -314,7 +314,7 @@ class Scheduler:
         first_new = 0 if restart else self.blocks.blocks_for(start)
         blocks = request.blocks[first_new : self.blocks.blocks_for(end)]
         samples = end == request.num_known
-        snapshots = self._snapshots(request, start, end) if self.states.is_needed else []
+        snapshots = self.states.choose_snapshots(request, start, end, self.blocks.block_size)
         chunk = Chunk(request.id, start, length, blocks, samples, restart, snapshots)
         self.next_step.step.chunks.append(chunk)
         plan.work[request.id] = ChunkWork(chunk, request, request.epoch)
@@ -324,26 +324,6 @@ class Scheduler:
             plan.seconds_left = max(0.0, plan.seconds_left - length * self.times.token)
         request.num_computed = end
         request.num_sampled += samples
-
-    def _snapshots(self, request: Request, start: int, end: int) -> list[tuple[int, int]]:
-        """`Chunk.snapshots`: at the last block boundary before each place where another request may diverge (the end of
-        an item, of the prompt, of the output so far), and in the prompt at each interval."""
-        size, interval = self.blocks.block_size, self.states.interval
-        if request.prefix_salt is None or start // size == end // size:
-            return []
-        in_prompt = min(end, request.num_prompt - 1)
-        places = {item.end // size * size for item in request.media} | {in_prompt // size * size}
-        places.update(range(start // interval * interval, in_prompt + 1, interval))
-        if end > request.num_prompt:
-            places.add(end // size * size)
-            self.states.drop(request.last_snapshot)
-        hashes, snapshots = request.block_hashes(size), []
-        # The longest prefix first: state indices may run short.
-        for place in sorted((place for place in places if start < place <= end), reverse=True):
-            known = place // size <= len(hashes) and self.states.use(hashes[place // size - 1]) is not None
-            if not known and (state_index := self.states.reserve()) is not None:
-                snapshots.append((place, state_index))
-        return snapshots[::-1]
 
     def _serve(self, request: Request, plan: Plan) -> None:
         """The plan has work for it."""

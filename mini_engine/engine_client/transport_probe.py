@@ -16,7 +16,7 @@ from mini_engine.messages import TransportName
 from mini_engine.transport.arena import Arena
 from mini_engine.transport.codec import TransportError
 from mini_engine.transport.cuda_memory import CudaStaging, StagingSlots
-from mini_engine.transport.pages import HIGH_WATER_PAGES, PAGE_BYTES
+from mini_engine.transport.page_allocator import HIGH_WATER_PAGES, PAGE_BYTES
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 
 ORDER: tuple[TransportName, ...] = ("torch_shm", "direct_rpc")

@@ -20,7 +20,7 @@ from mini_engine.config import EngineConfig
 from mini_engine.http.admission import BudgetShare
 from mini_engine.protocol.api_errors import ApiError, ErrorResponse, bad_request
 from mini_engine.protocol.body_split import SplitBody
-from mini_engine.protocol.structure import MAX_STRUCTURE, STRUCTURE_LIMIT, structure
+from mini_engine.protocol.json_cost import MAX_STRUCTURE, STRUCTURE_LIMIT, count_structure
 
 if TYPE_CHECKING:  # the cluster's front receives bodies, too, and needs no torch
     from mini_engine.http.context import AppContext
@@ -48,7 +48,7 @@ def decode_body(body: SplitBody, kind: type[BodyT], served_names: Sequence[str],
     try:
         while True:
             text, urls = body.split()
-            if structure(text, kind.items_per_unit) > MAX_STRUCTURE:
+            if count_structure(text, kind.items_per_unit) > MAX_STRUCTURE:
                 raise _too_large(f"has {STRUCTURE_LIMIT}; send fewer messages, parts, tools or values.")
             request = _decode(text, kind)
             for part in request.parts:

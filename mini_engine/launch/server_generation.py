@@ -15,8 +15,8 @@ from pathlib import Path
 
 from mini_engine.config import EngineConfig
 from mini_engine.launch.child import ChildSpec
-from mini_engine.launch.child_processes import ChildMessage, ChildState, ProcessGroup
 from mini_engine.launch.preload import preload
+from mini_engine.launch.process_monitor import ChildMessage, ChildState, ProcessGroup
 from mini_engine.messages import EngineLimits, Init, MediaCachePlan, RankAddress, Ready, Serving, Start
 from mini_engine.transport.shared_memory import create_sparse
 

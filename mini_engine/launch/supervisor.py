@@ -24,8 +24,11 @@ from setproctitle import getproctitle
 from mini_engine.config import EngineConfig
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.free_memory import available_memory
-from mini_engine.launch import host
-from mini_engine.launch.child_processes import (
+from mini_engine.launch import startup_checks
+from mini_engine.launch.listeners import bind_listeners, leave_port, removed_afterwards, url_of
+from mini_engine.launch.memory_plan import settle_memory
+from mini_engine.launch.parallelism import choose_parallelism
+from mini_engine.launch.process_monitor import (
     ChildMessage,
     ChildProcess,
     ChildState,
@@ -36,9 +39,6 @@ from mini_engine.launch.child_processes import (
     Unkillable,
     catch_stop_signals,
 )
-from mini_engine.launch.listeners import bind_listeners, leave_port, removed_afterwards, url_of
-from mini_engine.launch.memory_plan import settle_memory
-from mini_engine.launch.parallelism import choose_parallelism
 from mini_engine.launch.process_setup import module_paths
 from mini_engine.launch.runtime_directory import runtime_directory
 from mini_engine.launch.server_generation import ServerGeneration
@@ -64,12 +64,12 @@ def run_server(config: EngineConfig) -> int:
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     reach_failpoint("resolving-model")
-    host.check_device_and_tls(config)
-    model_dir = host.resolve_model(config)
-    model = host.check_model(model_dir, config)
+    startup_checks.check_device_and_tls(config)
+    model_dir = startup_checks.resolve_model(config)
+    model = startup_checks.check_model(model_dir, config)
     parallelism = choose_parallelism(config, model, os.environ.get("OMP_NUM_THREADS", ""))
     config = dataclasses.replace(config, data_parallel_size=parallelism.engines)
-    media_cache = host.plan_media_cache(config)
+    media_cache = startup_checks.plan_media_cache(config)
     config, memory = settle_memory(config, model, media_cache, available_memory())
     # Of the workers. How threads wait for each other is left to OpenMP, which keeps them awake for a while: on two
     # cores GOMP_SPINCOUNT=0 and 1000 made tokens up to 1.9 times as slow, 10000 made no clear difference.
@@ -159,7 +159,7 @@ class Supervisor:
 
     def _announce(self, seconds: float) -> None:
         config, limits, cache = self.config, self.generation.limits[0], self.generation.media_cache
-        if useless := host.without_effect(config, cache, limits):
+        if useless := startup_checks.without_effect(config, cache, limits):
             logger.info("no effect here: %s", "; ".join(useless))
         logger.info("media cache: %s (%s)", cache.kind, cache.reason)
         url = f"{url_of(config, self.listeners[0])}/v1" + ("" if config.disable_playground else " (playground: /)")

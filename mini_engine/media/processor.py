@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from mini_engine import metrics
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
 from mini_engine.messages import CachedMedia, Modality
-from mini_engine.model.model_spec import find_spec
+from mini_engine.model.architectures import find_spec
 
 Kwargs = Mapping[str, Any]
 Calls = Mapping[Modality, Kwargs]

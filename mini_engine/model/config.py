@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mini_engine.model.model_spec import ExpertLayout, ModelSpec, find_spec
+from mini_engine.model.architectures import ExpertLayout, ModelSpec, find_spec
 from mini_engine.model.quantization import DENSE_BITS, StoredQuantization, bytes_per_weight
 
 DTYPES = ("float32", "bfloat16", "float16")

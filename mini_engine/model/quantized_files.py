@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mini_engine.model.architectures import canonical_name
 from mini_engine.model.checkpoint import FLOATS, CheckpointError, Stored, find_tensors, read_tensor, shorten
 from mini_engine.model.config import TextConfig
 from mini_engine.model.expert_files import split_experts
-from mini_engine.model.model_spec import canonical_name
 from mini_engine.model.quantization import SUPPORTED, MatrixKind, StoredQuantization
 from mini_engine.products.quantized import Codes
 

@@ -13,8 +13,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from mini_engine.protocol.api_errors import bad_request
+from mini_engine.protocol.json_cost import MAX_STRUCTURE, STRUCTURE_LIMIT, count_structure
 from mini_engine.protocol.parts import Part
-from mini_engine.protocol.structure import MAX_STRUCTURE, STRUCTURE_LIMIT, structure
 from mini_engine.protocol.structured_outputs import choice_grammar, json_grammar, regex_grammar
 from mini_engine.protocol.tools import CALL_END, Function, ToolCall, ToolChoice, Tools
 
@@ -50,7 +50,7 @@ def only(neutral: Any) -> Meta:
 class Body(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """A request body."""
 
-    items_per_unit: ClassVar[int] = 1  # see `structure`
+    items_per_unit: ClassVar[int] = 1  # see `count_structure`
 
     model: str | None = None
 
@@ -75,11 +75,11 @@ class Body(Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
                 text = f"'{name}' is not supported by this server; leave it out or send {accepted}."
                 raise bad_request(text, name, "unsupported_parameter")
         calls = [call for message in getattr(self, "messages", None) or () for call in message.tool_calls or ()]
-        if sum(structure(str(call.function.arguments).encode()) for call in calls) > MAX_STRUCTURE:
+        if sum(count_structure(str(call.function.arguments).encode()) for call in calls) > MAX_STRUCTURE:
             text = f"The 'arguments' of all calls have {STRUCTURE_LIMIT}; send fewer."
             raise bad_request(text, "messages", "invalid_value")
         for name, value in (getattr(self, "chat_template_kwargs", None) or {}).items():
-            if structure(msgspec.json.encode(value)) > MAX_VARIABLE:
+            if count_structure(msgspec.json.encode(value)) > MAX_VARIABLE:
                 param = f"chat_template_kwargs.{name[:60]}"
                 problem = f"more than {MAX_VARIABLE} arrays, objects, fields and items; send fewer"
                 raise bad_request(f"Invalid '{param}': {problem}.", param, "invalid_value")

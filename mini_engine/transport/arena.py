@@ -2,7 +2,7 @@
 them in another process, and an `Arena` is an API server's memory for tensors on their way to ranks.
 
 The memory is a sparse, sealed memfd (`shared_memory.py`). A payload lies in its extents one after another. A
-`PageAllocator` (`pages.py`) records which pages are taken.
+`PageAllocator` (`page_allocator.py`) records which pages are taken.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ import torch
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.transport import shared_memory as memory
 from mini_engine.transport.codec import TransportError
-from mini_engine.transport.pages import PAGE_BYTES, Extent, PageAllocator, pages_for
+from mini_engine.transport.page_allocator import PAGE_BYTES, Extent, PageAllocator, pages_for
 
 # Registers (address, nbytes) of a mapping as pinned memory; returns what undoes it, or None if it was refused.
 Pin = Callable[[int, int], Callable[[], object] | None]

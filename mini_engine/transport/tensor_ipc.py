@@ -30,7 +30,7 @@ from mini_engine.messages import MessageId, ProbeResult, RankAddress, TensorHand
 from mini_engine.transport.arena import Arena, Pin, ReadableMemory, checksum
 from mini_engine.transport.codec import Encoder, TransportError, decode
 from mini_engine.transport.cuda_memory import CudaCopy, CudaMapped, MapSlots, StagingSlots
-from mini_engine.transport.pages import HIGH_WATER_PAGES, PAGE_BYTES, Extent
+from mini_engine.transport.page_allocator import HIGH_WATER_PAGES, PAGE_BYTES, Extent
 from mini_engine.transport.stream_frames import Frame, FrameReceiver, FrameSender
 
 log = logging.getLogger(__name__)

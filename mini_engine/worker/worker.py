@@ -1,7 +1,7 @@
-"""A worker's process: one rank of one engine, from its start to the loop of `serving.py`.
+"""A worker's process: one rank of one engine, from its start to the loop of `step_loop.py`.
 
 Beside the main thread there are the receiver of `media_inputs.py`, on rank 0 the reports of `grammar.py`, and, on CUDA,
-the `watch` of `serving.py`. An exception ends the process: the supervisor detects it and ends the engine. A rank
+the `watch` of `step_loop.py`. An exception ends the process: the supervisor detects it and ends the engine. A rank
 that has lost another one logs that in a line; the supervisor reports why that one exited.
 """
 
@@ -55,9 +55,9 @@ from mini_engine.worker.model_runner import ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.pinning import PinnedMemory
 from mini_engine.worker.sampling.grammar import Grammars
-from mini_engine.worker.serving import serve, serve_ahead
 from mini_engine.worker.shared_collectives import RankEnded, RankLost, meet
 from mini_engine.worker.shared_weights import LEAST_BYTES, share_weights
+from mini_engine.worker.step_loop import serve, serve_ahead
 
 if TYPE_CHECKING:
     from mini_engine.worker.attention.decode_graphs import DecodeGraphs  # imports Triton

@@ -32,9 +32,9 @@ def test_ratios_by_hand():
 
 
 def test_a_sweep_of_a_server_that_runs(bench, server, tmp_path: Path):
-    ran = bench("sweep", "--flag", "--max_concurrency", "--values", "1,3", "--base-url", server.base_url,
-                "--num-prompts", 6, "--num-warmups", 0, "--dataset-name", "synthetic-image",
-                "--save-result", "--result-dir", tmp_path, "--result-filename", "r.json")  # fmt: skip
+    flags = f"--base-url {server.base_url} --num-prompts 6 --num-warmups 0 --dataset-name synthetic-image"
+    saved = f"--save-result --result-dir {tmp_path} --result-filename r.json"
+    ran = bench(*f"sweep --flag --max_concurrency --values 1,3 {flags} {saved}".split())
     assert ran.status == 0, ran.err
     assert [run["max_concurrent_requests"] for run in ran.results["runs"]] == [1, 3]
     for value, run in zip("13", ran.results["runs"], strict=True):
@@ -45,8 +45,8 @@ def test_a_sweep_of_a_server_that_runs(bench, server, tmp_path: Path):
 
 def test_several_values_of_a_sweep_may_contain_commas(bench, server):
     values = ["{(28, 28, 1): 1.0}", "{(56, 28, 1): 1.0}"]
-    ran = bench("sweep", "--flag", "random-mm-bucket-config", "--values", *values, "--base-url", server.base_url,
-                "--dataset-name", "random-mm", "--num-prompts", 1, "--num-warmups", 0)  # fmt: skip
+    flags = f"--base-url {server.base_url} --dataset-name random-mm --num-prompts 1 --num-warmups 0"
+    ran = bench("sweep", "--flag", "random-mm-bucket-config", "--values", *values, *flags.split())
     assert ran.status == 0 and ran.results["values"] == values
     assert [value for line in ran.out.splitlines() for value in values if line.startswith(f"{value}  ")] == values
 
@@ -61,9 +61,9 @@ def test_a_sweep_starts_a_server_for_each_value(bench):
 
 @pytest.mark.slow
 def test_two_servers_in_turn(bench, tmp_path: Path):
-    ran = bench("ab", "--a", "--mm-processor-cache-gb 0", "--b", "--mm-processor-cache-gb 1",
-                "--num-prompts", 16, "--unique-ratio", 0.25, "--save-result", "--save-detailed",
-                "--result-dir", tmp_path, "--result-filename", "r.json")  # fmt: skip
+    flags = "--num-prompts 16 --unique-ratio 0.25 --save-result --save-detailed --result-filename r.json --result-dir"
+    servers = ["--a", "--mm-processor-cache-gb 0", "--b", "--mm-processor-cache-gb 1"]
+    ran = bench("ab", *servers, *flags.split(), tmp_path)
     assert ran.status == 0, ran.out
     titles = [line for line in ran.out.splitlines() if line in ("A1", "A2", "B1", "B2")]
     assert titles == ["A1", "B1", "B2", "A2"]

@@ -83,8 +83,8 @@ def test_each_failure_is_counted_and_shown(bench, answering, prompts, tmp_path: 
         "good again": GOOD,
         "bad again": REFUSAL,
     }
-    ran = bench(*prompts(*answering.answers), "--base-url", answering.url, "--save-result", "--save-detailed",
-                "--result-dir", tmp_path, "--result-filename", "r.json")  # fmt: skip
+    saved = f"--save-result --save-detailed --result-dir {tmp_path} --result-filename r.json"
+    ran = bench(*prompts(*answering.answers), "--base-url", answering.url, *saved.split())
     assert ran.status == 1
     results = ran.results
     assert (results["completed"], results["failed"]) == (2, 8)

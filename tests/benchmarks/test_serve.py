@@ -23,11 +23,10 @@ def moved(server, before: dict[str, float], name: str) -> float:
 
 def test_table_file_and_counters_agree(bench, server, tmp_path: Path):
     before = server.metrics()
-    ran = bench(
-        "--base-url", server.base_url, "--num-prompts", 24, "--num_warmups", 0, "--unique-ratio", 0.5, "--seed", 3,
-        "--metric-percentiles", "50,99.9", "--goodput", "ttft:100000", "e2el:100000", "--save-result",
-        "--save-detailed", "--result-dir", tmp_path, "--result-filename", "found.json", "--metadata", "machine=here",
-    )  # fmt: skip
+    flags = f"--base-url {server.base_url} --num-prompts 24 --num_warmups 0 --unique-ratio 0.5 --seed 3"
+    shown = "--metric-percentiles 50,99.9 --goodput ttft:100000 e2el:100000 --metadata machine=here"
+    saved = f"--save-result --save-detailed --result-dir {tmp_path} --result-filename found.json"
+    ran = bench(*f"{flags} {shown} {saved}".split())
     assert ran.status == 0, ran.err
     results = ran.results
     result = json.loads((tmp_path / "found.json").read_text())
@@ -99,10 +98,10 @@ def test_a_terminal_shows_json_only_when_asked_to(bench, server):
 
 
 def test_requests_are_sent_as_they_arrive(bench, server, tmp_path: Path):
-    ran = bench("--base-url", server.base_url, "--dataset-name", "random", "--input-len", 8, "--output-len", 1,
-                "--seed", 5, "--num-prompts", 12, "--max-concurrency", 12, "--request-rate", 20, "--burstiness", 0.5,
-                "--save-result", "--save-detailed", "--result-dir", tmp_path,
-                "--result-filename", "r.json")  # fmt: skip
+    flags = f"--base-url {server.base_url} --dataset-name random --input-len 8 --output-len 1 --seed 5 --num-prompts 12"
+    traffic = "--max-concurrency 12 --request-rate 20 --burstiness 0.5"
+    saved = f"--save-result --save-detailed --result-dir {tmp_path} --result-filename r.json"
+    ran = bench(*f"{flags} {traffic} {saved}".split())
     assert ran.status == 0, ran.err
     sent = np.array(json.loads((tmp_path / "r.json").read_text())["start_times"])
     late = sent - arrivals(12, 20, 0.5, draws(5, "arrivals"))

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mini_engine.messages import ChildRequest, ControlRequest, Finish, MediaReady, MessageId, PeerGone, Written
-from mini_engine.transport.pages import PAGE_BYTES
+from mini_engine.transport.page_allocator import PAGE_BYTES
 from tests.core.cycles import leaves_no_cycles
 from tests.support.simulated_core import API, BYTES, OTHER, CachingWorld, item
 from tests.support.simulated_ranks import token_of

@@ -63,14 +63,12 @@ def everything_freed(server: RunningServer) -> Iterator[None]:
         pytest.param(name, stage, marks=() if name == "shm" else pytest.mark.slow)
         # Nothing is sent to ranks by the first server, and nothing is written into a store by the others.
         for name, absent in (("shm", "receiving"), ("lru-torch_shm-tp2", "writing"), ("off-direct_rpc", "writing"))
-        for stage in (
-            "processing", "writing", "receiving", "accepting", "encoding", "prefilling", "decoding", "generating"
-        )
+        for stage in "processing writing receiving accepting encoding prefilling decoding generating".split()
         if stage != absent
     ],
     indirect=["server"],
     scope="module",
-)  # fmt: skip
+)
 def test_abort_at_any_stage_frees_all_resources(server: RunningServer, stage: str):
     with everything_freed(server), at_stage(server, stage) as request:
         request.hang_up()

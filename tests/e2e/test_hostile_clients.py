@@ -59,11 +59,11 @@ def test_requests_generated_from_openapi_cause_no_500(small_server, operation, i
         left_out = {"model", "max_completion_tokens", "mm_processor_kwargs", "media_io_kwargs", "min_tokens"}
         return {name: value for name, value in body.items() if name not in left_out} | prompt | {"max_tokens": 8}
 
+    others: dict[str, Any] = {"phases": [Phase.generate], "suppress_health_check": list(HealthCheck)}
+    others |= {"deadline": None, "database": None}
+
     @seed(1)
-    @settings(
-        max_examples=15 if is_prompt else 5, deadline=None, database=None, phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    @settings(max_examples=15 if is_prompt else 5, **others)
     @given(operation.as_strategy(generation_mode=modes.POSITIVE if is_described else modes.NEGATIVE))
     def send(case: schemathesis.Case) -> None:
         for body in [case.body, answerable(case.body)] if is_prompt and is_described else [case.body]:
@@ -112,12 +112,10 @@ def test_bad_inputs_are_refused_and_later_requests_answered(tmp_path):
     corpus += [(b"{}", {"Content-Length": str(10**15)}), (b"0\r\n\r\n", {"Transfer-Encoding": "chunked"})]
     random.Random(0).shuffle(corpus)
     secrets = [str(root), "secret", "/etc", "/proc", "/dev", "/tmp", "localhost", f":{web.port}", "Traceback"]
-    with web, RunningServer(
-        "--max-model-len", "512", "--limit-mm-per-prompt", '{"video": 2}', "--max-image-pixels", str(10**8),
-        "--allowed-local-media-path", str(root), "--allowed-media-domains", f"127.0.0.1:{web.port}", "localhost",
-        "--max-media-bytes", str(32 << 20), "--max-request-bytes", str(64 << 20),
-        "--media-fetch-timeout", "1", "--media-decode-timeout", "30",  # many times what the costliest input takes
-    ) as strict:  # fmt: skip
+    allowed = f"--allowed-local-media-path {root} --allowed-media-domains 127.0.0.1:{web.port} localhost"
+    limits = "--max-model-len 512 --max-image-pixels 100000000 --max-media-bytes 32M --max-request-bytes 64M"
+    timeouts = "--media-fetch-timeout 1 --media-decode-timeout 30"  # many times what the costliest input takes
+    with web, RunningServer(*f"{allowed} {limits} {timeouts} --limit-mm-per-prompt.video 2".split()) as strict:
         api, before = strict.pids()["api 0"], None
         for number, (body, headers) in enumerate(corpus):
             if number % 10 == 0:  # a video that the server has not seen is answered right

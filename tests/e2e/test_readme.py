@@ -14,7 +14,7 @@ from benchmarks import cli as bench_cli
 from mini_engine.config import BUNDLED_MODEL, EngineConfig
 from mini_engine.demo import videos
 from mini_engine.launch.cli import parse
-from mini_engine.model.model_spec import SPECS
+from mini_engine.model.architectures import SPECS
 from tests.support.client import use_server
 from tests.support.running_server import ROOT
 

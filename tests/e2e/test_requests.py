@@ -66,10 +66,9 @@ def test_timings_of_a_cold_and_a_cached_video(server):
     stages = {"fetch", "transport", "queue", "prefill", "generation"}
     for expected in (stages | of_media, stages):
         started = time.monotonic()
-        reply = server.client.chat.completions.create(
-            model=server.model, messages=[message(question.text, question.urls)], temperature=0, max_tokens=64,
-            extra_body={"return_timings": True, "ignore_eos": True},
-        )  # fmt: skip
+        fields: dict[str, Any] = {"model": server.model, "messages": [message(question.text, question.urls)]}
+        fields["extra_body"] = {"return_timings": True, "ignore_eos": True}
+        reply = server.client.chat.completions.create(**fields, temperature=0, max_tokens=64)
         spent = reply.model_extra["metrics"]
         assert sum(spent.values()) <= time.monotonic() - started and min(spent.values()) >= 0, spent
         assert list(spent) == [*stage_seconds, "other"]

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from mini_engine.core.caches.encoder_cache import EncoderCache
 from mini_engine.core.caches.media_store import MediaStore
 from mini_engine.core.engine_core import EngineCore
-from mini_engine.core.step_builder import StepBuilder
+from mini_engine.core.pending_steps import NextStep
 from mini_engine.engine_client.media_store_client import INLINE_COPY_BYTES, SHM_STORE, CacheAccess, MediaStoreClient
 from mini_engine.messages import (
     AnyMessage,
@@ -30,7 +30,7 @@ from mini_engine.messages import (
 )
 from mini_engine.protocol.api_errors import EngineError
 from mini_engine.transport.arena import ReadableMemory, WritableMemory
-from mini_engine.transport.pages import PAGE_BYTES, Extent
+from mini_engine.transport.page_allocator import PAGE_BYTES, Extent
 from mini_engine.transport.shared_memory import create_sparse
 from tests.support.patience import PATIENCE, cancelled, eventually, settle
 from tests.support.serving import Counted
@@ -83,7 +83,7 @@ class EngineStore:
         elif type(body) is not self.unanswered:
             loop = asyncio.get_running_loop()
             links = SimpleNamespace(send=lambda _, answer: loop.call_soon(self.client.on_answer, answer))
-            core: Any = SimpleNamespace(media=self.store, links=links, encoder=EncoderCache(0, StepBuilder()))
+            core: Any = SimpleNamespace(media=self.store, links=links, encoder=EncoderCache(0, NextStep()))
             EngineCore._handle_media(core, Envelope(1, body))
 
     async def ask(self, name: str, *media: MediaItem) -> NewRequest:

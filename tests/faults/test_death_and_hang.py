@@ -88,10 +88,8 @@ def test_death_of_one_engine_restarts_all():
 
 @pytest.fixture(scope="module")
 def server():
-    with RunningServer(
-        "--restart-engine", "--health-timeout", "1", "--collective-timeout", "5", "--timeout-client", "2",
-        "--enable-log-requests", "--shutdown-timeout", "1",
-    ) as running:  # fmt: skip
+    timeouts = "--health-timeout 1 --collective-timeout 5 --timeout-client 2 --shutdown-timeout 1"
+    with RunningServer("--restart-engine", "--enable-log-requests", *timeouts.split()) as running:
         yield running
 
 

@@ -31,11 +31,10 @@ class RestartingServer(RunningServer):
     """It restarts its engine. Where processes are to be stopped, those that do not answer are killed soon."""
 
     def __init__(self, number: int, *flags: str):
-        super().__init__(
-            "--api-server-count", "2", "-tp", "2", "--restart-engine", "1000", "--max-num-batched-tokens", "128",
-            "--health-timeout", "2", "--startup-timeout", "120",
-            "--collective-timeout", str(TIMEOUT_SECONDS if number == STOP else 120), *flags,
-        )  # fmt: skip
+        sizes = "--api-server-count 2 -tp 2 --restart-engine 1000 --max-num-batched-tokens 128"
+        seconds = TIMEOUT_SECONDS if number == STOP else 120
+        timeouts = f"--health-timeout 2 --startup-timeout 120 --collective-timeout {seconds}"
+        super().__init__(*f"{sizes} {timeouts}".split(), *flags)
 
     def wait_until_serving(self) -> None:
         super().wait_until_serving()

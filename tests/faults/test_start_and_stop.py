@@ -38,13 +38,13 @@ def starting(phase: str, *flags: str) -> Iterator[tuple[RunningServer, FailPoint
         )
         for cell in itertools.product(
             (  # fail points, in their order; each is in another process, or another part of its work
-                "resolving-model", "binding-sockets", "creating-processes", "starting-child", "loading-api",
-                "loading-worker", "loading-core", "warming-up", "listening",
-            ),
+                "resolving-model binding-sockets creating-processes starting-child loading-api loading-worker "
+                "loading-core warming-up listening"
+            ).split(),
             (TERM, INT, KILL),
         )
     ],
-)  # fmt: skip
+)
 def test_interrupted_start_leaves_nothing(phase, number):
     with starting(phase) as (server, point, held):
         family = descendants(server.process.pid)

@@ -246,10 +246,13 @@ async def test_body_that_is_no_json_object_is_a_400(served: Served) -> None:
         check_error(response, 400, "invalid_json")
 
 
-@pytest.mark.parametrize(("begin", "limit"), [
-    (b'{"url": "data:image/png;base64,', f"{MAX_REQUEST_BYTES} bytes, the limit of --max-request-bytes"),
-    (b'{"text": "data:image/png;base64,', f"{4 << 20} bytes besides the base64 data of its images and videos"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("begin", "limit"),
+    [
+        (b'{"url": "data:image/png;base64,', f"{MAX_REQUEST_BYTES} bytes, the limit of --max-request-bytes"),
+        (b'{"text": "data:image/png;base64,', f"{4 << 20} bytes besides the base64 data of its images and videos"),
+    ],
+)
 async def test_body_without_a_length_is_read_up_to_the_limit(served: Served, begin: bytes, limit: str) -> None:
     async def blocks() -> AsyncIterator[bytes]:
         yield begin

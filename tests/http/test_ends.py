@@ -14,7 +14,7 @@ import pytest
 from mini_engine.engine_client.engines import LOST_SECONDS, EngineClient, EngineLost
 from mini_engine.protocol.api_errors import shutting_down
 from mini_engine.transport.arena import Arena
-from mini_engine.transport.pages import PAGE_BYTES
+from mini_engine.transport.page_allocator import PAGE_BYTES
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 from tests.support.patience import PATIENCE, cancelled, eventually, settle, skip
 from tests.support.peers import make_queue

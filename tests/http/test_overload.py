@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from mini_engine.transport.arena import Arena
-from mini_engine.transport.pages import PAGE_BYTES
+from mini_engine.transport.page_allocator import PAGE_BYTES
 from mini_engine.transport.tensor_ipc import TensorIpcSender
 from tests.support.patience import PATIENCE, cancelled, eventually
 from tests.support.peers import make_queue

@@ -64,12 +64,15 @@ async def embed(served: Served, **body: Any) -> dict[str, Any]:
     return response.json()
 
 
-@pytest.mark.parametrize(("asked", "expected"), [
-    ("a red circle", [EMBED.format("a red circle")]),
-    (["a", "<|im_end|>", ""], [EMBED.format("a"), EMBED.format("<|im_end|>"), EMBED.format("NULL")]),
-    ([257, 258], [[257, 258]]),
-    ([[257, 258], [259]], [[257, 258], [259]]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ("a red circle", [EMBED.format("a red circle")]),
+        (["a", "<|im_end|>", ""], [EMBED.format("a"), EMBED.format("<|im_end|>"), EMBED.format("NULL")]),
+        ([257, 258], [[257, 258]]),
+        ([[257, 258], [259]], [[257, 258], [259]]),
+    ],
+)
 async def test_every_form_of_input(embedder: Served, asked: Any, expected: list[Any]) -> None:
     body = await embed(embedder, input=asked, model="tiny", user="x")
     decode = embedder.context.renderer.tokenizer.decode
@@ -130,11 +133,14 @@ async def test_rerank(ranker: Served) -> None:
     assert few["results"] == [{name: body["results"][0][name] for name in ("index", "relevance_score")}]
 
 
-@pytest.mark.parametrize(("asked", "pairs"), [
-    ({"queries": "a", "documents": "b"}, [("a", "b")]),
-    ({"text_1": "a", "text_2": ["b", "c"]}, [("a", "b"), ("a", "c")]),
-    ({"queries": ["a", "b"], "documents": [{"text": "c"}, {"content": "d"}]}, [("a", "c"), ("b", "d")]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "pairs"),
+    [
+        ({"queries": "a", "documents": "b"}, [("a", "b")]),
+        ({"text_1": "a", "text_2": ["b", "c"]}, [("a", "b"), ("a", "c")]),
+        ({"queries": ["a", "b"], "documents": [{"text": "c"}, {"content": "d"}]}, [("a", "c"), ("b", "d")]),
+    ],
+)
 async def test_score(ranker: Served, asked: dict[str, Any], pairs: list[tuple[str, str]]) -> None:
     ranker.core.pool = lambda request: [-2000.0, float(request.request_id[-1] == "1")]
     for path in ("/score", "/v1/score"):
@@ -219,11 +225,14 @@ async def test_a_failure_ends_all_inputs(embedder: Served) -> None:
     await embedder.core.has_aborted(*(request.request_id for request in others))
 
 
-@pytest.mark.parametrize(("settings", "offered"), [
-    ({}, {"/v1/chat/completions", "/v1/completions"}),
-    ({"convert": "embed"}, {"/v1/embeddings", *SCORES}),
-    ({"runner": "pooling", "convert": "classify"}, SCORES),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "offered"),
+    [
+        ({}, {"/v1/chat/completions", "/v1/completions"}),
+        ({"convert": "embed"}, {"/v1/embeddings", *SCORES}),
+        ({"runner": "pooling", "convert": "classify"}, SCORES),
+    ],
+)
 async def test_a_server_has_the_endpoints_of_its_task(serve: Serve, settings: Any, offered: set[str]) -> None:
     async with serve(**settings) as served:
         for path in ENGINE_PATHS:
@@ -239,14 +248,17 @@ def vocabulary(*tokens: str) -> SimpleNamespace:
     return SimpleNamespace(token_to_id={token: number for number, token in enumerate(tokens)}.get)
 
 
-@pytest.mark.parametrize(("flags", "modules", "kind"), [
-    ({}, None, "generate"),
-    ({}, ["sentence_transformers.models.Transformer", "sentence_transformers.models.Pooling"], "embed"),
-    ({}, ["sentence_transformers.models.Transformer", "a.LogitScore"], "classify"),
-    ({"runner": "pooling"}, None, "embed"),
-    ({"convert": "classify"}, ["a.Pooling"], "classify"),
-    ({"runner": "generate"}, ["a.Pooling"], "generate"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "modules", "kind"),
+    [
+        ({}, None, "generate"),
+        ({}, ["sentence_transformers.models.Transformer", "sentence_transformers.models.Pooling"], "embed"),
+        ({}, ["sentence_transformers.models.Transformer", "a.LogitScore"], "classify"),
+        ({"runner": "pooling"}, None, "embed"),
+        ({"convert": "classify"}, ["a.Pooling"], "classify"),
+        ({"runner": "generate"}, ["a.Pooling"], "generate"),
+    ],
+)
 def test_the_checkpoint_sets_the_default_task(
     tmp_path: Path, flags: dict[str, Any], modules: list[str] | None, kind: TaskKind
 ) -> None:

@@ -12,10 +12,10 @@ import pytest
 
 from mini_engine.config import EngineConfig
 from mini_engine.launch import child as child_module
-from mini_engine.launch import child_processes, supervisor
+from mini_engine.launch import process_monitor, supervisor
 from mini_engine.launch.child import ChildSpec
-from mini_engine.launch.child_processes import TURNS, ChildProcess, ChildState, ProcessGroup
 from mini_engine.launch.listeners import bind_listeners
+from mini_engine.launch.process_monitor import TURNS, ChildProcess, ChildState, ProcessGroup
 from mini_engine.launch.server_generation import ServerGeneration
 from mini_engine.launch.supervisor import API_RESTARTS_IN_A_ROW, GenerationOver, Stop, Supervisor
 from mini_engine.messages import Init, MediaCachePlan, Role
@@ -176,7 +176,7 @@ def test_no_process_is_killed_for_a_pause_of_the_supervisor(processes, monkeypat
 
 def test_an_engine_process_that_does_not_die_ends_the_server(server, processes, monkeypatch, caplog):
     """As one that waits in the kernel for a device: SIGKILL does not end it."""
-    monkeypatch.setattr(child_processes, "DEATH_SECONDS", 0.5)
+    monkeypatch.setattr(process_monitor, "DEATH_SECONDS", 0.5)
     undying = start(processes, "worker", "sleeps")
     monkeypatch.setattr(undying, "kill", lambda: undying.advance(ChildState.KILLED))
     assert server.run() == 1

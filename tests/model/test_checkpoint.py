@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mini_engine.model.architectures import canonical_name
 from mini_engine.model.checkpoint import INDEX_FILE, CheckpointError, find_tensors
-from mini_engine.model.model_spec import canonical_name
 from tests.support.checkpoints import load
 
 

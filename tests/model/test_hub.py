@@ -12,9 +12,9 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from benchmarks.runner import CONFIGS
+from mini_engine.model.architectures import SPECS, ModelSpec, canonical_name
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import pieces_of
-from mini_engine.model.model_spec import SPECS, ModelSpec, canonical_name
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.quantization import Quantization
 from mini_engine.model.vision_language import VisionLanguageModel

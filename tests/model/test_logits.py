@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mini_engine.model.model_spec import canonical_name
+from mini_engine.model.architectures import canonical_name
 from mini_engine.products import in_float32
 from tests.support import script, tiny
 from tests.support.checkpoints import load

@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from mini_engine.model import quantized_files, weights
+from mini_engine.model.architectures import canonical_name
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import ModelConfig
-from mini_engine.model.model_spec import canonical_name
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.quantization import SUPPORTED, StoredQuantization, weight_bits
 from mini_engine.model.vision_language import VisionLanguageModel

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForImageTextToText
 
 from mini_engine.model import layers, weights
+from mini_engine.model.architectures import canonical_name
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.layers import (
     PACKING_THREADS,
@@ -23,7 +24,6 @@ from mini_engine.model.layers import (
     pack_weights,
     pieces_of,
 )
-from mini_engine.model.model_spec import canonical_name
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.products import in_float32
 from tests.model.conftest import values_of

@@ -80,14 +80,17 @@ def test_prompt_with_a_token_that_only_the_tokenizer_has_is_a_400() -> None:
 BIRDS = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 
 
-@pytest.mark.parametrize(("fields", "good", "bad"), [
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": BIRDS}}}, '{"n": 3}', "{}"),
-    ({"response_format": {"type": "json_object"}}, '{"a": [1,2]}', "[1]"),
-    ({"structured_outputs": {"json": BIRDS}, "response_format": {"type": "text"}}, '{"n":0}', '{"n":  0}'),
-    ({"structured_outputs": {"regex": "a+|b"}}, "aaa", "ab"),
-    ({"structured_outputs": {"choice": ['say "é"', ""]}}, 'say "é"', "say"),
-    ({"structured_outputs": {"grammar": 'start: "x" NUMBER\nNUMBER: /[0-9]+/'}}, "x12", "12"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "good", "bad"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": BIRDS}}}, '{"n": 3}', "{}"),
+        ({"response_format": {"type": "json_object"}}, '{"a": [1,2]}', "[1]"),
+        ({"structured_outputs": {"json": BIRDS}, "response_format": {"type": "text"}}, '{"n":0}', '{"n":  0}'),
+        ({"structured_outputs": {"regex": "a+|b"}}, "aaa", "ab"),
+        ({"structured_outputs": {"choice": ['say "é"', ""]}}, 'say "é"', "say"),
+        ({"structured_outputs": {"grammar": 'start: "x" NUMBER\nNUMBER: /[0-9]+/'}}, "x12", "12"),
+    ],
+)
 def test_structured_output_becomes_a_grammar_that_an_end_completes(fields: Any, good: str, bad: str) -> None:
     request = chat(**fields, ignore_eos=True)
     resolver().check(request)
@@ -99,13 +102,16 @@ def test_structured_output_becomes_a_grammar_that_an_end_completes(fields: Any, 
     assert new.sampling.grammar and new.sampling.stop_token_ids == [7]
 
 
-@pytest.mark.parametrize(("fields", "most", "least"), [
-    ({}, 9, 0),
-    ({"max_tokens": 10}, 10, 0),
-    ({"max_completion_tokens": 1_000_000}, 10, 0),
-    ({"max_tokens": 65_536, "min_tokens": 11}, 10, 10),
-    ({"min_tokens": 10}, 10, 10),  # a default limits no request that asks for more
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "most", "least"),
+    [
+        ({}, 9, 0),
+        ({"max_tokens": 10}, 10, 0),
+        ({"max_completion_tokens": 1_000_000}, 10, 0),
+        ({"max_tokens": 65_536, "min_tokens": 11}, 10, 10),
+        ({"min_tokens": 10}, 10, 10),  # a default limits no request that asks for more
+    ],
+)
 def test_length_of_the_answer_is_at_most_the_room_that_the_prompt_leaves(fields: Any, most: int, least: int) -> None:
     params = resolver(SamplingDefaults(max_new_tokens=9)).resolve(chat(**fields), 90)
     assert (params.max_tokens, params.min_tokens) == (most, least)

@@ -34,15 +34,18 @@ def parse(*pieces: str, calls: bool = True, thoughts: bool = True, in_thought: b
     return fragments
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    (" a <think> </think> \n", [("content", " a <think> </think> \n")]),
-    (f"Well.\n\n{CALL}\n", [("content", "Well."), *LOOK]),
-    (f"\n<think>\nhm <tool_call>\n</think>\n\n{CALL}", [("reasoning_content", "hm <tool_call>"), *LOOK]),
-    ("x <tool_call>{}</tool_call> y", [("content", "x <tool_call>{}</tool_call> y")]),
-    ('x\n<tool_call>\n{"name": "lo', [("content", 'x\n<tool_call>\n{"name": "lo')]),
-    (CALL.partition(ARGUMENTS[14:])[0], [LOOK[0], ("arguments", ARGUMENTS[:14])]),
-    (CALL.replace("}}\n", "\n") + " z", [LOOK[0], ("arguments", ARGUMENTS[:-1]), ("content", "z")]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (" a <think> </think> \n", [("content", " a <think> </think> \n")]),
+        (f"Well.\n\n{CALL}\n", [("content", "Well."), *LOOK]),
+        (f"\n<think>\nhm <tool_call>\n</think>\n\n{CALL}", [("reasoning_content", "hm <tool_call>"), *LOOK]),
+        ("x <tool_call>{}</tool_call> y", [("content", "x <tool_call>{}</tool_call> y")]),
+        ('x\n<tool_call>\n{"name": "lo', [("content", 'x\n<tool_call>\n{"name": "lo')]),
+        (CALL.partition(ARGUMENTS[14:])[0], [LOOK[0], ("arguments", ARGUMENTS[:14])]),
+        (CALL.replace("}}\n", "\n") + " z", [LOOK[0], ("arguments", ARGUMENTS[:-1]), ("content", "z")]),
+    ],
+)
 def test_text_thoughts_and_calls(text: str, expected: list[Any]) -> None:
     assert parse(text) == expected
     assert parse(text, calls=False, thoughts=False) == [("content", text)]

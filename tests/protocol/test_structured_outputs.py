@@ -51,25 +51,29 @@ def test_json_under_a_schema(schema: dict[str, Any], good: list[str], bad: list[
     assert accepted(json_grammar(schema), *good, *bad) == good
 
 
-@pytest.mark.parametrize("schema", [
-    {"properties": [1]}, {"properties": {"a": 1}}, {"required": 3, **A}, {"allOf": 7}, {"$defs": None, "type": 1},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "schema",
+    [{"properties": [1]}, {"properties": {"a": 1}}, {"required": 3, **A}, {"allOf": 7}, {"$defs": None, "type": 1}],
+)
 def test_invalid_schema_is_an_error_of_the_matcher(schema: dict[str, Any]) -> None:
     assert LLMatcher(TOKENIZER, json_grammar(schema), log_level=0).get_error()
 
 
-@pytest.mark.parametrize(("regex", "good", "bad"), [
-    (r"\d", ["7"], ["٧"]),
-    (r"[\d-]\w", ["7_", "-Z"], ["٧a", "7é"]),
-    (r"\D\W", ["٧é"], ["7é", "٧a"]),
-    (r"\s\S", ["\va", " \u00a0"], ["\u00a0a", "  "]),
-    (r"[^\d\s]", ["٧", "\u00a0"], ["7", "\t"]),
-    (r"\\d\\\d", [r"\d\7"], [r"7\7", r"\d\d"]),
-    (r"[\\d]", ["\\", "d"], ["7"]),
-    (r"(?ux) \s # \d", [" "], ["\u00a0", " # 7"]),
-    (r"[\w--\d][+-\d]", ["a-", "a7"], ["7a", "aa"]),
-    (r"[\--\d]", ["-", "7"], ["."]),
-    (r"é.\p{Nd}/", ["éü٧/"], ["e77/"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("regex", "good", "bad"),
+    [
+        (r"\d", ["7"], ["٧"]),
+        (r"[\d-]\w", ["7_", "-Z"], ["٧a", "7é"]),
+        (r"\D\W", ["٧é"], ["7é", "٧a"]),
+        (r"\s\S", ["\va", " \u00a0"], ["\u00a0a", "  "]),
+        (r"[^\d\s]", ["٧", "\u00a0"], ["7", "\t"]),
+        (r"\\d\\\d", [r"\d\7"], [r"7\7", r"\d\d"]),
+        (r"[\\d]", ["\\", "d"], ["7"]),
+        (r"(?ux) \s # \d", [" "], ["\u00a0", " # 7"]),
+        (r"[\w--\d][+-\d]", ["a-", "a7"], ["7a", "aa"]),
+        (r"[\--\d]", ["-", "7"], ["."]),
+        (r"é.\p{Nd}/", ["éü٧/"], ["e77/"]),
+    ],
+)
 def test_classes_of_a_regular_expression_are_ascii(regex: str, good: list[str], bad: list[str]) -> None:
     assert accepted(regex_grammar(regex), *good, *bad) == good

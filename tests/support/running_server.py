@@ -44,10 +44,8 @@ CACHES = {
     "shm": ["--mm-processor-cache-type", "shm"],
 }
 # Gauges that are 0 without requests.
-GAUGES = (
-    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "ipc_buffered_bytes", "ipc_buffered_tensors",
-    "mm_cache_references", "inflight_media_bytes",
-)  # fmt: skip
+GAUGES = "num_requests_running num_requests_waiting kv_cache_usage_perc mm_cache_references".split()
+GAUGES += "ipc_buffered_bytes ipc_buffered_tensors inflight_media_bytes".split()
 
 
 class RunningServer:

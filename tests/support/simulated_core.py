@@ -7,10 +7,10 @@ from mini_engine import messages
 from mini_engine.config import BUNDLED_MODEL, EngineConfig
 from mini_engine.core.caches.media_store import MediaStore, RankCopies
 from mini_engine.core.engine_core import EngineCore
+from mini_engine.core.pending_steps import NextStep
 from mini_engine.core.request_limits import engine_limits
-from mini_engine.core.step_builder import StepBuilder
 from mini_engine.model.config import ModelConfig
-from mini_engine.transport.pages import PAGE_BYTES
+from mini_engine.transport.page_allocator import PAGE_BYTES
 from tests.support.simulated_ranks import SimulatedLinks
 
 API, OTHER = ("api 0", 7), ("api 1", 9)
@@ -38,7 +38,7 @@ class World:
         config = EngineConfig(tensor_parallel_size=ranks, block_size=block_size, **sizes, **flags)
         self.links = links = SimulatedLinks(config, seconds)
         limits = engine_limits(config, model, blocks, "cpu", 0 if snapshots is None else max_seqs + snapshots)
-        next_step = StepBuilder()
+        next_step = NextStep()
         self.core = EngineCore(config, model, limits, self.make_media(next_step), self.links, next_step)
         self.core.scheduler.times.clock = lambda: links.now
         self.pool = self.core.blocks

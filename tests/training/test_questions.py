@@ -20,10 +20,13 @@ PICTURE = Thing("blue", "square", None)
         ("describe", [STILL], "a red circle standing still"),
         ("describe", [PICTURE], "a blue square"),
         ("list", [CROSS, PICTURE], "first: an orange cross moving up; second: a blue square"),
-        ("list", [PICTURE, STILL, CROSS],
-         "first: a blue square; second: a red circle standing still; third: an orange cross moving up"),
+        (
+            "list",
+            [PICTURE, STILL, CROSS],
+            "first: a blue square; second: a red circle standing still; third: an orange cross moving up",
+        ),
     ],
-)  # fmt: skip
+)
 def test_answers(kind, things, answer):
     assert questions.answer(kind, things) == answer
     asked = questions.ask(things, kind, seed=1)

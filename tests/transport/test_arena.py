@@ -8,7 +8,7 @@ import torch
 from mini_engine.transport import shared_memory as memory
 from mini_engine.transport.arena import Arena, ReadableMemory, RequestTooLarge, WritableMemory
 from mini_engine.transport.codec import TransportError
-from mini_engine.transport.pages import PAGE_BYTES
+from mini_engine.transport.page_allocator import PAGE_BYTES
 from tests.support.patience import settle
 from tests.support.tensor_queue import Held, unlimited
 

@@ -15,7 +15,7 @@ from mini_engine.messages import DeviceSlots, MessageId, TensorMessage
 from mini_engine.transport.arena import Arena, WritableMemory
 from mini_engine.transport.codec import Encoder, TransportError
 from mini_engine.transport.cuda_memory import StagingSlots
-from mini_engine.transport.pages import PAGE_BYTES
+from mini_engine.transport.page_allocator import PAGE_BYTES
 from mini_engine.transport.shared_memory import create_sparse
 from mini_engine.transport.stream_frames import pack_frame
 from mini_engine.transport.tensor_ipc import Failed, Received, TensorIpcReceiver, TensorIpcSender

@@ -11,7 +11,7 @@ import torch
 
 from mini_engine.messages import Chunk, EncodeItem, KeepMedia, MessageId, NewSequence, Step, StoreHandle, TensorHandle
 from mini_engine.transport.arena import ReadableMemory, WritableMemory
-from mini_engine.transport.pages import PAGE_BYTES
+from mini_engine.transport.page_allocator import PAGE_BYTES
 from mini_engine.transport.shared_memory import create_sparse
 from mini_engine.worker.model_runner import keep_rows
 from tests.support import script, tiny

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mini_engine.transport.arena import ReadableMemory, WritableMemory
-from mini_engine.transport.pages import PAGE_BYTES, PageAllocator
+from mini_engine.transport.page_allocator import PAGE_BYTES, PageAllocator
 from mini_engine.transport.shared_memory import create_sparse
 from mini_engine.worker import pinning
 from mini_engine.worker.pinning import PinnedMemory

@@ -9,7 +9,7 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from mini_engine.core.step_builder import StepBuilder
+from mini_engine.core.pending_steps import NextStep
 
 
 @dataclasses.dataclass(slots=True)
@@ -26,7 +26,7 @@ class EncoderEntry:
 class EncoderCache:
     """Entries with users stay; idle ones, all encoded, are evicted to make room, least recently used first."""
 
-    def __init__(self, budget: int, next_step: StepBuilder):
+    def __init__(self, budget: int, next_step: NextStep):
         self.budget = budget
         self.num_tokens = 0
         self.num_idle_tokens = 0

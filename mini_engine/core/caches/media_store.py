@@ -16,9 +16,9 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
-from mini_engine.core.caches.recent import Recent
+from mini_engine.core.caches.lru import LruDict
+from mini_engine.core.pending_steps import NextStep
 from mini_engine.core.request import MediaEntry, References
-from mini_engine.core.step_builder import StepBuilder
 from mini_engine.free_memory import RESERVE, available_memory
 from mini_engine.messages import (
     CachedMedia,
@@ -31,7 +31,7 @@ from mini_engine.messages import (
     StoreHandle,
     TensorHandle,
 )
-from mini_engine.transport.pages import HIGH_WATER_PAGES, PAGE_BYTES, Extent, PageAllocator, pages_for
+from mini_engine.transport.page_allocator import HIGH_WATER_PAGES, PAGE_BYTES, Extent, PageAllocator, pages_for
 
 FACTS_BYTES = 64 << 20
 MAX_NAMES = 1 << 16  # of some 400 bytes each
@@ -48,8 +48,8 @@ class MediaDirectory:
         self.num_bytes_pinned = 0  # of those, the items with references
         self.num_references = 0
         self.num_evictions = 0
-        self.facts = Recent[bytes, CachedMedia](FACTS_BYTES, _facts_bytes)
-        self.names = Recent[bytes, NamedMedia](MAX_NAMES)  # what they mean, whether this engine has it or not
+        self.facts = LruDict[bytes, CachedMedia](FACTS_BYTES, _facts_bytes)
+        self.names = LruDict[bytes, NamedMedia](MAX_NAMES)  # what they mean, whether this engine has it or not
         self._entries: dict[bytes, MediaEntry] = {}
         self.idle: OrderedDict[bytes, MediaEntry] = OrderedDict()  # without a reference, least recently used first
         self._held: dict[Owner, References] = {}  # of requests that have not arrived
@@ -146,7 +146,7 @@ class RankCopies(MediaDirectory):
     until that step retires, since a step drops before it keeps.
     """
 
-    def __init__(self, capacity: int, next_step: StepBuilder):
+    def __init__(self, capacity: int, next_step: NextStep):
         super().__init__()
         self.capacity = capacity
         self._next_step = next_step
@@ -246,7 +246,7 @@ def _facts_bytes(facts: CachedMedia) -> int:
     return 512 + len(facts.placeholder or "") + 32 * len(facts.timestamps or ())
 
 
-def media_directory(init: Init, row_bytes: int, device: str, next_step: StepBuilder) -> MediaDirectory:
+def media_directory(init: Init, row_bytes: int, device: str, next_step: NextStep) -> MediaDirectory:
     """The directory for this engine's type of cache. `row_bytes`: of one patch."""
     plan, config = init.media_cache, init.config
     if plan.kind != "shm":

@@ -9,6 +9,8 @@ runs its steps in order, and fills a sequence's state before anything else in a 
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from mini_engine.core.request import Request
+
 
 class StatePool:
     """Allocates the state indices `0 .. num_states - 1`, the first `num_sequences` of them to sequences, the others to
@@ -44,6 +46,26 @@ class StatePool:
         if prefix_hash in self._snapshots:
             self._snapshots.move_to_end(prefix_hash)
         return self._snapshots.get(prefix_hash)
+
+    def choose_snapshots(self, request: Request, start: int, end: int, size: int) -> list[tuple[int, int]]:
+        """`Chunk.snapshots` of the request's tokens from `start` to `end`, with blocks of `size` tokens: at the last
+        block boundary before each place where another request may diverge (the end of an item, of the prompt, of the
+        output so far), and in the prompt at each interval."""
+        if not self.is_needed or request.prefix_salt is None or start // size == end // size:
+            return []
+        in_prompt = min(end, request.num_prompt - 1)
+        places = {item.end // size * size for item in request.media} | {in_prompt // size * size}
+        places.update(range(start // self.interval * self.interval, in_prompt + 1, self.interval))
+        if end > request.num_prompt:
+            places.add(end // size * size)
+            self.drop(request.last_snapshot)
+        hashes, snapshots = request.block_hashes(size), []
+        # The longest prefix first: state indices may run short.
+        for place in sorted((place for place in places if start < place <= end), reverse=True):
+            known = place // size <= len(hashes) and self.use(hashes[place // size - 1]) is not None
+            if not known and (state_index := self.reserve()) is not None:
+                snapshots.append((place, state_index))
+        return snapshots[::-1]
 
     def reserve(self) -> int | None:
         """An index for a snapshot, perhaps that of the least recently used one; None: all are reserved."""

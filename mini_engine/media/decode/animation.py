@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from mini_engine.media.decode.frame_rows import Allocate, FrameRows
+from mini_engine.media.decode.frame_array import Allocate, FrameArray
 from mini_engine.media.decode.image import to_rgb
 from mini_engine.media.decode.item_limits import UNREADABLE, Guard
 from mini_engine.media.decode.video import NO_FRAME, Timeline
@@ -36,7 +36,7 @@ def decode_animation(
     times = _frame_times(data, guard)
     timeline = Timeline(times[:-1], 1 / times[1], sampling, guard)
     indices = timeline.indices()
-    frames = FrameRows(indices.tolist(), guard, allocate)
+    frames = FrameArray(indices.tolist(), guard, allocate)
     try:
         # As if it had transparency, as it has where no frame covers the canvas, whatever its flag says.
         file = io.BytesIO(b"".join((data[:20], bytes([data[20] | _ALPHA]), data[21:])))

@@ -143,7 +143,7 @@ class _Decoder:
             return DecodeFailed(None)
 
     def _allocate(self, shape: Shape) -> NDArray[np.uint8]:
-        """See `frame_rows.Allocate`."""
+        """See `frame_array.Allocate`."""
         self._send(Announced(shape))
         return self._output[: 3 * math.prod(shape)].reshape(*shape, 3)
 

@@ -14,8 +14,8 @@ import pillow_heif
 from numpy.typing import NDArray
 from PIL import AvifImagePlugin, ExifTags, Image, UnidentifiedImageError
 
-from mini_engine.media.decode.frame_rows import Allocate
-from mini_engine.media.decode.hdr import UNKNOWN, to_srgb
+from mini_engine.media.decode.colour import UNKNOWN, to_srgb
+from mini_engine.media.decode.frame_array import Allocate
 from mini_engine.media.decode.item_limits import UNREADABLE, Guard
 from mini_engine.media.decode.video import decode_video
 from mini_engine.media.frame_sampling import VideoSampling

@@ -24,7 +24,7 @@ from av.stream import Disposition
 from numpy.typing import NDArray
 
 from mini_engine.failpoints import reach_failpoint
-from mini_engine.media.decode.frame_rows import Allocate, FrameRows
+from mini_engine.media.decode.frame_array import Allocate, FrameArray
 from mini_engine.media.decode.item_limits import TRUNCATED, UNREADABLE, WRONG_COLOURS, Guard
 from mini_engine.media.decode.packets import ENCRYPTED, PacketTable
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
@@ -147,7 +147,7 @@ class _Decode:
                 times[place + 1 :] += times[place] - times[place + 1] + 1 / self.rate
         return Timeline(np.sort(times).tolist(), self.rate, self.sampling, self.guard)
 
-    def seek(self, indices: NDArray[np.int64]) -> FrameRows | None:
+    def seek(self, indices: NDArray[np.int64]) -> FrameArray | None:
         """The frames at `indices`, or some of them, decoded from key frames. None: that is not possible or went wrong.
         It went wrong when other frames come out than the packets promise: then some of these are no key frames, or no
         frames of their own, and which frame of the whole is which is unknown."""
@@ -156,7 +156,7 @@ class _Decode:
             return None
         index_of = {stamp: index for index, stamp in enumerate(self.packets.stamps)}
         needed = {self.packets.stamps[index] for index in indices}
-        frames = FrameRows(indices.tolist(), self.guard, self.allocate)
+        frames = FrameArray(indices.tolist(), self.guard, self.allocate)
         for run in runs:
             promised, key = self.packets.promised(run), self.packets.stamp(run.start)
             for frame in self._decode_run(run, needed):
@@ -170,9 +170,9 @@ class _Decode:
                 frames.offer(index_of[frame.pts], frame)
         return frames
 
-    def walk(self, indices: NDArray[np.int64]) -> tuple[FrameRows, Timeline]:
+    def walk(self, indices: NDArray[np.int64]) -> tuple[FrameArray, Timeline]:
         """Decodes all packets. Returns the frames at `indices`, and the times of all frames."""
-        frames = FrameRows(indices.tolist(), self.guard, self.allocate)
+        frames = FrameArray(indices.tolist(), self.guard, self.allocate)
         stamps: list[int | None] = []
         run, interlaced = range(len(self.packets)), False
         for frame in self._decode_run(run):

@@ -9,7 +9,7 @@ import pytest
 
 from mini_engine.core.caches.media_store import MediaStore
 from mini_engine.messages import CachedMedia, FoundMedia, StoreHandle
-from mini_engine.transport.pages import HIGH_WATER_PAGES, PAGE_BYTES, pages_for
+from mini_engine.transport.page_allocator import HIGH_WATER_PAGES, PAGE_BYTES, pages_for
 
 ROW = PAGE_BYTES // 2
 PAGES = 12  # of the store in the random test

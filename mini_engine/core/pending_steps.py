@@ -1,4 +1,6 @@
-"""The next step of an engine: what each part of the core adds to it; its plan; and its flight."""
+"""The steps that have not retired: the next one, to which each part of the core adds what the ranks are to do; its
+plan, which `scheduler.py` makes; and those in flight.
+"""
 
 import dataclasses
 
@@ -51,9 +53,8 @@ class InFlight:
     result: StepResult | None = None  # of rank 0
 
 
-class StepBuilder:
-    """The next step of one engine. Each part of the core adds to the lists of `step`, whatever the ranks are to do,
-    until `EngineCore._dispatch` sends it."""
+class NextStep:
+    """The step that `EngineCore._dispatch` sends next. Until then each part of the core adds to the lists of `step`."""
 
     def __init__(self) -> None:
         self.step = Step(1)

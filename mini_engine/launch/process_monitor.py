@@ -1,7 +1,7 @@
-"""The child processes: start one, send to one, wait for events of all of them, and kill those that hang.
+"""Monitors the child processes: starts and pings them, notices deaths, kills those that hang. `child.py` runs in them.
 
 All are started from the main thread, since the kernel's parent-death signal follows the parent thread. Knows nothing of
-what follows from an event.
+what follows from a death: `supervisor.py`.
 
 A core answers a ping once all of its ranks have ended the step that ran when it was asked, or an empty one; so its
 answers are those of the whole engine. The time is counted in turns of the supervisor's own loop: if that hung itself,

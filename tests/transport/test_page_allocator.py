@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mini_engine.transport.pages import HIGH_WATER_PAGES, PAGE_BYTES, Extent, PageAllocator
+from mini_engine.transport.page_allocator import HIGH_WATER_PAGES, PAGE_BYTES, Extent, PageAllocator
 
 
 def numbers_of(extents: list[Extent]) -> set[int]:

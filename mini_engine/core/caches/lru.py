@@ -1,4 +1,4 @@
-"""A dictionary of what was used last. Knows nothing of what its values are."""
+"""A dictionary that drops what was used least recently. Knows nothing of what its values are."""
 
 from collections import OrderedDict
 from collections.abc import Callable
@@ -8,7 +8,7 @@ KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
 
 
-class Recent(Generic[KeyT, ValueT]):
+class LruDict(Generic[KeyT, ValueT]):
     """The values that were used last, whose sizes together are at most `capacity`; without `size_of`, so many."""
 
     def __init__(self, capacity: int, size_of: Callable[[ValueT], int] = lambda _: 1):

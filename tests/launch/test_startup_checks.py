@@ -9,10 +9,10 @@ import huggingface_hub.constants
 import pytest
 
 from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
-from mini_engine.launch import host, parallelism
+from mini_engine.launch import parallelism, startup_checks
 from mini_engine.launch.cli import parse
-from mini_engine.launch.host import check_model, resolve_model, without_effect
 from mini_engine.launch.runtime_directory import runtime_directory
+from mini_engine.launch.startup_checks import check_model, resolve_model, without_effect
 from mini_engine.messages import EngineLimits, MediaCachePlan
 from tests.support.hub_cache import put_in_cache
 
@@ -40,8 +40,8 @@ def test_device_cuda_needs_a_gpu_and_a_torch_for_it(gpu, version, reason, monkey
     monkeypatch.setattr(parallelism, "GPUS", [Path(gpu)])
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     with pytest.raises(ConfigError, match=f"^--device cuda: {reason}; choose --device cpu or auto"):
-        host.check_device_and_tls(EngineConfig(device="cuda"))
-    host.check_device_and_tls(EngineConfig())
+        startup_checks.check_device_and_tls(EngineConfig(device="cuda"))
+    startup_checks.check_device_and_tls(EngineConfig())
 
 
 def test_a_hub_name_is_found_in_the_cache_without_network(tmp_path, monkeypatch):
@@ -99,11 +99,11 @@ def test_a_length_beyond_the_context_of_the_model(model):
 def test_size_of_the_media_cache(kind, count):
     (holders,) = count.values()
     config = EngineConfig(mm_processor_cache_type=kind, mm_processor_cache_gb=2**-10, **count)
-    plan = host.plan_media_cache(config)
+    plan = startup_checks.plan_media_cache(config)
     assert (plan.kind, plan.nbytes) == (kind, (1 << 20) // holders if kind == "shm" else 1 << 20)  # lru: of each worker
     with pytest.raises(ConfigError, match="--mm-processor-cache-gb: .* GiB of free memory; lower it"):
-        host.plan_media_cache(dataclasses.replace(config, mm_processor_cache_gb=1e6))
-    assert host.plan_media_cache(dataclasses.replace(config, mm_processor_cache_gb=0)).kind == "off"
+        startup_checks.plan_media_cache(dataclasses.replace(config, mm_processor_cache_gb=1e6))
+    assert startup_checks.plan_media_cache(dataclasses.replace(config, mm_processor_cache_gb=0)).kind == "off"
 
 
 def test_settings_without_effect_are_named():

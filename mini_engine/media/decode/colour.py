@@ -1,4 +1,4 @@
-"""HDR and wide-gamut RGB -> sRGB, in place. Knows nothing of files or frames.
+"""The colours of HDR and wide-gamut RGB -> sRGB, in place. Knows nothing of files or frames.
 
 FFmpeg's own conversion, its filter `scale` with transfers and primaries, first takes seconds of processor time in a
 thread for each core, in each process and for each size of frame. Tables take none, and no more for a frame.

@@ -1,4 +1,4 @@
-"""Decoded frames -> the rows of one sRGB array, upright and of one size. Knows nothing of files or sampling."""
+"""Decoded frames -> one sRGB array, upright and of one size, by `colour.py`. Knows nothing of files or sampling."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -10,7 +10,7 @@ from av.sidedata.sidedata import Type
 from av.video.reformatter import VideoReformatter
 from numpy.typing import NDArray
 
-from mini_engine.media.decode.hdr import BT2020, UNKNOWN, to_srgb
+from mini_engine.media.decode.colour import BT2020, UNKNOWN, to_srgb
 from mini_engine.media.decode.item_limits import Guard
 
 # Makes the array of an item's frames, given their number, height and width: uint8 [T, H, W, 3]. The next call may reuse
@@ -22,7 +22,7 @@ Type._missing_ = classmethod(lambda cls, _: cls.VIDEO_HINT)  # type: ignore[assi
 _Turn = tuple[bool, bool, bool]  # whether to swap the axes, then to mirror left and right, then top and bottom
 
 
-class FrameRows:
+class FrameArray:
     """Keeps the frames at the given places, each as uint8 [H, W, 3], in one array that is made for the first. Turn and
     size are those of the first, which is smaller where all together would exceed the limit; frames of another size are
     scaled to it. Memory: the array, and one frame while it is converted."""

@@ -1,4 +1,4 @@
-"""How long a JSON text takes to decode, by one scan of its bytes, so that it can be bounded before it is decoded."""
+"""What a JSON text costs to decode, by one scan of its bytes, so that it can be bounded before it is decoded."""
 
 MAX_STRUCTURE = 1 << 17  # arrays, objects, commas and colons of a body: its decoding takes 60 ms at most
 SLOW_NUMBER = 64  # so many of these take as long as a number with an exponent
@@ -10,7 +10,7 @@ STRUCTURE_LIMIT = (
 )
 
 
-def structure(text: bytes, items: int = 1) -> int:
+def count_structure(text: bytes, items: int = 1) -> int:
     """The strings of a JSON text, or the arrays, objects, fields and items outside of them if these are more. Of items
     `items` count as one."""
     bare = text.replace(b"\\\\", b"").replace(b'\\"', b"")

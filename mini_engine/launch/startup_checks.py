@@ -1,4 +1,4 @@
-"""The start-up checks of what the host has: model, memory and TLS files."""
+"""The start-up checks: model, device, memory and TLS files; and which settings have no effect here."""
 
 import importlib.metadata
 import logging
