@@ -29,7 +29,7 @@ from benchmarks.runner import CONFIGS, checkpoint, make_runner, num_weights
 from benchmarks.server import server_flags
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.launch.cli import parse
-from mini_engine.launch.startup_checks import resolve_model
+from mini_engine.launch.plan.startup_checks import resolve_model
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel

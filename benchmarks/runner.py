@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mini_engine.config import BUNDLED_MODEL, EngineConfig
-from mini_engine.launch.startup_checks import resolve_model
+from mini_engine.launch.plan.startup_checks import resolve_model
 from mini_engine.messages import (
     Chunk,
     EncodeItem,

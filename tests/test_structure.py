@@ -48,7 +48,7 @@ def imports_of(path: Path) -> set[str]:
         "protocol": "protocol",
         "transport": "transport",
         "core": "core model.config transport.sockets transport.codec transport.page_allocator",  # those without torch
-        "worker": "worker model kernels transport launch.memory_plan",
+        "worker": "worker model kernels transport launch.plan.memory_plan",
         "model": "model products kernels",
         "products": "products kernels",
         "kernels": "kernels",
@@ -72,6 +72,12 @@ def test_only_the_cluster_imports_ray_and_only_commands_what_is_beside_the_packa
     for names, users in (("ray", {"cluster"}), ("|".join(BESIDE), {"benchmarks", "training"})):
         pattern = re.compile(rf"^\s*(from|import) ({names})\b", re.MULTILINE)
         assert {path.parent.name for path in FILES if pattern.search(path.read_text())} == users
+
+
+def test_a_folder_of_more_than_twelve_files_has_a_folder_that_names_an_idea():
+    folders = [PACKAGE, *(path for path in PACKAGE.rglob("*") if any(path.glob("*.py")))]
+    large = [folder for folder in folders if len([*folder.glob("*.py")]) > 12]
+    assert [folder for folder in large if not any(folder.glob("*/__init__.py"))] == []
 
 
 def test_no_import_cycles_between_files_or_folders():

@@ -24,10 +24,10 @@ from setproctitle import getproctitle
 from mini_engine.config import EngineConfig
 from mini_engine.failpoints import reach_failpoint
 from mini_engine.free_memory import available_memory
-from mini_engine.launch import startup_checks
 from mini_engine.launch.listeners import bind_listeners, leave_port, removed_afterwards, url_of
-from mini_engine.launch.memory_plan import settle_memory
-from mini_engine.launch.parallelism import choose_parallelism
+from mini_engine.launch.plan import startup_checks
+from mini_engine.launch.plan.memory_plan import settle_memory
+from mini_engine.launch.plan.parallelism import choose_parallelism
 from mini_engine.launch.process_monitor import (
     ChildMessage,
     ChildProcess,

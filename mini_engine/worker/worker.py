@@ -26,7 +26,7 @@ from mini_engine.failpoints import reach_failpoint
 from mini_engine.free_memory import available_memory
 from mini_engine.kernels.ops import mask_tokens, triton_obstacle
 from mini_engine.launch.child import Child
-from mini_engine.launch.memory_plan import check_given_cache
+from mini_engine.launch.plan.memory_plan import check_given_cache
 from mini_engine.launch.process_setup import keep_freed_memory, use_own_pages
 from mini_engine.messages import Chunk, GrammarReady, Init, NewSequence, Step, WorkerReady
 from mini_engine.model.checkpoint import CheckpointError

@@ -13,7 +13,7 @@ from mini_engine.config import ConfigError, EngineConfig, Setting
 from mini_engine.config.__main__ import PAGE, page
 from mini_engine.config.sources import from_environment, from_file, to_yaml
 from mini_engine.launch.cli import parse, settle
-from mini_engine.launch.parallelism import has_gpu
+from mini_engine.launch.plan.parallelism import has_gpu
 
 ROOT = PAGE.parent.parent
 SAMPLES: dict[type, Any] = {int: 3, float: 4.5, str: "it's # a: text", list: ["a", "[b]:1", "1"]}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mini_engine.config import ConfigError, EngineConfig, flag_of
 from mini_engine.free_memory import available_memory
-from mini_engine.launch import parallelism
+from mini_engine.launch.plan import parallelism
 from mini_engine.messages import EngineLimits, MediaCachePlan
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.quantization import weight_bits

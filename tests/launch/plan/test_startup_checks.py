@@ -9,10 +9,10 @@ import huggingface_hub.constants
 import pytest
 
 from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
-from mini_engine.launch import parallelism, startup_checks
 from mini_engine.launch.cli import parse
+from mini_engine.launch.plan import parallelism, startup_checks
+from mini_engine.launch.plan.startup_checks import check_model, resolve_model, without_effect
 from mini_engine.launch.runtime_directory import runtime_directory
-from mini_engine.launch.startup_checks import check_model, resolve_model, without_effect
 from mini_engine.messages import EngineLimits, MediaCachePlan
 from tests.support.hub_cache import put_in_cache
 

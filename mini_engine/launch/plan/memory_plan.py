@@ -5,7 +5,7 @@ of a flag fits.
 import dataclasses
 
 from mini_engine.config import ConfigError, EngineConfig
-from mini_engine.launch.parallelism import runs_on_cpu, weight_bytes
+from mini_engine.launch.plan.parallelism import runs_on_cpu, weight_bytes
 from mini_engine.messages import MediaCachePlan
 from mini_engine.model.config import ModelConfig, TextConfig
 

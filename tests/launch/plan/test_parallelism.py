@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks.runner import CONFIGS
 from mini_engine.config import BUNDLED_MODEL, EngineConfig
-from mini_engine.launch import parallelism
 from mini_engine.launch.cli import parse
-from mini_engine.launch.parallelism import choose_parallelism, on_cores
+from mini_engine.launch.plan import parallelism
+from mini_engine.launch.plan.parallelism import choose_parallelism, on_cores
 from mini_engine.model.config import ModelConfig
 from mini_engine.products import in_float32
 
@@ -53,7 +53,7 @@ def test_engines_fit_into_half_of_the_memory():
 
 
 def test_what_is_given_counts(monkeypatch):
-    monkeypatch.setattr("mini_engine.launch.parallelism.usable_cores", lambda: 4)
+    monkeypatch.setattr("mini_engine.launch.plan.parallelism.usable_cores", lambda: 4)
     for flags, given, expected in (
         ("--device cpu", "x", (4, 1, 256 << 20)),
         ("--device cpu --kv-cache-memory-bytes 5", "2", (2, 2, 5)),
@@ -68,7 +68,7 @@ def test_what_is_given_counts(monkeypatch):
 
 
 def test_auto_is_one_engine_where_there_may_be_a_gpu(monkeypatch, tmp_path: Path):
-    monkeypatch.setattr("mini_engine.launch.parallelism.usable_cores", lambda: 4)
+    monkeypatch.setattr("mini_engine.launch.plan.parallelism.usable_cores", lambda: 4)
     for gpus, engines in (([tmp_path], 1), ([tmp_path / "none"], 4)):
-        monkeypatch.setattr("mini_engine.launch.parallelism.GPUS", gpus)
+        monkeypatch.setattr("mini_engine.launch.plan.parallelism.GPUS", gpus)
         assert choose_parallelism(EngineConfig(), TINY, "").engines == engines

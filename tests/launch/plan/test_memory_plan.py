@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.runner import CONFIGS
 from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
-from mini_engine.launch import parallelism
 from mini_engine.launch.cli import parse
-from mini_engine.launch.memory_plan import settle_memory
+from mini_engine.launch.plan import parallelism
+from mini_engine.launch.plan.memory_plan import settle_memory
 from mini_engine.messages import MediaCachePlan
 from mini_engine.model.config import ModelConfig
 
