@@ -30,7 +30,7 @@ def widens(x: Tensor) -> bool:
 
 
 def packs(weight: Tensor) -> bool:
-    """Whether `weight` can become a `HalfMatrix`; not one that is not finite, as FBGEMM clamps to float16."""
+    """Whether `weight` can become a `HalfMatrix`: not if it is not finite, as FBGEMM clamps to float16."""
     return _pack is not None and bool(weight.isfinite().all())
 
 
