@@ -25,7 +25,7 @@ def is_x86_without_bfloat16() -> bool:
 
 
 def widens(x: Tensor) -> bool:
-    """Whether operators on `x` are faster here in float32."""
+    """Whether products with `x` are faster here in float32."""
     return x.dtype in (torch.bfloat16, torch.float16) and x.device.type == "cpu" and is_x86_without_bfloat16()
 
 
