@@ -25,12 +25,12 @@ def is_x86_without_bfloat16() -> bool:
 
 
 def widens(x: Tensor) -> bool:
-    """Whether operators on `x` are faster here in float32."""
+    """Whether products with `x` are faster here in float32."""
     return x.dtype in (torch.bfloat16, torch.float16) and x.device.type == "cpu" and is_x86_without_bfloat16()
 
 
 def packs(weight: Tensor) -> bool:
-    """Whether `weight` can become a `HalfMatrix`; not one that is not finite, as FBGEMM clamps to float16."""
+    """Whether `weight` can become a `HalfMatrix`: not if it is not finite, as FBGEMM clamps to float16."""
     return _pack is not None and bool(weight.isfinite().all())
 
 

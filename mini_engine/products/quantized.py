@@ -35,11 +35,6 @@ def triton_products() -> Any:
     return ops.kernels("triton_products", "products")
 
 
-def multiplies(x: Tensor) -> bool:
-    """Whether `triton_products.multiply` takes rows such as these, with weights of any width."""
-    return x.dtype is not torch.float32 and ops.fused(x)
-
-
 class Codes(NamedTuple):
     """A part of a matrix as a checkpoint stores it: 8 bits, or 4 bits where there are `zeros`.
 
@@ -105,7 +100,7 @@ class QuantizedMatrix(nn.Module):
     def compile_products(self, dtype: torch.dtype) -> None:
         """Compile what x of this dtype takes on CUDA, for any number of rows; after `pack`."""
         x = self.operands[0].new_zeros(1, self.shape[1], dtype=dtype)
-        if multiplies(x):
+        if _has_kernel(x):
             products = triton_products()
             for shape in products.SHAPES:
                 products.multiply(x, *self.operands, shape=shape)
@@ -122,7 +117,7 @@ class QuantizedMatrix(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         if x.device.type == "cpu":
             y = self.multiply(rows)
-        elif 0 < len(rows) <= FEW_ROWS_CUDA and multiplies(x):
+        elif 0 < len(rows) <= FEW_ROWS_CUDA and _has_kernel(x):
             y = triton_products().multiply(rows, *self.operands)
         else:
             return F.linear(x, self.dequantize(x.dtype), bias)
@@ -140,7 +135,7 @@ class MatrixPart:
 
     @property
     def device(self) -> torch.device:
-        return next(self.matrix.buffers()).device
+        return self.matrix.codes.device
 
     @property
     def nbytes(self) -> int:
@@ -216,6 +211,8 @@ class Int4Matrix(QuantizedMatrix):
     """Codes of 4 bits with a scale and a zero for each `group` inputs of an output, of the dtype of the activations.
     Codes of checkpoints are kept as they are; only their scales and zeros are rounded to the dtype."""
 
+    _scales_zeros: Tensor  # `[groups, outputs, 2]`, of packed codes
+
     def __init__(self, outputs: int, inputs: int, group: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(outputs, inputs)
         self.group = group
@@ -224,8 +221,7 @@ class Int4Matrix(QuantizedMatrix):
         groups = outputs, inputs // group
         self.scales: Tensor = nn.Buffer(torch.zeros(groups, dtype=dtype, device=device))
         self.zeros: Tensor = nn.Buffer(torch.zeros(groups, dtype=dtype, device=device))
-        self.register_buffer("_scales_zeros", None)  # `[groups, outputs, 2]`, of packed codes
-        self._scales_zeros: Tensor | None
+        self.register_buffer("_scales_zeros", None)
 
     def fill(self, rows: slice, values: Tensor | Codes) -> None:
         if isinstance(values, Tensor):
@@ -242,7 +238,6 @@ class Int4Matrix(QuantizedMatrix):
 
     @property
     def operands(self) -> tuple[Tensor, Tensor]:
-        assert self._scales_zeros is not None
         return self.codes, self._scales_zeros
 
     @property
@@ -277,7 +272,6 @@ class Int4Matrix(QuantizedMatrix):
 
     def _multiply_packed(self, x: Tensor) -> Tensor:
         """By torch's kernel, outputs in block order."""
-        assert self._scales_zeros is not None
         codes = self.codes.view(-1, self.shape[1] // 2)
         return torch._weight_int4pack_mm_for_cpu(x.contiguous(), codes, self.group, self._scales_zeros)
 
@@ -292,7 +286,6 @@ class Int4Matrix(QuantizedMatrix):
 
     def _unpack(self, blocks: slice, dtype: torch.dtype) -> Tensor:
         """Some blocks of packed outputs: `[inputs, outputs of the blocks]`."""
-        assert self._scales_zeros is not None
         both = self._scales_zeros[:, blocks.start * BLOCK : blocks.stop * BLOCK].to(dtype)
         scales, zeros = _in_order(both.permute(2, 0, 1).flatten(0, 1)).unflatten(0, (2, -1, 1))
         values = _unpack_codes(self.codes[blocks]).to(dtype).unflatten(0, (len(both), self.group))
@@ -323,6 +316,11 @@ class StackedMatrix(nn.Module):
         """As of a `QuantizedMatrix`."""
         y = torch.cat([linear(x, matrix) for matrix in self.matrices], dim=-1)
         return y if bias is None else y.add_(bias)
+
+
+def _has_kernel(x: Tensor) -> bool:
+    """Whether `triton_products.multiply` takes rows such as these, with weights of any width."""
+    return x.dtype is not torch.float32 and ops.fused(x)
 
 
 def _round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
