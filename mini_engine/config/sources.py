@@ -43,6 +43,16 @@ VLLM_FLAGS = {
     "--enable-expert-parallel": "each rank has a part of every expert; omit the flag",
     "--skip-mm-profiling": "use --kv-cache-memory-bytes",
     "--override-generation-config": "--generation-config takes a directory with a generation_config.json",
+    "--lora-modules": "LoRA adapters are not supported; merge the adapter into the weights",
+    "--download-dir": "set the variable HF_HOME",
+    "--hf-token": "set the variable HF_TOKEN",
+    "--uvicorn-log-level": "use --log-level",
+    "--disable-uvicorn-access-log": "only --enable-log-requests logs every request; omit the flag",
+    "--max-log-len": "prompts are never logged; omit the flag",
+    "--default-chat-template-kwargs": "send chat_template_kwargs with each request",
+    "--enable-prompt-tokens-details": "usage always has them; omit the flag",
+    "--enable-reasoning": "thoughts are always separated; omit the flag, or see --reasoning-parser",
+    "--logprobs-mode": "logprobs are those before temperature, penalties and filters; omit the flag",
 }
 
 
