@@ -43,6 +43,7 @@ VLLM_FLAGS = {
     "--enable-expert-parallel": "each rank has a part of every expert; omit the flag",
     "--skip-mm-profiling": "use --kv-cache-memory-bytes",
     "--override-generation-config": "--generation-config takes a directory with a generation_config.json",
+    "--language-model-only": """use --limit-mm-per-prompt '{"image": 0, "video": 0}'""",
     "--lora-modules": "LoRA adapters are not supported; merge the adapter into the weights",
     "--download-dir": "set the variable HF_HOME",
     "--hf-token": "set the variable HF_TOKEN",
