@@ -74,7 +74,9 @@ class EngineConfig:
     checkpoint's modules.json names no pooling."""
     dtype: Dtype = _model("auto")
     """Data type of weights and activations. `auto`: the checkpoint's; `float`: float32; `half`: float16."""
-    quantization: Literal["none", "int8", "int4"] = _model("none", short="-q")
+    quantization: Literal["none", "int8", "int4"] = _model(
+        "none", short="-q", remedy="a quantised checkpoint needs no flag"
+    )
     """Quantise the decoder of a dense checkpoint while it is read: to 8 bits with a scale per output (`int8`), or to 4
     with one per 128 inputs (`int4`). Checkpoints that are quantised need no flag."""
     quantize_head: Literal["int8", "none"] = _model("int8")

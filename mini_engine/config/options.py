@@ -40,6 +40,7 @@ class Setting:
     parse_text: Callable[[str], Any] | None = None  # where its type does not say how; raises ValueError
     metavar: str | None = None
     positional: bool = False
+    remedy: str | None = None  # for a value that it does not take
     bare: str | None = None  # the value of the flag alone; None: it needs one
     twins: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # other flags, and the value each stands for
     secret: bool = False  # never printed
@@ -101,7 +102,8 @@ class Setting:
             parsed = parse(value) if isinstance(value, str) else value
             return None if parsed is None else msgspec.convert(parsed, kind, strict=False)
         except ValueError:
-            errors.append(f"{place}: {'what is given' if self.secret else repr(value)} is not {self.values}")
+            remedy = f"; {self.remedy}" if self.remedy else ""
+            errors.append(f"{place}: {'what is given' if self.secret else repr(value)} is not {self.values}{remedy}")
             return None
 
 

@@ -43,6 +43,17 @@ VLLM_FLAGS = {
     "--enable-expert-parallel": "each rank has a part of every expert; omit the flag",
     "--skip-mm-profiling": "use --kv-cache-memory-bytes",
     "--override-generation-config": "--generation-config takes a directory with a generation_config.json",
+    "--language-model-only": """use --limit-mm-per-prompt '{"image": 0, "video": 0}'""",
+    "--lora-modules": "LoRA adapters are not supported; merge the adapter into the weights",
+    "--download-dir": "set the variable HF_HOME",
+    "--hf-token": "set the variable HF_TOKEN",
+    "--uvicorn-log-level": "use --log-level",
+    "--disable-uvicorn-access-log": "only --enable-log-requests logs every request; omit the flag",
+    "--max-log-len": "prompts are never logged; omit the flag",
+    "--default-chat-template-kwargs": "send chat_template_kwargs with each request",
+    "--enable-prompt-tokens-details": "usage always has them; omit the flag",
+    "--enable-reasoning": "thoughts are always separated; omit the flag, or see --reasoning-parser",
+    "--logprobs-mode": "logprobs are those before temperature, penalties and filters; omit the flag",
 }
 
 
@@ -76,14 +87,18 @@ def from_environment(environ: Mapping[str, str], errors: list[str]) -> dict[str,
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """A warning for each variable that looks like a setting and is none. Not an error: Kubernetes sets some for every
-    service, and a service may have this program's name."""
+    """A warning for each variable that looks like a setting and is none, and one for those of vLLM. Not an error:
+    Kubernetes sets some for every service, and a service may have this program's name."""
     known = {setting.variable for setting in fields()} | {CONFIG_ENV, IPC_SWITCH_ENV, failpoints.VARIABLE}
-    return [
+    warnings = [
         f"{name} is ignored: {unknown(flag_of(name.removeprefix(ENV_PREFIX).lower()))}"
         for name in sorted(environ)
         if name.startswith(ENV_PREFIX) and name not in known
     ]
+    if names := ", ".join(sorted(name for name in environ if name.startswith("VLLM_"))):  # VLLM_API_KEY above all
+        example = f"{ENV_PREFIX}API_KEY for --api-key"
+        warnings.append(f"{names}: ignored; variables are named after the flags, such as {example}")
+    return warnings
 
 
 def from_file(path: str, errors: list[str]) -> dict[str, Given]:

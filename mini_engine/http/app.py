@@ -2,10 +2,12 @@
 
 import importlib.metadata
 import time
+from collections.abc import Set
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -62,6 +64,16 @@ def create_app(context: AppContext) -> FastAPI:
 async def _http_error(request: Request, error: Exception) -> Response:
     """Starlette's own errors, an unknown path or method, for the middleware."""
     assert isinstance(error, HTTPException)
-    text = f"{error.detail}: {request.method} {request.url.path[:80]}; /openapi.json lists the paths and their methods."
+    path = request.url.path[:80]
+    near = _near(path, {route.path for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)})
+    remedy = f"did you mean {near}?" if near else "/openapi.json lists the paths and their methods."
+    text = f"{error.detail}: {request.method} {path}; {remedy}"
     code: Code = "unknown_url" if error.status_code == 404 else "method_not_allowed"
     raise ApiError(error.status_code, text, code=code, headers=error.headers)
+
+
+def _near(path: str, known: Set[str]) -> str | None:
+    """For an unknown path the known one that differs in `/v1`, which base URLs lack or have twice, or in a slash at the
+    end."""
+    end = path.rstrip("/").rpartition("/v1")[2]
+    return None if path in known else next((near for near in (f"/v1{end}", end) if near in known), None)

@@ -34,6 +34,15 @@ INLINE_BYTES = 64 << 10  # of a body to decode
 INLINE_CHARACTERS = 16_384  # of text to tokenise
 
 JSON = "application/json"
+# Fields of vLLM and OpenAI that are gone there, and what has replaced them.
+RENAMED = {
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "functions": "tools",
+    "function_call": "tool_choice",
+}
 LARGE_BODY = "is larger than {} bytes, the limit of --max-request-bytes. Send smaller media, or URLs of them."
 LARGE_TEXT = (
     "has more than {} bytes besides the base64 data of its images and videos, the limit of --max-text-bytes. Send "
@@ -105,6 +114,9 @@ def _invalid_field(problem: str, kind: type[Body]) -> ApiError:
             more = "." if path else "; variables of the chat template go in 'chat_template_kwargs'."
             near = [] if path else difflib.get_close_matches(param, kind.__struct_fields__, n=1, cutoff=0.75)
             remedy = f"did you mean '{near[0]}'?" if near else f"leave it out{more}"
+            successor = RENAMED.get(param, "")
+            if successor.partition(".")[0] in kind.__struct_fields__:
+                remedy = f"use '{successor}'."
             return bad_request(f"Unknown parameter: '{param}'; {remedy}", param, "unknown_parameter")
         return bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
     problem = problem[:1].lower() + problem[1:300]

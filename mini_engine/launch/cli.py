@@ -56,10 +56,12 @@ def settle(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     `--help` and `--version`.
     """
     namespace, rest = build_parser().parse_known_args(list(_normalise(argv)))
-    unknown = [arg.partition("=")[0] for arg in rest if arg.startswith("-")] or rest[:1]
+    unknown = [arg.partition("=")[0] for arg in rest if arg.startswith("-")]
     args = vars(namespace)
     path = args.get("config", environ.get(CONFIG_ENV))
     errors = [f"{flag}: {sources.unknown(flag)}" for flag in unknown]
+    if rest and not unknown:
+        errors.append(f"{rest[0]}: no flag takes this value, and MODEL is {args['model']!r}; --help lists the flags")
     given = {} if path is None else sources.from_file(path, errors)
     given |= sources.from_environment(environ, errors)
     given |= {s.name: _from_flags(s, args[s.name], errors) for s in fields() if s.name in args}

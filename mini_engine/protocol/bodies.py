@@ -218,6 +218,10 @@ class GenerationRequest(Body, kw_only=True, frozen=True, dict=True):
     user: Ignored = IGNORED
     echo: Annotated[Any, only(False)] = None
     best_of: Annotated[Any, only(1)] = None
+    # Fields of vLLM, with the values that it has for them.
+    use_beam_search: Annotated[Any, only(False)] = None
+    length_penalty: Annotated[Any, only(1)] = None
+    include_reasoning: Annotated[Any, only(True)] = None
 
     @property
     def token_limit(self) -> int | None:

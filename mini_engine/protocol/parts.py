@@ -26,6 +26,7 @@ _SOURCES = {
     "file": ("file",),
 }
 _SOURCE_NAMES = ("text", "refusal", *URL_FIELDS, "file")
+_JPEG_BASE64 = "/9j/"  # how the base64 of each JPEG begins: sent without `data:`, it is no absolute path
 MAX_NAME = 256  # characters
 MAX_URL_CHARACTERS = 16384  # of `file://` and `http(s)://` URLs; `max_media_bytes` limits `data:` URLs
 # Settings of qwen_vl_utils, or of a whole request, that a part does not have.
@@ -148,7 +149,8 @@ class Part(PartSettings, frozen=True, kw_only=True):
     def location(self) -> str:
         """The URL of the image or video; of text, and of a name alone, empty."""
         location: str = self.file.file_data if self.file else getattr(self._source, "url", self._source)
-        return f"file://{quote(location)}" if location.startswith("/") else location
+        is_path = location.startswith("/") and not location.startswith(_JPEG_BASE64)
+        return f"file://{quote(location)}" if is_path else location
 
 
 @dataclass(frozen=True)

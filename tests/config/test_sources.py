@@ -154,15 +154,18 @@ def test_flag_before_variable_before_file(tmp_path):
 
 
 def test_print_config_prints_a_file_for_config(tmp_path):
-    """And unknown variables are warnings: Kubernetes sets some."""
+    """And unknown variables are warnings, and vLLM's: Kubernetes sets some."""
     argv = ["M", "--limit_mm_per_prompt", '{"video": 1}', "--no-enable-prefix-caching", "--max-num-seqs", "3"]
     environ = {"MINI_ENGINE_SEED": "5", "MINI_ENGINE_PORTS": "1", "MINI_ENGINE_SERVICE_HOST": "1"}
     environ |= {"PATH": "/usr/bin:/bin", "MINI_ENGINE_MULTIMODAL_TENSOR_IPC": "1"}
+    environ |= {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_API_KEY": "secret"}
     command = [sys.executable, "serve.py", "--print-config", *argv]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=environ)
     assert printed.stderr.splitlines() == [
         "serve.py: MINI_ENGINE_PORTS is ignored: unknown; did you mean --port?",
         "serve.py: MINI_ENGINE_SERVICE_HOST is ignored: unknown; --help lists the flags",
+        "serve.py: VLLM_API_KEY, VLLM_CPU_KVCACHE_SPACE: ignored; variables are named after the flags, such as "
+        "MINI_ENGINE_API_KEY for --api-key",
     ]
     assert "seed: 5  # MINI_ENGINE_SEED\n" in printed.stdout and "port: 8000  # default\n" in printed.stdout
     path = tmp_path / "printed.yaml"

@@ -52,6 +52,8 @@ def tool(**properties: Any) -> dict[str, Any]:
     (CHAT, [
         ({"model": "other"}, "model_not_found", "model", "does not exist; this server has tiny, alias."),
         ({"max_token": 1}, UNKNOWN, "max_token", "did you mean 'max_tokens'?"),
+        ({"guided_json": {}}, UNKNOWN, "guided_json", "'guided_json'; use 'structured_outputs.json'."),
+        ({"functions": []}, UNKNOWN, "functions", "use 'tools'."),
         ({"stream_options": {"x - at $y": 1}}, UNKNOWN, "stream_options.x - at $y", "x - at $y'; leave it out"),
         ({"a$b": 1}, UNKNOWN, "a$b", "Unknown parameter: 'a$b'; leave it out; variables of the chat template"),
         ({"chat_template_kwargs": {"part": [[]] * 2100}}, VALUE, "chat_template_kwargs.part", "more than 4096 arrays"),
@@ -77,6 +79,7 @@ def tool(**properties: Any) -> dict[str, Any]:
         ({"chat_template_kwargs": {"tools": 1}}, VALUE, "chat_template_kwargs", "set 'tools' as a field"),
         ({"continue_final_message": True, "add_generation_prompt": True}, VALUE, "messages", "not compatible"),
         ({"echo": 0}, UNSUPPORTED, "echo", "send false"),
+        ({"length_penalty": 2}, UNSUPPORTED, "length_penalty", "send 1"),
         ({"media_io_kwargs": {"audio": {}}}, VALUE, "media_io_kwargs", "'audio'; send one of image, video."),
         ({"messages": None}, VALUE, "messages", "got `null`"),
         ({"messages": []}, VALUE, "messages", "length >= 1"),
@@ -145,6 +148,7 @@ async def test_null_ignored_and_neutral_values_change_nothing(served: Served) ->
     nothing = dict.fromkeys({*ChatRequest.__struct_fields__, "audio", "functions"} - {"model", "messages"})
     neutral: dict[str, Any] = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text", "schema": None}}
     neutral |= {"echo": False, "verbosity": "low", "store": True, "metadata": {}, "service_tier": "flex"}
+    neutral |= {"use_beam_search": False, "length_penalty": 1.0, "include_reasoning": True}
     variables = {"enable_thinking": False, "documents": [{"text": "x"}], "used": [True, False] * 2000}
     neutral |= {"reasoning_effort": "high", "chat_template_kwargs": variables}
     cached = {"cache_control": {"type": "ephemeral"}}
@@ -177,6 +181,14 @@ async def test_errors_name_the_item_and_the_limit(serve: Serve) -> None:
         ([file_part("/etc/hostname")], {}, "invalid_media", "messages", "no such regular file"),
         ([{"type": "image", "image": "/etc/hostname"}], {}, "invalid_media", "messages", "image 1: no such regular"),
         ([{"type": "video", "video": "a.mp4"}], {}, "invalid_media", "messages", "video 1: the URL must start with"),
+        # The base64 of a JPEG, which looks like a path.
+        (
+            [{"type": "image", "image": "/9j/4AAQSkZJRg=="}],
+            {},
+            "invalid_media",
+            "messages",
+            "; base64 needs data:<media",
+        ),
         ([video(), video(cut)], {}, "invalid_media", "messages", "video 2: the file is truncated or damaged"),
         ([image(140), image(141)], {}, "media_too_large", "messages", "--encoder-cache-tokens 50"),
         ([video()], {"media_io_kwargs": {"video": {"x": 3}}}, VALUE, "media_io_kwargs", "unknown field `x`"),

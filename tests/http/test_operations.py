@@ -27,8 +27,9 @@ from tests.support.serving import Counted, Serve, Served, check_error
     ("method", "path", "allowed"),
     [
         ("POST", "/v1/responses", None),
-        ("GET", "/live/", None),  # no redirect to where the header `Host` says
+        ("GET", "/v1", None),
         ("GET", "/v1/chat/completions", "POST"),
+        ("GET", "/tokenize", "POST"),
     ],
 )
 async def test_unknown_path_or_method(served: Served, method: str, path: str, allowed: str | None) -> None:
@@ -37,8 +38,22 @@ async def test_unknown_path_or_method(served: Served, method: str, path: str, al
     if allowed is None:
         check_error(response, 404, "unknown_url", f"Not Found: {method} {path}; /openapi.json lists")
     else:
-        check_error(response, 405, "method_not_allowed", f"Method Not Allowed: {method} {path}; ")
+        check_error(response, 405, "method_not_allowed", f"Method Not Allowed: {method} {path}; /openapi.json lists")
         assert set(response.headers["allow"].split(", ")) <= set(allowed.split(", "))
+
+
+@pytest.mark.parametrize(
+    ("path", "near"),
+    [
+        ("/live/", "/live"),  # no redirect to where the header `Host` says
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/v1/tokenize", "/tokenize"),
+    ],
+)
+async def test_unknown_path_names_the_one_that_differs_in_v1_or_a_slash(served: Served, path: str, near: str) -> None:
+    response = await served.http.get(path, headers={"host": "elsewhere"})
+    check_error(response, 404, "unknown_url", f"Not Found: GET {path}; did you mean {near}?")
 
 
 # --- health ----------------------------------------------------------------------------------------------------------

@@ -36,8 +36,8 @@ def settle_memory(
     used = ", ".join(f"{name} {nbytes / 2**30:.1f}" for nbytes, name in parts)
     line = (
         f"memory: of {free / 2**30:.1f} GiB that are free, {used}; "
-        f"KV cache of each worker {size / 2**30:.2f}: {needed / 2**30:.2f} for a request of {longest:,} tokens, "
-        f"at most {max(0, left) * 2 / 3 / (engines * ranks) / 2**30:.2f}, two thirds of the rest"
+        f"KV cache of each worker (--kv-cache-memory-bytes) {size / 2**30:.2f}: {needed / 2**30:.2f} for a request of "
+        f"{longest:,} tokens, at most {max(0, left) * 2 / 3 / (engines * ranks) / 2**30:.2f}, two thirds of the rest"
     )
     if longest < text.max_position_embeddings and not config.max_model_len:
         line += f"; --max-model-len allows up to {text.max_position_embeddings} tokens"

@@ -47,6 +47,11 @@ def resolve_model(config: EngineConfig) -> str:
     Raises ConfigError: no such directory and no such model on the hub, or with HF_HUB_OFFLINE in its cache."""
     if Path(config.model).is_dir():
         return str(Path(config.model).resolve())
+    unavailable = f"{config.model!r} is neither a directory nor an available hub model"
+    if Path(config.model).exists():
+        raise ConfigError(f"{unavailable}: it is a file; give the directory that has config.json")
+    if config.model.startswith(("/", ".", "~")):  # no hub name
+        raise ConfigError(f"{unavailable}: there is no such path")
     weights = [] if config.load_format == "dummy" else ["*.safetensors"]
     logger.info("%s is not a directory: loading it from the hub or the hub's cache", config.model)
     import huggingface_hub as hub
@@ -56,7 +61,7 @@ def resolve_model(config: EngineConfig) -> str:
         return hub.snapshot_download(config.model, revision=config.revision, allow_patterns=files)
     except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"{config.model!r} is neither a directory nor an available hub model: {reason}") from None
+        raise ConfigError(f"{unavailable}: {reason}") from None
 
 
 def check_model(model_dir: str, config: EngineConfig) -> ModelConfig:

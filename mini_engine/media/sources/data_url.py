@@ -12,7 +12,8 @@ _decode = msgspec.json.Decoder(bytes).decode  # of base64, as strict as binascii
 def parse_data_url(url: str, policy: MediaPolicy, item: str) -> DataUrl:
     """Checks all but the data. Raises MediaError."""
     if url[:5].lower() != "data:":
-        raise MediaError(item, "the URL must start with data:, file://, http:// or https://, or be an absolute path")
+        problem = "the URL must start with data:, file://, http:// or https://, or be an absolute path"
+        raise MediaError(item, f"{problem}; base64 needs data:<media type>;base64, before it")
     comma = url.find(",", 0, 1024)
     if not url[: max(comma, 0)].lower().endswith(";base64"):
         raise MediaError(item, "a data: URL has the form data:<media type>;base64,<data>")

@@ -79,6 +79,9 @@ def parse_http(text: str, policy: MediaPolicy, item: str, base: URL | None = Non
         raise MediaError(item, f"{problem}; percent-encode spaces, control characters, backslashes") from error
     if base is not None and base.scheme == "https" and url.scheme == "http":
         raise MediaError(item, "redirect from https to http")
+    if not policy.allowed_hosts:
+        problem = "http(s):// URLs are disabled; send a data: URL, or start the server with --allowed-media-domains"
+        raise MediaError(item, problem)
     if policy.allowed_hosts.isdisjoint({(host, None), (host, port)}):
         raise MediaError(item, "--allowed-media-domains does not list the URL's host with its port; send a data: URL")
     return url

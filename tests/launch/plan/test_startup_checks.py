@@ -49,8 +49,14 @@ def test_a_hub_name_is_found_in_the_cache_without_network(tmp_path, monkeypatch)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     snapshot = put_in_cache(tmp_path, "some/model", "v2")
     assert resolve_model(EngineConfig(model="some/model", revision="v2")) == str(snapshot)
-    for name in ("some/model", "/no/such/place", "./nowhere"):  # the first in another revision
-        with pytest.raises(ConfigError, match=f"'{name}' is neither a directory nor an available hub model: "):
+    (tmp_path / "file").touch()
+    for name, reason in {
+        "some/model": "",  # in another revision
+        "/no/such/place": "there is no such path",
+        "./nowhere": "there is no such path",
+        str(tmp_path / "file"): "it is a file; give the directory that has config.json",
+    }.items():
+        with pytest.raises(ConfigError, match=f"'{name}' is neither a directory nor an available hub model: {reason}"):
             resolve_model(EngineConfig(model=name))
 
 

@@ -196,6 +196,10 @@ def test_host_with_an_address_in_a_listed_network_is_dialled(names: Names, addre
             assert "--allowed-media-domains" in refusal(f"http://{host}/", listed)
 
 
+def test_without_a_listed_host_http_urls_are_disabled() -> None:
+    assert "http(s):// URLs are disabled; " in refusal("https://media.test/a.jpg", MediaPolicy(None, LIMIT))
+
+
 def test_dns_rebinding_has_no_effect(policy: MediaPolicy, names: Names) -> None:
     def hang_up_first(connection: socket.socket, _: str) -> None:
         names.names["media.test"] = ["127.0.0.2"]  # which a second resolution would get
