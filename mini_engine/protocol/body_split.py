@@ -11,11 +11,14 @@ from typing import Self
 
 import msgspec
 
+from mini_engine.protocol.structure import MAX_STRUCTURE
+
 URL_FIELDS = ("image_url", "video_url", "image", "video", "url")  # of parts; and `file_data` of a part's `file`
 # A key of a part, then the start of its URL. The first quote of the URL begins a string: it follows a colon.
 HEAD = re.compile(rb'"(?:%b|file_data)"\s{0,64}:\s{0,64}"(data:[^",]{0,999},)' % "|".join(URL_FIELDS).encode())
 MOST_HEAD = 1200  # bytes that match it
 LEAST_CUT = 1024  # bytes of data that are no text
+MAX_CUTS = MAX_STRUCTURE // 4  # a part has at least an object, two fields and a comma; each cut takes a microsecond
 
 
 class DataUrl(str):
@@ -72,7 +75,8 @@ class SplitBody:
                 self._position = len(body)
                 return
             # Base64 does not end in a backslash, and after one the quote does not end the string.
-            if (nbytes := end - self._head[1]) >= LEAST_CUT and body[end - 1] != ord("\\"):
+            is_long = (nbytes := end - self._head[1]) >= LEAST_CUT and body[end - 1] != ord("\\")
+            if is_long and len(self._cuts) < MAX_CUTS:
                 self._cuts.append((*self._head, end))
                 self._cut_bytes += nbytes
             self._head, self._position = None, end + 1

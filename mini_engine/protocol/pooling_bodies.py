@@ -79,7 +79,7 @@ class RankingItem(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 Item = str | RankingItem
-Items = Item | Annotated[list[Item], Meta(min_length=1)]
+Items = Item | Annotated[list[Item], Meta(min_length=1, max_length=MAX_INPUTS)]
 Content = list[Part]  # of a query or a document
 
 
@@ -111,8 +111,8 @@ class RankingRequest(PoolingRequest, kw_only=True, frozen=True):
                 text = f"Send either '{names[0]}' or '{names[-1]}'."
                 raise bad_request(text, names[0], "missing_required_parameter")
         num_queries, num_documents = map(len, self.sides)
-        if num_queries not in (1, num_documents) or num_documents > MAX_INPUTS:
-            remedy = f"send one query, or one for each document, and at most {MAX_INPUTS} documents"
+        if num_queries not in (1, num_documents):
+            remedy = "send one query, or one for each document"
             raise bad_request(f"{num_queries} queries for {num_documents} documents: {remedy}.", "documents")
 
 

@@ -195,6 +195,7 @@ async def test_media_of_a_query_are_fetched_hashed_and_decoded_once(
     ("/score", {"queries": ["a", "b"], "documents": ["c"]}, "2 queries for 1 documents"),
     ("/score", {"queries": "a", "text_1": "b", "documents": "c"}, "either 'queries' or 'text_1'"),
     ("/rerank", {"query": "a"}, "'documents'"),
+    ("/rerank", {"query": "a", "documents": ["b"] * 2049}, "Invalid 'documents': expected `array` of length <= 2048"),
     ("/rerank", {"query": "a", "documents": [{"content": [DAMAGED]}]}, "documents[0]: image 1"),
     ("/rerank", {"query": "a", "documents": [{"content": [{"type": "image", "uuid": "u"}]}] * 2, "cache_salt": "b"},
      "documents[0]: image 1"),

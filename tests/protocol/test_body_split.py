@@ -11,7 +11,7 @@ from mini_engine.media.sources.data_url import fetch_data
 from mini_engine.media.sources.policy import MediaPolicy
 from mini_engine.protocol.api_errors import ApiError
 from mini_engine.protocol.bodies import ChatRequest
-from mini_engine.protocol.body_split import SplitBody
+from mini_engine.protocol.body_split import LEAST_CUT, MAX_CUTS, SplitBody
 
 LONG = "A/+" * 400
 URL = f"data:image/jpeg;base64,{LONG}"
@@ -73,3 +73,10 @@ def test_data_urls_outside_of_parts_are_text() -> None:
 def test_all_but_data_urls_of_media_is_text(body: str) -> None:
     for block in (1, 1000, 1 << 20):
         assert split(body.encode(), block).text_bytes == len(body)
+
+
+def test_more_data_urls_than_a_body_may_have_parts_are_text() -> None:
+    """Each that is cut takes memory of its own."""
+    field = b'"url":"data:,%b",' % (b"A" * LEAST_CUT)
+    body = split((MAX_CUTS + 100) * field, 1 << 16)
+    assert body.text_bytes == len(body) - MAX_CUTS * LEAST_CUT
