@@ -29,9 +29,9 @@ from mini_engine.config import BUNDLED_MODEL
 from mini_engine.kernels import ops
 from mini_engine.launch.cli import parse
 from mini_engine.launch.process_setup import die_with_parent
+from mini_engine.matmul.in_float32 import HalfMatrix
 from mini_engine.messages import DeviceSlots, Grammar, MediaItem, MessageId, NewSequence, SamplingParams, TensorHandle
 from mini_engine.model.config import VisionConfig
-from mini_engine.products.in_float32 import HalfMatrix
 from mini_engine.transport.arena import ReadableMemory
 from mini_engine.transport.cuda_memory import CudaMapped, CudaStaging, check, use_cuda
 from mini_engine.transport.page_allocator import PAGE_BYTES

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from benchmarks.cli import say, table
 from mini_engine.free_memory import usable_cores
 from mini_engine.launch.process_setup import keep_freed_memory
-from mini_engine.products import quantized
-from mini_engine.products.linear import linear, pack
-from mini_engine.products.quantized import Int4Matrix, Int8Matrix, QuantizedMatrix
+from mini_engine.matmul import quantized
+from mini_engine.matmul.linear import linear, pack
+from mini_engine.matmul.quantized import Int4Matrix, Int8Matrix, QuantizedMatrix
 
 ROWS = (1, 4, 8, 12, 16, 32, 48, 64, 128, 512)
 BYTES = 96 << 20  # of the dense matrices of a kind

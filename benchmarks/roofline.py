@@ -43,10 +43,10 @@ from benchmarks.server import server_flags
 from mini_engine.config import BUNDLED_MODEL, ConfigError
 from mini_engine.launch.cli import parse
 from mini_engine.launch.process_setup import keep_freed_memory
+from mini_engine.matmul.linear import linear, pack
 from mini_engine.model.rope import Grid
 from mini_engine.model.towers.vision import layout
 from mini_engine.model.vision_language import VisionLanguageModel
-from mini_engine.products.linear import linear, pack
 from mini_engine.worker.model_runner import ModelRunner
 
 CONTEXT = 512  # tokens of a decoding sequence

@@ -15,6 +15,8 @@ import torch
 
 from mini_engine.config import BUNDLED_MODEL, EngineConfig
 from mini_engine.launch.plan.startup_checks import resolve_model
+from mini_engine.matmul.in_float32 import HalfMatrix
+from mini_engine.matmul.quantized import Int4Matrix, Int8Matrix
 from mini_engine.messages import (
     Chunk,
     EncodeItem,
@@ -29,8 +31,6 @@ from mini_engine.model.experts import MixtureOfExperts
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.quantization import DENSE_BITS, bytes_per_weight
 from mini_engine.model.vision_language import VisionLanguageModel
-from mini_engine.products.in_float32 import HalfMatrix
-from mini_engine.products.quantized import Int4Matrix, Int8Matrix
 from mini_engine.worker import worker
 from mini_engine.worker.cache_sizes import CacheSize
 from mini_engine.worker.model_runner import Launched, ModelRunner

@@ -6,6 +6,7 @@ import graphlib
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -49,8 +50,8 @@ def imports_of(path: Path) -> set[str]:
         "transport": "transport",
         "core": "core model.config transport.sockets transport.codec transport.page_allocator",  # those without torch
         "worker": "worker model kernels transport launch.plan.memory_plan",
-        "model": "model products kernels",
-        "products": "products kernels",
+        "model": "model matmul kernels",
+        "matmul": "matmul kernels",
         "kernels": "kernels",
         "demo": "demo",
         "batch": "batch launch.cli launch.runtime_directory",
@@ -72,6 +73,13 @@ def test_only_the_cluster_imports_ray_and_only_commands_what_is_beside_the_packa
     for names, users in (("ray", {"cluster"}), ("|".join(BESIDE), {"benchmarks", "training"})):
         pattern = re.compile(rf"^\s*(from|import) ({names})\b", re.MULTILINE)
         assert {path.parent.name for path in FILES if pattern.search(path.read_text())} == users
+
+
+def test_no_two_files_or_classes_of_the_package_share_a_name():
+    files = [path for path in PACKAGE.rglob("*.py") if not path.name.startswith("__")]
+    names = Counter(path.name for path in files)
+    names.update(node.name for path in files for node in parsed(path).body if isinstance(node, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_a_folder_of_more_than_twelve_files_has_a_folder_that_names_an_idea():

@@ -33,7 +33,7 @@ from mini_engine.media.sources.policy import MediaPolicy
 from mini_engine.messages import ControlReply, ControlRequest, Drain, EngineLimits, Init, PeerGone, Serving, Start
 from mini_engine.model.config import ModelConfig
 from mini_engine.prompt.detokenizer import Vocabulary
-from mini_engine.prompt.pooling import FLAGS, Task
+from mini_engine.prompt.pooling_prompts import FLAGS, Task
 from mini_engine.prompt.renderer import ChatRenderer
 from mini_engine.prompt.sampling_params import SamplingDefaults
 from mini_engine.protocol.api_errors import ApiError, shutting_down

@@ -23,7 +23,7 @@ from mini_engine.http.context import AppContext
 from mini_engine.http.error_responses import error_response, report_error
 from mini_engine.log import about
 from mini_engine.metrics import http_requests_total
-from mini_engine.prompt.pooling import FLAGS, TaskKind
+from mini_engine.prompt.pooling_prompts import FLAGS, TaskKind
 from mini_engine.protocol.api_errors import ApiError, shutting_down
 from mini_engine.protocol.request_clock import RequestClock
 

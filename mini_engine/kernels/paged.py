@@ -158,7 +158,7 @@ def _join(out, parts, sums, splits, DIM: tl.constexpr, PADDED: tl.constexpr, N: 
     tl.store(out + row * DIM + d, (acc / total).to(out.dtype.element_ty), mask=d < DIM)
 
 
-class Shape(NamedTuple):
+class TileShape(NamedTuple):
     """Blocks and launch of one kernel. `rows` of queries, `keys` at a time."""
 
     rows: int
@@ -166,17 +166,17 @@ class Shape(NamedTuple):
     warps: int
 
 
-def shape_of(chunks: bool, group: int, dim: int, itemsize: int, shared_memory: int) -> Shape:
+def shape_of(chunks: bool, group: int, dim: int, itemsize: int, shared_memory: int) -> TileShape:
     """For `group` query heads to a key-value head; 16 rows are the least that a product takes. Float32 has no matrix
     unit without loss: small blocks keep it in registers. `shared_memory`: bytes that one program can have on the
     device; keys and values of all stages of a chunk's loop take half of them at most."""
     if itemsize != 2:
-        return Shape(padded(group, 32 if chunks else 16), 16, 8)
+        return TileShape(padded(group, 32 if chunks else 16), 16, 8)
     if not chunks:
-        return Shape(padded(group, 16), _keys(dim, 16 << 10), 4)
+        return TileShape(padded(group, 16), _keys(dim, 16 << 10), 4)
     wide = dim <= 128 or shared_memory > LARGE_SHARED_MEMORY
     most = 32 if dim <= 64 else 64  # more spill registers by Triton 3.6 for compute capability 10.0
-    return Shape(padded(group, 128 if wide else 64), min(most, _keys(dim, shared_memory // 2 // STAGES)), 8)
+    return TileShape(padded(group, 128 if wide else 64), min(most, _keys(dim, shared_memory // 2 // STAGES)), 8)
 
 
 def _keys(dim: int, size: int) -> int:
@@ -238,7 +238,7 @@ def attend(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, tables: Tensor,
         )
 
 
-def constants(shape: Shape, chunks: bool, group: int, dim: int, block_size: int) -> dict[str, int]:
+def constants(shape: TileShape, chunks: bool, group: int, dim: int, block_size: int) -> dict[str, int]:
     """What `_attend` is compiled for."""
     return {
         "GROUP": group, "ROWS": shape.rows, "DIM": dim, "PADDED": padded(dim, 16), "BLOCK_SIZE": block_size,

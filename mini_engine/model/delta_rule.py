@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mini_engine.kernels import ops
+from mini_engine.matmul import in_float32
 from mini_engine.model.config import LinearConfig
-from mini_engine.products import in_float32
 
 CHUNK = 64  # tokens that one triangular system holds
 NORM_EPS = 1e-6

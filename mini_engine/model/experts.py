@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_engine.kernels import ops
+from mini_engine.matmul.quantized import QuantizedMatrix, StackedMatrix, multiply_each, triton_matmul
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import ExpertsConfig
 from mini_engine.model.layers import GatedMLP, Layer, WeightSlice, make_matrix, part_of
 from mini_engine.model.parallel import Placement
-from mini_engine.products.quantized import QuantizedMatrix, StackedMatrix, multiply_each, triton_products
 
 FEW_ROWS = 128  # of an expert, up to which the kernel takes less time on CUDA than torch's product of groups
 
@@ -90,7 +90,7 @@ class GroupedExperts(Layer):
         return torch.empty_like(outputs).index_copy_(0, order.long(), outputs)
 
     def _multiply(self, x: Tensor, pairs: ops.Pairs, shape: Any = None) -> Tensor:
-        multiply = triton_products().multiply
+        multiply = triton_matmul().multiply
         inner = ops.silu_mul(multiply(x, *_operands(self.gate_up), pairs, gathers=True, shape=shape))
         return multiply(inner, *_operands(self.down), pairs, scatters=True, shape=shape)
 
@@ -98,7 +98,7 @@ class GroupedExperts(Layer):
         """Compile what x of this dtype takes, for any number of rows with `each` experts."""
         x = _operands(self.down)[0].new_zeros(1, self.size, dtype=dtype)
         pairs = ops.sort_pairs(torch.zeros(1, each, dtype=torch.int32, device=x.device), self.count)
-        for shape in triton_products().SHAPES:
+        for shape in triton_matmul().SHAPES:
             self._multiply(x, pairs, shape)
         for matrix in (self.gate_up, self.down):
             if isinstance(matrix, QuantizedMatrix):

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from mini_engine.free_memory import return_freed_memory
 from mini_engine.kernels import ops
+from mini_engine.matmul import in_float32
+from mini_engine.matmul.in_float32 import HalfMatrix
+from mini_engine.matmul.linear import linear, pack
+from mini_engine.matmul.quantized import GROUPS, Int4Matrix, Int8Matrix, MatrixPart, QuantizedMatrix, StackedMatrix
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.parallel import Placement, TensorParallel
-from mini_engine.products import in_float32
-from mini_engine.products.in_float32 import HalfMatrix
-from mini_engine.products.linear import linear, pack
-from mini_engine.products.quantized import GROUPS, Int4Matrix, Int8Matrix, MatrixPart, QuantizedMatrix, StackedMatrix
 
 MadeMatrix = nn.Parameter | QuantizedMatrix | StackedMatrix
 Matrix = MadeMatrix | HalfMatrix

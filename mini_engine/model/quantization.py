@@ -1,6 +1,6 @@
 """Which matrices of a model are held in 8 or 4 bits: by `quantization_config` of config.json, or by a flag.
 
-Imports no torch. `quantized_files.py` knows how files store such matrices, `products/quantized.py` how they multiply.
+Imports no torch. `quantized_files.py` knows how files store such matrices, `matmul/quantized.py` how they multiply.
 """
 
 from collections.abc import Mapping, Sequence

@@ -23,12 +23,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mini_engine.matmul.quantized import Codes
 from mini_engine.model.architectures import canonical_name
 from mini_engine.model.checkpoint import FLOATS, CheckpointError, Stored, find_tensors, read_tensor, shorten
 from mini_engine.model.config import TextConfig
 from mini_engine.model.expert_files import split_experts
 from mini_engine.model.quantization import SUPPORTED, MatrixKind, StoredQuantization
-from mini_engine.products.quantized import Codes
 
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where the 4 bits of each of eight outputs are (AutoAWQ's `pack_intweight`)
 RUN_VALUES = 4 << 20  # weights decoded at once

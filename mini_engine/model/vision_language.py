@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from mini_engine.matmul import in_float32
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import VocabParallelEmbedding
 from mini_engine.model.parallel import Placement
@@ -18,7 +19,6 @@ from mini_engine.model.rope import Grid
 from mini_engine.model.text import Attend, Decoder, MediaRows
 from mini_engine.model.towers.spread_tower import SpreadTower
 from mini_engine.model.towers.vision import last_of
-from mini_engine.products import in_float32
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mini_engine.free_memory import available_memory
+from mini_engine.matmul.quantized import Codes, Int8Matrix, MatrixPart, QuantizedMatrix
 from mini_engine.model.checkpoint import FLOATS, CheckpointError, Progress, Stored, read_tensor, shorten
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.layers import WeightSlice, pack_weights, pieces_of
@@ -22,7 +23,6 @@ from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.quantization import SUPPORTED, Quantization
 from mini_engine.model.quantized_files import StoredMatrix, find_weights, is_empty_bias
 from mini_engine.model.vision_language import VisionLanguageModel
-from mini_engine.products.quantized import Codes, Int8Matrix, MatrixPart, QuantizedMatrix
 
 logger = logging.getLogger(__name__)
 

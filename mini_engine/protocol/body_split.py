@@ -11,7 +11,7 @@ from typing import Self
 
 import msgspec
 
-from mini_engine.protocol.structure import MAX_STRUCTURE
+from mini_engine.protocol.json_cost import MAX_STRUCTURE
 
 URL_FIELDS = ("image_url", "video_url", "image", "video", "url")  # of parts; and `file_data` of a part's `file`
 # A key of a part, then the start of its URL. The first quote of the URL begins a string: it follows a colon.

@@ -1,5 +1,5 @@
 """The request bodies of embeddings, rankings and scores, as `bodies.py` has the others. Knows nothing of the prompts
-that are made of them (`prompt/pooling.py`)."""
+that are made of them (`prompt/pooling_prompts.py`)."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal

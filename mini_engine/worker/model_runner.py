@@ -30,7 +30,7 @@ from mini_engine.worker.attention.sdpa import AttentionBackend
 from mini_engine.worker.batch import DecodeBatch, FlatBatch, SequenceState, build_batch
 from mini_engine.worker.media_inputs import MediaInputs
 from mini_engine.worker.normalisation import Normalisation
-from mini_engine.worker.pooling import PooledNumbers
+from mini_engine.worker.pooler import PooledNumbers
 from mini_engine.worker.sampling import sampler
 from mini_engine.worker.sampling.grammar import Grammars, Masks
 from mini_engine.worker.sampling.penalties import LogitsProcessors

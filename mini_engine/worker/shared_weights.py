@@ -2,7 +2,7 @@
 
 Each worker loads its weights as if it were alone: oneDNN decides where the matrices that it has arranged lie. Then the
 pages that are equal to those of the same rank of another engine are replaced by the same memory. A mapping is private:
-a page that a process wrote to would be its own again. What FBGEMM has packed (`products/in_float32.py`) says no address
+a page that a process wrote to would be its own again. What FBGEMM has packed (`matmul/in_float32.py`) says no address
 and stays apart.
 """
 

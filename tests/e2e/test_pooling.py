@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, processors
 from mini_engine import LLM, Image
 from mini_engine.demo import videos
 from mini_engine.media.processor import MediaProcessor
-from mini_engine.prompt.pooling import EMBED, JUDGE, RANK
+from mini_engine.prompt.pooling_prompts import EMBED, JUDGE, RANK
 from tests.e2e.test_families import SMALL_STEPS, Family
 from tests.support.client import data_url, image_url, use_server
 from tests.support.running_server import ROOT, RunningServer

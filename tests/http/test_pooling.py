@@ -18,7 +18,7 @@ from mini_engine.http.middleware import ENGINE_PATHS
 from mini_engine.media import loader
 from mini_engine.media.hashing import content_digest
 from mini_engine.messages import Problem
-from mini_engine.prompt.pooling import Task, TaskKind, embedding
+from mini_engine.prompt.pooling_prompts import Task, TaskKind, embedding
 from tests.support import serving
 from tests.support.serving import HIDDEN_SIZE, MAX_REQUESTS, Counted, Serve, Served, SlowWeb, check_error, image
 

@@ -21,12 +21,12 @@ from mini_engine.kernels import elementwise, paged, triton_experts  # noqa: E402
 from mini_engine.kernels import token_draw as sampling  # noqa: E402
 from mini_engine.kernels import triton_delta_rule as delta_rule  # noqa: E402
 from mini_engine.kernels.elementwise import padded  # noqa: E402
-from mini_engine.products import triton_products  # noqa: E402
+from mini_engine.matmul import triton_matmul  # noqa: E402
 
 SHARED_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}  # bytes of one program
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-FEW, MANY = triton_products.SHAPES
+FEW, MANY = triton_matmul.SHAPES
 
 
 def combinations(by_default: Sequence[tuple[Any, ...]], *axes: Iterable[Any]) -> list[Any]:
@@ -133,7 +133,7 @@ def test_around_products():
         (triton_experts._choose, {"SIZE": 128, "PADDED": 128, "EACH": 8, "TOP": 8}),
         (triton_experts._sort, {"BLOCK": triton_experts.PAIRS}),
         (triton_experts._combine, {"SIZE": 2048, "EACH": 8, "COLUMNS": 1024}),
-        (triton_products._unpack, triton_products.unpack_constants(torch.bfloat16, 128)),
+        (triton_matmul._unpack, triton_matmul.unpack_constants(torch.bfloat16, 128)),
     )
     for kernel, fixed in around:
         assert "st.global" in compile_for(90, kernel, types_of("bf16"), fixed, 4).asm["ptx"]
@@ -165,15 +165,15 @@ def test_gated_delta_rule(target: int, dtype: str, tmp_path: Path):
                  SHARED_MEMORY, ("*u8", "*i8", "*bf16"), (1, 128), (FEW, MANY)),
 )  # fmt: skip
 def test_products_with_weights_as_they_lie(
-    target: int, codes: str, experts: int, shape: triton_products.Shape, tmp_path: Path
+    target: int, codes: str, experts: int, shape: triton_matmul.Shape, tmp_path: Path
 ):
     scales, group = {"*u8": ("*i32", 128), "*i8": ("*fp32", 0), "*bf16": ("", 0)}[codes]
     types = types_of("bf16") | {"codes": codes, "scales": scales}
     absent = {} if scales else {"scales": None}
     if experts == 1:
         absent |= dict.fromkeys(("ends", "sources", "targets"))
-    fixed = triton_products.constants(shape, torch.bfloat16, 2560, 4096, group, experts, 8) | absent
-    compiled = compile_for(target, triton_products._multiply, types, fixed, shape.warps, shape.stages)
+    fixed = triton_matmul.constants(shape, torch.bfloat16, 2560, 4096, group, experts, 8) | absent
+    compiled = compile_for(target, triton_matmul._multiply, types, fixed, shape.warps, shape.stages)
     assert compiled.metadata.shared <= 99 << 10
     assert stack_bytes(compiled, tmp_path / "cubin") <= 8
     assert in_flight(compiled) >= 2, "copies of weights and of x overlap the products"

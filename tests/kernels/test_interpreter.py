@@ -18,7 +18,7 @@ def test_the_kernels_interpreted():
         [
             "model/test_delta_rule.py",
             "model/test_grouped_experts.py",
-            "products/test_triton_products.py",
+            "matmul/test_triton_matmul.py",
             "worker/attention/test_decode_graphs.py",
         ],
     ]

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from mini_engine.matmul.quantized import MatrixPart
 from mini_engine.model.layers import pieces_of
 from mini_engine.model.vision_language import VisionLanguageModel
-from mini_engine.products.quantized import MatrixPart
 from tests.support.checkpoints import checkpoint, checkpoints, deviation, family, model
 from tests.support.one_thread import one_thread
 

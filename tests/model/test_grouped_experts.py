@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from mini_engine.kernels import ops
+from mini_engine.matmul.quantized import QuantizedMatrix
 from mini_engine.model import experts, parallel
 from mini_engine.model.layers import pack_weights
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.quantization import Quantization
 from mini_engine.model.weights import fill_randomly
-from mini_engine.products.quantized import QuantizedMatrix
 from tests.support.devices import INTERPRETED, combinations, device
 
 __all__ = ["device"]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mini_engine.matmul import in_float32
 from mini_engine.model.architectures import canonical_name
-from mini_engine.products import in_float32
 from tests.support import script, tiny
 from tests.support.checkpoints import load
 from tests.support.families import FAMILIES
@@ -66,7 +66,7 @@ def test_every_checkpoint_layout_of_the_hub_gives_the_same(layout, checkpoint, f
 def test_narrow_dtypes_stay_near(dtype, bound, packed, checkpoint, family, monkeypatch):
     if packed:
         monkeypatch.setattr(in_float32, "is_x86_without_bfloat16", lambda: True)
-        monkeypatch.setattr("mini_engine.products.linear.LEAST_PACKED", 1)
+        monkeypatch.setattr("mini_engine.matmul.linear.LEAST_PACKED", 1)
     model = load(checkpoint.path, dtype)
     assert any(isinstance(module, in_float32.HalfMatrix) for module in model.modules()) is packed
     assert {p.dtype for p in model.parameters() if p.ndim > 1} == {dtype}

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+from mini_engine.matmul.quantized import Int4Matrix, Int8Matrix, QuantizedMatrix
 from mini_engine.model import quantized_files, weights
 from mini_engine.model.architectures import canonical_name
 from mini_engine.model.checkpoint import CheckpointError
@@ -25,7 +26,6 @@ from mini_engine.model.config import ModelConfig
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.quantization import SUPPORTED, StoredQuantization, weight_bits
 from mini_engine.model.vision_language import VisionLanguageModel
-from mini_engine.products.quantized import Int4Matrix, Int8Matrix, QuantizedMatrix
 from tests.model.conftest import values_of
 from tests.support import script
 from tests.support.checkpoints import load

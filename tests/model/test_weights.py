@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForImageTextToText
 
+from mini_engine.matmul import in_float32
 from mini_engine.model import layers, weights
 from mini_engine.model.architectures import canonical_name
 from mini_engine.model.checkpoint import CheckpointError
@@ -25,7 +26,6 @@ from mini_engine.model.layers import (
     pieces_of,
 )
 from mini_engine.model.parallel import Placement, TensorParallel
-from mini_engine.products import in_float32
 from tests.model.conftest import values_of
 from tests.model.test_experts import by_expert
 from tests.support import script, tiny

@@ -33,7 +33,7 @@ from mini_engine.media.settings import MediaSettingsResolver
 from mini_engine.messages import EngineLimits
 from mini_engine.metrics import REGISTRY
 from mini_engine.prompt.detokenizer import Vocabulary
-from mini_engine.prompt.pooling import Task
+from mini_engine.prompt.pooling_prompts import Task
 from mini_engine.prompt.renderer import ChatRenderer
 from mini_engine.prompt.sampling_params import SamplingDefaults
 from mini_engine.transport.codec import Encoder

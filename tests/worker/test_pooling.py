@@ -6,9 +6,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from mini_engine.matmul import in_float32
 from mini_engine.messages import NewSequence, PoolingParams
 from mini_engine.model.parallel import TensorParallel
-from mini_engine.products import in_float32
 from tests.support import script, tiny
 from tests.support.checkpoints import load
 from tests.support.families import FAMILIES
@@ -76,7 +76,7 @@ def test_logits_of_a_sharded_bfloat16_head_are_not_rounded(name, bits, checkpoin
     flags = {} if bits == "packed" else {"quantization": bits}
     if bits == "packed":
         monkeypatch.setattr(in_float32, "is_x86_without_bfloat16", lambda: True)
-        monkeypatch.setattr("mini_engine.products.linear.LEAST_PACKED", 1)
+        monkeypatch.setattr("mini_engine.matmul.linear.LEAST_PACKED", 1)
     hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     rows, token_ids = torch.tensor([0, 2, 2, 2, 2, 1]), torch.tensor([0, 99, 100, 101, 199, 7])  # the parts meet there
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from mini_engine.products.linear import linear
+from mini_engine.matmul.linear import linear
 from mini_engine.worker.shared_weights import PAGE, share_weights
 
 SIZE = 1024

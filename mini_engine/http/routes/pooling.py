@@ -23,7 +23,14 @@ from mini_engine.http.known_media import resolve_names
 from mini_engine.http.responses import usage_of, whole_response
 from mini_engine.http.routes.chat_completions import load_media, start, state_of
 from mini_engine.prompt.answer import Answer, pieces
-from mini_engine.prompt.pooling import InputPrompts, embedding, embedding_prompts, paired, ranking_prompts, score
+from mini_engine.prompt.pooling_prompts import (
+    InputPrompts,
+    embedding,
+    embedding_prompts,
+    paired,
+    ranking_prompts,
+    score,
+)
 from mini_engine.prompt.renderer import Prompt
 from mini_engine.protocol.api_errors import ApiError, bad_request
 from mini_engine.protocol.bodies import ChatMessage, ChatRequest

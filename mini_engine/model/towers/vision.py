@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from mini_engine.kernels import cpu_attention, ops
 from mini_engine.kernels.staging import to_device
+from mini_engine.matmul.linear import linear
 from mini_engine.model.config import VisionConfig
 from mini_engine.model.layers import MLP, ColumnParallel, Layer, LayerNorm, RMSNorm, RowParallel, Rows
 from mini_engine.model.parallel import Placement
 from mini_engine.model.rope import Grid, Rotation, inverse_frequencies
-from mini_engine.products.linear import linear
 
 # Fixed in the architecture; not part of the config.
 NORM_EPS = 1e-6

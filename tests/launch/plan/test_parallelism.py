@@ -11,8 +11,8 @@ from mini_engine.config import BUNDLED_MODEL, EngineConfig
 from mini_engine.launch.cli import parse
 from mini_engine.launch.plan import parallelism
 from mini_engine.launch.plan.parallelism import choose_parallelism, on_cores
+from mini_engine.matmul import in_float32
 from mini_engine.model.config import ModelConfig
-from mini_engine.products import in_float32
 
 TINY = ModelConfig.from_dir(BUNDLED_MODEL)  # 0.8 MiB a layer
 TWO_B = ModelConfig.from_dict(json.loads((CONFIGS / "Qwen2-VL-2B-Instruct.json").read_text()))  # 89 MiB

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from mini_engine.kernels import triton_experts
 from mini_engine.kernels.ops import Pairs
-from mini_engine.products import triton_products
-from mini_engine.products.quantized import Int4Matrix, Int8Matrix
+from mini_engine.matmul import triton_matmul
+from mini_engine.matmul.quantized import Int4Matrix, Int8Matrix
 from tests.support.devices import combinations
 
 BOUNDS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}
@@ -46,21 +46,21 @@ def check(y: Tensor, expected: Tensor) -> None:
 def test_products(weight, shape, device, monkeypatch):
     """On a device with more processors than tiles, so that several programs share one, twice with the same locks."""
     (rows, outputs, inputs), dtype = shape, weight[-1]
-    locks = torch.zeros(triton_products.PER_PROCESSOR * 30, dtype=torch.int32, device=device)
-    monkeypatch.setattr(triton_products, "processors_of", lambda device: 30)
-    monkeypatch.setattr(triton_products, "_locks", lambda device: locks)
+    locks = torch.zeros(triton_matmul.PER_PROCESSOR * 30, dtype=torch.int32, device=device)
+    monkeypatch.setattr(triton_matmul, "processors_of", lambda device: 30)
+    monkeypatch.setattr(triton_matmul, "_locks", lambda device: locks)
     torch.manual_seed(rows)
     dense, operands = weights(*weight, (outputs, inputs), device)
     for _ in range(2):
         x = torch.randn(rows, inputs + 32).to(dtype)[:, :inputs]
-        check(triton_products.multiply(x.to(device), *operands), x.double() @ dense.T)
+        check(triton_matmul.multiply(x.to(device), *operands), x.double() @ dense.T)
     assert not locks.any()
 
 
 @pytest.mark.parametrize("weight", WEIGHTS[2:], ids=str)
 def test_matrices_are_unpacked(weight, device):
     dense, operands = weights(*weight, (100, 768), device)
-    check(triton_products.unpack(*operands, weight[-1]), dense)
+    check(triton_matmul.unpack(*operands, weight[-1]), dense)
 
 
 @pytest.mark.parametrize(("weight", "tokens"), combinations(WEIGHTS, [1, 3, 60]), ids=str)
@@ -76,5 +76,5 @@ def test_products_by_expert(weight, tokens, device):
     order, more = pairs.order.cpu(), operands if len(operands) == 2 else [*operands, None]
     assert torch.equal(order.long(), chosen.flatten().sort(stable=True).indices)
     assert torch.equal(pairs.ends.cpu(), chosen.flatten().bincount(minlength=count).cumsum(0).int())
-    check(triton_products.multiply(x.to(device), *more, pairs, gathers=True), expected[order])
-    check(triton_products.multiply(x[order // each].to(device), *more, pairs, scatters=True), expected)
+    check(triton_matmul.multiply(x.to(device), *more, pairs, gathers=True), expected[order])
+    check(triton_matmul.multiply(x[order // each].to(device), *more, pairs, scatters=True), expected)

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mini_engine.products import in_float32
-from mini_engine.products.linear import is_float32_by_onednn, linear, pack
+from mini_engine.matmul import in_float32
+from mini_engine.matmul.linear import is_float32_by_onednn, linear, pack
 
 
 @pytest.mark.parametrize("rows", [1, 47, 48, 64, 500, 1024, 1500])

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from mini_engine.kernels import ops
-from mini_engine.products import in_float32, quantized
-from mini_engine.products.quantized import Int4Matrix, Int8Matrix, QuantizedMatrix, StackedMatrix
+from mini_engine.matmul import in_float32, quantized
+from mini_engine.matmul.quantized import Int4Matrix, Int8Matrix, QuantizedMatrix, StackedMatrix
 
 CPU = torch.device("cpu")
 EPSILON = {torch.float32: 2**-24, torch.bfloat16: 2**-9, torch.float16: 2**-12}  # half a unit in the last place, times

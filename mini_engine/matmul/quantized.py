@@ -2,7 +2,7 @@
 
 Such a matrix is made empty, filled part by part, then packed once for its products. Weights are quantised by rounding
 to the nearest code. On a CPU the products are torch's, and which one a number of rows takes was measured
-(`benchmarks/products.py`). On CUDA a kernel multiplies few rows (`triton_products.py`); for more the codes are unpacked
+(`benchmarks/products.py`). On CUDA a kernel multiplies few rows (`triton_matmul.py`); for more the codes are unpacked
 to the activations' dtype at each product.
 """
 
@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mini_engine.kernels import ops
-from mini_engine.products import in_float32
-from mini_engine.products.linear import PACKED_ROWS, linear
+from mini_engine.matmul import in_float32
+from mini_engine.matmul.linear import PACKED_ROWS, linear
 
 GROUPS = (128, 64, 32)  # inputs that may share a scale of 4-bit codes
 BLOCK = 32 if ops.HAS_AVX2_ALONE else 64  # outputs that lie together in the kernel's order
@@ -30,9 +30,9 @@ LEAST_BLOCKS = 4  # at a time; products with fewer outputs are slow
 SMALLEST = 1e-12  # step of rows and groups that are all zero
 
 
-def triton_products() -> Any:
+def triton_matmul() -> Any:
     """The file of that name; see `ops.kernels`."""
-    return ops.kernels("triton_products", "products")
+    return ops.kernels("triton_matmul", "matmul")
 
 
 class Codes(NamedTuple):
@@ -81,7 +81,7 @@ class QuantizedMatrix(nn.Module):
     @property
     @abstractmethod
     def operands(self) -> tuple[Tensor, Tensor]:
-        """Codes and scales as `triton_products.multiply` takes them; after `pack` on CUDA."""
+        """Codes and scales as `triton_matmul.multiply` takes them; after `pack` on CUDA."""
 
     @abstractmethod
     def pack(self) -> None:
@@ -94,14 +94,14 @@ class QuantizedMatrix(nn.Module):
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """All of it as a dense matrix. On a CPU only before `pack`, on CUDA only after it."""
         if dtype.itemsize == 2 and self.codes.is_cuda and ops.fused(self.codes):
-            return triton_products().unpack(*self.operands, dtype)
+            return triton_matmul().unpack(*self.operands, dtype)
         return self.codes_of(slice(0, self.shape[0])).dequantize(dtype)
 
     def compile_products(self, dtype: torch.dtype) -> None:
         """Compile what x of this dtype takes on CUDA, for any number of rows; after `pack`."""
         x = self.operands[0].new_zeros(1, self.shape[1], dtype=dtype)
         if _has_kernel(x):
-            products = triton_products()
+            products = triton_matmul()
             for shape in products.SHAPES:
                 products.multiply(x, *self.operands, shape=shape)
             self.compile_unpacking(dtype)
@@ -110,7 +110,7 @@ class QuantizedMatrix(nn.Module):
         """By one output: no step may need the whole matrix, and then there is no room for it."""
         codes, scales = self.operands
         scales = scales[:1] if scales.ndim == 1 else scales[:, :1].contiguous()
-        triton_products().unpack(codes[:1], scales, dtype)
+        triton_matmul().unpack(codes[:1], scales, dtype)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x W^T + b`: `[..., inputs]`, `[outputs]` -> `[..., outputs]`."""
@@ -118,7 +118,7 @@ class QuantizedMatrix(nn.Module):
         if x.device.type == "cpu":
             y = self.multiply(rows)
         elif 0 < len(rows) <= FEW_ROWS_CUDA and _has_kernel(x):
-            y = triton_products().multiply(rows, *self.operands)
+            y = triton_matmul().multiply(rows, *self.operands)
         else:
             return F.linear(x, self.dequantize(x.dtype), bias)
         if bias is not None:
@@ -319,7 +319,7 @@ class StackedMatrix(nn.Module):
 
 
 def _has_kernel(x: Tensor) -> bool:
-    """Whether `triton_products.multiply` takes rows such as these, with weights of any width."""
+    """Whether `triton_matmul.multiply` takes rows such as these, with weights of any width."""
     return x.dtype is not torch.float32 and ops.fused(x)
 
 

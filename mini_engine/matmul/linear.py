@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mini_engine.products import in_float32
+from mini_engine.matmul import in_float32
 
 LEAST_ROWS = 48  # of a product in float32 by oneDNN
 MOST_ROUNDED = 1024

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mini_engine.products import in_float32
-from mini_engine.products.linear import linear, pack
+from mini_engine.matmul import in_float32
+from mini_engine.matmul.linear import linear, pack
 
 EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-11}  # half a unit in the last place, at most
 

@@ -37,7 +37,7 @@ LEAST_TURNS = 4  # of a program's loop
 MOST_SPLITS = 8
 
 
-class Shape(NamedTuple):
+class ProductShape(NamedTuple):
     """Outputs and rows of x of one program's tile; inputs of a turn of its loop, where groups do not say."""
 
     outputs: int
@@ -48,7 +48,7 @@ class Shape(NamedTuple):
 
 
 # `multiply` chooses one by the number of rows; each is compiled by itself.
-SHAPES = FEW, MANY = Shape(32, 16, 128, 2, 5), Shape(64, 64, 64, 4, 3)
+SHAPES = FEW, MANY = ProductShape(32, 16, 128, 2, 5), ProductShape(64, 64, 64, 4, 3)
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def _multiply(
 
 def multiply(
     x: Tensor, codes: Tensor, scales: Tensor | None = None, pairs: Pairs | None = None, gathers: bool = False,
-    scatters: bool = False, shape: Shape | None = None,
+    scatters: bool = False, shape: ProductShape | None = None,
 ) -> Tensor:  # fmt: skip
     """`x W^T`: `[n, inputs]` -> `[n, outputs]`, of x's dtype.
 
@@ -254,7 +254,7 @@ def unpack_constants(dtype: torch.dtype, group: int) -> dict[str, Any]:
 
 
 def constants(
-    shape: Shape, dtype: torch.dtype, outputs: int, inputs: int, group: int = 0, experts: int = 1, each: int = 1
+    shape: ProductShape, dtype: torch.dtype, outputs: int, inputs: int, group: int = 0, experts: int = 1, each: int = 1
 ) -> dict[str, int | str]:
     """What `_multiply` is compiled for."""
     bits = BITS.get(dtype, Bits(0, 0, 0))
