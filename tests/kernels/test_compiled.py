@@ -165,7 +165,7 @@ def test_gated_delta_rule(target: int, dtype: str, tmp_path: Path):
                  SHARED_MEMORY, ("*u8", "*i8", "*bf16"), (1, 128), (FEW, MANY)),
 )  # fmt: skip
 def test_products_with_weights_as_they_lie(
-    target: int, codes: str, experts: int, shape: triton_matmul.Shape, tmp_path: Path
+    target: int, codes: str, experts: int, shape: triton_matmul.ProductShape, tmp_path: Path
 ):
     scales, group = {"*u8": ("*i32", 128), "*i8": ("*fp32", 0), "*bf16": ("", 0)}[codes]
     types = types_of("bf16") | {"codes": codes, "scales": scales}

@@ -188,9 +188,7 @@ def test_a_worker(name, size, rank, flags, change, device, monkeypatch):
         script.run(runner, script.write_steps(requests(vision, *SAMPLING), 6, 160, (2, 7), runner.block_size), 1)
         after_prefix = plain_requests(1, longest - 100), longest - 200, 1
         cases = [("2,048 tokens", plain_requests(1, 2048), 0, 1), ("100 tokens after a long prefix", *after_prefix)]
-        cases += [
-            (f"a decode step, {kind}", requests(vision, *[kind] * 3), 0, 4) for kind in SAMPLING if kind != "image"
-        ]
+        cases += [(kind, requests(vision, *[kind] * 3), 0, 4) for kind in SAMPLING if kind != "image"]  # decode steps
         for case, new, cached, count in cases:
             with contextlib.closing(decode(runner, new, cached)) as launched:
                 for number in range(count):  # the third has a new block
