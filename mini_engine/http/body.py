@@ -8,6 +8,7 @@ import difflib
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,9 +30,9 @@ if TYPE_CHECKING:  # the cluster's front receives bodies, too, and needs no torc
 T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound="Body")
 
-# Less work than this takes less time than the start of a thread:
-INLINE_BYTES = 64 << 10  # of a body to decode
-INLINE_CHARACTERS = 16_384  # of text to tokenise
+# Less work than this is done on the event loop. It takes some milliseconds at most: many requests may be due at once.
+INLINE_BYTES = 16 << 10  # of a body to decode
+INLINE_CHARACTERS = 4096  # of text to tokenise
 
 JSON = "application/json"
 # Fields of vLLM and OpenAI that are gone there, and what has replaced them.
@@ -158,7 +159,7 @@ async def read_body(request: Request, kind: type[BodyT], context: AppContext) ->
     with context.bodies.reserve() as share:
         body = await receive_body(request, context.config, share)
     decode = partial(decode_body, body, kind, context.config.served_names, context.config.max_text_bytes)
-    decoded = await run_sized(decode, len(body), INLINE_BYTES)
+    decoded = await run_sized(context.text_threads, decode, len(body), INLINE_BYTES)
     request.state.model = decoded.model or context.config.served_names[0]
     return decoded
 
@@ -208,9 +209,9 @@ def _too_large(problem: str) -> ApiError:
     return ApiError(413, f"The request body {problem}", code="request_too_large")
 
 
-async def run_sized(work: Callable[[], T], size: int, inline: int) -> T:
-    """The result of `work`, which runs in a thread if the `size` of its input is more than `inline`."""
-    return work() if size <= inline else await asyncio.to_thread(work)
+async def run_sized(threads: Executor, work: Callable[[], T], size: int, inline: int) -> T:
+    """The result of `work`, which runs in one of the `threads` if the `size` of its input is more than `inline`."""
+    return work() if size <= inline else await asyncio.get_running_loop().run_in_executor(threads, work)
 
 
 # --- the OpenAPI document ---------------------------------------------------------------------------------------------

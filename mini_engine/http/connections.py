@@ -103,6 +103,9 @@ class Http(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Called while h11's error is handled, which says more: after a colon what the client sent, such as a key."""
+        if self.cycle is not None:  # the request whose body is invalid has ended, too
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         super().send_400_response(msg)
         http_requests_total.labels("none", "other", "4xx").inc()
         reason = re.split("[:'\"]", str(sys.exception()))[0].strip()  # LocalProtocolError: another response has begun

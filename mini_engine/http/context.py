@@ -1,5 +1,6 @@
 """The objects that the routes of the HTTP application share. Each route gets them by `context_of`."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Self
 
@@ -8,13 +9,15 @@ from starlette.requests import Request
 from mini_engine.config import EngineConfig
 from mini_engine.engine_client.engines import EngineClient
 from mini_engine.http.admission import Budget, Places, body_budget, media_budget
-from mini_engine.media.loader import MediaLoader
+from mini_engine.media.loader import MediaLoader, start_thread_pool
 from mini_engine.media.settings import MediaSettingsResolver
 from mini_engine.messages import EngineLimits
 from mini_engine.prompt.detokenizer import Vocabulary
 from mini_engine.prompt.pooling_prompts import Task
 from mini_engine.prompt.renderer import ChatRenderer
 from mini_engine.prompt.sampling_params import SamplingDefaults, SamplingResolver
+
+TEXT_THREADS = 2  # most of what they do needs the interpreter, which the event loop waits for: more are no faster
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class AppContext(ModelFront):
     bodies: Budget  # bytes of all requests, while they are received
     media_bytes: Budget
     places: Places
+    text_threads: ThreadPoolExecutor  # decode bodies, and render and tokenise texts, that are large
 
     @classmethod
     def of(
@@ -58,6 +62,7 @@ class AppContext(ModelFront):
             bodies=body_budget(config),
             media_bytes=media_budget(config),
             places=Places(config.maximum_concurrent_videos),
+            text_threads=start_thread_pool(TEXT_THREADS, "text"),
         )
 
 

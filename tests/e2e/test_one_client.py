@@ -76,6 +76,7 @@ RULES = "\n".join(f"n{i}: /[a-z ]/" for i in range(650))
 CUBIC = "start: s\ns: " + " | ".join(f"n{i} s" for i in range(650)) + f' | ""\n{RULES}'
 ARRAYS = [{"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": i} for i in range(600)]
 STOPS = [1023 * "é" + chr(ord("a") + i) for i in range(16)]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"a": [{}] * 800}}}] * 40
 CALL = {"type": "function", "id": "1", "function": {"name": "f", "arguments": f"[{'[],' * 2**20}0]"}}
 
 
@@ -103,6 +104,7 @@ CALL = {"type": "function", "id": "1", "function": {"name": "f", "arguments": f"
         ("lists for the template", {"chat_template_kwargs": {"part": [[]] * 60_000}}, 400, 1),
         ("empty parts", {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 25_000}]}, 400, 1),
         ("arguments of an earlier call", {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}, 400, 1),
+        ("tools that take long to write", {"tools": TOOLS, "max_tokens": 1}, 400, 8),
         ("a schema", guided(json={"enum": [1] * 120_000}), 400, 1),
         ("token ids", {"tokens": [1] * 10**6}, 400, 1),  # at /detokenize
         ("a field that is ignored", {"metadata": [[]] * 60_000, "max_tokens": 1}, 200, 1),

@@ -64,6 +64,7 @@ async def test_slow_and_invalid_requests_are_closed(serve: Serve, caplog: pytest
         ("large headers of a pipelined request", LIVE + LIVE[:-2] + large + b"\r\n", b"", b"200 400"),
         ("large line of a chunk", CHAT_HEAD + chunked + b"1;" + b"a" * 24_000 + b"\r\n{\r\n", b"", b"400"),
         ("tiny chunks", CHAT_HEAD + chunked + b"1\r\n{\r\n" * 300, b"", b"400"),
+        ("tiny chunks of a body that is not read", LIVE[:-2] + chunked + b"1\r\n{\r\n" * 300, b"", b"400"),
         ("large trailers", CHAT_HEAD + chunked + b"0\r\n" + large + b"\r\n", b"", b"400"),
         ("a space before the colon", LIVE[:-2] + b"Authorization : Bearer secret\r\n\r\n", b"", b"400"),
         ("two lengths", CHAT_HEAD + b"content-length: 5\r\ncontent-length: 6\r\n\r\n", b"", b"400"),
@@ -84,6 +85,7 @@ async def test_slow_and_invalid_requests_are_closed(serve: Serve, caplog: pytest
     lines = [record for record in caplog.records if "400 invalid_http" in record.getMessage()]
     assert len(lines) == sum(b"400" in status for *_, status in closed) == invalid() - before
     assert all(record.caller == {"client": "127.0.0.1"} for record in lines) and "secret" not in caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert any(record.getMessage().endswith("(too many chunks; send larger ones)") for record in lines)
 
 

@@ -2,10 +2,14 @@
 
 import asyncio
 import json
+import threading
 
 import httpx
 import pytest
 
+from mini_engine.http.context import TEXT_THREADS
+from mini_engine.prompt.renderer import Prompt
+from mini_engine.protocol.bodies import ChatRequest
 from mini_engine.transport.arena import Arena
 from mini_engine.transport.page_allocator import PAGE_BYTES
 from mini_engine.transport.tensor_ipc import TensorIpcSender
@@ -156,3 +160,24 @@ async def test_tensors_that_do_not_fit_into_memory_are_refused(serve: Serve) -> 
         response = await served.post([image()])
         check_error(response, 503, "engine_unavailable")
         assert "retry-after" in response.headers and not served.core.requests
+
+
+async def test_large_texts_take_few_threads(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop waits for each that has the interpreter. Other work has threads of its own."""
+    renderer, door, inside = served.context.renderer, threading.Event(), list[ChatRequest]()
+    render = renderer.render
+
+    def render_held(chat: ChatRequest) -> Prompt:
+        if chat.num_characters > 1000:
+            inside.append(chat)
+            assert door.wait(PATIENCE)
+        return render(chat)
+
+    monkeypatch.setattr(renderer, "render", render_held)
+    large = {"type": "text", "text": "a" * 5000}
+    asking = [served.asking([large]) for _ in range(MAX_REQUESTS - 1)]
+    await eventually(lambda: served.context.requests.used == len(asking) and len(inside) == TEXT_THREADS)
+    await asyncio.to_thread(lambda: None)
+    assert (await served.post()).status_code == 200 and len(inside) == TEXT_THREADS
+    door.set()
+    assert {(await task).status_code for task in asking} == {400} and len(inside) == len(asking)  # they are too long

@@ -168,6 +168,8 @@ async def _prompt(context: AppContext, body: PoolingRequest, source: ChatRequest
         context.sampling.check_tokens("input", source)
         context.renderer.check_tokens("input", source)
         return Prompt(body.chat([]), source, pooling=context.task.pooling)
-    prompt = await run_sized(partial(context.renderer.render, source), source.num_characters, INLINE_CHARACTERS)
+    prompt = await run_sized(
+        context.text_threads, partial(context.renderer.render, source), source.num_characters, INLINE_CHARACTERS
+    )
     after = context.renderer.after_text if body.add_special_tokens is not False else []
     return Prompt(prompt.body, prompt.token_ids + after, pooling=context.task.pooling)
