@@ -56,14 +56,14 @@ def run(args: argparse.Namespace) -> Report:
 def compare(a: list[Measured], b: list[Measured]) -> dict[str, Any]:
     """Each metric of both sides with its ratio, and how many answers differ."""
     values = [[_values(measured.results) for measured in side] for side in (a, b)]
-    texts = [[one.text if one.ok else None for one in measured.run.outcomes] for measured in a + b]
+    texts = [[outcome.text if outcome.ok else None for outcome in measured.run.outcomes] for measured in a + b]
     differ = sum(len(set(of_prompt) - {None}) > 1 for of_prompt in zip(*texts, strict=True))
     ratios = {}
     for key in values[0][0]:
-        of_a, of_b = (np.array([one.get(key) for one in side], float) for side in values)  # None becomes NaN
+        of_a, of_b = (np.array([results.get(key) for results in side], float) for side in values)  # None becomes NaN
         if of_a.all() and not np.isnan([of_a, of_b]).any():
-            found = [of_a.mean(), of_b.mean(), of_b.mean() / of_a.mean(), min(of_b / of_a), max(of_b / of_a)]
-            ratios[key] = dict(zip(("a", "b", "ratio", "least", "greatest"), map(float, found), strict=True))
+            columns = [of_a.mean(), of_b.mean(), of_b.mean() / of_a.mean(), min(of_b / of_a), max(of_b / of_a)]
+            ratios[key] = dict(zip(("a", "b", "ratio", "least", "greatest"), map(float, columns), strict=True))
     return {
         "ratios": ratios,  # without those of which a run has no value, or A's is 0
         "answers": {"prompts": len(texts[0]), "differ": differ},

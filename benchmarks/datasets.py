@@ -265,7 +265,7 @@ def _parts(value: Any, kind: str, folder: Path) -> list[Part]:
     if not value:
         return []
     if isinstance(value, list):
-        return [part for one in value for part in _parts(one, kind, folder)]
+        return [part for item in value for part in _parts(item, kind, folder)]
     if isinstance(value, dict) and "type" in value:
         return _parts(value[value["type"]], value["type"].removesuffix("_url"), folder)
     if kind == "text":

@@ -130,10 +130,10 @@ def peers() -> str:
     """A copy from each device to each other one, directly or through the host."""
     count, direct = torch.cuda.device_count(), 0
     assert count, "there is no device"
-    for one, other in itertools.permutations(range(count), 2):
-        x = torch.arange(1 << 20, device=f"cuda:{one}")
-        assert torch.equal(x.to(f"cuda:{other}").cpu(), x.cpu()), f"a copy from device {one} to {other} is wrong"
-        direct += torch.cuda.can_device_access_peer(one, other)
+    for source, target in itertools.permutations(range(count), 2):
+        x = torch.arange(1 << 20, device=f"cuda:{source}")
+        assert torch.equal(x.to(f"cuda:{target}").cpu(), x.cpu()), f"a copy from device {source} to {target} is wrong"
+        direct += torch.cuda.can_device_access_peer(source, target)
     return f"{count} device(s), direct access for {direct} of {count * (count - 1)} pairs"
 
 

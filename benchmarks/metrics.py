@@ -96,8 +96,8 @@ def summary(values: np.ndarray, percentiles: Sequence[float]) -> dict[str, float
     names = ["mean", "median", "std", *(f"p{share:g}" for share in percentiles)]
     if not len(values):
         return dict.fromkeys(names)
-    found = [np.mean(values), np.median(values), np.std(values), *np.percentile(values, percentiles)]
-    return dict(zip(names, map(float, found), strict=True))
+    statistics = [np.mean(values), np.median(values), np.std(values), *np.percentile(values, percentiles)]
+    return dict(zip(names, map(float, statistics), strict=True))
 
 
 def _is_good(outcome: Outcome, goodput: Mapping[str, float]) -> bool:
@@ -108,9 +108,13 @@ def _is_good(outcome: Outcome, goodput: Mapping[str, float]) -> bool:
 def arrived(run: Run) -> tuple[np.ndarray, np.ndarray]:
     """Seconds after the start at which tokens arrived, ascending, and how many: a request's are distributed evenly over
     its chunks."""
-    done = [one for one in run.outcomes if one.ok]
-    found = [(chunk - run.begun, one.output_tokens / len(one.chunks)) for one in done for chunk in one.chunks]
-    moments, tokens = np.array(sorted(found)).reshape(-1, 2).T
+    shares = [
+        (chunk - run.begun, outcome.output_tokens / len(outcome.chunks))
+        for outcome in run.outcomes
+        if outcome.ok
+        for chunk in outcome.chunks
+    ]
+    moments, tokens = np.array(sorted(shares)).reshape(-1, 2).T
     return moments, tokens
 
 
@@ -125,7 +129,7 @@ def best_second(run: Run) -> float | None:
 
 def in_flight(run: Run) -> tuple[np.ndarray, np.ndarray]:
     """Seconds after the start at which a request began or ended, and how many were in flight from then on."""
-    changes = sorted([(one.begun, 1) for one in run.outcomes] + [(one.ended, -1) for one in run.outcomes])
+    changes = sorted(change for outcome in run.outcomes for change in ((outcome.begun, 1), (outcome.ended, -1)))
     moments, steps = np.array(changes).T
     return moments - run.begun, np.cumsum(steps)
 
@@ -135,7 +139,7 @@ def _stages(done: Sequence[Outcome], percentiles: Sequence[float]) -> dict[str, 
     reported = [outcome.stages for outcome in done if outcome.stages is not None]
     if not reported:
         return None
-    by_stage = {stage: 1000 * np.array([one[stage] for one in reported]) for stage in reported[0]}
+    by_stage = {stage: 1000 * np.array([stages[stage] for stages in reported]) for stage in reported[0]}
     whole = sum(values.sum() for values in by_stage.values()) or 1.0
     return {
         stage: summary(values, percentiles) | {"share": float(values.sum() / whole)}
@@ -145,7 +149,7 @@ def _stages(done: Sequence[Outcome], percentiles: Sequence[float]) -> dict[str, 
 
 def _cached_share(done: Sequence[Outcome]) -> float | None:
     """The share of requests with media for which the server decoded none or encoded none; None: it does not say."""
-    reported = [one.stages for one in done if one.stages is not None and one.num_media]
+    reported = [outcome.stages for outcome in done if outcome.stages is not None and outcome.num_media]
     cached = sum(0 in (stages["media_decode"], stages["encode"]) for stages in reported)
     return cached / len(reported) if reported else None
 

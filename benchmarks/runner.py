@@ -102,9 +102,9 @@ def decode(
     tokens of the one before are taken, as in a worker."""
     names, count = [request.request_id for request in requests], len(requests)
     blocks = [iter(range(number, runner.num_blocks, count)) for number in range(count)]  # those yet to fill
-    starts, held, hashes = [cached] * count, [0] * count, {item.media_hash for one in requests for item in one.media}
+    starts, held, hashes = [cached] * count, [0] * count, {item.media_hash for new in requests for item in new.media}
     states = [StateStart(name, slot, None) for slot, name in enumerate(names)] if runner.num_states else []
-    items = [(one.request_id, i, item.grid_thw[0]) for one in requests for i, item in enumerate(one.media)]
+    items = [(new.request_id, i, item.grid_thw[0]) for new in requests for i, item in enumerate(new.media)]
     encode = [EncodeItem(name, i, 0, num_grids) for name, i, num_grids in items]
     step = Step(0, started=[*requests], states=states, encode=encode)
     before: Launched | None = None

@@ -229,16 +229,16 @@ def requests_of(args: argparse.Namespace, target: Target, prompts: list[Prompt])
         common["ignore_eos"] = True
     if target.timings:
         common["return_timings"] = True
-    found = []
+    bodies = []
     for prompt in prompts:
         if chat:
-            asked: dict[str, Any] = {"messages": prompt.messages, "max_completion_tokens": prompt.output_tokens}
+            fields: dict[str, Any] = {"messages": prompt.messages, "max_completion_tokens": prompt.output_tokens}
         elif prompt.urls or len(prompt.messages) > 1:
             raise ConfigError(f"--backend {args.backend} takes one text for each prompt; use --backend openai-chat")
         else:
-            asked = {"prompt": prompt.text, "max_tokens": prompt.output_tokens}
-        found.append(json.dumps({**asked, **common, **args.extra_body}).encode())
-    return found
+            fields = {"prompt": prompt.text, "max_tokens": prompt.output_tokens}
+        bodies.append(json.dumps({**fields, **common, **args.extra_body}).encode())
+    return bodies
 
 
 def save(args: argparse.Namespace, run: Run, results: dict[str, Any], label: str) -> None:
@@ -262,14 +262,14 @@ def save(args: argparse.Namespace, run: Run, results: dict[str, Any], label: str
     }
     if args.save_detailed:  # of each request, in the order of the prompts; times in seconds
         result |= {
-            "input_lens": [one.prompt_tokens for one in run.outcomes],
-            "output_lens": [one.output_tokens for one in run.outcomes],
-            "start_times": [one.begun - run.begun for one in run.outcomes],
-            "ttfts": [one.ttft if one.chunks else 0.0 for one in run.outcomes],
-            "itls": [one.itls for one in run.outcomes],
-            "generated_texts": [one.text for one in run.outcomes],
-            "errors": [one.error or "" for one in run.outcomes],
-            "stages": [one.stages for one in run.outcomes],
+            "input_lens": [outcome.prompt_tokens for outcome in run.outcomes],
+            "output_lens": [outcome.output_tokens for outcome in run.outcomes],
+            "start_times": [outcome.begun - run.begun for outcome in run.outcomes],
+            "ttfts": [outcome.ttft if outcome.chunks else 0.0 for outcome in run.outcomes],
+            "itls": [outcome.itls for outcome in run.outcomes],
+            "generated_texts": [outcome.text for outcome in run.outcomes],
+            "errors": [outcome.error or "" for outcome in run.outcomes],
+            "stages": [outcome.stages for outcome in run.outcomes],
         }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, default=str) + "\n")

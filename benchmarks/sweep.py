@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> Report:
     points = [_with_value(args, flag, value) for value in values]
     runs = [serve.measure(mine, f"{flag[2:]}={value}") for mine, value in zip(points, values, strict=True)]
     results = [measured.results for measured in runs]
-    rows = [[value, *map(one.get, COLUMNS)] for value, one in zip(values, results, strict=True)]
+    rows = [[value, *map(result.get, COLUMNS)] for value, result in zip(values, results, strict=True)]
     print(table([flag, *COLUMNS.values()], rows))
     failures = [failure for measured in runs for failure in measured.failures]
     return Report({"flag": flag, "values": values, "runs": results}, failures)

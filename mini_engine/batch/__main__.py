@@ -29,13 +29,13 @@ STAGES = {"media_decode": "decode", "process": "decode"} | {name: name for name 
 
 def parser() -> argparse.ArgumentParser:
     """Of the flags that are not `serve.py`'s."""
-    found = argparse.ArgumentParser(
+    built = argparse.ArgumentParser(
         prog="python -m mini_engine.batch",
         usage="%(prog)s -i FILE -o FILE [--base-url URL | MODEL and flags of serve.py]",
         description="Answer a file of requests in OpenAI's batch format. Run again, it skips what is answered.",
         allow_abbrev=False,
     )
-    add = found.add_argument
+    add = built.add_argument
     add("-i", "--input-file", type=Path, required=True, metavar="FILE", help="Requests: a JSON object per line.")
     add("-o", "--output-file", type=Path, required=True, metavar="FILE", help="Answers; appended to.")
     own = "Default: one of this command's own, with the flags of serve.py."
@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     add("--retry-failed", action="store_true", help=f"Ask again where the status is not 200. {retried}")
     requests = f"Requests in flight (default: {MAX_CONCURRENCY})."
     add("--max-concurrency", type=int, default=MAX_CONCURRENCY, metavar="N", help=requests)
-    return found
+    return built
 
 
 def main(argv: Sequence[str]) -> int:

@@ -63,17 +63,17 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, start: int | None) ->
             stop = min(keys.shape[1], -(-(start + tile.stop) // TILE) * TILE)
             mask = _causal_mask()[:, :, : stop - start - tile.start]
         heads, count = _at_once(queries[:, tile], stop)
-        for some in _slices(0, len(keys), heads):
+        for own_heads in _slices(0, len(keys), heads):
             # Of several heads a part of the keys does not lie together, and torch would transpose it for a product.
-            own_keys, own_values = keys[some, :stop].contiguous(), values[some, :stop]
+            own_keys, own_values = keys[own_heads, :stop].contiguous(), values[own_heads, :stop]
             for rows in _slices(tile.start, tile.stop, count):
-                part = queries[some, rows]
+                part = queries[own_heads, rows]
                 scores = _scores(part.flatten(1, 2), own_keys, out.shape[3])
                 if mask is not None:
                     own_mask = mask[rows.start - tile.start : rows.stop - tile.start]
                     scores.view(*part.shape[:3], stop)[..., -mask.shape[2] :] += own_mask
                 torch.softmax(scores, -1, out=scores)
-                out[some, rows] = torch.bmm(scores, own_values).view(*part.shape[:3], -1)
+                out[own_heads, rows] = torch.bmm(scores, own_values).view(*part.shape[:3], -1)
     return out
 
 

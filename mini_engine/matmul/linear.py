@@ -5,8 +5,8 @@ all (docs/benchmarks.md, "Products on a CPU"). torch offers it for float32 throu
 is made of. oneDNN compiles a kernel for each new shape and keeps the last 1,024, so numbers of rows are rounded up,
 unless the copy would cost more. A call costs more than MKL's, so small products are left to torch.
 
-In bfloat16 both take oneDNN, which rearranges a matrix for its kernel at each product unless the matrix is kept in that
-order (`pack`).
+In bfloat16 torch takes oneDNN itself, which rearranges a matrix for its kernel at each product unless it is kept in
+that order (`pack`).
 """
 
 import torch

@@ -76,8 +76,8 @@ class EngineError(ApiError):
 
 
 class MediaNotSent(EngineError):
-    """A request's media have not reached its engine. A retry may succeed: with more memory, or in time; or by this
-    server, if there is an `arrival`: see `MediaMiss`."""
+    """A request's media have not reached its engine. A retry may succeed once there is more memory; with an `arrival`
+    this server sends the request again: see `MediaMiss`."""
 
     def __init__(self, arrival: int | None = None) -> None:
         super().__init__("The media of this request could not be sent to the engine; send the request again.")
