@@ -31,7 +31,7 @@ T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound="Body")
 
 # Less work than this is done on the event loop. It takes some milliseconds at most: many requests may be due at once.
-INLINE_BYTES = 16 << 10  # of a body to decode
+INLINE_BYTES = 64 << 10  # of a body to decode
 INLINE_CHARACTERS = 4096  # of text to tokenise
 
 JSON = "application/json"
