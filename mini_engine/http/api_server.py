@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 WORK_THREADS = min(32, (os.cpu_count() or 1) + 4)  # as asyncio's own
 # So long a thread keeps the interpreter while the event loop waits for it, which happens tens of times in a request.
-SWITCH_SECONDS = 0.001  # Python's own 5 ms make a tenth of a second of a request, for each thread
+SWITCH_SECONDS = 0.001  # Python's own 5 ms add up, for each such thread
 
 
 def run(child: Child, decoders: DecoderPool) -> None:

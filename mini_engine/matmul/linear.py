@@ -31,9 +31,10 @@ def linear(x: Tensor, weight: Tensor | nn.Module, bias: Tensor | None = None) ->
     if weight.is_mkldnn:
         return _multiply_by_onednn(x, weight, bias)
     if x.ndim == 2 and len(x) >= LEAST_ROWS and is_float32_by_onednn(x):
-        missing = -len(x) % 64 if len(x) <= MOST_ROUNDED else 0
-        padded = F.pad(x, (0, 0, 0, missing)) if missing else x
-        return _multiply_by_onednn(padded, weight, bias)[: len(x)]
+        missing = -len(x) % 64
+        if not missing or len(x) > MOST_ROUNDED:
+            return _multiply_by_onednn(x, weight, bias)
+        return _multiply_by_onednn(F.pad(x, (0, 0, 0, missing)), weight, bias)[: len(x)]
     if x.ndim == 2 and len(x) >= in_float32.LEAST_ROWS and in_float32.widens(x):
         return in_float32.linear(x, weight, bias)
     return F.linear(x, weight, bias)
