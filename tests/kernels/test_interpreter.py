@@ -1,6 +1,7 @@
 """The kernels on the CPU, by Triton's interpreter, in processes of their own."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -36,6 +37,6 @@ def test_the_kernels_interpreted():
     # values.
     cannot_loop = "only 0-dimensional arrays can be converted to Python scalars"
     assert all(cannot_loop in line for line in failed), output
-    assert bool(failed) == any(run.returncode for run in runs) and "skipped" not in output, output
+    assert bool(failed) == any(run.returncode for run in runs) and not re.search(r"\d skipped", output), output
     if failed:
         pytest.skip(f"{len(failed)} of these tests need a device or another Triton, whose interpreter can loop")
