@@ -15,7 +15,7 @@ import torchvision.transforms.v2.functional as tvf
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from mini_engine.demo import videos
-from training import questions
+from training import codecs, questions
 from training.model import MAX_PIXELS, MERGE, MIN_PIXELS, NUM_FRAMES, PATCH, TEMPORAL
 
 MIRRORED = {"left": "right", "right": "left"}
@@ -119,7 +119,7 @@ def make_item(seed: int) -> Item:
     fixed: dict[str, Any] = wide_fields(seed) if rng.uniform() < WIDE_SHARE else {}
     if rng.uniform() < IMAGE_SHARE:
         picture = videos.render_image(seed, **fixed)
-        pixels = videos.decode_image(videos.encode_image(picture, str(rng.choice(["png", "jpeg"]))))
+        pixels = codecs.decode_image(videos.encode_image(picture, str(rng.choice(["png", "jpeg"]))))
         return Item(picture.colour, picture.shape, None, resized(pixels[None]))
     if rng.uniform() < 0.1:
         fixed |= {"width": 320, "height": 240}
@@ -133,7 +133,7 @@ def make_item(seed: int) -> Item:
     if rng.uniform() < CODEC_SHARE and scene.width <= 320:
         container, codec = videos.PAIRS[int(rng.integers(len(videos.PAIRS)))]
         low, high = {"h264": (18, 33), "mpeg4": (2, 11), "vp9": (20, 41)}[codec]
-        clip = videos.roundtrip(videos.render(seed, **fixed), container, codec, int(rng.integers(low, high)))
+        clip = codecs.roundtrip(videos.render(seed, **fixed), container, codec, int(rng.integers(low, high)))
         return video_item(clip, sample_indices(len(clip.frames), wanted))
     frames = videos.draw(scene, [int(i) for i in indices])
     item = Item(scene.colour, scene.shape, scene.motion, resized(frames))

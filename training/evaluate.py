@@ -20,7 +20,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen2_5_VLF
 from transformers.video_utils import VideoMetadata
 
 from mini_engine.demo import videos
-from training import forward, questions
+from training import codecs, forward, questions
 from training.data import Item, Sample, Writer, sample_indices
 from training.model import WEIGHTS
 
@@ -151,12 +151,12 @@ def measure(folder: Path, count: int, first_seed: int = TABLE_SEEDS) -> dict[str
 
     for seed in range(first_seed, first_seed + count):
         picture = videos.render_image(seed)
-        pixels = videos.decode_image(videos.encode_image(picture, "jpeg"))
+        pixels = codecs.decode_image(videos.encode_image(picture, "jpeg"))
         still = replace(picture, frames=pixels[None])
-        seen = [videos.roundtrip(videos.render(seed + n * count), *pair) for n, pair in enumerate(videos.PAIRS, 1)]
+        seen = [codecs.roundtrip(videos.render(seed + n * count), *pair) for n, pair in enumerate(videos.PAIRS, 1)]
         for (container, codec), media in zip(videos.PAIRS, seen, strict=True):
             ask(f"{codec} in {container}", (media,), seed)
-        ask("painted", (videos.roundtrip(paint(seed)),), seed)
+        ask("painted", (codecs.roundtrip(paint(seed)),), seed)
         ask("jpeg", (still,), seed)
         ask("two videos", (seen[seed % len(seen)], seen[(seed + 1) % len(seen)]), seed)
         ask("image, video", (still, seen[seed % len(seen)]), seed)

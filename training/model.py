@@ -25,7 +25,7 @@ MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
 
 
-def make_model(seed: int = 0) -> Any:
+def make_model(seed: int) -> Any:
     """A fresh float32 `Qwen2_5_VLForConditionalGeneration`; matrices start from Xavier's distribution, since the
     default 0.02 is too small at this width."""
     torch.manual_seed(seed)

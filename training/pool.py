@@ -35,7 +35,7 @@ def load_chunk(path: Path) -> list[Item]:
 class Pool:
     """Grows in the background up to `target` items; `wait_for` takes in what is ready, `draw` picks an item."""
 
-    def __init__(self, folder: Path, target: int, workers: int = 1) -> None:
+    def __init__(self, folder: Path, target: int, workers: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.items: list[Item] = []
         self._executor = ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,))

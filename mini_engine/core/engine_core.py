@@ -312,9 +312,7 @@ class EngineCore:
             reason = "stop"
         elif request.num_delivered == request.new.sampling.max_tokens:
             reason = "length"
-        times = None
-        if first or reason is not None:  # the tokens in between cost nothing
-            times = request.times_so_far()
+        times = request.times_so_far() if first or reason else None  # the tokens in between cost nothing
         output = RequestOutput(
             request.id,
             [sampled.token_id],
@@ -390,15 +388,15 @@ class EngineCore:
         evictions, self.media.num_evictions = self.media.num_evictions, 0
         step_tokens, self.step_tokens = self.step_tokens, Counter()
         return EngineStats(
-            running,
-            len(self.requests) - running,
-            self.blocks.num_used / self.blocks.num_blocks,
-            self.encoder.num_tokens,
-            self.media.num_bytes,
-            self.media.num_bytes_pinned,
-            self.media.num_references,
-            self.states.num_snapshots,
-            len(self.media.facts),
+            running=running,
+            waiting=len(self.requests) - running,
+            kv_cache_usage=self.blocks.num_used / self.blocks.num_blocks,
+            encoder_cache_tokens=self.encoder.num_tokens,
+            media_bytes=self.media.num_bytes,
+            media_bytes_pinned=self.media.num_bytes_pinned,
+            media_references=self.media.num_references,
+            state_snapshots=self.states.num_snapshots,
+            media_facts=len(self.media.facts),
             **events,
             media_evictions=evictions,
             step_tokens=step_tokens,

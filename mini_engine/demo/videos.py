@@ -1,4 +1,4 @@
-"""Synthetic videos and images of one moving shape: drawing, encoding, decoding.
+"""Synthetic videos and images of one moving shape: drawing and encoding.
 
 Everything follows from a seed. Tests, benchmarks and the training of the bundled model draw from here; this file knows
 nothing of questions, tokenizers or models, and imports nothing heavier than numpy, PyAV and Pillow.
@@ -7,7 +7,7 @@ nothing of questions, tokenizers or models, and imports nothing heavier than num
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -213,28 +213,8 @@ def encode(clip: Clip, container: str = "mp4", codec: str = "h264", quality: int
     return sink.getvalue()
 
 
-def decode(data: bytes) -> tuple[np.ndarray, float]:
-    """All frames of a video file, uint8 [num_frames, height, width, 3], RGB, and its frames per second."""
-    with av.open(io.BytesIO(data), "r") as source:
-        stream = source.streams.video[0]
-        stream.codec_context.thread_count = 1
-        frames = [frame.to_ndarray(format="rgb24") for frame in source.decode(stream)]
-        return np.stack(frames), float(stream.average_rate or stream.guessed_rate or 24)
-
-
-def roundtrip(clip: Clip, container: str = "mp4", codec: str = "h264", quality: int | None = None) -> Clip:
-    """The clip after encoding and decoding."""
-    frames, fps = decode(encode(clip, container, codec, quality))
-    return replace(clip, frames=frames, fps=fps)
-
-
 def encode_image(picture: Clip, kind: str = "png") -> bytes:
     """The first frame as the bytes of an image file; `kind` is "png", "jpeg" or another format that Pillow writes."""
     sink = io.BytesIO()
     Image.fromarray(picture.frames[0]).save(sink, format=kind)
     return sink.getvalue()
-
-
-def decode_image(data: bytes) -> np.ndarray:
-    """The pixels of an image file, uint8 [height, width, 3], RGB."""
-    return np.array(Image.open(io.BytesIO(data)).convert("RGB"))

@@ -7,8 +7,7 @@ import asyncio
 import difflib
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,12 +26,9 @@ if TYPE_CHECKING:  # the cluster's front receives bodies, too, and needs no torc
     from mini_engine.http.context import AppContext
     from mini_engine.protocol.bodies import Body
 
-T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound="Body")
 
-# Less work than this is done on the event loop. It takes some milliseconds at most: many requests may be due at once.
-INLINE_BYTES = 64 << 10  # of a body to decode
-INLINE_CHARACTERS = 4096  # of text to tokenise
+INLINE_BYTES = 64 << 10  # of a body, see `AppContext.run_sized`
 
 JSON = "application/json"
 # Fields of vLLM and OpenAI that are gone there, and what has replaced them.
@@ -159,7 +155,7 @@ async def read_body(request: Request, kind: type[BodyT], context: AppContext) ->
     with context.bodies.reserve() as share:
         body = await receive_body(request, context.config, share)
     decode = partial(decode_body, body, kind, context.config.served_names, context.config.max_text_bytes)
-    decoded = await run_sized(context.text_threads, decode, len(body), INLINE_BYTES)
+    decoded = await context.run_sized(decode, len(body), INLINE_BYTES)
     request.state.model = decoded.model or context.config.served_names[0]
     return decoded
 
@@ -207,11 +203,6 @@ def check_headers(headers: Headers, max_bytes: int) -> None:
 
 def _too_large(problem: str) -> ApiError:
     return ApiError(413, f"The request body {problem}", code="request_too_large")
-
-
-async def run_sized(threads: Executor, work: Callable[[], T], size: int, inline: int) -> T:
-    """The result of `work`, which runs in one of the `threads` if the `size` of its input is more than `inline`."""
-    return work() if size <= inline else await asyncio.get_running_loop().run_in_executor(threads, work)
 
 
 # --- the OpenAPI document ---------------------------------------------------------------------------------------------

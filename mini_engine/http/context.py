@@ -1,9 +1,12 @@
 """The objects that the routes of the HTTP application share. Each route gets them by `context_of`."""
 
+import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self, TypeVar
 
+from starlette.datastructures import State
 from starlette.requests import Request
 
 from mini_engine.config import EngineConfig
@@ -16,8 +19,12 @@ from mini_engine.prompt.detokenizer import Vocabulary
 from mini_engine.prompt.pooling_prompts import Task
 from mini_engine.prompt.renderer import ChatRenderer
 from mini_engine.prompt.sampling_params import SamplingDefaults, SamplingResolver
+from mini_engine.protocol.request_clock import RequestClock
+
+T = TypeVar("T")
 
 TEXT_THREADS = 2  # most of what they do needs the interpreter, which the event loop waits for: more are no faster
+INLINE_CHARACTERS = 4096  # of text to tokenise
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,21 @@ class AppContext(ModelFront):
             text_threads=start_thread_pool(TEXT_THREADS, "text"),
         )
 
+    async def run_sized(self, work: Callable[[], T], size: int, inline: int = INLINE_CHARACTERS) -> T:
+        """The result of `work`. Where the `size` of its input is at most `inline`, it runs on the event loop, for some
+        milliseconds at most, since many requests may be due at once; else in one of the `text_threads`."""
+        return work() if size <= inline else await asyncio.get_running_loop().run_in_executor(self.text_threads, work)
+
 
 def context_of(request: Request) -> AppContext:
     return request.app.state.context
+
+
+def state_of(request: Request, number: int) -> State:
+    """That of a request's prompt `number`, each of which has an id and a clock of its own."""
+    state = request.state
+    if not number:
+        return state
+    state.clocks.append(clock := RequestClock())
+    own: dict[str, Any] = {"request_id": f"{state.request_id}-prompt{number}", "clock": clock}
+    return State(request.scope["state"] | own)

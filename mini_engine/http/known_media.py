@@ -34,10 +34,9 @@ FoundByHash = dict[bytes, FoundMedia]
 
 
 async def resolve_names(context: AppContext, body: GenerationRequest, state: State) -> list[MediaRef]:
-    """The media of a conversation, of which those with a `uuid` have a key. The `Content` that a name
-    means is the URL of those that are alone, or that have the URL which was downloaded under their name before; unless
-    this request has sent the name with data, or this URL, before: then it is that part again, by its `name` too if its
-    settings are the same.
+    """The media of a conversation; those with a `uuid` have a key. A `uuid` alone, or beside the URL that was
+    downloaded under it before, has the `Content` that it means in place of its URL. One that this request has sent
+    before, with data or with this URL, is that part again, under the same `name` too if the settings are the same.
 
     Raises ApiError: 400 for too many items, and for a name alone that other clients may use; EngineError.
     """

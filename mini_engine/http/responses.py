@@ -66,7 +66,7 @@ class Responder(ABC):
         self._with_timings = isinstance(request, ChatRequest) and bool(request.return_timings)
 
     async def respond(self, answers: Sequence[Answer]) -> Response:
-        """The response, once all of `answers` have ended, or as events from their first piece on. The choices of a
+        """The response, once all of `answers` have ended, or as events from their first piece on. The choices of an
         answer follow those of the one before it. Raises EngineError: an engine has failed at the request before the
         first event."""
         if self._stream:

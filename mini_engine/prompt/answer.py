@@ -206,7 +206,7 @@ class Answer:
         piece = sample.take()
         if sample.outputs:
             self._waiting.append(sample)
-        self.clock.tokens(self.num_prompt_tokens, piece.num_tokens, piece.index)
+        self.clock.count_tokens(self.num_prompt_tokens, piece.num_tokens, piece.index)
         if piece.finish_reason is not None:
             self._finish(sample, "stop")  # without effect unless a stop string ended it
             if self.over:

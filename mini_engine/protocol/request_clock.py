@@ -44,7 +44,7 @@ class RequestClock:
         self._spent[source] -= seconds
         self._spent[target] += seconds
 
-    def tokens(self, prompt: int, generated: int, index: int = 0) -> None:
+    def count_tokens(self, prompt: int, generated: int, index: int) -> None:
         """`generated` more tokens of choice `index`, of a prompt of so many, were delivered."""
         self._prompt = prompt
         if not generated:

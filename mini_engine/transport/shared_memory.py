@@ -37,10 +37,10 @@ def create_sparse(nbytes: int, allocate: bool = False) -> int:
     return fd
 
 
-def map_sparse(fd: int, nbytes: int = 0) -> mmap.mmap:
-    """The first `nbytes` behind `fd`, or all of it, writable; `fd` may be closed afterwards. Nothing is entered into
-    the page table yet. Unmapped with its last reference. Raises OSError: no room in the address space."""
-    return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+def map_sparse(fd: int) -> mmap.mmap:
+    """The memory behind `fd`, writable; `fd` may be closed afterwards. Nothing is entered into the page table yet.
+    Unmapped with its last reference. Raises OSError: no room in the address space."""
+    return mmap.mmap(fd, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def populate_for_writing(mapping: mmap.mmap, offset: int, nbytes: int) -> None:

@@ -107,7 +107,7 @@ class SharedMemoryCollectives(Collectives):
 
 
 def _pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """The elements in order, as views that fit a area."""
+    """The elements in order, as views that fit an area."""
     yield from tensor.view(-1).split(PIECE_BYTES // tensor.element_size())
 
 

@@ -13,8 +13,7 @@ from benchmarks import serve
 from benchmarks.cli import parse
 from benchmarks.datasets import Prompt, Prompts, load, repeat_order
 from mini_engine.config import BUNDLED_MODEL, BUNDLED_NAME, ConfigError
-from mini_engine.demo import videos
-from training import questions
+from training import codecs, questions
 
 
 def loaded(name: str, *flags: object) -> Prompts:
@@ -50,7 +49,7 @@ def test_synthetic_prompts_hold_their_answers_and_follow_the_seed():
     asked, again, others = ([(prompt.text, prompt.answer) for prompt in found] for found in (one, same, other))
     assert asked == again != others
     for prompt in one:
-        assert len(videos.decode(media_of(prompt))[0]) >= 8
+        assert len(codecs.decode(media_of(prompt))[0]) >= 8
         assert any(prompt.text in texts for texts in questions.PHRASINGS.values())
         assert prompt.answer and len(prompt.answer.split()) <= 6
     assert loaded("synthetic-image").measured[0].urls[0].startswith("data:image/png;base64,")
@@ -64,7 +63,7 @@ def test_random_mm_draws_sizes_by_weight():
     sizes: Counter[tuple[int, ...]] = Counter()
     for prompt in found:
         image, data = prompt.urls[0].startswith("data:image"), media_of(prompt)
-        sizes[(videos.decode_image(data)[None] if image else videos.decode(data)[0]).shape[:3]] += 1
+        sizes[(codecs.decode_image(data)[None] if image else codecs.decode(data)[0]).shape[:3]] += 1
     assert set(sizes) == {(1, 64, 96), (4, 48, 80)}
     assert 22 <= sizes[1, 64, 96] <= 38, "three quarters of 40, within three standard deviations"
 

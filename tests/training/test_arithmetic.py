@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mini_engine.demo import videos
-from training import evaluate, forward
+from training import codecs, evaluate, forward
 from training.data import Item, Sample, Writer, make_item, resized, sample_indices, video_item
 from training.model import WEIGHTS
 
@@ -24,7 +24,7 @@ def model():
 def media_and_items(seed: int) -> tuple[list[videos.Clip], list[Item]]:
     """An image, and two decoded videos of different size, length and rate; the same as training items."""
     clips = [videos.render(seed, width=320, height=180), videos.render(seed + 1, width=96, height=128, num_frames=9)]
-    seen = [videos.roundtrip(clip, "mp4", codec) for clip, codec in zip(clips, ("h264", "vp9"), strict=True)]
+    seen = [codecs.roundtrip(clip, "mp4", codec) for clip, codec in zip(clips, ("h264", "vp9"), strict=True)]
     picture = videos.render_image(seed + 2)
     items = [Item(picture.colour, picture.shape, None, resized(picture.frames))]
     items += [video_item(clip, sample_indices(len(clip.frames), 7)) for clip in seen]

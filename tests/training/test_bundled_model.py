@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from mini_engine.demo import videos
-from training import evaluate, questions
+from training import codecs, evaluate, questions
 from training.evaluate import FRESH_SEEDS
 from training.model import WEIGHTS
 
@@ -51,7 +51,7 @@ def test_two_items_are_described_in_order(ask, kinds):
         media = []
         for offset, kind in enumerate(kinds):
             is_video, of_item = kind == "V", seed + 100 * offset
-            media.append(videos.roundtrip(videos.render(of_item)) if is_video else videos.render_image(of_item))
+            media.append(codecs.roundtrip(videos.render(of_item)) if is_video else videos.render_image(of_item))
         for order in (media, media[::-1]):
             asked = questions.ask(order, "list", seed)
             hits.append(ask(order, asked.text) == asked.answer)
@@ -62,21 +62,21 @@ def test_a_repeated_frame_is_still(ask):
     for seed in SEEDS[:3]:
         clip = videos.render(seed, motion="left")
         frozen = dataclasses.replace(clip, motion="still", frames=clip.frames[[5] * len(clip.frames)])
-        assert ask([videos.roundtrip(frozen)], MOTION) == "still"
-        assert ask([videos.roundtrip(frozen)], DESCRIBE) == questions.phrase(frozen)
+        assert ask([codecs.roundtrip(frozen)], MOTION) == "still"
+        assert ask([codecs.roundtrip(frozen)], DESCRIBE) == questions.phrase(frozen)
 
 
 @pytest.mark.parametrize("num_frames", [4, 7, 16, 32])
 def test_other_samplings(ask, num_frames):
     hits = []
     for seed in SEEDS[:5]:
-        media = videos.roundtrip(videos.render(seed, width=320, height=240))
+        media = codecs.roundtrip(videos.render(seed, width=320, height=240))
         hits.append(ask([media], DESCRIBE, num_frames=num_frames) == questions.phrase(media))
     assert sum(hits) >= 0.8 * len(hits)
 
 
 def test_text_that_it_was_not_taught_gets_an_answer(ask):
-    clip = videos.roundtrip(videos.render(SEEDS[1]))
+    clip = codecs.roundtrip(videos.render(SEEDS[1]))
     assert ask([], "hello") == questions.HELP
     for text in ("", "Wie spät ist es?", "世界 🙂 \x00", "0" * 300):
         assert isinstance(ask([], text), str)

@@ -40,7 +40,7 @@ class BlockPool:
         """How many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def has_room(self, count: int, shared: Sequence[int] = ()) -> bool:
+    def has_room(self, count: int, shared: Sequence[int]) -> bool:
         """Whether `allocate` would succeed."""
         return count - len(shared) + sum(not self._holders[block] for block in shared) <= self.num_free
 

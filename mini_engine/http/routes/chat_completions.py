@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from mini_engine import metrics
 from mini_engine.engine_client.engines import EngineHandle
-from mini_engine.http.body import INLINE_CHARACTERS, read_body, run_sized, takes
+from mini_engine.http.body import read_body, takes
 from mini_engine.http.context import AppContext, context_of
 from mini_engine.http.known_media import DownloadAgain, bind_names, find_media, resolve_names
 from mini_engine.http.responses import ChatResponder
@@ -29,7 +29,6 @@ from mini_engine.prompt.answer import Answer
 from mini_engine.prompt.renderer import Prompt, check_budget, media_usage
 from mini_engine.protocol.bodies import ChatRequest
 from mini_engine.protocol.parts import MediaRef
-from mini_engine.protocol.request_clock import RequestClock
 
 logger = logging.getLogger(__name__)
 
@@ -44,23 +43,11 @@ async def chat_completions(request: Request) -> Response:
     state.choices.receive(chat.num_choices - 1)
     context.sampling.check(chat)
     # Before any media: what cannot be rendered costs no decoding.
-    prompt = await run_sized(
-        context.text_threads, partial(context.renderer.render, chat), chat.num_characters, INLINE_CHARACTERS
-    )
+    prompt = await context.run_sized(partial(context.renderer.render, chat), chat.num_characters)
     answer = await start(context, prompt, state)
     responder = ChatResponder(chat, state, context.config.served_names[0])
     del chat, prompt  # their media are as large as text as they are themselves
     return await responder.respond([answer])
-
-
-def state_of(request: Request, number: int) -> State:
-    """That of a request's prompt `number`, each of which has an id and a clock of its own."""
-    state = request.state
-    if not number:
-        return state
-    state.clocks.append(clock := RequestClock())
-    own: dict[str, Any] = {"request_id": f"{state.request_id}-prompt{number}", "clock": clock}
-    return State(request.scope["state"] | own)
 
 
 async def start(context: AppContext, prompt: Prompt, state: State) -> Answer:
@@ -115,7 +102,7 @@ async def load_media(
     beside_text = video_tokens(limits, len(prompt.token_ids), answer_tokens, len(refs))
     budgets = dict.fromkeys((video_tokens(limits, 0, 1, 1), beside_text))
     resolve = partial(context.media_settings.resolve, chat, refs)
-    settings = await run_sized(context.text_threads, lambda: [*map(resolve, budgets)], len(refs), INLINE_ITEMS)
+    settings = await context.run_sized(lambda: [*map(resolve, budgets)], len(refs), INLINE_ITEMS)
     # Row 3: room for the media's bytes, the bytes, and their hashes.
     share = held.enter_context(context.media_bytes.reserve())
     clock.enter("fetch")

@@ -12,10 +12,10 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mini_engine.http.body import INLINE_CHARACTERS, JSON, read_body, run_sized, takes
-from mini_engine.http.context import AppContext, context_of
+from mini_engine.http.body import JSON, read_body, takes
+from mini_engine.http.context import AppContext, context_of, state_of
 from mini_engine.http.responses import CompletionResponder
-from mini_engine.http.routes.chat_completions import load_media, start, state_of
+from mini_engine.http.routes.chat_completions import load_media, start
 from mini_engine.messages import MediaItem
 from mini_engine.prompt.renderer import Prompt, check_budget, collect_media
 from mini_engine.protocol.api_errors import bad_request
@@ -48,7 +48,7 @@ async def completions(request: Request) -> Response:
 
 async def _encode(context: AppContext, body: CompletionRequest | TokenizeRequest, text: str) -> list[int]:
     encode = partial(context.renderer.encode, text, body.add_special_tokens is not False)
-    return await run_sized(context.text_threads, encode, len(text), INLINE_CHARACTERS)
+    return await context.run_sized(encode, len(text))
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -63,9 +63,7 @@ async def tokenize(request: Request) -> Response:
     if body.prompt is None:
         async with contextlib.AsyncExitStack() as held:
             chat = body.chat(body.messages or ())
-            prompt = await run_sized(
-                context.text_threads, partial(context.renderer.render, chat), chat.num_characters, INLINE_CHARACTERS
-            )
+            prompt = await context.run_sized(partial(context.renderer.render, chat), chat.num_characters)
             refs = collect_media(prompt.body.parts, context.config.item_limits)
             items = [item[-1] for item in await load_media(context, prompt, refs, request.state, held)]
             await held.enter_async_context(context.places.hold(len(items), request.state.clock))
@@ -83,9 +81,7 @@ async def tokenize(request: Request) -> Response:
         names = [*map(context.renderer.tokenizer.id_to_token, tokens)] if body.return_token_strs else None
         return msgspec.json.encode(answer | {"tokens": tokens, "token_strs": names})
 
-    return Response(
-        await run_sized(context.text_threads, encode_answer, len(tokens), INLINE_CHARACTERS), media_type=JSON
-    )
+    return Response(await context.run_sized(encode_answer, len(tokens)), media_type=JSON)
 
 
 @router.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
@@ -98,5 +94,5 @@ async def detokenize(request: Request) -> Response:
         raise bad_request(text, "tokens")
     context.sampling.check_tokens("tokens", body.tokens)
     decode = partial(context.renderer.tokenizer.decode_batch, [body.tokens], skip_special_tokens=False)
-    (text,) = await run_sized(context.text_threads, decode, len(body.tokens), INLINE_CHARACTERS)
+    (text,) = await context.run_sized(decode, len(body.tokens))
     return Response(msgspec.json.encode({"prompt": text}), media_type=JSON)

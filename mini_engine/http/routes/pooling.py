@@ -17,11 +17,11 @@ from fastapi import APIRouter, Request
 from starlette.datastructures import State
 from starlette.responses import Response
 
-from mini_engine.http.body import INLINE_CHARACTERS, read_body, run_sized, takes
-from mini_engine.http.context import AppContext, context_of
+from mini_engine.http.body import read_body, takes
+from mini_engine.http.context import AppContext, context_of, state_of
 from mini_engine.http.known_media import resolve_names
 from mini_engine.http.responses import usage_of, whole_response
-from mini_engine.http.routes.chat_completions import load_media, start, state_of
+from mini_engine.http.routes.chat_completions import load_media, start
 from mini_engine.prompt.answer import Answer, pieces
 from mini_engine.prompt.pooling_prompts import (
     InputPrompts,
@@ -168,8 +168,6 @@ async def _prompt(context: AppContext, body: PoolingRequest, source: ChatRequest
         context.sampling.check_tokens("input", source)
         context.renderer.check_tokens("input", source)
         return Prompt(body.chat([]), source, pooling=context.task.pooling)
-    prompt = await run_sized(
-        context.text_threads, partial(context.renderer.render, source), source.num_characters, INLINE_CHARACTERS
-    )
+    prompt = await context.run_sized(partial(context.renderer.render, source), source.num_characters)
     after = context.renderer.after_text if body.add_special_tokens is not False else []
     return Prompt(prompt.body, prompt.token_ids + after, pooling=context.task.pooling)

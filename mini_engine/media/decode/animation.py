@@ -36,7 +36,7 @@ def decode_animation(
     times = _frame_times(data, guard)
     timeline = Timeline(times[:-1], 1 / times[1], sampling, guard)
     indices = timeline.indices()
-    frames = FrameArray(indices.tolist(), guard, allocate)
+    frames = FrameArray(indices, guard, allocate)
     try:
         # As if it had transparency, as it has where no frame covers the canvas, whatever its flag says.
         file = io.BytesIO(b"".join((data[:20], bytes([data[20] | _ALPHA]), data[21:])))
@@ -51,7 +51,7 @@ def decode_animation(
         raise
     except Exception as error:  # noqa: BLE001 - what Pillow raises depends on the damage
         raise MediaError(guard.item, UNREADABLE) from error
-    return frames.select(indices.tolist()), timeline.facts(indices)
+    return frames.select(indices), timeline.facts(indices)
 
 
 def _frame_times(data: mmap.mmap, guard: Guard) -> list[float]:

@@ -64,13 +64,13 @@ def decode_video(
             timeline = decode.timeline(stamps)
             indices = timeline.indices()
             frames, walks = decode.seek(indices), 0
-            while frames is None or not frames.holds(indices.tolist()):
+            while frames is None or not frames.holds(indices):
                 if walks == 2:  # a decoder that has seen damage may remember it
                     raise MediaError(guard.item, TRUNCATED.format("two decodes return different frames"))
                 del frames  # the next ones may take its memory
                 frames, timeline = decode.walk(indices)
                 indices, walks = timeline.indices(), walks + 1
-            return frames.select(indices.tolist()), timeline.facts(indices, len(stamps))
+            return frames.select(indices), timeline.facts(indices, len(stamps))
     except (MediaError, MemoryError):
         raise
     except (av.error.FFmpegError, ValueError) as error:  # a ValueError of PyAV itself
@@ -95,17 +95,17 @@ class Timeline:
         measured = (len(self.times) - 1) / span
         return self.header_rate if abs(measured - self.header_rate) < 0.02 * self.header_rate else measured
 
-    def indices(self) -> NDArray[np.int64]:
+    def indices(self) -> list[int]:
         """Of the frames to keep, ascending. Raises MediaError, also for too many, and for a video that is too long."""
         self.guard.check("max_video_seconds", self.times[-1] - self.times[0], "seconds", "a shorter video")
         try:
-            indices = self.sampling.indices(self.times, self.fps, self.guard.limits.max_video_frames_kept)
+            indices = self.sampling.indices(self.times, self.fps, self.guard.limits.max_video_frames_kept).tolist()
         except ValueError as error:
             raise MediaError(self.guard.item, str(error)) from error
         self.guard.check("max_video_frames_kept", len(indices), "frames in its sampling", "fewer, or sample fewer")
         return indices
 
-    def facts(self, indices: NDArray[np.int64], promised: int = 0) -> VideoFacts:
+    def facts(self, indices: Sequence[int], promised: int = 0) -> VideoFacts:
         """Of the video, where the frames at `indices` are kept. `promised`: how many frames the file should have."""
         count = len(self.times)
         of = f" of {promised}" if promised > count else ""
@@ -147,16 +147,16 @@ class _Decode:
                 times[place + 1 :] += times[place] - times[place + 1] + 1 / self.rate
         return Timeline(np.sort(times).tolist(), self.rate, self.sampling, self.guard)
 
-    def seek(self, indices: NDArray[np.int64]) -> FrameArray | None:
+    def seek(self, indices: Sequence[int]) -> FrameArray | None:
         """The frames at `indices`, or some of them, decoded from key frames. None: that is not possible or went wrong.
         It went wrong when other frames come out than the packets promise: then some of these are no key frames, or no
         frames of their own, and which frame of the whole is which is unknown."""
-        runs = None if self.guard.damage else self.packets.runs_for(indices.tolist())
+        runs = None if self.guard.damage else self.packets.runs_for(indices)
         if runs is None:
             return None
         index_of = {stamp: index for index, stamp in enumerate(self.packets.stamps)}
         needed = {self.packets.stamps[index] for index in indices}
-        frames = FrameArray(indices.tolist(), self.guard, self.allocate)
+        frames = FrameArray(indices, self.guard, self.allocate)
         for run in runs:
             promised, key = self.packets.promised(run), self.packets.stamp(run.start)
             for frame in self._decode_run(run, needed):
@@ -170,9 +170,9 @@ class _Decode:
                 frames.offer(index_of[frame.pts], frame)
         return frames
 
-    def walk(self, indices: NDArray[np.int64]) -> tuple[FrameArray, Timeline]:
+    def walk(self, indices: Sequence[int]) -> tuple[FrameArray, Timeline]:
         """Decodes all packets. Returns the frames at `indices`, and the times of all frames."""
-        frames = FrameArray(indices.tolist(), self.guard, self.allocate)
+        frames = FrameArray(indices, self.guard, self.allocate)
         stamps: list[int | None] = []
         run, interlaced = range(len(self.packets)), False
         for frame in self._decode_run(run):

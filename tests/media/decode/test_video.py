@@ -394,8 +394,8 @@ def test_bytes_behind_an_mp4_are_ignored() -> None:
 
 
 def test_declared_size() -> None:
-    def riff(size: int, content: bytes = b"AVI ") -> bytes:
-        return b"RIFF" + struct.pack("<I", size) + content
+    def riff(size: int) -> bytes:
+        return b"RIFF" + struct.pack("<I", size) + b"AVI "
 
     # AVI: several lists, their padding, and sizes that the writer could not fill in.
     lists = {riff(4): 12, riff(5): 13, riff(5) + b"\0\0" + riff(4): 26, riff(4) + riff(100): 120, riff(4) + b"xx": 12}
