@@ -60,7 +60,8 @@ def control_groups(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple
     In a container the path in /proc may be the host's while the directory shows the container's own group at its root,
     so files on the way up may be missing.
     """
-    for line in (proc / "self" / "cgroup").read_text().splitlines():
+    groups = proc / "self" / "cgroup"
+    for line in groups.read_text().splitlines() if groups.exists() else ():  # a kernel may be built without them
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue

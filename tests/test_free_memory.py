@@ -50,6 +50,11 @@ def test_the_tightest_group_on_the_way_up_counts(proc: Path, tmp_path: Path, ver
     assert available_memory(proc, groups) == 0
 
 
+def test_a_kernel_without_control_groups_limits_nothing(proc: Path, tmp_path: Path):
+    assert available_memory(proc, tmp_path / "groups") == 4 * MIB
+    assert usable_cores(proc, tmp_path / "groups") == len(os.sched_getaffinity(0))
+
+
 @pytest.mark.parametrize("path", ["/docker/0123", "/../other"])
 def test_in_a_container_the_root_is_its_own_group(proc: Path, tmp_path: Path, path: str):
     """The path in /proc is the host's, or leads out of the namespace; the directory begins at the container."""

@@ -12,7 +12,7 @@ from mini_engine.config import ConfigError, EngineConfig
 
 def bind_listeners(config: EngineConfig) -> list[socket.socket]:
     """One bound SO_REUSEPORT socket per API-server place, not yet listening; the supervisor keeps them open. Raises
-    ConfigError: the address cannot be bound.
+    ConfigError: the address cannot be bound. Of a name with both kinds of addresses it is the IPv4 one.
 
     Since SO_REUSEPORT would let two servers of one user share a port unnoticed, a plain socket tries the port first.
     """
@@ -20,7 +20,8 @@ def bind_listeners(config: EngineConfig) -> list[socket.socket]:
         return _bind_unix(config, config.uds)
     try:
         stream, passive = socket.SOCK_STREAM, socket.AI_PASSIVE
-        family, kind, _, _, address = socket.getaddrinfo(config.host, config.port, type=stream, flags=passive)[0]
+        found = socket.getaddrinfo(config.host, config.port, type=stream, flags=passive)
+        family, kind, _, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)  # of `localhost`
         with socket.socket(family, kind) as plain:
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             plain.bind(address)

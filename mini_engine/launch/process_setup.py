@@ -1,13 +1,17 @@
-"""The first steps of a child process: die with its parent, leave signals to the supervisor, tune malloc.
+"""The first steps of a child process: die with its parent, leave signals to the supervisor, tune malloc; or be killed
+first where memory runs out.
 
 Imports nothing heavy.
 """
 
+import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -37,6 +41,15 @@ def ignore_stop_signals() -> None:
     supervisor acts on them."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def be_expendable() -> None:
+    """Where memory runs out, have the kernel kill this process before others; its crash leaves no core dump, which
+    could hold a client's data. Without effect where a container forbids it."""
+    with contextlib.suppress(OSError):  # /proc is read-only
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    limit = int(resource.getrlimit(resource.RLIMIT_CORE)[1] != 0)  # with 0 a pipe of core_pattern still gets a dump
+    resource.setrlimit(resource.RLIMIT_CORE, (limit, limit))
 
 
 def keep_freed_memory(max_bytes: int = 256 << 20) -> None:

@@ -64,6 +64,7 @@ def run_server(config: EngineConfig) -> int:
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     reach_failpoint("resolving-model")
+    startup_checks.check_host()
     startup_checks.check_device_and_tls(config)
     model_dir = startup_checks.resolve_model(config)
     model = startup_checks.check_model(model_dir, config)

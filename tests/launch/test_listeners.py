@@ -42,6 +42,14 @@ def test_the_unspecified_ipv6_address_serves_both_families():
             socket.create_connection((host, listener.getsockname()[1])).close()
 
 
+def test_a_name_with_addresses_of_both_families_is_the_ipv4_one(monkeypatch):
+    both = [(socket.AF_INET6, ("::1", 0, 0, 0)), (socket.AF_INET, ("127.0.0.1", 0))]
+    infos = [(family, socket.SOCK_STREAM, 6, "", address) for family, address in both]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: infos)
+    with contextlib.ExitStack() as stack:
+        assert {listener.getsockname()[0] for listener in bound(stack, host="localhost")} == {"127.0.0.1"}
+
+
 @pytest.mark.parametrize("of_another_program", [False, True])
 def test_a_port_is_free_again_at_once(of_another_program):
     with contextlib.ExitStack() as stack:

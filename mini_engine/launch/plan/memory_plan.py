@@ -5,7 +5,7 @@ of a flag fits.
 import dataclasses
 
 from mini_engine.config import ConfigError, EngineConfig
-from mini_engine.launch.plan.parallelism import runs_on_cpu, weight_bytes
+from mini_engine.launch.plan.parallelism import ENGINE_BYTES, runs_on_cpu, weight_bytes
 from mini_engine.messages import MediaCachePlan
 from mini_engine.model.config import ModelConfig, TextConfig
 
@@ -14,15 +14,20 @@ def settle_memory(
     config: EngineConfig, model: ModelConfig, media: MediaCachePlan, free: int
 ) -> tuple[EngineConfig, str]:
     """The settings with a size of the KV cache, unless a flag gives it or the workers may run on a GPU; and a line for
-    the log. `free`: bytes, before the first process has started. Raises ConfigError: the size of the flag does not fit
-    beside the weights."""
+    the log. `free`: bytes, before the first process has started. Raises ConfigError: the processes, or a KV cache of
+    the flag's size, do not fit beside the weights."""
     if not runs_on_cpu(config):
         return config, ""
     engines, ranks = config.engines, config.tensor_parallel_size
+    text, (weights, itemsize) = model.text, weight_bytes(config, model)
+    room = free - engines * (weights + ENGINE_BYTES)
+    if room <= 0:
+        used = f"{engines} engine(s) need {(free - room) / 2**30:.1f} GiB for weights and processes"
+        remedy = "raise the memory limit, choose a smaller model or --quantization int8, or lower --data-parallel-size"
+        raise ConfigError(f"out of memory: {free / 2**30:.1f} GiB are free, but {used}; {remedy}")
     check_given_cache(config, model, "cpu", free, engines * ranks)
     if config.num_gpu_blocks_override is not None or config.kv_cache_memory_bytes is not None:
         return config, ""
-    text, (weights, itemsize) = model.text, weight_bytes(config, model)
     longest = config.sequence_tokens("cpu", text.max_position_embeddings)
     block, states = _block_bytes(config, text, itemsize), _state_bytes(config, text, "cpu")
     stored = media.nbytes * engines * (ranks if media.kind == "lru" else 1)
@@ -31,7 +36,8 @@ def settle_memory(
     needed = block * -(-longest // config.block_size)
     if text.linear is not None:
         needed += needed // 3  # a quarter of the cache is for snapshots
-    size = max(config.cpu_cache_bytes, min(needed, left * 2 // 3 // (engines * ranks)))
+    least = min(config.cpu_cache_bytes, room * 2 // 3 // (engines * ranks))
+    size = max(least, min(needed, left * 2 // 3 // (engines * ranks)))
     parts = ((engines * weights, "weights"), (stored, "media cache"), (engines * embeddings, "embeddings"))
     used = ", ".join(f"{name} {nbytes / 2**30:.1f}" for nbytes, name in parts)
     line = (
@@ -41,7 +47,7 @@ def settle_memory(
     )
     if longest < text.max_position_embeddings and not config.max_model_len:
         line += f"; --max-model-len allows up to {text.max_position_embeddings} tokens"
-    if size > config.cpu_cache_bytes:
+    if size != config.cpu_cache_bytes:
         config = dataclasses.replace(config, kv_cache_memory_bytes=size)
     return config, line
 

@@ -1,8 +1,10 @@
-"""The start-up checks: model, device, memory and TLS files; and which settings have no effect here."""
+"""The start-up checks: host, model, device, memory and TLS files; and which settings have no effect here."""
 
 import importlib.metadata
 import logging
+import os
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 
 from mini_engine.config import ConfigError, EngineConfig, flag_of
@@ -15,6 +17,33 @@ from mini_engine.model.quantization import weight_bits
 logger = logging.getLogger(__name__)
 
 DEFAULT_MEDIA_CACHE_BYTES = 4 << 30
+PROC_FILES = [Path("/proc", name) for name in ("self/stat", "meminfo", "cpuinfo")]
+# What processes share memory and are watched by.
+SYSTEM_CALLS: dict[str, Callable[[], int]] = {
+    "memfd_create": lambda: os.memfd_create("mini-engine"),
+    "pidfd_open": lambda: os.pidfd_open(os.getpid()),
+}
+
+
+def check_host() -> None:
+    """Raises ConfigError: a part of /proc, a system call or the working directory, without which no process runs, is
+    not there, as in some containers."""
+    errors = []
+    for path in PROC_FILES:
+        if not path.exists():
+            errors.append(f"{path} does not exist: mount the whole of /proc (systemd: ProcSubset=all)")
+    for name, call in SYSTEM_CALLS.items():
+        try:
+            os.close(call())
+        except OSError as error:
+            remedy = "it needs Linux 5.3 or later, and a seccomp profile that allows it"
+            errors.append(f"the system call {name} fails ({error.strerror}): {remedy}")
+    try:
+        os.getcwd()
+    except OSError as error:
+        errors.append(f"the working directory cannot be read ({error.strerror}): start the server in another")
+    if errors:
+        raise ConfigError("\n".join(errors))
 
 
 def check_device_and_tls(config: EngineConfig) -> None:

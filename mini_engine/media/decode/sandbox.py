@@ -11,7 +11,8 @@ import mmap
 import os
 import resource
 import struct
-from pathlib import Path
+
+from mini_engine.launch.process_setup import be_expendable
 
 _PR_SET_NAME, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 15, 22, 38  # linux/prctl.h
 _CAPABILITY_VERSION = 0x20080522  # linux/capability.h, version 3
@@ -45,8 +46,7 @@ def enter_sandbox(descriptors: int, directory: str | None = None) -> list[str]:
     which would not be confined, and after all imports. `directory`: of fail points, where files may be renamed."""
     _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     _libc.capset(struct.pack("=Ii", _CAPABILITY_VERSION, 0), bytes(24))
-    Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, the kernel kills this process first
-    resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # no core dump; with 0 a pipe of core_pattern still gets one
+    be_expendable()
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
     os.dup2(1, 2)  # the log of the server

@@ -31,7 +31,7 @@ from typing import NoReturn
 import msgspec
 from setproctitle import setproctitle
 
-from mini_engine.launch.process_setup import die_with_parent, ignore_stop_signals
+from mini_engine.launch.process_setup import be_expendable, die_with_parent, ignore_stop_signals
 from mini_engine.messages import Grammar, GrammarReady, Problem
 from mini_engine.worker.sampling.matchers import MaskVocabulary, Matchers, Row
 
@@ -400,8 +400,7 @@ def _isolate(kept: set[int]) -> None:
         os.closerange(before + 1, after)
     os.close(2)  # llguidance's last words could hold a client's lines
     os.open(os.devnull, os.O_WRONLY)  # gets the lowest number, which is 2
-    Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, the kernel kills this process first
-    resource.setrlimit(resource.RLIMIT_CORE, (1, 1))  # no core dump; with 0 a pipe of core_pattern still gets one
+    be_expendable()
 
 
 def private_bytes(pid: int) -> int:

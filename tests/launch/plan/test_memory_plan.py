@@ -17,6 +17,7 @@ QWEN3_4B, RECURRENT_4B = (
     ModelConfig.from_dict(json.loads((CONFIGS / f"{name}.json").read_text()))
     for name in ("Qwen3-VL-4B-Instruct", "Qwen3.5-4B")
 )
+DEMO = ModelConfig.from_dir(BUNDLED_MODEL)
 TOKEN_BYTES = 2 * 36 * 8 * 128 * 2  # of Qwen3-VL-4B
 
 
@@ -28,12 +29,13 @@ def cpu_with_bfloat16(monkeypatch):
 @pytest.mark.parametrize(
     ("model", "flags", "free", "expected"),
     [
-        (ModelConfig.from_dir(BUNDLED_MODEL), "", 20, None),  # 1 GiB holds a request
+        (DEMO, "", 20, None),  # 1 GiB holds a request
         (QWEN3_4B, "", 64, 65536 * TOKEN_BYTES),
         (QWEN3_4B, "-tp 2", 64, 65536 * TOKEN_BYTES // 2),
         (QWEN3_4B, "--max-model-len 8191", 64, 8192 * TOKEN_BYTES),
         (QWEN3_4B, "--max-model-len 100", 64, None),
-        (QWEN3_4B, "", 10, None),
+        (QWEN3_4B, "", 12, None),
+        (QWEN3_4B, "", 10, (10 * GIB - QWEN3_4B.weight_bytes(2) - parallelism.ENGINE_BYTES) * 2 // 3),
         (QWEN3_4B, "--kv-cache-memory-bytes 7", 64, 7),
         (QWEN3_4B, "--device cuda", 64, None),
         (RECURRENT_4B, "", 64, 65536 * 2 * 8 * 4 * 256 * 2 * 4 // 3),
@@ -43,6 +45,15 @@ def test_the_kv_cache_holds_a_request_if_there_is_room(model, flags, free, expec
     config, line = settle_memory(parse(flags.split(), {}), model, MediaCachePlan("shm", 4 * GIB, ""), free * GIB)
     assert config.kv_cache_memory_bytes == expected
     assert bool(line) == (flags not in ("--kv-cache-memory-bytes 7", "--device cuda"))
+
+
+def test_the_kv_cache_fits_into_a_small_container():
+    """Beside half a GiB for the processes, and a media cache that takes only what is free."""
+    config, _ = settle_memory(EngineConfig(), DEMO, MediaCachePlan("shm", GIB // 4, ""), GIB)
+    assert 0.25 * GIB < config.kv_cache_memory_bytes < 0.34 * GIB
+    flags = ["--data-parallel-size", "2", "--kv-cache-memory-bytes", "7"]
+    with pytest.raises(ConfigError, match="^out of memory: 1.0 GiB are free, but 2 engine.s. need 1.0 GiB"):
+        settle_memory(parse(flags, {}), DEMO, MediaCachePlan("off", 0, ""), GIB)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,11 @@
-"""The start-up checks: the model's files, the media cache, settings without effect, the runtime directory."""
+"""The start-up checks: the host, the model's files, the media cache, settings without effect, the runtime directory."""
 
 import dataclasses
+import errno
 import json
+import os
 import shutil
+import tempfile
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -12,9 +15,36 @@ from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
 from mini_engine.launch.cli import parse
 from mini_engine.launch.plan import parallelism, startup_checks
 from mini_engine.launch.plan.startup_checks import check_model, resolve_model, without_effect
-from mini_engine.launch.runtime_directory import runtime_directory
+from mini_engine.launch.runtime_directory import MAX_UNIX_PATH, runtime_directory
 from mini_engine.messages import EngineLimits, MediaCachePlan
 from tests.support.hub_cache import put_in_cache
+
+# --- the host ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_container_may_lack_is_named(tmp_path, monkeypatch):
+    def refused() -> int:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    startup_checks.check_host()
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr(startup_checks, "PROC_FILES", [Path("/nowhere/meminfo"), Path("/proc/cpuinfo")])
+    monkeypatch.setitem(startup_checks.SYSTEM_CALLS, "pidfd_open", refused)
+    with pytest.raises(ConfigError) as error:
+        startup_checks.check_host()
+    for line, start in zip(
+        str(error.value).splitlines(),
+        [
+            "/nowhere/meminfo does not exist: mount ",
+            "the system call pidfd_open fails (Function not implemented): it needs ",
+            "the working directory cannot be read (No such file or directory): start ",
+        ],
+        strict=True,
+    ):
+        assert line.startswith(start)
+
 
 # --- the device, and the model's files --------------------------------------------------------------------------------
 
@@ -146,3 +176,15 @@ def test_no_room_for_a_runtime_directory(base, monkeypatch):
     monkeypatch.setenv("TMPDIR", base)
     with pytest.raises(ConfigError, match=f"^cannot create a directory in {base} .*: set TMPDIR"), runtime_directory():
         pass
+
+
+@pytest.mark.parametrize("name", ["", "x" * 50, "日" * 30])
+def test_a_tmpdir_that_is_no_place_for_sockets_is_not_used(name, monkeypatch):
+    """A socket's path is limited in bytes."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as root:
+        base = Path(root, name)
+        base.mkdir(exist_ok=True)
+        monkeypatch.setenv("TMPDIR", name and str(base))
+        with runtime_directory() as path:
+            assert path.parent == Path("/tmp")
+            assert len(os.fsencode(path / "1" / "core-100-workers")) <= MAX_UNIX_PATH
