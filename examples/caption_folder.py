@@ -1,4 +1,4 @@
-"""Caption all images and videos of a folder, with a line `{"file", "text"}` or `{"file", "error"}` for each:
+"""Caption all images and videos of a folder, with a line of JSON for each: `file`, `question`, and `text` or `error`.
 
     python examples/caption_folder.py FOLDER --out captions.jsonl [--question TEXT] [flags of serve.py]
 
@@ -45,9 +45,13 @@ def caption(args: argparse.Namespace, flags: list[str]) -> int:
     """Append a caption of each file that has none; returns 1 if one failed."""
     paths = {str(path.relative_to(args.folder)): path for path in sorted(args.folder.rglob("*"))}
     kinds = {name: KINDS[path.suffix.lower()] for name, path in paths.items() if path.suffix.lower() in KINDS}
+    if not kinds:
+        raise ConfigError(f"{args.folder} has no images or videos, by the names of its files")
     done = set[str]()
 
     def has_caption(row: dict[str, str]) -> bool:
+        if row["question"] != args.question:
+            sys.exit(f"caption_folder.py: {args.out} answers another question, {row['question']!r}; choose another")
         if "error" not in row:
             done.add(row["file"])
         return row["file"] in done
@@ -59,7 +63,7 @@ def caption(args: argparse.Namespace, flags: list[str]) -> int:
                 prompts = ([kinds[name](paths[name]), args.question] for name in left)
                 for answer in tqdm(llm.stream(prompts, temperature=0), total=len(left), unit=" files"):
                     row = {"error": answer.error} if answer.error else {"text": answer.text}
-                    out.append({"file": left[answer.id], **row})
+                    out.append({"file": left[answer.id], "question": args.question, **row})
                     num_failed += answer.error is not None
     num_before = len(kinds) - len(left)
     print(f"{len(kinds)} files, {num_before} with a caption before, {num_failed} failed: {args.out}", file=sys.stderr)

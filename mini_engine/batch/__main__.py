@@ -23,6 +23,7 @@ from mini_engine.config import ConfigError
 
 INTERRUPTED = 128 + signal.SIGINT
 PROGRESS_SECONDS = 30.0  # between progress lines of a log; a terminal is written to ten times a second
+FAILURES_SHOWN = 5  # the most frequent
 # Stages of a response's `metrics` by what the progress line calls them.
 STAGES = {"media_decode": "decode", "process": "decode"} | {name: name for name in ("encode", "prefill", "generation")}
 
@@ -61,6 +62,8 @@ def main(argv: Sequence[str]) -> int:
                 answer_all(args, flags, answers, ids)
             if answers.failed:
                 print(f"{answers.failed} failed; --retry-failed asks all of them again", file=sys.stderr)
+                for failure, number in answers.failures.most_common(FAILURES_SHOWN):
+                    print(f"    {number} x {failure}", file=sys.stderr)
             return 1 if answers.failed else 0
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)

@@ -3,6 +3,7 @@ when its answer arrives, so the order is another.
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from mini_engine.batch.row_file import RowFile
 from mini_engine.batch.server_handle import Reply
 from mini_engine.config import ConfigError
 
+ERROR_CHARACTERS = 200  # of an error's first line
 AGAIN = (0, 401, 403, 429, 500, 502, 503, 504)  # the request was not the cause, 0: no response
 
 
@@ -42,6 +44,13 @@ def answer_row(custom_id: str, reply: Reply) -> dict[str, Any]:
 def status_of(row: Mapping[str, Any]) -> int:
     """Of an answer's response; 0 without one."""
     return row["response"]["status_code"] if row["response"] else 0
+
+
+def failure_of(row: Mapping[str, Any]) -> str | None:
+    """The status of an answer, and how its error begins; None if it is 200."""
+    status = status_of(row)
+    error = Reply(status, row["response"]["body"] if status else dict(row)).error
+    return error and f"{f'status {status}: ' if status else ''}{error.partition(chr(10))[0][:ERROR_CHARACTERS]}"
 
 
 def read_requests(path: Path) -> Iterator[BatchRequest]:
@@ -82,17 +91,23 @@ class AnswerFile(RowFile):
     def __init__(self, path: Path, retry_failed: bool):
         self.done = set[str]()  # the ids of the answers that it has
         self.failed = 0  # of these, such as have another status than 200
+        self.failures = Counter[str]()  # the same, by `failure_of`
         super().__init__(path, b'{"id":"batch_req_', lambda row: self._count(row, retry_failed))
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Write a line. Raises OSError."""
-        self.failed += status_of(row) != 200
+        self._count_failure(row)
         super().append(row)
+
+    def _count_failure(self, row: Mapping[str, Any]) -> None:
+        if failure := failure_of(row):
+            self.failed += 1
+            self.failures[failure] += 1
 
     def _count(self, row: Mapping[str, Any], retry_failed: bool) -> bool:
         status, custom_id = status_of(row), row["custom_id"]
         is_kept = status == 200 or not (retry_failed or status in AGAIN)
         if is_kept:
             self.done.add(custom_id)
-            self.failed += status != 200
+            self._count_failure(row)
         return is_kept

@@ -48,7 +48,7 @@ OPEN_SESSIONS = set["aiohttp.ClientSession"]()
 
 
 class ServerError(RuntimeError):
-    """The program's own server did not start, or ended. The text has the end of its log."""
+    """The program's own server did not start, or ended: the text has the end of its log. Or another is not reached."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Reply:
 
     status: int
     body: dict[str, Any]
+    is_sent: bool = True  # the request; False: there was no connection
 
     @property
     def error(self) -> str | None:
@@ -90,6 +91,7 @@ class ServerHandle:
     ):
         self._root, self._headers = root or "http://localhost", headers or {}
         self._max_concurrency = max_concurrency
+        self._was_reached = False
         if max_concurrency < 1:
             raise ConfigError(f"max-concurrency is {max_concurrency}: it must be at least 1")
         self._pid = os.getpid()
@@ -135,13 +137,18 @@ class ServerHandle:
                 future.cancel()
 
     async def post(self, path: str, body: bytes) -> Reply:
-        """Send a request, again if the server is busy or the connection ended. Raises ServerError."""
+        """Send a request, again if the server is busy, restarts or ends the connection. Raises ServerError."""
         replies, pause = Counter[int](), 0.0
         while True:
             await self._wait(pause)
             reply = await self._send(path, body)
-            replies[reply.status] += 1
-            if replies[reply.status] > REPEATS.get(reply.status, 0):
+            self._was_reached |= reply.is_sent
+            # A request that was not sent cannot be why; the server may load a model.
+            status = 503 if self._was_reached and not reply.is_sent else reply.status
+            replies[status] += 1
+            if replies[status] > REPEATS.get(status, 0):
+                if not reply.is_sent:
+                    raise ServerError(reply.error)
                 return reply
             pause = min(2.0 ** (replies.total() - 1), LONGEST_PAUSE_SECONDS)
 
@@ -195,7 +202,8 @@ class ServerHandle:
             async with self._session.post(self._root + path, data=body) as response:
                 content = await response.read()
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            return Reply(0, {"error": {"message": f"no response: {error or type(error).__name__}"}})
+            text = f"no response: {error or type(error).__name__}"
+            return Reply(0, {"error": {"message": text}}, is_sent=not isinstance(error, aiohttp.ClientConnectorError))
         try:
             return Reply(response.status, msgspec.json.decode(content, type=dict[str, Any]))
         except (ValueError, RecursionError):  # such as a page of a proxy

@@ -118,7 +118,8 @@ class EngineConfig:
     api_server_count: int = _processes(1, short="-asc", minimum=1, maximum=64)
     """API server processes."""
     collective_timeout: float = _processes(300.0, minimum=1, maximum=86400)
-    """Seconds until a collective fails, and until an unresponsive engine or API server is killed."""
+    """Seconds until a collective fails, an unresponsive engine or API server is killed, or a worker ends whose receiver
+    of media tensors hangs."""
     startup_timeout: float = _processes(600.0, minimum=1, maximum=86400)
     """Seconds until all processes must be ready."""
     health_timeout: float = _processes(10.0, minimum=0.1, maximum=3600)

@@ -57,6 +57,9 @@ def create_app(context: AppContext) -> FastAPI:
     for router in ROUTERS:
         if router is not playground.router or not config.disable_playground:
             app.include_router(router, responses=ERRORS)
+            for route in router.routes:  # what has GET has HEAD, which load balancers send: RFC 9110, section 9.1
+                if isinstance(route, APIRoute) and route.methods == {"GET"}:
+                    app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
     app.add_exception_handler(HTTPException, _http_error)
     return app
 

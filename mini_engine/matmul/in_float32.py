@@ -7,7 +7,6 @@ slices, at each product.
 """
 
 import functools
-import math
 
 import torch
 from torch import Tensor, nn
@@ -37,25 +36,26 @@ def packs(weight: Tensor) -> bool:
 class HalfMatrix(nn.Module):
     """A matrix `[outputs, inputs]` in float16 and in the order in which FBGEMM, which comes with torch, multiplies it.
 
-    A power of two scales its largest weight to between 2^14 and 2^15, so bfloat16 weights down to 2^-29 of the largest
-    are exact, and smaller ones are off by at most 2^-40 of it. Products are summed in float32 and rounded once.
+    A power of two scales the largest weight of a row to between 2^14 and 2^15, so bfloat16 weights down to 2^-29 of the
+    largest are exact, and smaller ones are off by at most 2^-40 of it. Products are summed in float32 and rounded once.
     """
 
     def __init__(self, weight: Tensor) -> None:
         assert _pack is not None
         super().__init__()
         self.shape = tuple(weight.shape)
-        low, high = weight.aminmax()
-        exponent = min(100, 15 - math.frexp(max(-float(low), float(high)))[1])
-        self._step = 2.0**-exponent
-        parts = weight.split(max(1, PACKED_AT_ONCE // weight.shape[1]))
-        self._packed = [_pack(part.float().mul_(2.0**exponent), None) for part in parts]
+        low, high = weight.aminmax(dim=1)
+        exponents = (15 - torch.frexp(torch.maximum(-low, high).float()).exponent).clamp(max=100)
+        self._steps = torch.ldexp(torch.ones(len(weight)), -exponents)
+        rows = max(1, PACKED_AT_ONCE // weight.shape[1])
+        parts = zip(weight.split(rows), exponents.split(rows), strict=True)
+        self._packed = [_pack(torch.ldexp(part.float(), exponent[:, None]), None) for part, exponent in parts]
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x W^T + b`: `[..., inputs]`, `[outputs]` -> `[..., outputs]`."""
-        scaled = x.float().mul_(self._step)
-        parts = [torch.ops.quantized.linear_dynamic_fp16(scaled, part) for part in self._packed]
-        return _rounded(parts[0] if len(parts) == 1 else torch.cat(parts, -1), bias, x.dtype)
+        widened = x.float()
+        parts = [torch.ops.quantized.linear_dynamic_fp16(widened, part) for part in self._packed]
+        return _rounded((parts[0] if len(parts) == 1 else torch.cat(parts, -1)).mul_(self._steps), bias, x.dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -20,7 +20,7 @@ from mini_engine.matmul import in_float32
 from mini_engine.matmul.in_float32 import HalfMatrix
 from mini_engine.matmul.linear import linear, pack
 from mini_engine.matmul.quantized import GROUPS, Int4Matrix, Int8Matrix, MatrixPart, QuantizedMatrix, StackedMatrix
-from mini_engine.model.checkpoint import CheckpointError
+from mini_engine.model.checkpoint import CheckpointError, Progress
 from mini_engine.model.parallel import Placement, TensorParallel
 
 MadeMatrix = nn.Parameter | QuantizedMatrix | StackedMatrix
@@ -81,20 +81,24 @@ def pack_weights(module: nn.Module) -> None:
     # A head first, as it takes longest. oneDNN's order has no rows, which `project_to` reads.
     packed_heads = [head for head in heads if isinstance(head.weight, nn.Parameter) and in_float32.widens(head.weight)]
     dense = [layer for layer in (*packed_heads, *layers) if isinstance(layer.weight, nn.Parameter)]
+    progress = Progress("weights packed", sum(weight.nbytes for layer in dense for weight in layer.parameters()))
     numbers = count()
 
-    def replace(layer: Layer) -> None:
-        """In a thread: no copy waits for those before it, beside the weights that it replaces."""
+    def replace(layer: Layer) -> int:
+        """In a thread: no copy waits for those before it, beside the weights that it replaces. Returns its bytes."""
         assert isinstance(layer.weight, nn.Parameter)
+        nbytes = sum(weight.nbytes for weight in layer.parameters())
         packed = pack(layer.weight)
         del layer.weight  # a parameter, which a module does not replace
         layer.weight = packed
         _trim(next(numbers))
+        return nbytes
 
     with ThreadPoolExecutor(PACKING_THREADS) as pool:
         # FBGEMM takes one thread and 16 ns for a weight.
         is_slow = any(in_float32.widens(weight) for layer in dense for weight in layer.parameters())
-        [*(pool.map if is_slow else map)(replace, dense)]
+        for nbytes in (pool.map if is_slow else map)(replace, dense):
+            progress.add(nbytes)
     return_freed_memory()
     for number, matrix in enumerate(m for m in module.modules() if isinstance(m, QuantizedMatrix)):
         matrix.pack()

@@ -74,7 +74,6 @@ def load_model(
         fill_randomly(model)
     else:
         load_weights(model, path, tensors)
-    logger.info("packing the weights as products read them; then a warm-up")
     pack_weights(model)
     return model.eval()
 

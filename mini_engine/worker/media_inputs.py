@@ -8,9 +8,11 @@ nothing of requests or of the model: the core says which messages are read, and 
 """
 
 import contextlib
+import math
 import os
 import select
 import threading
+import time
 from collections.abc import Iterable
 
 import torch
@@ -41,14 +43,18 @@ class MediaInputs:
         store: ReadableMemory | None = None,
         pin: Pin | None = None,
         map_slots: MapSlots | None = None,
+        timeout: float = math.inf,
     ):
         """Bind, and start to receive. `store` is the engine's media store. `pin` and `map_slots` are called in the
-        receiver thread: see `TensorIpcReceiver`. Raises OSError: the address is taken, or its path is too long."""
+        receiver thread: see `TensorIpcReceiver`. That takes less than `timeout` seconds for what has arrived, or hangs.
+        Raises OSError: the address is taken, or its path is too long."""
         self.store, self._encoder, self._rank = store, encoder, address.rank
         self._queue = TensorIpcReceiver(encoder, address, pin, map_slots)
         self._core = connect_dealer(context, core_endpoint, identity(f"{encoder.sender} media", encoder.incarnation))
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._crash: BaseException | None = None
+        self._timeout = timeout
+        self._busy_since: float | None = None  # None: the thread waits for messages
         self._closing = False
         self._lock = threading.Lock()  # over the two below
         self._table: dict[MessageId, Received] = {}
@@ -60,9 +66,11 @@ class MediaInputs:
     # --- main thread ---
 
     def check(self) -> None:
-        """Raise a RuntimeError if the thread has died: reception has stopped."""
+        """Raise a RuntimeError if the thread has died or hangs: reception has stopped."""
         if self._crash is not None:
             raise RuntimeError("the media receiver thread crashed") from self._crash
+        if (since := self._busy_since) is not None and time.monotonic() - since > self._timeout:
+            raise RuntimeError(f"the media receiver thread hangs for {self._timeout:g} s (--collective-timeout)")
 
     def rows(self, handle: TensorHandle, first: int, stop: int) -> torch.Tensor:
         """Rows `first .. stop` of the tensor that `handle` stands for. On a device they are for the current stream.
@@ -118,7 +126,10 @@ class MediaInputs:
             poller = select.poll()  # a new one: streams come and go
             for fd in (self._wake, *self._queue.descriptors()):
                 poller.register(fd, select.POLLIN)
-            for fd, _ in poller.poll():
+            self._busy_since = None
+            ready = poller.poll()
+            self._busy_since = time.monotonic()
+            for fd, _ in ready:
                 if fd != self._wake:
                     self._receive(fd)
                     continue

@@ -244,7 +244,8 @@ def receive_media(
     pin = pinned.pin if pinned else None
     map_slots = partial(CudaMapped, device) if device.type == "cuda" else None
     store = ReadableMemory(stores[0], pin) if (stores := child.spec.media_stores) else None
-    return MediaInputs(address, init.core_workers[engine], child.encoder, child.context, store, pin, map_slots)
+    ends = address, init.core_workers[engine], child.encoder, child.context
+    return MediaInputs(*ends, store, pin, map_slots, init.config.collective_timeout)
 
 
 def start_grammars(child: Child, init: Init, engine: int, rows: int) -> Grammars:

@@ -47,7 +47,9 @@ def test_what_is_kept_of_earlier_answers(tmp_path: Path):
     other.write_text("of the user")
     first = AnswerFile(path, retry_failed=False)
     for status in (200, 400, 401, 403, 404, 429, 500, 503, 0):
-        first.append(answer_row(f"{status}", Reply(status, {"error": {"message": "x"}})))
+        first.append(answer_row(f"{status}", Reply(status, {"error": {"message": "x\ny"}})))
+    statuses = (f"status {status}: " for status in (400, 401, 403, 404, 429, 500, 503))
+    assert first.failures == {f"{status}x": 1 for status in (*statuses, "")}
     with pytest.raises(ConfigError, match="another process"):
         AnswerFile(path, retry_failed=False)
     first.close()
@@ -118,6 +120,7 @@ def test_a_run_that_is_interrupted_is_continued_by_another_server(server, tmp_pa
     command += ["--base-url", f"{server.url}/"]  # which ends in /v1/
     last = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120)
     assert last.returncode == 1 and re.search(r"100%.*, 1 failed", last.stderr), last.stderr
+    assert last.stderr.endswith("asks all of them again\n    1 x status 400: Invalid 'n': expected `int` >= 1.\n")
     answers = [json.loads(line) for line in path.read_text().splitlines()]
     by_id = {answer["custom_id"]: answer for answer in answers}
     assert [*by_id] == ["chat", "video", "a", "wrong"] and len(answers) == 4

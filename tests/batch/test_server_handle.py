@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from mini_engine.batch import server_handle
-from mini_engine.batch.server_handle import REPEATS, ServerHandle, forward_log
+from mini_engine.batch.server_handle import REPEATS, ServerError, ServerHandle, forward_log
 
 
 @pytest.mark.parametrize(
@@ -49,4 +49,42 @@ async def test_a_request_is_sent_again_after_each_status_as_often_as_after_that_
     with contextlib.closing(ServerHandle(f"http://127.0.0.1:{runner.addresses[0][1]}")) as server:
         for status in (200, 400):
             assert (await asyncio.wrap_future(server.run(server.post("/", b"")))).status == status
+    await runner.cleanup()
+
+
+async def test_a_restart_is_waited_for_longer_than_a_connection_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not a server that was never reached."""
+    monkeypatch.setattr(server_handle, "LONGEST_PAUSE_SECONDS", 0.01)
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response({})
+
+    async def start(port: int) -> web.AppRunner:
+        app = web.Application()
+        app.add_routes([web.post("/", answer)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        return runner
+
+    runner = await start(0)
+    port = runner.addresses[0][1]
+    url = f"http://127.0.0.1:{port}"
+    with contextlib.closing(ServerHandle(url)) as server, contextlib.closing(ServerHandle(url)) as other:
+
+        async def post(handle: ServerHandle) -> int:
+            return (await asyncio.wrap_future(handle.run(handle.post("/", b"")))).status
+
+        assert await post(server) == 200
+        await runner.cleanup()
+        for handle in (server, other):
+            with pytest.raises(ServerError, match="Cannot connect"):
+                await post(handle)
+        monkeypatch.setitem(REPEATS, 503, 10_000)
+        posting = asyncio.create_task(post(server))
+        with pytest.raises(ServerError, match="Cannot connect"):  # of a server that it never reached
+            await post(other)
+        assert not posting.done()
+        runner = await start(port)
+        assert await posting == 200
     await runner.cleanup()

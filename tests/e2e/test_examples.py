@@ -73,7 +73,9 @@ def test_a_killed_caption_folder_leaves_nothing_and_goes_on(
     (folder / "broken.mp4").write_bytes(path.read_bytes()[:100])
     (folder / "notes.txt").touch()
     kept = dict.fromkeys([*shown][:4], "of an earlier run")
-    earlier = [*({"file": file, "text": text} for file, text in kept.items()), {"file": "broken.mp4", "error": ""}]
+    question = {"question": "What colour is the shape?"}
+    earlier = [{"file": file, **question, "text": text} for file, text in kept.items()]
+    earlier += [{"file": "broken.mp4", **question, "error": ""}]
     out.write_text("".join(json.dumps(row) + "\n" for row in earlier) + '{"file": "0/0')
     (tmp_path / "queue.py").write_text("raise ImportError('the working directory is not searched')")
     scratch.mkdir()
@@ -84,7 +86,7 @@ def test_a_killed_caption_folder_leaves_nothing_and_goes_on(
     def nothing_is_left() -> None:
         assert not any(map(alive, processes)) and not [*scratch.iterdir()]
 
-    args = ["caption_folder.py", folder, "--out", out, "--question", "What colour is the shape?"]
+    args = ["caption_folder.py", folder, "--out", out, "--question", question["question"]]
     environ = environment([], {"PYTHONPATH": str(ROOT), "TMPDIR": str(scratch), VARIABLE: str(tmp_path)})
     with FailPoint(tmp_path, "processing") as point:  # one of the files is held there
         command = [sys.executable, ROOT / "examples" / args[0], *args[1:]]
@@ -100,3 +102,17 @@ def test_a_killed_caption_folder_leaves_nothing_and_goes_on(
         run(*args)
     assert {row["file"]: row["text"] for row in rows() if "text" in row} == shown | kept
     assert [row["file"] for row in rows() if "error" in row] == ["broken.mp4"] and len(rows()) == 23
+
+
+def test_caption_folder_refuses_another_question_and_a_folder_without_media(
+    tmp_path: Path, run: Callable[..., str]
+) -> None:
+    out, folder = tmp_path / "captions.jsonl", tmp_path / "folder"
+    folder.mkdir()
+    out.write_text('{"file":"a.png","question":"What?","text":"b"}\n')
+    with pytest.raises(SystemExit, match="folder has no images or videos"):
+        run("caption_folder.py", folder, "--out", out)
+    (folder / "a.png").touch()
+    with pytest.raises(SystemExit, match="answers another question, 'What[?]'; choose another"):
+        run("caption_folder.py", folder, "--out", out)
+    assert out.read_text().count("\n") == 1

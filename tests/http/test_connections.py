@@ -42,6 +42,14 @@ async def until_closed(served: Served, data: bytes, drip: bytes = b"") -> bytes:
     return response
 
 
+@pytest.mark.parametrize(
+    ("target", "status"), [(b"http://a/live", b"200"), (b"HTTPS://a:1/live?b", b"200"), (b"http://a?/live", b"200"),
+                           (b"http:/live", b"404"), (b"/http://a/live", b"404")])  # fmt: skip
+async def test_a_target_may_be_a_whole_url(served: Served, target: bytes, status: bytes) -> None:
+    response = await until_closed(served, LIVE.replace(b"/live", target).replace(b"host", b"connection: close\r\nhost"))
+    assert response.startswith(b"HTTP/1.1 " + status)
+
+
 async def test_slow_and_invalid_requests_are_closed(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     half, chunked = CHAT_HEAD + b"content-length: 900\r\n\r\n{", b"transfer-encoding: chunked\r\n\r\n"
     large = b"a: a\r\n" * 4_000  # 24 KB

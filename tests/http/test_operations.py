@@ -56,6 +56,13 @@ async def test_unknown_path_names_the_one_that_differs_in_v1_or_a_slash(served: 
     check_error(response, 404, "unknown_url", f"Not Found: GET {path}; did you mean {near}?")
 
 
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny", "/metrics", "/version", "/", "/openapi.json"])
+async def test_head_is_get_without_its_body(served: Served, path: str) -> None:
+    got, head = [await served.http.request(method, path) for method in ("GET", "HEAD")]
+    assert got.content and not head.content
+    assert (head.status_code, head.headers["content-type"]) == (got.status_code, got.headers["content-type"])
+
+
 # --- health ----------------------------------------------------------------------------------------------------------
 
 

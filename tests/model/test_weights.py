@@ -165,9 +165,11 @@ def test_progress_is_logged_with_an_estimate(load_format, what, checkpoint, monk
     caplog.set_level("INFO")
     monkeypatch.setattr("mini_engine.model.checkpoint.PROGRESS_SECONDS", 0)
     load(checkpoint.path, load_format=load_format)
-    *under_way, end, _ = caplog.messages  # then the weights are packed
-    assert all(re.fullmatch(what + r": \d+\.\d\d of \d+\.\d\d GB, about \d+ s left", line) for line in under_way)
-    assert len(under_way) > 3 and re.fullmatch(what + r": \d+\.\d\d GB in \d+\.\d s", end)
+    ends = [line for line in caplog.messages if re.fullmatch(r"[a-z ]+: \d+\.\d\d GB in \d+\.\d s", line)]
+    assert [end.partition(":")[0] for end in ends] == [what, "weights packed"] and caplog.messages[-1] == ends[-1]
+    for stage in (what, "weights packed"):
+        under_way = r": \d+\.\d\d of \d+\.\d\d GB, about \d+ s left"
+        assert sum(bool(re.fullmatch(stage + under_way, line)) for line in caplog.messages) > 3
 
 
 def test_a_matrix_is_freed_once_it_is_packed(monkeypatch):

@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -107,3 +109,22 @@ async def test_a_crashed_thread_fails_the_next_step_even_an_empty_one(context, c
                 runner.execute(Step(1))
                 await asyncio.sleep(0.01)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+async def test_a_thread_that_hangs_fails_the_next_step_even_an_empty_one(
+    context, connect, runtime, make_runner
+) -> None:
+    hangs, goes_on = threading.Event(), threading.Event()
+    where = address_of(runtime), f"ipc://{runtime}/core", Encoder("worker 0.0", 100), context
+    with contextlib.closing(MediaInputs(*where, timeout=0.2)) as inputs:
+        connect("torch_shm", 1)
+        inputs.store = SimpleNamespace(register=lambda _: hangs.set() or goes_on.wait())
+        runner = make_runner(inputs)
+        await asyncio.sleep(0.3)
+        runner.execute(Step(1))  # a thread that waits for messages does not hang
+        inputs.register_store(1)
+        assert await asyncio.to_thread(hangs.wait, 10)
+        await asyncio.sleep(0.3)
+        with pytest.raises(RuntimeError, match="hangs for 0.2 s"):
+            runner.execute(Step(1))
+        goes_on.set()

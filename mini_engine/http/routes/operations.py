@@ -45,7 +45,6 @@ def _model(request: Request, name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": created, "owned_by": "mini-engine", "max_model_len": limit}
 
 
-@router.head("/health", include_in_schema=False)
 @router.get("/health")
 async def health(request: Request) -> Response:
     """200 when every engine answers a ping through all of its ranks within `--health-timeout`.
@@ -60,7 +59,6 @@ async def health(request: Request) -> Response:
     raise ApiError(503, f"An engine has not answered within the {seconds:g} s of --health-timeout.", code="timeout")
 
 
-@router.head("/live", include_in_schema=False)
 @router.get("/live")
 async def live() -> Response:
     """200 while this process runs, whatever the engines do."""
