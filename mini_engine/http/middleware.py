@@ -35,7 +35,7 @@ ENGINE_PATHS: dict[str, tuple[str, *tuple[TaskKind, ...]]] = {
     "/v1/chat/completions": ("chatcmpl", "generate"),
     "/v1/completions": ("cmpl", "generate"),
     "/v1/embeddings": ("embd", "embed"),
-    **dict.fromkeys(("/v1/rerank", "/rerank"), ("rerank", "embed", "classify")),
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), ("rerank", "embed", "classify")),
     **dict.fromkeys(("/v1/score", "/score"), ("score", "embed", "classify")),
 }
 COUNTED_METHODS = ("GET", "POST", "HEAD", "OPTIONS")  # by their names; clients may invent others

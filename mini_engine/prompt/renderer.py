@@ -20,7 +20,7 @@ from mini_engine.media.processor import MediaProcessor, ProcessedItem
 from mini_engine.messages import EngineLimits, MediaItem, Modality, PoolingParams
 from mini_engine.prompt.client_text import MARK, ClientText, encode_text
 from mini_engine.prompt.tool_calls import AnswerFormat, AnswerParser, after_thought
-from mini_engine.protocol.api_errors import bad_request
+from mini_engine.protocol.api_errors import bad_request, prompt_too_long
 from mini_engine.protocol.bodies import ChatMessage, ChatRequest, GenerationRequest, StructuredOutputs
 from mini_engine.protocol.parts import MediaRef, Part
 from mini_engine.protocol.tools import CALL, CALL_END, TAGS, THINK
@@ -144,12 +144,8 @@ class ChatRenderer:
             counted += len(encode(text[begin : begin + PIECE]))
             least = max(least, counted - number * self._longest_token)  # a cut may make more of one token
         if least > self.max_tokens:
-            raise bad_request(
-                f"The prompt has {len(text)} characters, which is at least {least} tokens; this server takes "
-                f"{self.max_tokens} tokens for prompt and answer together. Send a shorter prompt.",
-                param,
-                "context_length_exceeded",
-            )
+            size = f"{len(text)} characters, which is at least {least} tokens"
+            raise prompt_too_long(size, self.max_tokens, param)
 
     def expand(self, token_ids: Sequence[int], items: Sequence[ProcessedItem]) -> tuple[list[int], list[MediaItem]]:
         """The prompt with each placeholder as long as its item, with the item's text, and the items with their offsets.

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from mini_engine.config import ConfigError
 from mini_engine.messages import ChildRequest, MediaItem, NewRequest, PoolingParams, SamplingParams
-from mini_engine.protocol.api_errors import bad_request
+from mini_engine.protocol.api_errors import bad_request, prompt_too_long
 from mini_engine.protocol.bodies import CompletionRequest, GenerationRequest
 
 MOST_LISTED = 1_500_000  # logprobs of a response, all choices together: 105 MB as JSON
@@ -144,11 +144,9 @@ class SamplingResolver:
         """The maximum of tokens of each choice. Raises ApiError, a 400: the prompt leaves no room for the `least`."""
         room = self.max_model_len - prompt_tokens
         if room < least:
-            text = (
-                f"The prompt has {prompt_tokens} tokens, images and videos included; with at least {least} of output "
-                f"it exceeds --max-model-len, {self.max_model_len}. Send a shorter prompt."
-            )
-            raise bad_request(text, request.prompt_field, "context_length_exceeded")
+            output = f", and the answer needs at least {least}" if least else ""
+            size = f"{prompt_tokens} tokens, images and videos included{output}"
+            raise prompt_too_long(size, self.max_model_len, request.prompt_field)
         if request.num_logprobs is not None:
             choices = request.num_choices * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
             room = min(room, MOST_LISTED // (choices * (1 + request.num_logprobs)))

@@ -89,6 +89,13 @@ def bad_request(message: str, param: str | None = None, code: Code = "invalid_va
     return ApiError(400, message, param=param, code=code)
 
 
+def prompt_too_long(size: str, limit: int, param: str) -> ApiError:
+    """A 400 for a prompt of this `size` in the field `param`, above the `limit` of tokens. It begins as OpenAI's:
+    LiteLLM, coding agents and others search for that sentence, and then shorten the conversation."""
+    text = f"This model's maximum context length is {limit} tokens (--max-model-len), but the prompt has {size}"
+    return bad_request(f"{text}. Send a shorter prompt.", param, "context_length_exceeded")
+
+
 def shutting_down() -> EngineError:
     """A 503 for a new request, or for one that is cut off: this server shuts down, and there may be another."""
     return EngineError("The server is shutting down; send this request again later.", code="shutting_down")

@@ -114,7 +114,7 @@ def tool(**properties: Any) -> dict[str, Any]:
     ]),
     ("/tokenize", [
         (user(text("x")) | {"prompt": "x"}, MISSING, "prompt", "either 'prompt' or 'messages'"),
-        ({"prompt": "some words " * 3000}, TOO_LONG, "prompt", "Send a shorter prompt."),
+        ({"prompt": "some words " * 3000}, TOO_LONG, "prompt", "maximum context length is"),
         (user(text("x")) | {"add_special_tokens": True}, VALUE, "add_special_tokens", "only allowed"),
         (user({"type": "image", "uuid": "a"}), "invalid_media", "messages", "image 1: has a `uuid` alone"),
     ]),
@@ -296,7 +296,8 @@ async def test_structure_is_bounded(served: Served) -> None:
          "more than 100000 bytes"),
         (COMPLETIONS, filled('{"prompt": "x", "echo": [', '"a"', "]}"), 413, deep),
         (COMPLETIONS, filled('{"prompt": [', "1", "]}"), 413, deep),
-        (COMPLETIONS, filled('{"prompt": [', "1", "]}", 2 << 20), 400, "exceeds --max-model-len"),
+        (COMPLETIONS, filled('{"prompt": [', "1", "]}", 2 << 20), 400,
+         f"This model's maximum context length is {MAX_MODEL_LEN} tokens (--max-model-len), but the prompt has 1048"),
         ("/tokenize", filled(call + "[", "[]", ']"}}]}]}'), 400, deep),
         ("/detokenize", filled('{"tokens": [', "1", "]}", 2 << 20), 400, f"more than --max-model-len, {MAX_MODEL_LEN}"),
     ]  # fmt: skip

@@ -33,7 +33,7 @@ RANK = (
     "<|im_start|>assistant\n"
 )
 DAMAGED = {"type": "image", "image": "x:y"}
-SCORES = {"/rerank", "/v1/rerank", "/score", "/v1/score"}
+SCORES = {"/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"}
 
 
 @pytest.fixture
@@ -116,10 +116,10 @@ async def test_rerank(ranker: Served) -> None:
     part = {"content": [image(57), {"type": "text", "text": "of a red circle"}]}
     asked = {"query": "q", "documents": ["long " * 9, {"text": ""}, part]}
     body = (await ranker.http.post("/rerank", json=asked)).json()
-    ranker.core.kept.clear()
-    assert body == (await ranker.http.post("/v1/rerank", json=asked)).json() | {
-        name: body[name] for name in ("id", "created")
-    }
+    for path in ("/v1/rerank", "/v2/rerank"):
+        ranker.core.kept.clear()
+        same = (await ranker.http.post(path, json=asked)).json()
+        assert body == same | {name: body[name] for name in ("id", "created")}
     assert [result["index"] for result in body["results"]] == [0, 2, 1]
     assert [result["document"]["text"] for result in body["results"]] == ["long " * 9, "of a red circle", ""]
     first = ranker.core.requests[:3]

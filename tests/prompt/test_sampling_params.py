@@ -115,7 +115,7 @@ def test_structured_output_becomes_a_grammar_that_an_end_completes(fields: Any, 
 def test_length_of_the_answer_is_at_most_the_room_that_the_prompt_leaves(fields: Any, most: int, least: int) -> None:
     params = resolver(SamplingDefaults(max_new_tokens=9)).resolve(chat(**fields), 90)
     assert (params.max_tokens, params.min_tokens) == (most, least)
-    with pytest.raises(ApiError, match="The prompt has 100 tokens"):
+    with pytest.raises(ApiError, match="the prompt has 100 tokens"):
         resolver().resolve(chat(**fields), 100)
 
 

@@ -65,6 +65,7 @@ async def embeddings(request: Request) -> Response:
 
 @router.post("/rerank", openapi_extra=takes(RerankRequest))
 @router.post("/v1/rerank", openapi_extra=takes(RerankRequest))
+@router.post("/v2/rerank", openapi_extra=takes(RerankRequest))
 async def rerank(request: Request) -> Response:
     """Documents by how well they answer a query, the best first."""
     body = await read_body(request, RerankRequest, context_of(request))
