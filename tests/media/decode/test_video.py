@@ -217,6 +217,22 @@ def test_frames_are_upright(is_mirrored: bool) -> None:
         np.testing.assert_array_equal(decode_video(data, EIGHT).frames, upright[:, :, ::-1] if is_mirrored else upright)
 
 
+@pytest.mark.parametrize(("codec", "container", "kind"), [("apng", "apng", "rgba"), ("qtrle", "mov", "argb")])
+def test_transparency_is_laid_over_white(codec: str, container: str, kind: str) -> None:
+    """But where all is transparent it is ignored."""
+    for alphas in ((0, 128, 255, 255), (0, 0, 0, 0)):
+        pixels = np.zeros((16, 64, 4), np.uint8)
+        pixels[..., 3] = np.repeat(alphas, 16)
+        buffer = io.BytesIO()
+        with av.open(buffer, "w", format=container) as output:
+            stream = clips.video_stream(output, codec, 64, 16, 10, {})
+            stream.pix_fmt = kind
+            picture = av.VideoFrame.from_ndarray(pixels, "rgba").reformat(format=kind)
+            output.mux([*stream.encode(picture), *stream.encode(None)])
+        frame = decode_video(buffer.getvalue(), EIGHT).frames[0]
+        assert frame[8, [4, 20, 36, 60], 1].tolist() == ([255, 127, 0, 0] if any(alphas) else [0, 0, 0, 0])
+
+
 def test_frames_of_another_size_are_scaled_to_the_first() -> None:
     """VP9 carries the size in each key frame. The limit holds for each."""
     small, large = (clips.cached("libvpx-vp9", "webm", 5, *size, g="1") for size in ((64, 48), (320, 240)))
