@@ -105,6 +105,16 @@ def test_recording_that_begins_within_a_group() -> None:
     check(clips.cached("libx264", "mpegts", 60, g="10")[188 * 11 :])
 
 
+def test_joined_files_of_mpegts_lack_nothing() -> None:
+    """Each counts its packets from 0, as segments of HLS may. A lost packet is damage."""
+    data = 2 * clips.cached("libx264", "mpegts", 31, 320, 240, g="10", bf="2")
+    check(data)
+    # The first that does not begin a frame, of the video's number 256.
+    lost = next(place for place in range(0, len(data), 188) if data[place + 1 : place + 3] == b"\x01\0")
+    with pytest.raises(MediaError, match="^video 1: the file is truncated or damaged: frame .* is incomplete"):
+        decode_video(data[:lost] + data[lost + 188 :], EIGHT)
+
+
 def test_edit_lists() -> None:
     """One plays one second, from frame 8 on, as a phone trims a recording. For the other, FFmpeg decodes from the only
     key frame on for each of five edits, and drops the frames outside of it."""
