@@ -1,4 +1,5 @@
-"""Decoded frames -> one sRGB array, upright and of one size, by `colour.py`. Knows nothing of files or sampling."""
+"""Decoded frames -> one sRGB array, upright and of one size, by `colour.py`; transparency is laid over white. Knows
+nothing of files or sampling."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -46,9 +47,7 @@ class FrameArray:
             height, width = self._size if self._turn[0] else self._size[::-1]
             self._rows = self._allocate((len(self._places), height, width))
         width, height = self._size
-        plane = self._to_rgb(frame, width, height).planes[0]
-        lines = np.frombuffer(memoryview(plane), np.uint8).reshape(-1, plane.line_size)
-        pixels = lines[:height, : width * 3].reshape(height, width, 3)  # FFmpeg pads the lines of its frames
+        pixels = _pixels(self._to_rgb(frame, width, height))
         swaps, left_right, top_bottom = self._turn
         if swaps:
             pixels = pixels.transpose(1, 0, 2)
@@ -80,11 +79,28 @@ class FrameArray:
             self._turn = (True, c < 0, b < 0) if abs(b) + abs(c) > abs(a) + abs(d) else (False, a < 0, d < 0)
 
     def _to_rgb(self, frame: av.VideoFrame, width: int, height: int) -> av.VideoFrame:
-        """As RGB, of this size, with the transfer and the primaries that it has."""
+        """As RGB, or RGBA, of this size, with the transfer and the primaries that it has."""
         how = None if (width, height) == (frame.width, frame.height) else "BICUBIC"
-        convert = partial(self._reformatter.reformat, frame, width, height, "rgb24", interpolation=how, threads=1)
+        kind = "rgba" if any(part.is_alpha for part in frame.format.components) else "rgb24"
+        convert = partial(self._reformatter.reformat, frame, width, height, kind, interpolation=how, threads=1)
         try:
             return convert()
         except av.error.OSError:  # swscale does not know the matrix
             self._guard.wrong_colours = True
             return convert(src_colorspace=BT2020)  # the matrix has the same number
+
+
+def _pixels(frame: av.VideoFrame) -> NDArray[np.uint8]:
+    """RGB of a frame that is RGB or RGBA: [H, W, 3]. Transparency is laid over white, but where all is transparent it
+    is ignored: many writers of four bytes for a pixel leave the fourth at 0."""
+    plane, depth = frame.planes[0], 4 if frame.format.name == "rgba" else 3
+    lines = np.frombuffer(memoryview(plane), np.uint8).reshape(-1, plane.line_size)  # FFmpeg pads them
+    pixels = lines[: frame.height, : frame.width * depth].reshape(frame.height, frame.width, depth)
+    colours, alpha = pixels[..., :3], pixels[..., 3:]
+    if depth == 3 or alpha.min() == 255 or alpha.max() == 0:
+        return colours
+    darkness = (255 - colours).astype(np.uint16)
+    darkness *= alpha
+    darkness += 127
+    darkness //= 255
+    return 255 - darkness.astype(np.uint8)

@@ -12,7 +12,7 @@ from typing import BinaryIO, cast
 import numpy as np
 import pillow_heif
 from numpy.typing import NDArray
-from PIL import AvifImagePlugin, ExifTags, Image, UnidentifiedImageError
+from PIL import AvifImagePlugin, ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
 
 from mini_engine.media.decode.colour import UNKNOWN, to_srgb
 from mini_engine.media.decode.frame_array import Allocate
@@ -25,6 +25,9 @@ _STRIP_ROWS = 512  # converted to RGB at once
 # How an image that is stored with an orientation of 2 to 8 (EXIF 2.3) is set upright.
 _TURNS = "FLIP_LEFT_RIGHT ROTATE_180 FLIP_TOP_BOTTOM TRANSPOSE ROTATE_270 TRANSVERSE ROTATE_90"
 _TURN_OF = {2 + place: Image.Transpose[name] for place, name in enumerate(_TURNS.split())}
+_BITS = TiffImagePlugin.BITSPERSAMPLE
+_WHITE_AND_PLANES = TiffImagePlugin.PHOTOMETRIC_INTERPRETATION, TiffImagePlugin.PLANAR_CONFIGURATION
+_JPEG2000_SIZE = b"\xff\x4f\xff\x51"  # the first two markers of a code stream
 
 # Import the formats now and not at their first file: a decoder process has few descriptors.
 Image.init()
@@ -44,6 +47,8 @@ def decode_image(file: mmap.mmap, guard: Guard, allocate: Allocate) -> NDArray[n
     try:
         with Image.open(cast(BinaryIO, file), formats=_FORMATS) as image:
             guard.check_size("max_image_pixels", *image.size)
+            if _is_misread(image, file):
+                raise UnidentifiedImageError
             image.load()
             guard.check_size("max_image_pixels", *image.size)  # what an icon holds may have another size
             upright = _upright(image)
@@ -89,6 +94,18 @@ def decode_frames(data: mmap.mmap, sizes: Sequence[int], guard: Guard, allocate:
         rows[place] = pixels
         start += size
     return rows
+
+
+def _is_misread(image: Image.Image, file: mmap.mmap) -> bool:
+    """Whether Pillow reads wrong samples without an error, as it does of more than 8 bits: in TIFF one plane for each
+    colour, and grey of which 0 is white; in JPEG 2000 white as black."""
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        bits, (grey, planes) = image.tag_v2.get(_BITS, (1,)), map(image.tag_v2.get, _WHITE_AND_PLANES)
+        return max(bits) == 16 and (grey == 0 or (planes == 2 and len(bits) > 1))
+    if image.format == "JPEG2000" and image.mode in ("RGB", "RGBA"):
+        start = file.find(_JPEG2000_SIZE, 0)
+        return file[start + 42 : start + 43] > b"\x07"  # bits - 1 of the first component (ISO/IEC 15444-1, A.5.1)
+    return False
 
 
 def _colour_of(image: Image.Image, file: mmap.mmap) -> tuple[int, int]:

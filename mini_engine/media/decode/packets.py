@@ -3,11 +3,13 @@
 Knows nothing of pixels or sampling.
 """
 
+import mmap
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from itertools import accumulate, groupby, pairwise
 
 import av
+import numpy as np
 from av.container import InputContainer
 from av.video import VideoStream
 
@@ -19,14 +21,15 @@ ENCRYPTED = "its video is encrypted; send it without encryption"
 # and an MPEG-4 encoder that drops a frame writes a packet without one (ISO/IEC 14496-2, vop_coded).
 _CONTAINERS = {"mov", "matroska", "mpegts", "flv"}
 _CODECS = {"h264", "hevc", "vvc", "vp8", "vp9", "av1"}  # and those that have key frames only
+_TS_BYTES = 188  # of a packet of MPEG-TS
 
 
 class PacketTable:
     """The packets of a video stream in decoding order, and the order in which their frames are shown."""
 
-    def __init__(self, container: InputContainer, stream: VideoStream, guard: Guard) -> None:
+    def __init__(self, container: InputContainer, stream: VideoStream, guard: Guard, data: mmap.mmap) -> None:
         codec = stream.codec_context.codec
-        self._packets = packets = _read_packets(container, stream, guard)
+        self._packets = packets = _read_packets(container, stream, guard, data)
         self._parts = list(accumulate(map(_is_restart, packets, packets[1:]), initial=0))
         places = [place for place, packet in enumerate(packets) if not packet.is_discard]
         if codec.canonical_name == "vp8":  # alone keeps frames that are only referred to in packets of their own
@@ -87,16 +90,19 @@ class PacketTable:
             yield [self._packets[place] for place in part]
 
 
-def _read_packets(container: InputContainer, stream: VideoStream, guard: Guard) -> list[av.Packet]:
-    """All packets of the stream that hold anything."""
+def _read_packets(container: InputContainer, stream: VideoStream, guard: Guard, data: mmap.mmap) -> list[av.Packet]:
+    """All packets of the stream that hold anything. `data` is the file of `container`."""
     packets: list[av.Packet] = []
     read = shown = 0
+    is_joined: bool | None = None  # None: it does not matter yet
     try:
         for packet in container.demux(stream):
             guard.tick()
             if packet.has_sidedata("encryption_info"):
                 raise MediaError(guard.item, ENCRYPTED)
-            if packet.is_corrupt:
+            if packet.is_corrupt and is_joined is None:
+                is_joined = container.format.name == "mpegts" and _is_joined(data, stream.id)
+            if packet.is_corrupt and not is_joined:
                 guard.add_damage(f"frame {read} is incomplete")
                 continue
             is_frame = packet.size > 0 or packet.dts is not None  # the last is empty: it would end the decoder
@@ -121,3 +127,16 @@ def _is_restart(before: av.Packet, packet: av.Packet) -> bool:
     if before.dts is None or packet.dts is None:
         return False
     return packet.is_keyframe and packet.dts <= before.dts
+
+
+def _is_joined(data: mmap.mmap, pid: int) -> bool:
+    """Whether an MPEG-TS lacks nothing but where files were joined, which FFmpeg takes for a loss: wherever the counter
+    of a stream's packets jumps, there begins a frame from which decoding can start (ISO/IEC 13818-1, section 2.4.3)."""
+    heads = np.frombuffer(data, np.uint8)[: len(data) // _TS_BYTES * _TS_BYTES].reshape(-1, _TS_BYTES)[:, :6]
+    if (heads[:, 0] != 0x47).any():
+        return False
+    heads = heads[((heads[:, 1] & 0x1F).astype(int) << 8 | heads[:, 2]) == pid]
+    heads = heads[heads[:, 3] & 0x10 > 0]  # only what has a payload is counted
+    jumps = heads[1:][(heads[1:, 3] - heads[:-1, 3]) & 0x0F != 1]
+    starts = (jumps[:, 1] & 0x40 > 0) & (jumps[:, 3] & 0x20 > 0) & (jumps[:, 4] > 0) & (jumps[:, 5] & 0x40 > 0)
+    return bool(starts.all() and not (heads[:, 1] & 0x80).any())

@@ -57,7 +57,7 @@ def decode_video(
             container_options={"format_whitelist": _DEMUXERS, "protocol_whitelist": ""},
             options={"max_pixels": str(guard.limits.max_frame_pixels)},  # FFmpeg decodes a little while it opens a file
         ) as container:
-            decode = _Decode(container, sampling, guard, allocate)
+            decode = _Decode(container, data, sampling, guard, allocate)
             stamps = decode.packets.stamps
             if not stamps:
                 raise MediaError(guard.item, NO_FRAME)
@@ -123,7 +123,9 @@ class Timeline:
 class _Decode:
     """One file being decoded."""
 
-    def __init__(self, container: InputContainer, sampling: VideoSampling, guard: Guard, allocate: Allocate) -> None:
+    def __init__(
+        self, container: InputContainer, data: mmap.mmap, sampling: VideoSampling, guard: Guard, allocate: Allocate
+    ) -> None:
         self.sampling, self.guard, self.allocate = sampling, guard, allocate
         self.stream = stream = _video_stream(container, guard)
         # FFmpeg's own threads multiply with the server's decoders, and AUTO has been seen to hang at exit.
@@ -133,7 +135,7 @@ class _Decode:
         self.codec.options = {"max_pixels": str(guard.limits.max_frame_pixels)}  # frames may grow on the way
         guard.check_size("max_frame_pixels", self.codec.width, self.codec.height)
         self.rate = float(stream.average_rate or stream.guessed_rate or 0) or 24.0
-        self.packets = PacketTable(container, stream, guard)
+        self.packets = PacketTable(container, stream, guard, data)
 
     def timeline(self, stamps: Sequence[int | None]) -> Timeline:
         """Of all frames. A file in which any stamp is missing (avi) is taken to run at its frame rate."""

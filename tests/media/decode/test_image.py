@@ -2,7 +2,10 @@
 
 import io
 import struct
+from fractions import Fraction
+from typing import Any
 
+import av
 import numpy as np
 import pytest
 from PIL import ExifTags, Image, ImageOps
@@ -63,6 +66,47 @@ def test_grey_of_more_than_8_bits_is_scaled_to_white() -> None:
     ):
         image = Image.fromarray(np.atleast_2d(pixels))
         np.testing.assert_array_equal(decode_image(saved(image, format))[0, :, 0], [0, 128, 255])
+
+
+def tiff_of_planes(photometric: int, *planes: np.ndarray) -> bytes:
+    """A TIFF of 16 bits, uncompressed, one strip for each plane."""
+    (height, width), count = planes[0].shape, len(planes)
+    strips = [plane.astype("<u2").tobytes() for plane in planes]
+    lists = struct.pack(f"<{count}H", *[16] * count)
+    lists += struct.pack(f"<{2 * count}I", *(200 + len(strips[0]) * n for n in range(count)), *map(len, strips))
+    bits, offsets, sizes = (138, 138 + 2 * count, 138 + 6 * count) if count > 1 else (16, 200, len(strips[0]))
+    tags = [(256, 3, 1, width), (257, 3, 1, height), (258, 3, count, bits), (259, 3, 1, 1), (262, 3, 1, photometric)]
+    tags += [
+        (273, 4, count, offsets),
+        (277, 3, 1, count),
+        (278, 3, 1, height),
+        (279, 4, count, sizes),
+        (284, 3, 1, 1 + (count > 1)),
+    ]
+    head = struct.pack("<2sHIH", b"II", 42, 8, 10) + b"".join(struct.pack("<HHII", *tag) for tag in tags) + bytes(8)
+    return (head + lists).ljust(200, b"\0") + b"".join(strips)
+
+
+def jpeg2000(pixels: np.ndarray) -> bytes:
+    """JPEG 2000 of uint16 [H, W, 3 or 4]."""
+    encoder: Any = av.CodecContext.create("jpeg2000", "w")
+    frame = av.VideoFrame.from_ndarray(pixels, "rgba64le" if pixels.shape[2] == 4 else "rgb48le")
+    encoder.height, encoder.width, encoder.pix_fmt = frame.height, frame.width, frame.format.name
+    encoder.time_base = Fraction(1)
+    return b"".join(map(bytes, (*encoder.encode(frame), *encoder.encode(None))))
+
+
+def test_more_than_8_bits_that_pillow_misreads_are_decoded_by_ffmpeg() -> None:
+    pixels = np.concatenate([clips.frame(0, 64, 32), np.full((32, 64, 3), 255, np.uint8)])
+    deep = pixels.astype(np.uint16) * 257
+    np.testing.assert_array_equal(decode_image(tiff_of_planes(2, *np.moveaxis(deep, 2, 0))), pixels)
+    grey = decode_image(tiff_of_planes(0, ~deep[..., 0]))
+    np.testing.assert_array_equal(grey, np.repeat(pixels[..., :1], 3, axis=2))
+    np.testing.assert_allclose(decode_image(jpeg2000(deep)).astype(int), pixels, atol=4)
+    clear = np.dstack([deep, np.repeat([[0, 65535]], 32, axis=1).repeat(64, axis=0).astype(np.uint16)])
+    pixels[:, :32] = 255
+    np.testing.assert_allclose(decode_image(jpeg2000(clear))[:, 34:].astype(int), pixels[:, 34:], atol=4)
+    assert decode_image(jpeg2000(clear))[:, :30].min() == 255
 
 
 def test_what_pillow_cannot_open_is_decoded_by_ffmpeg() -> None:

@@ -105,6 +105,16 @@ def test_recording_that_begins_within_a_group() -> None:
     check(clips.cached("libx264", "mpegts", 60, g="10")[188 * 11 :])
 
 
+def test_joined_files_of_mpegts_lack_nothing() -> None:
+    """Each counts its packets from 0, as segments of HLS may. A lost packet is damage."""
+    data = 2 * clips.cached("libx264", "mpegts", 31, 320, 240, g="10", bf="2")
+    check(data)
+    # The first that does not begin a frame, of the video's number 256.
+    lost = next(place for place in range(0, len(data), 188) if data[place + 1 : place + 3] == b"\x01\0")
+    with pytest.raises(MediaError, match="^video 1: the file is truncated or damaged: frame .* is incomplete"):
+        decode_video(data[:lost] + data[lost + 188 :], EIGHT)
+
+
 def test_edit_lists() -> None:
     """One plays one second, from frame 8 on, as a phone trims a recording. For the other, FFmpeg decodes from the only
     key frame on for each of five edits, and drops the frames outside of it."""
@@ -215,6 +225,22 @@ def test_frames_are_upright(is_mirrored: bool) -> None:
         data = clips.remuxed(clips.cached("libx264", "mp4", 3), "mp4", degrees=degrees, is_mirrored=is_mirrored)
         upright = np.rot90(clips.decode_all(data), degrees // 90, axes=(1, 2))
         np.testing.assert_array_equal(decode_video(data, EIGHT).frames, upright[:, :, ::-1] if is_mirrored else upright)
+
+
+@pytest.mark.parametrize(("codec", "container", "kind"), [("apng", "apng", "rgba"), ("qtrle", "mov", "argb")])
+def test_transparency_is_laid_over_white(codec: str, container: str, kind: str) -> None:
+    """But where all is transparent it is ignored."""
+    for alphas in ((0, 128, 255, 255), (0, 0, 0, 0)):
+        pixels = np.zeros((16, 64, 4), np.uint8)
+        pixels[..., 3] = np.repeat(alphas, 16)
+        buffer = io.BytesIO()
+        with av.open(buffer, "w", format=container) as output:
+            stream = clips.video_stream(output, codec, 64, 16, 10, {})
+            stream.pix_fmt = kind
+            picture = av.VideoFrame.from_ndarray(pixels, "rgba").reformat(format=kind)
+            output.mux([*stream.encode(picture), *stream.encode(None)])
+        frame = decode_video(buffer.getvalue(), EIGHT).frames[0]
+        assert frame[8, [4, 20, 36, 60], 1].tolist() == ([255, 127, 0, 0] if any(alphas) else [0, 0, 0, 0])
 
 
 def test_frames_of_another_size_are_scaled_to_the_first() -> None:
