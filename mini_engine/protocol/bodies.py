@@ -165,10 +165,13 @@ class ResponseFormat(Struct, frozen=True, forbid_unknown_fields=True):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | None = None  # of the type json_object: the form of llama.cpp, Together and Fireworks
 
     def __post_init__(self) -> None:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("the type json_schema has `json_schema`, and no other")
+        if self.schema is not None and self.type != "json_object":
+            raise ValueError("only the type json_object has `schema`; json_schema has `json_schema.schema`")
 
 
 class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
@@ -242,10 +245,10 @@ class GenerationRequest(Body, kw_only=True, frozen=True, dict=True):
             if outputs.choice is not None:
                 return choice_grammar(outputs.choice)
             return json_grammar(outputs.json) if outputs.json is not None else outputs.grammar or ""
-        if self.response_format is None or self.response_format.type == "text":
+        form = self.response_format
+        if form is None or form.type == "text":
             return ""
-        json_schema = self.response_format.json_schema
-        return json_grammar(json_schema.schema if json_schema else {"type": "object"})
+        return json_grammar(form.json_schema.schema if form.json_schema else form.schema or {"type": "object"})
 
     @property
     def grammar_field(self) -> str:

@@ -36,7 +36,12 @@ _UNSUPPORTED = ("resized_height", "resized_width", "raw_fps", "sample_fps", "num
 class File(Struct, frozen=True):
     """The content of a file, a `data:` URL of an image or a video."""
 
-    file_data: Annotated[str, Meta(pattern="^data:(image|video)/")]
+    file_data: str
+
+    def __post_init__(self) -> None:
+        if not self.file_data.startswith(("data:image/", "data:video/")):
+            text = "`file_data` begins with `data:image/` or `data:video/`; send the pages of a document as images"
+            raise ValueError(text)
 
 
 class PartSettings(Struct, frozen=True, kw_only=True):

@@ -121,6 +121,7 @@ async def test_rerank(ranker: Served) -> None:
         same = (await ranker.http.post(path, json=asked)).json()
         assert body == same | {name: body[name] for name in ("id", "created")}
     assert [result["index"] for result in body["results"]] == [0, 2, 1]
+    assert body["meta"] == {"tokens": {"input_tokens": body["usage"]["prompt_tokens"], "output_tokens": 0}}
     assert [result["document"]["text"] for result in body["results"]] == ["long " * 9, "of a red circle", ""]
     first = ranker.core.requests[:3]
     assert prompts(ranker)[0] == RANK.format("q", "long " * 9) and RANK.format("q", "NULL") in prompts(ranker)

@@ -85,6 +85,7 @@ BIRDS = {"type": "object", "properties": {"n": {"type": "integer"}}, "required":
     [
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": BIRDS}}}, '{"n": 3}', "{}"),
         ({"response_format": {"type": "json_object"}}, '{"a": [1,2]}', "[1]"),
+        ({"response_format": {"type": "json_object", "schema": {"enum": ["a"]}}}, '"a"', '{"a": 1}'),
         ({"structured_outputs": {"json": BIRDS}, "response_format": {"type": "text"}}, '{"n":0}', '{"n":  0}'),
         ({"structured_outputs": {"regex": "a+|b"}}, "aaa", "ab"),
         ({"structured_outputs": {"choice": ['say "é"', ""]}}, 'say "é"', "say"),

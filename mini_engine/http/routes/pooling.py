@@ -75,7 +75,9 @@ async def rerank(request: Request) -> Response:
     if body.return_documents is not False:
         texts = ["".join(part.text or "" for part in document) for document in body.sides[1]]
         results = [result | {"document": {"text": texts[result["index"]]}} for result in results]
-    return await _respond(request, answers, "results", results[: body.top_n or None])
+    tokens = usage_of(answers)["prompt_tokens"]
+    meta = {"tokens": {"input_tokens": tokens, "output_tokens": 0}}  # where Cohere's clients look for the usage
+    return await _respond(request, answers, "results", results[: body.top_n or None], meta=meta)
 
 
 @router.post("/score", openapi_extra=takes(ScoreRequest))
@@ -119,11 +121,13 @@ async def _fetch_query(
         part.fill_in({part.location: item[0].ref.url})
 
 
-async def _respond(request: Request, answers: Sequence[Answer], name: str, items: Iterable[dict[str, Any]]) -> Response:
-    """The response with these items, of which there is one, in the list `name`."""
+async def _respond(
+    request: Request, answers: Sequence[Answer], name: str, items: Iterable[dict[str, Any]], **more: Any
+) -> Response:
+    """The response with these items, of which there is one, in the list `name`, and `more` fields."""
     model, state = context_of(request).config.served_names[0], request.state
     head = {"id": state.request_id, "object": "list", "created": int(time.time()), "model": model}
-    body = bytearray(msgspec.json.encode(head | {"usage": usage_of(answers)})[:-1] + b',"%s":[' % name.encode())
+    body = bytearray(msgspec.json.encode(head | {"usage": usage_of(answers)} | more)[:-1] + b',"%s":[' % name.encode())
     for item in items:
         body += msgspec.json.encode(item) + b","
         await asyncio.sleep(0)  # each may be long
