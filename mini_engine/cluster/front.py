@@ -166,9 +166,9 @@ class Front:
 
     async def _ask_known(self, request: Request) -> AsyncGenerator[HostAnswer, None]:
         """The answers of the hosts that are known, as they come. One that has none is forgotten."""
-        asked = {host: self._ask(lease, request, bytearray()) for host, lease in self._known.items()}
+        requests = {host: self._ask(lease, request, bytearray()) for host, lease in self._known.items()}
         seconds = ANSWER_SECONDS.get(request.scope["raw_path"].decode(), self._config.health_timeout)
-        async with contextlib.aclosing(ask_all(asked, seconds)) as answers:
+        async with contextlib.aclosing(ask_all(requests, seconds)) as answers:
             async for answer in answers:
                 if answer.status:
                     yield answer

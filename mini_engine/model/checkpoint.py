@@ -152,8 +152,8 @@ def _header(file: Path) -> list[Stored]:
 
 def _bits(dtype: str) -> int:
     """Bits of a value, by the dtype's name, such as "BF16", "F8_E4M3" or "BOOL"."""
-    found = re.search(r"\d+", dtype)
-    return int(found[0]) if found else 8
+    digits = re.search(r"\d+", dtype)
+    return int(digits[0]) if digits else 8
 
 
 def read_tensor(stored: Stored, rows: slice | None = None, into: Tensor | None = None) -> Tensor:

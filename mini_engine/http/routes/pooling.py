@@ -154,10 +154,10 @@ async def _pool(request: Request, body: PoolingRequest, prompts: InputPrompts) -
 
     try:
         async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(ask(number, *prompt)) for number, prompt in enumerate(prompts.items())]
+            tasks = [group.create_task(ask(number, *prompt)) for number, prompt in enumerate(prompts.items())]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    return [task.result() for task in asked]
+    return [task.result() for task in tasks]
 
 
 def _located(error: ApiError, name: str) -> ApiError:
