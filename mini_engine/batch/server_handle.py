@@ -143,7 +143,7 @@ class ServerHandle:
             await self._wait(pause)
             reply = await self._send(path, body)
             self._was_reached |= reply.is_sent
-            # A request that was not sent cannot be why; the server may load a model.
+            # A server that was reached before restarts, which takes as long as loading its model.
             status = 503 if self._was_reached and not reply.is_sent else reply.status
             replies[status] += 1
             if replies[status] > REPEATS.get(status, 0):

@@ -20,8 +20,8 @@ def bind_listeners(config: EngineConfig) -> list[socket.socket]:
         return _bind_unix(config, config.uds)
     try:
         stream, passive = socket.SOCK_STREAM, socket.AI_PASSIVE
-        found = socket.getaddrinfo(config.host, config.port, type=stream, flags=passive)
-        family, kind, _, _, address = min(found, key=lambda info: info[0] != socket.AF_INET)  # of `localhost`
+        infos = socket.getaddrinfo(config.host, config.port, type=stream, flags=passive)
+        family, kind, _, _, address = min(infos, key=lambda info: info[0] != socket.AF_INET)  # of `localhost`
         with socket.socket(family, kind) as plain:
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             plain.bind(address)

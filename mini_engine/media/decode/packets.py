@@ -130,13 +130,13 @@ def _is_restart(before: av.Packet, packet: av.Packet) -> bool:
 
 
 def _is_joined(data: mmap.mmap, pid: int) -> bool:
-    """Whether an MPEG-TS lacks nothing but where files were joined, which FFmpeg takes for a loss: wherever the counter
-    of a stream's packets jumps, there begins a frame from which decoding can start (ISO/IEC 13818-1, section 2.4.3)."""
+    """Whether an MPEG-TS lacks nothing but where files were joined, which FFmpeg takes for a loss: the counter of a
+    stream's packets jumps, and only where a frame begins from which decoding can start (ISO/IEC 13818-1, 2.4.3)."""
     heads = np.frombuffer(data, np.uint8)[: len(data) // _TS_BYTES * _TS_BYTES].reshape(-1, _TS_BYTES)[:, :6]
     if (heads[:, 0] != 0x47).any():
         return False
-    heads = heads[((heads[:, 1] & 0x1F).astype(int) << 8 | heads[:, 2]) == pid]
+    heads = heads[((heads[:, 1] & 0x1F).astype(np.uint16) << 8 | heads[:, 2]) == pid]
     heads = heads[heads[:, 3] & 0x10 > 0]  # only what has a payload is counted
     jumps = heads[1:][(heads[1:, 3] - heads[:-1, 3]) & 0x0F != 1]
     starts = (jumps[:, 1] & 0x40 > 0) & (jumps[:, 3] & 0x20 > 0) & (jumps[:, 4] > 0) & (jumps[:, 5] & 0x40 > 0)
-    return bool(starts.all() and not (heads[:, 1] & 0x80).any())
+    return bool(starts.size and starts.all() and not (heads[:, 1] & 0x80).any())

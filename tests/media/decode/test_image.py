@@ -76,13 +76,8 @@ def tiff_of_planes(photometric: int, *planes: np.ndarray) -> bytes:
     lists += struct.pack(f"<{2 * count}I", *(200 + len(strips[0]) * n for n in range(count)), *map(len, strips))
     bits, offsets, sizes = (138, 138 + 2 * count, 138 + 6 * count) if count > 1 else (16, 200, len(strips[0]))
     tags = [(256, 3, 1, width), (257, 3, 1, height), (258, 3, count, bits), (259, 3, 1, 1), (262, 3, 1, photometric)]
-    tags += [
-        (273, 4, count, offsets),
-        (277, 3, 1, count),
-        (278, 3, 1, height),
-        (279, 4, count, sizes),
-        (284, 3, 1, 1 + (count > 1)),
-    ]
+    tags += [(273, 4, count, offsets), (277, 3, 1, count), (278, 3, 1, height), (279, 4, count, sizes)]
+    tags += [(284, 3, 1, 1 + (count > 1))]
     head = struct.pack("<2sHIH", b"II", 42, 8, 10) + b"".join(struct.pack("<HHII", *tag) for tag in tags) + bytes(8)
     return (head + lists).ljust(200, b"\0") + b"".join(strips)
 

@@ -106,13 +106,19 @@ def test_recording_that_begins_within_a_group() -> None:
 
 
 def test_joined_files_of_mpegts_lack_nothing() -> None:
-    """Each counts its packets from 0, as segments of HLS may. A lost packet is damage."""
+    """Each counts its packets from 0, as segments of HLS may. A lost packet is damage, also at the end of a file that
+    says how long its frames are."""
     data = 2 * clips.cached("libx264", "mpegts", 31, 320, 240, g="10", bf="2")
     check(data)
     # The first that does not begin a frame, of the video's number 256.
     lost = next(place for place in range(0, len(data), 188) if data[place + 1 : place + 3] == b"\x01\0")
     with pytest.raises(MediaError, match="^video 1: the file is truncated or damaged: frame .* is incomplete"):
         decode_video(data[:lost] + data[lost + 188 :], EIGHT)
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mpegts", options={"omit_video_pes_length": "0"}) as output:
+        clips.write_frames(output, clips.video_stream(output, "mpeg2video", 320, 240, 10, {"g": "1"}), range(5))
+    with pytest.raises(MediaError, match="frame .* is incomplete"):
+        decode_video(buffer.getvalue()[:-188], EIGHT)
 
 
 def test_edit_lists() -> None:
