@@ -83,8 +83,7 @@ class HttpParser(h11.Connection):
         if isinstance(event, h11.Request):
             self._chunks = MAX_CHUNKS
             if url := ORIGIN.match(event.target):
-                path = event.target[url.end() :]
-                object.__setattr__(event, "target", path if path.startswith(b"/") else b"/" + path)
+                object.__setattr__(event, "target", b"/" + event.target[url.end() :].removeprefix(b"/"))
             if {b"content-length", b"transfer-encoding"} <= dict(event.headers).keys():
                 raise h11.RemoteProtocolError("Content-Length and Transfer-Encoding: send one of them")
         return event

@@ -25,8 +25,6 @@ _STRIP_ROWS = 512  # converted to RGB at once
 # How an image that is stored with an orientation of 2 to 8 (EXIF 2.3) is set upright.
 _TURNS = "FLIP_LEFT_RIGHT ROTATE_180 FLIP_TOP_BOTTOM TRANSPOSE ROTATE_270 TRANSVERSE ROTATE_90"
 _TURN_OF = {2 + place: Image.Transpose[name] for place, name in enumerate(_TURNS.split())}
-_BITS = TiffImagePlugin.BITSPERSAMPLE
-_WHITE_AND_PLANES = TiffImagePlugin.PHOTOMETRIC_INTERPRETATION, TiffImagePlugin.PLANAR_CONFIGURATION
 _JPEG2000_SIZE = b"\xff\x4f\xff\x51"  # the first two markers of a code stream
 
 # Import the formats now and not at their first file: a decoder process has few descriptors.
@@ -100,8 +98,9 @@ def _is_misread(image: Image.Image, file: mmap.mmap) -> bool:
     """Whether Pillow reads wrong samples without an error, as it does of more than 8 bits: in TIFF one plane for each
     colour, and grey of which 0 is white; in JPEG 2000 white as black."""
     if isinstance(image, TiffImagePlugin.TiffImageFile):
-        bits, (grey, planes) = image.tag_v2.get(_BITS, (1,)), map(image.tag_v2.get, _WHITE_AND_PLANES)
-        return max(bits) == 16 and (grey == 0 or (planes == 2 and len(bits) > 1))
+        tags, bits = image.tag_v2, image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (1,))
+        has_planes = len(bits) > 1 and tags.get(TiffImagePlugin.PLANAR_CONFIGURATION) == 2
+        return max(bits) == 16 and (has_planes or tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0)
     if image.format == "JPEG2000" and image.mode in ("RGB", "RGBA"):
         start = file.find(_JPEG2000_SIZE, 0)
         return file[start + 42 : start + 43] > b"\x07"  # bits - 1 of the first component (ISO/IEC 15444-1, A.5.1)
