@@ -20,9 +20,9 @@ def settle_memory(
         return config, ""
     engines, ranks = config.engines, config.tensor_parallel_size
     text, (weights, itemsize) = model.text, weight_bytes(config, model)
-    room = free - engines * (weights + ENGINE_BYTES)
+    room = free - weights - engines * ENGINE_BYTES  # at most: engines share what is not packed of the weights
     if room <= 0:
-        used = f"{engines} engine(s) need {(free - room) / 2**30:.1f} GiB for weights and processes"
+        used = f"weights and the processes of {engines} engine(s) need {(free - room) / 2**30:.1f} GiB"
         remedy = "raise the memory limit, choose a smaller model or --quantization int8, or lower --data-parallel-size"
         raise ConfigError(f"out of memory: {free / 2**30:.1f} GiB are free, but {used}; {remedy}")
     check_given_cache(config, model, "cpu", free, engines * ranks)
