@@ -21,7 +21,7 @@ def bind_listeners(config: EngineConfig) -> list[socket.socket]:
     try:
         stream, passive = socket.SOCK_STREAM, socket.AI_PASSIVE
         infos = socket.getaddrinfo(config.host, config.port, type=stream, flags=passive)
-        family, kind, _, _, address = min(infos, key=lambda info: info[0] != socket.AF_INET)  # of `localhost`
+        family, kind, _, _, address = min(infos, key=lambda info: info[0] != socket.AF_INET)  # IPv4 first
         with socket.socket(family, kind) as plain:
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             plain.bind(address)

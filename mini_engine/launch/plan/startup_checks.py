@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_MEDIA_CACHE_BYTES = 4 << 30
 PROC_FILES = [Path("/proc", name) for name in ("self/stat", "meminfo", "cpuinfo")]
-# What processes share memory and are watched by.
+# By which processes share memory, and are watched.
 SYSTEM_CALLS: dict[str, Callable[[], int]] = {
     "memfd_create": lambda: os.memfd_create("mini-engine"),
     "pidfd_open": lambda: os.pidfd_open(os.getpid()),
