@@ -6,7 +6,7 @@ Checkpoint names are in the newer hub layout (`model.language_model.*`, `model.v
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import count, groupby, pairwise
 
@@ -97,7 +97,10 @@ def pack_weights(module: nn.Module) -> None:
     with ThreadPoolExecutor(PACKING_THREADS) as pool:
         # FBGEMM takes one thread and 16 ns for a weight.
         is_slow = any(in_float32.widens(weight) for layer in dense for weight in layer.parameters())
-        for nbytes in (pool.map if is_slow else map)(replace, dense):
+        sizes = map(replace, dense)
+        if is_slow:  # as they end: a head takes as long as most others together
+            sizes = map(Future.result, as_completed([pool.submit(replace, layer) for layer in dense]))
+        for nbytes in sizes:
             progress.add(nbytes)
     return_freed_memory()
     for number, matrix in enumerate(m for m in module.modules() if isinstance(m, QuantizedMatrix)):
