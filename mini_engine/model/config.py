@@ -34,14 +34,10 @@ class LinearConfig:
         """Of the convolution: all heads of q, then of k, then of v."""
         return 2 * self.k_heads * self.k_dim + self.v_heads * self.v_dim
 
-    @property
-    def state_bytes(self) -> int:
-        """Of one sequence, within a few percent: the delta states."""
-        return 4 * len(self.layers) * self.v_heads * self.k_dim * self.v_dim
-
     def nbytes(self, itemsize: int) -> int:
         """Of one sequence, in a model whose numbers have so many bytes."""
-        return self.state_bytes + len(self.layers) * self.channels * (self.kernel_size - 1) * itemsize
+        conv, delta = self.channels * (self.kernel_size - 1), self.v_heads * self.k_dim * self.v_dim
+        return len(self.layers) * (conv * itemsize + delta * 4)
 
 
 @dataclass(frozen=True)

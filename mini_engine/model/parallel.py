@@ -87,16 +87,6 @@ class TensorParallel:
         first = total * self.rank // self.size
         return slice(first, first + 1)
 
-    def check_heads(self, what: str, heads: int, kv_heads: int | None = None) -> None:
-        """ValueError if `heads` cannot be split evenly, or `kv_heads` neither split nor replicated evenly."""
-        if heads % self.size:
-            raise ValueError(f"{heads} {what} heads cannot be split over {self.size} tensor-parallel ranks")
-        if kv_heads is not None and kv_heads % self.size and self.size % kv_heads:
-            raise ValueError(
-                f"{kv_heads} {what} key-value heads can be neither split nor replicated evenly over {self.size} "
-                "tensor-parallel ranks"
-            )
-
 
 @dataclass(frozen=True)
 class Placement:

@@ -122,8 +122,7 @@ class GatedDeltaNet(Layer):
 
 
 def state_shape(linear: LinearConfig, tp: TensorParallel) -> LinearConfig:
-    """The same with a rank's heads, as its states have it. Raises ValueError if the heads do not divide."""
-    tp.check_heads("delta-net key", linear.k_heads)
+    """The same with a rank's heads, as its states have it."""
     return replace(linear, k_heads=linear.k_heads // tp.size, v_heads=linear.v_heads // tp.size)
 
 
@@ -156,14 +155,10 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """All layers and the final norm; embeddings and head are the model's.
-
-    Raises ValueError at construction if the heads do not divide by the ranks.
-    """
+    """All layers and the final norm; embeddings and head are the model's."""
 
     def __init__(self, config: TextConfig, at: Placement) -> None:
         super().__init__()
-        at.tp.check_heads("attention", config.num_heads, config.num_kv_heads)
         self.state_shape = state_shape(config.linear, at.tp) if config.linear else None
         self.rope = MRope(config, at.device)
         self.layers = nn.ModuleList(

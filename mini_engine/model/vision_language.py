@@ -32,10 +32,10 @@ class AttentionShape:
 
 
 class VisionLanguageModel(nn.Module):
-    """One rank's part of the model. Contents are unset until `weights.load_weights` fills them.
+    """One rank's part of the model. Contents are unset until `weights.load_weights` fills them. The heads divide by the
+    group's size, as the start has checked.
 
-    `state_shape` has this rank's heads; it is None if all of the decoder's layers have attention. Raises ValueError if
-    heads, of decoder or sharded vision tower, do not divide by the group's size.
+    `state_shape` has this rank's heads; it is None if all of the decoder's layers have attention.
     """
 
     def __init__(self, config: ModelConfig, at: Placement) -> None:

@@ -58,7 +58,7 @@ def load_model(
     Raises:
         FileNotFoundError: config.json is not there.
         CheckpointError: the weights are not there, cannot be read or do not match.
-        ValueError: unsupported architecture or setting, heads that do not divide.
+        ValueError: unsupported architecture or setting.
     """
     config = ModelConfig.from_dir(path)
     tensors = stored = None

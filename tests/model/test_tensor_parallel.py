@@ -123,8 +123,6 @@ def test_every_frame_goes_to_one_rank_and_none_gets_much_more_than_its_part(grid
 def test_a_spread_tower_needs_no_heads_that_divide(checkpoint):
     config, at = checkpoint.config, Placement(TensorParallel(2, 3), torch.float32, CPU)
     tower = config.text.spec.load_tower()
-    with pytest.raises(ValueError, match="4 vision attention heads cannot be split over 3"):
-        tower(config.vision, at)
     whole = tower(config.vision, at.alone())
     shapes = [each.shape for each in SpreadTower(tower, config.vision, at).parameters()]
     assert shapes == [each.shape for each in whole.parameters()]

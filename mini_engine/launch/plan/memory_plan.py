@@ -29,7 +29,7 @@ def settle_memory(
     if config.num_gpu_blocks_override is not None or config.kv_cache_memory_bytes is not None:
         return config, ""
     longest = config.sequence_tokens("cpu", text.max_position_embeddings)
-    block, states = _block_bytes(config, text, itemsize), _state_bytes(config, text, "cpu")
+    block, states = _block_bytes(config, text, itemsize), _state_bytes(config, text, "cpu", itemsize)
     stored = media.nbytes * engines * (ranks if media.kind == "lru" else 1)
     embeddings = config.encoder_tokens(longest) * model.vision.row_size * itemsize * ranks
     left = free - stored - engines * (weights + embeddings + states)
@@ -60,7 +60,7 @@ def check_given_cache(config: EngineConfig, model: ModelConfig, device: str, fre
     if config.num_gpu_blocks_override is not None:
         flag = "--num-gpu-blocks-override"
         given = config.num_gpu_blocks_override * _block_bytes(config, model.text, itemsize)
-    others = (weights + _state_bytes(config, model.text, device)) // config.tensor_parallel_size
+    others = (weights + _state_bytes(config, model.text, device, itemsize)) // config.tensor_parallel_size
     left = free - workers * others
     if given * workers > max(0, left):
         raise ConfigError(
@@ -76,6 +76,6 @@ def _block_bytes(config: EngineConfig, text: TextConfig, itemsize: int) -> int:
     return 2 * layers * heads * text.head_dim * itemsize * config.block_size
 
 
-def _state_bytes(config: EngineConfig, text: TextConfig, device: str) -> int:
+def _state_bytes(config: EngineConfig, text: TextConfig, device: str, itemsize: int) -> int:
     """Of an engine's recurrent states, without snapshots."""
-    return config.step_sequences(device, recurrent=True) * text.linear.state_bytes if text.linear is not None else 0
+    return config.step_sequences(device, recurrent=True) * text.linear.nbytes(itemsize) if text.linear else 0

@@ -221,10 +221,8 @@ class PatchMerger(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """The whole tower, sharded over the ranks; every rank gets all rows. A family says which norm, MLP and mergers.
-
-    Raises ValueError at construction if the heads do not divide by the ranks.
-    """
+    """The whole tower, sharded over the ranks; every rank gets all rows. A family says which norm, MLP and
+    mergers."""
 
     norm: type[RMSNorm | LayerNorm]
     patch_bias = False
@@ -234,7 +232,6 @@ class VisionTower(nn.Module):
 
     def __init__(self, config: VisionConfig, at: Placement) -> None:
         super().__init__()
-        at.tp.check_heads("vision attention", config.num_heads)
         self.config = config
         self.inv_freq = inverse_frequencies(config.rope_theta, config.head_dim // 2, at.device)
         self.patch_embed = PatchEmbed("model.visual.patch_embed.proj", config, self.patch_bias, at)
