@@ -148,7 +148,7 @@ class EngineCore:
             self.links.send(incarnation, ControlReply(control.number, self._stats()))
         else:
             self.blocks.forget_prefixes()
-            self.encoder.forget_unused()
+            self.encoder.evict_idle(self.encoder.num_idle_tokens)
             self.media.reset()
             self.links.send(incarnation, ControlReply(control.number))
 

@@ -65,7 +65,6 @@ class Links:
         return reports
 
     def send_step(self, step: Step) -> None:
-        """The same step to every rank."""
         frame = self.encoder.encode(step)
         for rank in self.ranks:
             self.workers.send_multipart([rank, frame], zmq.NOBLOCK)

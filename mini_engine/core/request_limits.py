@@ -28,7 +28,9 @@ def engine_limits(
     if capacity < wanted:
         text = "the KV cache holds %d tokens, so requests are limited to that instead of %d; raise %s for more"
         logger.warning(text, capacity, wanted, flag)
-    interval = config.state_snapshot_interval or _snapshot_interval(capacity, num_states, config)
+    # Without the flag there are snapshots enough for all that the KV cache holds.
+    snapshots = max(1, num_states - config.step_sequences("cpu", recurrent=True))
+    interval = -(-max(LEAST_SNAPSHOT_INTERVAL, capacity // snapshots) // config.block_size) * config.block_size
     return EngineLimits(
         max_model_len=min(wanted, capacity),
         num_blocks=num_blocks,
@@ -36,11 +38,5 @@ def engine_limits(
         max_prompt_media_tokens=config.encoder_tokens(capacity),
         device=device,
         num_states=num_states,
-        state_interval=interval,
+        state_interval=config.state_snapshot_interval or interval,
     )
-
-
-def _snapshot_interval(capacity: int, num_states: int, config: EngineConfig) -> int:
-    """Tokens between snapshots of recurrent states, so that there are enough for all that the KV cache holds."""
-    snapshots = max(1, num_states - config.step_sequences("cpu", recurrent=True))
-    return -(-max(LEAST_SNAPSHOT_INTERVAL, capacity // snapshots) // config.block_size) * config.block_size

@@ -46,6 +46,7 @@ def _bind_unix(config: EngineConfig, path: str) -> list[socket.socket]:
         listener.bind(path)
         listener.listen()  # at once: the name of one that does not listen looks like a dead server's
     except OSError as error:
+        listener.close()
         raise ConfigError(f"--uds: cannot listen on {path}: {error.strerror or error}") from None
     return [listener] * config.api_server_count
 

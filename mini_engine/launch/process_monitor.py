@@ -112,8 +112,6 @@ class ChildProcess:
 
 @dataclass(frozen=True)
 class ChildMessage:
-    """A child has sent a message."""
-
     child: ChildProcess
     body: AnyMessage
 
@@ -190,7 +188,6 @@ class ProcessGroup:
         return [child for child in self.children if child.spec.role == "api"]
 
     def engines(self) -> list[ChildProcess]:
-        """Cores and workers."""
         return [child for child in self.children if child.spec.role != "api"]
 
     def engine_of(self, child: ChildProcess) -> list[ChildProcess]:

@@ -53,7 +53,6 @@ class StoredMatrix:
 
     @property
     def kind(self) -> MatrixKind:
-        """How it is held in memory."""
         if self.bits == 8:
             return MatrixKind(8)
         return MatrixKind(4, self._group)

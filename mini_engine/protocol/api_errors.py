@@ -64,7 +64,6 @@ class ApiError(Exception):
         self.body = ErrorBody(message, kind, param, code)
 
     def encode(self) -> bytes:
-        """The error response's body as JSON."""
         return msgspec.json.encode(ErrorResponse(self.body))
 
 

@@ -125,7 +125,6 @@ class CudaCopy:
         tensor.record_stream(stream)  # torch would reuse the memory for the next copy when the last reference ends
 
     def synchronize(self) -> None:
-        """Wait for the copy."""
         wait_for(self._done)
 
 

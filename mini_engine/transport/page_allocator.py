@@ -36,12 +36,10 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Free pages below the mark."""
         return int(np.count_nonzero(self._free[: self.high_water_mark]))
 
     @property
     def num_used(self) -> int:
-        """Allocated pages."""
         return self.high_water_mark - self.num_free
 
     def allocate(self, nbytes: int) -> list[Extent] | None:

@@ -185,7 +185,6 @@ class TensorIpcSender:
 
     @property
     def buffered_tensors(self) -> int:
-        """How many these are."""
         return len(self._held)
 
     def close_streams(self) -> None:

@@ -4,7 +4,6 @@ import json
 import socket
 import ssl
 import stat
-import subprocess
 from pathlib import Path
 
 import httpx
@@ -63,19 +62,3 @@ def test_a_unix_socket_for_all_api_servers(tmp_path: Path):
     assert len(requests) == 3 and all(line["message"].startswith(line["request_id"]) for line in requests)
     assert [line["completion_tokens"] for line in requests] == [3] * 3
     assert (lines[-1]["process"], lines[-1]["message"]) == ("supervisor", "stopped")
-
-
-def test_unusable_sockets_and_certificates_are_refused(tmp_path: Path):
-    a_file, certificate = tmp_path / "file", make_certificate(tmp_path, "DNS:localhost")
-    a_file.write_text("precious")
-    encrypted = tmp_path / "encrypted.pem"
-    encrypt = ["openssl", "pkey", "-aes256", "-passout", "pass:x", "-in", certificate[1], "-out", encrypted]
-    subprocess.run(encrypt, check=True, capture_output=True)
-    for server, named in (
-        (UnixServer(a_file, *certificate), "--uds: cannot listen on"),
-        (UnixServer(tmp_path / "nowhere" / "socket", *certificate), "--uds: cannot listen on"),
-        (UnixServer(tmp_path / "socket", certificate[0], a_file), "--ssl-keyfile, --ssl-certfile: "),
-        (UnixServer(tmp_path / "socket", certificate[0], encrypted), "--ssl-keyfile: the key is encrypted"),
-    ):
-        assert named in refused(server)
-    assert a_file.read_text() == "precious"

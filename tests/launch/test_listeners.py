@@ -31,6 +31,14 @@ def test_a_second_server_is_refused_whether_the_first_listens_or_only_loads(list
             bound(stack, first[0].getsockname()[1])
 
 
+def test_a_unix_socket_takes_the_place_of_nothing_else(tmp_path):
+    (tmp_path / "file").write_text("precious")
+    for path in (tmp_path / "file", tmp_path / "nowhere" / "socket"):
+        with pytest.raises(ConfigError, match="^--uds: cannot listen on"):
+            bind_listeners(EngineConfig(uds=str(path)))
+    assert (tmp_path / "file").read_text() == "precious"
+
+
 def test_the_unspecified_ipv6_address_serves_both_families():
     addresses = Path("/proc/net/if_inet6")
     if not (addresses.exists() and addresses.read_text()):

@@ -65,7 +65,7 @@ class EncoderCache:
             if self._idle.pop(media_hash, None) is not None:
                 self.num_idle_tokens -= entry.num_tokens
             entry.users += users
-        self._evict_idle(self.num_tokens + sum(missing.values()) - self.budget)
+        self.evict_idle(self.num_tokens + sum(missing.values()) - self.budget)
         for media_hash, tokens in missing.items():
             self._entries[media_hash] = EncoderEntry(tokens, users)
             self.num_tokens += tokens
@@ -82,11 +82,7 @@ class EncoderCache:
                 self._drop(media_hash)
         items.clear()
 
-    def forget_unused(self) -> None:
-        """Evict every idle item."""
-        self._evict_idle(self.num_idle_tokens)
-
-    def _evict_idle(self, num_tokens: int) -> None:
+    def evict_idle(self, num_tokens: int) -> None:
         """Evict the least recently used items, `num_tokens` of the `num_idle_tokens` or more."""
         while num_tokens > 0:
             media_hash, entry = self._idle.popitem(last=False)

@@ -37,7 +37,6 @@ class BlockPool:
         return self.num_blocks - self.num_free
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def has_room(self, count: int, shared: Sequence[int]) -> bool:

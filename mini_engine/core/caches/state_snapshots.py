@@ -34,7 +34,6 @@ class StatePool:
         return self._sequences.pop()
 
     def free(self, index: int) -> None:
-        """Free a sequence's index."""
         self._sequences.append(index)
 
     def find(self, hashes: Sequence[bytes]) -> int:
@@ -82,7 +81,6 @@ class StatePool:
         return True
 
     def cancel(self, index: int) -> None:
-        """Free a reserved index."""
         self._unused.append(index)
 
     def drop(self, prefix_hash: bytes | None) -> None:

@@ -69,11 +69,7 @@ class MediaPolicy:
 
     allowed_local_media_path: Path | None  # `file://` URLs may read below this directory; None disables them
     max_media_bytes: int  # of one encoded item
-    # The hosts that `http(s)://` URLs may name; empty disables them. An entry is a host name without wildcards, or an
-    # address. With `:port` the entry allows one port, otherwise every port. Each address of a host name must be global
-    # or in a network entry, such as `10.0.0.0/8`. An address entry, such as `127.0.0.1:8080`, allows URLs that contain
-    # it, and no host name that resolves to it.
-    allowed_media_domains: Sequence[str] = ()
+    allowed_media_domains: Sequence[str] = ()  # as the flag's help says; empty disables `http(s)://` URLs
     media_fetch_timeout: float = 30.0  # seconds for one `http(s)` item, from the name resolution to the last byte
     allowed_hosts: frozenset[AllowedHost | Network] = field(init=False)
 

@@ -59,7 +59,6 @@ class DecodeGraphs:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
     def __len__(self) -> int:
-        """How many sizes of batches there are."""
         return len(self._sizes)
 
     @torch.inference_mode()

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from mini_engine.launch.plan.startup_checks import check_model, resolve_model, w
 from mini_engine.launch.runtime_directory import MAX_UNIX_PATH, runtime_directory
 from mini_engine.messages import EngineLimits, MediaCachePlan
 from tests.support.hub_cache import put_in_cache
+from tests.support.web import make_certificate
 
 # --- the host ---------------------------------------------------------------------------------------------------------
 
@@ -72,6 +74,19 @@ def test_device_cuda_needs_a_gpu_and_a_torch_for_it(gpu, version, reason, monkey
     with pytest.raises(ConfigError, match=f"^--device cuda: {reason}; choose --device cpu or auto"):
         startup_checks.check_device_and_tls(EngineConfig(device="cuda"))
     startup_checks.check_device_and_tls(EngineConfig())
+
+
+def test_keys_that_are_none_or_encrypted_are_refused(tmp_path):
+    certificate, key = make_certificate(tmp_path, "DNS:localhost")
+    encrypt = ["openssl", "pkey", "-aes256", "-passout", "pass:x", "-in", key, "-out", tmp_path / "encrypted"]
+    subprocess.run(encrypt, check=True, capture_output=True)
+    for unusable, said in (
+        (certificate, "--ssl-keyfile, --ssl-certfile: "),
+        (encrypt[-1], "--ssl-keyfile: the key is"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{said}"):
+            config = EngineConfig(ssl_certfile=str(certificate), ssl_keyfile=str(unusable))
+            startup_checks.check_device_and_tls(config)
 
 
 def test_a_hub_name_is_found_in_the_cache_without_network(tmp_path, monkeypatch):
