@@ -42,11 +42,11 @@ FALLBACK_REASONS = ("cuda_ipc", "store_full", "store_busy", "store_oversize", "p
 
 # Why requests were refused with 429, see `http/admission.py`; and with 503, since there were more than
 # --max-connections, or the host is out of something.
-REJECTION_REASONS = ("queued_requests", "inflight_bodies", "inflight_media", "connections", "host")
+RejectionReason = Literal["queued_requests", "inflight_bodies", "inflight_media", "connections", "host"]
 
 # Why a media decoder process exited: it crashed, exceeded its time or its memory, was killed from outside, did not stop
 # when its job was cancelled, or was one more than the pool keeps.
-DECODER_ENDINGS = ("crash", "timeout", "memory", "killed", "cancelled", "surplus")
+DecoderEnding = Literal["crash", "timeout", "memory", "killed", "cancelled", "surplus"]
 
 TRANSPORTS = (*get_args(TransportName), "shm_store")
 
@@ -103,13 +103,16 @@ media_named_hits_total = _counter("media_named_hits_total", "Media items found b
 mm_store_fragmented_total = _counter("mm_store_fragmented_total", "Media items stored in several extents.")
 media_decodes_total = _counter("media_decodes_total", "Images and videos decoded and processed.")
 media_decoder_exits_total = _counter(
-    "media_decoder_exits_total", "Media decoder processes that exited or were killed.", "reason", DECODER_ENDINGS
+    "media_decoder_exits_total",
+    "Media decoder processes that exited or were killed.",
+    "reason",
+    get_args(DecoderEnding),
 )
 inflight_media_bytes = _gauge(
     "inflight_media_bytes", "Bytes of encoded media reserved for requests, and of decoded frames.", "livesum"
 )
 requests_rejected_total = _counter(
-    "requests_rejected_total", "Requests refused: 429, or 503 (connections, host).", "reason", REJECTION_REASONS
+    "requests_rejected_total", "Requests refused: 429, or 503 (connections, host).", "reason", get_args(RejectionReason)
 )
 http_requests_total = Counter(
     "http_requests_total", "Responses by the path of their route.", ["handler", "method", "status"], registry=REGISTRY

@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from mini_engine import metrics
 from mini_engine.config import EngineConfig
@@ -33,7 +32,7 @@ class Budget:
 
     limit: int
     flag: str  # that sets the limit
-    reason: Literal["queued_requests", "inflight_bodies", "inflight_media"]  # for refusals, in the metrics
+    reason: metrics.RejectionReason  # for refusals, in the metrics
     unit: str  # of what is counted, for errors
     show: Callable[[int], None] = lambda _: None  # called with `used` when it changes
     used: int = 0

@@ -5,12 +5,22 @@ import asyncio
 import contextlib
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 
 import pytest
 from aiohttp import web
 
 from mini_engine.batch import server_handle
 from mini_engine.batch.server_handle import REPEATS, ServerError, ServerHandle, forward_log
+
+
+async def start(answer: Callable[[web.Request], Awaitable[web.Response]], port: int = 0) -> web.AppRunner:
+    app = web.Application()
+    app.add_routes([web.post("/", answer)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    return runner
 
 
 @pytest.mark.parametrize(
@@ -41,11 +51,7 @@ async def test_a_request_is_sent_again_after_each_status_as_often_as_after_that_
             request.transport.abort()
         return web.json_response({}, status=status or 200)
 
-    app = web.Application()
-    app.add_routes([web.post("/", answer)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    runner = await start(answer)
     with contextlib.closing(ServerHandle(f"http://127.0.0.1:{runner.addresses[0][1]}")) as server:
         for status in (200, 400):
             assert (await asyncio.wrap_future(server.run(server.post("/", b"")))).status == status
@@ -59,15 +65,7 @@ async def test_a_restart_is_waited_for_longer_than_a_connection_that_ends(monkey
     async def answer(_: web.Request) -> web.Response:
         return web.json_response({})
 
-    async def start(port: int) -> web.AppRunner:
-        app = web.Application()
-        app.add_routes([web.post("/", answer)])
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        return runner
-
-    runner = await start(0)
+    runner = await start(answer)
     port = runner.addresses[0][1]
     url = f"http://127.0.0.1:{port}"
     with contextlib.closing(ServerHandle(url)) as server, contextlib.closing(ServerHandle(url)) as other:
@@ -85,6 +83,6 @@ async def test_a_restart_is_waited_for_longer_than_a_connection_that_ends(monkey
         with pytest.raises(ServerError, match="Cannot connect"):  # of a server that it never reached
             await post(other)
         assert not posting.done()
-        runner = await start(port)
+        runner = await start(answer, port)
         assert await posting == 200
     await runner.cleanup()

@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -52,7 +52,6 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 ENVIRONMENT = """HOME LD_LIBRARY_PATH MINI_ENGINE_FAILPOINTS PYTHONDONTWRITEBYTECODE PYTHONHOME PYTHONNOUSERSITE
 PYTHONPATH PYTHONPYCACHEPREFIX PYTHONSAFEPATH PYTHONUSERBASE""".split()
 
-Ending = Literal["crash", "timeout", "memory", "killed", "cancelled", "surplus"]
 
 _replies = msgspec.msgpack.Decoder(Reply)
 
@@ -216,7 +215,7 @@ class DecoderPool:
         self._remove_idle(child)
         self._retire(child, "killed")
 
-    def _retire(self, child: DecoderProcess, ending: Ending) -> None:
+    def _retire(self, child: DecoderProcess, ending: metrics.DecoderEnding) -> None:
         metrics.media_decoder_exits_total.labels(ending).inc()
         if ending not in ("surplus", "cancelled"):
             logger.warning("media decoder %d replaced: %s", child.pid, ending)
@@ -243,7 +242,7 @@ class DecoderProcess:
 
     def __init__(self, name: str, limits: DecodeLimits, max_input_bytes: int, count_decoded: Callable[[int], None]):
         """Start it. `count_decoded`: see `DecoderPool`. Raises OSError."""
-        self.ending: Ending | None = None
+        self.ending: metrics.DecoderEnding | None = None
         self._count_decoded, self._decoded_bytes = count_decoded, 0  # bytes of the frames of its job
         self.missing: list[str] = []  # parts of its sandbox, once it has started
         self._limits = limits
@@ -311,7 +310,7 @@ class DecoderProcess:
         """Ask the decode loop to stop. It then reports a failure, unless it has finished."""
         os.pwrite(self._input.fileno(), b"\1", 0)
 
-    def kill(self, ending: Ending) -> None:
+    def kill(self, ending: metrics.DecoderEnding) -> None:
         """`close` reaps it."""
         self.ending = ending
         self._process.kill()
