@@ -17,6 +17,7 @@ from tests.support.full_call import full_call
 from tests.support.running_server import RunningServer, message
 
 SMALL_STEPS = ["--max-num-batched-tokens", "64"]  # prompts are cut into chunks in the middle of items
+QWEN3_5 = ("qwen3_5", ["--mm-processor-kwargs", '{"fps": 2, "do_sample_frames": true}'])  # its model card's default
 
 
 class Family:
@@ -60,8 +61,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize(
     "served",
     [
-        # With its model card's default.
-        pytest.param(("qwen3_5", ["--mm-processor-kwargs", '{"fps": 2, "do_sample_frames": true}']), id="qwen3_5"),
+        pytest.param(QWEN3_5, id="qwen3_5"),  # the first, as below: so both tests have the same server
         pytest.param(("qwen2_vl", ["--mm-processor-cache-type", "lru"]), id="qwen2_vl", marks=pytest.mark.slow),
         pytest.param(("qwen3_vl", ["--mm-processor-cache-type", "shm"]), id="qwen3_vl"),
         pytest.param(("qwen3_5", ["-tp", "2"]), id="qwen3_5-tp2", marks=pytest.mark.slow),
@@ -117,3 +117,33 @@ def test_answers_equal_transformers(served: tuple[Family, RunningServer]):
         decodes.append(server.total("media_decodes_total"))
     # Two videos and a picture; both videos once more where they share the prompt's length. Everything else was a hit.
     assert decodes[0] == decodes[1] and decodes[0] in (3, 5)
+
+
+@pytest.mark.parametrize("served", [pytest.param(QWEN3_5, id="qwen3_5")], indirect=True)  # of recurrent states
+def test_turns_of_a_conversation_compute_only_what_is_new(served: tuple[Family, RunningServer]):
+    """Five turns about one video, which is encoded once."""
+    _, server = served
+
+    def encoded_and_decoded() -> tuple[float, float]:
+        """How many media items were, so far."""
+        encoded = server.total("encoder_cache_queries_total") - server.total("encoder_cache_hits_total")
+        return encoded, server.total("media_decodes_total")
+
+    clip = videos.encode(videos.render(3 * 10**9 + 4, width=640, height=480, num_frames=16, fps=8), "mp4", "h264")
+    messages = [message("What moves?", [("video_url", data_url(clip))])]
+    length = 0
+    for turn in range(5):
+        before = encoded_and_decoded()
+        reply = server.client.chat.completions.create(
+            model=server.model, messages=messages, temperature=0, max_tokens=20, extra_body={"ignore_eos": True}
+        )
+        cached = reply.usage.prompt_tokens_details.cached_tokens
+        if turn:
+            # The text of random tokens is not always tokenised as it was sampled.
+            assert length - 16 <= cached
+            assert encoded_and_decoded() == before
+        length = reply.usage.prompt_tokens
+        messages += [
+            {"role": "assistant", "content": reply.choices[0].message.content},
+            {"role": "user", "content": f"And number {turn}?"},
+        ]
