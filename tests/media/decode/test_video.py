@@ -110,6 +110,9 @@ def test_joined_files_of_mpegts_lack_nothing() -> None:
     says how long its frames are."""
     data = 2 * clips.cached("libx264", "mpegts", 31, 320, 240, g="10", bf="2")
     check(data)
+    packets = [data[place : place + 188] for place in range(0, len(data), 188)]
+    check(b"".join(bytes(4) + packet for packet in packets), [EIGHT])  # .m2ts, of cameras
+    check(b"".join(packet + bytes(16) for packet in packets), [EIGHT])
     # The first that does not begin a frame, of the video's number 256.
     lost = next(place for place in range(0, len(data), 188) if data[place + 1 : place + 3] == b"\x01\0")
     with pytest.raises(MediaError, match="^video 1: the file is truncated or damaged: frame .* is incomplete"):
