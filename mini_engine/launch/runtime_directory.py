@@ -21,7 +21,7 @@ def runtime_directory() -> Iterator[Path]:
     whose only writer is the supervisor, and then removes the directory. It ignores the signals of a service manager
     that stops all processes at once.
     """
-    base = Path(os.environ.get("TMPDIR") or "/tmp")
+    base = Path(os.environ.get("TMPDIR") or "/tmp").absolute()  # a program may change its working directory
     if len(os.fsencode(base)) + 50 > MAX_UNIX_PATH:
         base = Path("/tmp")
     script = 'trap "" TERM INT HUP; read -r _; rm -rf -- "$0"'  # one process: `read` is the shell's own

@@ -178,6 +178,15 @@ def test_no_room_for_a_runtime_directory(base, monkeypatch):
         pass
 
 
+def test_a_relative_tmpdir_outlives_a_change_of_the_working_directory(tmp_path, monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as root:
+        monkeypatch.chdir(root)
+        monkeypatch.setenv("TMPDIR", ".")
+        with runtime_directory() as path:
+            os.chdir(tmp_path)
+            assert path.parent.samefile(root) and path.is_dir()
+
+
 @pytest.mark.parametrize("name", ["", "x" * 50, "日" * 30])
 def test_a_tmpdir_that_is_no_place_for_sockets_is_not_used(name, monkeypatch):
     """A socket's path is limited in bytes."""
