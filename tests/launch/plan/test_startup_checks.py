@@ -187,9 +187,9 @@ def test_a_relative_tmpdir_outlives_a_change_of_the_working_directory(tmp_path, 
             assert path.parent.samefile(root) and path.is_dir()
 
 
-@pytest.mark.parametrize("name", ["", "x" * 50, "日" * 30])
+@pytest.mark.parametrize("name", ["", "x" * 50, "日" * 30, os.fsdecode(b"caf\xe9")])
 def test_a_tmpdir_that_is_no_place_for_sockets_is_not_used(name, monkeypatch):
-    """A socket's path is limited in bytes."""
+    """A socket's path is limited in bytes, and its address is UTF-8."""
     with tempfile.TemporaryDirectory(dir="/tmp") as root:
         base = Path(root, name)
         base.mkdir(exist_ok=True)
