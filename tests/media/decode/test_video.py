@@ -238,7 +238,7 @@ def test_frames_are_upright(is_mirrored: bool) -> None:
 
 @pytest.mark.parametrize(("codec", "container", "kind"), [("apng", "apng", "rgba"), ("qtrle", "mov", "argb")])
 def test_transparency_is_laid_over_white(codec: str, container: str, kind: str) -> None:
-    """But where all is transparent it is ignored."""
+    """But where all is transparent it is ignored, unless another frame of the video is not."""
     for alphas in ((0, 128, 255, 255), (0, 0, 0, 0)):
         pixels = np.zeros((16, 64, 4), np.uint8)
         pixels[..., 3] = np.repeat(alphas, 16)
@@ -246,10 +246,25 @@ def test_transparency_is_laid_over_white(codec: str, container: str, kind: str) 
         with av.open(buffer, "w", format=container) as output:
             stream = clips.video_stream(output, codec, 64, 16, 10, {})
             stream.pix_fmt = kind
-            picture = av.VideoFrame.from_ndarray(pixels, "rgba").reformat(format=kind)
-            output.mux([*stream.encode(picture), *stream.encode(None)])
-        frame = decode_video(buffer.getvalue(), EIGHT).frames[0]
+            for place, shown in enumerate((np.zeros_like(pixels), pixels)):
+                picture = av.VideoFrame.from_ndarray(shown, "rgba").reformat(format=kind)
+                picture.pts = place
+                output.mux(stream.encode(picture))
+            output.mux(stream.encode(None))
+        clear, frame = decode_video(buffer.getvalue(), EIGHT).frames
         assert frame[8, [4, 20, 36, 60], 1].tolist() == ([255, 127, 0, 0] if any(alphas) else [0, 0, 0, 0])
+        assert {*clear.flat} == {255 if any(alphas) else 0}
+
+
+def test_transparency_of_a_palette_is_laid_over_white() -> None:
+    picture, buffer = Image.new("P", (64, 16)), io.BytesIO()
+    picture.putpalette([200, 0, 0, 0, 0, 200])
+    picture.paste(1, (32, 0, 64, 16))
+    picture.save(
+        buffer, "PNG", save_all=True, append_images=[picture.transpose(Image.Transpose.ROTATE_180)], transparency=0
+    )
+    frames = decode_video(buffer.getvalue(), EIGHT).frames
+    assert frames[:, 8, [3, 60]].tolist() == [[[255] * 3, [0, 0, 200]], [[0, 0, 200], [255] * 3]]
 
 
 def test_frames_of_another_size_are_scaled_to_the_first() -> None:
