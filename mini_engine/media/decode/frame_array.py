@@ -20,6 +20,7 @@ Allocate = Callable[[tuple[int, int, int]], NDArray[np.uint8]]
 
 # PyAV reads no side data of a frame with any of a kind that it does not know (EXIF, view ids): here they are one kind.
 Type._missing_ = classmethod(lambda cls, _: cls.VIDEO_HINT)  # type: ignore[assignment]
+_STRIP_ROWS = 64  # laid over white at once, in twice the bytes
 _Turn = tuple[bool, bool, bool]  # whether to swap the axes, then to mirror left and right, then top and bottom
 
 
@@ -107,10 +108,11 @@ class FrameArray:
             self._clear_rows.append(len(self._row_of))
             return colours
         self._has_alpha = True
-        if alpha.min() == 255:
-            return colours
-        darkness = (255 - colours).astype(np.uint16)
-        darkness *= alpha
-        darkness += 127
-        darkness //= 255
-        return 255 - darkness.astype(np.uint8)
+        for top in range(0, frame.height if alpha.min() < 255 else 0, _STRIP_ROWS):
+            strip = slice(top, top + _STRIP_ROWS)
+            darkness = (255 - colours[strip]).astype(np.uint16)
+            darkness *= alpha[strip]
+            darkness += 127
+            darkness //= 255
+            colours[strip] = 255 - darkness
+        return colours

@@ -6,6 +6,7 @@ import io
 import re
 import socket
 import struct
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -265,6 +266,21 @@ def test_transparency_of_a_palette_is_laid_over_white() -> None:
     )
     frames = decode_video(buffer.getvalue(), EIGHT).frames
     assert frames[:, 8, [3, 60]].tolist() == [[[255] * 3, [0, 0, 200]], [[0, 0, 200], [255] * 3]]
+
+
+def test_transparency_takes_little_memory_beside_the_frames() -> None:
+    """As the memory of a decoder process is limited, and an 8K frame takes much of it."""
+    side, buffer = 1024, io.BytesIO()
+    with av.open(buffer, "w", format="mov") as output:
+        stream = clips.video_stream(output, "qtrle", side, side, 10, {})
+        stream.pix_fmt = "argb"
+        output.mux(stream.encode(av.VideoFrame.from_ndarray(np.full((side, side, 4), 128, np.uint8), "argb")))
+        output.mux(stream.encode(None))
+    tracemalloc.start()
+    frames = decode_video(buffer.getvalue(), EIGHT).frames
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert {*frames.flat} == {191} and peak < 1.5 * frames.nbytes
 
 
 def test_frames_of_another_size_are_scaled_to_the_first() -> None:
