@@ -30,14 +30,15 @@ def test_what_a_container_may_lack_is_named(tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    monkeypatch.setattr(startup_checks, "PROC_FILES", [Path("/nowhere/meminfo"), Path("/proc/cpuinfo")])
+    monkeypatch.setattr(startup_checks, "PROC_FILES", [Path("/nowhere/meminfo"), tmp_path, Path("/proc/cpuinfo")])
     monkeypatch.setitem(startup_checks.SYSTEM_CALLS, "pidfd_open", refused)
     with pytest.raises(ConfigError) as error:
         startup_checks.check_host()
     for line, start in zip(
         str(error.value).splitlines(),
         [
-            "/nowhere/meminfo does not exist: mount ",
+            "/nowhere/meminfo cannot be read (No such file or directory): mount ",
+            f"{tmp_path} cannot be read (Is a directory): mount ",
             "the system call pidfd_open fails (Function not implemented): it needs ",
             "the working directory cannot be read (No such file or directory): start ",
         ],
