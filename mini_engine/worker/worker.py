@@ -26,8 +26,7 @@ from mini_engine.failpoints import reach_failpoint
 from mini_engine.free_memory import available_memory
 from mini_engine.kernels.ops import mask_tokens, triton_obstacle
 from mini_engine.launch.child import Child
-from mini_engine.launch.plan.memory_plan import check_given_cache
-from mini_engine.launch.plan.parallelism import runs_on_cpu
+from mini_engine.launch.plan.memory_plan import check_in_worker
 from mini_engine.launch.process_setup import keep_freed_memory, use_own_pages
 from mini_engine.messages import Chunk, GrammarReady, Init, NewSequence, Step, WorkerReady
 from mini_engine.model.checkpoint import CheckpointError
@@ -88,7 +87,8 @@ def _run(child: Child) -> None:
     init = child.spec.init
     engine, rank = (int(part) for part in child.spec.index.split("."))
     device = choose_device(init.config, engine, rank)
-    check_memory(init, device)
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    check_in_worker(init.config, ModelConfig.from_dir(init.model_dir), device.type, free)
     backend = choose_backend(init.config.attention_backend, device)
     # First of all that takes time: API servers probe these addresses while the model loads.
     pinned = PinnedMemory(device) if device.type == "cuda" else None
@@ -187,16 +187,6 @@ def choose_device(config: EngineConfig, engine: int, rank: int) -> torch.device:
     # and here every video brings new shapes, and every step of `sdpa`.
     torch.backends.cuda.enable_cudnn_sdp(False)
     return device
-
-
-def check_memory(init: Init, device: torch.device) -> None:
-    """Raises ConfigError: a KV cache of the size that a flag gives does not fit. Where it was certain that workers run
-    on the CPU the supervisor has checked that, and may have set a size for which not all recurrent states are used."""
-    if device.type == "cpu" and runs_on_cpu(init.config):
-        return
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
-    # Of other workers on the same device the memory may be in use already.
-    check_given_cache(init.config, ModelConfig.from_dir(init.model_dir), device.type, free, workers=1)
 
 
 def choose_backend(backend: AttentionBackendName, device: torch.device) -> AttentionBackendName:

@@ -70,6 +70,13 @@ def check_given_cache(config: EngineConfig, model: ModelConfig, device: str, fre
         )
 
 
+def check_in_worker(config: EngineConfig, model: ModelConfig, device: str, free: int) -> None:
+    """As `check_given_cache`, when the worker has chosen its device: of other workers there memory may be in use
+    already. Not where `settle_memory` has checked, which may set a size for which not all recurrent states are used."""
+    if device != "cpu" or not runs_on_cpu(config):
+        check_given_cache(config, model, device, free, workers=1)
+
+
 def _block_bytes(config: EngineConfig, text: TextConfig, itemsize: int) -> int:
     """Of a block of one worker's KV cache."""
     layers = text.num_layers - (len(text.linear.layers) if text.linear is not None else 0)

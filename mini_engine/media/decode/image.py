@@ -116,9 +116,9 @@ def _is_misread_by_ffmpeg(file: mmap.mmap) -> bool:
     of inverse grey that has not 8 or 16 bits."""
     if file[:4] not in (b"II*\0", b"MM\0*"):
         return False
-    tags = TiffImagePlugin.ImageFileDirectory_v2(file[:8])
-    file.seek(tags.next)
     try:
+        tags = TiffImagePlugin.ImageFileDirectory_v2(file[:8])
+        file.seek(tags.next)
         tags.load(cast(BinaryIO, file))
         bits = max(tags.get(TiffImagePlugin.BITSPERSAMPLE, (1,)))
         kinds = {*tags.get(TiffImagePlugin.SAMPLEFORMAT, (1,))}  # 1: unsigned, 3: float

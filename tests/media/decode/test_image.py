@@ -115,7 +115,7 @@ def test_more_than_8_bits_that_pillow_misreads_are_decoded_by_ffmpeg() -> None:
 
 
 def test_tiffs_of_which_ffmpeg_makes_other_pixels_are_refused() -> None:
-    """Tiles, half floats, and CMYK in planes."""
+    """Tiles, half floats, and CMYK in planes; and what is no more than the start of one."""
     planes = np.full((4, 32, 64), 0x3800, np.uint16)  # a half as a float
     for data in (
         tiff_of_planes(2, *planes[:3], has_tiles=True),
@@ -124,6 +124,8 @@ def test_tiffs_of_which_ffmpeg_makes_other_pixels_are_refused() -> None:
     ):
         with pytest.raises(MediaError, match="cannot be read"):
             decode_image(data)
+    with pytest.raises(MediaError, match="truncated"):
+        decode_image(b"II*\0")
 
 
 def test_what_pillow_cannot_open_is_decoded_by_ffmpeg() -> None:
