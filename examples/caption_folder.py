@@ -43,7 +43,8 @@ def main() -> int:
 
 def caption(args: argparse.Namespace, flags: list[str]) -> int:
     """Append a caption of each file that has none; returns 1 if one failed."""
-    paths = {str(path.relative_to(args.folder)): path for path in sorted(args.folder.rglob("*"))}
+    files = (path for path in sorted(args.folder.rglob("*")) if not path.is_dir())  # some have a file's suffix
+    paths = {str(path.relative_to(args.folder)): path for path in files}
     kinds = {name: KINDS[path.suffix.lower()] for name, path in paths.items() if path.suffix.lower() in KINDS}
     if not kinds:
         raise ConfigError(f"{args.folder} has no images or videos, by the names of its files")

@@ -18,10 +18,11 @@ PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 RESERVE = 512 << 20  # bytes that a cache leaves free for everything else
 CUDA_CONTEXT_BYTES = 1 << 30  # that CUDA and its libraries keep of a device for each process that uses it, at most
-# By version of control groups: files of the limit and of the use, and the key of the file cache in `memory.stat`.
+# By version of control groups: files of the limits, above which the kernel kills a process or has it wait, and of the
+# use; and the key of the file cache in `memory.stat`.
 CGROUP_FILES = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    2: ("memory.max", "memory.current", "inactive_file"),
+    1: (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+    2: (("memory.max", "memory.high"), "memory.current", "inactive_file"),
 }
 
 
@@ -34,11 +35,12 @@ def available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
     free = next(int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:")
     for version, directory in control_groups("memory", proc, cgroups):
-        limit, usage, cache = CGROUP_FILES[version]
-        with contextlib.suppress(OSError, ValueError):  # not there, not ours to read, or its limit is "max"
-            maximum, used = (int((directory / name).read_text()) for name in (limit, usage))
-            statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-            free = min(free, maximum - used + int(statistics.get(cache, 0)))
+        limits, usage, cache = CGROUP_FILES[version]
+        for limit in limits:
+            with contextlib.suppress(OSError, ValueError):  # not there, not ours to read, or the limit is "max"
+                maximum, used = (int((directory / name).read_text()) for name in (limit, usage))
+                statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
+                free = min(free, maximum - used + int(statistics.get(cache, 0)))
     return max(free, 0)
 
 
@@ -66,7 +68,7 @@ def control_groups(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple
         if controllers and controller not in controllers.split(","):
             continue
         root = cgroups / controller if controllers else cgroups
-        group = root / ("" if ".." in path else path.strip("/"))  # "..": outside of this process's namespace
+        group = root / ("" if ".." in path.split("/") else path.strip("/"))  # "..": outside of this process's namespace
         for directory in (group, *group.parents):
             yield 1 if controllers else 2, directory
             if directory == root:

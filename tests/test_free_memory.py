@@ -46,6 +46,8 @@ def test_the_tightest_group_on_the_way_up_counts(proc: Path, tmp_path: Path, ver
     assert available_memory(proc, groups) == 1 * MIB - 512
     group(root / "a", version, "max" if version == 2 else 9223372036854771712, MIB)  # no limit
     assert available_memory(proc, groups) == 2 * MIB
+    (root / "a" / "memory.high").write_text(f"{2 * MIB}\n")  # of version 2: above it processes wait
+    assert available_memory(proc, groups) == (2 * MIB if version == 1 else MIB)
     group(root, version, 1000, 1005)
     assert available_memory(proc, groups) == 0
 
@@ -61,6 +63,12 @@ def test_in_a_container_the_root_is_its_own_group(proc: Path, tmp_path: Path, pa
     (proc / "self" / "cgroup").write_text(f"0::{path}\n")
     group(tmp_path / "groups", 2, MIB, 0)
     group(tmp_path / "other", 2, 1, 0)
+    assert available_memory(proc, tmp_path / "groups") == MIB
+
+
+def test_a_name_with_two_dots_is_not_the_group_above(proc: Path, tmp_path: Path):
+    (proc / "self" / "cgroup").write_text("0::/a..b\n")
+    group(tmp_path / "groups" / "a..b", 2, MIB, 0)
     assert available_memory(proc, tmp_path / "groups") == MIB
 
 

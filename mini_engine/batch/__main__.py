@@ -18,7 +18,7 @@ import msgspec
 from tqdm import tqdm
 
 from mini_engine.batch.request_files import AnswerFile, BatchRequest, answer_row, ids_of, read_requests
-from mini_engine.batch.server_handle import MAX_CONCURRENCY, ServerError, ServerHandle, check_flags
+from mini_engine.batch.server_handle import MAX_CONCURRENCY, ServerError, ServerHandle, check_flags, root_of
 from mini_engine.config import ConfigError
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     """The exit status: 0, 1 when a request failed or the server ended, 2 for unusable files or flags."""
     args, flags = parser().parse_known_args(argv)
     try:
-        if args.base_url and flags:
+        if args.base_url is not None and flags:
             raise ConfigError(f"{flags[0]}: has no effect with --base-url")
         ids = ids_of(args.input_file)
         with contextlib.closing(AnswerFile(args.output_file, args.retry_failed)) as answers:
@@ -82,7 +82,7 @@ def answer_all(args: argparse.Namespace, flags: Sequence[str], answers: AnswerFi
     headers = {"Authorization": f"Bearer {key}"} if key and args.base_url else {}
     seconds: dict[str, float] = collections.defaultdict(float)
     interval = 0.1 if sys.stderr.isatty() else PROGRESS_SECONDS
-    root = args.base_url and args.base_url.rstrip("/").removesuffix("/v1")
+    root = None if args.base_url is None else root_of(args.base_url)
     with contextlib.closing(ServerHandle(root, flags, headers, args.max_concurrency)) as server:
         # Other servers refuse the field of this one that asks for the time of each stage.
         requests = (request for request in read_requests(args.input_file) if request.custom_id not in answers.done)

@@ -49,8 +49,10 @@ def status_of(row: Mapping[str, Any]) -> int:
 def failure_of(row: Mapping[str, Any]) -> str | None:
     """The status of an answer, and how its error begins; None if it is 200."""
     status = status_of(row)
-    error = Reply(status, row["response"]["body"] if status else dict(row)).error
-    return error and f"{f'status {status}: ' if status else ''}{error.partition(chr(10))[0][:ERROR_CHARACTERS]}"
+    error = Reply(status, dict(row["response"]["body"] if status else row)).error
+    if error is None:
+        return None
+    return f"{f'status {status}: ' if status else ''}{error.partition(chr(10))[0][:ERROR_CHARACTERS]}"
 
 
 def read_requests(path: Path) -> Iterator[BatchRequest]:

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Collection, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -72,7 +73,7 @@ class ServerHandle:
     """A server, and requests to it, which run in the event loop of this process.
 
     Args:
-        root: URL of a running server, without `/v1`.
+        root: of a running server, see `root_of`.
         flags: of `serve.py`, for a server of this program's own, instead; see `check_flags`.
         headers: of each request.
         max_concurrency: coroutines that `as_finished` runs at once.
@@ -89,7 +90,7 @@ class ServerHandle:
         headers: dict[str, str] | None = None,
         max_concurrency: int = MAX_CONCURRENCY,
     ):
-        self._root, self._headers = root or "http://localhost", headers or {}
+        self._root, self._headers = "http://localhost" if root is None else root, headers or {}
         self._max_concurrency = max_concurrency
         self._was_reached = False
         if max_concurrency < 1:
@@ -98,7 +99,7 @@ class ServerHandle:
         self._loop = loop_of(self._pid)
         self._ended: asyncio.Future[Exception] = self._loop.create_future()  # why there are no more answers
         self._resources = contextlib.AsyncExitStack()
-        opening = self.run(self._open(None if root else flags))
+        opening = self.run(self._open(flags if root is None else None))
         try:
             opening.result()
         except BaseException:
@@ -265,6 +266,18 @@ async def forward_log(process: asyncio.subprocess.Process, ended: asyncio.Future
     else:
         log = "\n".join(last_lines)
         ended.set_result(ServerError(f"the server exited with status {status}; the end of its log:\n{log}"))
+
+
+def root_of(url: str) -> str:
+    """The URL of a running server without `/v1`. Raises ConfigError: it is none."""
+    try:
+        parts = urlsplit(url)
+        is_root = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # such as a port above 65535
+        is_root = False
+    if not is_root:
+        raise ConfigError(f"{url!r} is no URL of a server; write it as http://HOST:PORT/v1")
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def check_flags(flags: Sequence[str]) -> Collection[str]:

@@ -28,9 +28,9 @@ def bind_listeners(config: EngineConfig) -> list[socket.socket]:
         with _bind(family, address) as first:  # port 0 is some port from here on
             # All by number: a socket that shuts down, to leave those that share the port, would lose one chosen for it.
             return [_bind(family, first.getsockname()) for _ in range(config.api_server_count)]
-    except OSError as error:
-        place = f"{config.host} port {config.port}"
-        raise ConfigError(f"cannot listen on {place}: {error.strerror}; choose another --host or --port") from None
+    except (OSError, UnicodeError) as error:  # the latter: a label of the name is empty or too long (RFC 1035)
+        place, reason = f"{config.host} port {config.port}", getattr(error, "strerror", "no valid host name")
+        raise ConfigError(f"cannot listen on {place}: {reason}; choose another --host or --port") from None
 
 
 def _bind_unix(config: EngineConfig, path: str) -> list[socket.socket]:

@@ -21,8 +21,9 @@ def runtime_directory() -> Iterator[Path]:
     whose only writer is the supervisor, and then removes the directory. It ignores the signals of a service manager
     that stops all processes at once.
     """
-    base = Path(os.environ.get("TMPDIR") or "/tmp")
-    if len(os.fsencode(base)) + 50 > MAX_UNIX_PATH:
+    base = Path(os.environ.get("TMPDIR") or "/tmp").absolute()  # a program may change its working directory
+    name = os.fsencode(base)
+    if len(name) + 50 > MAX_UNIX_PATH or name != str(base).encode(errors="replace"):  # ZeroMQ's addresses are UTF-8
         base = Path("/tmp")
     script = 'trap "" TERM INT HUP; read -r _; rm -rf -- "$0"'  # one process: `read` is the shell's own
     try:

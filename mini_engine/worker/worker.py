@@ -26,7 +26,7 @@ from mini_engine.failpoints import reach_failpoint
 from mini_engine.free_memory import available_memory
 from mini_engine.kernels.ops import mask_tokens, triton_obstacle
 from mini_engine.launch.child import Child
-from mini_engine.launch.plan.memory_plan import check_given_cache
+from mini_engine.launch.plan.memory_plan import check_in_worker
 from mini_engine.launch.process_setup import keep_freed_memory, use_own_pages
 from mini_engine.messages import Chunk, GrammarReady, Init, NewSequence, Step, WorkerReady
 from mini_engine.model.checkpoint import CheckpointError
@@ -88,8 +88,7 @@ def _run(child: Child) -> None:
     engine, rank = (int(part) for part in child.spec.index.split("."))
     device = choose_device(init.config, engine, rank)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
-    # Of other workers on the same device the memory may be in use already.
-    check_given_cache(init.config, ModelConfig.from_dir(init.model_dir), device.type, free, workers=1)
+    check_in_worker(init.config, ModelConfig.from_dir(init.model_dir), device.type, free)
     backend = choose_backend(init.config.attention_backend, device)
     # First of all that takes time: API servers probe these addresses while the model loads.
     pinned = PinnedMemory(device) if device.type == "cuda" else None

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from mini_engine.batch.__main__ import main
 from mini_engine.batch.request_files import AnswerFile, answer_row, ids_of
 from mini_engine.batch.row_file import RowFile
 from mini_engine.batch.server_handle import Reply
@@ -63,12 +64,30 @@ def test_what_is_kept_of_earlier_answers(tmp_path: Path):
     assert other.read_text() == "of the user" and {*tmp_path.iterdir()} == {path, other}
 
 
+def test_an_error_without_a_text_is_a_failure(tmp_path: Path):
+    for _ in range(2):  # written, then read
+        answers = AnswerFile(tmp_path / "a", retry_failed=False)
+        if not answers.done:
+            answers.append(answer_row("a", Reply(400, {"error": {"message": ""}})))
+        assert answers.failed == 1 and answers.failures == {"status 400: ": 1}
+        answers.close()
+
+
+@pytest.mark.parametrize("url", ["", "/v1", "localhost:8000", "http://", "ftp://x", "http://x:99999", "http://[::1"])
+def test_a_base_url_that_is_none_is_refused_before_any_server_starts(url: str, tmp_path: Path, capsys):
+    requests = write(tmp_path / "in", REQUEST)
+    assert main(["-i", str(requests), "-o", str(tmp_path / "out"), "--base-url", url]) == 2
+    assert f"{url!r} is no URL of a server" in capsys.readouterr().err
+
+
 def test_what_is_no_file_of_answers_stays_as_it_is(tmp_path: Path):
     path = tmp_path / "a"
-    path.write_text("{}")  # no torn line either
-    with pytest.raises(ConfigError, match="line 1"):
-        AnswerFile(path, retry_failed=False)
-    assert path.read_text() == "{}" and list(tmp_path.iterdir()) == [path]
+    foreign = {"custom_id": "a", "response": {"status_code": 400, "body": None}}
+    for text in ("{}", json.dumps(foreign)):  # no torn line either
+        path.write_text(text)
+        with pytest.raises(ConfigError, match="line 1"):
+            AnswerFile(path, retry_failed=False)
+        assert path.read_text() == text and list(tmp_path.iterdir()) == [path]
     path.unlink()
     os.mkfifo(path)
     for use in (ids_of, lambda path: AnswerFile(path, retry_failed=False)):

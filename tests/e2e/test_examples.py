@@ -108,7 +108,7 @@ def test_caption_folder_refuses_another_question_and_a_folder_without_media(
     tmp_path: Path, run: Callable[..., str]
 ) -> None:
     out, folder = tmp_path / "captions.jsonl", tmp_path / "folder"
-    folder.mkdir()
+    (folder / "clips.mp4").mkdir(parents=True)
     out.write_text('{"file":"a.png","question":"What?","text":"b"}\n')
     with pytest.raises(SystemExit, match="folder has no images or videos"):
         run("caption_folder.py", folder, "--out", out)

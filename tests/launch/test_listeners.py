@@ -58,6 +58,12 @@ def test_a_name_with_addresses_of_both_families_is_the_ipv4_one(monkeypatch):
         assert {listener.getsockname()[0] for listener in bound(stack, host="localhost")} == {"127.0.0.1"}
 
 
+@pytest.mark.parametrize("host", ["a" * 64, "a..b", "\udcff", "[::1]", ""])
+def test_a_host_that_is_no_name_is_refused(host):
+    with pytest.raises(ConfigError, match=r"^cannot listen on .* port 0: \S.*; choose another --host or --port"):
+        bind_listeners(EngineConfig(host=host, port=0))
+
+
 @pytest.mark.parametrize("of_another_program", [False, True])
 def test_a_port_is_free_again_at_once(of_another_program):
     with contextlib.ExitStack() as stack:

@@ -21,15 +21,16 @@ def settle_memory(
     engines, ranks = config.engines, config.tensor_parallel_size
     text, (weights, itemsize) = model.text, weight_bytes(config, model)
     room = free - weights - engines * ENGINE_BYTES  # at most: engines share what is not packed of the weights
-    if room <= 0:
-        used = f"weights and the processes of {engines} engine(s) need {(free - room) / 2**30:.1f} GiB"
+    block = _block_bytes(config, text, itemsize)
+    if room < (least_room := 2 * block * engines * ranks):  # a third of the room stays free
+        used = f"weights and the processes of {engines} engine(s) need {(free - room + least_room) / 2**30:.1f} GiB"
         remedy = "raise the memory limit, choose a smaller model or --quantization int8, or lower --data-parallel-size"
         raise ConfigError(f"out of memory: {free / 2**30:.1f} GiB are free, but {used}; {remedy}")
     check_given_cache(config, model, "cpu", free, engines * ranks)
     if config.num_gpu_blocks_override is not None or config.kv_cache_memory_bytes is not None:
         return config, ""
     longest = config.sequence_tokens("cpu", text.max_position_embeddings)
-    block, states = _block_bytes(config, text, itemsize), _state_bytes(config, text, "cpu", itemsize)
+    states = _state_bytes(config, text, "cpu", itemsize)
     stored = media.nbytes * engines * (ranks if media.kind == "lru" else 1)
     embeddings = config.encoder_tokens(longest) * model.vision.row_size * itemsize * ranks
     left = free - stored - engines * (weights + embeddings + states)
@@ -67,6 +68,13 @@ def check_given_cache(config: EngineConfig, model: ModelConfig, device: str, fre
             f"{flag}: a KV cache of {given / 2**30:.1f} GiB for each of {workers} worker(s) does not fit, "
             f"{max(0, left) / 2**30:.1f} GiB of memory are free beside the weights; lower it"
         )
+
+
+def check_in_worker(config: EngineConfig, model: ModelConfig, device: str, free: int) -> None:
+    """As `check_given_cache`, when the worker has chosen its device: of other workers there memory may be in use
+    already. Not where `settle_memory` has checked, which may set a size for which not all recurrent states are used."""
+    if device != "cpu" or not runs_on_cpu(config):
+        check_given_cache(config, model, device, free, workers=1)
 
 
 def _block_bytes(config: EngineConfig, text: TextConfig, itemsize: int) -> int:

@@ -27,11 +27,14 @@ SYSTEM_CALLS: dict[str, Callable[[], int]] = {
 
 def check_host() -> None:
     """Raises ConfigError: a part of /proc, a system call or the working directory, without which no process runs, is
-    not there, as in some containers."""
+    not there or denied, as in some containers."""
     errors = []
     for path in PROC_FILES:
-        if not path.exists():
-            errors.append(f"{path} does not exist: mount the whole of /proc (systemd: ProcSubset=all)")
+        try:
+            path.read_bytes()
+        except OSError as error:
+            remedy = "mount the whole of /proc (systemd: ProcSubset=all)"
+            errors.append(f"{path} cannot be read ({error.strerror}): {remedy}")
     for name, call in SYSTEM_CALLS.items():
         try:
             os.close(call())

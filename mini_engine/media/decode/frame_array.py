@@ -20,6 +20,7 @@ Allocate = Callable[[tuple[int, int, int]], NDArray[np.uint8]]
 
 # PyAV reads no side data of a frame with any of a kind that it does not know (EXIF, view ids): here they are one kind.
 Type._missing_ = classmethod(lambda cls, _: cls.VIDEO_HINT)  # type: ignore[assignment]
+_STRIP_ROWS = 64  # laid over white at once, in twice the bytes
 _Turn = tuple[bool, bool, bool]  # whether to swap the axes, then to mirror left and right, then top and bottom
 
 
@@ -33,6 +34,8 @@ class FrameArray:
         self._reformatter = VideoReformatter()
         self._rows: NDArray[np.uint8] | None = None
         self._row_of: dict[int, int] = {}
+        self._clear_rows: list[int] = []  # of frames that are transparent everywhere
+        self._has_alpha = False  # a frame that is not
         self._size = (0, 0)
         self._turn: _Turn = (False, False, False)
 
@@ -47,7 +50,7 @@ class FrameArray:
             height, width = self._size if self._turn[0] else self._size[::-1]
             self._rows = self._allocate((len(self._places), height, width))
         width, height = self._size
-        pixels = _pixels(self._to_rgb(frame, width, height))
+        pixels = self._over_white(self._to_rgb(frame, width, height))
         swaps, left_right, top_bottom = self._turn
         if swaps:
             pixels = pixels.transpose(1, 0, 2)
@@ -63,6 +66,8 @@ class FrameArray:
     def select(self, places: Sequence[int]) -> NDArray[np.uint8]:
         """The frames at `places`, all kept, as the first rows of the array: [T, H, W, 3], contiguous."""
         assert self._rows is not None
+        if self._has_alpha:
+            self._rows[self._clear_rows] = 255
         rows = [self._row_of[place] for place in places]
         if rows != list(range(len(rows))):
             self._rows[: len(rows)] = self._rows[rows]
@@ -81,7 +86,8 @@ class FrameArray:
     def _to_rgb(self, frame: av.VideoFrame, width: int, height: int) -> av.VideoFrame:
         """As RGB, or RGBA, of this size, with the transfer and the primaries that it has."""
         how = None if (width, height) == (frame.width, frame.height) else "BICUBIC"
-        kind = "rgba" if any(part.is_alpha for part in frame.format.components) else "rgb24"
+        parts = frame.format.components
+        kind = "rgba" if frame.format.has_palette or any(part.is_alpha for part in parts) else "rgb24"
         convert = partial(self._reformatter.reformat, frame, width, height, kind, interpolation=how, threads=1)
         try:
             return convert()
@@ -89,18 +95,24 @@ class FrameArray:
             self._guard.wrong_colours = True
             return convert(src_colorspace=BT2020)  # the matrix has the same number
 
-
-def _pixels(frame: av.VideoFrame) -> NDArray[np.uint8]:
-    """RGB of a frame that is RGB or RGBA: [H, W, 3]. Transparency is laid over white, but where all is transparent it
-    is ignored: many writers of four bytes for a pixel leave the fourth at 0."""
-    plane, depth = frame.planes[0], 4 if frame.format.name == "rgba" else 3
-    lines = np.frombuffer(memoryview(plane), np.uint8).reshape(-1, plane.line_size)  # FFmpeg pads them
-    pixels = lines[: frame.height, : frame.width * depth].reshape(frame.height, frame.width, depth)
-    colours, alpha = pixels[..., :3], pixels[..., 3:]
-    if depth == 3 or alpha.min() == 255 or alpha.max() == 0:
+    def _over_white(self, frame: av.VideoFrame) -> NDArray[np.uint8]:
+        """Of the next row, RGB or RGBA: [H, W, 3]. Transparency is laid over white, but is ignored where all of all
+        frames is transparent: many writers of four bytes for a pixel leave the fourth at 0."""
+        plane, depth = frame.planes[0], 4 if frame.format.name == "rgba" else 3
+        lines = np.frombuffer(memoryview(plane), np.uint8).reshape(-1, plane.line_size)  # FFmpeg pads them
+        pixels = lines[: frame.height, : frame.width * depth].reshape(frame.height, frame.width, depth)
+        colours, alpha = pixels[..., :3], pixels[..., 3:]
+        if depth == 3:
+            return colours
+        if alpha.max() == 0:
+            self._clear_rows.append(len(self._row_of))
+            return colours
+        self._has_alpha = True
+        for top in range(0, frame.height if alpha.min() < 255 else 0, _STRIP_ROWS):
+            strip = slice(top, top + _STRIP_ROWS)
+            darkness = (255 - colours[strip]).astype(np.uint16)
+            darkness *= alpha[strip]
+            darkness += 127
+            darkness //= 255
+            colours[strip] = 255 - darkness
         return colours
-    darkness = (255 - colours).astype(np.uint16)
-    darkness *= alpha
-    darkness += 127
-    darkness //= 255
-    return 255 - darkness.astype(np.uint8)

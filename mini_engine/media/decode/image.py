@@ -61,6 +61,8 @@ def decode_image(file: mmap.mmap, guard: Guard, allocate: Allocate) -> NDArray[n
             to_srgb(pixels, *_colour_of(image, file))
             return pixels
     except UnidentifiedImageError:
+        if _is_misread_by_ffmpeg(file):
+            raise MediaError(guard.item, UNREADABLE) from None
         file.seek(0)
         return decode_video(file, VideoSampling(num_frames=1), guard, allocate)[0][0]
     except (MediaError, MemoryError):
@@ -96,15 +98,36 @@ def decode_frames(data: mmap.mmap, sizes: Sequence[int], guard: Guard, allocate:
 
 def _is_misread(image: Image.Image, file: mmap.mmap) -> bool:
     """Whether Pillow reads wrong samples without an error, as it does of more than 8 bits: in TIFF one plane for each
-    colour, and grey of which 0 is white; in JPEG 2000 white as black."""
+    colour, grey of which 0 is white, and 12 bits, of which it does not say the white; in JPEG 2000 white as black."""
     if isinstance(image, TiffImagePlugin.TiffImageFile):
         tags, bits = image.tag_v2, image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (1,))
         has_planes = len(bits) > 1 and tags.get(TiffImagePlugin.PLANAR_CONFIGURATION) == 2
-        return max(bits) == 16 and (has_planes or tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0)
-    if image.format == "JPEG2000" and image.mode in ("RGB", "RGBA"):
+        is_inverse = tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0
+        return max(bits) == 12 or (max(bits) > 8 and (has_planes or is_inverse))
+    if image.format == "JPEG2000" and image.mode in ("LA", "RGB", "RGBA"):
         start = file.find(_JPEG2000_SIZE, 0)
         return file[start + 42 : start + 43] > b"\x07"  # bits - 1 of the first component (ISO/IEC 15444-1, A.5.1)
     return False
+
+
+def _is_misread_by_ffmpeg(file: mmap.mmap) -> bool:
+    """Whether it is a TIFF of which FFmpeg makes other pixels without an error: of tiles, of signed integers, of floats
+    that have not 32 bits or integers that have, of CMYK in planes, of colours that are multiplied by their alpha, and
+    of inverse grey that has not 8 or 16 bits."""
+    if file[:4] not in (b"II*\0", b"MM\0*"):
+        return False
+    try:
+        tags = TiffImagePlugin.ImageFileDirectory_v2(file[:8])
+        file.seek(tags.next)
+        tags.load(cast(BinaryIO, file))
+        bits = max(tags.get(TiffImagePlugin.BITSPERSAMPLE, (1,)))
+        kinds = {*tags.get(TiffImagePlugin.SAMPLEFORMAT, (1,))}  # 1: unsigned, 3: float
+        photometric = tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION)
+        is_multiplied = tags.get(TiffImagePlugin.EXTRASAMPLES) == (1,)
+    except Exception:  # noqa: BLE001 - what Pillow raises depends on the damage
+        return False
+    is_odd = kinds != {3 if bits == 32 else 1} or photometric == 5 or (photometric == 0 and bits not in (8, 16))
+    return TiffImagePlugin.TILEWIDTH in tags or is_odd or is_multiplied
 
 
 def _colour_of(image: Image.Image, file: mmap.mmap) -> tuple[int, int]:

@@ -21,7 +21,8 @@ ENCRYPTED = "its video is encrypted; send it without encryption"
 # and an MPEG-4 encoder that drops a frame writes a packet without one (ISO/IEC 14496-2, vop_coded).
 _CONTAINERS = {"mov", "matroska", "mpegts", "flv"}
 _CODECS = {"h264", "hevc", "vvc", "vp8", "vp9", "av1"}  # and those that have key frames only
-_TS_BYTES = 188  # of a packet of MPEG-TS
+# Bytes of a packet of MPEG-TS, and of what is before it: nothing, or its time in .m2ts; and 16 of a code after it.
+_TS_PACKETS = ((188, 0), (192, 4), (204, 0))
 
 
 class PacketTable:
@@ -132,8 +133,10 @@ def _is_restart(before: av.Packet, packet: av.Packet) -> bool:
 def _is_joined(data: mmap.mmap, pid: int) -> bool:
     """Whether an MPEG-TS lacks nothing but where files were joined, which FFmpeg takes for a loss: the counter of a
     stream's packets jumps, and only where a frame begins from which decoding can start (ISO/IEC 13818-1, 2.4.3)."""
-    heads = np.frombuffer(data, np.uint8)[: len(data) // _TS_BYTES * _TS_BYTES].reshape(-1, _TS_BYTES)[:, :6]
-    if (heads[:, 0] != 0x47).any():
+    content = np.frombuffer(data, np.uint8)
+    forms = (content[: len(data) // size * size].reshape(-1, size)[:, start : start + 6] for size, start in _TS_PACKETS)
+    heads = next((heads for heads in forms if (heads[:, 0] == 0x47).all()), None)
+    if heads is None:
         return False
     heads = heads[((heads[:, 1] & 0x1F).astype(np.uint16) << 8 | heads[:, 2]) == pid]
     heads = heads[heads[:, 3] & 0x10 > 0]  # only what has a payload is counted

@@ -1,5 +1,6 @@
 """The default sizes of caches on a CPU."""
 
+import dataclasses
 import json
 
 import pytest
@@ -8,7 +9,7 @@ from benchmarks.runner import CONFIGS
 from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
 from mini_engine.launch.cli import parse
 from mini_engine.launch.plan import parallelism
-from mini_engine.launch.plan.memory_plan import settle_memory
+from mini_engine.launch.plan.memory_plan import check_in_worker, settle_memory
 from mini_engine.messages import MediaCachePlan
 from mini_engine.model.config import ModelConfig
 
@@ -51,9 +52,22 @@ def test_the_kv_cache_fits_into_a_small_container():
     """Beside half a GiB for the processes, and a media cache that takes only what is free."""
     config, _ = settle_memory(EngineConfig(), DEMO, MediaCachePlan("shm", GIB // 4, ""), GIB)
     assert 0.25 * GIB < config.kv_cache_memory_bytes < 0.34 * GIB
+    least = DEMO.weight_bytes(4) + parallelism.ENGINE_BYTES
+    with pytest.raises(ConfigError, match="^out of memory"):  # not even for a block
+        settle_memory(EngineConfig(), DEMO, MediaCachePlan("off", 0, ""), least + 1000)
     flags = ["--data-parallel-size", "2", "--kv-cache-memory-bytes", "7"]
     with pytest.raises(ConfigError, match="^out of memory: 1.0 GiB .* the processes of 2 engine.s. need 1.0"):
         settle_memory(parse(flags, {}), DEMO, MediaCachePlan("off", 0, ""), GIB)
+
+
+def test_a_settled_size_is_not_refused_by_the_worker(monkeypatch):
+    """Recurrent states are memory only once they are used: the size counts on that."""
+    free = RECURRENT_4B.weight_bytes(2) + parallelism.ENGINE_BYTES + (100 << 20)
+    config, _ = settle_memory(parse(["--device", "cpu"], {}), RECURRENT_4B, MediaCachePlan("off", 0, ""), free)
+    check_in_worker(config, RECURRENT_4B, "cpu", free)
+    monkeypatch.setattr(parallelism, "has_gpu", lambda: True)  # which torch cannot use
+    with pytest.raises(ConfigError, match="does not fit"):
+        check_in_worker(dataclasses.replace(config, device="auto"), RECURRENT_4B, "cpu", free)
 
 
 @pytest.mark.parametrize(

@@ -32,14 +32,15 @@ def test_what_a_container_may_lack_is_named(tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    monkeypatch.setattr(startup_checks, "PROC_FILES", [Path("/nowhere/meminfo"), Path("/proc/cpuinfo")])
+    monkeypatch.setattr(startup_checks, "PROC_FILES", [Path("/nowhere/meminfo"), tmp_path, Path("/proc/cpuinfo")])
     monkeypatch.setitem(startup_checks.SYSTEM_CALLS, "pidfd_open", refused)
     with pytest.raises(ConfigError) as error:
         startup_checks.check_host()
     for line, start in zip(
         str(error.value).splitlines(),
         [
-            "/nowhere/meminfo does not exist: mount ",
+            "/nowhere/meminfo cannot be read (No such file or directory): mount ",
+            f"{tmp_path} cannot be read (Is a directory): mount ",
             "the system call pidfd_open fails (Function not implemented): it needs ",
             "the working directory cannot be read (No such file or directory): start ",
         ],
@@ -193,9 +194,18 @@ def test_no_room_for_a_runtime_directory(base, monkeypatch):
         pass
 
 
-@pytest.mark.parametrize("name", ["", "x" * 50, "日" * 30])
+def test_a_relative_tmpdir_outlives_a_change_of_the_working_directory(tmp_path, monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as root:
+        monkeypatch.chdir(root)
+        monkeypatch.setenv("TMPDIR", ".")
+        with runtime_directory() as path:
+            os.chdir(tmp_path)
+            assert path.parent.samefile(root) and path.is_dir()
+
+
+@pytest.mark.parametrize("name", ["", "x" * 50, "日" * 30, os.fsdecode(b"caf\xe9")])
 def test_a_tmpdir_that_is_no_place_for_sockets_is_not_used(name, monkeypatch):
-    """A socket's path is limited in bytes."""
+    """A socket's path is limited in bytes, and its address is UTF-8."""
     with tempfile.TemporaryDirectory(dir="/tmp") as root:
         base = Path(root, name)
         base.mkdir(exist_ok=True)

@@ -68,24 +68,31 @@ def test_grey_of_more_than_8_bits_is_scaled_to_white() -> None:
         np.testing.assert_array_equal(decode_image(saved(image, format))[0, :, 0], [0, 128, 255])
 
 
-def tiff_of_planes(photometric: int, *planes: np.ndarray) -> bytes:
-    """A TIFF of 16 bits, uncompressed, one strip for each plane."""
+def tiff_of_planes(
+    photometric: int, *planes: np.ndarray, bits: int = 16, sample_format: int = 1, has_tiles: bool = False
+) -> bytes:
+    """A TIFF of uint16, uncompressed, one strip or tile for each plane."""
     (height, width), count = planes[0].shape, len(planes)
-    strips = [plane.astype("<u2").tobytes() for plane in planes]
-    lists = struct.pack(f"<{count}H", *[16] * count)
-    lists += struct.pack(f"<{2 * count}I", *(200 + len(strips[0]) * n for n in range(count)), *map(len, strips))
-    bits, offsets, sizes = (138, 138 + 2 * count, 138 + 6 * count) if count > 1 else (16, 200, len(strips[0]))
-    tags = [(256, 3, 1, width), (257, 3, 1, height), (258, 3, count, bits), (259, 3, 1, 1), (262, 3, 1, photometric)]
+    strips = [plane.tobytes() for plane in planes]
+    lists = struct.pack(f"<{count}H", *[bits] * count)
+    lists += struct.pack(f"<{2 * count}I", *(256 + len(strips[0]) * n for n in range(count)), *map(len, strips))
+    depth, offsets, sizes = (164, 164 + 2 * count, 164 + 6 * count) if count > 1 else (bits, 256, len(strips[0]))
+    tags = [(256, 3, 1, width), (257, 3, 1, height), (258, 3, count, depth), (259, 3, 1, 1), (262, 3, 1, photometric)]
     tags += [(273, 4, count, offsets), (277, 3, 1, count), (278, 3, 1, height), (279, 4, count, sizes)]
-    tags += [(284, 3, 1, 1 + (count > 1))]
-    head = struct.pack("<2sHIH", b"II", 42, 8, 10) + b"".join(struct.pack("<HHII", *tag) for tag in tags) + bytes(8)
-    return (head + lists).ljust(200, b"\0") + b"".join(strips)
+    tags += [(284, 3, 1, 1 + (count > 1)), (339, 3, 1, sample_format)]
+    if has_tiles:
+        tiles = {273: (324, 4, count, offsets), 278: (323, 3, 1, height), 279: (325, 4, count, sizes)}
+        tags = sorted([(322, 3, 1, width), *(tiles.get(tag[0], tag) for tag in tags)])
+    head = (
+        struct.pack("<2sHIH", b"II", 42, 8, len(tags)) + b"".join(struct.pack("<HHII", *tag) for tag in tags) + bytes(4)
+    )
+    return head.ljust(164, b"\0") + lists.ljust(92, b"\0") + b"".join(strips)
 
 
-def jpeg2000(pixels: np.ndarray) -> bytes:
-    """JPEG 2000 of uint16 [H, W, 3 or 4]."""
+def jpeg2000(pixels: np.ndarray, kind: str | None = None) -> bytes:
+    """JPEG 2000 of uint16 [H, W, 3 or 4], of FFmpeg's `kind` of pixels."""
     encoder: Any = av.CodecContext.create("jpeg2000", "w")
-    frame = av.VideoFrame.from_ndarray(pixels, "rgba64le" if pixels.shape[2] == 4 else "rgb48le")
+    frame = av.VideoFrame.from_ndarray(pixels, "rgba64le" if pixels.shape[2] == 4 else "rgb48le").reformat(format=kind)
     encoder.height, encoder.width, encoder.pix_fmt = frame.height, frame.width, frame.format.name
     encoder.time_base = Fraction(1)
     return b"".join(map(bytes, (*encoder.encode(frame), *encoder.encode(None))))
@@ -97,11 +104,28 @@ def test_more_than_8_bits_that_pillow_misreads_are_decoded_by_ffmpeg() -> None:
     np.testing.assert_array_equal(decode_image(tiff_of_planes(2, *np.moveaxis(deep, 2, 0))), pixels)
     grey = decode_image(tiff_of_planes(0, ~deep[..., 0]))
     np.testing.assert_array_equal(grey, np.repeat(pixels[..., :1], 3, axis=2))
+    assert (decode_image(tiff_of_planes(1, np.full((32, 64), 0xFFFF, np.uint16), bits=12)) == 255).all()
     np.testing.assert_allclose(decode_image(jpeg2000(deep)).astype(int), pixels, atol=4)
+    white = decode_image(jpeg2000(np.full((32, 64, 4), 65535, np.uint16), "ya16le"))
+    np.testing.assert_allclose(white.astype(int), 255, atol=4)
     clear = np.dstack([deep, np.repeat([[0, 65535]], 32, axis=1).repeat(64, axis=0).astype(np.uint16)])
     pixels[:, :32] = 255
     np.testing.assert_allclose(decode_image(jpeg2000(clear))[:, 34:].astype(int), pixels[:, 34:], atol=4)
     assert decode_image(jpeg2000(clear))[:, :30].min() == 255
+
+
+def test_tiffs_of_which_ffmpeg_makes_other_pixels_are_refused() -> None:
+    """Tiles, half floats, and CMYK in planes; and what is no more than the start of one."""
+    planes = np.full((4, 32, 64), 0x3800, np.uint16)  # a half as a float
+    for data in (
+        tiff_of_planes(2, *planes[:3], has_tiles=True),
+        tiff_of_planes(1, planes[0], sample_format=3),
+        tiff_of_planes(5, *planes),
+    ):
+        with pytest.raises(MediaError, match="cannot be read"):
+            decode_image(data)
+    with pytest.raises(MediaError, match="truncated"):
+        decode_image(b"II*\0")
 
 
 def test_what_pillow_cannot_open_is_decoded_by_ffmpeg() -> None:

@@ -6,6 +6,7 @@ import io
 import re
 import socket
 import struct
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -110,6 +111,9 @@ def test_joined_files_of_mpegts_lack_nothing() -> None:
     says how long its frames are."""
     data = 2 * clips.cached("libx264", "mpegts", 31, 320, 240, g="10", bf="2")
     check(data)
+    packets = [data[place : place + 188] for place in range(0, len(data), 188)]
+    check(b"".join(bytes(4) + packet for packet in packets), [EIGHT])  # .m2ts, of cameras
+    check(b"".join(packet + bytes(16) for packet in packets), [EIGHT])
     # The first that does not begin a frame, of the video's number 256.
     lost = next(place for place in range(0, len(data), 188) if data[place + 1 : place + 3] == b"\x01\0")
     with pytest.raises(MediaError, match="^video 1: the file is truncated or damaged: frame .* is incomplete"):
@@ -235,7 +239,7 @@ def test_frames_are_upright(is_mirrored: bool) -> None:
 
 @pytest.mark.parametrize(("codec", "container", "kind"), [("apng", "apng", "rgba"), ("qtrle", "mov", "argb")])
 def test_transparency_is_laid_over_white(codec: str, container: str, kind: str) -> None:
-    """But where all is transparent it is ignored."""
+    """But where all is transparent it is ignored, unless another frame of the video is not."""
     for alphas in ((0, 128, 255, 255), (0, 0, 0, 0)):
         pixels = np.zeros((16, 64, 4), np.uint8)
         pixels[..., 3] = np.repeat(alphas, 16)
@@ -243,10 +247,40 @@ def test_transparency_is_laid_over_white(codec: str, container: str, kind: str) 
         with av.open(buffer, "w", format=container) as output:
             stream = clips.video_stream(output, codec, 64, 16, 10, {})
             stream.pix_fmt = kind
-            picture = av.VideoFrame.from_ndarray(pixels, "rgba").reformat(format=kind)
-            output.mux([*stream.encode(picture), *stream.encode(None)])
-        frame = decode_video(buffer.getvalue(), EIGHT).frames[0]
+            for place, shown in enumerate((np.zeros_like(pixels), pixels)):
+                picture = av.VideoFrame.from_ndarray(shown, "rgba").reformat(format=kind)
+                picture.pts = place
+                output.mux(stream.encode(picture))
+            output.mux(stream.encode(None))
+        clear, frame = decode_video(buffer.getvalue(), EIGHT).frames
         assert frame[8, [4, 20, 36, 60], 1].tolist() == ([255, 127, 0, 0] if any(alphas) else [0, 0, 0, 0])
+        assert {*clear.flat} == {255 if any(alphas) else 0}
+
+
+def test_transparency_of_a_palette_is_laid_over_white() -> None:
+    picture, buffer = Image.new("P", (64, 16)), io.BytesIO()
+    picture.putpalette([200, 0, 0, 0, 0, 200])
+    picture.paste(1, (32, 0, 64, 16))
+    picture.save(
+        buffer, "PNG", save_all=True, append_images=[picture.transpose(Image.Transpose.ROTATE_180)], transparency=0
+    )
+    frames = decode_video(buffer.getvalue(), EIGHT).frames
+    assert frames[:, 8, [3, 60]].tolist() == [[[255] * 3, [0, 0, 200]], [[0, 0, 200], [255] * 3]]
+
+
+def test_transparency_takes_little_memory_beside_the_frames() -> None:
+    """As the memory of a decoder process is limited, and an 8K frame takes much of it."""
+    side, buffer = 1024, io.BytesIO()
+    with av.open(buffer, "w", format="mov") as output:
+        stream = clips.video_stream(output, "qtrle", side, side, 10, {})
+        stream.pix_fmt = "argb"
+        output.mux(stream.encode(av.VideoFrame.from_ndarray(np.full((side, side, 4), 128, np.uint8), "argb")))
+        output.mux(stream.encode(None))
+    tracemalloc.start()
+    frames = decode_video(buffer.getvalue(), EIGHT).frames
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert {*frames.flat} == {191} and peak < 1.5 * frames.nbytes
 
 
 def test_frames_of_another_size_are_scaled_to_the_first() -> None:
