@@ -145,7 +145,9 @@ async def _pool(request: Request, body: PoolingRequest, prompts: InputPrompts) -
         try:
             async with preparing:
                 await asyncio.sleep(0)
-                answer = await start(context, await _prompt(context, body, prompt), state_of(request, number))
+                answer = await start(
+                    context, await _prompt(context, body, prompt, state.client), state_of(request, number)
+                )
             async for _ in pieces([answer]):
                 pass
         except ApiError as error:
@@ -167,12 +169,12 @@ def _located(error: ApiError, name: str) -> ApiError:
     return ApiError(error.status, f"{name}: {error}", code=error.body.code, param=name)
 
 
-async def _prompt(context: AppContext, body: PoolingRequest, source: ChatRequest | list[int]) -> Prompt:
+async def _prompt(context: AppContext, body: PoolingRequest, source: ChatRequest | list[int], client: bytes) -> Prompt:
     """What the engine gets of an input."""
     if isinstance(source, list):
         context.sampling.check_tokens("input", source)
         context.renderer.check_tokens("input", source)
         return Prompt(body.chat([]), source, pooling=context.task.pooling)
-    prompt = await context.run_sized(partial(context.renderer.render, source), source.num_characters)
+    prompt = await context.run_sized(partial(context.renderer.render, source), source.num_characters, client)
     after = context.renderer.after_text if body.add_special_tokens is not False else []
     return Prompt(prompt.body, prompt.token_ids + after, pooling=context.task.pooling)
