@@ -7,12 +7,12 @@ import contextlib
 import mmap
 import warnings
 from collections.abc import Sequence
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import pillow_heif
 from numpy.typing import NDArray
-from PIL import AvifImagePlugin, ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
+from PIL import AvifImagePlugin, ExifTags, Image, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError
 
 from mini_engine.media.decode.colour import UNKNOWN, to_srgb
 from mini_engine.media.decode.frame_array import Allocate
@@ -34,6 +34,10 @@ AvifImagePlugin.DEFAULT_MAX_THREADS = 1
 # EPS starts a program, IPTC opens what it holds in any format, the next are only identified, the rest are guessed.
 _DENIED = {"EPS", "IPTC", "BUFR", "GRIB", "HDF5", "MPEG", "WMF", "IM", "IMT", "PCD", "SPIDER"}
 _FORMATS = sorted(set(Image.ID) - _DENIED, key=lambda name: name == "TGA")  # it has no mark at its start: tried last
+# TIFF's types of samples that Pillow lacks, by SampleFormat and bits: it reads them as integers of the same size.
+_SAMPLE_TYPES: dict[tuple[int, int], np.dtype[Any]] = {(3, 16): np.dtype(np.float16), (1, 32): np.dtype(np.uint32)}
+for _order, _mode in ((b"II", "I;16"), (b"MM", "I;16B")):
+    TiffImagePlugin.OPEN_INFO[(_order, 1, (3,), 1, (16,), ())] = (_mode, _mode)
 Image.MAX_IMAGE_PIXELS = None  # the limit here is a flag, and memory has one of its own
 # Pillow warns of all that it finds wrong in EXIF: a client could fill the log with it.
 warnings.filterwarnings("ignore", module=r"PIL\.")
@@ -49,10 +53,10 @@ def decode_image(file: mmap.mmap, guard: Guard, allocate: Allocate) -> NDArray[n
                 raise UnidentifiedImageError
             image.load()
             guard.check_size("max_image_pixels", *image.size)  # what an icon holds may have another size
-            upright = _upright(image)
+            upright = _with_sample_type(image, _upright(image))
             width, height = upright.size
             # White of pixels of more than 8 bits. TIFF does not say it: a usual one that no pixel exceeds, or the peak.
-            highest = np.fmax.reduce(np.asarray(image), axis=None) if image.mode in ("I", "F") else 65535
+            highest = np.fmax.reduce(np.asarray(upright), axis=None) if upright.mode in ("I", "F") else 65535
             peak = next((white for white in (1, 255) if highest <= white), highest)
             pixels = allocate((1, height, width))[0]
             for top in range(0, height, _STRIP_ROWS):
@@ -96,15 +100,29 @@ def decode_frames(data: mmap.mmap, sizes: Sequence[int], guard: Guard, allocate:
 
 def _is_misread(image: Image.Image, file: mmap.mmap) -> bool:
     """Whether Pillow reads wrong samples without an error, as it does of more than 8 bits: in TIFF one plane for each
-    colour, and grey of which 0 is white; in JPEG 2000 white as black."""
+    colour, and grey of which 0 is white; in JPEG 2000 white as black; in PNG the transparent colour."""
     if isinstance(image, TiffImagePlugin.TiffImageFile):
         tags, bits = image.tag_v2, image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (1,))
         has_planes = len(bits) > 1 and tags.get(TiffImagePlugin.PLANAR_CONFIGURATION) == 2
         return max(bits) == 16 and (has_planes or tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0)
+    if isinstance(image, PngImagePlugin.PngImageFile):
+        return "transparency" in image.info and ";16" in str(image.tile)
     if image.format == "JPEG2000" and image.mode in ("RGB", "RGBA"):
         start = file.find(_JPEG2000_SIZE, 0)
         return file[start + 42 : start + 43] > b"\x07"  # bits - 1 of the first component (ISO/IEC 15444-1, A.5.1)
     return False
+
+
+def _with_sample_type(image: Image.Image, pixels: Image.Image) -> Image.Image:
+    """`pixels`, those of `image`, as float32 if the file is a TIFF with samples of `_SAMPLE_TYPES`."""
+    if not isinstance(image, TiffImagePlugin.TiffImageFile) or not pixels.mode.startswith("I"):
+        return pixels
+    tags = TiffImagePlugin.SAMPLEFORMAT, TiffImagePlugin.BITSPERSAMPLE
+    (kind, *_), (bits, *_) = (image.tag_v2.get(tag, (1,)) for tag in tags)
+    if (sample_type := _SAMPLE_TYPES.get((kind, bits))) is None:
+        return pixels
+    samples = np.asarray(pixels).astype(f"u{sample_type.itemsize}").view(sample_type)
+    return Image.fromarray(samples.astype(np.float32))
 
 
 def _colour_of(image: Image.Image, file: mmap.mmap) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 import io
 import struct
+import zlib
 from fractions import Fraction
 from typing import Any
 
@@ -69,17 +70,34 @@ def test_grey_of_more_than_8_bits_is_scaled_to_white() -> None:
 
 
 def tiff_of_planes(photometric: int, *planes: np.ndarray) -> bytes:
-    """A TIFF of 16 bits, uncompressed, one strip for each plane."""
-    (height, width), count = planes[0].shape, len(planes)
-    strips = [plane.astype("<u2").tobytes() for plane in planes]
-    lists = struct.pack(f"<{count}H", *[16] * count)
+    """A TIFF of the planes' type, uncompressed, one strip for each plane. Of several, the type has 16 bits."""
+    (height, width), count, dtype = planes[0].shape, len(planes), planes[0].dtype
+    strips, depth = [plane.tobytes() for plane in planes], 8 * dtype.itemsize
+    lists = struct.pack(f"<{count}H", *[depth] * count)
     lists += struct.pack(f"<{2 * count}I", *(200 + len(strips[0]) * n for n in range(count)), *map(len, strips))
-    bits, offsets, sizes = (138, 138 + 2 * count, 138 + 6 * count) if count > 1 else (16, 200, len(strips[0]))
+    bits, offsets, sizes = (150, 150 + 2 * count, 150 + 6 * count) if count > 1 else (depth, 200, len(strips[0]))
     tags = [(256, 3, 1, width), (257, 3, 1, height), (258, 3, count, bits), (259, 3, 1, 1), (262, 3, 1, photometric)]
     tags += [(273, 4, count, offsets), (277, 3, 1, count), (278, 3, 1, height), (279, 4, count, sizes)]
-    tags += [(284, 3, 1, 1 + (count > 1))]
-    head = struct.pack("<2sHIH", b"II", 42, 8, 10) + b"".join(struct.pack("<HHII", *tag) for tag in tags) + bytes(8)
+    tags += [(284, 3, 1, 1 + (count > 1)), (339, 3, 1, "uif".index(dtype.kind) + 1)]
+    head = struct.pack("<2sHIH", b"II", 42, 8, 11) + b"".join(struct.pack("<HHII", *tag) for tag in tags) + bytes(8)
     return (head + lists).ljust(200, b"\0") + b"".join(strips)
+
+
+def png_of_16_bits(pixels: np.ndarray, transparent: np.ndarray) -> bytes:
+    """Grey [H, W] or RGB [H, W, 3], with a colour that is transparent."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    height, width, rows = *pixels.shape[:2], b"".join(b"\0" + row.astype(">u2").tobytes() for row in pixels)
+    head = struct.pack(">IIBBBBB", width, height, 16, 2 * (pixels.ndim > 2), 0, 0, 0)
+    parts = (
+        (b"IHDR", head),
+        (b"tRNS", transparent.astype(">u2").tobytes()),
+        (b"IDAT", zlib.compress(rows)),
+        (b"IEND", b""),
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
 
 
 def jpeg2000(pixels: np.ndarray) -> bytes:
@@ -102,6 +120,23 @@ def test_more_than_8_bits_that_pillow_misreads_are_decoded_by_ffmpeg() -> None:
     pixels[:, :32] = 255
     np.testing.assert_allclose(decode_image(jpeg2000(clear))[:, 34:].astype(int), pixels[:, 34:], atol=4)
     assert decode_image(jpeg2000(clear))[:, :30].min() == 255
+
+
+@pytest.mark.parametrize("colour", [[0x1234], [0x1234, 0x4567, 0x8000]], ids=["grey", "RGB"])
+def test_transparent_colour_of_16_bits_is_white(colour: list[int]) -> None:
+    """Not one that differs from it in the lower byte."""
+    pixels = np.tile(np.uint16(colour), (16, 64, 1))
+    pixels[:, 32:, 0] += 1
+    shown = decode_image(png_of_16_bits(pixels.squeeze(), pixels[0, 0]))[0, [0, 40]]
+    np.testing.assert_array_equal(shown[0], 255)
+    np.testing.assert_allclose(shown[1].astype(int), np.broadcast_to(np.uint16(colour) >> 8, 3), atol=1)
+
+
+@pytest.mark.parametrize("peak", [1, 1000])
+def test_tiff_of_half_precision_or_of_32_unsigned_bits_is_scaled_to_white(peak: int) -> None:
+    ramp = np.tile([0, 0.25, 0.5, 1], (4, 1))
+    for samples in (ramp.astype("<f2") * np.float16(peak), (ramp * (2**32 - 1)).astype("<u4")):
+        assert decode_image(tiff_of_planes(1, samples))[0, :, 0].tolist() == [0, 64, 128, 255]
 
 
 def test_what_pillow_cannot_open_is_decoded_by_ffmpeg() -> None:
