@@ -18,8 +18,8 @@ PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 RESERVE = 512 << 20  # bytes that a cache leaves free for everything else
 CUDA_CONTEXT_BYTES = 1 << 30  # that CUDA and its libraries keep of a device for each process that uses it, at most
-# By version of control groups: files of the limits, above which the kernel kills a process or has it wait, and of the
-# use; and the key of the file cache in `memory.stat`.
+# By version of control groups: files of the limits and of the use, and the key of the file cache in `memory.stat`.
+# Above `memory.high` the kernel kills no process; it takes pages back and delays each allocation.
 CGROUP_FILES = {
     1: (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
     2: (("memory.max", "memory.high"), "memory.current", "inactive_file"),
@@ -29,15 +29,15 @@ CGROUP_FILES = {
 def available_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     """Bytes that can be had without swapping and without the OOM killer; 0 at least.
 
-    The kernel's own estimate, MemAvailable, bounded by the limit of every control group around this process that can be
-    seen from here. A group's file cache that was not used lately counts as free: the kernel drops it first.
+    The kernel's own estimate, MemAvailable, bounded by the limits of every control group around this process that can
+    be seen from here. A group's file cache that was not used lately counts as free: the kernel drops it first.
     """
     lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
     free = next(int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:")
     for version, directory in control_groups("memory", proc, cgroups):
         limits, usage, cache = CGROUP_FILES[version]
         for limit in limits:
-            with contextlib.suppress(OSError, ValueError):  # not there, not ours to read, or the limit is "max"
+            with contextlib.suppress(OSError, ValueError):  # not there, not ours to read, or it is "max"
                 maximum, used = (int((directory / name).read_text()) for name in (limit, usage))
                 statistics = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
                 free = min(free, maximum - used + int(statistics.get(cache, 0)))

@@ -56,10 +56,12 @@ def create_app(context: AppContext) -> FastAPI:
         )
     for router in ROUTERS:
         if router is not playground.router or not config.disable_playground:
-            app.include_router(router, responses=ERRORS)
-            for route in router.routes:  # what has GET has HEAD, which load balancers send: RFC 9110, section 9.1
+            # What has GET has HEAD, which load balancers send: RFC 9110, section 9.1. The first route of a path answers
+            # and fills `Allow` of a 405; the router's own is in the document.
+            for route in router.routes:
                 if isinstance(route, APIRoute) and route.methods == {"GET"}:
-                    app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
+                    app.add_api_route(route.path, route.endpoint, methods=["GET", "HEAD"], include_in_schema=False)
+            app.include_router(router, responses=ERRORS)
     app.add_exception_handler(HTTPException, _http_error)
     return app
 

@@ -155,7 +155,7 @@ async def read_body(request: Request, kind: type[BodyT], context: AppContext) ->
     with context.bodies.reserve() as share:
         body = await receive_body(request, context.config, share)
     decode = partial(decode_body, body, kind, context.config.served_names, context.config.max_text_bytes)
-    decoded = await context.run_sized(decode, len(body), INLINE_BYTES)
+    decoded = await context.run_sized(decode, len(body), request.state.client, INLINE_BYTES)
     request.state.model = decoded.model or context.config.served_names[0]
     return decoded
 

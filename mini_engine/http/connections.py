@@ -37,7 +37,7 @@ HEADER_BYTES = 16 << 10  # of a request line with its headers, of a chunk's size
 READ_BYTES = 32 << 10  # parsed at once
 # A chunk takes tens of microseconds, however small: so many may come at once, and one more for each of these bytes.
 MAX_CHUNKS, CHUNK_BYTES = 256, 256
-ORIGIN = re.compile(b"https?://[^/?]*", re.IGNORECASE)  # of a URL
+ORIGIN = re.compile(b"https?://([^/?]*)", re.IGNORECASE)  # of a URL; the group is its authority
 QUIET_SECONDS = 60.0  # between two lines about clients without TLS: they could fill the log
 
 
@@ -60,7 +60,7 @@ class TlsHandshake(ssl.SSLObject):
 class HttpParser(h11.Connection):
     """h11 with five more rules: its limit also holds for headers that arrive complete; one of two headers gives the
     length of a request (RFC 9112, section 6.1); chunks are not tiny; an empty line after a request or before one is
-    ignored (section 2.2); and of a target that is a whole URL the path counts (section 3.2.2)."""
+    ignored (section 2.2); and a target that is a whole URL gives path and host, whatever `Host` is (section 3.2.2)."""
 
     _chunks = float(MAX_CHUNKS)  # that may come now
 
@@ -83,7 +83,10 @@ class HttpParser(h11.Connection):
         if isinstance(event, h11.Request):
             self._chunks = MAX_CHUNKS
             if url := ORIGIN.match(event.target):
-                object.__setattr__(event, "target", b"/" + event.target[url.end() :].removeprefix(b"/"))
+                target = b"/" + event.target[url.end() :].removeprefix(b"/")
+                headers = [(b"host", url[1]), *(header for header in event.headers if header[0] != b"host")]
+                version = event.http_version
+                event = h11.Request(method=event.method, target=target, headers=headers, http_version=version)
             if {b"content-length", b"transfer-encoding"} <= dict(event.headers).keys():
                 raise h11.RemoteProtocolError("Content-Length and Transfer-Encoding: send one of them")
         return event

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from mini_engine.config import EngineConfig
 from mini_engine.engine_client.engines import EngineClient
 from mini_engine.http.admission import Budget, Places, body_budget, media_budget
+from mini_engine.media.decode.fair_places import FairPlaces
 from mini_engine.media.loader import MediaLoader, start_thread_pool
 from mini_engine.media.settings import MediaSettingsResolver
 from mini_engine.messages import EngineLimits
@@ -53,6 +54,7 @@ class AppContext(ModelFront):
     media_bytes: Budget
     places: Places
     text_threads: ThreadPoolExecutor  # decode bodies, and render and tokenise texts, that are large
+    text_places: FairPlaces  # one for each of these threads
 
     @classmethod
     def of(
@@ -70,12 +72,19 @@ class AppContext(ModelFront):
             media_bytes=media_budget(config),
             places=Places(config.maximum_concurrent_videos),
             text_threads=start_thread_pool(TEXT_THREADS, "text"),
+            text_places=FairPlaces(TEXT_THREADS, slow_places=0),
         )
 
-    async def run_sized(self, work: Callable[[], T], size: int, inline: int = INLINE_CHARACTERS) -> T:
+    async def run_sized(self, work: Callable[[], T], size: int, client: bytes, inline: int = INLINE_CHARACTERS) -> T:
         """The result of `work`. Where the `size` of its input is at most `inline`, it runs on the event loop, for some
-        milliseconds at most, since many requests may be due at once; else in one of the `text_threads`."""
-        return work() if size <= inline else await asyncio.get_running_loop().run_in_executor(self.text_threads, work)
+        milliseconds at most, since many requests may be due at once; else in one of the `text_threads`, which are
+        shared fairly between clients."""
+        if size <= inline:
+            return work()
+        place = await self.text_places.acquire(client)
+        running = asyncio.get_running_loop().run_in_executor(self.text_threads, work)
+        running.add_done_callback(lambda _: place.release())
+        return await asyncio.shield(running)  # a thread goes on, and keeps its place, when its request is cancelled
 
 
 def context_of(request: Request) -> AppContext:

@@ -67,8 +67,8 @@ class ActiveRequests:
 
 class RequestMiddleware:
     """See the module. In `scope["state"]` the application finds `request_id`, `caller`, `clock`, `clocks`, to which it
-    adds those of further prompts, `cleanup`, an ExitStack, and `end`, which cancels it; for text also `client`, an
-    opaque id, `name_scope`, see `Access`, and `choices`, the budget share of the first one. It is also cancelled when
+    adds those of further prompts, `cleanup`, an ExitStack, `end`, which cancels it, and `client`, an opaque id; for
+    text also `name_scope`, see `Access`, and `choices`, the budget share of the first one. It is also cancelled when
     its client disconnects. It sets `model`, the name that the client asked for."""
 
     def __init__(self, app: ASGIApp, context: AppContext, requests: ActiveRequests):
@@ -99,8 +99,10 @@ class RequestMiddleware:
         """Raises ApiError for a request that is not accepted."""
         if key_number := self._access.check(exchange.path, exchange.headers):
             exchange.caller["key_number"] = key_number
+        state = exchange.scope["state"]
+        state["client"] = self._access.client_of(exchange.headers, exchange.scope["client"])
         if exchange.path not in ("/live", "/metrics"):
-            exchange.scope["state"]["connection"].check()
+            state["connection"].check()
             if self._requests.draining:
                 raise shutting_down()
         if exchange.path not in UNCOUNTED_PATHS:
@@ -113,9 +115,7 @@ class RequestMiddleware:
                 raise ApiError(404, text, code="unknown_url")
             self._context.engines.check()
             choices = exchange.cleanup.enter_context(self._context.requests.reserve(1))
-            client = self._access.client_of(exchange.headers, exchange.scope["client"])
-            names = self._access.name_scope(exchange.headers)
-            exchange.scope["state"] |= {"choices": choices, "client": client, "name_scope": names}
+            state |= {"choices": choices, "name_scope": self._access.name_scope(exchange.headers)}
 
 
 class Exchange:

@@ -135,13 +135,13 @@ class StoredMatrix:
         """Decode a part of the matrix, run by run: which rows of the part, and their values. In 4 bits there are scales
         for each `unit` inputs, at whose multiples the part begins and ends."""
         scales, zero_points = self._scales(rows)
-        # Words that lie input by input hold all outputs: they are read at once, a byte at most for each weight.
-        words = self._by_outputs("qweight") if self._end == "qweight" else None
+        words, first = self._words(columns)
+        in_words = slice(columns.start - first, columns.stop - first)
         step = max(1, RUN_VALUES // self.shape[1])
         for start in range(rows.start, rows.stop, step):
             run = slice(start, min(start + step, rows.stop))
             here = slice(run.start - rows.start, run.stop - rows.start)
-            codes = self._codes(run, words)[:, columns]
+            codes = self._codes(run, words)[:, in_words]
             yield here, self._decode(codes, scales[here], zero_points[here], columns, unit)
 
     def _decode(self, codes: Tensor, scales: Tensor, zero_points: Tensor, columns: slice, unit: int) -> Tensor | Codes:
@@ -195,8 +195,17 @@ class StoredMatrix:
         tensor = read_tensor(self.tensors[end])
         return tensor.T if self._end == "qweight" else tensor
 
+    def _words(self, columns: slice) -> tuple[Tensor | None, int]:
+        """The words of a `qweight` with these columns, by outputs, and the first column in them; None for others. They
+        lie input by input and hold all outputs: they are read at once, a byte at most for each weight."""
+        if self._end != "qweight":
+            return None, 0
+        each = 1 if self.config.method == "awq" else 32 // self.bits  # inputs in a word
+        first = columns.start // each
+        return read_tensor(self.codes, slice(first, -(-columns.stop // each))).T, first * each
+
     def _codes(self, rows: slice, words: Tensor | None) -> Tensor:
-        """uint8 `[rows, inputs]`, or as they are stored. `words`: all of a `qweight`, by outputs."""
+        """uint8, of these rows and all columns of the `words`, or without them of the file; or as they are stored."""
         if words is None:
             stored = read_tensor(self.codes, rows)
             return stored if self._end == "weight" else _unpack(stored, self.bits)

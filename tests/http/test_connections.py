@@ -50,6 +50,20 @@ async def test_a_target_may_be_a_whole_url(served: Served, target: bytes, status
     assert response.startswith(b"HTTP/1.1 " + status)
 
 
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        (b"http://evil.test/version", b"a", b"421"),
+        (b"http://a@evil.test/version", b"a", b"421"),
+        (b"http:///version", b"a", b"421"),
+        (b"http://a/version", b"evil.test", b"200"),
+    ],
+)
+async def test_the_host_of_a_whole_url_counts(served: Served, target: bytes, host: bytes, status: bytes) -> None:
+    request = b"GET %s HTTP/1.1\r\nconnection: close\r\nhost: %s\r\n\r\n" % (target, host)
+    assert (await until_closed(served, request)).startswith(b"HTTP/1.1 " + status)
+
+
 async def test_slow_and_invalid_requests_are_closed(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     half, chunked = CHAT_HEAD + b"content-length: 900\r\n\r\n{", b"transfer-encoding: chunked\r\n\r\n"
     large = b"a: a\r\n" * 4_000  # 24 KB

@@ -181,3 +181,33 @@ async def test_large_texts_take_few_threads(served: Served, monkeypatch: pytest.
     assert (await served.post()).status_code == 200 and len(inside) == TEXT_THREADS
     door.set()
     assert {(await task).status_code for task in asking} == {400} and len(inside) == len(asking)  # they are too long
+
+
+async def test_text_does_not_wait_for_all_queued_texts_of_another_client(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for one of them. A text whose client has disconnected keeps its thread."""
+    async with serve(api_key=["first", "second"]) as served:
+        renderer, door, begun = served.context.renderer, threading.Event(), list[str]()
+
+        def encode_held(text: str, add_special_tokens: bool) -> list[int]:
+            begun.append(text[0])
+            assert door.wait(PATIENCE)
+            return [len(text), int(add_special_tokens)]
+
+        def ask(text: str, key: str) -> asyncio.Task[httpx.Response]:
+            headers = {"authorization": f"Bearer {key}"}
+            return asyncio.create_task(served.http.post("/tokenize", json={"prompt": text * 5000}, headers=headers))
+
+        monkeypatch.setattr(renderer, "encode", encode_held)
+        places = served.context.text_places
+        asking = [ask("a", "first") for _ in range(TEXT_THREADS + 4)]
+        await eventually(lambda: len(begun) == TEXT_THREADS and len(places._queue) == 4)
+        asking.append(ask("b", "second"))
+        await eventually(lambda: len(places._queue) == 5)
+        await cancelled(asking.pop(0))
+        await asyncio.to_thread(lambda: None)
+        assert not places.num_free and len(begun) == TEXT_THREADS
+        door.set()
+        assert {(await task).status_code for task in asking} == {200}
+        assert "".join(begun) == "a" * TEXT_THREADS + "abaaa" and places.num_free == TEXT_THREADS

@@ -181,6 +181,9 @@ async def test_media_of_a_query_are_fetched_hashed_and_decoded_once(
     assert len(web.requests) == 1 and len(hashed) == 3 and decoded.since() == [3]
     if name:  # bound with its URL
         assert (await ranker.http.post("/rerank", json=body)).status_code == 200 and len(web.requests) == 1
+        ranker.core.held = "facts"  # the engine has lost the patches
+        assert (await ranker.http.post("/rerank", json=body)).status_code == 200
+        assert len(web.requests) == 2, "downloaded again once, not for each document"
 
 
 @pytest.mark.parametrize(("path", "body", "says"), [

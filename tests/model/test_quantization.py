@@ -243,6 +243,18 @@ def test_two_ranks_give_the_logits_of_one(source, family, tmp_path, runtime):
         assert_close(ours, theirs, bound)
 
 
+@pytest.mark.parametrize(
+    ("form", "columns"), [("awq", slice(32, 96)), ("gptq", slice(32, 96)), ("gptq 8 bits", slice(30, 61))]
+)
+def test_some_columns_of_words_that_lie_input_by_input(form, columns, tmp_path):
+    tensors, values = store(form, 64, 128)
+    save_file({f"m.{end}": tensor.contiguous() for end, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    matrix = quantized_files.find_weights(tmp_path, StoredQuantization.from_dict(CONFIGS[form]))["m.weight"]
+    parts = [part for _, part in matrix.parts(slice(16, 48), columns, GROUP)]
+    decoded = torch.cat([part if isinstance(part, Tensor) else part.dequantize() for part in parts])
+    torch.testing.assert_close(decoded, values[16:48, columns].float())
+
+
 def test_what_cannot_be_cut_names_a_number_of_workers(source, tmp_path):
     path = write("awq", source, tmp_path / "quantised")
     for folder, flag in ((path, "none"), (source, "int4")):

@@ -43,7 +43,7 @@ async def chat_completions(request: Request) -> Response:
     state.choices.receive(chat.num_choices - 1)
     context.sampling.check(chat)
     # Before any media: what cannot be rendered costs no decoding.
-    prompt = await context.run_sized(partial(context.renderer.render, chat), chat.num_characters)
+    prompt = await context.run_sized(partial(context.renderer.render, chat), chat.num_characters, state.client)
     answer = await start(context, prompt, state)
     responder = ChatResponder(chat, state, context.config.served_names[0])
     del chat, prompt  # their media are as large as text as they are themselves
@@ -102,7 +102,7 @@ async def load_media(
     beside_text = video_tokens(limits, len(prompt.token_ids), answer_tokens, len(refs))
     budgets = dict.fromkeys((video_tokens(limits, 0, 1, 1), beside_text))
     resolve = partial(context.media_settings.resolve, chat, refs)
-    settings = await context.run_sized(lambda: [*map(resolve, budgets)], len(refs), INLINE_ITEMS)
+    settings = await context.run_sized(lambda: [*map(resolve, budgets)], len(refs), state.client, INLINE_ITEMS)
     # Row 3: room for the media's bytes, the bytes, and their hashes.
     share = held.enter_context(context.media_bytes.reserve())
     clock.enter("fetch")

@@ -37,7 +37,7 @@ async def completions(request: Request) -> Response:
     prompts = []
     for number, prompt in enumerate(body.prompts):
         await asyncio.sleep(0)  # each may take some milliseconds
-        token_ids = await _encode(context, body, prompt) if isinstance(prompt, str) else prompt
+        token_ids = await _encode(context, body, prompt, state.client) if isinstance(prompt, str) else prompt
         if not token_ids:  # before any of the prompts is sent
             raise bad_request("The prompt is empty: it needs at least one token.", "prompt")
         context.renderer.check_tokens("prompt", token_ids)
@@ -46,9 +46,11 @@ async def completions(request: Request) -> Response:
     return await CompletionResponder(body, state, context.config.served_names[0]).respond(answers)
 
 
-async def _encode(context: AppContext, body: CompletionRequest | TokenizeRequest, text: str) -> list[int]:
+async def _encode(
+    context: AppContext, body: CompletionRequest | TokenizeRequest, text: str, client: bytes
+) -> list[int]:
     encode = partial(context.renderer.encode, text, body.add_special_tokens is not False)
-    return await context.run_sized(encode, len(text))
+    return await context.run_sized(encode, len(text), client)
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -57,13 +59,13 @@ async def _encode(context: AppContext, body: CompletionRequest | TokenizeRequest
 @router.post("/tokenize", openapi_extra=takes(TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     """The token ids of a text, or those of a conversation as a chat completion has them, with all of its media."""
-    context = context_of(request)
+    context, client = context_of(request), request.state.client
     body = await read_body(request, TokenizeRequest, context)
     media: list[MediaItem] = []
     if body.prompt is None:
         async with contextlib.AsyncExitStack() as held:
             chat = body.chat(body.messages or ())
-            prompt = await context.run_sized(partial(context.renderer.render, chat), chat.num_characters)
+            prompt = await context.run_sized(partial(context.renderer.render, chat), chat.num_characters, client)
             refs = collect_media(prompt.body.parts, context.config.item_limits)
             items = [item[-1] for item in await load_media(context, prompt, refs, request.state, held)]
             await held.enter_async_context(context.places.hold(len(items), request.state.clock))
@@ -72,7 +74,7 @@ async def tokenize(request: Request) -> Response:
             tokens, media = context.renderer.expand(prompt.token_ids, processed)
             check_budget(media, context.limits)
     else:
-        tokens = await _encode(context, body, body.prompt)
+        tokens = await _encode(context, body, body.prompt, client)
     kinds = ("image", "video")
     counts = {f"{kind}_tokens": sum(item.num_tokens for item in media if item.modality == kind) for kind in kinds}
     answer = {"count": len(tokens), "max_model_len": context.limits.max_model_len, "prompt_tokens_details": counts}
@@ -81,7 +83,7 @@ async def tokenize(request: Request) -> Response:
         names = [*map(context.renderer.tokenizer.id_to_token, tokens)] if body.return_token_strs else None
         return msgspec.json.encode(answer | {"tokens": tokens, "token_strs": names})
 
-    return Response(await context.run_sized(encode_answer, len(tokens)), media_type=JSON)
+    return Response(await context.run_sized(encode_answer, len(tokens), client), media_type=JSON)
 
 
 @router.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
@@ -94,5 +96,5 @@ async def detokenize(request: Request) -> Response:
         raise bad_request(text, "tokens")
     context.sampling.check_tokens("tokens", body.tokens)
     decode = partial(context.renderer.tokenizer.decode_batch, [body.tokens], skip_special_tokens=False)
-    (text,) = await context.run_sized(decode, len(body.tokens))
+    (text,) = await context.run_sized(decode, len(body.tokens), request.state.client)
     return Response(msgspec.json.encode({"prompt": text}), media_type=JSON)

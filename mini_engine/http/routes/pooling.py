@@ -19,9 +19,10 @@ from starlette.responses import Response
 
 from mini_engine.http.body import read_body, takes
 from mini_engine.http.context import AppContext, context_of, state_of
-from mini_engine.http.known_media import resolve_names
+from mini_engine.http.known_media import DownloadAgain, find_media, resolve_names
 from mini_engine.http.responses import usage_of, whole_response
 from mini_engine.http.routes.chat_completions import load_media, start
+from mini_engine.media.loader import Candidates, origin_of
 from mini_engine.prompt.answer import Answer, pieces
 from mini_engine.prompt.pooling_prompts import (
     InputPrompts,
@@ -34,6 +35,7 @@ from mini_engine.prompt.pooling_prompts import (
 from mini_engine.prompt.renderer import Prompt
 from mini_engine.protocol.api_errors import ApiError, bad_request
 from mini_engine.protocol.bodies import ChatMessage, ChatRequest
+from mini_engine.protocol.parts import MediaRef
 from mini_engine.protocol.pooling_bodies import (
     Content,
     EmbeddingRequest,
@@ -115,10 +117,28 @@ async def _fetch_query(
         try:
             refs = await resolve_names(context, chat, state)
             items = await load_media(context, Prompt(chat, []), refs, state, held)
+            if lost := await _lost_media(context, items, state.request_id):
+                items = await load_media(context, Prompt(chat, []), lost, state, held)
         except ApiError as error:
             raise _located(error, "query") from None
     for part, item in zip(parts, items, strict=True):
         part.fill_in({part.location: item[0].ref.url})
+
+
+async def _lost_media(context: AppContext, items: Sequence[Candidates], request_id: str) -> list[MediaRef]:
+    """What is to be loaded instead of `items` if some have been downloaded before, and their engine does not have them
+    any more; else nothing."""
+    if not any(item[0].content.is_absent and origin_of(item[0].content) for item in items):
+        return []
+    engine = context.engines.preferred(items[0][0].content.digest)  # as `start` chooses it for each document
+    try:
+        with contextlib.suppress(ApiError):  # the documents fail, if they do: they may have room for less of a video
+            await find_media(engine, items, request_id)
+    except DownloadAgain as again:
+        return again.refs
+    finally:
+        engine.media.release_aborted(request_id)
+    return []
 
 
 async def _respond(
@@ -145,7 +165,9 @@ async def _pool(request: Request, body: PoolingRequest, prompts: InputPrompts) -
         try:
             async with preparing:
                 await asyncio.sleep(0)
-                answer = await start(context, await _prompt(context, body, prompt), state_of(request, number))
+                answer = await start(
+                    context, await _prompt(context, body, prompt, state.client), state_of(request, number)
+                )
             async for _ in pieces([answer]):
                 pass
         except ApiError as error:
@@ -167,12 +189,12 @@ def _located(error: ApiError, name: str) -> ApiError:
     return ApiError(error.status, f"{name}: {error}", code=error.body.code, param=name)
 
 
-async def _prompt(context: AppContext, body: PoolingRequest, source: ChatRequest | list[int]) -> Prompt:
+async def _prompt(context: AppContext, body: PoolingRequest, source: ChatRequest | list[int], client: bytes) -> Prompt:
     """What the engine gets of an input."""
     if isinstance(source, list):
         context.sampling.check_tokens("input", source)
         context.renderer.check_tokens("input", source)
         return Prompt(body.chat([]), source, pooling=context.task.pooling)
-    prompt = await context.run_sized(partial(context.renderer.render, source), source.num_characters)
+    prompt = await context.run_sized(partial(context.renderer.render, source), source.num_characters, client)
     after = context.renderer.after_text if body.add_special_tokens is not False else []
     return Prompt(prompt.body, prompt.token_ids + after, pooling=context.task.pooling)

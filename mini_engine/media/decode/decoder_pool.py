@@ -75,7 +75,7 @@ class DecoderPool:
         # Called with the bytes by which the decoded frames in memory grow, before they are allocated, or shrink.
         self.count_decoded: Callable[[int], None] = lambda _: None
         self._name, self._max_input_bytes = name, max_input_bytes
-        self._places = FairPlaces(places)
+        self._places = FairPlaces(places, slow_places=places)
         self._decoders: set[DecoderProcess] = set()
         self._idle: list[DecoderProcess] = []  # the last one's memory is the warmest
         self._first: DecoderProcess | None = None

@@ -1,8 +1,9 @@
-"""A fair queue of jobs: places are shared fairly between requests. Knows nothing of what the jobs do.
+"""A fair queue of jobs: places are shared fairly between owners, such as requests or clients. Knows nothing of what the
+jobs do.
 
-Start-time fair queueing (Goyal, Vin and Cheng, 1996): a job's tag is one more than that of its request's last job, but
-at least that of the last job that got a place. The lowest tag is next. A job that takes long moves to a slow place, if
-one is free, so that slow jobs leave places to others.
+Start-time fair queueing (Goyal, Vin and Cheng, 1996): a job's tag is one more than that of its owner's last job, but at
+least that of the last job that got a place. The lowest tag is next. A job that takes long moves to a slow place, if one
+is free, so that slow jobs leave places to others.
 """
 
 from __future__ import annotations
@@ -10,22 +11,23 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+from collections.abc import Hashable
 
 SLOW_SECONDS = 2.0
 
 
 class FairPlaces:
-    """At most `places` running jobs, and as many again that take longer than SLOW_SECONDS."""
+    """At most `places` running jobs, and `slow_places` more that take longer than SLOW_SECONDS."""
 
-    def __init__(self, places: int):
-        self.num_free = self.num_free_slow = places
-        self._queue: list[tuple[int, int, str, asyncio.Future[Place]]] = []  # a heap, by tag and arrival
+    def __init__(self, places: int, slow_places: int):
+        self.num_free, self.num_free_slow = places, slow_places
+        self._queue: list[tuple[int, int, Hashable, asyncio.Future[Place]]] = []  # a heap, by tag and arrival
         self._arrivals = itertools.count()
         self._tag = 0  # of the last job that got a place
-        self._next_tags: dict[str, int] = {}  # of the requests that have jobs in the queue
+        self._next_tags: dict[Hashable, int] = {}  # of the owners that have jobs in the queue
 
-    async def acquire(self, owner: str, seconds: float) -> Place:
-        """A place for a job of the request `owner`. Raises TimeoutError if none becomes free in time."""
+    async def acquire(self, owner: Hashable, seconds: float | None = None) -> Place:
+        """A place for a job of `owner`. Raises TimeoutError if none becomes free within `seconds`."""
         granted: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         tag = max(self._tag, self._next_tags.get(owner, 0))
         self._next_tags[owner] = tag + 1
@@ -43,7 +45,7 @@ class FairPlaces:
         """Grant the free places to the jobs that are next."""
         while self._queue and self.num_free:
             tag, _, owner, granted = heapq.heappop(self._queue)
-            if self._next_tags[owner] == tag + 1:  # the last one of its request
+            if self._next_tags[owner] == tag + 1:  # the last one of its owner
                 del self._next_tags[owner]
             if not granted.cancelled():
                 self.num_free -= 1

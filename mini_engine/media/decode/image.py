@@ -12,7 +12,7 @@ from typing import BinaryIO, cast
 import numpy as np
 import pillow_heif
 from numpy.typing import NDArray
-from PIL import AvifImagePlugin, ExifTags, Image, TiffImagePlugin, UnidentifiedImageError
+from PIL import AvifImagePlugin, ExifTags, Image, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError
 
 from mini_engine.media.decode.colour import UNKNOWN, to_srgb
 from mini_engine.media.decode.frame_array import Allocate
@@ -25,6 +25,7 @@ _STRIP_ROWS = 512  # converted to RGB at once
 # How an image that is stored with an orientation of 2 to 8 (EXIF 2.3) is set upright.
 _TURNS = "FLIP_LEFT_RIGHT ROTATE_180 FLIP_TOP_BOTTOM TRANSPOSE ROTATE_270 TRANSVERSE ROTATE_90"
 _TURN_OF = {2 + place: Image.Transpose[name] for place, name in enumerate(_TURNS.split())}
+_TIFF = (b"II*\0", b"MM\0*")
 _JPEG2000_SIZE = b"\xff\x4f\xff\x51"  # the first two markers of a code stream
 
 # Import the formats now and not at their first file: a decoder process has few descriptors.
@@ -52,7 +53,7 @@ def decode_image(file: mmap.mmap, guard: Guard, allocate: Allocate) -> NDArray[n
             upright = _upright(image)
             width, height = upright.size
             # White of pixels of more than 8 bits. TIFF does not say it: a usual one that no pixel exceeds, or the peak.
-            highest = np.fmax.reduce(np.asarray(image), axis=None) if image.mode in ("I", "F") else 65535
+            highest = np.fmax.reduce(np.asarray(upright), axis=None) if upright.mode in ("I", "F") else 65535
             peak = next((white for white in (1, 255) if highest <= white), highest)
             pixels = allocate((1, height, width))[0]
             for top in range(0, height, _STRIP_ROWS):
@@ -61,7 +62,7 @@ def decode_image(file: mmap.mmap, guard: Guard, allocate: Allocate) -> NDArray[n
             to_srgb(pixels, *_colour_of(image, file))
             return pixels
     except UnidentifiedImageError:
-        if _is_misread_by_ffmpeg(file):
+        if file[:4] in _TIFF:  # of these FFmpeg makes other pixels, too
             raise MediaError(guard.item, UNREADABLE) from None
         file.seek(0)
         return decode_video(file, VideoSampling(num_frames=1), guard, allocate)[0][0]
@@ -98,36 +99,20 @@ def decode_frames(data: mmap.mmap, sizes: Sequence[int], guard: Guard, allocate:
 
 def _is_misread(image: Image.Image, file: mmap.mmap) -> bool:
     """Whether Pillow reads wrong samples without an error, as it does of more than 8 bits: in TIFF one plane for each
-    colour, grey of which 0 is white, and 12 bits, of which it does not say the white; in JPEG 2000 white as black."""
+    colour, grey of which 0 is white, 12 bits, of which it does not say the white, and unsigned 32; in JPEG 2000 white
+    as black; in PNG the transparent colour."""
     if isinstance(image, TiffImagePlugin.TiffImageFile):
         tags, bits = image.tag_v2, image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (1,))
         has_planes = len(bits) > 1 and tags.get(TiffImagePlugin.PLANAR_CONFIGURATION) == 2
         is_inverse = tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0
-        return max(bits) == 12 or (max(bits) > 8 and (has_planes or is_inverse))
+        is_unsigned = tags.get(TiffImagePlugin.SAMPLEFORMAT, (1,))[0] == 1
+        return max(bits) > 8 and (has_planes or is_inverse or max(bits) == 12 or (max(bits) == 32 and is_unsigned))
+    if isinstance(image, PngImagePlugin.PngImageFile):
+        return "transparency" in image.info and ";16" in str(image.tile)
     if image.format == "JPEG2000" and image.mode in ("LA", "RGB", "RGBA"):
         start = file.find(_JPEG2000_SIZE, 0)
         return file[start + 42 : start + 43] > b"\x07"  # bits - 1 of the first component (ISO/IEC 15444-1, A.5.1)
     return False
-
-
-def _is_misread_by_ffmpeg(file: mmap.mmap) -> bool:
-    """Whether it is a TIFF of which FFmpeg makes other pixels without an error: of tiles, of signed integers, of floats
-    that have not 32 bits or integers that have, of CMYK in planes, of colours that are multiplied by their alpha, and
-    of inverse grey that has not 8 or 16 bits."""
-    if file[:4] not in (b"II*\0", b"MM\0*"):
-        return False
-    try:
-        tags = TiffImagePlugin.ImageFileDirectory_v2(file[:8])
-        file.seek(tags.next)
-        tags.load(cast(BinaryIO, file))
-        bits = max(tags.get(TiffImagePlugin.BITSPERSAMPLE, (1,)))
-        kinds = {*tags.get(TiffImagePlugin.SAMPLEFORMAT, (1,))}  # 1: unsigned, 3: float
-        photometric = tags.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION)
-        is_multiplied = tags.get(TiffImagePlugin.EXTRASAMPLES) == (1,)
-    except Exception:  # noqa: BLE001 - what Pillow raises depends on the damage
-        return False
-    is_odd = kinds != {3 if bits == 32 else 1} or photometric == 5 or (photometric == 0 and bits not in (8, 16))
-    return TiffImagePlugin.TILEWIDTH in tags or is_odd or is_multiplied
 
 
 def _colour_of(image: Image.Image, file: mmap.mmap) -> tuple[int, int]:
