@@ -19,6 +19,8 @@ from mini_engine.http.routes import chat_completions, completions, operations, p
 from mini_engine.protocol.api_errors import ApiError, Code
 
 ROUTERS = (chat_completions.router, completions.router, pooling.router, operations.router, playground.router)
+# Where other APIs take a conversation: OpenAI's newer one, the default of some SDKs, Anthropic's, and Ollama's.
+CHAT_OF_OTHER_APIS = ("/responses", "/messages", "/api/chat")
 
 
 class DescribedApp(FastAPI):
@@ -72,6 +74,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     path = request.url.path[:80]
     near = _near(path, {route.path for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)})
     remedy = f"did you mean {near}?" if near else "/openapi.json lists the paths and their methods."
+    if path.endswith(CHAT_OF_OTHER_APIS):
+        remedy = "conversations go to /v1/chat/completions (openai SDK: chat.completions; AI SDK: openai.chat(MODEL))."
     text = f"{error.detail}: {request.method} {path}; {remedy}"
     code: Code = "unknown_url" if error.status_code == 404 else "method_not_allowed"
     raise ApiError(error.status_code, text, code=code, headers=error.headers)

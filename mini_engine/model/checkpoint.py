@@ -10,6 +10,7 @@ import math
 import os
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from io import FileIO
@@ -29,6 +30,9 @@ DTYPES = FLOATS | {"I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "F8
 MAX_LISTED = 8
 MAX_HEADER_BYTES = 100_000_000  # by the format
 PROGRESS_SECONDS = 3.0  # between two lines of progress
+PROGRESS_LINES = (
+    8  # over which the rate is taken: matrices end in bursts, and a machine that does other things is uneven
+)
 
 
 class CheckpointError(ValueError):
@@ -54,8 +58,8 @@ class Progress:
 
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total, self._done = what, total, 0
-        self._begun = self._logged = time.monotonic()
-        self._done_before = 0  # when the last line was logged
+        self._begun = time.monotonic()
+        self._lines = deque([(self._begun, 0)], maxlen=PROGRESS_LINES)  # when the last were logged, and what was done
 
     def add(self, nbytes: int) -> None:
         """So many more bytes are done."""
@@ -64,10 +68,11 @@ class Progress:
         seconds, total = now - self._begun, self._total / 1e9
         if self._done == self._total:
             logger.info("%s: %.2f GB in %.1f s", self._what, total, seconds)
-        elif now - self._logged >= PROGRESS_SECONDS:
-            # At the rate since the last line: files are read faster as long as the page cache has them.
-            left = (self._total - self._done) * (now - self._logged) / max(1, self._done - self._done_before)
-            self._logged, self._done_before = now, self._done
+        elif now - self._lines[-1][0] >= PROGRESS_SECONDS:
+            # Not at the rate since the start: files are read faster as long as the page cache has them.
+            since, before = self._lines[0]
+            left = (self._total - self._done) * (now - since) / max(1, self._done - before)
+            self._lines.append((now, self._done))
             logger.info("%s: %.2f of %.2f GB, about %.0f s left", self._what, self._done / 1e9, total, left)
 
 

@@ -225,6 +225,9 @@ class GenerationRequest(Body, kw_only=True, frozen=True, dict=True):
     use_beam_search: Annotated[Any, only(False)] = None
     length_penalty: Annotated[Any, only(1)] = None
     include_reasoning: Annotated[Any, only(True)] = None
+    bad_words: Annotated[Any, only([])] = None
+    return_token_ids: Annotated[Any, only(False)] = None
+    spaces_between_special_tokens: Ignored = IGNORED  # changes nothing with a `tokenizer.json`, which models need
 
     @property
     def token_limit(self) -> int | None:

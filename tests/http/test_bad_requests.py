@@ -83,6 +83,7 @@ def tool(**properties: Any) -> dict[str, Any]:
         ({"continue_final_message": True, "add_generation_prompt": True}, VALUE, "messages", "not compatible"),
         ({"echo": 0}, UNSUPPORTED, "echo", "send false"),
         ({"length_penalty": 2}, UNSUPPORTED, "length_penalty", "send 1"),
+        ({"bad_words": ["red"]}, UNSUPPORTED, "bad_words", "send []"),
         ({"media_io_kwargs": {"audio": {}}}, VALUE, "media_io_kwargs", "'audio'; send one of image, video."),
         ({"messages": None}, VALUE, "messages", "got `null`"),
         ({"messages": []}, VALUE, "messages", "length >= 1"),
@@ -152,6 +153,7 @@ async def test_null_ignored_and_neutral_values_change_nothing(served: Served) ->
     neutral: dict[str, Any] = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text", "schema": None}}
     neutral |= {"echo": False, "verbosity": "low", "store": True, "metadata": {}, "service_tier": "flex"}
     neutral |= {"use_beam_search": False, "length_penalty": 1.0, "include_reasoning": True}
+    neutral |= {"bad_words": [], "return_token_ids": False, "spaces_between_special_tokens": False}
     variables = {"enable_thinking": False, "documents": [{"text": "x"}], "used": [True, False] * 2000}
     neutral |= {"reasoning_effort": "high", "chat_template_kwargs": variables}
     cached = {"cache_control": {"type": "ephemeral"}}

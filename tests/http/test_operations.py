@@ -26,7 +26,7 @@ from tests.support.serving import Counted, Serve, Served, check_error
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
-        ("POST", "/v1/responses", None),
+        ("POST", "/v1/images", None),
         ("GET", "/v1", None),
         ("GET", "/v1/chat/completions", "POST"),
         ("GET", "/tokenize", "POST"),
@@ -55,6 +55,12 @@ async def test_unknown_path_or_method(served: Served, method: str, path: str, al
 async def test_unknown_path_names_the_one_that_differs_in_v1_or_a_slash(served: Served, path: str, near: str) -> None:
     response = await served.http.get(path, headers={"host": "elsewhere"})
     check_error(response, 404, "unknown_url", f"Not Found: GET {path}; did you mean {near}?")
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/api/chat"])
+async def test_chat_path_of_another_api_names_chat_completions(served: Served, path: str) -> None:
+    response = await served.http.post(path, json={"model": "tiny", "input": "hello"})
+    check_error(response, 404, "unknown_url", f"Not Found: POST {path}; conversations go to /v1/chat/completions")
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny", "/metrics", "/version", "/", "/openapi.json"])

@@ -1,5 +1,6 @@
 """Loading: what does not fit is named before anything is read; a rank reads its part."""
 
+import itertools
 import json
 import re
 import shutil
@@ -16,7 +17,7 @@ from transformers import AutoModelForImageTextToText
 from mini_engine.matmul import in_float32
 from mini_engine.model import layers, weights
 from mini_engine.model.architectures import canonical_name
-from mini_engine.model.checkpoint import CheckpointError
+from mini_engine.model.checkpoint import PROGRESS_LINES, PROGRESS_SECONDS, CheckpointError, Progress
 from mini_engine.model.layers import (
     PACKING_THREADS,
     ColumnParallel,
@@ -170,6 +171,21 @@ def test_progress_is_logged_with_an_estimate(load_format, what, checkpoint, monk
     for stage in (what, "weights packed"):
         under_way = r": \d+\.\d\d of \d+\.\d\d GB, about \d+ s left"
         assert sum(bool(re.fullmatch(stage + under_way, line)) for line in caplog.messages) > 3
+
+
+def test_estimate_is_at_the_rate_of_the_last_lines(monkeypatch, caplog):
+    """Ten times as fast at first, then in bursts: 1 and 19 GB by turns."""
+    caplog.set_level("INFO")
+    seconds = itertools.count(0.0, PROGRESS_SECONDS)
+    monkeypatch.setattr("mini_engine.model.checkpoint.time.monotonic", lambda: next(seconds))
+    progress = Progress("weights read", 1000 * 10**9)
+    sizes = [100, 100, *[1, 19] * 8]
+    for size in sizes:
+        progress.add(size * 10**9)
+    done = list(itertools.accumulate(sizes))[PROGRESS_LINES + 1 :]
+    assert [line.rpartition(", ")[2] for line in caplog.messages[PROGRESS_LINES + 1 :]] == [
+        f"about {(1000 - size) / 10 * PROGRESS_SECONDS:.0f} s left" for size in done
+    ]
 
 
 def test_a_matrix_is_freed_once_it_is_packed(monkeypatch):
