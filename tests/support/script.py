@@ -110,6 +110,7 @@ def run(
     """Execute the steps; tokens, or pooled numbers, by request. `ahead`: steps that are launched before the result of
     one is asked for. `listed` gets the log probabilities of prompts."""
     tokens: dict[str, list[Any]] = {}
+    listed = {} if listed is None else listed
     launched: deque[tuple[int, Launched]] = deque()
     for step in [*steps, *[None] * ahead]:
         if step is not None:
@@ -120,7 +121,7 @@ def run(
         result = done.result()
         assert result.number == number
         for name, rows in result.prompt_logprobs.items():
-            assert listed is not None and name not in tokens, "after a token"
+            assert name not in tokens, "after a token"
             listed[name] = listed.get(name, b"") + rows
         for sampled in result.tokens:
             tokens.setdefault(sampled.request_id, []).append(sampled.token_id)
