@@ -18,7 +18,7 @@ import msgspec
 from mini_engine.log import about
 from mini_engine.messages import EngineTimes, FinishReason, NewRequest, Problem, RequestOutput, SamplingParams
 from mini_engine.prompt.detokenizer import Detokenizer, ListedToken, Vocabulary
-from mini_engine.prompt.prompt_echo import PromptEcho, PromptLogprobs
+from mini_engine.prompt.prompt_echo import LogprobTables, PromptEcho
 from mini_engine.prompt.stop_strings import StopSearch, stop_strings
 from mini_engine.prompt.tool_calls import AnswerParser, Kind
 from mini_engine.protocol.api_errors import ApiError, EngineError, MediaNotSent, bad_request
@@ -42,7 +42,7 @@ class Piece:
     fragments: list[tuple[Kind, str]]
     finish_reason: FinishedBy | None
     logprobs: list[ListedToken] | None  # of each of the tokens, and of an echoed prompt's; None: not asked for
-    prompt_logprobs: PromptLogprobs | None = None
+    prompt_logprobs: LogprobTables | None = None
 
 
 class Sample:

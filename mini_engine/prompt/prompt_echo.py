@@ -14,7 +14,7 @@ from mini_engine.protocol.bodies import GenerationRequest
 
 PIECE_ENTRIES = 512  # of the prompt's tokens and the likeliest at their places: some milliseconds
 
-PromptLogprobs = list[dict[int, dict[str, Any]] | None]
+LogprobTables = list[dict[int, dict[str, Any]] | None]
 """vLLM's: of each token itself and the likeliest at its place, by id. None for the first, which follows nothing."""
 
 
@@ -24,7 +24,7 @@ class PromptPiece:
 
     text: str
     listed: list[ListedToken]  # with `echo` and `logprobs`
-    logprobs: PromptLogprobs | None  # of `prompt_logprobs`; None: not requested
+    logprobs: LogprobTables | None  # of `prompt_logprobs`; None: not requested
 
 
 class PromptEcho:

@@ -392,7 +392,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
     items_per_unit = 8  # token ids cost little
 
     prompt: Prompts
-    max_tokens: Count32 | None = None  # 0 with `echo`: the prompt alone
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None  # 0 with `echo`: the prompt alone
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None  # those that the model's tokenizer puts around a text
 
