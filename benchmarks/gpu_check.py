@@ -49,7 +49,7 @@ GRAMMAR = Grammar(b"capitals", r"start: /[!A-Z]+/", b"", 1)
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "image": {"temperature": 0.0},
-    "top_p": {"top_p": 0.9, "logprobs": 3},
+    "top_p": {"top_p": 0.9, "logprobs": 3, "prompt_logprobs": 2},
     "penalised": {"repetition_penalty": 1.2, "presence_penalty": 0.3, "top_k": 20, "logit_bias": {7: 2.0},
                   "min_tokens": 4, "stop_token_ids": [3]},
     "grammar": {"grammar": GRAMMAR.digest, "stop_token_ids": [3]},

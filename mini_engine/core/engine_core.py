@@ -258,12 +258,7 @@ class EngineCore:
                 self._publish(work.request, work.chunk.start + work.chunk.num_tokens)
             self._publish_snapshots(work)
         assert flight.result is not None, "all ranks have reported"
-        for sampled in flight.result.tokens:
-            if (request := self.requests.get(sampled.request_id)) is not None:  # else it ended while the step ran
-                self._deliver(request, sampled)
-        for request_id, pooled in flight.result.pooled.items():
-            if (request := self.requests.get(request_id)) is not None:
-                self._deliver_pooled(request, pooled)
+        self._deliver_result(flight.result)
         for message in flight.step.release:
             self.outputs[message.incarnation].consumed.append(message)
         for references in flight.unreferenced:
@@ -297,6 +292,18 @@ class EngineCore:
             self.scheduler.events["state_snapshots_taken"] += self.states.publish(prefix_hash, state_index)
             if end > request.num_prompt:
                 request.last_snapshot = prefix_hash
+
+    def _deliver_result(self, result: StepResult) -> None:
+        """Send what rank 0 has computed, but for requests that ended while the step ran."""
+        for request_id, listed in result.prompt_logprobs.items():
+            if (request := self.requests.get(request_id)) is not None:
+                self.outputs[request.sender].outputs.append(RequestOutput(request_id, [], prompt_logprobs=listed))
+        for sampled in result.tokens:
+            if (request := self.requests.get(sampled.request_id)) is not None:
+                self._deliver(request, sampled)
+        for request_id, pooled in result.pooled.items():
+            if (request := self.requests.get(request_id)) is not None:
+                self._deliver_pooled(request, pooled)
 
     def _deliver(self, request: Request, sampled: SampledToken) -> None:
         """Send a token; end the request if it is the last one, or if its grammar can be followed no further."""

@@ -141,6 +141,13 @@ class Request:
         return len(self.new.prompt_token_ids)
 
     @property
+    def num_reusable(self) -> int:
+        """Known tokens that may come from the prefix cache: not the last, and no token of the prompt whose log
+        probabilities are requested and not delivered yet."""
+        listed = self.new.sampling.prompt_logprobs is not None
+        return min(self.num_known - 1, self.num_counted) if listed else self.num_known - 1
+
+    @property
     def num_delivered(self) -> int:
         """Output tokens sent to the API server."""
         return len(self.tokens) - self.num_prompt

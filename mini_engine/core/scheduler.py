@@ -226,7 +226,7 @@ class Scheduler:
         """Cached blocks of its first tokens, as far as the recurrent state after them is known; at least one token is
         left to compute."""
         hashes = request.block_hashes(self.blocks.block_size)
-        blocks = self.blocks.find(hashes[: (request.num_known - 1) // self.blocks.block_size])
+        blocks = self.blocks.find(hashes[: request.num_reusable // self.blocks.block_size])
         return blocks[: self.states.find(hashes[: len(blocks)])] if self.states.is_needed else blocks
 
     # --- a chunk -----------------------------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ class Scheduler:
         if not request.scheduled_at:
             request.scheduled_at = time.monotonic()
             sampling = request.new.sampling
-            if request.seed != sampling.seed:
-                sampling = msgspec.structs.replace(sampling, seed=request.seed)
+            if request.id != request.new.request_id:  # a child: the prompt is its parent's
+                sampling = msgspec.structs.replace(sampling, seed=request.seed, prompt_logprobs=None)
             new = NewSequence(request.id, request.new.prompt_token_ids, sampling, request.media, request.new.pooling)
             self.next_step.step.started.append(new)

@@ -39,6 +39,7 @@ class Choice:
 
     fields: dict[str, Any] = field(default_factory=dict)  # texts are `io.StringIO`, calls a dict by their number
     logprobs: dict[str, bytearray] = field(default_factory=dict)  # the JSON of each list's items; empty: none requested
+    prompt_logprobs: bytearray = field(default_factory=bytearray)  # likewise
     finish_reason: str | None = None
 
     def add_text(self, name: str, text: str) -> None:
@@ -46,8 +47,7 @@ class Choice:
 
     def add_logprobs(self, lists: Mapping[str, Sequence[Any]]) -> None:
         for name, items in lists.items():
-            encoded = self.logprobs.setdefault(name, bytearray())
-            encoded += b"," * bool(items and encoded) + msgspec.json.encode(items)[1:-1]
+            _add_items(self.logprobs.setdefault(name, bytearray()), items)
 
 
 class Responder(ABC):
@@ -63,6 +63,7 @@ class Responder(ABC):
         self._caller = state.caller
         self._stream = bool(request.stream)
         self._options = request.stream_options or StreamOptions()
+        self._prompt_logprobs = bytearray()  # JSON; of chats, which have one prompt
         self._with_timings = isinstance(request, ChatRequest) and bool(request.return_timings)
 
     async def respond(self, answers: Sequence[Answer]) -> Response:
@@ -81,11 +82,14 @@ class Responder(ABC):
         for index in sorted(choices):
             choice = choices.pop(index)
             fields = encode({"index": index} | self._whole_fields(choice))
-            for part in (fields[:-1], b',"logprobs":', *self._logprobs(choice), b"},"):
+            listed = _prompt_field(choice.prompt_logprobs)
+            for part in (fields[:-1], b',"logprobs":', *self._logprobs(choice), *listed, b"},"):
                 body += part
             await asyncio.sleep(0)  # each may be long
-        body[-1:] = b"],"
-        body += encode({"usage": usage_of(answers)} | self._request_fields(answers[0]))[1:]
+        body[-1:] = b"]"
+        for part in _prompt_field(self._prompt_logprobs):
+            body += part
+        body += b"," + encode({"usage": usage_of(answers)} | self._request_fields(answers[0]))[1:]
         return whole_response(body)
 
     async def _events(self, answers: Sequence[Answer]) -> AsyncGenerator[bytes, None]:
@@ -175,6 +179,8 @@ class ChatResponder(Responder):
         self._last_calls[piece.index] = number
         if piece.logprobs is not None:
             choice.add_logprobs({"content": _chat_logprobs(piece.logprobs)})
+        if piece.prompt_logprobs is not None and not piece.index:
+            _add_items(self._prompt_logprobs, piece.prompt_logprobs)
         # OpenAI's: a call that the request has named is no reason to stop.
         called = piece.finish_reason == "stop" and number >= 0 and not self._is_named
         choice.finish_reason = "tool_calls" if called else piece.finish_reason
@@ -204,6 +210,8 @@ class CompletionResponder(Responder):
             choice.add_text("text", text)
         if piece.logprobs is not None:
             choice.add_logprobs(_legacy_logprobs(piece.logprobs))
+        if piece.prompt_logprobs is not None:
+            _add_items(choice.prompt_logprobs, piece.prompt_logprobs)
         choice.finish_reason = piece.finish_reason
 
     def _event_fields(self, choice: Choice) -> dict[str, Any]:
@@ -213,7 +221,7 @@ class CompletionResponder(Responder):
 def _chat_logprobs(listed: Sequence[ListedToken]) -> list[dict[str, Any]]:
     """Of a token that is a part of a character, `bytes` is exact and `token` has U+FFFD."""
 
-    def entry(data: bytes, logprob: float) -> dict[str, Any]:
+    def entry(data: bytes, logprob: float | None) -> dict[str, Any]:
         return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
 
     entries = [[entry(*likely) for likely in token.likely] for token in listed]
@@ -234,8 +242,21 @@ def _legacy_logprobs(listed: Sequence[ListedToken]) -> dict[str, list[Any]]:
         "text_offset": [token.offset for token in listed],
         "token_logprobs": [token.likely[0][1] for token in listed],
         "tokens": [name(token.likely[0][0]) for token in listed],
-        "top_logprobs": [{name(data): logprob for data, logprob in (*top, chosen)} for chosen, *top in likely],
+        "top_logprobs": [
+            None if chosen[1] is None else {name(data): logprob for data, logprob in (*top, chosen)}
+            for chosen, *top in likely
+        ],
     }
+
+
+def _add_items(encoded: bytearray, items: Sequence[Any]) -> None:
+    """Add the JSON of items to that of others of a list."""
+    encoded += b"," * bool(items and encoded) + msgspec.json.encode(items)[1:-1]
+
+
+def _prompt_field(items: bytearray) -> list[bytes | bytearray]:
+    """vLLM's field with these items, as JSON in parts, for the end of an object; nothing where there are none."""
+    return [b',"prompt_logprobs":[', items, b"]"] if items else []
 
 
 class StreamedResponse(Response):

@@ -32,6 +32,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     stop_token_ids: list[int] = []  # with the model's end-of-sequence tokens, unless `ignore_eos`
     min_tokens: int = 0  # no stop token is sampled before there are this many
     logprobs: int | None = None  # None: none; else for each sampled token and this many likeliest
+    prompt_logprobs: int | None = None  # likewise for each token of the prompt but the first
     grammar: bytes = b""  # digest of `NewRequest.grammar`, client and cache salt, which share it; empty: any output
 
 
@@ -156,7 +157,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Natural logarithm of a token's probability before temperature, penalties and filters."""
 
     token_id: int
-    logprob: float
+    logprob: float | None  # None: of a prompt's first token, which follows nothing
 
 
 class EngineTimes(msgspec.Struct, frozen=True, array_like=True):
@@ -180,6 +181,10 @@ class RequestOutput(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens: int = 0  # with the first tokens: how many of the prompt's tokens the prefix cache held
     times: EngineTimes | None = None  # with the first and the last tokens of a request, but not of its children
     pooled: bytes = b""  # of a request with `pooling`, little-endian float32: hidden_size numbers, or one of each token
+    # Rows of further tokens of the prompt, from its second on, before any token of the answer. Little-endian int32
+    # `[rows, 1 + 2 * (1 + k)]` for k, `SamplingParams.prompt_logprobs`: how many tokens are at least as likely as the
+    # prompt's; the ids of that and of the k likeliest; the bits of their logprobs, float32
+    prompt_logprobs: bytes = b""
 
 
 class EngineStats(msgspec.Struct, frozen=True, array_like=True):

@@ -98,12 +98,13 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(Message, frozen=True):
-    """Rank -> core, in step order. Rank 0 sends the tokens and the pooled numbers, the others none."""
+    """Rank -> core, in step order. Only rank 0's has more than the number."""
 
     number: int
     tokens: list[SampledToken] = []
     rank: int = 0
     pooled: dict[str, bytes] = {}  # by request id, see `RequestOutput`
+    prompt_logprobs: dict[str, bytes] = {}  # likewise, each row once, also if its chunk is computed again
 
 
 class WorkerReady(Message, frozen=True):

@@ -18,6 +18,7 @@ import msgspec
 from mini_engine.log import about
 from mini_engine.messages import EngineTimes, FinishReason, NewRequest, Problem, RequestOutput, SamplingParams
 from mini_engine.prompt.detokenizer import Detokenizer, ListedToken, Vocabulary
+from mini_engine.prompt.prompt_echo import LogprobTables, PromptEcho
 from mini_engine.prompt.stop_strings import StopSearch, stop_strings
 from mini_engine.prompt.tool_calls import AnswerParser, Kind
 from mini_engine.protocol.api_errors import ApiError, EngineError, MediaNotSent, bad_request
@@ -40,7 +41,8 @@ class Piece:
     num_tokens: int
     fragments: list[tuple[Kind, str]]
     finish_reason: FinishedBy | None
-    logprobs: list[ListedToken] | None  # of each of the tokens; None: not asked for
+    logprobs: list[ListedToken] | None  # of each of the tokens, and of an echoed prompt's; None: not asked for
+    prompt_logprobs: LogprobTables | None = None
 
 
 class Sample:
@@ -54,6 +56,7 @@ class Sample:
         sampling: SamplingParams,
         vocabulary: Vocabulary,
         thoughts: AnswerParser,
+        prompt: PromptEcho | None = None,
     ):
         """`thoughts` splits the thought from the text, in which stop strings act before calls are split off."""
         include_stop = bool(body.include_stop_str_in_output)
@@ -71,6 +74,8 @@ class Sample:
         self._min_tokens = sampling.min_tokens  # no stop string counts that these complete, as in vLLM
         self._with_logprobs = sampling.logprobs is not None
         self._hidden_ends = () if include_stop else sampling.stop_token_ids  # without text where they end the sample
+        self._prompt, self._num_echoed = prompt, 0  # tokens of it
+        self._is_empty = body.token_limit == 0
         self._ended = False  # by the engine
         self.outputs: list[RequestOutput] = []  # not taken yet
 
@@ -80,11 +85,15 @@ class Sample:
         self.times = output.times or self.times
         self.pooled = output.pooled
         self._ended = output.finish_reason is not None
+        if self._is_empty:  # the engine has sampled a token all the same
+            output = msgspec.structs.replace(output, token_ids=[], logprobs=[], finish_reason="length")
         self.outputs.append(output)
 
     def take(self) -> Piece:
-        """The piece that the next outputs make, at most `PIECE_OUTPUTS`. One with a finish reason, which may be that of
-        a stop string, is the last."""
+        """The piece that the next outputs make, at most `PIECE_OUTPUTS`; before the first the pieces of the prompt. One
+        with a finish reason, which may be that of a stop string, is the last."""
+        if self._prompt is not None and self._num_echoed < len(self._prompt):
+            return self._take_prompt(self._prompt)
         outputs, self.outputs = self.outputs[:PIECE_OUTPUTS], self.outputs[PIECE_OUTPUTS:]
         reason, before = outputs[-1].finish_reason, self.completion_tokens
         parts: list[tuple[str, str]] = []
@@ -109,6 +118,13 @@ class Sample:
         fragments: list[tuple[Kind, str]] = [("reasoning_content", thought)] if thought else []
         fragments += self._calls.push(text, last=finished is not None)
         return Piece(self.index, self.completion_tokens - before, fragments, finished, listed)
+
+    def _take_prompt(self, prompt: PromptEcho) -> Piece:
+        taken = prompt.take(self._num_echoed, self._detokenizer)
+        self._num_echoed += prompt.piece_tokens
+        fragments: list[tuple[Kind, str]] = [("content", taken.text)] if taken.text else []
+        listed = taken.listed if self._with_logprobs else None
+        return Piece(self.index, 0, fragments, None, listed, taken.logprobs)
 
     def _split(self, decoded: str, last: bool = False) -> tuple[str, str]:
         """What `decoded` adds to the thought, and to the text, where stop strings count."""
@@ -149,8 +165,11 @@ class Answer:
         self.request_id, self.num_prompt_tokens = request.request_id, len(request.prompt_token_ids)
         self.clock = clock
         clock.max_tokens = request.sampling.max_tokens
+        self._prompt: PromptEcho | None = None
+        if body.echo or request.sampling.prompt_logprobs is not None:
+            self._prompt = PromptEcho(body, request, vocabulary)
         self.samples = {
-            sample_id: Sample(index, sample_id, body, request.sampling, vocabulary, make_thoughts())
+            sample_id: Sample(index, sample_id, body, request.sampling, vocabulary, make_thoughts(), self._prompt)
             for index, sample_id in enumerate(ids, first_index)
         }
         self.arrival: int | None = None  # of the request when it is sent again
@@ -229,6 +248,10 @@ class Answer:
             return
         if output.finish_reason in ("error", "abort"):
             self.fail(self._failure(output.error))
+            return
+        if output.prompt_logprobs and self._prompt is not None:
+            self._prompt.add(output.prompt_logprobs)
+            self.arrived.set()
             return
         if not sample.outputs:
             self._waiting.append(sample)

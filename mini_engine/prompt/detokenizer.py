@@ -19,10 +19,11 @@ LEAST_LOGPROB = -9999.0  # OpenAI's value for a token that is all but impossible
 
 @dataclass(frozen=True, slots=True)
 class ListedToken:
-    """A token of the answer, and the likeliest at its place."""
+    """A token of the answer, or of the prompt before it, and the likeliest at its place."""
 
-    offset: int  # characters of the answer before it
-    likely: list[tuple[bytes, float]]  # the token itself, then the likeliest: bytes, perhaps of a part of a character
+    offset: int  # characters of the text before it
+    # The token itself, then the likeliest: bytes, perhaps of a part of a character. See `TokenLogprob.logprob`.
+    likely: list[tuple[bytes, float | None]]
 
 
 class Vocabulary:
@@ -61,7 +62,8 @@ class Vocabulary:
 
 
 class Detokenizer:
-    """Detokenises one answer. The texts add up to the tokenizer's text of all tokens at once."""
+    """Detokenises one answer, or a prompt and its answer. The texts add up to the tokenizer's text of all tokens at
+    once."""
 
     def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool = True) -> None:
         self._vocabulary = vocabulary
@@ -73,12 +75,16 @@ class Detokenizer:
         """The next token, before its `push`, whatever it adds to the text; `logprobs` has the token itself, then the
         likeliest."""
         bytes_of = self._vocabulary.bytes_of
-        likely = [(bytes_of(token.token_id), max(token.logprob, LEAST_LOGPROB)) for token in logprobs]
+        likely = [
+            (bytes_of(token.token_id), None if token.logprob is None else max(token.logprob, LEAST_LOGPROB))
+            for token in logprobs
+        ]
         return ListedToken(self._length, likely)
 
-    def push(self, token_id: int) -> str:
-        """Takes the next token, and returns the text that is complete now."""
-        is_skipped = self._skip_special_tokens and token_id in self._vocabulary.special
+    def push(self, token_id: int, in_prompt: bool = False) -> str:
+        """Takes the next token, and returns the text that is complete now. A prompt is echoed as it was sent, with its
+        special tokens."""
+        is_skipped = self._skip_special_tokens and not in_prompt and token_id in self._vocabulary.special
         text = self._decoder.decode(b"" if is_skipped else self._vocabulary.bytes_of(token_id))
         self._length += len(text)
         return text

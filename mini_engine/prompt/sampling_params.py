@@ -105,6 +105,7 @@ class SamplingResolver:
             logit_bias=request.logit_bias or {},
             min_tokens=min(_first(request.min_tokens, 0), max_tokens),
             logprobs=request.num_logprobs,
+            prompt_logprobs=max((min(count, self.vocab_size) for count in _prompt_lists(request)), default=None),
             stop_token_ids=sorted({*ends, *(request.stop_token_ids or ())}),
         )
 
@@ -141,17 +142,29 @@ class SamplingResolver:
         return msgspec.structs.replace(new, sampling=sampling, children=children, grammar=grammar)
 
     def max_tokens(self, request: GenerationRequest, prompt_tokens: int, least: int = 1) -> int:
-        """The maximum of tokens of each choice. Raises ApiError, a 400: the prompt leaves no room for the `least`."""
-        room = self.max_model_len - prompt_tokens
+        """The maximum of tokens of each choice; 1 for 0, since an engine samples one after each prompt. Raises
+        ApiError, a 400: the prompt leaves no room for the `least`, or has too many log probabilities."""
+        is_empty, room = request.token_limit == 0, self.max_model_len - prompt_tokens
+        least = 0 if is_empty else least
         if room < least:
             output = f", and the answer needs at least {least}" if least else ""
             size = f"{prompt_tokens} tokens, images and videos included{output}"
             raise prompt_too_long(size, self.max_model_len, request.prompt_field)
+        choices = request.num_choices * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
+        left = MOST_LISTED // choices - prompt_tokens * sum(1 + count for count in _prompt_lists(request))
+        if left < 0:
+            text = f"The prompts' log probabilities are more than {MOST_LISTED}, all choices together; send less text"
+            raise bad_request(f"{text} at once, or a lower 'prompt_logprobs' or 'logprobs'.", request.prompt_field)
         if request.num_logprobs is not None:
-            choices = request.num_choices * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
-            room = min(room, MOST_LISTED // (choices * (1 + request.num_logprobs)))
+            room = min(room, left // (1 + request.num_logprobs))
         limit = request.token_limit or request.default_tokens or self.defaults.max_new_tokens or room
-        return min(room, max(limit, request.min_tokens or 0))
+        return 1 if is_empty else min(max(room, least), max(limit, request.min_tokens or 0))
+
+
+def _prompt_lists(request: GenerationRequest) -> list[int]:
+    """For each place where the response lists the prompt's tokens, how many of the likeliest it has beside them."""
+    counts = (request.prompt_logprobs, request.num_logprobs if request.echo else None)
+    return [count for count in counts if count is not None]
 
 
 def _first(value: Any, default: Any) -> Any:

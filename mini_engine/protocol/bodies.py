@@ -210,16 +210,15 @@ class GenerationRequest(Body, kw_only=True, frozen=True, dict=True):
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None  # vLLM's: do not stop at the model's end-of-sequence tokens
     min_tokens: Count32 | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None  # vLLM's
     priority: Int32 | None = None  # lower runs first
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-
     user: Ignored = IGNORED
-    echo: Annotated[Any, only(False)] = None
+    echo: bool | None = None
     best_of: Annotated[Any, only(1)] = None
     # Fields of vLLM, with the values that it has for them.
     use_beam_search: Annotated[Any, only(False)] = None
@@ -286,6 +285,8 @@ class GenerationRequest(Body, kw_only=True, frozen=True, dict=True):
             raise bad_request(text, "min_tokens", "invalid_value")
         if self.stream_options is not None and not self.stream:
             raise bad_request("'stream_options' is only allowed when 'stream' is true.", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise bad_request("'prompt_logprobs' is only allowed without 'stream'.", "prompt_logprobs")
 
 
 class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
@@ -319,6 +320,7 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     prediction: Ignored = IGNORED
     verbosity: Ignored = IGNORED
     modalities: Annotated[Any, only(["text"])] = None
+    echo: Annotated[Any, only(False)] = None
 
     def __post_init__(self) -> None:
         """Of `tools` those remain that `tool_choice` allows, with its mode; if one is missing, both are as they came,
@@ -391,6 +393,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
     items_per_unit = 8  # token ids cost little
 
     prompt: Prompts
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None  # 0 with `echo`: the prompt alone
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None  # those that the model's tokenizer puts around a text
 
@@ -407,6 +410,8 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
 
     def check(self) -> None:
         super().check()
+        if self.max_tokens == 0 and not self.echo:
+            raise bad_request("Invalid 'max_tokens': 0 is only allowed with 'echo'.", "max_tokens", "invalid_value")
         if len(self.prompts) * self.num_choices > MAX_CHOICES:
             counts = f"{len(self.prompts)} prompts with {self.num_choices} choices each"
             raise bad_request(f"{counts} are more than {MAX_CHOICES} choices; send fewer.", "prompt")

@@ -29,6 +29,7 @@ class SequenceState:
     blocks: int64, the block table: the first `num_blocks` count.
     state_index: of its recurrent state, if any.
     pooling: what the end of its prompt returns, if it samples nothing.
+    num_listed: tokens of the prompt whose rows of `StepResult.prompt_logprobs` are made.
     problem: why its grammar can be followed no further; on rank 0.
     """
 
@@ -43,7 +44,7 @@ class SequenceState:
         self.tokens = np.empty(longest, dtype=np.int64)
         self.tokens[: self.prompt_length] = new.prompt_token_ids
         self.blocks = np.empty(-(-longest // block_size), dtype=np.int64)
-        self.num_blocks = self.state_index = 0
+        self.num_blocks = self.state_index = self.num_listed = 0
         runs: list[PlacedRun] = []
         for item in new.media:  # of several runs each has one temporal grid
             t, h, w = item.grid_thw
@@ -123,14 +124,15 @@ class FlatBatch:
     place), `last_rows` `[s]`, the last row of each chunk that samples. `sampled` are the sequences of these, and
     `stops`, int64 `[s]`, the indices in them of the tokens to be sampled. `pooled` are the rows that end other prompts.
     `parts` are all chunks, those of the first step in a `DecodeBatch`; `in_prompt` those that begin in a prompt: others
-    have no media. `greedy`: no row needs more than its largest logit; `adjusts`: some row's logits are adjusted;
-    `constrained`: some row has a grammar.
+    have no media; `listed` those of prompts with `SamplingParams.prompt_logprobs`. `greedy`: no row needs more than its
+    largest logit; `adjusts`: some row's logits are adjusted; `constrained`: some row has a grammar.
     """
 
     parts: list[ChunkRows]
     in_prompt: list[ChunkRows]
     sampled: list[SequenceState]
     pooled: list[PooledRow]
+    listed: list[ChunkRows]
     stops: np.ndarray
     token_ids: Tensor
     positions: Tensor
@@ -186,15 +188,17 @@ def build_batch(work: Iterable[tuple[Chunk, SequenceState]], block_size: int) ->
     rows = torch.from_numpy(token_rows(parts, block_size))
     sampled = [part for part in parts if part.chunk.samples and part.sequence.pooling is None]
     choices = [part.sequence.sampling for part in sampled]
+    in_prompt = [part for part in parts if part.chunk.start < part.sequence.prompt_length]
     return FlatBatch(
         parts=parts,
-        in_prompt=[part for part in parts if part.chunk.start < part.sequence.prompt_length],
+        in_prompt=in_prompt,
         sampled=[part.sequence for part in sampled],
         pooled=[
             PooledRow(part.sequence.request_id, part.last_row, part.sequence.pooling.token_ids)
             for part in parts
             if part.chunk.samples and part.sequence.pooling is not None
         ],
+        listed=[part for part in in_prompt if part.sequence.sampling.params.prompt_logprobs is not None],
         stops=np.array([part.stop for part in sampled], dtype=np.int64),
         token_ids=rows[0],
         positions=rows[1:4],

@@ -34,7 +34,15 @@ OUT_OF_MEMORY = ("out of memory", "ALLOC_FAILED")
 # Every way of choosing a token that needs memory of the vocabulary's size. Without Triton's kernels, each of top_k,
 # top_p and min_p takes more, top_k the more the larger it is.
 HUNGRY_SAMPLING = SamplingParams(
-    max_tokens=1, seed=0, top_k=131072, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1, logprobs=20
+    max_tokens=1,
+    seed=0,
+    top_k=131072,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    logprobs=20,
+    prompt_logprobs=20,
 )
 
 

@@ -34,24 +34,30 @@ from mini_engine.worker.pooler import PooledNumbers
 from mini_engine.worker.sampling import sampler
 from mini_engine.worker.sampling.grammar import Grammars, Masks
 from mini_engine.worker.sampling.penalties import LogitsProcessors
+from mini_engine.worker.sampling.prompt_logprobs import PromptLogprobs
 
 if TYPE_CHECKING:
     from mini_engine.worker.attention.decode_graphs import DecodeGraphs  # imports Triton
 
 
 class PendingTokens:
-    """The tokens of a step, and its pooled numbers, in transfer to the host.
+    """The tokens of a step, and what it reports of prompts, in transfer to the host.
 
     Args:
         tokens: int64, those of `batch.sampled`, in order.
         sampled: with their logprobs; None on a rank that reports nothing.
-        pooled: likewise.
+        pooled, listed: likewise.
     """
 
     def __init__(
-        self, tokens: Tensor, batch: FlatBatch, sampled: sampler.Sampled | None, pooled: PooledNumbers | None
+        self,
+        tokens: Tensor,
+        batch: FlatBatch,
+        sampled: sampler.Sampled | None,
+        pooled: PooledNumbers | None,
+        listed: PromptLogprobs | None,
     ) -> None:
-        self._pooled = pooled
+        self._pooled, self._listed = pooled, listed
         self._tokens, self._sequences, self._sampled = HostCopy(tokens), batch.sampled, sampled
         self._stops: list[int] = batch.stops.tolist()  # now: a decode batch is advanced in place
         self._result: list[SampledToken] | None = None
@@ -72,6 +78,10 @@ class PendingTokens:
         """See `StepResult.pooled`; waits for the numbers."""
         return self._pooled.result() if self._pooled is not None else {}
 
+    def prompt_logprobs(self) -> dict[str, bytes]:
+        """See `StepResult.prompt_logprobs`; waits for them."""
+        return self._listed.result() if self._listed is not None else {}
+
 
 class Launched:
     """A step that the host has launched. `result` lacks what `pending` has."""
@@ -90,9 +100,11 @@ class Launched:
 
     def result(self) -> StepResult:
         """Waits for the device."""
-        result = self._result
-        if self._pending is not None:
-            result = msgspec.structs.replace(result, tokens=self._pending.result(), pooled=self._pending.pooled())
+        result, pending = self._result, self._pending
+        if pending is not None:
+            result = msgspec.structs.replace(
+                result, tokens=pending.result(), pooled=pending.pooled(), prompt_logprobs=pending.prompt_logprobs()
+            )
         if self._done is not None:
             self._done.synchronize()
         return result
@@ -291,7 +303,7 @@ class ModelRunner:
             self._snapshot_single_tokens(states, chunks)
         if is_beside:
             self._model_seconds = time.thread_time() - begun
-        return self._finish(hidden, batch) if batch.sampled or batch.pooled else None
+        return self._finish(hidden, batch) if batch.sampled or batch.pooled or batch.listed else None
 
     def _snapshot_single_tokens(self, states: RecurrentStates, chunks: Sequence[Chunk]) -> None:
         """Once all layers have run; the snapshots of longer chunks are `Recurrence`'s."""
@@ -301,7 +313,9 @@ class ModelRunner:
                     states.copy(self._sequences[chunk.request_id].state_index, snapshot)
 
     def _finish(self, hidden: Tensor, batch: FlatBatch) -> PendingTokens:
-        """The next token of every chunk that samples, kept on every rank, and pooled numbers; reported by rank 0."""
+        """The next token of every chunk that samples, kept on every rank, and what is returned of prompts; reported by
+        rank 0."""
+        listed = PromptLogprobs(self._model, hidden, batch.listed) if batch.listed else None
         pooled = PooledNumbers(self._model, hidden, batch.pooled) if batch.pooled else None
         tokens, sampled = torch.empty(0, dtype=torch.int64), None
         if batch.sampled:
@@ -309,7 +323,7 @@ class ModelRunner:
         self._enter_tokens()  # of the step before, in order
         if self._decode is not None:
             self._decode.feed(tokens)
-        self._pending = PendingTokens(tokens, batch, sampled, None if self._tp.rank else pooled)
+        self._pending = PendingTokens(tokens, batch, sampled, None if self._tp.rank else pooled, listed)
         return self._pending
 
     def _sample(self, hidden: Tensor, batch: FlatBatch) -> tuple[Tensor, sampler.Sampled | None]:

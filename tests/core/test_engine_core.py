@@ -65,6 +65,26 @@ def test_a_pooled_request_ends_with_one_output_and_no_token():
     world.assert_at_rest()
 
 
+def test_a_prompt_whose_log_probabilities_are_requested_is_computed_once_though_it_is_cached():
+    """Each of its tokens is listed once. Preempted, it takes from the prefix cache what it has computed itself, and its
+    other sample what the first has."""
+    world = World(blocks=24, max_tokens=8, max_seqs=2, async_scheduling=False)
+    world.run_request("cached", prompt=40, max_tokens=1)
+    listing = {"prompt": 40, "max_tokens": 2, "prompt_logprobs": 0, "children": [ChildRequest("child", 1)]}
+    world.request("listing", **listing)
+    world.run_steps(3)
+    before, urgent = world.links.num_computed, {"prompt": 90, "first_token": 300, "priority": -1}
+    world.request("urgent", max_tokens=1, **urgent)
+    world.receive(Finish("urgent", "abort"))
+    world.core.scheduler._preempt(world.core.requests["listing"])
+    world.run()
+    assert world.ends["listing"] == world.ends["child"] == ["length"]
+    assert world.links.num_computed - before < 40, "what was listed before the preemption is cached"
+    assert world.cached["listing"] == 0 and world.cached["child"] == 36
+    assert world.listed["listing"] == list(range(21, 60)) and not world.listed["child"]
+    world.assert_at_rest()
+
+
 def test_request_waits_for_all_ranks_without_blocking_others():
     world = World(ranks=2)
     world.request("video", media=[item(message(1), 1)], ready=False)

@@ -33,6 +33,7 @@ class RequestLoad:
     stops: bool = False  # at the third token
     grammar: str = ""  # "bad": cannot be followed
     pools: bool = False  # instead of all that concerns an output
+    lists: bool = False  # the log probabilities of the prompt
     gap: int = 0  # tokens of text between the temporal grids of an item
 
     def send(self, world: World, name: str, message: MessageId) -> bool:
@@ -48,6 +49,7 @@ class RequestLoad:
             "children": [ChildRequest(f"{name}-{i}", i) for i in range(self.num_children)],
             "grammar": self.grammar,
             "pooling": PoolingParams() if self.pools else None,
+            "prompt_logprobs": 0 if self.lists else None,
             "stop": [token_of(name, 2)] if self.stops else [],
         }
         world.request(name, self.prompt, self.output, media, self.first_token, ready=False, **more)
@@ -58,6 +60,10 @@ class RequestLoad:
         for name in [request_id, *(f"{request_id}-{i}" for i in range(self.num_children))]:
             expected = [token_of(name, index) for index in range(self.output)]
             expected = expected[: expected.index(stop) + 1] if stop in expected else expected
+            if name in world.links.started:
+                rows = world.links.started[name].new.prompt_token_ids[1:] if self.lists and name == request_id else []
+                assert world.listed[name] == rows[: len(world.listed[name])]
+                assert world.ends[name] == ["abort"] or len(world.listed[name]) == len(rows)
             if self.pools:
                 assert not world.tokens[name] and world.ends[name] in (["stop"], ["abort"])
                 assert world.pooled.get(name) == (name.encode() if world.ends[name] == ["stop"] else None)
@@ -85,7 +91,14 @@ ANYTHING = st.builds(
     stops=st.booleans(),
     grammar=st.sampled_from(["", "", "good", "fine", "bad"]),
     pools=st.booleans(),
-).map(lambda load: dataclasses.replace(load, output=1, num_children=0, stops=False, grammar="") if load.pools else load)
+    lists=st.booleans(),
+).map(
+    lambda load: (
+        dataclasses.replace(load, output=1, num_children=0, stops=False, grammar="", lists=False)
+        if load.pools
+        else load
+    )
+)
 ANY_WORLD = {
     "blocks": st.integers(11, 40),
     "max_seqs": st.integers(1, 8),
@@ -104,7 +117,9 @@ ANY_WORLD = {
 
 # Samples of one prompt about few videos, and urgent text that takes all blocks: each cache forgets what another holds.
 ABOUT_FEW_VIDEOS = {"prompt": st.just(14), "arrival": st.integers(0, 40), "media": st.sampled_from([[3], [7]])}
-SAMPLES = st.builds(RequestLoad, output=st.integers(1, 2), num_children=st.integers(1, 2), **ABOUT_FEW_VIDEOS)
+SAMPLES = st.builds(
+    RequestLoad, output=st.integers(1, 2), num_children=st.integers(1, 2), lists=st.booleans(), **ABOUT_FEW_VIDEOS
+)
 POOLED = st.builds(RequestLoad, output=st.just(1), pools=st.just(True), **ABOUT_FEW_VIDEOS)
 URGENT = st.builds(
     RequestLoad,

@@ -84,6 +84,8 @@ def tool(**properties: Any) -> dict[str, Any]:
         ({"echo": 0}, UNSUPPORTED, "echo", "send false"),
         ({"length_penalty": 2}, UNSUPPORTED, "length_penalty", "send 1"),
         ({"bad_words": ["red"]}, UNSUPPORTED, "bad_words", "send []"),
+        ({"prompt_logprobs": 21}, VALUE, "prompt_logprobs", "<= 20"),
+        ({"prompt_logprobs": 1, "stream": True}, VALUE, "prompt_logprobs", "only allowed without 'stream'"),
         ({"media_io_kwargs": {"audio": {}}}, VALUE, "media_io_kwargs", "'audio'; send one of image, video."),
         ({"messages": None}, VALUE, "messages", "got `null`"),
         ({"messages": []}, VALUE, "messages", "length >= 1"),
@@ -109,6 +111,8 @@ def tool(**properties: Any) -> dict[str, Any]:
     (COMPLETIONS, [
         ({}, MISSING, "prompt", "Missing required parameter: 'prompt'"),
         ({"prompt": []}, VALUE, "prompt", "length >= 1"),
+        ({"prompt": "x", "max_tokens": 0}, VALUE, "max_tokens", "only allowed with 'echo'"),
+        ({"prompt": "x", "max_tokens": -1, "echo": True}, VALUE, "max_tokens", ">= 0"),
         ({"prompt": ["a", ""]}, VALUE, "prompt", "empty"),
         ({"prompt": ["a", 1]}, VALUE, "prompt", "cannot be mixed"),
         ({"prompt": ["a"] * 65, "n": 2}, VALUE, "prompt", "65 prompts with 2 choices each are more"),

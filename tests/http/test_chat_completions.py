@@ -111,6 +111,18 @@ async def test_logprobs(served: Served, stream: bool) -> None:
     assert served.core.requests[1].sampling.logprobs is None
 
 
+async def test_log_probabilities_of_the_prompt_are_beside_the_choices(served: Served) -> None:
+    """One for each token, placeholders of media too, but the first."""
+    body = (await served.post([image()], n=2, prompt_logprobs=0)).json()
+    (request,) = served.core.requests
+    first, *others = body["prompt_logprobs"]
+    assert first is None and [[*likely] for likely in others] == [
+        [str(token)] for token in request.prompt_token_ids[1:]
+    ]
+    assert len(body["choices"]) == 2 and "prompt_logprobs" not in body["choices"][0]
+    assert "prompt_logprobs" not in (await served.post()).json()
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 async def test_response_in_parts_is_the_same(served: Served, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     served.says("<think>hm", '</think>a "red" ', "🎈 ", '<tool_call>{"name": "f", "arguments": {}}</tool_call>')

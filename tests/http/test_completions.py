@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from mini_engine.media import settings as media_settings
+from mini_engine.prompt import prompt_echo
 from tests.support.patience import eventually
 from tests.support.serving import ANSWER, MAX_MODEL_LEN, Counted, Served, choices_of, image, video
 
@@ -59,6 +60,55 @@ async def test_tokens_that_are_parts_of_a_character_are_listed_as_bytes(served: 
     logprobs = (await served.complete(logprobs=0)).choices[0].logprobs
     assert logprobs.tokens == ["x", "bytes:\\xc3", "bytes:\\xa9", "!"]
     assert logprobs.text_offset == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("logprobs", "max_tokens"), [(2, 0), (0, 9), (None, 0), (None, 9)])
+async def test_echo(
+    served: Served, logprobs: int | None, max_tokens: int, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each prompt before its choices, with special tokens, in several pieces; alone with no token of an answer."""
+    monkeypatch.setattr(prompt_echo, "PIECE_ENTRIES", 7)
+    texts = ["<|im_start|>one stop é é", "x"]
+    served.core.script = lambda request: [served.encode(word)[:1] for word in ANSWER]
+    served.core.cached = 1
+    usage = {"stream_options": {"include_usage": True}} if stream else {}
+    asked = {"n": 2, "logprobs": logprobs, "max_tokens": max_tokens, "stream": stream, "stop": "stop", **usage}
+    answer = await choices_of(await served.complete(texts, echo=True, **asked), 4)
+    said = "".join(map(served.context.renderer.tokenizer.decode, served.core.script(served.core.requests[0])))
+    assert answer.texts == [text + said * bool(max_tokens) for text in texts for _ in range(2)]
+    assert answer.reasons == ["length"] * 4
+    assert answer.usage.completion_tokens == (4 * len(ANSWER) if max_tokens else 0)
+    assert {request.sampling.max_tokens for request in served.core.requests} == {max_tokens or 1}
+    assert {request.sampling.prompt_logprobs for request in served.core.requests} == {logprobs}
+    assert bool(answer.logprobs) is (logprobs is not None)
+
+
+async def test_log_probabilities_of_an_echoed_prompt(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the form of an answer's, which follow, and in vLLM's; the first token has none."""
+    monkeypatch.setattr(prompt_echo, "PIECE_ENTRIES", 7)
+    text = "<|im_start|>one two three"
+    served.says("!")
+    body = {"prompt": text, "echo": True, "logprobs": 1, "prompt_logprobs": 2, "max_tokens": 1}
+    choice = (await served.http.post("/v1/completions", json=body)).json()["choices"][0]
+    ids, listed = served.encode(text), choice["logprobs"]
+    names = [served.context.vocabulary.bytes_of(token_id).decode() for token_id in ids]
+    likely = [served.context.vocabulary.bytes_of(65 + rank).decode() for rank in range(2)]
+    assert len(ids) > 7 and served.core.requests[0].sampling.prompt_logprobs == 2
+    assert listed["tokens"] == [*names, "!"]
+    assert listed["text_offset"] == [len("".join(names[:count])) for count in range(len(ids) + 1)]
+    own = [None, *(-0.5 - index for index in range(1, len(ids))), -0.25]
+    assert listed["token_logprobs"] == own
+    others = [{likely[0]: -1.0, name: logprob} for name, logprob in zip([*names, "!"], own, strict=True)]
+    assert listed["top_logprobs"] == [None, *others[1:]]
+    assert choice["prompt_logprobs"] == [None] + [
+        {
+            str(token_id): {"logprob": logprob, "rank": 7, "decoded_token": name},
+            "65": {"logprob": -1.0, "rank": 1, "decoded_token": likely[0]},
+            "66": {"logprob": -2.0, "rank": 2, "decoded_token": likely[1]},
+        }
+        for token_id, logprob, name in [*zip(ids, own, names, strict=False)][1:]
+    ]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -13,7 +13,7 @@ from mini_engine.config import ConfigError
 from mini_engine.messages import ChildRequest
 from mini_engine.prompt.sampling_params import MOST_LISTED, SamplingDefaults, SamplingResolver
 from mini_engine.protocol.api_errors import ApiError
-from mini_engine.protocol.bodies import ChatRequest
+from mini_engine.protocol.bodies import ChatRequest, CompletionRequest
 
 
 def chat(**fields: Any) -> ChatRequest:
@@ -126,6 +126,28 @@ def test_log_probabilities_of_all_choices_together_are_bounded() -> None:
     assert large.max_tokens(chat(**listed), 1) * 21 <= MOST_LISTED < (large.max_tokens(chat(**listed), 1) + 1) * 21
     assert large.max_tokens(chat(**listed, n=128, max_tokens=10**6), 1) == MOST_LISTED // (21 * 128)
     assert large.max_tokens(chat(**listed, n=128, max_tokens=5), 1) == 5
+
+
+def test_log_probabilities_of_prompts_count_too() -> None:
+    large = SamplingResolver(SamplingDefaults(), 10**7, 50, 0, 1)
+    echo = msgspec.convert({"prompt": ["x", "y"], "echo": True, "logprobs": 4, "max_tokens": 10**7}, CompletionRequest)
+    assert large.max_tokens(echo, 1000) == MOST_LISTED // (5 * 2) - 1000
+    assert large.max_tokens(echo, MOST_LISTED // (5 * 2)) == 1
+    with pytest.raises(ApiError, match="more than 1500000, all choices together"):
+        large.max_tokens(echo, MOST_LISTED // (5 * 2) + 1)
+    with pytest.raises(ApiError, match="more than 1500000"):
+        large.max_tokens(chat(prompt_logprobs=20), MOST_LISTED // 21 + 1)
+    assert large.resolve(chat(prompt_logprobs=20), 1).prompt_logprobs == 20
+    assert SamplingResolver(SamplingDefaults(), 100, 5, 0, 1).resolve(chat(prompt_logprobs=20), 1).prompt_logprobs == 5
+    assert large.resolve(chat(logprobs=True), 1).prompt_logprobs is None
+
+
+def test_prompt_alone_may_be_as_long_as_the_model() -> None:
+    """The engine samples one token, which the response does not have."""
+    alone = msgspec.convert({"prompt": "x", "echo": True, "max_tokens": 0}, CompletionRequest)
+    assert (resolver().resolve(alone, 100).max_tokens, resolver().resolve(alone, 5).max_tokens) == (1, 1)
+    with pytest.raises(ApiError, match="the prompt has 101 tokens"):
+        resolver().resolve(alone, 101)
 
 
 def test_seeds_are_drawn_by_server_seed_and_incarnation() -> None:

@@ -109,6 +109,11 @@ class ScriptedCore:
         samples = [request, *as_requests(request)]
         self.times[request.request_id] = messages.EngineTimes(*[time.monotonic()] * 2, 0, 0, 0)
         self.kept |= {item.media_hash: messages.CachedMedia.of(item) for item in request.media if item.patches}
+        if (likeliest := request.sampling.prompt_logprobs) is not None:
+            rows = [prompt_row(index, token, likeliest) for index, token in enumerate(request.prompt_token_ids)][1:]
+            for part in (rows[:2], rows[2:]):  # as of two chunks
+                output = messages.RequestOutput(request.request_id, [], prompt_logprobs=b"".join(part))
+                await self.send(messages.Outputs(outputs=[output]))
         if request.pooling is not None and not self.hold:
             pooled, times = np.array(self.pool(request), "<f4").tobytes(), self._times_of(request)
             self.running.pop(request.request_id)
@@ -172,6 +177,12 @@ class ScriptedCore:
         consumed = list({item.patches.message: None for item in request.media if item.patches is not None})
         if consumed:
             await self.send(messages.Outputs(consumed=consumed))
+
+
+def prompt_row(index: int, token: int, likeliest: int) -> bytes:
+    """See `RequestOutput.prompt_logprobs`."""
+    logprobs = np.array([-0.5 - index, *(-1.0 - rank for rank in range(likeliest))], "<f4").tobytes()
+    return np.array([7, token, *(65 + rank for rank in range(likeliest))], "<i4").tobytes() + logprobs
 
 
 def as_requests(request: NewRequest) -> list[NewRequest]:

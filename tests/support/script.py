@@ -104,10 +104,13 @@ def _announce(one: _Running, step: Step, stop: int, encoded: set[bytes]) -> None
         one.announced += 1
 
 
-def run(runner: ModelRunner, steps: Sequence[Step], ahead: int = 0) -> dict[str, list[Any]]:
+def run(
+    runner: ModelRunner, steps: Sequence[Step], ahead: int = 0, listed: dict[str, bytes] | None = None
+) -> dict[str, list[Any]]:
     """Execute the steps; tokens, or pooled numbers, by request. `ahead`: steps that are launched before the result of
-    one is asked for."""
+    one is asked for. `listed` gets the log probabilities of prompts."""
     tokens: dict[str, list[Any]] = {}
+    listed = {} if listed is None else listed
     launched: deque[tuple[int, Launched]] = deque()
     for step in [*steps, *[None] * ahead]:
         if step is not None:
@@ -117,6 +120,9 @@ def run(runner: ModelRunner, steps: Sequence[Step], ahead: int = 0) -> dict[str,
         number, done = launched.popleft()
         result = done.result()
         assert result.number == number
+        for name, rows in result.prompt_logprobs.items():
+            assert name not in tokens, "after a token"
+            listed[name] = listed.get(name, b"") + rows
         for sampled in result.tokens:
             tokens.setdefault(sampled.request_id, []).append(sampled.token_id)
         for name, numbers in result.pooled.items():

@@ -47,6 +47,7 @@ class World:
         self.errors: dict[str, messages.Problem | None] = {}
         self.times: dict[str, list[messages.EngineTimes]] = {}
         self.pooled: dict[str, bytes] = {}
+        self.listed: dict[str, list[int]] = {}  # tokens of prompts whose log probabilities were sent
         self.cached: Counter[str] = Counter()
         self.consumed: list[messages.MessageId] = []
         self.missed: dict[str, int | None] = {}  # what `MediaMiss` says of requests
@@ -70,7 +71,8 @@ class World:
             for offset in item.offsets:
                 tokens[offset : offset + item.run_length] = [MODEL.video_token_id] * item.run_length
         stop, digest = more.pop("stop", []), more.get("grammar", "").encode()
-        sampling = messages.SamplingParams(max_tokens, 1, stop_token_ids=stop, grammar=digest)
+        listed = more.pop("prompt_logprobs", None)
+        sampling = messages.SamplingParams(max_tokens, 1, stop_token_ids=stop, grammar=digest, prompt_logprobs=listed)
         self.receive(messages.NewRequest(name, tokens, sampling, list(media), **more), sender)
         sent = dict.fromkeys(item.patches.message for item in media if item.patches)
         for message, rank in itertools.product(sent if ready else (), range(self.links.num_ranks)):
@@ -105,6 +107,10 @@ class World:
     def _record(self, output):
         request_id = output.request_id
         assert request_id not in self.ends, "an output after the end"
+        rows = output.prompt_logprobs
+        assert not (rows and self.tokens.get(request_id)), "a part of the prompt after a token"
+        numbers = [int.from_bytes(rows[at : at + 4]) for at in range(0, len(rows), 4)]
+        self.listed.setdefault(request_id, []).extend(numbers)
         self.tokens.setdefault(request_id, []).extend(output.token_ids)
         self.pooled |= {request_id: output.pooled} if output.pooled else {}
         self.cached[request_id] += output.num_cached_tokens

@@ -43,6 +43,7 @@ class Sequence:
         self.table: list[int] = []
         self.state: int | None = None  # index
         self.num_sampled = 0
+        self.num_listed = 0  # tokens of the prompt whose log probabilities are reported
         self.contents: list[int] = []
         media = {at: (item.media_hash, i) for item in new.media for i, at in enumerate(places_of(item))}
         for position, token in enumerate(new.prompt_token_ids):
@@ -200,6 +201,12 @@ class SimulatedLinks:
             assert chunk.start < place <= end, "a state outside of the chunk"
             self.states[index] = sequence.contents[place - 1]
         self.num_computed += chunk.num_tokens
+        prompt = sequence.new.prompt_token_ids
+        if sequence.new.sampling.prompt_logprobs is not None and sequence.num_listed < min(end, len(prompt) - 1):
+            assert chunk.start <= sequence.num_listed, "tokens whose log probabilities are not reported were cached"
+            first, sequence.num_listed = sequence.num_listed, min(end, len(prompt) - 1)
+            rows = prompt[first + 1 : sequence.num_listed + 1]
+            result.prompt_logprobs[chunk.request_id] = b"".join(token.to_bytes(4) for token in rows)
         assert chunk.samples == (end == known)
         if chunk.samples and sequence.new.pooling is not None:
             assert end == len(sequence.new.prompt_token_ids), "pooled past the end of the prompt"
