@@ -21,16 +21,15 @@ def settle_memory(
     engines, ranks = config.engines, config.tensor_parallel_size
     text, (weights, itemsize) = model.text, weight_bytes(config, model)
     room = free - weights - engines * ENGINE_BYTES  # at most: engines share what is not packed of the weights
-    block = _block_bytes(config, text, itemsize)
-    if room < (least_room := 2 * block * engines * ranks):  # a third of the room stays free
-        used = f"weights and the processes of {engines} engine(s) need {(free - room + least_room) / 2**30:.1f} GiB"
+    if room <= 0:
+        used = f"weights and the processes of {engines} engine(s) need {(free - room) / 2**30:.1f} GiB"
         remedy = "raise the memory limit, choose a smaller model or --quantization int8, or lower --data-parallel-size"
         raise ConfigError(f"out of memory: {free / 2**30:.1f} GiB are free, but {used}; {remedy}")
     check_given_cache(config, model, "cpu", free, engines * ranks)
     if config.num_gpu_blocks_override is not None or config.kv_cache_memory_bytes is not None:
         return config, ""
     longest = config.sequence_tokens("cpu", text.max_position_embeddings)
-    states = _state_bytes(config, text, "cpu", itemsize)
+    block, states = _block_bytes(config, text, itemsize), _state_bytes(config, text, "cpu", itemsize)
     stored = media.nbytes * engines * (ranks if media.kind == "lru" else 1)
     embeddings = config.encoder_tokens(longest) * model.vision.row_size * itemsize * ranks
     left = free - stored - engines * (weights + embeddings + states)
