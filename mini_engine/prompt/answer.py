@@ -74,7 +74,7 @@ class Sample:
         self._min_tokens = sampling.min_tokens  # no stop string counts that these complete, as in vLLM
         self._with_logprobs = sampling.logprobs is not None
         self._hidden_ends = () if include_stop else sampling.stop_token_ids  # without text where they end the sample
-        self._prompt, self._num_echoed = prompt, 0  # tokens of it
+        self._prompt = iter(()) if prompt is None else prompt.pieces(self._detokenizer)
         self._is_empty = body.token_limit == 0
         self._ended = False  # by the engine
         self.outputs: list[RequestOutput] = []  # not taken yet
@@ -92,8 +92,9 @@ class Sample:
     def take(self) -> Piece:
         """The piece that the next outputs make, at most `PIECE_OUTPUTS`; before the first the pieces of the prompt. One
         with a finish reason, which may be that of a stop string, is the last."""
-        if self._prompt is not None and self._num_echoed < len(self._prompt):
-            return self._take_prompt(self._prompt)
+        if (echoed := next(self._prompt, None)) is not None:
+            fragments: list[tuple[Kind, str]] = [("content", echoed.text)] if echoed.text else []
+            return Piece(self.index, 0, fragments, None, echoed.listed, echoed.logprobs)
         outputs, self.outputs = self.outputs[:PIECE_OUTPUTS], self.outputs[PIECE_OUTPUTS:]
         reason, before = outputs[-1].finish_reason, self.completion_tokens
         parts: list[tuple[str, str]] = []
@@ -115,16 +116,9 @@ class Sample:
         if self._stops.found or reason is not None:
             finished = "length" if reason == "length" and not self._stops.found else "stop"
         thought, text = ("".join(texts) for texts in zip(("", ""), *parts, strict=True))
-        fragments: list[tuple[Kind, str]] = [("reasoning_content", thought)] if thought else []
+        fragments = [("reasoning_content", thought)] if thought else []
         fragments += self._calls.push(text, last=finished is not None)
         return Piece(self.index, self.completion_tokens - before, fragments, finished, listed)
-
-    def _take_prompt(self, prompt: PromptEcho) -> Piece:
-        taken = prompt.take(self._num_echoed, self._detokenizer)
-        self._num_echoed += prompt.piece_tokens
-        fragments: list[tuple[Kind, str]] = [("content", taken.text)] if taken.text else []
-        listed = taken.listed if self._with_logprobs else None
-        return Piece(self.index, 0, fragments, None, listed, taken.logprobs)
 
     def _split(self, decoded: str, last: bool = False) -> tuple[str, str]:
         """What `decoded` adds to the thought, and to the text, where stop strings count."""
