@@ -179,7 +179,7 @@ class ChatResponder(Responder):
         self._last_calls[piece.index] = number
         if piece.logprobs is not None:
             choice.add_logprobs({"content": _chat_logprobs(piece.logprobs)})
-        if piece.prompt_logprobs is not None and not piece.index:
+        if piece.prompt_logprobs is not None:
             _add_items(self._prompt_logprobs, piece.prompt_logprobs)
         # OpenAI's: a call that the request has named is no reason to stop.
         called = piece.finish_reason == "stop" and number >= 0 and not self._is_named

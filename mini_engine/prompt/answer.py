@@ -162,9 +162,12 @@ class Answer:
         self._prompt: PromptEcho | None = None
         if body.echo or request.sampling.prompt_logprobs is not None:
             self._prompt = PromptEcho(body, request, vocabulary)
+        prompts = [self._prompt] * len(ids)
+        if isinstance(body, ChatRequest):  # the response has it once
+            prompts[1:] = [None] * len(request.children)
         self.samples = {
-            sample_id: Sample(index, sample_id, body, request.sampling, vocabulary, make_thoughts(), self._prompt)
-            for index, sample_id in enumerate(ids, first_index)
+            sample_id: Sample(index, sample_id, body, request.sampling, vocabulary, make_thoughts(), prompt)
+            for index, (sample_id, prompt) in enumerate(zip(ids, prompts, strict=True), first_index)
         }
         self.arrival: int | None = None  # of the request when it is sent again
         self._error: ApiError | None = None
