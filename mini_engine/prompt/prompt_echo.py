@@ -3,6 +3,7 @@
 In pieces, as an answer, since a prompt may have tens of thousands of tokens. Knows nothing of HTTP.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +21,10 @@ LogprobTables = list[dict[int, dict[str, Any]] | None]
 
 @dataclass(frozen=True, slots=True)
 class PromptPiece:
-    """What some tokens of the prompt add to a choice."""
+    """What some tokens of an echoed prompt add to a choice."""
 
     text: str
-    listed: list[ListedToken]  # with `echo` and `logprobs`
-    logprobs: LogprobTables | None  # of `prompt_logprobs`; None: not requested
+    listed: list[ListedToken]  # with `logprobs`
 
 
 class PromptEcho:
@@ -33,7 +33,7 @@ class PromptEcho:
 
     def __init__(self, body: GenerationRequest, request: NewRequest, vocabulary: Vocabulary):
         self._token_ids, self._vocabulary = request.prompt_token_ids, vocabulary
-        self._echo, self._listed, self._count = bool(body.echo), body.num_logprobs, body.prompt_logprobs
+        self._listed, self._count = body.num_logprobs if body.echo else None, body.prompt_logprobs
         self._width = 1 + (request.sampling.prompt_logprobs or 0)
         self._rows = bytearray()  # see `RequestOutput.prompt_logprobs`
 
@@ -50,20 +50,24 @@ class PromptEcho:
         self._rows += rows
 
     def take(self, start: int, detokenizer: Detokenizer) -> PromptPiece:
-        """The next `piece_tokens` from token `start` on, of a choice with this detokenizer."""
+        """The next `piece_tokens` from token `start` on, echoed by a choice with this detokenizer."""
         stop = min(start + self.piece_tokens, len(self))
-        ranks, places = self._read(start, stop)
-        texts, listed, logprobs = list[str](), list[ListedToken](), None
-        if self._echo:
-            for index in range(start, stop):
-                if self._listed is not None:
-                    listed.append(detokenizer.list_token(places[index - start][: 1 + self._listed]))
-                texts.append(detokenizer.push(self._token_ids[index], in_prompt=True))
-        if self._count is not None:
-            logprobs = [
-                self._table(rank, likely[: 1 + self._count]) for rank, likely in zip(ranks, places, strict=True)
-            ]
-        return PromptPiece("".join(texts), listed, logprobs)
+        texts, listed = list[str](), list[ListedToken]()
+        places = self._read(start, stop)[1] if self._listed is not None else []
+        for index in range(start, stop):
+            if self._listed is not None:
+                listed.append(detokenizer.list_token(places[index - start][: 1 + self._listed]))
+            texts.append(detokenizer.push(self._token_ids[index], in_prompt=True))
+        return PromptPiece("".join(texts), listed)
+
+    def tables(self) -> Iterator[LogprobTables]:
+        """The field `prompt_logprobs` in pieces, once the engine has said all; none where it was not requested. They
+        are as JSON ten times as large as what is kept, and the same for each choice."""
+        if self._count is None:
+            return
+        for start in range(0, len(self), self.piece_tokens):
+            ranks, places = self._read(start, min(start + self.piece_tokens, len(self)))
+            yield [self._table(rank, likely[: 1 + self._count]) for rank, likely in zip(ranks, places, strict=True)]
 
     def _read(self, start: int, stop: int) -> tuple[list[int], list[list[TokenLogprob]]]:
         """The ranks of tokens `start .. stop`, if requested, and each with the likeliest at its place."""
