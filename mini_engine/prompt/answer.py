@@ -9,7 +9,7 @@ import collections
 import functools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -42,7 +42,6 @@ class Piece:
     fragments: list[tuple[Kind, str]]
     finish_reason: FinishedBy | None
     logprobs: list[ListedToken] | None  # of each of the tokens, and of an echoed prompt's; None: not asked for
-    prompt_logprobs: LogprobTables | None = None
 
 
 class Sample:
@@ -58,7 +57,8 @@ class Sample:
         thoughts: AnswerParser,
         prompt: PromptEcho | None = None,
     ):
-        """`thoughts` splits the thought from the text, in which stop strings act before calls are split off."""
+        """`thoughts` splits the thought from the text, in which stop strings act before calls are split off; `prompt`
+        is echoed before both."""
         include_stop = bool(body.include_stop_str_in_output)
         self.index = index
         self.request_id = request_id
@@ -94,7 +94,7 @@ class Sample:
         with a finish reason, which may be that of a stop string, is the last."""
         if (echoed := next(self._prompt, None)) is not None:
             fragments: list[tuple[Kind, str]] = [("content", echoed.text)] if echoed.text else []
-            return Piece(self.index, 0, fragments, None, echoed.listed, echoed.logprobs)
+            return Piece(self.index, 0, fragments, None, echoed.listed)
         outputs, self.outputs = self.outputs[:PIECE_OUTPUTS], self.outputs[PIECE_OUTPUTS:]
         reason, before = outputs[-1].finish_reason, self.completion_tokens
         parts: list[tuple[str, str]] = []
@@ -162,12 +162,10 @@ class Answer:
         self._prompt: PromptEcho | None = None
         if body.echo or request.sampling.prompt_logprobs is not None:
             self._prompt = PromptEcho(body, request, vocabulary)
-        prompts = [self._prompt] * len(ids)
-        if isinstance(body, ChatRequest):  # the response has it once
-            prompts[1:] = [None] * len(request.children)
+        echoed = self._prompt if body.echo else None
         self.samples = {
-            sample_id: Sample(index, sample_id, body, request.sampling, vocabulary, make_thoughts(), prompt)
-            for index, (sample_id, prompt) in enumerate(zip(ids, prompts, strict=True), first_index)
+            sample_id: Sample(index, sample_id, body, request.sampling, vocabulary, make_thoughts(), echoed)
+            for index, sample_id in enumerate(ids, first_index)
         }
         self.arrival: int | None = None  # of the request when it is sent again
         self._error: ApiError | None = None
@@ -195,6 +193,10 @@ class Answer:
     def pooled(self) -> bytes:
         """What a request with `pooling` is for, once it is over; see `RequestOutput`."""
         return self.samples[self.request_id].pooled
+
+    def prompt_tables(self) -> Iterator[LogprobTables]:
+        """See `PromptEcho.tables`; once the request is over."""
+        return self._prompt.tables() if self._prompt is not None else iter(())
 
     # --- for the HTTP side -------------------------------------------------------------------------------------------
 
@@ -290,20 +292,31 @@ async def pieces(answers: Sequence[Answer]) -> AsyncGenerator[Piece, None]:
     arrived = asyncio.Event()
     for answer in answers:
         answer.arrived = arrived
-    resumed = time.monotonic()
+    turn = Turn()
     while unfinished := [answer for answer in answers if not answer.over]:
         arrived.clear()
         for answer in unfinished:
             if answer.is_waiting:
-                if time.monotonic() - resumed > TURN_SECONDS:
-                    async with _turns(asyncio.get_running_loop()):
-                        await asyncio.sleep(0)
-                    resumed = time.monotonic()
+                await turn.end_if_over()
                 yield answer.take()
                 arrived.set()  # there may be more
         if not arrived.is_set():
             await arrived.wait()
-            resumed = time.monotonic()
+            turn = Turn()
+
+
+class Turn:
+    """The time that one request may use before it yields to the event loop."""
+
+    def __init__(self) -> None:
+        self._begun = time.monotonic()
+
+    async def end_if_over(self) -> None:
+        """Yield to the event loop, and begin the next turn, once `TURN_SECONDS` have been used."""
+        if time.monotonic() - self._begun > TURN_SECONDS:
+            async with _turns(asyncio.get_running_loop()):
+                await asyncio.sleep(0)
+            self._begun = time.monotonic()
 
 
 @functools.lru_cache(maxsize=1)

@@ -21,11 +21,10 @@ LogprobTables = list[dict[int, dict[str, Any]] | None]
 
 @dataclass(frozen=True, slots=True)
 class PromptPiece:
-    """What some tokens of the prompt add to a choice."""
+    """What some tokens of an echoed prompt add to a choice."""
 
     text: str
-    listed: list[ListedToken] | None  # with `echo` and `logprobs`
-    logprobs: LogprobTables | None  # of `prompt_logprobs`; None: not requested
+    listed: list[ListedToken] | None  # with `logprobs`
 
 
 class PromptEcho:
@@ -33,7 +32,7 @@ class PromptEcho:
     token."""
 
     def __init__(self, body: GenerationRequest, request: NewRequest, vocabulary: Vocabulary):
-        self._token_ids, self._vocabulary, self._echo = request.prompt_token_ids, vocabulary, bool(body.echo)
+        self._token_ids, self._vocabulary = request.prompt_token_ids, vocabulary
         self._listed, self._count = body.num_logprobs if body.echo else None, body.prompt_logprobs
         self._width = 1 + (request.sampling.prompt_logprobs or 0)
         self._rows = bytearray()  # see `RequestOutput.prompt_logprobs`
@@ -42,19 +41,28 @@ class PromptEcho:
         self._rows += rows
 
     def pieces(self, detokenizer: Detokenizer) -> Iterator[PromptPiece]:
-        """All of it, for a choice with this detokenizer. Taken when the choice has a token."""
-        size = max(1, PIECE_ENTRIES // self._width)
-        for start in range(0, len(self._token_ids), size):
-            token_ids = self._token_ids[start : start + size]
-            places = self._read(start, start + len(token_ids))
-            texts, listed, tables = list[str](), list[ListedToken](), None
-            for index, token_id in enumerate(token_ids if self._echo else ()):
+        """The echo, for a choice with this detokenizer. Taken when the choice has a token."""
+        for start, stop in self._parts():
+            texts, listed = list[str](), list[ListedToken]()
+            places = self._read(start, stop)
+            for index, token_id in enumerate(self._token_ids[start:stop]):
                 if self._listed is not None:
                     listed.append(detokenizer.list_token(places[index][1][: 1 + self._listed]))
                 texts.append(detokenizer.push(token_id, in_prompt=True))
-            if self._count is not None:
-                tables = [self._table(rank, likely[: 1 + self._count]) for rank, likely in places]
-            yield PromptPiece("".join(texts), listed or None, tables)
+            yield PromptPiece("".join(texts), listed or None)
+
+    def tables(self) -> Iterator[LogprobTables]:
+        """The field `prompt_logprobs` in pieces, once the engine has said all; none where it was not requested. They
+        are as JSON ten times as large as what is kept, and the same for each choice."""
+        if self._count is not None:
+            for start, stop in self._parts():
+                yield [self._table(rank, likely[: 1 + self._count]) for rank, likely in self._read(start, stop)]
+
+    def _parts(self) -> Iterator[tuple[int, int]]:
+        """The first token of each piece, and the one after its last."""
+        size = max(1, PIECE_ENTRIES // self._width)
+        for start in range(0, len(self._token_ids), size):
+            yield start, min(start + size, len(self._token_ids))
 
     def _read(self, start: int, stop: int) -> list[tuple[int, list[TokenLogprob]]]:
         """Of tokens `start .. stop`, if requested, the rank, and the token with the likeliest at its place."""
