@@ -144,8 +144,8 @@ class Request:
     def num_reusable(self) -> int:
         """Known tokens that may come from the prefix cache: not the last, and no token of the prompt whose log
         probabilities are requested and not delivered yet."""
-        listed = self.new.sampling.prompt_logprobs is not None
-        return min(self.num_known - 1, self.num_counted) if listed else self.num_known - 1
+        is_listing = self.new.sampling.prompt_logprobs is not None and self.num_counted < self.num_prompt
+        return self.num_counted if is_listing else self.num_known - 1
 
     @property
     def num_delivered(self) -> int:

@@ -1,7 +1,7 @@
 """The HTTP response to a request for text: chat completions and legacy completions, whole or as server-sent events.
 
 In OpenAI's form. Encoded by msgspec, since a stream has one event for each step; the text and logprobs of a whole
-response are encoded as they arrive, and sent in parts. Knows nothing of engines.
+response are encoded as they arrive, those of prompts as they are sent, in parts. Knows nothing of engines.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from mini_engine.http.body import JSON
 from mini_engine.http.error_responses import report_error
-from mini_engine.prompt.answer import Answer, Piece, pieces
+from mini_engine.prompt.answer import Answer, Piece, Turn, pieces
 from mini_engine.prompt.detokenizer import ListedToken
 from mini_engine.protocol.bodies import ChatRequest, GenerationRequest, StreamOptions
 from mini_engine.protocol.tools import ToolChoice
@@ -39,7 +39,6 @@ class Choice:
 
     fields: dict[str, Any] = field(default_factory=dict)  # texts are `io.StringIO`, calls a dict by their number
     logprobs: dict[str, bytearray] = field(default_factory=dict)  # the JSON of each list's items; empty: none requested
-    prompt_logprobs: bytearray = field(default_factory=bytearray)  # likewise
     finish_reason: str | None = None
 
     def add_text(self, name: str, text: str) -> None:
@@ -56,14 +55,14 @@ class Responder(ABC):
     whole_object: str
     event_object: str
     logprobs_head: bytes
+    lists_prompt_by_choice: bool  # or the response lists it
 
     def __init__(self, request: GenerationRequest, state: State, model: str):
         """`state` of the HTTP request, see `middleware.RequestMiddleware`."""
         self._head = {"id": state.request_id, "created": int(time.time()), "model": model}
-        self._caller = state.caller
+        self._caller, self._lists_prompts = state.caller, request.prompt_logprobs is not None
         self._stream = bool(request.stream)
         self._options = request.stream_options or StreamOptions()
-        self._prompt_logprobs = bytearray()  # JSON; of chats, which have one prompt
         self._with_timings = isinstance(request, ChatRequest) and bool(request.return_timings)
 
     async def respond(self, answers: Sequence[Answer]) -> Response:
@@ -78,19 +77,37 @@ class Responder(ABC):
         async with contextlib.aclosing(pieces(answers)) as arriving:
             async for piece in arriving:
                 self._add(piece, choices[piece.index])
-        body = bytearray(encode(self._head | {"object": self.whole_object})[:-1] + b',"choices":[')
-        for index in sorted(choices):
-            choice = choices.pop(index)
-            fields = encode({"index": index} | self._whole_fields(choice))
-            listed = _prompt_field(choice.prompt_logprobs)
-            for part in (fields[:-1], b',"logprobs":', *self._logprobs(choice), *listed, b"},"):
-                body += part
-            await asyncio.sleep(0)  # each may be long
-        body[-1:] = b"]"
-        for part in _prompt_field(self._prompt_logprobs):
+        parts = self._whole(answers, choices)
+        if self._lists_prompts:
+            return StreamedResponse({"content-type": JSON}, b"", _join(parts))
+        body = bytearray()
+        async for part in parts:
             body += part
-        body += b"," + encode({"usage": usage_of(answers)} | self._request_fields(answers[0]))[1:]
         return whole_response(body)
+
+    async def _whole(
+        self, answers: Sequence[Answer], choices: dict[int, Choice]
+    ) -> AsyncGenerator[bytes | bytearray, None]:
+        """The whole response in pieces. Those of the prompts' log probabilities are sent as they are made: as JSON they
+        take ten times the memory, for each choice again, as long as a client reads."""
+        yield encode(self._head | {"object": self.whole_object})[:-1] + b',"choices":['
+        samples = len(answers[0].samples)
+        for number, index in enumerate(sorted(choices)):
+            choice = choices.pop(index)
+            yield b"," * bool(number) + encode({"index": index} | self._whole_fields(choice))[:-1] + b',"logprobs":'
+            for part in self._logprobs(choice):
+                yield part
+            del choice
+            await asyncio.sleep(0)  # each may be long
+            if self.lists_prompt_by_choice:
+                async for part in _prompt_field(answers[index // samples]):
+                    yield part
+            yield b"}"
+        yield b"]"
+        if not self.lists_prompt_by_choice:
+            async for part in _prompt_field(answers[0]):
+                yield part
+        yield b"," + encode({"usage": usage_of(answers)} | self._request_fields(answers[0]))[1:]
 
     async def _events(self, answers: Sequence[Answer]) -> AsyncGenerator[bytes, None]:
         """The events, of which the last are sent together. An error after the first is an event too."""
@@ -154,6 +171,7 @@ class ChatResponder(Responder):
     whole_object = "chat.completion"
     event_object = "chat.completion.chunk"
     logprobs_head = b'{"refusal":null,'
+    lists_prompt_by_choice = False
 
     def __init__(self, request: ChatRequest, state: State, model: str):
         super().__init__(request, state, model)
@@ -179,8 +197,6 @@ class ChatResponder(Responder):
         self._last_calls[piece.index] = number
         if piece.logprobs is not None:
             choice.add_logprobs({"content": _chat_logprobs(piece.logprobs)})
-        if piece.prompt_logprobs is not None and not piece.index:
-            _add_items(self._prompt_logprobs, piece.prompt_logprobs)
         # OpenAI's: a call that the request has named is no reason to stop.
         called = piece.finish_reason == "stop" and number >= 0 and not self._is_named
         choice.finish_reason = "tool_calls" if called else piece.finish_reason
@@ -204,14 +220,13 @@ class CompletionResponder(Responder):
 
     whole_object = event_object = "text_completion"
     logprobs_head = b"{"
+    lists_prompt_by_choice = True
 
     def _add(self, piece: Piece, choice: Choice) -> None:
         for _, text in piece.fragments:
             choice.add_text("text", text)
         if piece.logprobs is not None:
             choice.add_logprobs(_legacy_logprobs(piece.logprobs))
-        if piece.prompt_logprobs is not None:
-            _add_items(choice.prompt_logprobs, piece.prompt_logprobs)
         choice.finish_reason = piece.finish_reason
 
     def _event_fields(self, choice: Choice) -> dict[str, Any]:
@@ -254,9 +269,15 @@ def _add_items(encoded: bytearray, items: Sequence[Any]) -> None:
     encoded += b"," * bool(items and encoded) + msgspec.json.encode(items)[1:-1]
 
 
-def _prompt_field(items: bytearray) -> list[bytes | bytearray]:
-    """vLLM's field with these items, as JSON in parts, for the end of an object; nothing where there are none."""
-    return [b',"prompt_logprobs":[', items, b"]"] if items else []
+async def _prompt_field(answer: Answer) -> AsyncGenerator[bytes, None]:
+    """vLLM's field as JSON in pieces, for the end of an object; none where it was not requested."""
+    turn, before = Turn(), b',"prompt_logprobs":['
+    for tables in answer.prompt_tables():
+        yield before + msgspec.json.encode(tables)[1:-1]
+        before = b","
+        await turn.end_if_over()
+    if before == b",":
+        yield b"]"
 
 
 class StreamedResponse(Response):
@@ -290,6 +311,19 @@ async def _cut(body: bytearray) -> AsyncGenerator[bytes, None]:
     for start in range(0, len(body), PART_BYTES):
         await asyncio.sleep(0)
         yield bytes(body[start : start + PART_BYTES])
+
+
+async def _join(pieces: AsyncGenerator[bytes | bytearray, None]) -> AsyncGenerator[bytes, None]:
+    """The pieces of a body, short ones together."""
+    async with contextlib.aclosing(pieces):
+        joined = bytearray()
+        async for piece in pieces:
+            for start in range(0, len(piece), PART_BYTES):
+                joined += piece[start : start + PART_BYTES]
+                if len(joined) >= PART_BYTES:
+                    yield bytes(joined)
+                    joined.clear()
+        yield bytes(joined)
 
 
 def _counts(answers: Sequence[Answer]) -> dict[str, Any]:

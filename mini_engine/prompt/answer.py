@@ -9,7 +9,7 @@ import collections
 import functools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -42,7 +42,6 @@ class Piece:
     fragments: list[tuple[Kind, str]]
     finish_reason: FinishedBy | None
     logprobs: list[ListedToken] | None  # of each of the tokens, and of an echoed prompt's; None: not asked for
-    prompt_logprobs: LogprobTables | None = None
 
 
 class Sample:
@@ -58,7 +57,8 @@ class Sample:
         thoughts: AnswerParser,
         prompt: PromptEcho | None = None,
     ):
-        """`thoughts` splits the thought from the text, in which stop strings act before calls are split off."""
+        """`thoughts` splits the thought from the text, in which stop strings act before calls are split off; `prompt`
+        is echoed before both."""
         include_stop = bool(body.include_stop_str_in_output)
         self.index = index
         self.request_id = request_id
@@ -74,7 +74,7 @@ class Sample:
         self._min_tokens = sampling.min_tokens  # no stop string counts that these complete, as in vLLM
         self._with_logprobs = sampling.logprobs is not None
         self._hidden_ends = () if include_stop else sampling.stop_token_ids  # without text where they end the sample
-        self._prompt, self._num_echoed = prompt, 0  # tokens of it
+        self._prompt = iter(()) if prompt is None else prompt.pieces(self._detokenizer)
         self._is_empty = body.token_limit == 0
         self._ended = False  # by the engine
         self.outputs: list[RequestOutput] = []  # not taken yet
@@ -92,8 +92,9 @@ class Sample:
     def take(self) -> Piece:
         """The piece that the next outputs make, at most `PIECE_OUTPUTS`; before the first the pieces of the prompt. One
         with a finish reason, which may be that of a stop string, is the last."""
-        if self._prompt is not None and self._num_echoed < len(self._prompt):
-            return self._take_prompt(self._prompt)
+        if (echoed := next(self._prompt, None)) is not None:
+            fragments: list[tuple[Kind, str]] = [("content", echoed.text)] if echoed.text else []
+            return Piece(self.index, 0, fragments, None, echoed.listed)
         outputs, self.outputs = self.outputs[:PIECE_OUTPUTS], self.outputs[PIECE_OUTPUTS:]
         reason, before = outputs[-1].finish_reason, self.completion_tokens
         parts: list[tuple[str, str]] = []
@@ -115,16 +116,9 @@ class Sample:
         if self._stops.found or reason is not None:
             finished = "length" if reason == "length" and not self._stops.found else "stop"
         thought, text = ("".join(texts) for texts in zip(("", ""), *parts, strict=True))
-        fragments: list[tuple[Kind, str]] = [("reasoning_content", thought)] if thought else []
+        fragments = [("reasoning_content", thought)] if thought else []
         fragments += self._calls.push(text, last=finished is not None)
         return Piece(self.index, self.completion_tokens - before, fragments, finished, listed)
-
-    def _take_prompt(self, prompt: PromptEcho) -> Piece:
-        taken = prompt.take(self._num_echoed, self._detokenizer)
-        self._num_echoed += prompt.piece_tokens
-        fragments: list[tuple[Kind, str]] = [("content", taken.text)] if taken.text else []
-        listed = taken.listed if self._with_logprobs else None
-        return Piece(self.index, 0, fragments, None, listed, taken.logprobs)
 
     def _split(self, decoded: str, last: bool = False) -> tuple[str, str]:
         """What `decoded` adds to the thought, and to the text, where stop strings count."""
@@ -168,8 +162,9 @@ class Answer:
         self._prompt: PromptEcho | None = None
         if body.echo or request.sampling.prompt_logprobs is not None:
             self._prompt = PromptEcho(body, request, vocabulary)
+        echoed = self._prompt if body.echo else None
         self.samples = {
-            sample_id: Sample(index, sample_id, body, request.sampling, vocabulary, make_thoughts(), self._prompt)
+            sample_id: Sample(index, sample_id, body, request.sampling, vocabulary, make_thoughts(), echoed)
             for index, sample_id in enumerate(ids, first_index)
         }
         self.arrival: int | None = None  # of the request when it is sent again
@@ -198,6 +193,10 @@ class Answer:
     def pooled(self) -> bytes:
         """What a request with `pooling` is for, once it is over; see `RequestOutput`."""
         return self.samples[self.request_id].pooled
+
+    def prompt_tables(self) -> Iterator[LogprobTables]:
+        """See `PromptEcho.tables`; once the request is over."""
+        return self._prompt.tables() if self._prompt is not None else iter(())
 
     # --- for the HTTP side -------------------------------------------------------------------------------------------
 
@@ -293,20 +292,31 @@ async def pieces(answers: Sequence[Answer]) -> AsyncGenerator[Piece, None]:
     arrived = asyncio.Event()
     for answer in answers:
         answer.arrived = arrived
-    resumed = time.monotonic()
+    turn = Turn()
     while unfinished := [answer for answer in answers if not answer.over]:
         arrived.clear()
         for answer in unfinished:
             if answer.is_waiting:
-                if time.monotonic() - resumed > TURN_SECONDS:
-                    async with _turns(asyncio.get_running_loop()):
-                        await asyncio.sleep(0)
-                    resumed = time.monotonic()
+                await turn.end_if_over()
                 yield answer.take()
                 arrived.set()  # there may be more
         if not arrived.is_set():
             await arrived.wait()
-            resumed = time.monotonic()
+            turn = Turn()
+
+
+class Turn:
+    """The time that one request may use before it yields to the event loop."""
+
+    def __init__(self) -> None:
+        self._begun = time.monotonic()
+
+    async def end_if_over(self) -> None:
+        """Yield to the event loop, and begin the next turn, once `TURN_SECONDS` have been used."""
+        if time.monotonic() - self._begun > TURN_SECONDS:
+            async with _turns(asyncio.get_running_loop()):
+                await asyncio.sleep(0)
+            self._begun = time.monotonic()
 
 
 @functools.lru_cache(maxsize=1)

@@ -6,6 +6,7 @@ tokenizer that several threads use at once may raise "Already borrowed".
 """
 
 import codecs
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,19 +40,13 @@ class Vocabulary:
         self._byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
         added = self._tokenizer.get_added_tokens_decoder()
         self.special = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._bytes: dict[int, bytes] = {}  # of the tokens so far: an answer with logprobs lists thousands in a moment
+        self.bytes_of = functools.cache(self._bytes_of)  # an answer with logprobs lists thousands in a moment
 
-    def bytes_of(self, token_id: int) -> bytes:
+    def _bytes_of(self, token_id: int) -> bytes:
         """The token's bytes, which may be a part of a character; none for an id that the tokenizer does not have.
 
         The bytes of several tokens in a row are those that the tokenizer's own decoder makes text of.
         """
-        known = self._bytes.get(token_id)
-        if known is None:
-            known = self._bytes[token_id] = self._read_bytes(token_id)
-        return known
-
-    def _read_bytes(self, token_id: int) -> bytes:
         written = self._tokenizer.id_to_token(token_id)
         if written is None:
             return b""

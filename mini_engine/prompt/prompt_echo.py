@@ -3,6 +3,7 @@
 In pieces, as an answer, since a prompt may have tens of thousands of tokens. Knows nothing of HTTP.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +21,10 @@ LogprobTables = list[dict[int, dict[str, Any]] | None]
 
 @dataclass(frozen=True, slots=True)
 class PromptPiece:
-    """What some tokens of the prompt add to a choice."""
+    """What some tokens of an echoed prompt add to a choice."""
 
     text: str
-    listed: list[ListedToken]  # with `echo` and `logprobs`
-    logprobs: LogprobTables | None  # of `prompt_logprobs`; None: not requested
+    listed: list[ListedToken] | None  # with `logprobs`
 
 
 class PromptEcho:
@@ -33,48 +33,46 @@ class PromptEcho:
 
     def __init__(self, body: GenerationRequest, request: NewRequest, vocabulary: Vocabulary):
         self._token_ids, self._vocabulary = request.prompt_token_ids, vocabulary
-        self._echo, self._listed, self._count = bool(body.echo), body.num_logprobs, body.prompt_logprobs
+        self._listed, self._count = body.num_logprobs if body.echo else None, body.prompt_logprobs
         self._width = 1 + (request.sampling.prompt_logprobs or 0)
         self._rows = bytearray()  # see `RequestOutput.prompt_logprobs`
-
-    def __len__(self) -> int:
-        """Tokens."""
-        return len(self._token_ids)
-
-    @property
-    def piece_tokens(self) -> int:
-        """Tokens for one `take`."""
-        return max(1, PIECE_ENTRIES // self._width)
 
     def add(self, rows: bytes) -> None:
         self._rows += rows
 
-    def take(self, start: int, detokenizer: Detokenizer) -> PromptPiece:
-        """The next `piece_tokens` from token `start` on, of a choice with this detokenizer."""
-        stop = min(start + self.piece_tokens, len(self))
-        ranks, places = self._read(start, stop)
-        texts, listed, logprobs = list[str](), list[ListedToken](), None
-        if self._echo:
-            for index in range(start, stop):
+    def pieces(self, detokenizer: Detokenizer) -> Iterator[PromptPiece]:
+        """The echo, for a choice with this detokenizer. Taken when the choice has a token."""
+        for start, stop in self._parts():
+            texts, listed = list[str](), list[ListedToken]()
+            places = self._read(start, stop)
+            for index, token_id in enumerate(self._token_ids[start:stop]):
                 if self._listed is not None:
-                    listed.append(detokenizer.list_token(places[index - start][: 1 + self._listed]))
-                texts.append(detokenizer.push(self._token_ids[index], in_prompt=True))
-        if self._count is not None:
-            logprobs = [
-                self._table(rank, likely[: 1 + self._count]) for rank, likely in zip(ranks, places, strict=True)
-            ]
-        return PromptPiece("".join(texts), listed, logprobs)
+                    listed.append(detokenizer.list_token(places[index][1][: 1 + self._listed]))
+                texts.append(detokenizer.push(token_id, in_prompt=True))
+            yield PromptPiece("".join(texts), listed or None)
 
-    def _read(self, start: int, stop: int) -> tuple[list[int], list[list[TokenLogprob]]]:
-        """The ranks of tokens `start .. stop`, if requested, and each with the likeliest at its place."""
+    def tables(self) -> Iterator[LogprobTables]:
+        """The field `prompt_logprobs` in pieces, once the engine has said all; none where it was not requested. They
+        are as JSON ten times as large as what is kept, and the same for each choice."""
+        if self._count is not None:
+            for start, stop in self._parts():
+                yield [self._table(rank, likely[: 1 + self._count]) for rank, likely in self._read(start, stop)]
+
+    def _parts(self) -> Iterator[tuple[int, int]]:
+        """The first token of each piece, and the one after its last."""
+        size = max(1, PIECE_ENTRIES // self._width)
+        for start in range(0, len(self._token_ids), size):
+            yield start, min(start + size, len(self._token_ids))
+
+    def _read(self, start: int, stop: int) -> list[tuple[int, list[TokenLogprob]]]:
+        """Of tokens `start .. stop`, if requested, the rank, and the token with the likeliest at its place."""
         size = 1 + 2 * self._width
         numbers = self._rows[4 * size * max(0, start - 1) : 4 * size * (stop - 1)]
         rows = np.frombuffer(numbers, "<i4").reshape(-1, size)
-        ids, logprobs = rows[:, 1 : 1 + self._width].tolist(), rows[:, 1 + self._width :].view("<f4").tolist()
-        first = [[TokenLogprob(self._token_ids[0], None)]] * (not start)
-        return [0] * len(first) + rows[:, 0].tolist(), first + [
-            [*map(TokenLogprob, *each)] for each in zip(ids, logprobs, strict=True)
-        ]
+        parts = rows[:, 0], rows[:, 1 : 1 + self._width], rows[:, 1 + self._width :].view("<f4")
+        places = zip(*(part.tolist() for part in parts), strict=True)
+        first = [] if start else [(0, [TokenLogprob(self._token_ids[0], None)])]
+        return first + [(rank, [*map(TokenLogprob, ids, logprobs)]) for rank, ids, logprobs in places]
 
     def _table(self, rank: int, likely: list[TokenLogprob]) -> dict[int, dict[str, Any]] | None:
         """`rank` is that of the first; the others come in the order of theirs."""

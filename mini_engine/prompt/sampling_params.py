@@ -150,8 +150,11 @@ class SamplingResolver:
             output = f", and the answer needs at least {least}" if least else ""
             size = f"{prompt_tokens} tokens, images and videos included{output}"
             raise prompt_too_long(size, self.max_model_len, request.prompt_field)
-        choices = request.num_choices * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
-        left = MOST_LISTED // choices - prompt_tokens * sum(1 + count for count in _prompt_lists(request))
+        choices, copies = request.num_choices, 1  # of the prompt: a chat's is listed once
+        if isinstance(request, CompletionRequest):
+            choices = copies = choices * len(request.prompts)
+        listed = copies * prompt_tokens * sum(1 + count for count in _prompt_lists(request))
+        left = (MOST_LISTED - listed) // choices
         if left < 0:
             text = f"The prompts' log probabilities are more than {MOST_LISTED}, all choices together; send less text"
             raise bad_request(f"{text} at once, or a lower 'prompt_logprobs' or 'logprobs'.", request.prompt_field)

@@ -85,6 +85,18 @@ def test_a_prompt_whose_log_probabilities_are_requested_is_computed_once_though_
     world.assert_at_rest()
 
 
+@pytest.mark.parametrize("listed", [None, 0])
+def test_preempted_answer_is_found_in_the_prefix_cache(listed):
+    """Whether the log probabilities of its prompt were requested or not."""
+    world = World(max_tokens=8, async_scheduling=False)
+    world.request("a", prompt=8, max_tokens=40, prompt_logprobs=listed)
+    world.run_steps(30)
+    before, left = world.links.num_computed, 40 - len(world.tokens["a"])
+    world.core.scheduler._preempt(world.core.requests["a"])
+    world.run()
+    assert world.ends["a"] == ["length"] and world.links.num_computed - before < left + 4, "less than a block again"
+
+
 def test_request_waits_for_all_ranks_without_blocking_others():
     world = World(ranks=2)
     world.request("video", media=[item(message(1), 1)], ready=False)

@@ -1,6 +1,8 @@
 """POST /v1/completions, /tokenize and /detokenize."""
 
 import asyncio
+import json
+from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -8,6 +10,7 @@ import pytest
 
 from mini_engine.media import settings as media_settings
 from mini_engine.prompt import prompt_echo
+from mini_engine.prompt.prompt_echo import LogprobTables, PromptEcho
 from tests.support.patience import eventually
 from tests.support.serving import ANSWER, MAX_MODEL_LEN, Counted, Served, choices_of, image, video
 
@@ -109,6 +112,29 @@ async def test_log_probabilities_of_an_echoed_prompt(served: Served, monkeypatch
         }
         for token_id, logprob, name in [*zip(ids, own, names, strict=False)][1:]
     ]
+
+
+async def test_listed_prompts_are_encoded_as_the_client_reads(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As JSON they are megabytes for each choice."""
+    tables, made = PromptEcho.tables, list[int]()
+
+    def counted(prompt: PromptEcho) -> Iterator[LogprobTables]:
+        for piece in tables(prompt):
+            made.append(len(piece))
+            yield piece
+
+    monkeypatch.setattr(PromptEcho, "tables", counted)
+    served.says("!")
+    prompt = served.encode("a red circle moves left ")
+    prompt = (prompt * MAX_MODEL_LEN)[: MAX_MODEL_LEN - 1]
+    body = {"prompt": prompt, "n": 8, "max_tokens": 1, "prompt_logprobs": 20}
+    async with served.http.stream("POST", "/v1/completions", json=body) as response:
+        parts = response.aiter_raw()
+        read = [await anext(parts)]
+        assert 0 < sum(made) < 4 * len(prompt)
+        read += [part async for part in parts]
+    choices = json.loads(b"".join(read))["choices"]
+    assert [len(choice["prompt_logprobs"]) for choice in choices] == [len(prompt)] * 8 and sum(made) == 8 * len(prompt)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -137,6 +137,7 @@ def test_log_probabilities_of_prompts_count_too() -> None:
         large.max_tokens(echo, MOST_LISTED // (5 * 2) + 1)
     with pytest.raises(ApiError, match="more than 1500000"):
         large.max_tokens(chat(prompt_logprobs=20), MOST_LISTED // 21 + 1)
+    assert large.max_tokens(chat(prompt_logprobs=20, n=128), MOST_LISTED // 21) > 1, "a chat's prompt is listed once"
     assert large.resolve(chat(prompt_logprobs=20), 1).prompt_logprobs == 20
     assert SamplingResolver(SamplingDefaults(), 100, 5, 0, 1).resolve(chat(prompt_logprobs=20), 1).prompt_logprobs == 5
     assert large.resolve(chat(logprobs=True), 1).prompt_logprobs is None

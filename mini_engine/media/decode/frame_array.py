@@ -50,12 +50,15 @@ class FrameArray:
             height, width = self._size if self._turn[0] else self._size[::-1]
             self._rows = self._allocate((len(self._places), height, width))
         width, height = self._size
-        pixels = self._over_white(self._to_rgb(frame, width, height))
+        pixels = _pixels(self._to_rgb(frame, width, height))
         swaps, left_right, top_bottom = self._turn
         if swaps:
             pixels = pixels.transpose(1, 0, 2)
+        pixels = pixels[:: -1 if top_bottom else 1, :: -1 if left_right else 1]
         row = self._rows[len(self._row_of)]
-        row[...] = pixels[:: -1 if top_bottom else 1, :: -1 if left_right else 1]
+        row[...] = pixels[..., :3]
+        if pixels.shape[2] > 3:
+            self._lay_over_white(row, pixels[..., 3:])
         to_srgb(row, frame.color_primaries, frame.color_trc)
         self._row_of[place] = len(self._row_of)
 
@@ -95,24 +98,25 @@ class FrameArray:
             self._guard.wrong_colours = True
             return convert(src_colorspace=BT2020)  # the matrix has the same number
 
-    def _over_white(self, frame: av.VideoFrame) -> NDArray[np.uint8]:
-        """Of the next row, RGB or RGBA: [H, W, 3]. Transparency is laid over white, but is ignored where all of all
-        frames is transparent: many writers of four bytes for a pixel leave the fourth at 0."""
-        plane, depth = frame.planes[0], 4 if frame.format.name == "rgba" else 3
-        lines = np.frombuffer(memoryview(plane), np.uint8).reshape(-1, plane.line_size)  # FFmpeg pads them
-        pixels = lines[: frame.height, : frame.width * depth].reshape(frame.height, frame.width, depth)
-        colours, alpha = pixels[..., :3], pixels[..., 3:]
-        if depth == 3:
-            return colours
+    def _lay_over_white(self, row: NDArray[np.uint8], alpha: NDArray[np.uint8]) -> None:
+        """The next row, but where all of all frames is transparent: many writers of four bytes for a pixel leave the
+        fourth at 0."""
         if alpha.max() == 0:
             self._clear_rows.append(len(self._row_of))
-            return colours
+            return
         self._has_alpha = True
-        for top in range(0, frame.height if alpha.min() < 255 else 0, _STRIP_ROWS):
+        for top in range(0, len(row) if alpha.min() < 255 else 0, _STRIP_ROWS):
             strip = slice(top, top + _STRIP_ROWS)
-            darkness = (255 - colours[strip]).astype(np.uint16)
+            darkness = (255 - row[strip]).astype(np.uint16)
             darkness *= alpha[strip]
             darkness += 127
             darkness //= 255
-            colours[strip] = 255 - darkness
-        return colours
+            row[strip] = 255 - darkness
+
+
+def _pixels(frame: av.VideoFrame) -> NDArray[np.uint8]:
+    """Of a frame that is RGB or RGBA: [H, W, 3 or 4], in its own memory. Not to be written: it may be the decoder's,
+    which makes the next frame of it."""
+    plane, depth = frame.planes[0], len(frame.format.components)
+    lines = np.frombuffer(memoryview(plane), np.uint8).reshape(-1, plane.line_size)  # FFmpeg pads them
+    return lines[: frame.height, : frame.width * depth].reshape(frame.height, frame.width, depth)

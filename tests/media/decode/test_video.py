@@ -268,6 +268,16 @@ def test_transparency_of_a_palette_is_laid_over_white() -> None:
     assert frames[:, 8, [3, 60]].tolist() == [[[255] * 3, [0, 0, 200]], [[0, 0, 200], [255] * 3]]
 
 
+def test_transparency_of_a_frame_is_laid_over_white_once() -> None:
+    """Though FFmpeg makes the next frames of an animated PNG of the one that it has returned."""
+    picture, buffer = Image.new("RGBA", (64, 16), (0, 0, 0, 128)), io.BytesIO()
+    changed = [picture.copy(), picture.copy()]
+    for place, each in enumerate(changed, 1):
+        each.paste((255, 0, 0, 255), (0, 0, 8 * place, 8))
+    picture.save(buffer, "PNG", save_all=True, append_images=changed, blend=1)
+    assert decode_video(buffer.getvalue(), EIGHT).frames[:, 8, 40].tolist() == [[127] * 3] * 3
+
+
 def test_transparency_takes_little_memory_beside_the_frames() -> None:
     """As the memory of a decoder process is limited, and an 8K frame takes much of it."""
     side, buffer = 1024, io.BytesIO()
