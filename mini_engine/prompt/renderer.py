@@ -37,6 +37,7 @@ class Prompt:
     token_ids: list[int]  # with one placeholder for each item
     thought_parser: Callable[[], AnswerParser] = AnswerParser  # makes one for each choice
     first_index: int = 0  # of its choices
+    other_tokens: int = 0  # of the other prompts of its request
     pooling: PoolingParams | None = None  # in the place of an answer
 
 

@@ -83,10 +83,10 @@ class SamplingResolver:
         if greatest > last:
             raise bad_request(f"Invalid '{name}': token id {greatest} out of range [0, {last}].", name)
 
-    def resolve(self, request: GenerationRequest, prompt_tokens: int) -> SamplingParams:
+    def resolve(self, request: GenerationRequest, prompt_tokens: int, other_tokens: int = 0) -> SamplingParams:
         """The parameters of `request`, whose expanded prompt has `prompt_tokens` tokens. Raises as `max_tokens`."""
         defaults = self.defaults
-        max_tokens = self.max_tokens(request, prompt_tokens)
+        max_tokens = self.max_tokens(request, prompt_tokens, other_tokens=other_tokens)
         temperature = _first(request.temperature, defaults.temperature)
         top_p = _first(request.top_p, defaults.top_p)
         greedy = temperature < GREEDY_BELOW or top_p == 0
@@ -118,6 +118,7 @@ class SamplingResolver:
         *,
         client: bytes = b"",
         pooling: PoolingParams | None = None,
+        other_tokens: int = 0,
     ) -> NewRequest:
         """The engine's form of `request`, with its expanded prompt; or of a request for what `pooling` says of that.
         Raises ApiError: 400 as `resolve`, or if the prompt is empty, or has a token that the tokenizer has, but not the
@@ -132,7 +133,7 @@ class SamplingResolver:
         if pooling is not None:
             self.max_tokens(request, len(token_ids), least=0)
             return new
-        sampling, grammar = self.resolve(request, len(token_ids)), request.grammar
+        sampling, grammar = self.resolve(request, len(token_ids), other_tokens), request.grammar
         if grammar:
             shared_by = msgspec.msgpack.encode((client, request.cache_salt, grammar))
             sampling = msgspec.structs.replace(sampling, grammar=hashlib.blake2b(shared_by, digest_size=16).digest())
@@ -141,25 +142,32 @@ class SamplingResolver:
         children = [ChildRequest(f"{request_id}-{index}", seed) for index, seed in enumerate(seeds, 1)]
         return msgspec.structs.replace(new, sampling=sampling, children=children, grammar=grammar)
 
-    def max_tokens(self, request: GenerationRequest, prompt_tokens: int, least: int = 1) -> int:
-        """The maximum of tokens of each choice; 1 for 0, since an engine samples one after each prompt. Raises
-        ApiError, a 400: the prompt leaves no room for the `least`, or has too many log probabilities."""
+    def max_tokens(self, request: GenerationRequest, prompt_tokens: int, least: int = 1, other_tokens: int = 0) -> int:
+        """The maximum of tokens of each choice; 1 for 0, since an engine samples one after each prompt. The request's
+        other prompts have `other_tokens`. Raises ApiError, a 400: the prompt leaves no room for the `least`, or the
+        prompts have too many log probabilities."""
         is_empty, room = request.token_limit == 0, self.max_model_len - prompt_tokens
         least = 0 if is_empty else least
         if room < least:
             output = f", and the answer needs at least {least}" if least else ""
             size = f"{prompt_tokens} tokens, images and videos included{output}"
             raise prompt_too_long(size, self.max_model_len, request.prompt_field)
+<<<<<<< HEAD
         choices, copies = request.num_choices, 1  # of the prompt: a chat's is listed once
         if isinstance(request, CompletionRequest):
             choices = copies = choices * len(request.prompts)
         listed = copies * prompt_tokens * sum(1 + count for count in _prompt_lists(request))
         left = (MOST_LISTED - listed) // choices
+=======
+        listed = (prompt_tokens + other_tokens) * sum(1 + count for count in _prompt_lists(request))
+        left = MOST_LISTED // request.num_choices - listed
+>>>>>>> brk5
         if left < 0:
             text = f"The prompts' log probabilities are more than {MOST_LISTED}, all choices together; send less text"
             raise bad_request(f"{text} at once, or a lower 'prompt_logprobs' or 'logprobs'.", request.prompt_field)
         if request.num_logprobs is not None:
-            room = min(room, left // (1 + request.num_logprobs))
+            num_prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
+            room = min(room, left // num_prompts // (1 + request.num_logprobs))
         limit = request.token_limit or request.default_tokens or self.defaults.max_new_tokens or room
         return 1 if is_empty else min(max(room, least), max(limit, request.min_tokens or 0))
 

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from mini_engine.media import settings as media_settings
-from mini_engine.prompt import prompt_echo
+from mini_engine.prompt import prompt_echo, sampling_params
 from mini_engine.prompt.prompt_echo import LogprobTables, PromptEcho
 from tests.support.patience import eventually
 from tests.support.serving import ANSWER, MAX_MODEL_LEN, Counted, Served, choices_of, image, video
@@ -112,6 +112,20 @@ async def test_log_probabilities_of_an_echoed_prompt(served: Served, monkeypatch
         }
         for token_id, logprob, name in [*zip(ids, own, names, strict=False)][1:]
     ]
+
+
+async def test_listed_prompts_are_bounded_together(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long one beside short ones may list more than its share; too many are refused before any is computed."""
+    served.says("!")
+    prompts = ["a red circle " * 9, "x", "y"]
+    body = {"prompt": prompts, "n": 2, "max_tokens": 0, "echo": True, "logprobs": 1}
+    listed = 2 * 2 * sum(len(served.encode(prompt)) for prompt in prompts)
+    monkeypatch.setattr(sampling_params, "MOST_LISTED", listed)
+    assert (await served.http.post("/v1/completions", json=body)).status_code == 200
+    served.core.requests.clear()
+    monkeypatch.setattr(sampling_params, "MOST_LISTED", listed - 1)
+    refused = (await served.http.post("/v1/completions", json=body)).json()["error"]
+    assert f"more than {listed - 1}, all choices together" in refused["message"] and not served.core.requests
 
 
 async def test_listed_prompts_are_encoded_as_the_client_reads(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

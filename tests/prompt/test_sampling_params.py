@@ -131,10 +131,12 @@ def test_log_probabilities_of_all_choices_together_are_bounded() -> None:
 def test_log_probabilities_of_prompts_count_too() -> None:
     large = SamplingResolver(SamplingDefaults(), 10**7, 50, 0, 1)
     echo = msgspec.convert({"prompt": ["x", "y"], "echo": True, "logprobs": 4, "max_tokens": 10**7}, CompletionRequest)
-    assert large.max_tokens(echo, 1000) == MOST_LISTED // (5 * 2) - 1000
-    assert large.max_tokens(echo, MOST_LISTED // (5 * 2)) == 1
-    with pytest.raises(ApiError, match="more than 1500000, all choices together"):
-        large.max_tokens(echo, MOST_LISTED // (5 * 2) + 1)
+    assert large.max_tokens(echo, 1000, other_tokens=1000) == MOST_LISTED // (5 * 2) - 1000
+    for tokens in (1, MOST_LISTED // (5 * 2), MOST_LISTED // 5 - 1):  # a short prompt leaves room for a long one
+        others = MOST_LISTED // 5 - tokens
+        assert large.max_tokens(echo, tokens, other_tokens=others) == 1
+        with pytest.raises(ApiError, match="more than 1500000, all choices together"):
+            large.max_tokens(echo, tokens, other_tokens=others + 1)
     with pytest.raises(ApiError, match="more than 1500000"):
         large.max_tokens(chat(prompt_logprobs=20), MOST_LISTED // 21 + 1)
     assert large.max_tokens(chat(prompt_logprobs=20, n=128), MOST_LISTED // 21) > 1, "a chat's prompt is listed once"

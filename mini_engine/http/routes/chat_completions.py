@@ -142,7 +142,13 @@ async def send(
             cached = None if key not in found else "facts" if key in processed else found[key].held
             usage.append(media_usage(item, context.media.processor) | {"cached": cached})
     request = context.sampling.new_request(
-        prompt.body, request_id, token_ids, media, client=state.client, pooling=prompt.pooling
+        prompt.body,
+        request_id,
+        token_ids,
+        media,
+        client=state.client,
+        pooling=prompt.pooling,
+        other_tokens=prompt.other_tokens,
     )
     request = replace(request, arrival=arrival)
     answer = Answer(prompt.body, request, context.vocabulary, clock, prompt.thought_parser, prompt.first_index)

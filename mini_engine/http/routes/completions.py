@@ -34,15 +34,19 @@ async def completions(request: Request) -> Response:
     body = await read_body(request, CompletionRequest, context)
     state.choices.receive(len(body.prompts) * body.num_choices - 1)
     context.sampling.check(body)
-    prompts = []
-    for number, prompt in enumerate(body.prompts):
+    prompts: list[list[int]] = []
+    for prompt in body.prompts:
         await asyncio.sleep(0)  # each may take some milliseconds
         token_ids = await _encode(context, body, prompt, state.client) if isinstance(prompt, str) else prompt
         if not token_ids:  # before any of the prompts is sent
             raise bad_request("The prompt is empty: it needs at least one token.", "prompt")
         context.renderer.check_tokens("prompt", token_ids)
-        prompts.append(Prompt(body, token_ids, first_index=number * body.num_choices))
-    answers = [await start(context, prompt, state_of(request, number)) for number, prompt in enumerate(prompts)]
+        prompts.append(token_ids)
+    total, answers = sum(map(len, prompts)), []
+    for number, token_ids in enumerate(prompts):
+        first_index, other_tokens = number * body.num_choices, total - len(token_ids)
+        sent = Prompt(body, token_ids, first_index=first_index, other_tokens=other_tokens)
+        answers.append(await start(context, sent, state_of(request, number)))
     return await CompletionResponder(body, state, context.config.served_names[0]).respond(answers)
 
 
