@@ -152,22 +152,16 @@ class SamplingResolver:
             output = f", and the answer needs at least {least}" if least else ""
             size = f"{prompt_tokens} tokens, images and videos included{output}"
             raise prompt_too_long(size, self.max_model_len, request.prompt_field)
-<<<<<<< HEAD
         choices, copies = request.num_choices, 1  # of the prompt: a chat's is listed once
         if isinstance(request, CompletionRequest):
-            choices = copies = choices * len(request.prompts)
-        listed = copies * prompt_tokens * sum(1 + count for count in _prompt_lists(request))
+            choices, copies = choices * len(request.prompts), choices
+        listed = copies * (prompt_tokens + other_tokens) * sum(1 + count for count in _prompt_lists(request))
         left = (MOST_LISTED - listed) // choices
-=======
-        listed = (prompt_tokens + other_tokens) * sum(1 + count for count in _prompt_lists(request))
-        left = MOST_LISTED // request.num_choices - listed
->>>>>>> brk5
         if left < 0:
             text = f"The prompts' log probabilities are more than {MOST_LISTED}, all choices together; send less text"
             raise bad_request(f"{text} at once, or a lower 'prompt_logprobs' or 'logprobs'.", request.prompt_field)
         if request.num_logprobs is not None:
-            num_prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
-            room = min(room, left // num_prompts // (1 + request.num_logprobs))
+            room = min(room, left // (1 + request.num_logprobs))
         limit = request.token_limit or request.default_tokens or self.defaults.max_new_tokens or room
         return 1 if is_empty else min(max(room, least), max(limit, request.min_tokens or 0))
 
