@@ -41,9 +41,9 @@ def assert_scored(server: RunningServer, scores: list[tuple[list[int], torch.Ten
         listed = choice["logprobs"]
         assert choice["text"].startswith(text) and len(listed["tokens"]) == len(ids) + 1
         own = torch.tensor(listed["token_logprobs"][1:-1])
-        torch.testing.assert_close(own, expected.gather(1, torch.tensor([ids[1:]]).T)[:, 0], atol=1e-4, rtol=0)
+        torch.testing.assert_close(own, expected.gather(1, torch.tensor([ids[1:]]).T)[:, 0], atol=1e-3, rtol=0)
         best = torch.tensor([max(likely.values()) for likely in listed["top_logprobs"][1:-1]])
-        torch.testing.assert_close(best, expected.amax(1), atol=1e-4, rtol=0)
+        torch.testing.assert_close(best, expected.amax(1), atol=1e-3, rtol=0)
 
 
 def test_texts_are_scored_as_by_transformers_alone_in_a_batch_and_cached(server, scores):
@@ -57,7 +57,7 @@ def test_texts_are_scored_as_by_transformers_alone_in_a_batch_and_cached(server,
         assert first is None
         for likely, token_id, row in zip(others, ids[1:], expected, strict=True):
             assert set(likely) == {str(token_id), *map(str, row.topk(2).indices.tolist())}
-            assert abs(likely[str(token_id)]["logprob"] - row[token_id]) < 1e-4
+            assert abs(likely[str(token_id)]["logprob"] - row[token_id]) < 1e-3
 
 
 def test_texts_are_scored_by_two_ranks_in_small_chunks_beside_answers(scores):
