@@ -84,7 +84,10 @@ class AppContext(ModelFront):
         place = await self.text_places.acquire(client)
         running = asyncio.get_running_loop().run_in_executor(self.text_threads, work)
         running.add_done_callback(lambda _: place.release())
-        return await asyncio.shield(running)  # a thread goes on, and keeps its place, when its request is cancelled
+        try:
+            return await asyncio.shield(running)  # a thread goes on, and keeps its place, when its request is cancelled
+        finally:
+            del running  # an error has this frame: with the future in it they would be a cycle, which keeps the body
 
 
 def context_of(request: Request) -> AppContext:
