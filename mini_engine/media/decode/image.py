@@ -53,7 +53,7 @@ def decode_image(file: mmap.mmap, guard: Guard, allocate: Allocate) -> NDArray[n
             upright = _upright(image)
             width, height = upright.size
             # White of pixels of more than 8 bits. TIFF does not say it: a usual one that no pixel exceeds, or the peak.
-            highest = np.fmax.reduce(np.asarray(upright), axis=None) if upright.mode in ("I", "F") else 65535
+            highest = np.fmax.reduce(np.asarray(image), axis=None) if image.mode in ("I", "F") else 65535
             peak = next((white for white in (1, 255) if highest <= white), highest)
             pixels = allocate((1, height, width))[0]
             for top in range(0, height, _STRIP_ROWS):
