@@ -46,7 +46,8 @@ class Choice:
 
     def add_logprobs(self, lists: Mapping[str, Sequence[Any]]) -> None:
         for name, items in lists.items():
-            _add_items(self.logprobs.setdefault(name, bytearray()), items)
+            encoded = self.logprobs.setdefault(name, bytearray())
+            encoded += b"," * bool(items and encoded) + msgspec.json.encode(items)[1:-1]
 
 
 class Responder(ABC):
@@ -262,11 +263,6 @@ def _legacy_logprobs(listed: Sequence[ListedToken]) -> dict[str, list[Any]]:
             for chosen, *top in likely
         ],
     }
-
-
-def _add_items(encoded: bytearray, items: Sequence[Any]) -> None:
-    """Add the JSON of items to that of others of a list."""
-    encoded += b"," * bool(items and encoded) + msgspec.json.encode(items)[1:-1]
 
 
 async def _prompt_field(answer: Answer) -> AsyncGenerator[bytes, None]:

@@ -221,8 +221,7 @@ class PatchMerger(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """The whole tower, sharded over the ranks; every rank gets all rows. A family says which norm, MLP and
-    mergers."""
+    """The whole tower, sharded over the ranks; every rank gets all rows. A family chooses norm, MLP and mergers."""
 
     norm: type[RMSNorm | LayerNorm]
     patch_bias = False
