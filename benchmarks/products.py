@@ -16,6 +16,7 @@ from benchmarks.cli import say, table
 from mini_engine.free_memory import usable_cores
 from mini_engine.launch.process_setup import keep_freed_memory
 from mini_engine.matmul import quantized
+from mini_engine.matmul.in_float32 import HalfMatrix
 from mini_engine.matmul.linear import linear, pack
 from mini_engine.matmul.quantized import Int4Matrix, Int8Matrix, QuantizedMatrix
 
@@ -37,8 +38,16 @@ def measure(outputs: int, inputs: int, rows: Sequence[int] = ROWS) -> dict[str, 
     return result
 
 
+def packed(weight: Tensor) -> Tensor | nn.Module:
+    """The matrix as a worker keeps it."""
+    matrix = pack(nn.Parameter(weight, requires_grad=False))
+    if isinstance(matrix, HalfMatrix):
+        matrix.pack()
+    return matrix
+
+
 def _dense(values: Tensor) -> Tensor | nn.Module:
-    return pack(nn.Parameter(values.bfloat16(), requires_grad=False))
+    return packed(values.bfloat16())
 
 
 def _int8(values: Tensor) -> QuantizedMatrix:

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.cli import Report, table
+from benchmarks.products import packed
 from benchmarks.runner import (
     CONFIGS,
     checkpoint,
@@ -43,7 +44,7 @@ from benchmarks.server import server_flags
 from mini_engine.config import BUNDLED_MODEL, ConfigError
 from mini_engine.launch.cli import parse
 from mini_engine.launch.process_setup import keep_freed_memory
-from mini_engine.matmul.linear import linear, pack
+from mini_engine.matmul.linear import linear
 from mini_engine.model.rope import Grid
 from mini_engine.model.towers.vision import layout
 from mini_engine.model.vision_language import VisionLanguageModel
@@ -126,7 +127,7 @@ def measure(part: Part, dtype: torch.dtype, repeats: int) -> tuple[Rates, float]
     """The machine's rates and the seconds of a part, measured in turn; the first time does not count."""
     x, weight = torch.randn(ROWS, INPUTS).to(dtype), torch.randn(OUTPUTS, INPUTS).to(dtype)
     count = STREAMED_BYTES // (weight.numel() * weight.element_size())
-    streamed = [pack(torch.nn.Parameter(weight.clone(), requires_grad=False)) for _ in range(count)]
+    streamed = [packed(weight.clone()) for _ in range(count)]
     samples: list[tuple[float, float, float]] = []
     for _ in range(repeats + 1):
         product = _seconds(lambda: linear(x, streamed[0]))

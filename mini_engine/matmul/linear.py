@@ -47,11 +47,11 @@ def is_float32_by_onednn(x: Tensor) -> bool:
 
 def pack(weight: nn.Parameter) -> nn.Parameter | in_float32.HalfMatrix:
     """The matrix `[outputs, inputs]` in the order in which `linear` reads it fastest on this CPU, an opaque copy; the
-    matrix itself where it is small, or this torch or processor has no such order."""
+    matrix itself where it is small, or this torch or processor has no such order. A `HalfMatrix` is packed later."""
     if weight.numel() < LEAST_PACKED:
         return weight
     if in_float32.widens(weight):
-        return in_float32.HalfMatrix(weight) if in_float32.packs(weight) else weight
+        return in_float32.HalfMatrix(weight) if in_float32.can_pack() else weight
     is_wide = weight.dtype is torch.bfloat16 and weight.device.type == "cpu"
     if not is_wide or _pack is None or not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return weight

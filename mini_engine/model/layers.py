@@ -6,9 +6,9 @@ Checkpoint names are in the newer hub layout (`model.language_model.*`, `model.v
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from itertools import count, groupby, pairwise
+from itertools import groupby, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,6 @@ MadeMatrix = nn.Parameter | QuantizedMatrix | StackedMatrix
 Matrix = MadeMatrix | HalfMatrix
 
 TRIM_MODULES = 200  # are packed before memory is returned, which takes milliseconds
-PACKING_THREADS = 4  # where they help; each holds a matrix in float32
 
 
 @dataclass(frozen=True)
@@ -75,37 +74,38 @@ def pieces_of(module: nn.Module) -> Iterator[WeightSlice]:
 
 def pack_weights(module: nn.Module) -> None:
     """Replace the matrices below `module` by copies in the order that products read fastest, where there is one; see
-    `linear.pack`. They are opaque, so no weights can be loaded afterwards."""
+    `linear.pack`. They are opaque, so no weights can be loaded afterwards. What `pack_later` is for stays as it is."""
     layers = [layer for layer in module.modules() if isinstance(layer, ColumnParallel | RowParallel)]
     heads = [layer for layer in module.modules() if isinstance(layer, VocabParallelEmbedding) and layer.is_head]
-    # A head first, as it takes longest. oneDNN's order has no rows, which `project_to` reads.
+    # oneDNN's order has no rows, which `project_to` reads.
     packed_heads = [head for head in heads if isinstance(head.weight, nn.Parameter) and in_float32.widens(head.weight)]
-    dense = [layer for layer in (*packed_heads, *layers) if isinstance(layer.weight, nn.Parameter)]
-    progress = Progress("weights packed", sum(weight.nbytes for layer in dense for weight in layer.parameters()))
-    numbers = count()
-
-    def replace(layer: Layer) -> int:
-        """In a thread: no copy waits for those before it, beside the weights that it replaces. Returns its bytes."""
-        assert isinstance(layer.weight, nn.Parameter)
-        nbytes = sum(weight.nbytes for weight in layer.parameters())
-        packed = pack(layer.weight)
-        del layer.weight  # a parameter, which a module does not replace
-        layer.weight = packed
-        _trim(next(numbers))
-        return nbytes
-
-    with ThreadPoolExecutor(PACKING_THREADS) as pool:
-        # FBGEMM takes one thread and 16 ns for a weight.
-        is_slow = any(in_float32.widens(weight) for layer in dense for weight in layer.parameters())
-        sizes = map(replace, dense)
-        if is_slow:  # as they end: a head takes as long as most others together
-            sizes = map(Future.result, as_completed([pool.submit(replace, layer) for layer in dense]))
-        for nbytes in sizes:
-            progress.add(nbytes)
+    for number, layer in enumerate((*layers, *packed_heads)):
+        if isinstance(layer.weight, nn.Parameter):
+            packed = pack(layer.weight)
+            del layer.weight  # a parameter, which a module does not replace
+            layer.weight = packed
+            _trim(number)
     return_freed_memory()
     for number, matrix in enumerate(m for m in module.modules() if isinstance(m, QuantizedMatrix)):
         matrix.pack()
         _trim(number)
+
+
+def pack_later(module: nn.Module) -> None:
+    """Pack each `HalfMatrix` below `module`, in as many threads as a product takes; the model may be in use."""
+    matrices = [matrix for matrix in module.modules() if isinstance(matrix, HalfMatrix)]
+    matrices.sort(key=lambda matrix: -matrix.nbytes)  # a head takes as long as most others together
+    progress = Progress("weights packed", sum(matrix.nbytes for matrix in matrices))
+
+    def replace(number: int, matrix: HalfMatrix) -> int:
+        matrix.pack()
+        _trim(number)
+        return matrix.nbytes
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for packed in as_completed([pool.submit(replace, *numbered) for numbered in enumerate(matrices)]):
+            progress.add(packed.result())
+    return_freed_memory()
 
 
 def _trim(number: int) -> None:

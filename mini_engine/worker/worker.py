@@ -1,8 +1,9 @@
 """A worker's process: one rank of one engine, from its start to the loop of `step_loop.py`.
 
-Beside the main thread there are the receiver of `media_inputs.py`, on rank 0 the reports of `grammar.py`, and, on CUDA,
-the `watch` of `step_loop.py`. An exception ends the process: the supervisor detects it and ends the engine. A rank
-that has lost another one logs that in a line; the supervisor reports why that one exited.
+Beside the main thread there are the receiver of `media_inputs.py`, on rank 0 the reports of `grammar.py`, on CUDA the
+`watch` of `step_loop.py`, and at first, on some CPUs, `layers.pack_later`. An exception in the main thread ends the
+process: the supervisor detects it and ends the engine. A rank that has lost another one logs that in a line; the
+supervisor reports why that one exited.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import gc
 import logging
 import os
 import sys
+import threading
 import time
 from datetime import timedelta
 from functools import partial
@@ -32,6 +34,7 @@ from mini_engine.messages import Chunk, GrammarReady, Init, NewSequence, Step, W
 from mini_engine.model.checkpoint import CheckpointError
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.experts import compile_products
+from mini_engine.model.layers import pack_later
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.quantization import DENSE_BITS, weight_bits
 from mini_engine.model.vision_language import VisionLanguageModel
@@ -125,6 +128,7 @@ def _run(child: Child) -> None:
     core = sockets.connect_dealer(child.context, init.core_workers[engine], identity)
     core.send(child.encoder.encode(WorkerReady(rank, runner.num_blocks, device.type, runner.num_states)))
     child.ready()
+    threading.Thread(target=pack_later, args=[model], name="packing", daemon=True).start()
     runner.grammars = grammars
     if device.type == "cpu":
         serve(core, child.encoder, runner)

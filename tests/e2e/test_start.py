@@ -1,7 +1,9 @@
 """How `serve.py` starts, or refuses to: command lines for other engines, and unusable settings."""
 
+import json
 import os
 import shlex
+import shutil
 import signal
 from pathlib import Path
 
@@ -10,9 +12,11 @@ import torch
 
 from mini_engine.config import BUNDLED_MODEL
 from mini_engine.launch.cli import parse
+from mini_engine.matmul import in_float32
+from mini_engine.matmul.linear import LEAST_PACKED
 from tests.support.client import answers_of, ask_small, ask_video
 from tests.support.hub_cache import put_in_cache
-from tests.support.processes import descendants
+from tests.support.processes import descendants, eventually
 from tests.support.running_server import RunningServer, refused
 
 # As published, but for the program's name.
@@ -143,3 +147,19 @@ def test_cached_hub_model_in_bfloat16_on_two_workers(tmp_path):
         assert "model loaded: bfloat16" in server.log
         questions = [ask_video(seed) for seed in range(6)]
         assert answers_of(server, questions) == [question.answer for question in questions]
+
+
+@pytest.mark.skipif(not in_float32.is_x86_without_bfloat16(), reason="this CPU multiplies bfloat16 as it is")
+def test_weights_are_packed_while_the_server_answers(tmp_path):
+    folder = Path(shutil.copytree(BUNDLED_MODEL, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["vocab_size"] = LEAST_PACKED // config["text_config"]["hidden_size"]  # so the head is packed
+    (folder / "config.json").write_text(json.dumps(config))
+    with RunningServer(str(folder), "--load-format", "dummy", "--dtype", "bfloat16") as server:
+
+        def check() -> None:
+            server.ask("What is this?", [], max_tokens=4)
+            assert "weights packed: 0.00 GB" in server.log
+
+        eventually(check)
+        server.ask("And this?", [], max_tokens=4)

@@ -1,5 +1,7 @@
 """Products of 16-bit floats in float32 against double precision, on any x86 CPU."""
 
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,15 +26,17 @@ def cpu_without_bfloat16(monkeypatch):
 )
 @pytest.mark.parametrize("shape", [(0,), (1,), (3, 25), (600,)], ids=str)
 def test_products_are_rounded_once(dtype, size, shape):
-    """A packed matrix and one in slices, with weights of any size and a bias."""
+    """A matrix before and after it is packed, and one in slices, with weights of any size and a bias."""
     torch.manual_seed(0)
     weight = (size * torch.randn(1100, 1000)).to(dtype)
     weight[7, 11] = torch.finfo(dtype).max / 8  # costs other rows nothing
     x = torch.randn(*shape, 2000).to(dtype)[..., :1000]
     bias = (size * torch.randn(1100)).to(dtype)
-    exact, packed = F.linear(x.double(), weight.double(), bias.double()), pack(nn.Parameter(weight, False))
-    assert isinstance(packed, in_float32.HalfMatrix) and packed.shape == weight.shape
-    results = [linear(x, packed, bias)]
+    exact, matrix = F.linear(x.double(), weight.double(), bias.double()), pack(nn.Parameter(weight, False))
+    assert isinstance(matrix, in_float32.HalfMatrix) and matrix.shape == weight.shape
+    results = [linear(x, matrix, bias)]
+    matrix.pack()
+    results.append(linear(x, matrix, bias))
     if len(shape) == 1 and len(x) >= in_float32.LEAST_ROWS:
         results.append(linear(x, weight, bias))
     bound = EPSILON[dtype] * exact.abs() + 1e-5 * F.linear(x.double().abs(), weight.double().abs())
@@ -41,9 +45,26 @@ def test_products_are_rounded_once(dtype, size, shape):
         assert ((y.double() - exact).abs() <= bound).all()
 
 
-def test_small_matrices_and_those_of_float32_or_with_infinities_are_not_converted():
+def test_a_packed_matrix_takes_the_place_of_the_weight_and_of_rows_in_float32():
+    weight = torch.randn(1024, 1024).bfloat16()
+    matrix, x = in_float32.HalfMatrix(weight), torch.randn(2, 1024)
+    exact, freed = F.linear(x.double(), weight.double()), weakref.ref(weight.untyped_storage())
+    del weight
+    for _ in range(2):
+        assert (linear(x, matrix).double() - exact).abs().max() < 1e-4 * exact.abs().max(), "of a head, not rounded"
+        matrix.pack()
+    assert freed() is None and not list(matrix.parameters())
+
+
+def test_a_matrix_with_infinities_stays():
+    infinite = torch.zeros(1024, 1024).bfloat16().index_fill_(0, torch.tensor([3]), float("inf"))
+    matrix = in_float32.HalfMatrix(infinite)
+    matrix.pack()
+    assert matrix(torch.ones(5, 1024).bfloat16())[:, 2:5].tolist() == [[0, float("inf"), 0]] * 5
+
+
+def test_small_matrices_and_those_of_float32_are_not_converted():
     large = torch.randn(1024, 1024)
-    infinite = large.bfloat16().index_fill_(0, torch.tensor([3]), float("inf"))
-    for weight in (large, large.bfloat16()[:1000], infinite):
+    for weight in (large, large.bfloat16()[:1000]):
         packed = pack(nn.Parameter(weight, requires_grad=False))
         assert isinstance(packed, nn.Parameter) and torch.equal(packed[:4], weight[:4]), "rows of a head are read"

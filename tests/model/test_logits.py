@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from mini_engine.matmul import in_float32
 from mini_engine.model.architectures import canonical_name
+from mini_engine.model.layers import pack_later
 from tests.support import script, tiny
 from tests.support.checkpoints import load
 from tests.support.families import FAMILIES
@@ -68,6 +69,7 @@ def test_narrow_dtypes_stay_near(dtype, bound, packed, checkpoint, family, monke
         monkeypatch.setattr(in_float32, "is_x86_without_bfloat16", lambda: True)
         monkeypatch.setattr("mini_engine.matmul.linear.LEAST_PACKED", 1)
     model = load(checkpoint.path, dtype)
+    pack_later(model)
     assert any(isinstance(module, in_float32.HalfMatrix) for module in model.modules()) is packed
     assert {p.dtype for p in model.parameters() if p.ndim > 1} == {dtype}
     assert model.decoder.rope.frequencies.dtype == model.visual.inv_freq.dtype == torch.float32

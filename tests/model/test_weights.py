@@ -4,29 +4,18 @@ import itertools
 import json
 import re
 import shutil
-import threading
-import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import AutoModelForImageTextToText
 
-from mini_engine.matmul import in_float32
-from mini_engine.model import layers, weights
+from mini_engine.model import weights
 from mini_engine.model.architectures import canonical_name
 from mini_engine.model.checkpoint import PROGRESS_LINES, PROGRESS_SECONDS, CheckpointError, Progress
-from mini_engine.model.layers import (
-    PACKING_THREADS,
-    ColumnParallel,
-    Rows,
-    VocabParallelEmbedding,
-    pack_weights,
-    pieces_of,
-)
-from mini_engine.model.parallel import Placement, TensorParallel
+from mini_engine.model.layers import pieces_of
+from mini_engine.model.parallel import TensorParallel
 from tests.model.conftest import values_of
 from tests.model.test_experts import by_expert
 from tests.support import script, tiny
@@ -167,10 +156,9 @@ def test_progress_is_logged_with_an_estimate(load_format, what, checkpoint, monk
     monkeypatch.setattr("mini_engine.model.checkpoint.PROGRESS_SECONDS", 0)
     load(checkpoint.path, load_format=load_format)
     ends = [line for line in caplog.messages if re.fullmatch(r"[a-z ]+: \d+\.\d\d GB in \d+\.\d s", line)]
-    assert [end.partition(":")[0] for end in ends] == [what, "weights packed"] and caplog.messages[-1] == ends[-1]
-    for stage in (what, "weights packed"):
-        under_way = r": \d+\.\d\d of \d+\.\d\d GB, about \d+ s left"
-        assert sum(bool(re.fullmatch(stage + under_way, line)) for line in caplog.messages) > 3
+    assert [end.partition(":")[0] for end in ends] == [what] and caplog.messages[-1] == ends[-1]
+    under_way = what + r": \d+\.\d\d of \d+\.\d\d GB, about \d+ s left"
+    assert sum(bool(re.fullmatch(under_way, line)) for line in caplog.messages) > 3
 
 
 def test_estimate_is_at_the_rate_of_the_last_lines(monkeypatch, caplog):
@@ -186,20 +174,3 @@ def test_estimate_is_at_the_rate_of_the_last_lines(monkeypatch, caplog):
     assert [line.rpartition(", ")[2] for line in caplog.messages[PROGRESS_LINES + 1 :]] == [
         f"about {(1000 - size) / 10 * PROGRESS_SECONDS:.0f} s left" for size in done
     ]
-
-
-def test_a_matrix_is_freed_once_it_is_packed(monkeypatch):
-    """Also while the head is packed, which takes longest."""
-    at, freed = Placement(TensorParallel(), torch.bfloat16, torch.device("cpu")), threading.Semaphore(0)
-    head = VocabParallelEmbedding("head", 8, 8, at, is_head=True)
-    others = [ColumnParallel(8, [Rows("rows", 8, slice(0, 8))], False, at) for _ in range(2 * PACKING_THREADS)]
-
-    def pack(weight: nn.Parameter) -> nn.Parameter:
-        assert weight is not head.weight or all(freed.acquire(timeout=10) for _ in others)
-        return nn.Parameter(weight.clone(), requires_grad=False)
-
-    monkeypatch.setattr(in_float32, "is_x86_without_bfloat16", lambda: True)
-    monkeypatch.setattr(layers, "pack", pack)
-    for layer in others:
-        weakref.finalize(layer.weight, freed.release)
-    pack_weights(nn.ModuleList([head, *others]))
