@@ -1,5 +1,6 @@
-"""How much memory this process may still take, and how many cores: the machine's, within the limits of its control
-groups. And the memory of CUDA devices that is set aside for API servers, which they and the workers must agree on.
+"""How much memory this process may still take, and how many cores, and of which kind: the machine's, within the limits
+of its control groups. And the memory of CUDA devices that is set aside for API servers, which they and the workers must
+agree on.
 
 Anonymous shared memory is bounded by nothing else: an allocation beyond the machine's memory does not fail, it ends in
 the kernel's OOM killer. So the parts that take much ask here first. Nothing is reserved by asking.
@@ -7,6 +8,7 @@ the kernel's OOM killer. So the parts that take much ask here first. Nothing is 
 
 import contextlib
 import ctypes
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,6 +56,14 @@ def usable_cores(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
             quota, period = map(int, " ".join((directory / name).read_text() for name in names).split())
             cores = min(cores, quota // period) if quota > 0 else cores  # -1: no quota
     return max(cores, 1)
+
+
+@functools.cache
+def is_x86_without_bfloat16() -> bool:
+    """Whether the cores have AVX2, maybe AVX-512, and no products of bfloat16."""
+    lines = (PROC / "cpuinfo").read_text().splitlines()
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    return "avx2" in flags and "avx512_bf16" not in flags
 
 
 def control_groups(controller: str, proc: Path, cgroups: Path) -> Iterator[tuple[int, Path]]:

@@ -1,6 +1,8 @@
-"""What docs/request-path.md and docs/glossary.md say of files, their lines and their functions is so; pages stay short.
+"""What docs/request-path.md and docs/glossary.md say of files, their lines and their functions is so; docs/config.md
+has every setting; pages stay short.
 
-`python -m tests.test_documents` writes the numbers of lines into docs/request-path.md.
+`python -m tests.test_documents` writes the numbers of lines into docs/request-path.md, and the tables of docs/config.md
+below the text with which it begins.
 """
 
 import ast
@@ -9,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from mini_engine import config
+from mini_engine.config import Setting
+
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "request-path.md"
+SETTINGS = ROOT / "docs" / "config.md"
 PATH = re.compile(r"`(mini_engine/[\w/]+\.py)`")
 LINES = re.compile(r"\| ([\d,]+) \|")  # a cell
 SPINE = re.compile(r"fourteen files of ([\d,]+) lines")
@@ -65,6 +71,29 @@ def test_calls_exist_and_are_as_few_as_the_page_says() -> None:
     assert text <= 22 and video <= 65
 
 
+def settings_page(text: str) -> str:
+    """The page with new tables, in Markdown."""
+    lines = [text.partition("\n## ")[0].rstrip()]
+    for group, settings in config.groups().items():
+        lines += [f"\n## {group}\n", "| flag | variable | default | values | |", "|---|---|---|---|---|"]
+        lines += map(settings_row, settings)
+    return "\n".join(lines) + "\n"
+
+
+def settings_row(setting: Setting) -> str:
+    flags = [f"`{flag}`" for flag in setting.flags]
+    if setting.positional:
+        flags.insert(0, f"`{setting.metavar}`, the first argument")
+    cells = (", ".join(flags), f"`{setting.variable}`", setting.default_text, setting.values, setting.help)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def test_the_page_of_settings_is_up_to_date() -> None:
+    assert settings_page(SETTINGS.read_text()) == SETTINGS.read_text(), "run python -m tests.test_documents"
+    unclear = [setting.name for setting in config.fields() if setting.default_text in ("", "None", "[]", "{}")]
+    assert not unclear, "these need `unset`"
+
+
 @pytest.mark.parametrize(("page", "words"), [("benchmarks.md", 2800), ("data-plane.md", 2300)])
 def test_pages_can_be_read_to_the_end(page: str, words: int) -> None:
     assert len((ROOT / "docs" / page).read_text().split()) <= words
@@ -86,4 +115,5 @@ if __name__ == "__main__":
     text, spine = PAGE.read_text(), num_lines("".join(rows("In an afternoon")))
     for row in rows("In an afternoon") + rows("In two days"):
         text = text.replace(row, LINES.sub(f"| {round(num_lines(row), -1):,} |", row))
+    SETTINGS.write_text(settings_page(SETTINGS.read_text()))
     PAGE.write_text(SPINE.sub(f"fourteen files of {round(spine, -1):,} lines", text))

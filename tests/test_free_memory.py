@@ -4,11 +4,13 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from mini_engine.config import EngineConfig
 from mini_engine.free_memory import (
     CUDA_CONTEXT_BYTES,
     available_memory,
+    is_x86_without_bfloat16,
     processor_bytes,
     processor_memory,
     usable_cores,
@@ -89,6 +91,11 @@ def test_cores_within_the_tightest_quota(proc: Path, tmp_path: Path, version: in
         else:
             (directory / "cpu.max").write_text(f"{quota} 100000\n")
         assert usable_cores(proc, tmp_path) == cores
+
+
+def test_what_the_cpu_lacks_is_what_torch_says():
+    lacks = torch.cpu._is_avx2_supported() and not torch.cpu._is_avx512_bf16_supported()
+    assert is_x86_without_bfloat16() == lacks
 
 
 def test_cuda_memory_of_all_api_servers_is_within_the_budget():

@@ -1,7 +1,7 @@
 """Several hosts: Ray Serve runs an engine on each, behind fronts, one per host, and scales both by requests in flight.
 
 `serve run mini_engine.cluster:build hosts=3 flags="MODEL -tp 2"`. Only this folder imports Ray, and of this folder
-neither `routing` nor `media_key` do, nor this file until `build` is called.
+`routing` does not, nor does this file until `build` is called.
 """
 
 import dataclasses

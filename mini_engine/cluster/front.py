@@ -29,8 +29,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from mini_engine.cluster.engine_replica import Lease
-from mini_engine.cluster.media_key import media_key
 from mini_engine.cluster.router import Attempt
+from mini_engine.cluster.routing import media_key
 from mini_engine.config import EngineConfig
 from mini_engine.http.access import OPEN_PATHS, SHARED_KEY, Access
 from mini_engine.http.admission import body_budget

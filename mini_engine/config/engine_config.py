@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from mini_engine.config.decode_limits import MOST_FRAMES_KEPT, DecodeLimits
 from mini_engine.config.options import ConfigError, Setting, options_of, parse_length, parse_limits, settings_of
 
 BUNDLED_NAME = "mini-engine-demo"  # what clients call it
@@ -33,6 +32,8 @@ STEP_SEQUENCES, STEP_SEQUENCES_CUDA = 64, 256
 CPU_CACHE_BYTES, CPU_CACHE_PARTS = 1 << 30, 8
 CPU_SEQUENCE_TOKENS = 65536  # most tokens of a request on the CPU where no flag says: a prefill of an hour
 ENCODER_TOKENS = 65536  # of the encoder cache, likewise
+
+MOST_FRAMES_KEPT = 10_000  # by the sampling, whatever the flag: a decoder lists the frames in a datagram of 200 kB
 
 AttentionBackendName = Literal["auto", "triton", "sdpa"]
 Dtype = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
@@ -254,21 +255,23 @@ class EngineConfig:
 
     max_media_bytes: int = _limits(256 << 20, minimum=1, maximum=(2 << 30) - 4096)  # at most what Linux writes at once
     """Maximum size of an encoded image or video."""
-    max_image_pixels: int = _limits(DecodeLimits.max_image_pixels, minimum=1)
+    max_image_pixels: int = _limits(64 << 20, minimum=1)
     """Maximum pixels of an image."""
-    max_frame_pixels: int = _limits(DecodeLimits.max_frame_pixels, minimum=1)
+    max_frame_pixels: int = _limits(8192 * 4608, minimum=1)  # 8K
     """Maximum pixels of a video frame."""
-    max_video_seconds: float = _limits(DecodeLimits.max_video_seconds, minimum=0.1)
+    max_video_seconds: float = _limits(3600.0, minimum=0.1)
     """Maximum duration of a video."""
-    max_video_frames: int = _limits(DecodeLimits.max_video_frames, minimum=1)
+    max_video_frames: int = _limits(220_000, minimum=1)  # an hour at 60 frames per second
     """Maximum frames of a video file."""
-    max_video_frames_kept: int = _limits(DecodeLimits.max_video_frames_kept, minimum=1, maximum=MOST_FRAMES_KEPT)
+    # As many as the Qwen-VL processors take.
+    max_video_frames_kept: int = _limits(768, minimum=1, maximum=MOST_FRAMES_KEPT)
     """Maximum frames sampled from a video."""
-    max_video_pixels_kept: int = _limits(DecodeLimits.max_video_pixels_kept, minimum=1)
+    max_video_pixels_kept: int = _limits(512 << 20, minimum=1)  # 1.5 GiB of RGB
     """Maximum pixels of all sampled frames; larger ones are scaled."""
-    media_decode_timeout: float = _limits(DecodeLimits.media_decode_timeout, minimum=0.1, maximum=3600)
+    # An hour of 720p in H.265 takes 39 s, a minute of 4K 53 s.
+    media_decode_timeout: float = _limits(120.0, minimum=0.1, maximum=3600)
     """Seconds to decode an image or video."""
-    media_decoder_memory: int = _limits(DecodeLimits.media_decoder_memory, minimum=64 << 20)
+    media_decoder_memory: int = _limits(1 << 30, minimum=64 << 20)
     """Maximum memory of a decoder process for one image or video, beyond its own size, the encoded file and the sampled
     frames."""
 

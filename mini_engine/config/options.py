@@ -12,8 +12,6 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from mini_engine.config.decode_limits import flag_of
-
 ENV_PREFIX = "MINI_ENGINE_"
 UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 TYPE_NAMES = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
@@ -22,6 +20,11 @@ TYPE_NAMES |= {list: "a list of strings", dict: "a JSON object"}
 
 class ConfigError(ValueError):
     """Settings that cannot be used: for each a line that names the flag, the value and the remedy."""
+
+
+def flag_of(name: str) -> str:
+    """The flag that sets a field: its name as a command line writes it."""
+    return "--" + name.replace("_", "-")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

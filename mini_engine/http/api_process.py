@@ -1,12 +1,11 @@
 """The start of an API server's process: its first decoder, and beside that the imports of all else."""
 
 import os
-from dataclasses import fields
 
 from mini_engine.config import EngineConfig
-from mini_engine.config.decode_limits import DecodeLimits
 from mini_engine.launch.child import Child
 from mini_engine.media.decode.decoder_pool import DecoderPool
+from mini_engine.media.decode.item_limits import DecodeLimits
 
 
 def run(child: Child) -> None:
@@ -22,5 +21,4 @@ def run(child: Child) -> None:
 def make_decoders(name: str, config: EngineConfig) -> DecoderPool:
     """The decoders of the API server `name`, none of which is started yet."""
     places = max(1, len(os.sched_getaffinity(0)) // config.api_server_count)  # this server's part of the cores
-    limits = DecodeLimits(**{field.name: getattr(config, field.name) for field in fields(DecodeLimits)})
-    return DecoderPool(name, places, limits, config.max_media_bytes)
+    return DecoderPool(name, places, DecodeLimits.of(config), config.max_media_bytes)

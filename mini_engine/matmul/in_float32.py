@@ -6,22 +6,16 @@ packed `HalfMatrix` is as fast as memory for few rows and as float32 for many; o
 in slices, at each product, which is nearly as fast for one row and for hundreds, and slow between.
 """
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from mini_engine.free_memory import is_x86_without_bfloat16
 
 LEAST_ROWS = 4  # of a product with another matrix; torch is as fast for fewer
 SLICE = 1 << 19  # values converted at a time, which stay in the CPU's caches
 PACKED_AT_ONCE = 1 << 25  # values, which take 12 bytes each meanwhile
 _pack = getattr(torch.ops.quantized, "linear_prepack_fp16", None)
-
-
-@functools.cache
-def is_x86_without_bfloat16() -> bool:
-    """With AVX2, maybe AVX-512, and no products of bfloat16."""
-    return torch.cpu._is_avx2_supported() and not torch.cpu._is_avx512_bf16_supported()
 
 
 def widens(x: Tensor) -> bool:

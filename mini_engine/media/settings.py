@@ -14,8 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from mini_engine.config import EngineConfig
-from mini_engine.config.decode_limits import MOST_FRAMES_KEPT
+from mini_engine.config import MOST_FRAMES_KEPT, EngineConfig
 from mini_engine.media.frame_sampling import VideoSampling
 from mini_engine.media.processor import EDGES, FORWARDED, TIME_TOKENS, Calls, Kwargs, MediaProcessor, MediaSettings
 from mini_engine.media.sources.fetch import DEFAULT_FPS, has_frames

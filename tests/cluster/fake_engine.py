@@ -13,7 +13,7 @@ import sys
 
 from aiohttp import web
 
-from mini_engine.cluster.media_key import media_key
+from mini_engine.cluster.routing import media_key
 from mini_engine.launch.process_setup import die_with_parent
 from mini_engine.protocol.body_split import SplitBody
 

@@ -1,10 +1,90 @@
-"""Rendezvous hashing with bounded load."""
+"""Media keys, and rendezvous hashing with bounded load."""
 
+import json
 from collections import Counter
+from typing import Any
 
+import pytest
+
+from mini_engine.cluster import routing
 from mini_engine.cluster.routing import LOAD_MARGIN, preference, ranked
+from mini_engine.protocol.body_split import SplitBody
 
 KEYS = [f"key {number}" for number in range(3000)]
+CLIP = "data:video/mp4;base64,AAAA"
+
+
+def media_key(body: bytes) -> str:
+    split = SplitBody()
+    split.feed(body)
+    return routing.media_key(split, "/")
+
+
+def key(*content: dict[str, Any], **more: Any) -> str:
+    return media_key(json.dumps({"messages": [{"role": "user", "content": content}], **more}).encode())
+
+
+def text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def video(url: str) -> dict[str, Any]:
+    return {"type": "video_url", "video_url": {"url": url}}
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_all_forms_of_one_item_have_one_key_whatever_is_asked(size: int) -> None:
+    clip = CLIP + size * "AAAA"
+    plain = {"type": "input_video", "video_url": clip}
+    file = {"type": "file", "file": {"file_data": clip}}
+    keys_of_clip = {
+        key(video(clip), text("What moves?")),
+        key(text("Hello"), plain, temperature=0),
+        key(file, video("data:video/mp4;base64,BBBB")),
+        key({"type": "video", "video": clip}),
+        key({"type": "video", "url": clip}),
+    }
+    assert len(keys_of_clip) == 1 and keys_of_clip != {key(video("data:video/mp4;base64,BBBB"))}
+
+
+def test_a_name_decides_before_data_within_one_salt() -> None:
+    named, alone = video(CLIP) | {"uuid": "a"}, {"type": "video_url", "video_url": None, "uuid": "a"}
+    assert key(named) == key(text("Hello"), alone) == key({"type": "video_url", "uuid": "a"}, video(CLIP))
+    assert len({key(named), key(video(CLIP)), key(alone | {"uuid": "b"}), key(alone, cache_salt="s")}) == 4
+    assert key(text("Hello") | {"uuid": "a"}, video(CLIP)) == key(video(CLIP) | {"uuid": None}) == key(video(CLIP))
+
+
+def test_a_signature_does_not_change_the_key_of_a_url() -> None:
+    for query in (
+        "id=7&X-Amz-Signature=1&X-Amz-Date=2&X-Amz-Expires=3",
+        "id=7&X-Goog-Signature=1&X-Goog-Date=2",
+        "Expires=1&id=7&Signature=2&Key-Pair-Id=3",
+        "sv=1&se=2&id=7&sig=3",
+    ):
+        assert key(video(f"https://a.example/clip?{query}")) == key(video("https://a.example/clip?id=7")), query
+        assert key(video(f"https://a.example/clip?{query}")) != key(video("https://a.example/clip?id=8")), query
+
+
+def test_without_media_the_first_message_or_the_prompt_decides() -> None:
+    system = {"role": "system", "content": "Be short."}
+    first, second = (
+        media_key(json.dumps({"messages": [system, {"role": "user", "content": ask}]}).encode()) for ask in "ab"
+    )
+    assert first == second != key(text("a"))
+    assert media_key(b'{"prompt": "a"}') == media_key(b'{"prompt": "a", "n": 2}') != media_key(b'{"prompt": "b"}')
+
+
+def test_what_the_engine_will_refuse_has_a_key() -> None:
+    messages = [b"1", b'[1, {"content": [1, {"video_url": 1}]}]', b'[{"content": [{"image_url": "http://[a"}]}]']
+    prompts = [b'"\\ud800"', b'"\xff"']
+    deep, large = b'{"a": ' + b"[" * 60_000 + b"]" * 60_000 + b"}", json.dumps({"prompt": "a", "b": [1e300] * 9000})
+    bodies = [b"", b"{", b"[]", b"\xff", deep, large.encode()]
+    bodies += [b'{"messages": %b}' % text for text in messages] + [b'{"prompt": %b}' % text for text in prompts]
+    for body in bodies:
+        assert len(media_key(body)) == 32, body[:80]
+
+
+# --- hosts ------------------------------------------------------------------------------------------------------------
 
 
 def names(count: int) -> list[str]:

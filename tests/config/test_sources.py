@@ -1,21 +1,21 @@
-"""Settings from variables and files, as `--print-config` writes them, and docs/config.md."""
+"""Settings from variables and files, as `--print-config` writes them."""
 
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mini_engine import config
 from mini_engine.config import ConfigError, EngineConfig, Setting
-from mini_engine.config.__main__ import PAGE, page
 from mini_engine.config.sources import from_environment, from_file, to_yaml
 from mini_engine.launch.cli import parse, settle
 from mini_engine.launch.plan.parallelism import has_gpu
 
-ROOT = PAGE.parent.parent
+ROOT = Path(__file__).parents[2]
 SAMPLES: dict[type, Any] = {int: 3, float: 4.5, str: "it's # a: text", list: ["a", "[b]:1", "1"]}
 SAMPLES[dict] = {"video": {"fps": 2.5, "deep": {"list": [1, None, "a"]}}}
 
@@ -171,9 +171,3 @@ def test_print_config_prints_a_file_for_config(tmp_path):
     path = tmp_path / "printed.yaml"
     path.write_text(printed.stdout)
     assert parse(["--config", str(path)], {}) == parse(argv, environ)
-
-
-def test_page_is_up_to_date():
-    assert page(PAGE.read_text()) == PAGE.read_text(), "run python -m mini_engine.config"
-    unclear = [setting.name for setting in config.fields() if setting.default_text in ("", "None", "[]", "{}")]
-    assert not unclear, "these need `unset`"

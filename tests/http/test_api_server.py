@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from mini_engine.config import BUNDLED_MODEL, ConfigError, EngineConfig
-from mini_engine.config.decode_limits import DecodeLimits
 from mini_engine.http import api_server as server
 from mini_engine.http.api_process import make_decoders
+from mini_engine.media.decode.item_limits import DecodeLimits
 from mini_engine.messages import Init, MediaCachePlan
 from mini_engine.protocol.bodies import ChatMessage, ChatRequest
 
@@ -27,7 +27,7 @@ def loaded(**settings: Any) -> Iterator[server.ModelFront]:
 
 def test_settings_reach_the_media_path(tmp_path: Path) -> None:
     (template := tmp_path / "chat.jinja").write_text("{{ messages[0].content }}!")
-    limits = {field.name: 2 * field.default for field in dataclasses.fields(DecodeLimits)}
+    limits = {field.name: 2 * getattr(EngineConfig, field.name) for field in dataclasses.fields(DecodeLimits)}
     settings = {
         "chat_template": str(template),
         "media_io_kwargs": {"video": {"fps": 3}},
@@ -38,12 +38,12 @@ def test_settings_reach_the_media_path(tmp_path: Path) -> None:
         assert front.media_settings.server.sampling.fps == 3
         assert front.media.policy.allowed_local_media_path == tmp_path
         assert front.media.policy.max_media_bytes == 1000
-        assert front.media.decoders.limits == DecodeLimits(**limits)
+        assert front.media.decoders.limits == DecodeLimits.of(EngineConfig(**limits))
         assert front.vocab_size == 768
         tokens = front.renderer.render(ChatRequest(messages=[ChatMessage(role="user", content="hello")])).token_ids
         assert front.renderer.tokenizer.decode(tokens) == "hello!"
     with loaded() as front:
-        assert front.media.decoders.limits == DecodeLimits()
+        assert front.media.decoders.limits == DecodeLimits.of(EngineConfig())
 
 
 @pytest.mark.parametrize(

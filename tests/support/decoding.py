@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mini_engine.config.decode_limits import DecodeLimits
+from mini_engine.config import EngineConfig
 from mini_engine.media.decode import animation, image, video
-from mini_engine.media.decode.item_limits import Guard
+from mini_engine.media.decode.item_limits import DecodeLimits, Guard
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
 
-NO_LIMITS = DecodeLimits()
+NO_LIMITS = DecodeLimits.of(EngineConfig())
 
 
 class Video(NamedTuple):

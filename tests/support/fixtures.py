@@ -26,14 +26,15 @@ def processor(tmp_path_factory):
 async def media(processor, tmp_path_factory):
     """Of all servers, with two threads and up to two decoder processes, which are slow to start. While it is open, all
     tests share an event loop."""
-    from mini_engine.config.decode_limits import DecodeLimits
+    from mini_engine.config import EngineConfig
     from mini_engine.media.decode.decoder_pool import DecoderPool
+    from mini_engine.media.decode.item_limits import DecodeLimits
     from mini_engine.media.loader import MediaLoader
     from mini_engine.media.sources.policy import MediaPolicy
     from tests.support import serving
 
     policy = MediaPolicy(tmp_path_factory.mktemp("allowed"), serving.MAX_MEDIA_BYTES, ["127.0.0.1"])
-    decoders = DecoderPool("served", 2, DecodeLimits(), policy.max_media_bytes)
+    decoders = DecoderPool("served", 2, DecodeLimits.of(EngineConfig()), policy.max_media_bytes)
     made = MediaLoader(processor, policy, decoders, 2, False)
     yield made
     made.close()

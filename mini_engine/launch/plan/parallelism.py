@@ -9,7 +9,7 @@ import dataclasses
 from pathlib import Path
 
 from mini_engine.config import EngineConfig
-from mini_engine.free_memory import available_memory, usable_cores
+from mini_engine.free_memory import available_memory, is_x86_without_bfloat16, usable_cores
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.quantization import Quantization, bytes_per_weight
 
@@ -20,7 +20,6 @@ from mini_engine.model.quantization import Quantization, bytes_per_weight
 THREAD_BYTES = 12 << 20
 ENGINE_BYTES = 512 << 20  # of memory, for the processes of an engine beside its weights
 MAX_ENGINES = 8  # unless a flag says: one API server prepares no more requests of small models; not measured
-CPUINFO = Path("/proc/cpuinfo")
 GPUS = [Path("/dev", name) for name in ("nvidiactl", "nvmap", "dxg", "kfd")]  # NVIDIA's, Tegra's, WSL's, AMD's
 
 
@@ -65,13 +64,6 @@ def weight_bytes(config: EngineConfig, model: ModelConfig) -> tuple[int, int]:
     itemsize, held = 4 if dtype in ("float32", "float") else 2, _quantization(config, model)
     packs_head = itemsize == 2 and runs_on_cpu(config) and is_x86_without_bfloat16()
     return model.weight_bytes(itemsize, held.bits, held.head_bits, packs_head), itemsize
-
-
-def is_x86_without_bfloat16() -> bool:
-    """As `in_float32.is_x86_without_bfloat16`, which needs torch."""
-    lines = CPUINFO.read_text().splitlines()
-    flags = next((line.split() for line in lines if line.startswith("flags")), [])
-    return "avx2" in flags and "avx512_bf16" not in flags
 
 
 def _quantization(config: EngineConfig, model: ModelConfig) -> Quantization:

@@ -29,10 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 from setproctitle import setproctitle
 
-from mini_engine.config.decode_limits import DecodeLimits
 from mini_engine.failpoints import DIRECTORY
 from mini_engine.launch.process_setup import die_with_parent, ignore_stop_signals, keep_freed_memory
-from mini_engine.media.decode.item_limits import Guard
+from mini_engine.media.decode.item_limits import DecodeLimits, Guard
 from mini_engine.media.decode.sandbox import enter_sandbox
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
 from mini_engine.media.media_errors import MediaError

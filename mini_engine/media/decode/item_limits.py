@@ -1,19 +1,43 @@
-"""Enforces the limits of decoding one image or video.
+"""The limits of decoding one image or video, enforced.
 
 Time and memory are bounded from outside, see `decoder_pool.py`. Knows nothing of decoders.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
-from mini_engine.config.decode_limits import DecodeLimits, flag_of
+from mini_engine.config import EngineConfig, flag_of
 from mini_engine.media.media_errors import MediaError
 
 UNREADABLE = "cannot be read, or is damaged; send a whole file in another format, such as PNG, or H.264 in mp4"
 TRUNCATED = "the file is truncated or damaged: {}; send the whole file"
 WRONG_COLOURS = "its colours may be wrong: they are coded as ICtCp, Dolby Vision profile 5, or in another rare form"
 MAX_ASPECT_RATIO = 200  # where the Qwen-VL processors refuse
+
+
+@dataclass(frozen=True)
+class DecodeLimits:
+    """The settings that a decoder process gets, each named like its flag. Exceeding one is a MediaError that names the
+    flag."""
+
+    max_image_pixels: int
+    max_video_frames: int  # in the file
+    max_video_frames_kept: int  # by the sampling
+    max_video_seconds: float  # from the first frame to the last
+    max_frame_pixels: int
+    max_video_pixels_kept: int  # of all kept frames, which are scaled to fit
+    media_decode_timeout: float  # seconds of wall time
+    media_decoder_memory: int  # bytes of a decoder process, beside itself, the encoded item and the frames
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "DecodeLimits":
+        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
+
+    @property
+    def most_output_bytes(self) -> int:
+        """Of the frames of one item."""
+        return 3 * max(self.max_image_pixels, self.max_video_pixels_kept)
 
 
 @dataclass

@@ -6,8 +6,7 @@ The module does not know the format of the bytes. No error contains a path, an a
 
 from dataclasses import dataclass
 
-from mini_engine.config.decode_limits import DecodeLimits
-from mini_engine.media.decode.item_limits import Guard
+from mini_engine.media.decode.item_limits import DecodeLimits, Guard
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
 from mini_engine.media.media_errors import MediaError
 from mini_engine.media.sources.data_url import fetch_data, parse_data_url

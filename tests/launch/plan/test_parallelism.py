@@ -9,9 +9,7 @@ import pytest
 from benchmarks.runner import CONFIGS
 from mini_engine.config import BUNDLED_MODEL, EngineConfig
 from mini_engine.launch.cli import parse
-from mini_engine.launch.plan import parallelism
 from mini_engine.launch.plan.parallelism import choose_parallelism, on_cores
-from mini_engine.matmul import in_float32
 from mini_engine.model.config import ModelConfig
 
 TINY = ModelConfig.from_dir(BUNDLED_MODEL)  # 0.8 MiB a layer
@@ -41,10 +39,6 @@ def test_engines_and_threads_by_cores(model, flags, omp_threads, expected):
     config = parse(flags.split(), {})
     chosen = {cores: on_cores(config, model, omp_threads, cores, memory=1 << 40) for cores in expected}
     assert {cores: (choice.engines, choice.threads) for cores, choice in chosen.items()} == expected
-
-
-def test_what_the_cpu_lacks_is_what_torch_says():
-    assert parallelism.is_x86_without_bfloat16() == in_float32.is_x86_without_bfloat16()
 
 
 def test_engines_fit_into_half_of_the_memory():

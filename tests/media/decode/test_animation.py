@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mini_engine.config.decode_limits import DecodeLimits, flag_of
+from mini_engine.config import EngineConfig, flag_of
+from mini_engine.media.decode.item_limits import DecodeLimits
 from mini_engine.media.frame_sampling import VideoSampling
 from mini_engine.media.media_errors import MediaError
 from tests.support import clips
@@ -66,7 +67,7 @@ def test_limits_name_their_flag() -> None:
     limits = {"max_video_frames": 20, "max_video_seconds": 1.9, "max_video_frames_kept": 20}
     for name, limit in (limits | {"max_frame_pixels": 64 * 48 - 1, "max_video_pixels_kept": 21 * 3}).items():
         with pytest.raises(MediaError, match=rf"^video 1: it has .* more than .*, the limit of {flag_of(name)}; send"):
-            decode_video(DATA, ALL, DecodeLimits(**{name: limit}))
+            decode_video(DATA, ALL, DecodeLimits.of(EngineConfig(**{name: limit})))
 
 
 @pytest.mark.parametrize("allow_partial", [False, True])

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mini_engine.config.decode_limits import DecodeLimits
-from mini_engine.media.decode.item_limits import WRONG_COLOURS
+from mini_engine.config import EngineConfig
+from mini_engine.media.decode.item_limits import WRONG_COLOURS, DecodeLimits
 from mini_engine.media.frame_sampling import VideoSampling
 from tests.support import clips
 from tests.support.decoding import decode_video
@@ -63,7 +63,7 @@ def test_hdr_that_is_turned_or_of_odd_or_smaller_size() -> None:
     for turn in ({"container": "mp4", "degrees": 180}, {"container": "mov", "is_mirrored": True}):
         assert_is_srgb(decode_video(clips.remuxed(clip(HLG), **turn), ALL).frames[:, :, ::-1])
     assert_is_srgb(decode_video(clip(PQ, "ffv1", "matroska", width=63, height=47), ALL).frames)
-    decoded = decode_video(clip(PQ), ALL, DecodeLimits(max_video_pixels_kept=6 * 32 * 24))
+    decoded = decode_video(clip(PQ), ALL, DecodeLimits.of(EngineConfig(max_video_pixels_kept=6 * 32 * 24)))
     assert decoded.frames.shape == (6, 24, 32, 3)
     assert_is_srgb(decoded.frames)
 

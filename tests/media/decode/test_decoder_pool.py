@@ -19,10 +19,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from mini_engine.config.decode_limits import DecodeLimits
+from mini_engine.config import EngineConfig
 from mini_engine.media.decode import decoder
 from mini_engine.media.decode.decoder import Announced, Decoded, DecodeFailed, Job
 from mini_engine.media.decode.decoder_pool import KEPT_BYTES, DecoderPool, Decoding
+from mini_engine.media.decode.item_limits import DecodeLimits
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
 from mini_engine.media.media_errors import DecoderUnavailable, MediaError
 from mini_engine.metrics import REGISTRY
@@ -41,7 +42,7 @@ class Decoders:
     """A pool, and the processes it has."""
 
     def __init__(self, places: int = 2, name: str = "test", **limits: Any):
-        self.pool = DecoderPool(name, places, DecodeLimits(**limits), 1 << 28)
+        self.pool = DecoderPool(name, places, DecodeLimits.of(EngineConfig(**limits)), 1 << 28)
         self.counted: list[int] = []
         self.pool.count_decoded = self.counted.append
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image, ImageOps
 
-from mini_engine.config.decode_limits import DecodeLimits
+from mini_engine.config import EngineConfig
+from mini_engine.media.decode.item_limits import DecodeLimits
 from mini_engine.media.media_errors import MediaError
 from tests.support import clips
 from tests.support.corpus import png_of_size
@@ -198,7 +199,7 @@ UNREADABLE = "(cannot be read, or is damaged|the file is truncated or damaged|th
 )
 def test_what_is_no_image_is_refused(data: bytes) -> None:
     with pytest.raises(MediaError, match=f"^image 1: {UNREADABLE}"):
-        decode_image(data, DecodeLimits(max_image_pixels=10**8))
+        decode_image(data, DecodeLimits.of(EngineConfig(max_image_pixels=10**8)))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -220,12 +221,12 @@ def test_more_pixels_than_the_limit_are_refused_also_in_a_frame_beyond_the_canva
     ):
         limit = "more than 100000000, the limit of --max-image-pixels; send a smaller one"
         with pytest.raises(MediaError, match=f"^image 1: it has {pixels}, {limit}$"):
-            decode_image(data, DecodeLimits(max_image_pixels=10**8))
+            decode_image(data, DecodeLimits.of(EngineConfig(max_image_pixels=10**8)))
 
 
 def test_just_within_the_limits() -> None:
     data = saved(Image.new("L", (600, 3)), "PNG")
-    assert decode_image(data, DecodeLimits(max_image_pixels=1800)).shape == (3, 600, 3)
+    assert decode_image(data, DecodeLimits.of(EngineConfig(max_image_pixels=1800))).shape == (3, 600, 3)
 
 
 def test_frames_are_decoded_as_images_and_named_in_errors() -> None:
@@ -237,4 +238,4 @@ def test_frames_are_decoded_as_images_and_named_in_errors() -> None:
         (jpegs[1], {"max_video_pixels_kept": 64 * 48 * 3 - 1}, ".*pixels in all frames.*--max-video-pixels-kept"),
     ):
         with pytest.raises(MediaError, match=f"^video 1: {problem}"):
-            decode_frames([jpegs[0], frame, jpegs[2]], DecodeLimits(**limits))
+            decode_frames([jpegs[0], frame, jpegs[2]], DecodeLimits.of(EngineConfig(**limits)))

@@ -15,7 +15,8 @@ import pytest
 from av.stream import Disposition
 from PIL import Image
 
-from mini_engine.config.decode_limits import DecodeLimits, flag_of
+from mini_engine.config import EngineConfig, flag_of
+from mini_engine.media.decode.item_limits import DecodeLimits
 from mini_engine.media.decode.video import declared_size
 from mini_engine.media.frame_sampling import VideoSampling
 from mini_engine.media.media_errors import MediaError
@@ -246,7 +247,7 @@ def test_frames_of_another_size_are_scaled_to_the_first() -> None:
     assert decoded.frames.shape == (5, 48, 64, 3)
     scaled = clips.decode_all(small)
     assert np.abs(decoded.frames.astype(int) - scaled).mean() < 40
-    limits = DecodeLimits(max_frame_pixels=64 * 48)
+    limits = DecodeLimits.of(EngineConfig(max_frame_pixels=64 * 48))
     with pytest.raises(MediaError):
         decode_video(data, EIGHT, limits)
     assert len(decode_video(data, VideoSampling(num_frames=2, end=0.3), limits).frames) == 2
@@ -267,7 +268,7 @@ def test_the_default_of_two_videos_is_decoded(default: int) -> None:
 def test_frames_are_scaled_to_fit_the_limit_of_their_pixels() -> None:
     most, height, width = 8 * 101 * 75, 74, 100
     data = clips.cached("libx264", "mp4", 20, 320, 240)
-    decoded = decode_video(data, EIGHT, DecodeLimits(max_video_pixels_kept=most))
+    decoded = decode_video(data, EIGHT, DecodeLimits.of(EngineConfig(max_video_pixels_kept=most)))
     assert decoded.frames.shape == (8, height, width, 3)
     every = clips.decode_all(data)[np.rint(np.array(decoded.facts.timestamps) * 10).astype(int)]
     scaled = [np.asarray(Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC)) for frame in every]
@@ -278,11 +279,11 @@ def test_limits_name_their_flag() -> None:
     data = clips.cached("libx264", "mp4", 20)
     limits: dict[str, float] = {"max_video_frames": 20, "max_video_seconds": 1.9, "max_video_frames_kept": 8}
     limits["max_frame_pixels"] = 64 * 48
-    assert len(decode_video(data, EIGHT, DecodeLimits(**limits)).frames) == 8
+    assert len(decode_video(data, EIGHT, DecodeLimits.of(EngineConfig(**limits))).frames) == 8
     below = {name: limit - (0.1 if name == "max_video_seconds" else 1) for name, limit in limits.items()}
     for name, limit in (below | {"max_video_pixels_kept": 8 * 3}).items():
         with pytest.raises(MediaError, match=rf"^video 1: it has .* more than .*, the limit of {flag_of(name)}; send"):
-            decode_video(data, EIGHT, DecodeLimits(**limits | {name: limit}))
+            decode_video(data, EIGHT, DecodeLimits.of(EngineConfig(**limits | {name: limit})))
 
 
 UNREADABLE = "cannot be read, or is damaged; send a whole file"

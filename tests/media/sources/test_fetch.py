@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from mini_engine.config.decode_limits import DecodeLimits
+from mini_engine.config import EngineConfig
+from mini_engine.media.decode.item_limits import DecodeLimits
 from mini_engine.media.frame_sampling import VideoSampling
 from mini_engine.media.hashing import content_digest
 from mini_engine.media.media_errors import MediaError
@@ -151,7 +152,7 @@ UNEVEN = [10.0, 10.5, 12.0, 16.0]
 
 def fetched_frames(sampling: VideoSampling, frames=FRAMES, times=None, **limits: Any) -> tuple[bytes, Frames]:
     url = "data:video/jpeg;base64," + ",".join(base64.b64encode(frame).decode() for frame in frames)
-    return fetch_frames(url, MediaPolicy(None, 60), DecodeLimits(**limits), sampling, "video 1", times)
+    return fetch_frames(url, MediaPolicy(None, 60), DecodeLimits.of(EngineConfig(**limits)), sampling, "video 1", times)
 
 
 def test_all_frames_count_at_their_times() -> None:
