@@ -108,30 +108,23 @@ class ChunkRows(NamedTuple):
         return self.first + self.chunk.num_tokens - 1
 
 
-class PooledRow(NamedTuple):
-    """A row of the batch that ends the prompt of a request with `PoolingParams`."""
-
-    request_id: str
-    row: int
-    token_ids: list[int]
-
-
 @dataclass(frozen=True)
 class FlatBatch:
     """All tokens of a step, chunks one after the other in the order that attention wants.
 
     Tensors are int64 on the CPU: `token_ids` `[n]`, `positions` `[3, n]`, `cache_indices` `[n]` (block * block_size +
     place), `last_rows` `[s]`, the last row of each chunk that samples. `sampled` are the sequences of these, and
-    `stops`, int64 `[s]`, the indices in them of the tokens to be sampled. `pooled` are the rows that end other prompts.
-    `parts` are all chunks, those of the first step in a `DecodeBatch`; `in_prompt` those that begin in a prompt: others
-    have no media; `listed` those of prompts with `SamplingParams.prompt_logprobs`. `greedy`: no row needs more than its
-    largest logit; `adjusts`: some row's logits are adjusted; `constrained`: some row has a grammar.
+    `stops`, int64 `[s]`, the indices in them of the tokens to be sampled. `parts` are all chunks, those of the first
+    step in a `DecodeBatch`; `in_prompt` those that begin in a prompt: others have no media; `pooled` those that end the
+    prompt of a request with `PoolingParams`; `listed` those of prompts with `SamplingParams.prompt_logprobs`. `greedy`:
+    no row needs more than its largest logit; `adjusts`: some row's logits are adjusted; `constrained`: some row has a
+    grammar.
     """
 
     parts: list[ChunkRows]
     in_prompt: list[ChunkRows]
     sampled: list[SequenceState]
-    pooled: list[PooledRow]
+    pooled: list[ChunkRows]
     listed: list[ChunkRows]
     stops: np.ndarray
     token_ids: Tensor
@@ -186,18 +179,15 @@ def build_batch(work: Iterable[tuple[Chunk, SequenceState]], block_size: int) ->
     """The batch of chunks whose blocks are already in their sequences' tables."""
     parts = lay_out(work)
     rows = torch.from_numpy(token_rows(parts, block_size))
-    sampled = [part for part in parts if part.chunk.samples and part.sequence.pooling is None]
+    ending = [part for part in parts if part.chunk.samples]
+    sampled = [part for part in ending if part.sequence.pooling is None]
     choices = [part.sequence.sampling for part in sampled]
     in_prompt = [part for part in parts if part.chunk.start < part.sequence.prompt_length]
     return FlatBatch(
         parts=parts,
         in_prompt=in_prompt,
         sampled=[part.sequence for part in sampled],
-        pooled=[
-            PooledRow(part.sequence.request_id, part.last_row, part.sequence.pooling.token_ids)
-            for part in parts
-            if part.chunk.samples and part.sequence.pooling is not None
-        ],
+        pooled=[part for part in ending if part.sequence.pooling is not None],
         listed=[part for part in in_prompt if part.sequence.sampling.params.prompt_logprobs is not None],
         stops=np.array([part.stop for part in sampled], dtype=np.int64),
         token_ids=rows[0],

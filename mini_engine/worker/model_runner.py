@@ -30,11 +30,10 @@ from mini_engine.worker.attention.sdpa import AttentionBackend
 from mini_engine.worker.batch import DecodeBatch, FlatBatch, SequenceState, build_batch
 from mini_engine.worker.media_inputs import MediaInputs
 from mini_engine.worker.normalisation import Normalisation
-from mini_engine.worker.pooler import PooledNumbers
+from mini_engine.worker.prompt_outputs import Pending, list_prompts, pool_prompts
 from mini_engine.worker.sampling import sampler
 from mini_engine.worker.sampling.grammar import Grammars, Masks
 from mini_engine.worker.sampling.penalties import LogitsProcessors
-from mini_engine.worker.sampling.prompt_logprobs import PromptLogprobs
 
 if TYPE_CHECKING:
     from mini_engine.worker.attention.decode_graphs import DecodeGraphs  # imports Triton
@@ -46,7 +45,7 @@ class PendingTokens:
     Args:
         tokens: int64, those of `batch.sampled`, in order.
         sampled: with their logprobs; None on a rank that reports nothing.
-        pooled, listed: likewise.
+        pooled, prompt_logprobs: these fields of `StepResult`.
     """
 
     def __init__(
@@ -54,10 +53,10 @@ class PendingTokens:
         tokens: Tensor,
         batch: FlatBatch,
         sampled: sampler.Sampled | None,
-        pooled: PooledNumbers | None,
-        listed: PromptLogprobs | None,
+        pooled: Pending,
+        prompt_logprobs: Pending,
     ) -> None:
-        self._pooled, self._listed = pooled, listed
+        self.pooled, self.prompt_logprobs = pooled, prompt_logprobs
         self._tokens, self._sequences, self._sampled = HostCopy(tokens), batch.sampled, sampled
         self._stops: list[int] = batch.stops.tolist()  # now: a decode batch is advanced in place
         self._result: list[SampledToken] | None = None
@@ -66,21 +65,13 @@ class PendingTokens:
         """Waits for the tokens, and at the first call enters them into the sequences."""
         if self._result is None:
             self._result, tokens = [], self._tokens.values()
-            reports = self._sampled.logprobs if self._sampled is not None else {}
+            reports = self._sampled.logprobs() if self._sampled is not None else {}
             for i, (sequence, stop) in enumerate(zip(self._sequences, self._stops, strict=True)):
                 sequence.tokens[stop] = tokens[i]
                 if self._sampled is not None:
                     token = SampledToken(sequence.request_id, tokens[i], reports.get(i, []), sequence.problem)
                     self._result.append(token)
         return self._result
-
-    def pooled(self) -> dict[str, bytes]:
-        """See `StepResult.pooled`; waits for the numbers."""
-        return self._pooled.result() if self._pooled is not None else {}
-
-    def prompt_logprobs(self) -> dict[str, bytes]:
-        """See `StepResult.prompt_logprobs`; waits for them."""
-        return self._listed.result() if self._listed is not None else {}
 
 
 class Launched:
@@ -315,15 +306,15 @@ class ModelRunner:
     def _finish(self, hidden: Tensor, batch: FlatBatch) -> PendingTokens:
         """The next token of every chunk that samples, kept on every rank, and what is returned of prompts; reported by
         rank 0."""
-        listed = PromptLogprobs(self._model, hidden, batch.listed) if batch.listed else None
-        pooled = PooledNumbers(self._model, hidden, batch.pooled) if batch.pooled else None
+        listed: Pending = list_prompts(self._model, hidden, batch.listed) if batch.listed else dict
+        pooled: Pending = pool_prompts(self._model, hidden, batch.pooled) if batch.pooled else dict
         tokens, sampled = torch.empty(0, dtype=torch.int64), None
         if batch.sampled:
             tokens, sampled = self._sample(hidden, batch)
         self._enter_tokens()  # of the step before, in order
         if self._decode is not None:
             self._decode.feed(tokens)
-        self._pending = PendingTokens(tokens, batch, sampled, None if self._tp.rank else pooled, listed)
+        self._pending = PendingTokens(tokens, batch, sampled, dict if self._tp.rank else pooled, listed)
         return self._pending
 
     def _sample(self, hidden: Tensor, batch: FlatBatch) -> tuple[Tensor, sampler.Sampled | None]:
