@@ -84,10 +84,6 @@ class Matchers:
         for request_id in request_ids:
             self._outputs.pop(request_id, None)
 
-    def clear(self) -> None:
-        """Forget all outputs."""
-        self._outputs.clear()
-
     def fill(self, rows: Sequence[tuple[int, Row]]) -> dict[int, Problem | None]:
         """Fill the masks at these places. By place, why an output can be followed no further, such as the grammar's
         complexity; None: its mask is there."""

@@ -390,7 +390,8 @@ def test_idle_processes_are_given_up_where_a_new_one_lacks_what_they_hold():
         assert rank.compile("start: /a+/", "start: /b+/") == [None, None]
         before, manager = rank.processes(), rank.manager.pid
         rank.finish("start: /a+/", "start: /b+/")
-        assert rank.compile("start: /a+/") == [None]  # so both were kept
+        assert rank.compile("start: /a+/", "start: /b+/") == [None, None] and rank.processes() == before, "not kept"
+        rank.finish("start: /b+/")
         rank.finish("start: /a+/")
         used = os.listdir(f"/proc/{manager}/fd")
         limit = 1 + next(fd for fd in itertools.count() if f"{fd}" not in used)  # one is left, and a fork needs two
@@ -406,8 +407,8 @@ def test_the_process_of_an_unused_grammar_follows_it_again_or_another():
         assert rank.compile(grammar) == [None]
         (process,) = rank.processes()
         before = private_bytes(process)
-        for number in range(200):
-            row = Row(digest(grammar), f"{number}", 0, TEXT.encode("a" + 200 * "b").ids, STOPS)
+        for _ in range(200):
+            row = Row(digest(grammar), grammar, 0, TEXT.encode("a" + 200 * "b").ids, STOPS)
             assert not rank.masks({0: row})[1]
             rank.finish(grammar)
             assert rank.compile(grammar) == [None]
