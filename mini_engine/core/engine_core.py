@@ -71,8 +71,7 @@ class EngineCore:
         self.grammars = GrammarCompiles(next_step)
         self.blocks = BlockPool(limits.num_blocks, limits.block_size)
         self.encoder = EncoderCache(limits.max_prompt_media_tokens, next_step)
-        max_seqs = config.step_sequences(limits.device, recurrent=limits.num_states > 0)
-        self.states = StatePool(max_seqs, limits.num_states, limits.state_interval)
+        self.states = StatePool(config, limits)
         self.scheduler = Scheduler(
             config, limits, model.vision.depth, self.blocks, self.encoder, self.states, next_step
         )
