@@ -47,7 +47,7 @@ from mini_engine.transport.arena import ReadableMemory
 from mini_engine.transport.codec import Encoder, decode
 from mini_engine.transport.cuda_memory import CudaMapped
 from mini_engine.worker.attention.recurrent_states import RecurrentStates
-from mini_engine.worker.attention.sdpa import AttentionBackend, KVCache, SdpaBackend, empty_blocks
+from mini_engine.worker.attention.sdpa import AttentionBackend, KVCache, empty_blocks
 from mini_engine.worker.cache_sizes import (
     HUNGRY_SAMPLING,
     CacheSize,
@@ -337,7 +337,7 @@ def make_attention(
         blocks = empty_blocks(model.attention_shape, num_blocks, block_size, weight.dtype, weight.device)
     cache, longest = KVCache(blocks, spare, states), longest_sequence(config, model)
     if backend == "sdpa":
-        return SdpaBackend(cache), None
+        return AttentionBackend(cache), None
     from mini_engine.worker.attention.decode_graphs import DecodeGraphs
     from mini_engine.worker.attention.triton_attention import TritonBackend
 
