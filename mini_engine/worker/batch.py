@@ -37,9 +37,9 @@ class SequenceState:
         self.request_id = new.request_id
         self.sampling, self.pooling = RowSampling.of(new.sampling), new.pooling
         self.problem: Problem | None = None
-        self._followed = 0  # tokens of the output that the grammar's process knows
         self.media = new.media
         self.prompt_length = len(new.prompt_token_ids)
+        self._followed = self.prompt_length  # tokens up to there are known to the grammar's process, or do not matter
         longest = self.prompt_length + (new.sampling.max_tokens if new.pooling is None else 0)
         self.tokens = np.empty(longest, dtype=np.int64)
         self.tokens[: self.prompt_length] = new.prompt_token_ids
@@ -64,15 +64,14 @@ class SequenceState:
     def grammar_row(self, stop: int) -> Row | None:
         """What its grammar's process needs to know for the mask of the token `stop`, once. None: it has no grammar, has
         ended or cannot be followed, so its next token does not matter or has no mask."""
-        params, output = self.sampling.params, stop - self.prompt_length
+        params = self.sampling.params
         if not params.grammar or self.problem:
             return None
-        kept = min(self._followed, output)  # the last tokens may have been dropped and sampled again
-        tokens = self.tokens[self.prompt_length + kept : stop].tolist()
+        tokens = self.tokens[self._followed : stop].tolist()
         if not set(tokens).isdisjoint(params.stop_token_ids):
             return None
-        self._followed = output
-        return Row(params.grammar, self.request_id, kept, tokens, params.stop_token_ids)
+        self._followed = stop
+        return Row(params.grammar, self.request_id, tokens, params.stop_token_ids)
 
     def position(self, index: int) -> list[int]:
         """Of a token, on the three axes."""
