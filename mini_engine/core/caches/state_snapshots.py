@@ -21,7 +21,8 @@ class StatePool:
     others to snapshots; `num_states` is 0 if the model has no recurrent states."""
 
     def __init__(self, config: EngineConfig, limits: EngineLimits):
-        self.is_needed, size = limits.num_states > 0, limits.block_size
+        self.is_needed = limits.num_states > 0
+        self._block_size = size = limits.block_size
         num_sequences = config.step_sequences(limits.device, self.is_needed)
         self._sequences = list(reversed(range(num_sequences)))
         self._unused = list(reversed(range(num_sequences, limits.num_states)))
@@ -53,10 +54,11 @@ class StatePool:
             self._snapshots.move_to_end(prefix_hash)
         return self._snapshots.get(prefix_hash)
 
-    def choose_snapshots(self, request: Request, start: int, end: int, size: int) -> list[tuple[int, int]]:
-        """`Chunk.snapshots` of the request's tokens from `start` to `end`, with blocks of `size` tokens: at the last
-        block boundary before each place where another request may diverge (the end of an item, of the prompt, of the
-        output so far), and in the prompt at each interval."""
+    def choose_snapshots(self, request: Request, start: int, end: int) -> list[tuple[int, int]]:
+        """`Chunk.snapshots` of the request's tokens from `start` to `end`: at the last block boundary before each place
+        where another request may diverge (the end of an item, of the prompt, of the output so far), and in the prompt
+        at each interval."""
+        size = self._block_size
         if not self.is_needed or request.prefix_salt is None or start // size == end // size:
             return []
         in_prompt = min(end, request.num_prompt - 1)
