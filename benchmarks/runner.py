@@ -72,10 +72,10 @@ def make_runner(
     most = max(batch for batch, _ in batches)
     size = CacheSize(max(batch * -(-longest // config.block_size) for batch, longest in batches), most)
     config = dataclasses.replace(config, max_num_seqs=most)
-    attention = worker.make_attention(config, model, backend, size)
-    graphs = worker.make_graphs(config, model, attention)
+    attention, graphs = worker.make_attention(config, model, backend, size)
     runner = ModelRunner(model, attention, made_up_media(), Normalisation.from_dir(model_dir), tp, None, graphs)
-    worker.record_graphs(runner)
+    if graphs is not None:
+        graphs.capture()
     return runner, model
 
 

@@ -12,10 +12,7 @@ from msgspec.structs import replace
 
 from mini_engine.config import EngineConfig
 from mini_engine.core.arrivals import Arrivals
-from mini_engine.core.caches.encoder_cache import EncoderCache
-from mini_engine.core.caches.kv_blocks import BlockPool
 from mini_engine.core.caches.media_store import MediaDirectory, MediaStore, media_directory
-from mini_engine.core.caches.state_snapshots import StatePool
 from mini_engine.core.grammar_compiles import GrammarCompiles
 from mini_engine.core.links import Links
 from mini_engine.core.pending_steps import ChunkWork, InFlight, NextStep
@@ -69,13 +66,8 @@ class EngineCore:
         self.media, self.links, self.next_step = media, links, next_step
         self.arrivals = Arrivals(config.tensor_parallel_size, next_step)
         self.grammars = GrammarCompiles(next_step)
-        self.blocks = BlockPool(limits.num_blocks, limits.block_size)
-        self.encoder = EncoderCache(limits.max_prompt_media_tokens, next_step)
-        max_seqs = config.step_sequences(limits.device, recurrent=limits.num_states > 0)
-        self.states = StatePool(max_seqs, limits.num_states, limits.state_interval)
-        self.scheduler = Scheduler(
-            config, limits, model.vision.depth, self.blocks, self.encoder, self.states, next_step
-        )
+        self.scheduler = Scheduler(config, limits, model.vision.depth, next_step)
+        self.blocks, self.encoder, self.states = self.scheduler.blocks, self.scheduler.encoder, self.scheduler.states
         self.in_flight: deque[InFlight] = deque()
         self.max_in_flight = 2 if config.async_scheduling else 1
         self.requests: dict[str, Request] = {}

@@ -8,8 +8,6 @@ from mini_engine.model.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-LEAST_SNAPSHOT_INTERVAL = 256  # tokens; requests diverge at places that have snapshots of their own, seldom elsewhere
-
 
 def engine_limits(
     config: EngineConfig, model: ModelConfig, num_blocks: int, device: str, num_states: int = 0
@@ -28,9 +26,6 @@ def engine_limits(
     if capacity < wanted:
         text = "the KV cache holds %d tokens, so requests are limited to that instead of %d; raise %s for more"
         logger.warning(text, capacity, wanted, flag)
-    # Without the flag there are snapshots enough for all that the KV cache holds.
-    snapshots = max(1, num_states - config.step_sequences("cpu", recurrent=True))
-    interval = -(-max(LEAST_SNAPSHOT_INTERVAL, capacity // snapshots) // config.block_size) * config.block_size
     return EngineLimits(
         max_model_len=min(wanted, capacity),
         num_blocks=num_blocks,
@@ -38,5 +33,4 @@ def engine_limits(
         max_prompt_media_tokens=config.encoder_tokens(capacity),
         device=device,
         num_states=num_states,
-        state_interval=config.state_snapshot_interval or interval,
     )

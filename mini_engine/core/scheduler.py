@@ -29,22 +29,16 @@ class Scheduler:
     """Continuous batching with chunked prefill and preemption by recompute.
 
     Decodes go first, then prefills. Those of one client go by priority and arrival, running ones before waiting ones;
-    clients take turns. A request's media are on all ranks when it is added to `clients`.
+    clients take turns. A request's media are on all ranks when it is added to `clients`. It owns what it allocates to
+    requests: KV blocks, recurrent states, and room in the encoder cache.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        limits: EngineLimits,
-        tower_depth: int,
-        blocks: BlockPool,
-        encoder: EncoderCache,
-        states: StatePool,
-        next_step: NextStep,
-    ):
-        self.blocks, self.encoder, self.states, self.next_step = blocks, encoder, states, next_step
-        self.tower_depth = tower_depth
-        self.max_seqs = config.step_sequences(limits.device, states.is_needed)
+    def __init__(self, config: EngineConfig, limits: EngineLimits, tower_depth: int, next_step: NextStep):
+        self.next_step, self.tower_depth = next_step, tower_depth
+        self.blocks = BlockPool(limits.num_blocks, limits.block_size)
+        self.encoder = EncoderCache(limits.max_prompt_media_tokens, next_step)
+        self.states = StatePool(config, limits)
+        self.max_seqs = config.step_sequences(limits.device, self.states.is_needed)
         self.max_tokens = config.step_tokens(limits.device)
         # A single temporal grid with more tokens is encoded in a step without other media.
         self.max_encoder_tokens = config.step_media_tokens(limits.device)
@@ -314,7 +308,7 @@ class Scheduler:
         first_new = 0 if restart else self.blocks.blocks_for(start)
         blocks = request.blocks[first_new : self.blocks.blocks_for(end)]
         samples = end == request.num_known
-        snapshots = self.states.choose_snapshots(request, start, end, self.blocks.block_size)
+        snapshots = self.states.choose_snapshots(request, start, end)
         chunk = Chunk(request.id, start, length, blocks, samples, restart, snapshots)
         self.next_step.step.chunks.append(chunk)
         plan.work[request.id] = ChunkWork(chunk, request, request.epoch)

@@ -48,7 +48,6 @@ class EngineLimits(msgspec.Struct, frozen=True):
     max_prompt_media_tokens: int  # of all media items of one prompt: the encoder cache's budget
     device: str = "cpu"  # of its workers: "cpu" or "cuda"
     num_states: int = 0  # recurrent states, those of running sequences and snapshots; 0: the model has none
-    state_interval: int = 0  # tokens from one snapshot of a long prompt to the next
 
 
 class Ready(Message, frozen=True):

@@ -37,9 +37,9 @@ class SequenceState:
         self.request_id = new.request_id
         self.sampling, self.pooling = RowSampling.of(new.sampling), new.pooling
         self.problem: Problem | None = None
-        self._followed = 0  # tokens of the output that the grammar's process knows
         self.media = new.media
         self.prompt_length = len(new.prompt_token_ids)
+        self._followed = self.prompt_length  # tokens up to there are known to the grammar's process, or do not matter
         longest = self.prompt_length + (new.sampling.max_tokens if new.pooling is None else 0)
         self.tokens = np.empty(longest, dtype=np.int64)
         self.tokens[: self.prompt_length] = new.prompt_token_ids
@@ -64,15 +64,14 @@ class SequenceState:
     def grammar_row(self, stop: int) -> Row | None:
         """What its grammar's process needs to know for the mask of the token `stop`, once. None: it has no grammar, has
         ended or cannot be followed, so its next token does not matter or has no mask."""
-        params, output = self.sampling.params, stop - self.prompt_length
+        params = self.sampling.params
         if not params.grammar or self.problem:
             return None
-        kept = min(self._followed, output)  # the last tokens may have been dropped and sampled again
-        tokens = self.tokens[self.prompt_length + kept : stop].tolist()
+        tokens = self.tokens[self._followed : stop].tolist()
         if not set(tokens).isdisjoint(params.stop_token_ids):
             return None
-        self._followed = output
-        return Row(params.grammar, self.request_id, kept, tokens, params.stop_token_ids)
+        self._followed = stop
+        return Row(params.grammar, self.request_id, tokens, params.stop_token_ids)
 
     def position(self, index: int) -> list[int]:
         """Of a token, on the three axes."""
@@ -108,30 +107,23 @@ class ChunkRows(NamedTuple):
         return self.first + self.chunk.num_tokens - 1
 
 
-class PooledRow(NamedTuple):
-    """A row of the batch that ends the prompt of a request with `PoolingParams`."""
-
-    request_id: str
-    row: int
-    token_ids: list[int]
-
-
 @dataclass(frozen=True)
 class FlatBatch:
     """All tokens of a step, chunks one after the other in the order that attention wants.
 
     Tensors are int64 on the CPU: `token_ids` `[n]`, `positions` `[3, n]`, `cache_indices` `[n]` (block * block_size +
     place), `last_rows` `[s]`, the last row of each chunk that samples. `sampled` are the sequences of these, and
-    `stops`, int64 `[s]`, the indices in them of the tokens to be sampled. `pooled` are the rows that end other prompts.
-    `parts` are all chunks, those of the first step in a `DecodeBatch`; `in_prompt` those that begin in a prompt: others
-    have no media; `listed` those of prompts with `SamplingParams.prompt_logprobs`. `greedy`: no row needs more than its
-    largest logit; `adjusts`: some row's logits are adjusted; `constrained`: some row has a grammar.
+    `stops`, int64 `[s]`, the indices in them of the tokens to be sampled. `parts` are all chunks, those of the first
+    step in a `DecodeBatch`; `in_prompt` those that begin in a prompt: others have no media; `pooled` those that end the
+    prompt of a request with `PoolingParams`; `listed` those of prompts with `SamplingParams.prompt_logprobs`. `greedy`:
+    no row needs more than its largest logit; `adjusts`: some row's logits are adjusted; `constrained`: some row has a
+    grammar.
     """
 
     parts: list[ChunkRows]
     in_prompt: list[ChunkRows]
     sampled: list[SequenceState]
-    pooled: list[PooledRow]
+    pooled: list[ChunkRows]
     listed: list[ChunkRows]
     stops: np.ndarray
     token_ids: Tensor
@@ -186,18 +178,15 @@ def build_batch(work: Iterable[tuple[Chunk, SequenceState]], block_size: int) ->
     """The batch of chunks whose blocks are already in their sequences' tables."""
     parts = lay_out(work)
     rows = torch.from_numpy(token_rows(parts, block_size))
-    sampled = [part for part in parts if part.chunk.samples and part.sequence.pooling is None]
+    ending = [part for part in parts if part.chunk.samples]
+    sampled = [part for part in ending if part.sequence.pooling is None]
     choices = [part.sequence.sampling for part in sampled]
     in_prompt = [part for part in parts if part.chunk.start < part.sequence.prompt_length]
     return FlatBatch(
         parts=parts,
         in_prompt=in_prompt,
         sampled=[part.sequence for part in sampled],
-        pooled=[
-            PooledRow(part.sequence.request_id, part.last_row, part.sequence.pooling.token_ids)
-            for part in parts
-            if part.chunk.samples and part.sequence.pooling is not None
-        ],
+        pooled=[part for part in ending if part.sequence.pooling is not None],
         listed=[part for part in in_prompt if part.sequence.sampling.params.prompt_logprobs is not None],
         stops=np.array([part.stop for part in sampled], dtype=np.int64),
         token_ids=rows[0],

@@ -7,9 +7,9 @@ This file knows nothing of sockets or processes, and decides nothing: what runs 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -30,34 +30,24 @@ from mini_engine.worker.attention.sdpa import AttentionBackend
 from mini_engine.worker.batch import DecodeBatch, FlatBatch, SequenceState, build_batch
 from mini_engine.worker.media_inputs import MediaInputs
 from mini_engine.worker.normalisation import Normalisation
-from mini_engine.worker.pooler import PooledNumbers
+from mini_engine.worker.prompt_outputs import list_prompts, pool_prompts
 from mini_engine.worker.sampling import sampler
 from mini_engine.worker.sampling.grammar import Grammars, Masks
 from mini_engine.worker.sampling.penalties import LogitsProcessors
-from mini_engine.worker.sampling.prompt_logprobs import PromptLogprobs
 
 if TYPE_CHECKING:
     from mini_engine.worker.attention.decode_graphs import DecodeGraphs  # imports Triton
 
 
 class PendingTokens:
-    """The tokens of a step, and what it reports of prompts, in transfer to the host.
+    """The tokens of a step, in transfer to the host.
 
     Args:
         tokens: int64, those of `batch.sampled`, in order.
         sampled: with their logprobs; None on a rank that reports nothing.
-        pooled, listed: likewise.
     """
 
-    def __init__(
-        self,
-        tokens: Tensor,
-        batch: FlatBatch,
-        sampled: sampler.Sampled | None,
-        pooled: PooledNumbers | None,
-        listed: PromptLogprobs | None,
-    ) -> None:
-        self._pooled, self._listed = pooled, listed
+    def __init__(self, tokens: Tensor, batch: FlatBatch, sampled: sampler.Sampled | None) -> None:
         self._tokens, self._sequences, self._sampled = HostCopy(tokens), batch.sampled, sampled
         self._stops: list[int] = batch.stops.tolist()  # now: a decode batch is advanced in place
         self._result: list[SampledToken] | None = None
@@ -66,7 +56,7 @@ class PendingTokens:
         """Waits for the tokens, and at the first call enters them into the sequences."""
         if self._result is None:
             self._result, tokens = [], self._tokens.values()
-            reports = self._sampled.logprobs if self._sampled is not None else {}
+            reports = self._sampled.logprobs() if self._sampled is not None else {}
             for i, (sequence, stop) in enumerate(zip(self._sequences, self._stops, strict=True)):
                 sequence.tokens[stop] = tokens[i]
                 if self._sampled is not None:
@@ -74,19 +64,12 @@ class PendingTokens:
                     self._result.append(token)
         return self._result
 
-    def pooled(self) -> dict[str, bytes]:
-        """See `StepResult.pooled`; waits for the numbers."""
-        return self._pooled.result() if self._pooled is not None else {}
-
-    def prompt_logprobs(self) -> dict[str, bytes]:
-        """See `StepResult.prompt_logprobs`; waits for them."""
-        return self._listed.result() if self._listed is not None else {}
-
 
 class Launched:
-    """A step that the host has launched. `result` lacks what `pending` has."""
+    """A step that the host has launched. `result` lacks the fields in `pending`, each with a function that waits for
+    it."""
 
-    def __init__(self, result: StepResult, pending: PendingTokens | None, device: torch.device) -> None:
+    def __init__(self, result: StepResult, pending: Mapping[str, Callable[[], Any]], device: torch.device) -> None:
         self._result, self._pending = result, pending
         self._done: torch.cuda.Event | None = None
         if device.type == "cuda":
@@ -100,11 +83,7 @@ class Launched:
 
     def result(self) -> StepResult:
         """Waits for the device."""
-        result, pending = self._result, self._pending
-        if pending is not None:
-            result = msgspec.structs.replace(
-                result, tokens=pending.result(), pooled=pending.pooled(), prompt_logprobs=pending.prompt_logprobs()
-            )
+        result = msgspec.structs.replace(self._result, **{name: wait() for name, wait in self._pending.items()})
         if self._done is not None:
             self._done.synchronize()
         return result
@@ -184,7 +163,7 @@ class ModelRunner:
             self._cache.states.start(step.states)
         if step.encode:
             self._encode(step.encode)
-        pending = self._compute(step.chunks) if step.chunks else None
+        pending = self._compute(step.chunks) if step.chunks else {}
         self._media.release(step.release)
         for incarnation in step.drop_senders:
             self._media.drop_sender(incarnation)
@@ -266,8 +245,9 @@ class ModelRunner:
             self._pending.result()
             self._pending = None
 
-    def _compute(self, chunks: Sequence[Chunk]) -> PendingTokens | None:
-        """Lay the chunks out, or advance the last step's batch to them, and run the model."""
+    def _compute(self, chunks: Sequence[Chunk]) -> dict[str, Callable[[], Any]]:
+        """Lay the chunks out, or advance the last step's batch to them, and run the model. Returns what is pending, see
+        `Launched`."""
         for chunk in chunks:
             if chunk.block_ids or chunk.restart:
                 self._sequences[chunk.request_id].add_blocks(chunk)
@@ -303,7 +283,7 @@ class ModelRunner:
             self._snapshot_single_tokens(states, chunks)
         if is_beside:
             self._model_seconds = time.thread_time() - begun
-        return self._finish(hidden, batch) if batch.sampled or batch.pooled or batch.listed else None
+        return self._finish(hidden, batch)
 
     def _snapshot_single_tokens(self, states: RecurrentStates, chunks: Sequence[Chunk]) -> None:
         """Once all layers have run; the snapshots of longer chunks are `Recurrence`'s."""
@@ -312,19 +292,22 @@ class ModelRunner:
                 for _, snapshot in chunk.snapshots:
                     states.copy(self._sequences[chunk.request_id].state_index, snapshot)
 
-    def _finish(self, hidden: Tensor, batch: FlatBatch) -> PendingTokens:
+    def _finish(self, hidden: Tensor, batch: FlatBatch) -> dict[str, Callable[[], Any]]:
         """The next token of every chunk that samples, kept on every rank, and what is returned of prompts; reported by
         rank 0."""
-        listed = PromptLogprobs(self._model, hidden, batch.listed) if batch.listed else None
-        pooled = PooledNumbers(self._model, hidden, batch.pooled) if batch.pooled else None
+        pending: dict[str, Callable[[], Any]] = {}
+        if batch.listed:
+            pending["prompt_logprobs"] = list_prompts(self._model, hidden, batch.listed)
+        if batch.pooled:
+            pending["pooled"] = pool_prompts(self._model, hidden, batch.pooled)
         tokens, sampled = torch.empty(0, dtype=torch.int64), None
         if batch.sampled:
             tokens, sampled = self._sample(hidden, batch)
         self._enter_tokens()  # of the step before, in order
         if self._decode is not None:
             self._decode.feed(tokens)
-        self._pending = PendingTokens(tokens, batch, sampled, None if self._tp.rank else pooled, listed)
-        return self._pending
+        self._pending = PendingTokens(tokens, batch, sampled)
+        return {"tokens": self._pending.result} | ({} if self._tp.rank else pending)
 
     def _sample(self, hidden: Tensor, batch: FlatBatch) -> tuple[Tensor, sampler.Sampled | None]:
         """int64 `[s]`, the tokens of `batch.sampled`; on rank 0 with what it reports of them."""

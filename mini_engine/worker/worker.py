@@ -1,7 +1,11 @@
-"""A worker's process: one rank of one engine, from its start to the loop of `step_loop.py`.
+"""A worker's process: one rank of one engine, from its start to its loop: steps from the engine core in, results out,
+in order.
+
+On the CPU a step is complete when it has been executed. On CUDA the next step, if received, is launched while one runs,
+so that the device does not idle between them.
 
 Beside the main thread there are the receiver of `media_inputs.py`, on rank 0 the reports of `grammar.py`, on CUDA the
-`watch` of `step_loop.py`, and at first, on some CPUs, `layers.pack_later`. An exception in the main thread ends the
+`watch` of `serve_ahead`, and at first, on some CPUs, `layers.pack_later`. An exception in the main thread ends the
 process: the supervisor detects it and ends the engine. A rank that has lost another one logs that in a line; the
 supervisor reports why that one exited.
 """
@@ -14,6 +18,8 @@ import os
 import sys
 import threading
 import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -41,9 +47,10 @@ from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.model.weights import load_model
 from mini_engine.transport import sockets
 from mini_engine.transport.arena import ReadableMemory
+from mini_engine.transport.codec import Encoder, decode
 from mini_engine.transport.cuda_memory import CudaMapped
 from mini_engine.worker.attention.recurrent_states import RecurrentStates
-from mini_engine.worker.attention.sdpa import AttentionBackend, KVCache, SdpaBackend, empty_blocks
+from mini_engine.worker.attention.sdpa import AttentionBackend, KVCache, empty_blocks
 from mini_engine.worker.cache_sizes import (
     HUNGRY_SAMPLING,
     CacheSize,
@@ -54,13 +61,12 @@ from mini_engine.worker.cache_sizes import (
     room_for,
 )
 from mini_engine.worker.media_inputs import MediaInputs
-from mini_engine.worker.model_runner import ModelRunner
+from mini_engine.worker.model_runner import Launched, ModelRunner
 from mini_engine.worker.normalisation import Normalisation
 from mini_engine.worker.pinning import PinnedMemory
 from mini_engine.worker.sampling.grammar import Grammars
 from mini_engine.worker.shared_collectives import RankEnded, RankLost, meet
 from mini_engine.worker.shared_weights import LEAST_BYTES, share_weights
-from mini_engine.worker.step_loop import serve, serve_ahead
 
 if TYPE_CHECKING:
     from mini_engine.worker.attention.decode_graphs import DecodeGraphs  # imports Triton
@@ -70,6 +76,7 @@ logger = logging.getLogger(__name__)
 # A rank that has closed its connections may take a while to exit, and the supervisor names the first that exits.
 EXIT_DELAY_SECONDS = 10
 NVIDIA_DEVICE = Path("/dev/nvidia0")
+AHEAD = 2  # steps that are launched and not reported
 GRAPHS_REMEDY = (
     "lower --gpu-memory-utilization, --kv-cache-memory-bytes or --max-num-seqs, or leave them out with --enforce-eager"
 )
@@ -107,8 +114,7 @@ def _run(child: Child) -> None:
     normalise, to_device = Normalisation.from_dir(init.model_dir), pinned.to_device if pinned else None
 
     def runner_with(size: CacheSize) -> ModelRunner:
-        attention = make_attention(init.config, model, backend, size)
-        graphs = make_graphs(init.config, model, attention)
+        attention, graphs = make_attention(init.config, model, backend, size)
         return ModelRunner(model, attention, media, normalise, tp, to_device, graphs)
 
     use = None
@@ -118,7 +124,8 @@ def _run(child: Child) -> None:
         keep_freed_memory()  # the buffers of a step; not those of loading, which lie between the weights
     runner = runner_with(choose_cache_size(init.config, model, use))
     with room_for("CUDA graphs and a first step beside the KV cache", GRAPHS_REMEDY, device):
-        record_graphs(runner)
+        if runner.graphs is not None:
+            runner.graphs.capture()
         if device.type == "cuda":
             compile_products(model, runner.dtype)
         warm_up(runner, model.config, tp.size)
@@ -133,6 +140,39 @@ def _run(child: Child) -> None:
     if device.type == "cpu":
         serve(core, child.encoder, runner)
     serve_ahead(core, child.encoder, runner)
+
+
+def serve(core: zmq.Socket[bytes], encoder: Encoder, runner: ModelRunner) -> None:
+    """Receive -> launch -> report, forever."""
+    while True:
+        step = decode(core.recv()).body
+        assert isinstance(step, Step)
+        core.send(encoder.encode(runner.launch(step).result()))
+
+
+def serve_ahead(core: zmq.Socket[bytes], encoder: Encoder, runner: ModelRunner) -> None:
+    """Receive -> launch, and report what the device has completed, forever. A thread waits for each step, in order;
+    what that raises ends the loop."""
+    running: deque[tuple[Launched, Future[None]]] = deque()
+    done = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)  # readable once for each completed step
+    poller = zmq.Poller()
+    poller.register(done, zmq.POLLIN)
+    with ThreadPoolExecutor(1, "watch") as watch:
+        while True:
+            # Beyond AHEAD nothing is received, so that the device's queue holds no more than it must.
+            poller.modify(core, zmq.POLLIN if len(running) < AHEAD else 0)
+            ready = dict(poller.poll())
+            if done in ready:
+                os.eventfd_read(done)
+                launched, waited = running.popleft()
+                waited.result()
+                core.send(encoder.encode(launched.result()))
+            if core in ready:
+                step = decode(core.recv()).body
+                assert isinstance(step, Step)
+                launched = runner.launch(step)
+                running.append((launched, watch.submit(launched.wait)))
+                running[-1][1].add_done_callback(lambda _: os.eventfd_write(done, 1))
 
 
 def load(model_dir: str, config: EngineConfig, tp: TensorParallel, device: torch.device) -> VisionLanguageModel:
@@ -285,9 +325,10 @@ def choose_cache_size(config: EngineConfig, model: VisionLanguageModel, use: Mem
 
 def make_attention(
     config: EngineConfig, model: VisionLanguageModel, backend: AttentionBackendName, size: CacheSize
-) -> AttentionBackend:
-    """Attention over a KV cache of the model's device and dtype, beside its recurrent states. Raises ConfigError: the
-    device has no room for them."""
+) -> tuple[AttentionBackend, DecodeGraphs | None]:
+    """Attention over a KV cache of the model's device and dtype, beside its recurrent states; and decode steps for up
+    to `--max-num-seqs` sequences, not recorded yet, where they can be. Raises ConfigError: the device has no room for
+    the cache."""
     weight, block_size = next(model.parameters()), config.block_size
     # Decode steps are recorded on CUDA, with kernels and collectives that wait for nothing on the host.
     waits = dist.is_initialized() and dist.get_backend() != "nccl"
@@ -298,32 +339,14 @@ def make_attention(
             states = RecurrentStates(model.state_shape, size.num_states, weight.dtype, weight.device)
         num_blocks = size.num_blocks + spare
         blocks = empty_blocks(model.attention_shape, num_blocks, block_size, weight.dtype, weight.device)
-    cache = KVCache(blocks, spare, states)
-    if backend == "triton":
-        from mini_engine.worker.attention.triton_attention import TritonBackend
-
-        return TritonBackend(cache, longest_sequence(config, model))
-    return SdpaBackend(cache)
-
-
-def make_graphs(config: EngineConfig, model: VisionLanguageModel, attention: AttentionBackend) -> DecodeGraphs | None:
-    """Decode steps for up to `--max-num-seqs` sequences, not recorded yet; None where the cache has no spare block."""
-    if not attention.cache.spare:
-        return None
+    cache, longest = KVCache(blocks, spare, states), longest_sequence(config, model)
+    if backend == "sdpa":
+        return AttentionBackend(cache), None
     from mini_engine.worker.attention.decode_graphs import DecodeGraphs
     from mini_engine.worker.attention.triton_attention import TritonBackend
 
-    assert isinstance(attention, TritonBackend)
-    max_sequences = config.step_sequences("cuda", model.state_shape is not None)
-    return DecodeGraphs(model, attention, max_sequences, longest_sequence(config, model))
-
-
-def record_graphs(runner: ModelRunner) -> None:
-    """Record the runner's decode steps, if it has any."""
-    if runner.graphs is not None:
-        begun = time.monotonic()
-        runner.graphs.capture()
-        logger.info("%d CUDA graphs of decode steps recorded in %.1f s", len(runner.graphs), time.monotonic() - begun)
+    attention, max_sequences = TritonBackend(cache, longest), config.step_sequences("cuda", states is not None)
+    return attention, DecodeGraphs(model, attention, max_sequences, longest) if spare else None
 
 
 def warm_up(runner: ModelRunner, model: ModelConfig, ranks: int) -> None:

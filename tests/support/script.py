@@ -16,7 +16,7 @@ from mini_engine.messages import Chunk, EncodeItem, NewSequence, StateStart, Ste
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.worker.attention.recurrent_states import RecurrentStates
-from mini_engine.worker.attention.sdpa import KVCache, SdpaBackend, empty_blocks
+from mini_engine.worker.attention.sdpa import AttentionBackend, KVCache, empty_blocks
 from mini_engine.worker.model_runner import Launched, ModelRunner
 from mini_engine.worker.shared_collectives import meet
 from tests.support import tiny
@@ -150,7 +150,7 @@ def make_runner(
     model: VisionLanguageModel, media: tiny.MemoryMedia, tp: TensorParallel | None = None, **cache: int
 ) -> ModelRunner:
     """On the CPU. `cache`: arguments of `make_cache`."""
-    backend = SdpaBackend(make_cache(model, **cache))
+    backend = AttentionBackend(make_cache(model, **cache))
     return ModelRunner(model, backend, media, tiny.NORMALISE, tp or TensorParallel())
 
 

@@ -60,7 +60,7 @@ device = torch.device("cuda", 1)
 torch.cuda.set_device(device)
 staging, pinned = CudaStaging(device), PinnedMemory(device)
 memory = staging.allocate(1, 1 << 20)
-step = Launched(StepResult(0), None, device)
+step = Launched(StepResult(0), {}, device)
 
 def work():
     staging.fill(memory[:8], torch.zeros(8, dtype=torch.uint8, device=device))

@@ -14,7 +14,7 @@ from mini_engine.kernels import ops
 from mini_engine.model.config import ModelConfig
 from mini_engine.model.vision_language import AttentionShape
 from mini_engine.worker.attention import sdpa as attention
-from mini_engine.worker.attention.sdpa import KVCache, SdpaBackend, empty_blocks
+from mini_engine.worker.attention.sdpa import AttentionBackend, KVCache, empty_blocks
 from mini_engine.worker.batch import DecodeBatch, SequenceState, build_batch
 from tests.support import script, tiny
 
@@ -27,7 +27,7 @@ def test_a_batch_that_is_carried_on_is_the_one_that_is_built(pad_blocks, group_b
     cache, vision = KVCache(blocks.normal_()), ModelConfig.from_dir(BUNDLED_MODEL).vision
     monkeypatch.setattr(attention, "PAD_BYTES", pad_blocks * cache.block_bytes)
     monkeypatch.setattr(attention, "GROUP_BYTES", group_blocks * cache.block_bytes)
-    draw, backend, carried = random.Random(0), SdpaBackend(cache), 0
+    draw, backend, carried = random.Random(0), AttentionBackend(cache), 0
     for _ in range(20):
         scripts, kept, before = [], None, None
         for number in range(draw.randrange(1, 7)):

@@ -159,7 +159,7 @@ def test_the_worst_step_fits_beside_the_cache():
     normalise = Normalisation.from_dir(BUNDLED_MODEL)
 
     def runner_with(size: CacheSize) -> ModelRunner:
-        attention = worker.make_attention(config, model, "triton", size)
+        attention, _ = worker.make_attention(config, model, "triton", size)
         return ModelRunner(model, attention, tiny.MemoryMedia(), normalise, TensorParallel())
 
     no_media = MediaCachePlan("off", 0, "")

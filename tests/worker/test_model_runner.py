@@ -17,7 +17,7 @@ COUNT = 20
 @pytest.mark.parametrize(("budget", "ahead", "preempt_at"), [(7, 0, (9,)), (64, 1, (9, 14, 15))])
 def test_tokens_are_those_of_transformers(budget, ahead, preempt_at, family, make_runner, expected):
     """Chunks of seven tokens end inside of items, and between the runs of one; restarts have other blocks. In larger
-    steps: `test_pooler.py`."""
+    steps: `test_pooled_prompts.py`."""
     media = tiny.MemoryMedia()
     requests = tiny.mixed_requests(media, family)
     steps = script.write_steps(requests, COUNT, budget, preempt_at)

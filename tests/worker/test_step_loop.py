@@ -10,7 +10,7 @@ import zmq
 
 from mini_engine.messages import Step, StepResult
 from mini_engine.transport.codec import Encoder, decode
-from mini_engine.worker.step_loop import AHEAD, serve_ahead
+from mini_engine.worker.worker import AHEAD, serve_ahead
 from tests.support.processes import eventually
 
 

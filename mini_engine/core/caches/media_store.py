@@ -15,8 +15,8 @@ The facts of items outlive their patches. Of an item whose embeddings are held n
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
 
-from mini_engine.core.caches.lru import LruDict
 from mini_engine.core.pending_steps import NextStep
 from mini_engine.core.request import MediaEntry, References
 from mini_engine.free_memory import RESERVE, available_memory
@@ -38,6 +38,44 @@ MAX_NAMES = 1 << 16  # of some 400 bytes each
 
 Owner = tuple[int, str]
 """Incarnation of an API server, and the id of one of its requests."""
+
+
+KeyT = TypeVar("KeyT")
+ValueT = TypeVar("ValueT")
+
+
+class LruDict(Generic[KeyT, ValueT]):
+    """The values that were used last, whose sizes together are at most `capacity`; without `size_of`, so many."""
+
+    def __init__(self, capacity: int, size_of: Callable[[ValueT], int] = lambda _: 1):
+        self.capacity = capacity
+        self.size = 0
+        self._size_of = size_of
+        self._values: OrderedDict[KeyT, ValueT] = OrderedDict()  # least recently used first
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: KeyT) -> ValueT | None:
+        """It is used now. None: forgotten, or never known."""
+        value = self._values.get(key)
+        if value is not None:
+            self._values.move_to_end(key)
+        return value
+
+    def put(self, key: KeyT, value: ValueT) -> None:
+        """From now on this is the value of `key`. It is used now."""
+        if (before := self._values.pop(key, None)) is not None:
+            self.size -= self._size_of(before)
+        self._values[key] = value
+        self.size += self._size_of(value)
+        while self.size > self.capacity:
+            _, oldest = self._values.popitem(last=False)
+            self.size -= self._size_of(oldest)
+
+    def clear(self) -> None:
+        self._values.clear()
+        self.size = 0
 
 
 class MediaDirectory:

@@ -9,19 +9,27 @@ runs its steps in order, and fills a sequence's state before anything else in a 
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from mini_engine.config import EngineConfig
 from mini_engine.core.request import Request
+from mini_engine.messages import EngineLimits
+
+LEAST_INTERVAL = 256  # tokens; requests diverge at places that have snapshots of their own, seldom elsewhere
 
 
 class StatePool:
-    """Allocates the state indices `0 .. num_states - 1`, the first `num_sequences` of them to sequences, the others to
-    snapshots; `num_states` is 0 if the model has no recurrent states. `interval`: tokens from one snapshot of a long
-    prompt to the next, a multiple of the block size."""
+    """Allocates the state indices `0 .. num_states - 1`, as many of the first as a step has sequences to sequences, the
+    others to snapshots; `num_states` is 0 if the model has no recurrent states."""
 
-    def __init__(self, num_sequences: int, num_states: int, interval: int):
-        self.is_needed = num_states > 0
-        self.interval = interval
+    def __init__(self, config: EngineConfig, limits: EngineLimits):
+        self.is_needed = limits.num_states > 0
+        self._block_size = size = limits.block_size
+        num_sequences = config.step_sequences(limits.device, self.is_needed)
         self._sequences = list(reversed(range(num_sequences)))
-        self._unused = list(reversed(range(num_sequences, num_states)))
+        self._unused = list(reversed(range(num_sequences, limits.num_states)))
+        # Tokens from one snapshot of a long prompt to the next, a multiple of the block size. Without the flag there
+        # are snapshots enough for all that the KV cache holds.
+        spread = max(LEAST_INTERVAL, limits.num_blocks * size // max(1, len(self._unused)))
+        self._interval = config.state_snapshot_interval or -(-spread // size) * size
         self._snapshots: OrderedDict[bytes, int] = OrderedDict()  # prefix hash -> index, least recently used first
 
     @property
@@ -46,15 +54,16 @@ class StatePool:
             self._snapshots.move_to_end(prefix_hash)
         return self._snapshots.get(prefix_hash)
 
-    def choose_snapshots(self, request: Request, start: int, end: int, size: int) -> list[tuple[int, int]]:
-        """`Chunk.snapshots` of the request's tokens from `start` to `end`, with blocks of `size` tokens: at the last
-        block boundary before each place where another request may diverge (the end of an item, of the prompt, of the
-        output so far), and in the prompt at each interval."""
+    def choose_snapshots(self, request: Request, start: int, end: int) -> list[tuple[int, int]]:
+        """`Chunk.snapshots` of the request's tokens from `start` to `end`: at the last block boundary before each place
+        where another request may diverge (the end of an item, of the prompt, of the output so far), and in the prompt
+        at each interval."""
+        size = self._block_size
         if not self.is_needed or request.prefix_salt is None or start // size == end // size:
             return []
         in_prompt = min(end, request.num_prompt - 1)
         places = {item.end // size * size for item in request.media} | {in_prompt // size * size}
-        places.update(range(start // self.interval * self.interval, in_prompt + 1, self.interval))
+        places.update(range(start // self._interval * self._interval, in_prompt + 1, self._interval))
         if end > request.num_prompt:
             places.add(end // size * size)
             self.drop(request.last_snapshot)

@@ -7,6 +7,8 @@ the same memory.
 """
 
 import bisect
+import logging
+import time
 
 import torch
 from torch import Tensor
@@ -14,6 +16,8 @@ from torch import Tensor
 from mini_engine.model.vision_language import VisionLanguageModel
 from mini_engine.worker.attention.recurrence import Recurrence, StepHook
 from mini_engine.worker.attention.triton_attention import Tables, TritonAttention, TritonBackend, columns_of
+
+logger = logging.getLogger(__name__)
 
 
 def sizes(largest: int) -> list[int]:
@@ -58,12 +62,10 @@ class DecodeGraphs:
         }
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
-    def __len__(self) -> int:
-        return len(self._sizes)
-
     @torch.inference_mode()
     def capture(self) -> None:
         """Record all sizes, once. A collective."""
+        begun = time.monotonic()
         pool = torch.cuda.graph_pool_handle()  # shared, since no two of them run at once
         for size in reversed(self._sizes):  # the largest first: its memory then serves the others
             self._compute(size)  # compiles what is new to this size
@@ -73,6 +75,7 @@ class DecodeGraphs:
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 self._compute(size)
             self._graphs[size] = graph
+        logger.info("%d CUDA graphs of decode steps recorded in %.1f s", len(self._graphs), time.monotonic() - begun)
 
     def run(self, token_ids: Tensor, positions: Tensor, hook: StepHook) -> Tensor:
         """The hidden states `[n, hidden_size]` of a step for which `hook` was made; valid until the next. All on the

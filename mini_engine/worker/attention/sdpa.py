@@ -2,7 +2,7 @@
 
 A block of the cache holds the keys and values of `block_size` consecutive tokens of one sequence, in every layer. The
 engine core decides which block belongs to which sequence; this file knows nothing of sequences or requests. What
-`SdpaBackend` computes is the reference for `triton_attention.py`, and what the CPU takes. It handles sequences in two
+`SdpaAttention` computes is the reference for `triton_attention.py`, and what the CPU takes. It handles sequences in two
 forms, both by gathering whole blocks and one `scaled_dot_product_attention`:
 
 - A chunk of one token (decode) goes into a group with others. The query heads that share a key-value head are the query
@@ -110,12 +110,11 @@ class StepAttention(Protocol):
         """
 
 
-class AttentionBackend(Protocol):
-    """Makes the attention of each step over one cache."""
+class AttentionBackend:
+    """Makes the attention of each step over one cache, here by torch's own operators."""
 
-    @property
-    def cache(self) -> KVCache:
-        """Where keys and values are kept."""
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
 
     def step(self, cache_indices: Tensor, spans: Sequence[Span]) -> StepAttention:
         """For a step with these chunks.
@@ -124,15 +123,6 @@ class AttentionBackend(Protocol):
             cache_indices: int64 `[n]` on the cache's device, where each of the step's tokens is kept.
             spans: the chunks in the order of their rows: single tokens first, the longest context before the others.
         """
-
-
-class SdpaBackend:
-    """See `AttentionBackend`."""
-
-    def __init__(self, cache: KVCache) -> None:
-        self.cache = cache
-
-    def step(self, cache_indices: Tensor, spans: Sequence[Span]) -> SdpaAttention:
         return SdpaAttention(self.cache, cache_indices, spans)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from mini_engine.kernels import elementwise, paged
 from mini_engine.kernels.ops import Heads
 from mini_engine.kernels.staging import to_device
-from mini_engine.worker.attention.sdpa import KVCache, Span
+from mini_engine.worker.attention.sdpa import AttentionBackend, KVCache, Span
 
 # Columns are rounded up to these numbers, so that a kernel compiled for an even stride is not compiled again.
 COLUMNS = 16
@@ -58,11 +58,11 @@ def columns_of(least: int) -> int:
     return -(-least // COLUMNS) * COLUMNS
 
 
-class TritonBackend:
+class TritonBackend(AttentionBackend):
     """See `sdpa.AttentionBackend`. `longest`: most tokens of a sequence."""
 
     def __init__(self, cache: KVCache, longest: int) -> None:
-        self.cache = cache
+        super().__init__(cache)
         self._longest = longest
 
     def step(self, cache_indices: Tensor, spans: Sequence[Span]) -> TritonAttention:

@@ -50,7 +50,6 @@ STALLED_COMPILE_SECONDS, STALLED_SECONDS = 5, 0.5
 REFUSED_SECONDS, REFUSED = 600, 1000  # for how long, and how many grammars that exceeded a limit
 RECEIVED_BYTES = 4096  # at a time
 ANSWER_BYTES = 1 << 20  # of a `MaskAnswer`, at most: more than a socket takes at once, as it does 50,000 places
-SAME_GRAMMAR = ""  # instead of a text
 PAUSE_SECONDS = 5  # before the next grammar of a client is compiled after one that has delayed steps
 
 TOO_MUCH = f"The grammar of this request {{}}; send a simpler one. It is refused for {REFUSED_SECONDS // 60} minutes."
@@ -87,7 +86,7 @@ class ManagerRequest(msgspec.Struct, frozen=True, array_like=True):
 
 class MaskWork(msgspec.Struct, frozen=True, array_like=True):
     """Manager -> a grammar's process, once that has reported by a problem or none that it is compiled. After the work
-    comes the text of another grammar, or `SAME_GRAMMAR`, which is to be reported again, its outputs forgotten."""
+    may come the text of another grammar, which is reported likewise."""
 
     step: int
     finished: list[str]  # outputs
@@ -160,11 +159,14 @@ class Manager:
                     continue  # reported or ended meanwhile
                 if not process.has_run() and time.monotonic() - process.seen > STALLED_COMPILE_SECONDS:
                     self._on_exit(process)
-            if self._queues:
-                self._start_queued()
+            while self._queues and self._start_next():
+                pass
 
     def _take_request(self) -> None:
         request = msgspec.msgpack.decode(self._requests.recv_bytes(), type=ManagerRequest)
+        for digest, request_id in request.finished:
+            if digest in self._processes:
+                self._processes[digest].finished.append(request_id)
         for digest in request.unused:
             if digest in self._processes:
                 self._keep_idle(self._processes.pop(digest))
@@ -175,9 +177,6 @@ class Manager:
                 self._report(grammar, problem)
             else:
                 self._queues.setdefault(grammar.client, {})[grammar.digest] = grammar
-        for digest, request_id in request.finished:
-            if digest in self._processes:
-                self._processes[digest].finished.append(request_id)
         for digest in request.stalled:
             if digest in self._processes and not self._processes[digest].has_run():
                 self._on_exit(self._processes[digest])
@@ -260,8 +259,9 @@ class Manager:
     def _report(self, grammar: Grammar, problem: Problem | None) -> None:
         self._reports.send_bytes(msgspec.msgpack.encode(GrammarReady(grammar.number, grammar.digest, problem)))
 
-    def _start_queued(self) -> None:
-        """Clients take turns. Of each one grammar at a time is compiled, and none may have all places."""
+    def _start_next(self) -> bool:
+        """Clients take turns. Of each one grammar at a time is compiled, and none may have all places. False: all that
+        are queued have to wait."""
         now, rows = time.monotonic(), self._vocabulary.rows
         self._pauses = {client: until for client, until in self._pauses.items() if until > now}
         processes = self._processes.values()
@@ -271,13 +271,18 @@ class Manager:
             if not self._queues[client]:
                 del self._queues[client]
             elif len(compiling) == self._compiling or len(self._processes) >= 4 * rows:
-                return
+                return False
             elif client not in compiling and client not in self._pauses and used[client] < rows:
                 queue = self._queues[client] = self._queues.pop(client)
                 self._start(queue.pop(next(iter(queue))))
-                compiling.add(client)
+                return True
+        return False
 
     def _start(self, grammar: Grammar) -> None:
+        if (idle := self._idle.pop(grammar.digest, None)) is not None:  # it has compiled this one
+            self._processes[grammar.digest], idle.grammar = idle, grammar
+            self._report(grammar, None)
+            return
         try:
             pid, connection = self._reuse(grammar) or self._fork(grammar)
         except OSError as error:
@@ -292,14 +297,11 @@ class Manager:
         self._selector.register(connection, selectors.EVENT_READ, partial(self._take_report, process))
 
     def _reuse(self, grammar: Grammar) -> tuple[int, socket.socket] | None:
-        """Have an idle process report the grammar: the one that has compiled it; else, if there are as many processes
-        as rows, the one that was unused for longest. None: it gets a new one."""
-        process, message = self._idle.pop(grammar.digest, None), SAME_GRAMMAR
-        if process is None and self._idle and len(self._idle) + len(self._processes) >= self._vocabulary.rows:
-            process, message = self._idle.pop(next(iter(self._idle))), grammar.text
-        if process is None:
+        """Have the process that was unused for longest compile the grammar, if there are as many as rows. None: it gets
+        a new one."""
+        if not self._idle or len(self._idle) + len(self._processes) < self._vocabulary.rows:
             return None
-        encoded = _encode(message)
+        process, encoded = self._idle.pop(next(iter(self._idle))), _encode(grammar.text)
         with contextlib.suppress(OSError):  # it was killed
             if process.connection.send(encoded) == len(encoded):  # else it is stopped, or the grammar is large
                 self._selector.unregister(process.connection)
@@ -364,21 +366,18 @@ def _compile(vocabulary: MaskVocabulary, grammar: str) -> Matchers:
 def _fill_masks(matchers: Matchers, connection: socket.socket, answers: socket.socket) -> str:
     """Report a compiled grammar, and fill masks until the manager sends another grammar, which is returned."""
     decoder, spare = msgspec.msgpack.Decoder(MaskWork | str), SPARE_SECONDS
-    while True:
-        connection.sendall(_encode(matchers.problem))
-        while isinstance(work := _receive(connection, decoder), MaskWork):
-            matchers.drop(work.finished)
-            limit = work.seconds + min(spare, work.spare)
-            signal.setitimer(signal.ITIMER_PROF, limit)
-            problems = matchers.fill(work.rows)
-            left, _ = signal.setitimer(signal.ITIMER_PROF, 0)
-            spare = max(0.0, min(SPARE_SECONDS, spare + work.seconds - (limit - left)))
-            for problem in {*problems.values()}:
-                places = [place for place, each in problems.items() if each == problem]
-                answers.send(_encode(MaskAnswer(work.step, places, problem)))
-        if work != SAME_GRAMMAR:
-            return work
-        matchers.clear()
+    connection.sendall(_encode(matchers.problem))
+    while isinstance(work := _receive(connection, decoder), MaskWork):
+        matchers.drop(work.finished)
+        limit = work.seconds + min(spare, work.spare)
+        signal.setitimer(signal.ITIMER_PROF, limit)
+        problems = matchers.fill(work.rows)
+        left, _ = signal.setitimer(signal.ITIMER_PROF, 0)
+        spare = max(0.0, min(SPARE_SECONDS, spare + work.seconds - (limit - left)))
+        for problem in {*problems.values()}:
+            places = [place for place, each in problems.items() if each == problem]
+            answers.send(_encode(MaskAnswer(work.step, places, problem)))
+    return work
 
 
 def _receive(connection: socket.socket, decoder: msgspec.msgpack.Decoder[MaskWork | str]) -> MaskWork | str:

@@ -35,8 +35,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
     digest: bytes  # of the grammar
     request_id: str
-    kept: int  # tokens of the output as it was that still stand
-    tokens: list[int]  # that follow them
+    tokens: list[int]  # of the output, those that are new since its last row
     stop_token_ids: list[int]
 
 
@@ -84,10 +83,6 @@ class Matchers:
         for request_id in request_ids:
             self._outputs.pop(request_id, None)
 
-    def clear(self) -> None:
-        """Forget all outputs."""
-        self._outputs.clear()
-
     def fill(self, rows: Sequence[tuple[int, Row]]) -> dict[int, Problem | None]:
         """Fill the masks at these places. By place, why an output can be followed no further, such as the grammar's
         complexity; None: its mask is there."""
@@ -101,13 +96,10 @@ class Matchers:
         return problems
 
     def _advance(self, row: Row) -> LLMatcher:
-        """Follow all of an output so far, whose last tokens may have been dropped and sampled again."""
+        """Follow all of an output so far."""
         if row.request_id not in self._outputs:
             self._outputs[row.request_id] = self._compiled.deep_copy(), []
         matcher, tokens = self._outputs[row.request_id]
-        if row.kept < len(tokens):
-            matcher.rollback(len(tokens) - row.kept)
-            del tokens[row.kept :]
         matcher.consume_tokens(row.tokens)
         tokens += row.tokens
         return matcher

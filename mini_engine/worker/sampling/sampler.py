@@ -63,44 +63,12 @@ class RowSampling(NamedTuple):
         return cls(params, greedy, adjusts, penalises, stream_of(params.seed))
 
 
-class Report:
-    """Logarithms of probabilities in transfer to the host.
-
-    Args:
-        rows: those of the batch that are reported; the arguments that follow are theirs.
-        raw: logarithms `[rows, vocab_size]` of the probabilities; `chosen`: int64 `[rows]`, the tokens.
-        counts: how many of the likeliest tokens each reports.
-    """
-
-    def __init__(self, rows: Sequence[int], raw: Tensor, chosen: Tensor, counts: Sequence[int]) -> None:
-        self._rows = rows
-        self._chosen, self._own = HostCopy(chosen), HostCopy(raw.gather(1, chosen.unsqueeze(1))[:, 0])
-        self._best: list[tuple[list[int], HostCopy, HostCopy]] = []
-        # By count, and not the largest for all: the order of two equals may depend on how many are sought.
-        for count in set(counts) - {0}:
-            numbers = [i for i, limit in enumerate(counts) if limit == count]
-            own = raw if len(numbers) == len(raw) else raw[to_device(torch.tensor(numbers), raw.device)]
-            values, ids = own.topk(min(count, raw.shape[1]), dim=-1)
-            self._best.append((numbers, HostCopy(ids), HostCopy(values)))
-
-    def read(self) -> dict[int, list[TokenLogprob]]:
-        """By row: the token itself, then the likeliest. Waits for the device."""
-        reports = [[TokenLogprob(*pair)] for pair in zip(self._chosen.values(), self._own.values(), strict=True)]
-        for numbers, ids, values in self._best:
-            for i, row_ids, row_values in zip(numbers, ids.values(), values.values(), strict=True):
-                reports[i] += map(TokenLogprob, row_ids, row_values)
-        return dict(zip(self._rows, reports, strict=True))
-
-
 class Sampled(NamedTuple):
-    """`tokens`: int64 `[n]` on the logits' device. `report`: the logprobs of rows that have some, if any."""
+    """`tokens`: int64 `[n]` on the logits' device. `logprobs` waits for the device, and gives those of the rows that
+    report some: of the token itself, then of the likeliest."""
 
     tokens: Tensor
-    report: Report | None = None
-
-    @property
-    def logprobs(self) -> dict[int, list[TokenLogprob]]:
-        return {} if self.report is None else self.report.read()
+    logprobs: Callable[[], dict[int, list[TokenLogprob]]] = dict
 
 
 def sample(
@@ -123,7 +91,37 @@ def sample(
     where = to_device(torch.tensor(reported), logits.device)
     raw = logits[where].float().log_softmax(dim=-1)
     tokens = _choose(process(logits), rows, output_indices)
-    return Sampled(tokens, Report(reported, raw, tokens[where], [rows[i].params.logprobs or 0 for i in reported]))
+    counts = [rows[i].params.logprobs or 0 for i in reported]
+    return Sampled(tokens, _report(reported, raw, tokens[where], counts))
+
+
+def _report(
+    rows: Sequence[int], raw: Tensor, chosen: Tensor, counts: Sequence[int]
+) -> Callable[[], dict[int, list[TokenLogprob]]]:
+    """`Sampled.logprobs`, in transfer to the host.
+
+    Args:
+        rows: those of the batch that are reported; the arguments that follow are theirs.
+        raw: logarithms `[rows, vocab_size]` of the probabilities; `chosen`: int64 `[rows]`, the tokens.
+        counts: how many of the likeliest tokens each reports.
+    """
+    tokens, logprobs = HostCopy(chosen), HostCopy(raw.gather(1, chosen.unsqueeze(1))[:, 0])
+    best: list[tuple[list[int], HostCopy, HostCopy]] = []
+    # By count, and not the largest for all: the order of two equals may depend on how many are sought.
+    for count in set(counts) - {0}:
+        numbers = [i for i, limit in enumerate(counts) if limit == count]
+        own = raw if len(numbers) == len(raw) else raw[to_device(torch.tensor(numbers), raw.device)]
+        values, ids = own.topk(min(count, raw.shape[1]), dim=-1)
+        best.append((numbers, HostCopy(ids), HostCopy(values)))
+
+    def wait() -> dict[int, list[TokenLogprob]]:
+        reports = [[TokenLogprob(*pair)] for pair in zip(tokens.values(), logprobs.values(), strict=True)]
+        for numbers, ids, values in best:
+            for i, row_ids, row_values in zip(numbers, ids.values(), values.values(), strict=True):
+                reports[i] += map(TokenLogprob, row_ids, row_values)
+        return dict(zip(rows, reports, strict=True))
+
+    return wait
 
 
 def stream_of(seed: int) -> int:

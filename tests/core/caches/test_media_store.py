@@ -7,7 +7,7 @@ from itertools import chain
 
 import pytest
 
-from mini_engine.core.caches.media_store import MediaStore
+from mini_engine.core.caches.media_store import LruDict, MediaStore
 from mini_engine.messages import CachedMedia, FoundMedia, StoreHandle
 from mini_engine.transport.page_allocator import HIGH_WATER_PAGES, PAGE_BYTES, pages_for
 
@@ -139,3 +139,19 @@ def test_raised_mark_is_reported_if_ranks_register_the_memory():
         store.reserve((7, "r"), media(number, rows))
         store.written(media(number, rows).media_hash, [])
     assert marks == [HIGH_WATER_PAGES * PAGE_BYTES, 2 * HIGH_WATER_PAGES * PAGE_BYTES]
+
+
+def test_what_was_used_last_is_kept_within_the_capacity() -> None:
+    lru = LruDict[str, str](6, len)
+    for key in "abc":
+        lru.put(key, "xx")
+    assert lru.get("a") == "xx"
+    lru.put("d", "xxx")
+    assert [lru.get(key) for key in "abcd"] == ["xx", None, None, "xxx"] and (len(lru), lru.size) == (2, 5)
+    lru.put("a", "xxxx")
+    assert [lru.get(key) for key in "ad"] == ["xxxx", None] and lru.size == 4, "a value replaces another"
+    lru.put("e", "xxxxxxx")
+    assert (len(lru), lru.size) == (0, 0), "too large by itself"
+    lru.put("a", "x")
+    lru.clear()
+    assert lru.get("a") is None and lru.size == 0

@@ -2,8 +2,9 @@
 
 import pytest
 
+from mini_engine.config import EngineConfig
 from mini_engine.core.caches.state_snapshots import StatePool
-from mini_engine.messages import ChildRequest
+from mini_engine.messages import ChildRequest, EngineLimits
 from tests.support.simulated_core import World, item, message
 from tests.support.simulated_ranks import token_of
 
@@ -69,7 +70,7 @@ def test_few_snapshots_cost_hits_and_no_answer(snapshots):
 
 
 def test_the_least_recently_used_snapshot_makes_room():
-    pool = StatePool(1, 3, 4)
+    pool = StatePool(EngineConfig(max_num_seqs=1), EngineLimits(64, 4, 16, 64, num_states=3))
     indices = {prefix_hash: pool.reserve() for prefix_hash in (b"a", b"b")}
     assert pool.reserve() is None, "both will hold a snapshot"
     assert all(pool.publish(prefix_hash, index) for prefix_hash, index in indices.items())

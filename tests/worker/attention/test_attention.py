@@ -7,7 +7,7 @@ import torch
 from mini_engine.kernels import ops
 from mini_engine.model.vision_language import AttentionShape
 from mini_engine.worker.attention import sdpa as attention
-from mini_engine.worker.attention.sdpa import KVCache, SdpaBackend, Span, empty_blocks
+from mini_engine.worker.attention.sdpa import AttentionBackend, KVCache, Span, empty_blocks
 from tests.support.attention_reference import reference_attention, slots_of
 
 
@@ -36,7 +36,7 @@ def test_ragged_batches(pad_bytes, group_bytes, block_size, heads, kv_heads, mon
         angles = ops.rotary_tables(torch.randn(total, 4))
         projected = ops.Heads(torch.randn(total, heads + 2 * kv_heads, 8), kv_heads, *angles)
         q, k, v = ops.rotate_heads(projected)
-        attend = SdpaBackend(cache).step(indices, spans)
+        attend = AttentionBackend(cache).step(indices, spans)
         before = cache.storage[0].clone()
         out = attend(1, projected)
         assert torch.equal(cache.storage[0], before)

@@ -6,7 +6,7 @@ import torch
 
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.weights import load_model
-from mini_engine.worker.attention.sdpa import AttentionBackend, SdpaBackend, Span
+from mini_engine.worker.attention.sdpa import AttentionBackend, Span
 from mini_engine.worker.model_runner import ModelRunner
 from tests.support import script, tiny
 from tests.support.devices import INTERPRETED, device
@@ -42,7 +42,7 @@ def test_the_tokens_are_those_of_steps_without_and_of_torchs_attention(device, c
         return script.run(runner, steps, ahead=1)
 
     tokens = run(backend, graphs)
-    assert tokens == run(SdpaBackend(cache), None)
+    assert tokens == run(AttentionBackend(cache), None)
     if not INTERPRETED:  # where it would take its time
         assert tokens == run(backend, None)
     assert len({tuple(answer) for answer in tokens.values()}) == len(tokens)

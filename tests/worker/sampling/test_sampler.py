@@ -90,7 +90,7 @@ def test_a_row_is_the_same_in_any_company(choices, number, halved):
     for i in range(len(rows)):
         alone = sample(logits[i : i + 1].clone(), rows[i : i + 1])
         assert alone.tokens.item() == together.tokens[i]
-        assert alone.logprobs.get(0) == together.logprobs.get(i)
+        assert alone.logprobs().get(0) == together.logprobs().get(i)
     order = torch.randperm(len(rows), generator=generator)
     moved = sample(logits[order], [rows[i] for i in order])
     assert torch.equal(moved.tokens, together.tokens[order])
@@ -104,11 +104,11 @@ def test_logprobs_are_those_of_the_raw_logits():
     bias = 100.0 * (torch.arange(VOCABULARY) == 7)
     sampled = sample(logits.clone(), rows, process=lambda scores: scores + bias)
     assert sampled.tokens[0] == 7
-    assert sorted(sampled.logprobs) == [0, 2, 3]
+    assert sorted(sampled.logprobs()) == [0, 2, 3]
     for i, limit in ((0, 3), (2, 0), (3, VOCABULARY)):
         expected = logits[i].double().softmax(-1).log()
         best = sorted(range(VOCABULARY), key=lambda t, e=expected: -e[t])[:limit]
-        report = sampled.logprobs[i]
+        report = sampled.logprobs()[i]
         assert [entry.token_id for entry in report] == [int(sampled.tokens[i]), *best]
         for entry in report:
             assert entry.logprob == pytest.approx(float(expected[entry.token_id]), abs=1e-5)

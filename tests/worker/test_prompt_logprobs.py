@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from mini_engine.messages import NewSequence
 from mini_engine.model.parallel import TensorParallel
-from mini_engine.worker.sampling import prompt_logprobs
-from mini_engine.worker.sampling.prompt_logprobs import list_tokens
+from mini_engine.worker import prompt_outputs
+from mini_engine.worker.prompt_outputs import list_tokens
 from tests.support import script, tiny
 from tests.support.families import FAMILIES
 
@@ -19,7 +19,7 @@ COUNTS = 0, 2, 20
 
 @pytest.fixture(autouse=True)
 def few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_logprobs, "SLICE_BYTES", 4 * 200 * 7)
+    monkeypatch.setattr(prompt_outputs, "SLICE_BYTES", 4 * 200 * 7)
 
 
 def listing_requests(media: tiny.MemoryMedia, family: str) -> list[NewSequence]:
