@@ -19,6 +19,7 @@ from mini_engine.log import about
 from mini_engine.messages import EngineTimes, FinishReason, NewRequest, Problem, RequestOutput, SamplingParams
 from mini_engine.prompt.detokenizer import Detokenizer, ListedToken, Vocabulary
 from mini_engine.prompt.prompt_echo import LogprobTables, PromptEcho
+from mini_engine.prompt.renderer import Prompt
 from mini_engine.prompt.stop_strings import StopSearch
 from mini_engine.prompt.tool_calls import AnswerParser, Kind
 from mini_engine.protocol.api_errors import ApiError, EngineError, MediaNotSent, bad_request
@@ -93,12 +94,12 @@ class Sample:
         """The piece that the next outputs make, at most `PIECE_OUTPUTS`; before the first the pieces of the prompt. One
         with a finish reason, which may be that of a stop string, is the last."""
         if (echoed := next(self._prompt, None)) is not None:
-            fragments: list[tuple[Kind, str]] = [("content", echoed.text)] if echoed.text else []
-            return Piece(self.index, 0, fragments, None, echoed.listed)
+            text, listed = echoed
+            return Piece(self.index, 0, [("content", text)] if text else [], None, listed)
         outputs, self.outputs = self.outputs[:PIECE_OUTPUTS], self.outputs[PIECE_OUTPUTS:]
         reason, before = outputs[-1].finish_reason, self.completion_tokens
         parts: list[tuple[str, str]] = []
-        listed: list[ListedToken] | None = [] if self._with_logprobs else None
+        listed = [] if self._with_logprobs else None
         token_ids = [token for output in outputs for token in output.token_ids]
         logprobs = [each for output in outputs for each in output.logprobs]
         hidden = reason == "stop" and bool(token_ids) and token_ids[-1] in self._hidden_ends
@@ -116,7 +117,7 @@ class Sample:
         if self._stops.found or reason is not None:
             finished = "length" if reason == "length" and not self._stops.found else "stop"
         thought, text = ("".join(texts) for texts in zip(("", ""), *parts, strict=True))
-        fragments = [("reasoning_content", thought)] if thought else []
+        fragments: list[tuple[Kind, str]] = [("reasoning_content", thought)] if thought else []
         fragments += self._calls.push(text, last=finished is not None)
         return Piece(self.index, self.completion_tokens - before, fragments, finished, listed)
 
@@ -136,8 +137,7 @@ class Sample:
 class Answer:
     """One request, and the pieces of its choices. As a context it aborts, when it is left, what has not ended.
 
-    `request` is what the engine gets of `body`, with its children; its first choice has the index `first_index`.
-    `make_thoughts` makes the parser of each choice's thought.
+    `request` is what the engine gets of `prompt`, with its children.
     """
 
     finish_at_engine: Callable[[str, FinishReason], None]  # ends a sample, by its id; set once the engine has it
@@ -145,15 +145,8 @@ class Answer:
     warnings: Sequence[str] = ()  # what the answer does not rest on, such as the missing part of a video
     may_need_media = False  # whether the engine may need the request again
 
-    def __init__(
-        self,
-        body: GenerationRequest,
-        request: NewRequest,
-        vocabulary: Vocabulary,
-        clock: RequestClock,
-        make_thoughts: Callable[[], AnswerParser],
-        first_index: int,
-    ):
+    def __init__(self, prompt: Prompt, request: NewRequest, vocabulary: Vocabulary, clock: RequestClock):
+        body = prompt.body
         ids = [request.request_id, *(child.request_id for child in request.children)]
         # Not the request itself: its tensors would stay in memory until the last token.
         self.request_id, self.num_prompt_tokens = request.request_id, len(request.prompt_token_ids)
@@ -164,8 +157,8 @@ class Answer:
             self._prompt = PromptEcho(body, request, vocabulary)
         echoed = self._prompt if body.echo else None
         self.samples = {
-            sample_id: Sample(index, sample_id, body, request.sampling, vocabulary, make_thoughts(), echoed)
-            for index, sample_id in enumerate(ids, first_index)
+            sample_id: Sample(index, sample_id, body, request.sampling, vocabulary, prompt.thought_parser(), echoed)
+            for index, sample_id in enumerate(ids, prompt.first_index)
         }
         self.arrival: int | None = None  # of the request when it is sent again
         self._error: ApiError | None = None
