@@ -23,7 +23,7 @@ from mini_engine.prompt.renderer import Prompt
 from mini_engine.prompt.stop_strings import StopSearch
 from mini_engine.prompt.tool_calls import AnswerParser, Kind
 from mini_engine.protocol.api_errors import ApiError, EngineError, MediaNotSent, bad_request
-from mini_engine.protocol.bodies import ChatRequest, GenerationRequest
+from mini_engine.protocol.bodies import ChatRequest
 from mini_engine.protocol.request_clock import RequestClock
 
 logger = logging.getLogger(__name__)
@@ -52,14 +52,14 @@ class Sample:
         self,
         index: int,
         request_id: str,
-        body: GenerationRequest,
+        prompt: Prompt,
         sampling: SamplingParams,
         vocabulary: Vocabulary,
-        thoughts: AnswerParser,
-        prompt: PromptEcho | None = None,
+        echo: PromptEcho | None,
     ):
-        """`thoughts` splits the thought from the text, in which stop strings act before calls are split off; `prompt`
-        is echoed before both."""
+        """The thought is split from the text, in which stop strings act before calls are split off; `echo` comes before
+        both."""
+        body = prompt.body
         include_stop = bool(body.include_stop_str_in_output)
         self.index = index
         self.request_id = request_id
@@ -69,13 +69,13 @@ class Sample:
         self.times: EngineTimes | None = None  # of the first sample, once its first token arrived
         self.pooled = b""
         self._detokenizer = Detokenizer(vocabulary, body.skip_special_tokens is not False)
-        self._thoughts = thoughts
+        self._thoughts = prompt.thought_parser()
         self._stops = StopSearch(body.stop_strings, include_stop)
         self._calls = AnswerParser(calls=isinstance(body, ChatRequest) and body.calls_tools)
         self._min_tokens = sampling.min_tokens  # no stop string counts that these complete, as in vLLM
         self._with_logprobs = sampling.logprobs is not None
         self._hidden_ends = () if include_stop else sampling.stop_token_ids  # without text where they end the sample
-        self._prompt = iter(()) if prompt is None else prompt.pieces(self._detokenizer)
+        self._echoed = iter(()) if echo is None else echo.pieces(self._detokenizer)
         self._is_empty = body.token_limit == 0
         self._ended = False  # by the engine
         self.outputs: list[RequestOutput] = []  # not taken yet
@@ -93,7 +93,7 @@ class Sample:
     def take(self) -> Piece:
         """The piece that the next outputs make, at most `PIECE_OUTPUTS`; before the first the pieces of the prompt. One
         with a finish reason, which may be that of a stop string, is the last."""
-        if (echoed := next(self._prompt, None)) is not None:
+        if (echoed := next(self._echoed, None)) is not None:
             text, listed = echoed
             return Piece(self.index, 0, [("content", text)] if text else [], None, listed)
         outputs, self.outputs = self.outputs[:PIECE_OUTPUTS], self.outputs[PIECE_OUTPUTS:]
@@ -124,8 +124,8 @@ class Sample:
     def _split(self, decoded: str, last: bool = False) -> tuple[str, str]:
         """What `decoded` adds to the thought, and to the text, where stop strings count."""
         parts: dict[str, str] = dict(self._thoughts.push(decoded, last))
-        text = self._stops.push(parts.get("content", ""), exempt=self.completion_tokens <= self._min_tokens)
-        return parts.get("reasoning_content", ""), text + (self._stops.finish() if last else "")
+        text = self._stops.push(parts.get("content", ""), self.completion_tokens <= self._min_tokens, last)
+        return parts.get("reasoning_content", ""), text
 
     def end(self) -> None:
         """There are no more pieces; outputs that were not taken are dropped."""
@@ -157,7 +157,7 @@ class Answer:
             self._prompt = PromptEcho(body, request, vocabulary)
         echoed = self._prompt if body.echo else None
         self.samples = {
-            sample_id: Sample(index, sample_id, body, request.sampling, vocabulary, prompt.thought_parser(), echoed)
+            sample_id: Sample(index, sample_id, prompt, request.sampling, vocabulary, echoed)
             for index, sample_id in enumerate(ids, prompt.first_index)
         }
         self.arrival: int | None = None  # of the request when it is sent again

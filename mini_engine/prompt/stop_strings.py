@@ -18,9 +18,9 @@ class StopSearch:
         self._include = include
         self._held = ""  # the start of a stop string, but for its last character at least
 
-    def push(self, text: str, exempt: bool = False) -> str:
-        """Takes the next text, unless a stop string was found before it, and returns what may be sent now. No stop
-        string counts that ends in text that is `exempt`."""
+    def push(self, text: str, exempt: bool = False, last: bool = False) -> str:
+        """Takes the next text, unless a stop string was found before it, and returns what may be sent now; with the
+        `last`, all. No stop string counts that ends in text that is `exempt`."""
         if not self._held and self._first_characters.isdisjoint(text):
             return text
         before, text = len(self._held), self._held + text
@@ -32,14 +32,9 @@ class StopSearch:
                 self.found, self._held = True, ""
                 return text[: end if self._include else begin]
         starts = (index for index, character in enumerate(text) if character in self._first_characters)
-        sent = next((start for start in starts if self._may_become_one(text[start:])), len(text))
+        sent = next((start for start in starts if not last and self._may_become_one(text[start:])), len(text))
         self._held = text[sent:]
         return text[:sent]
 
     def _may_become_one(self, text: str) -> bool:
         return any(len(string) > len(text) and string.startswith(text) for string in self._strings)
-
-    def finish(self) -> str:
-        """After the last text: what was held back."""
-        held, self._held = self._held, ""
-        return held

@@ -35,7 +35,7 @@ def test_first_stop_string_is_found_and_no_more_is_held_back_than_may_become_one
         assert (sent, search.found) == expected()
         if search.found:
             return
-    assert sent + search.finish() == text
+    assert sent + search.push("", last=True) == text
 
 
 @pytest.mark.parametrize(
