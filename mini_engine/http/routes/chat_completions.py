@@ -18,7 +18,7 @@ from mini_engine import metrics
 from mini_engine.engine_client.engines import EngineHandle
 from mini_engine.http.body import read_body, takes
 from mini_engine.http.context import AppContext, context_of
-from mini_engine.http.known_media import DownloadAgain, bind_names, find_media, resolve_names
+from mini_engine.http.known_media import DownloadAgain, absent_items, bind_names, find_media, resolve_names
 from mini_engine.http.responses import ChatResponder
 from mini_engine.log import about
 from mini_engine.media.loader import Candidates
@@ -128,12 +128,12 @@ async def send(
     clock, request_id = state.clock, state.request_id
     media, usage, warnings = list[MediaItem](), list[dict[str, Any]](), list[str]()
     if items:
-        known = await find_media(engine, items, request_id)
-        found, absent = known.found, known.absent(trusts_embeddings)
+        chosen, found = await find_media(engine, items, request_id)
+        absent = absent_items(chosen, found, trusts_embeddings)
         processed = await context.media.process(absent, clock, request_id)
-        bind_names(context.engines, known.items, processed)
+        bind_names(context.engines, chosen, processed)
         warnings = [f"{item.ref.name}: {text}" for item in absent if (text := processed[item.media_hash].missing)]
-        hashes = [item.media_hash for item in known.items]
+        hashes = [item.media_hash for item in chosen]
         used = [processed.get(key) or ProcessedItem(found[key].facts, None) for key in hashes]
         token_ids, media = context.renderer.expand(prompt.token_ids, used)
         prompt = replace(prompt, token_ids=token_ids)
