@@ -23,14 +23,13 @@ class StopSearch:
         `last`, all. No stop string counts that ends in text that is `exempt`."""
         if not self._held and self._first_characters.isdisjoint(text):
             return text
+        ending = [string for string in self._strings if string[-1] in text and not exempt]  # perhaps in this text
         before, text = len(self._held), self._held + text
-        if not exempt:
-            begins = [text.find(string, max(0, before + 1 - len(string))) for string in self._strings]
-            pairs = zip(begins, self._strings, strict=True)
-            if ends := [(begin + len(string), begin) for begin, string in pairs if begin >= 0]:
-                end, begin = min(ends)
-                self.found, self._held = True, ""
-                return text[: end if self._include else begin]
+        begins = [text.find(string, max(0, before + 1 - len(string))) for string in ending]
+        if ends := [(begin + len(string), begin) for begin, string in zip(begins, ending, strict=True) if begin >= 0]:
+            end, begin = min(ends)
+            self.found, self._held = True, ""
+            return text[: end if self._include else begin]
         starts = (index for index, character in enumerate(text) if character in self._first_characters)
         sent = next((start for start in starts if not last and self._may_become_one(text[start:])), len(text))
         self._held = text[sent:]
