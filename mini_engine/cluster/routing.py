@@ -19,8 +19,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import msgspec
 
-from mini_engine.protocol.body_split import URL_FIELDS, SplitBody
-from mini_engine.protocol.json_cost import MAX_STRUCTURE, count_structure
+from mini_engine.protocol.body_split import MAX_STRUCTURE, URL_FIELDS, SplitBody, count_structure
 from mini_engine.protocol.parts import MAX_URL_CHARACTERS
 
 # Fields of parts, and where in each is a URL; first of all the client's name.

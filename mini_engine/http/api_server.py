@@ -143,7 +143,7 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
 
 async def _serve(child: Child, config: EngineConfig, front: ModelFront, link: SupervisorLink) -> None:
     limits = await link.started
-    context = AppContext.of(front, config, link.engines, limits, child.spec.incarnation)
+    context = AppContext(front, config, link.engines, limits, child.spec.incarnation)
     cache = limits.block_size, limits.num_blocks, config.enable_prefix_caching, config.gpu_memory_utilization
     for engine in range(config.engines):
         metrics.cache_config_info.labels(engine, *cache).set(1)

@@ -19,8 +19,7 @@ from starlette.requests import Request
 from mini_engine.config import EngineConfig
 from mini_engine.http.admission import BudgetShare
 from mini_engine.protocol.api_errors import ApiError, ErrorResponse, bad_request
-from mini_engine.protocol.body_split import SplitBody
-from mini_engine.protocol.json_cost import MAX_STRUCTURE, STRUCTURE_LIMIT, count_structure
+from mini_engine.protocol.body_split import MAX_STRUCTURE, STRUCTURE_LIMIT, SplitBody, count_structure
 
 if TYPE_CHECKING:  # the cluster's front receives bodies, too, and needs no torch
     from mini_engine.http.context import AppContext

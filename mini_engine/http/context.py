@@ -2,9 +2,8 @@
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from starlette.datastructures import State
 from starlette.requests import Request
@@ -28,7 +27,7 @@ TEXT_THREADS = 2  # most of what they do needs the interpreter, which the event 
 INLINE_CHARACTERS = 4096  # of text to tokenise
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModelFront:
     """What an API server loads of the model, while the engines start."""
 
@@ -41,39 +40,26 @@ class ModelFront:
     task: Task
 
 
-@dataclass(frozen=True)
 class AppContext(ModelFront):
     """The parts of an API server that the routes use."""
 
-    config: EngineConfig
-    engines: EngineClient
-    limits: EngineLimits
-    sampling: SamplingResolver
-    requests: Budget  # choices of unfinished ones for text
-    bodies: Budget  # bytes of all requests, while they are received
-    media_bytes: Budget
-    places: Places
-    text_threads: ThreadPoolExecutor  # decode bodies, and render and tokenise texts, that are large
-    text_places: FairPlaces  # one for each of these threads
-
-    @classmethod
-    def of(
-        cls, front: ModelFront, config: EngineConfig, engines: EngineClient, limits: EngineLimits, incarnation: int
-    ) -> Self:
+    def __init__(
+        self, front: ModelFront, config: EngineConfig, engines: EngineClient, limits: EngineLimits, incarnation: int
+    ):
         """Of the process `incarnation`, whose engines have these `limits`."""
-        return cls(
-            **vars(front),
-            config=config,
-            engines=engines,
-            limits=limits,
-            sampling=SamplingResolver(front.defaults, limits.max_model_len, front.vocab_size, config.seed, incarnation),
-            requests=Budget(config.max_num_queued_reqs, "--max-num-queued-reqs", "queued_requests", "choice(s)"),
-            bodies=body_budget(config),
-            media_bytes=media_budget(config),
-            places=Places(config.maximum_concurrent_videos),
-            text_threads=start_thread_pool(TEXT_THREADS, "text"),
-            text_places=FairPlaces(TEXT_THREADS, slow_places=0),
+        super().__init__(**vars(front))
+        self.config, self.engines, self.limits = config, engines, limits
+        self.sampling = SamplingResolver(
+            front.defaults, limits.max_model_len, front.vocab_size, config.seed, incarnation
         )
+        # Choices of unfinished requests for text.
+        self.requests = Budget(config.max_num_queued_reqs, "--max-num-queued-reqs", "queued_requests", "choice(s)")
+        self.bodies = body_budget(config)  # bytes of all requests, while they are received
+        self.media_bytes = media_budget(config)
+        self.places = Places(config.maximum_concurrent_videos)
+        # They decode bodies, and render and tokenise texts, that are large.
+        self.text_threads = start_thread_pool(TEXT_THREADS, "text")
+        self.text_places = FairPlaces(TEXT_THREADS, slow_places=0)  # one for each of these threads
 
     async def run_sized(self, work: Callable[[], T], size: int, client: bytes, inline: int = INLINE_CHARACTERS) -> T:
         """The result of `work`. Where the `size` of its input is at most `inline`, it runs on the event loop, for some

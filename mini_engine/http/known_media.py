@@ -90,26 +90,11 @@ class DownloadAgain(Exception):
     refs: list[MediaRef]
 
 
-@dataclass(frozen=True)
-class KnownMedia:
-    """The items of a request, and what its engine knows of them, by media hash."""
-
-    items: list[FetchedItem]  # each with the settings that it is used with
-    found: FoundByHash
-
-    def absent(self, trusts_embeddings: bool) -> list[FetchedItem]:
-        """What has to be decoded. Without `trusts_embeddings` data too, of which there are only these: they may be
-        evicted each time; names still mean embeddings, which another request has encoded since."""
-        return [
-            item
-            for item in self.items
-            if not _is_held(item, self.found)
-            or not (trusts_embeddings or item.content.is_absent or self.found[item.media_hash].held == "patches")
-        ]
-
-
-async def find_media(engine: EngineHandle, items: Sequence[Candidates], request_id: str) -> KnownMedia:
-    """Ask `engine`, which is to get the request, what it has.
+async def find_media(
+    engine: EngineHandle, items: Sequence[Candidates], request_id: str
+) -> tuple[list[FetchedItem], FoundByHash]:
+    """Ask `engine`, which is to get the request, what it has. Returns each item with the settings that it is used with,
+    and what the engine knows, by media hash.
 
     Raises DownloadAgain; ApiError: 404 for names alone of what it does not have, 400 for two contents under one name;
     EngineError: the engine is down.
@@ -130,7 +115,18 @@ async def find_media(engine: EngineHandle, items: Sequence[Candidates], request_
     distinct = {item.media_hash: item for item in chosen}
     engine.media.queries.inc(len(distinct))
     engine.media.hits.inc(sum(_is_held(item, found) for item in distinct.values()))
-    return KnownMedia(chosen, found)
+    return chosen, found
+
+
+def absent_items(items: Sequence[FetchedItem], found: FoundByHash, trusts_embeddings: bool) -> list[FetchedItem]:
+    """What has to be decoded. Without `trusts_embeddings` data too, of which there are only these: they may be evicted
+    each time; names still mean embeddings, which another request has encoded since."""
+    return [
+        item
+        for item in items
+        if not _is_held(item, found)
+        or not (trusts_embeddings or item.content.is_absent or found[item.media_hash].held == "patches")
+    ]
 
 
 def _is_held(item: FetchedItem, found: FoundByHash) -> bool:

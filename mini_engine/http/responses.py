@@ -113,17 +113,16 @@ class Responder(ABC):
     async def _events(self, answers: Sequence[Answer]) -> AsyncGenerator[bytes, None]:
         """The events, of which the last are sent together. An error after the first is an event too."""
         first, started = answers[0], False
-        unfinished = sum(len(answer.samples) for answer in answers)
         try:
             async with contextlib.aclosing(pieces(answers)) as arriving:
                 async for piece in arriving:
-                    unfinished -= piece.finish_reason is not None
                     self._add(piece, choice := Choice())
                     if choice.fields or piece.logprobs or piece.finish_reason:
                         started = True
                         event = {"index": piece.index} | self._event_fields(choice)
                         event["logprobs"] = msgspec.Raw(b"".join(self._logprobs(choice)))
-                        yield self._event(answers, event) if unfinished else self._last_events(answers, event)
+                        is_last = all(answer.over for answer in answers)
+                        yield self._last_events(answers, event) if is_last else self._event(answers, event)
         except Exception as error:  # noqa: BLE001 - report_error() logs what it does not know
             if not started:
                 raise

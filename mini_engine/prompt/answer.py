@@ -19,10 +19,11 @@ from mini_engine.log import about
 from mini_engine.messages import EngineTimes, FinishReason, NewRequest, Problem, RequestOutput, SamplingParams
 from mini_engine.prompt.detokenizer import Detokenizer, ListedToken, Vocabulary
 from mini_engine.prompt.prompt_echo import LogprobTables, PromptEcho
-from mini_engine.prompt.stop_strings import StopSearch, stop_strings
+from mini_engine.prompt.renderer import Prompt
+from mini_engine.prompt.stop_strings import StopSearch
 from mini_engine.prompt.tool_calls import AnswerParser, Kind
 from mini_engine.protocol.api_errors import ApiError, EngineError, MediaNotSent, bad_request
-from mini_engine.protocol.bodies import ChatRequest, GenerationRequest
+from mini_engine.protocol.bodies import ChatRequest
 from mini_engine.protocol.request_clock import RequestClock
 
 logger = logging.getLogger(__name__)
@@ -51,14 +52,14 @@ class Sample:
         self,
         index: int,
         request_id: str,
-        body: GenerationRequest,
+        prompt: Prompt,
         sampling: SamplingParams,
         vocabulary: Vocabulary,
-        thoughts: AnswerParser,
-        prompt: PromptEcho | None = None,
+        echo: PromptEcho | None,
     ):
-        """`thoughts` splits the thought from the text, in which stop strings act before calls are split off; `prompt`
-        is echoed before both."""
+        """The thought is split from the text, in which stop strings act before calls are split off; `echo` comes before
+        both."""
+        body = prompt.body
         include_stop = bool(body.include_stop_str_in_output)
         self.index = index
         self.request_id = request_id
@@ -68,13 +69,13 @@ class Sample:
         self.times: EngineTimes | None = None  # of the first sample, once its first token arrived
         self.pooled = b""
         self._detokenizer = Detokenizer(vocabulary, body.skip_special_tokens is not False)
-        self._thoughts = thoughts
-        self._stops = StopSearch(stop_strings(tuple(body.stop_strings)), include_stop)
+        self._thoughts = prompt.thought_parser()
+        self._stops = StopSearch(body.stop_strings, include_stop)
         self._calls = AnswerParser(calls=isinstance(body, ChatRequest) and body.calls_tools)
         self._min_tokens = sampling.min_tokens  # no stop string counts that these complete, as in vLLM
         self._with_logprobs = sampling.logprobs is not None
         self._hidden_ends = () if include_stop else sampling.stop_token_ids  # without text where they end the sample
-        self._prompt = iter(()) if prompt is None else prompt.pieces(self._detokenizer)
+        self._echoed = iter(()) if echo is None else echo.pieces(self._detokenizer)
         self._is_empty = body.token_limit == 0
         self._ended = False  # by the engine
         self.outputs: list[RequestOutput] = []  # not taken yet
@@ -92,13 +93,13 @@ class Sample:
     def take(self) -> Piece:
         """The piece that the next outputs make, at most `PIECE_OUTPUTS`; before the first the pieces of the prompt. One
         with a finish reason, which may be that of a stop string, is the last."""
-        if (echoed := next(self._prompt, None)) is not None:
-            fragments: list[tuple[Kind, str]] = [("content", echoed.text)] if echoed.text else []
-            return Piece(self.index, 0, fragments, None, echoed.listed)
+        if (echoed := next(self._echoed, None)) is not None:
+            text, listed = echoed
+            return Piece(self.index, 0, [("content", text)] if text else [], None, listed)
         outputs, self.outputs = self.outputs[:PIECE_OUTPUTS], self.outputs[PIECE_OUTPUTS:]
         reason, before = outputs[-1].finish_reason, self.completion_tokens
         parts: list[tuple[str, str]] = []
-        listed: list[ListedToken] | None = [] if self._with_logprobs else None
+        listed = [] if self._with_logprobs else None
         token_ids = [token for output in outputs for token in output.token_ids]
         logprobs = [each for output in outputs for each in output.logprobs]
         hidden = reason == "stop" and bool(token_ids) and token_ids[-1] in self._hidden_ends
@@ -116,15 +117,15 @@ class Sample:
         if self._stops.found or reason is not None:
             finished = "length" if reason == "length" and not self._stops.found else "stop"
         thought, text = ("".join(texts) for texts in zip(("", ""), *parts, strict=True))
-        fragments = [("reasoning_content", thought)] if thought else []
+        fragments: list[tuple[Kind, str]] = [("reasoning_content", thought)] if thought else []
         fragments += self._calls.push(text, last=finished is not None)
         return Piece(self.index, self.completion_tokens - before, fragments, finished, listed)
 
     def _split(self, decoded: str, last: bool = False) -> tuple[str, str]:
         """What `decoded` adds to the thought, and to the text, where stop strings count."""
         parts: dict[str, str] = dict(self._thoughts.push(decoded, last))
-        text = self._stops.push(parts.get("content", ""), exempt=self.completion_tokens <= self._min_tokens)
-        return parts.get("reasoning_content", ""), text + (self._stops.finish() if last else "")
+        text = self._stops.push(parts.get("content", ""), self.completion_tokens <= self._min_tokens, last)
+        return parts.get("reasoning_content", ""), text
 
     def end(self) -> None:
         """There are no more pieces; outputs that were not taken are dropped."""
@@ -136,8 +137,7 @@ class Sample:
 class Answer:
     """One request, and the pieces of its choices. As a context it aborts, when it is left, what has not ended.
 
-    `request` is what the engine gets of `body`, with its children; its first choice has the index `first_index`.
-    `make_thoughts` makes the parser of each choice's thought.
+    `request` is what the engine gets of `prompt`, with its children.
     """
 
     finish_at_engine: Callable[[str, FinishReason], None]  # ends a sample, by its id; set once the engine has it
@@ -145,15 +145,8 @@ class Answer:
     warnings: Sequence[str] = ()  # what the answer does not rest on, such as the missing part of a video
     may_need_media = False  # whether the engine may need the request again
 
-    def __init__(
-        self,
-        body: GenerationRequest,
-        request: NewRequest,
-        vocabulary: Vocabulary,
-        clock: RequestClock,
-        make_thoughts: Callable[[], AnswerParser],
-        first_index: int,
-    ):
+    def __init__(self, prompt: Prompt, request: NewRequest, vocabulary: Vocabulary, clock: RequestClock):
+        body = prompt.body
         ids = [request.request_id, *(child.request_id for child in request.children)]
         # Not the request itself: its tensors would stay in memory until the last token.
         self.request_id, self.num_prompt_tokens = request.request_id, len(request.prompt_token_ids)
@@ -164,8 +157,8 @@ class Answer:
             self._prompt = PromptEcho(body, request, vocabulary)
         echoed = self._prompt if body.echo else None
         self.samples = {
-            sample_id: Sample(index, sample_id, body, request.sampling, vocabulary, make_thoughts(), echoed)
-            for index, sample_id in enumerate(ids, first_index)
+            sample_id: Sample(index, sample_id, prompt, request.sampling, vocabulary, echoed)
+            for index, sample_id in enumerate(ids, prompt.first_index)
         }
         self.arrival: int | None = None  # of the request when it is sent again
         self._error: ApiError | None = None

@@ -4,7 +4,6 @@ In pieces, as an answer, since a prompt may have tens of thousands of tokens. Kn
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,14 +16,6 @@ PIECE_ENTRIES = 512  # of the prompt's tokens and the likeliest at their places:
 
 LogprobTables = list[dict[int, dict[str, Any]] | None]
 """vLLM's: of each token itself and the likeliest at its place, by id. None for the first, which follows nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptPiece:
-    """What some tokens of an echoed prompt add to a choice."""
-
-    text: str
-    listed: list[ListedToken] | None  # with `logprobs`
 
 
 class PromptEcho:
@@ -40,8 +31,9 @@ class PromptEcho:
     def add(self, rows: bytes) -> None:
         self._rows += rows
 
-    def pieces(self, detokenizer: Detokenizer) -> Iterator[PromptPiece]:
-        """The echo, for a choice with this detokenizer. Taken when the choice has a token."""
+    def pieces(self, detokenizer: Detokenizer) -> Iterator[tuple[str, list[ListedToken] | None]]:
+        """The echo, for a choice with this detokenizer: text, and with `logprobs` its listed tokens. Taken when the
+        choice has a token."""
         for start, stop in self._parts():
             texts, listed = list[str](), list[ListedToken]()
             places = self._read(start, stop)
@@ -49,7 +41,7 @@ class PromptEcho:
                 if self._listed is not None:
                     listed.append(detokenizer.list_token(places[index][1][: 1 + self._listed]))
                 texts.append(detokenizer.push(token_id, in_prompt=True))
-            yield PromptPiece("".join(texts), listed or None)
+            yield "".join(texts), listed or None
 
     def tables(self) -> Iterator[LogprobTables]:
         """The field `prompt_logprobs` in pieces, once the engine has said all; none where it was not requested. They

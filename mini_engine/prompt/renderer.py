@@ -19,7 +19,7 @@ import msgspec
 from mini_engine.media.processor import MediaProcessor, ProcessedItem
 from mini_engine.messages import EngineLimits, MediaItem, Modality, PoolingParams
 from mini_engine.prompt.client_text import MARK, ClientText, encode_text
-from mini_engine.prompt.tool_calls import AnswerFormat, AnswerParser, after_thought
+from mini_engine.prompt.tool_calls import AnswerParser, after_thought, call_grammar, has_calls
 from mini_engine.protocol.api_errors import bad_request, prompt_too_long
 from mini_engine.protocol.bodies import ChatMessage, ChatRequest, GenerationRequest, StructuredOutputs
 from mini_engine.protocol.parts import MediaRef, Part
@@ -47,8 +47,8 @@ class ChatRenderer:
     def __init__(
         self, hf_processor: Any, chat_template: str | None = None, tool_parser: str = "auto", reasoning: str = "auto"
     ) -> None:
-        """`chat_template` is Jinja text to use instead of the model's own; for the parsers see `AnswerFormat`. Raises
-        ValueError if there is neither template, or for a parser that it does not suit."""
+        """`chat_template` is Jinja text to use instead of the model's own; the parsers are `--tool-call-parser` and
+        `--reasoning-parser`. Raises ValueError if there is neither template, or for a parser that it does not suit."""
         self._hf = hf_processor
         own = hf_processor.chat_template or hf_processor.tokenizer.chat_template
         template = chat_template or (own.get("default") if isinstance(own, dict) else own)
@@ -68,8 +68,9 @@ class ChatRenderer:
         self.placeholders = frozenset(self._modality_of)  # token ids
         self.after_text = self.tokenizer.encode("").ids  # tokens that it puts after a text, as those of embeddings do
         self._client_text = ClientText(self.tokenizer, TAGS)
-        added_tokens = hf_processor.tokenizer.get_added_vocab()
-        self._format = AnswerFormat.of(template, added_tokens, tool_parser, reasoning)
+        self._added_tokens = hf_processor.tokenizer.get_added_vocab()
+        self._has_calls = has_calls(template, tool_parser)
+        self._has_thoughts = reasoning == "qwen3" or (reasoning == "auto" and THINK in template)
         # In characters, which are never more than the bytes that a token stands for.
         self._longest_token = max(map(len, hf_processor.tokenizer.get_vocab()))
         self.max_tokens = sys.maxsize  # the engine's limit, once it is known
@@ -106,10 +107,10 @@ class ChatRenderer:
             counts = f"{len(placed)} placeholders for {len(sent)} media items"
             raise bad_request(f"the chat template wrote {counts}, or in other order", "messages")
         end = self.tokenizer.decode(token_ids[-16:], skip_special_tokens=False)  # enough for the tag
-        in_thought = self._format.thoughts and end.rstrip().endswith(THINK)
+        in_thought = self._has_thoughts and end.rstrip().endswith(THINK)
         is_constrained = chat.grammar or chat.tool_choice not in (None, "none", "auto")
         body = self._constrain(chat, in_thought) if is_constrained else chat
-        return Prompt(body, token_ids, partial(AnswerParser, thoughts=self._format.thoughts, in_thought=in_thought))
+        return Prompt(body, token_ids, partial(AnswerParser, thoughts=self._has_thoughts, in_thought=in_thought))
 
     def _constrain(self, chat: ChatRequest, in_thought: bool) -> ChatRequest:
         """The request with the grammar that its answer follows, after the thought, or that of its forced call."""
@@ -119,7 +120,7 @@ class ChatRenderer:
             raise bad_request(f"'tool_choice' cannot ask for a call {problem}.", "tool_choice")
         if chat.must_call:
             parallel = chat.parallel_tool_calls is not False and chat.tool_choice == "required"
-            grammar = self._format.call_grammar(chat.must_call, parallel)
+            grammar = call_grammar(chat.must_call, parallel, self._added_tokens)
         grammar = after_thought(grammar) if in_thought else grammar
         return msgspec.structs.replace(chat, structured_outputs=StructuredOutputs(grammar=grammar))
 
@@ -197,7 +198,7 @@ class ChatRenderer:
     def _template_arguments(self, chat: ChatRequest) -> dict[str, Any]:
         """The template's variables besides the messages. One that it does not read is left out."""
         tools = chat.tools if chat.calls_tools else None
-        if tools and not self._format.calls:
+        if tools and not self._has_calls:
             text = "the chat template has no tools in Hermes' format; leave them out, or use another --chat-template"
             raise bad_request(text, "tools")
         variables = {"reasoning_effort": chat.reasoning_effort} | (chat.chat_template_kwargs or {})

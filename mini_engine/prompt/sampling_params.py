@@ -15,7 +15,8 @@ import msgspec
 from msgspec import Meta
 
 from mini_engine.config import ConfigError
-from mini_engine.messages import ChildRequest, MediaItem, NewRequest, PoolingParams, SamplingParams
+from mini_engine.messages import ChildRequest, MediaItem, NewRequest, SamplingParams
+from mini_engine.prompt.renderer import Prompt
 from mini_engine.protocol.api_errors import bad_request, prompt_too_long
 from mini_engine.protocol.bodies import CompletionRequest, GenerationRequest
 
@@ -111,29 +112,32 @@ class SamplingResolver:
 
     def new_request(
         self,
-        request: GenerationRequest,
+        prompt: Prompt,
         request_id: str,
-        token_ids: list[int],
         media: Sequence[MediaItem] = (),
-        *,
         client: bytes = b"",
-        pooling: PoolingParams | None = None,
-        other_tokens: int = 0,
+        arrival: int | None = None,
     ) -> NewRequest:
-        """The engine's form of `request`, with its expanded prompt; or of a request for what `pooling` says of that.
-        Raises ApiError: 400 as `resolve`, or if the prompt is empty, or has a token that the tokenizer has, but not the
-        model."""
+        """The engine's form of a request with this prompt, which is expanded; for `arrival` see there. Raises ApiError:
+        400 as `resolve`, or if the prompt is empty, or has a token that the tokenizer has, but not the model."""
+        request, token_ids, pooling = prompt.body, prompt.token_ids, prompt.pooling
         if not token_ids:
             raise bad_request("The prompt is empty: it needs at least one token.", request.prompt_field)
         self.check_tokens(request.prompt_field, token_ids)
-        priority, salt = request.priority or 0, request.cache_salt or ""
         new = NewRequest(
-            request_id, token_ids, media=[*media], client=client, priority=priority, cache_salt=salt, pooling=pooling
+            request_id,
+            token_ids,
+            media=[*media],
+            client=client,
+            priority=request.priority or 0,
+            cache_salt=request.cache_salt or "",
+            arrival=arrival,
+            pooling=pooling,
         )
         if pooling is not None:
             self.max_tokens(request, len(token_ids), least=0)
             return new
-        sampling, grammar = self.resolve(request, len(token_ids), other_tokens), request.grammar
+        sampling, grammar = self.resolve(request, len(token_ids), prompt.other_tokens), request.grammar
         if grammar:
             shared_by = msgspec.msgpack.encode((client, request.cache_salt, grammar))
             sampling = msgspec.structs.replace(sampling, grammar=hashlib.blake2b(shared_by, digest_size=16).digest())

@@ -1,8 +1,7 @@
 """Tool calls and thoughts in answers: the grammar that forces calls, and the parser. Knows nothing of tokens."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal
 
 import regex
 
@@ -12,35 +11,25 @@ from mini_engine.protocol.tools import CALL, CALL_END, NAME, THINK, THINK_END, F
 TEMPLATE_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
-@dataclass(frozen=True)
-class AnswerFormat:
-    """Whether answers of a model may contain calls and thoughts, as its chat template shows."""
+def has_calls(template: str, parser: str) -> bool:
+    """Whether answers to this chat template's prompts may contain calls; `parser` is `--tool-call-parser`. Raises
+    ValueError: one for tools, which the template does not write."""
+    if parser == "hermes" and "tools" not in template:
+        raise ValueError("--tool-call-parser: the chat template has no tools; give one with --chat-template")
+    # Others write calls as XML: <tool_call><function=name>.
+    return "tools" in template and (parser == "hermes" or (CALL in template and "<function=" not in template))
 
-    calls: bool
-    thoughts: bool
-    vocabulary: Collection[str]  # the added tokens
 
-    @classmethod
-    def of(cls, template: str, vocabulary: Collection[str], tool_parser: str, reasoning_parser: str) -> Self:
-        """The last two are `--tool-call-parser` and `--reasoning-parser`. Raises ValueError: a parser for tools, which
-        the template does not write."""
-        # Others write calls as XML: <tool_call><function=name>.
-        is_hermes = tool_parser == "hermes" or (CALL in template and "<function=" not in template)
-        if tool_parser == "hermes" and "tools" not in template:
-            raise ValueError("--tool-call-parser: the chat template has no tools; give one with --chat-template")
-        thoughts = reasoning_parser == "qwen3" or (reasoning_parser == "auto" and THINK in template)
-        return cls("tools" in template and is_hermes, thoughts, vocabulary)
-
-    def call_grammar(self, functions: Sequence[Function], parallel: bool) -> str:
-        """Lark of an answer that is a call of one of `functions`, or with `parallel` perhaps several."""
-        # Lark writes a tag that is a token without quotes.
-        begin, end = (tag if tag in self.vocabulary else f'"{tag}"' for tag in (CALL, CALL_END))
-        calls = [
-            rf'"\n{{\"name\": \"{call.name}\", \"arguments\": " {json_value(call.schema, TEMPLATE_SPACING)} "}}\n"'
-            for call in functions
-        ]
-        start = r'call ("\n" call)*' if parallel else "call"
-        return f"start: {start}\ncall: {begin} ({' | '.join(calls)}) {end}"
+def call_grammar(functions: Sequence[Function], parallel: bool, added_tokens: Collection[str]) -> str:
+    """Lark of an answer that is a call of one of `functions`, or with `parallel` perhaps several."""
+    # Lark writes a tag that is a token without quotes.
+    begin, end = (tag if tag in added_tokens else f'"{tag}"' for tag in (CALL, CALL_END))
+    calls = [
+        rf'"\n{{\"name\": \"{call.name}\", \"arguments\": " {json_value(call.schema, TEMPLATE_SPACING)} "}}\n"'
+        for call in functions
+    ]
+    start = r'call ("\n" call)*' if parallel else "call"
+    return f"start: {start}\ncall: {begin} ({' | '.join(calls)}) {end}"
 
 
 def after_thought(grammar: str) -> str:

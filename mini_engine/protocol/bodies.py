@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from mini_engine.protocol.api_errors import bad_request
-from mini_engine.protocol.json_cost import MAX_STRUCTURE, STRUCTURE_LIMIT, count_structure
+from mini_engine.protocol.body_split import MAX_STRUCTURE, STRUCTURE_LIMIT, count_structure
 from mini_engine.protocol.parts import Part
 from mini_engine.protocol.structured_outputs import choice_grammar, json_grammar, regex_grammar
 from mini_engine.protocol.tools import CALL_END, Function, ToolCall, ToolChoice, Tools

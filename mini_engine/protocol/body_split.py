@@ -1,7 +1,7 @@
 """Splits a JSON body, while its blocks arrive, into text, which is bounded, and the data of long `data:` URLs of media.
 
-Only the text is decoded as JSON: in it a name that no client can know replaces the data of each URL. Knows nothing of
-requests.
+Only the text is decoded as JSON: in it a name that no client can know replaces the data of each URL. Before that one
+scan of its bytes says what it costs to decode. Knows nothing of requests.
 """
 
 import os
@@ -11,7 +11,14 @@ from typing import Self
 
 import msgspec
 
-from mini_engine.protocol.json_cost import MAX_STRUCTURE
+MAX_STRUCTURE = 1 << 17  # arrays, objects, commas and colons of a body: its decoding takes 60 ms at most
+SLOW_NUMBER = 64  # so many of these take as long as a number with an exponent
+LONG_NUMBER = 20  # digits; numbers of fewer take no longer than short ones
+STRUCTURE_LIMIT = (
+    f"more than {MAX_STRUCTURE} arrays, objects, fields and items, of which a number counts as {SLOW_NUMBER} with an "
+    f"exponent, and for each {LONG_NUMBER} digits"
+)
+_DIGITS = bytes.maketrans(b"123456789", b"000000000")
 
 URL_FIELDS = ("image_url", "video_url", "image", "video", "url")  # of parts; and `file_data` of a part's `file`
 # A key of a part, then the start of its URL. The first quote of the URL begins a string: it follows a colon.
@@ -100,3 +107,14 @@ class SplitBody:
         begins = {url.begin for url in urls.values()}
         self._cuts = [cut for cut in self._cuts if cut[1] not in begins]
         self._cut_bytes = sum(end - begin for _, begin, end in self._cuts)
+
+
+def count_structure(text: bytes, items: int = 1) -> int:
+    """The strings of a JSON text, or the arrays, objects, fields and items outside of them if these are more. Of items
+    `items` count as one."""
+    bare = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    strings = bare.count(b'"') // 2
+    outside = b"".join(bare.split(b'"')[::2]) if strings <= MAX_STRUCTURE else b""
+    exponents = outside.count(b"e") + outside.count(b"E") - outside.count(b"true") - outside.count(b"false")
+    slow = exponents + outside.translate(_DIGITS).count(b"0" * LONG_NUMBER)
+    return max(strings, sum(map(outside.count, b"[{:")) + outside.count(b",") // items + SLOW_NUMBER * slow)

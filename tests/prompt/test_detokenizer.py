@@ -14,6 +14,7 @@ from mini_engine.media.processor import MediaProcessor
 from mini_engine.messages import FinishReason, RequestOutput, SamplingParams, TokenLogprob
 from mini_engine.prompt.answer import Piece, Sample
 from mini_engine.prompt.detokenizer import Detokenizer, Vocabulary
+from mini_engine.prompt.renderer import Prompt
 from mini_engine.prompt.tool_calls import AnswerParser
 from mini_engine.protocol.bodies import CompletionRequest
 from mini_engine.protocol.tools import TAGS
@@ -41,8 +42,8 @@ def read(
     """The answer of these tokens, `size` of them in each piece, up to the one that completes a stop string; each token
     is listed."""
     request, params = CompletionRequest(prompt="", **fields), SamplingParams(99, 1, logprobs=0, **sampling or {})
-    vocabulary = Vocabulary(tokenizer)
-    sample = Sample(0, "r", request, params, vocabulary, thoughts or AnswerParser())
+    vocabulary, prompt = Vocabulary(tokenizer), Prompt(request, [], lambda: thoughts or AnswerParser())
+    sample = Sample(0, "r", prompt, params, vocabulary, None)
     pieces: list[Piece] = []
     for start in range(0, max(len(ids), 1), size):
         part, is_last = ids[start : start + size], start + size >= len(ids)

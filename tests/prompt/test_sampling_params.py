@@ -11,6 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from mini_engine import demo
 from mini_engine.config import ConfigError
 from mini_engine.messages import ChildRequest
+from mini_engine.prompt.renderer import Prompt
 from mini_engine.prompt.sampling_params import MOST_LISTED, SamplingDefaults, SamplingResolver
 from mini_engine.protocol.api_errors import ApiError
 from mini_engine.protocol.bodies import ChatRequest, CompletionRequest
@@ -71,9 +72,9 @@ def test_stop_tokens_are_those_of_the_request_and_the_ends_that_the_model_can_sa
 
 
 def test_prompt_with_a_token_that_only_the_tokenizer_has_is_a_400() -> None:
-    assert resolver().new_request(chat(), "r", [0, 49], []).prompt_token_ids == [0, 49]
+    assert resolver().new_request(Prompt(chat(), [0, 49]), "r").prompt_token_ids == [0, 49]
     with pytest.raises(ApiError, match="Invalid 'messages': token id 50 out of range") as caught:
-        resolver().new_request(chat(), "r", [0, 50], [])
+        resolver().new_request(Prompt(chat(), [0, 50]), "r")
     assert (caught.value.status, caught.value.body.param) == (400, "messages")
 
 
@@ -95,7 +96,7 @@ BIRDS = {"type": "object", "properties": {"n": {"type": "integer"}}, "required":
 def test_structured_output_becomes_a_grammar_that_an_end_completes(fields: Any, good: str, bad: str) -> None:
     request = chat(**fields, ignore_eos=True)
     resolver().check(request)
-    new = resolver().new_request(request, "r", [0])
+    new = resolver().new_request(Prompt(request, [0]), "r")
     tokenizer = LLTokenizer(str(Path(demo.__file__).parent / "weights" / "tokenizer.json"))
     for text in (good, bad):
         matcher, tokens = LLMatcher(tokenizer, new.grammar), tokenizer.tokenize_str(text)
@@ -160,6 +161,6 @@ def test_seeds_are_drawn_by_server_seed_and_incarnation() -> None:
 
     assert seeds() == seeds()
     assert len({*seeds(), *seeds(incarnation=2), *seeds(seed=1)}) == 9
-    request = resolver().new_request(chat(seed=2**63 - 2, n=3), "r", [0])
+    request = resolver().new_request(Prompt(chat(seed=2**63 - 2, n=3), [0]), "r")
     assert request.children == [ChildRequest("r-1", 2**63 - 1), ChildRequest("r-2", 0)]
     assert resolver().resolve(chat(seed=-1), 1).seed == 2**63 - 1

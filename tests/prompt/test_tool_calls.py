@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from mini_engine import demo
 from mini_engine.messages import Problem
-from mini_engine.prompt.tool_calls import AnswerFormat, AnswerParser, after_thought
+from mini_engine.prompt.tool_calls import AnswerParser, after_thought, call_grammar
 from mini_engine.protocol.tools import TAGS, Function
 from tests.support.serving import Counted, Served, check_error
 
@@ -81,7 +81,7 @@ def test_grammar_takes_the_calls_that_the_parser_reads(tmp_path: Path, tokens: t
     vocabulary = LLTokenizer(str(tmp_path / "tokenizer.json"))
 
     def accepts(text: str, parallel: bool = False, thought: str = "") -> bool:
-        grammar = AnswerFormat(calls=True, thoughts=True, vocabulary=tokens).call_grammar(functions, parallel)
+        grammar = call_grammar(functions, parallel, tokens)
         matcher = LLMatcher(vocabulary, after_thought(grammar) if thought else grammar)
         assert not matcher.is_error(), matcher.get_error()
         ids = tokenizer.encode(thought + text).ids

@@ -340,7 +340,7 @@ def make_context(
         defaults=SamplingDefaults(eos_token_id=[3]),
         task=Task.of(config, Path(tokenizer.name_or_path), HIDDEN_SIZE, len(tokenizer), tokenizer.backend_tokenizer),
     )
-    context = AppContext.of(front, config, engines, LIMITS, incarnation=7)
+    context = AppContext(front, config, engines, LIMITS, incarnation=7)
     context.renderer.max_tokens = MAX_MODEL_LEN
     media.decoders.count_decoded = context.media_bytes.count
     return context

@@ -6,11 +6,11 @@ Each step of the path is a function here, which calls a file of its own. Knows n
 import contextlib
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
-from msgspec.structs import replace
 from starlette.datastructures import State
 from starlette.responses import Response
 
@@ -18,7 +18,7 @@ from mini_engine import metrics
 from mini_engine.engine_client.engines import EngineHandle
 from mini_engine.http.body import read_body, takes
 from mini_engine.http.context import AppContext, context_of
-from mini_engine.http.known_media import DownloadAgain, bind_names, find_media, resolve_names
+from mini_engine.http.known_media import DownloadAgain, absent_items, bind_names, find_media, resolve_names
 from mini_engine.http.responses import ChatResponder
 from mini_engine.log import about
 from mini_engine.media.loader import Candidates
@@ -126,32 +126,24 @@ async def send(
     sampling parameters; then tensors and request, which the answer aborts at the latest at the end of `state.cleanup`.
     Raises as `start` and `find_media`."""
     clock, request_id = state.clock, state.request_id
-    token_ids, media, usage, warnings = prompt.token_ids, list[MediaItem](), list[dict[str, Any]](), list[str]()
+    media, usage, warnings = list[MediaItem](), list[dict[str, Any]](), list[str]()
     if items:
-        known = await find_media(engine, items, request_id)
-        found, absent = known.found, known.absent(trusts_embeddings)
+        chosen, found = await find_media(engine, items, request_id)
+        absent = absent_items(chosen, found, trusts_embeddings)
         processed = await context.media.process(absent, clock, request_id)
-        bind_names(context.engines, known.items, processed)
+        bind_names(context.engines, chosen, processed)
         warnings = [f"{item.ref.name}: {text}" for item in absent if (text := processed[item.media_hash].missing)]
-        hashes = [item.media_hash for item in known.items]
+        hashes = [item.media_hash for item in chosen]
         used = [processed.get(key) or ProcessedItem(found[key].facts, None) for key in hashes]
-        token_ids, media = context.renderer.expand(token_ids, used)
+        token_ids, media = context.renderer.expand(prompt.token_ids, used)
+        prompt = replace(prompt, token_ids=token_ids)
         check_budget(media, context.limits)
         for key, item in zip(hashes, media, strict=True):
             # What the engine had: "embeddings", which it may evict, are without patches; "facts" were no help.
             cached = None if key not in found else "facts" if key in processed else found[key].held
             usage.append(media_usage(item, context.media.processor) | {"cached": cached})
-    request = context.sampling.new_request(
-        prompt.body,
-        request_id,
-        token_ids,
-        media,
-        client=state.client,
-        pooling=prompt.pooling,
-        other_tokens=prompt.other_tokens,
-    )
-    request = replace(request, arrival=arrival)
-    answer = Answer(prompt.body, request, context.vocabulary, clock, prompt.thought_parser, prompt.first_index)
+    request = context.sampling.new_request(prompt, request_id, media, state.client, arrival)
+    answer = Answer(prompt, request, context.vocabulary, clock)
     answer.media, answer.warnings = usage, warnings
     answer.may_need_media = any(item["cached"] == "embeddings" for item in usage)
     clock.enter("transport")

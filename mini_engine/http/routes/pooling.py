@@ -22,7 +22,7 @@ from mini_engine.http.context import AppContext, context_of, state_of
 from mini_engine.http.known_media import DownloadAgain, find_media, resolve_names
 from mini_engine.http.responses import usage_of, whole_response
 from mini_engine.http.routes.chat_completions import load_media, start
-from mini_engine.media.loader import Candidates, origin_of
+from mini_engine.media.loader import origin_of
 from mini_engine.prompt.answer import Answer, pieces
 from mini_engine.prompt.pooling_prompts import (
     InputPrompts,
@@ -35,7 +35,6 @@ from mini_engine.prompt.pooling_prompts import (
 from mini_engine.prompt.renderer import Prompt
 from mini_engine.protocol.api_errors import ApiError, bad_request
 from mini_engine.protocol.bodies import ChatMessage, ChatRequest
-from mini_engine.protocol.parts import MediaRef
 from mini_engine.protocol.pooling_bodies import (
     Content,
     EmbeddingRequest,
@@ -110,35 +109,27 @@ async def _fetch_query(
     context: AppContext, body: PoolingRequest, query: Content, state: State, held: contextlib.AsyncExitStack
 ) -> None:
     """Fetch the media of a query once for all of its documents: its parts get them as `loader.Content`, which has room
-    until `held` is closed. Raises as `start`."""
+    until `held` is closed. So do those that were downloaded before, if their engine has lost them. Raises as
+    `start`."""
     parts = [part for part in query if part.modality]
-    chat = body.chat([ChatMessage(role="user", content=parts)])
+    prompt = Prompt(body.chat([ChatMessage(role="user", content=parts)]), [])
     with context.engines.preparing(state.end):
         try:
-            refs = await resolve_names(context, chat, state)
-            items = await load_media(context, Prompt(chat, []), refs, state, held)
-            if lost := await _lost_media(context, items, state.request_id):
-                items = await load_media(context, Prompt(chat, []), lost, state, held)
+            items = await load_media(context, prompt, await resolve_names(context, prompt.body, state), state, held)
+            if any(item[0].content.is_absent and origin_of(item[0].content) for item in items):
+                engine = context.engines.preferred(items[0][0].content.digest)  # as `start` chooses it for documents
+                try:
+                    # The documents fail, if they do: they may have room for less of a video.
+                    with contextlib.suppress(ApiError):
+                        await find_media(engine, items, state.request_id)
+                except DownloadAgain as again:
+                    items = await load_media(context, prompt, again.refs, state, held)
+                finally:
+                    engine.media.release_aborted(state.request_id)
         except ApiError as error:
             raise _located(error, "query") from None
     for part, item in zip(parts, items, strict=True):
         part.fill_in({part.location: item[0].ref.url})
-
-
-async def _lost_media(context: AppContext, items: Sequence[Candidates], request_id: str) -> list[MediaRef]:
-    """What is to be loaded instead of `items` if some have been downloaded before, and their engine does not have them
-    any more; else nothing."""
-    if not any(item[0].content.is_absent and origin_of(item[0].content) for item in items):
-        return []
-    engine = context.engines.preferred(items[0][0].content.digest)  # as `start` chooses it for each document
-    try:
-        with contextlib.suppress(ApiError):  # the documents fail, if they do: they may have room for less of a video
-            await find_media(engine, items, request_id)
-    except DownloadAgain as again:
-        return again.refs
-    finally:
-        engine.media.release_aborted(request_id)
-    return []
 
 
 async def _respond(
