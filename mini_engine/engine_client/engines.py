@@ -81,7 +81,7 @@ class EngineHandle:
         self._numbers = itertools.count(1)
         self._replies: dict[int, asyncio.Future[ControlReply | None]] = {}  # to control requests, by number
         self._ping: asyncio.Future[ControlReply | None] | None = None
-        self._sender = RequestSender(encoder, queue, self._send_frame)
+        self._sender = RequestSender(encoder, queue, self._send_frame, self.check)
         self.media = MediaStoreClient(number, self._send, queue.num_ranks, cache)
 
     @property
@@ -171,7 +171,7 @@ class EngineHandle:
         for reply in self._replies.values():
             reply.set_result(None)
         self.requests, self._replies = {}, {}
-        self._sender.close(refusal)
+        self._sender.queue.close_streams()
 
     def die(self) -> None:
         self.stop(EngineError(ENGINE_STOPPED), EngineError(ENGINE_DIED, 500))
@@ -197,7 +197,7 @@ class EngineHandle:
                             del self.requests[output.request_id]
                         receiver.receive(output)
                 if body.consumed:
-                    self._sender.consumed(body.consumed)
+                    self._sender.queue.consumed(body.consumed)
             case MediaMiss(request_id=request_id, arrival=arrival):
                 self._forget(self.requests[request_id]).fail(MediaNotSent(arrival))
             case Found() | Reserved():

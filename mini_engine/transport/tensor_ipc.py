@@ -86,7 +86,9 @@ class TensorIpcSender:
         self._slots: StagingSlots | None = None
         self._streams: list[FrameSender] = []
         self._numbers = itertools.count(1)
-        self._held: dict[int, _Message] = {}
+        self.held: dict[int, _Message] = {}  # tensors for which room is reserved and which are not consumed, by number
+        # Called with the bytes and the tensors by which these grow, or shrink.
+        self.count_held: Callable[[int, int], None] = lambda *_: None
 
     def probe(self, placement: TransportName, timeout: float, slots: StagingSlots | None = None) -> None:
         """Connect to every rank and prove `placement` by a checksum, and the `slots` if they are given, which this
@@ -153,8 +155,8 @@ class TensorIpcSender:
         message.head = TensorMessage(message.number, tuple(tensor.shape), extents, message.slot)
         return message.head
 
-    def send_tensors(self, outgoing: Outgoing) -> int:
-        """Queue the frames of all tensors to every rank. Does not wait, cannot be undone. Returns how many frames."""
+    def send_tensors(self, outgoing: Outgoing) -> None:
+        """Queue the frames of all tensors to every rank. Does not wait, cannot be undone."""
         for message in outgoing.messages:
             assert message.head is not None, "memory was reserved for more tensors"
             self._arena.pages.written(message.head.extents)
@@ -162,41 +164,39 @@ class TensorIpcSender:
             for stream in self._streams:
                 stream.enqueue_frame(head, message.payload)
             message.sent, message.payload = True, None  # which is the streams' now
-        return len(outgoing.messages) * len(self._streams)
 
     def consumed(self, messages: Iterable[MessageId]) -> None:
         """No rank will read these again: free their memory."""
-        self.release(self._held[message.number] for message in messages if message.number in self._held)
+        self.release([self.held[message.number] for message in messages if message.number in self.held])
 
     def release(self, messages: Iterable[_Message]) -> None:
         """Free the memory of these, which no process uses. Without effect where `close_streams` discarded it."""
         for message in messages:
-            if message.number and self._held.pop(message.number, None) is None:
+            if message.number and not self._forget(message):
                 continue
             if message.slot and self._slots is not None:
                 self._slots.release(message.slot)
             elif message.extents:
                 self._arena.release(message.extents)
 
-    @property
-    def buffered_bytes(self) -> int:
-        """Of the tensors for which room is reserved and which are not consumed."""
-        return sum(message.nbytes for message in self._held.values())
-
-    @property
-    def buffered_tensors(self) -> int:
-        return len(self._held)
-
     def close_streams(self) -> None:
         """Close all streams. Pages that were sent are not used again: a rank may still read them."""
         self._disconnect()
-        for message in [message for message in self._held.values() if message.sent]:
-            del self._held[message.number]
+        for message in [message for message in self.held.values() if message.sent]:
+            self._forget(message)
             self._arena.discard(message.extents)
 
     def _hold(self, messages: list[_Message]) -> Outgoing:
-        self._held |= {message.number: message for message in messages}
+        self.held |= {message.number: message for message in messages}
+        self.count_held(sum(message.nbytes for message in messages), len(messages))
         return Outgoing(self, messages)
+
+    def _forget(self, message: _Message) -> bool:
+        """Whether it was held."""
+        if self.held.pop(message.number, None) is None:
+            return False
+        self.count_held(-message.nbytes, -1)
+        return True
 
     def _probe_slots(self, slots: StagingSlots, stream: FrameSender, content: torch.Tensor) -> None:
         acquired = slots.acquire([PROBE_BYTES])
