@@ -74,7 +74,7 @@ class EngineHandle:
         self.preparing: dict[str, int] = {}  # samples of requests that chose this engine and are not in `requests` yet
         self.stopped: EngineError | None = None  # what requests end with once it serves no more
         self.may_be_lost = False  # the supervisor has reported its death, or this process is draining
-        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # raises EngineLost
+        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # raises EngineLost
         self._socket = socket
         self._encoder = encoder
         self._metrics = metrics.EngineMetrics(number, cache.capacity)
@@ -180,9 +180,12 @@ class EngineHandle:
         self.die()
         self._socket.close()
 
-    async def receive(self) -> None:
-        """Handle what the core sends, until cancelled; and watch whether the ranks can be reached."""
-        await self._sender.queue.watch_end(self._lose)
+    async def run(self) -> None:
+        """Handle what the core sends, and watch whether the ranks can be reached, until cancelled. Raises
+        EngineLost."""
+        await asyncio.gather(self._lost, self._receive(), self._sender.queue.watch_end(self._lose))
+
+    async def _receive(self) -> None:
         while True:
             body = decode(await self._socket.recv()).body
             if self.stopped is None:
@@ -231,8 +234,8 @@ class EngineHandle:
             asyncio.get_running_loop().call_later(LOST_SECONDS, self._check_lost)
 
     def _check_lost(self) -> None:
-        if not self.may_be_lost and not self.lost.done():
-            self.lost.set_exception(EngineLost("a running engine cannot be reached; this API server exits"))
+        if not self.may_be_lost and not self._lost.done():
+            self._lost.set_exception(EngineLost("a running engine cannot be reached; this API server exits"))
 
 
 class EngineClient:
@@ -265,7 +268,7 @@ class EngineClient:
 
     async def run(self) -> None:
         """Take what the cores send, until cancelled. Raises EngineLost: this process must be replaced."""
-        await asyncio.gather(*(engine.lost for engine in self.engines), *(engine.receive() for engine in self.engines))
+        await asyncio.gather(*(engine.run() for engine in self.engines))
 
     @contextlib.contextmanager
     def preparing(self, end: Callable[[EngineError], None]) -> Iterator[None]:

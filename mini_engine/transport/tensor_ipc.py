@@ -90,13 +90,13 @@ class TensorIpcSender:
         # Called with the bytes and the tensors by which these grow, or shrink.
         self.count_held: Callable[[int, int], None] = lambda *_: None
 
-    def probe(self, placement: TransportName, timeout: float, slots: StagingSlots | None = None) -> None:
-        """Connect to every rank and prove `placement` by a checksum, and the `slots` if they are given, which this
-        sender owns from now on. Blocks; for the start only. After an error nothing is connected. Raises TransportError:
-        with the reason, and which rank."""
+    async def probe(self, placement: TransportName, seconds: float, slots: StagingSlots | None = None) -> None:
+        """Connect to every rank, which blocks, and prove `placement` by a checksum, and the `slots` if they are given,
+        which this sender owns from now on; all within so many seconds. After an error nothing is connected. Raises
+        TransportError: with the reason, and which rank."""
         self._disconnect()
         self.placement, self._slots = placement, slots
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + seconds
         content = (torch.arange(PROBE_BYTES, dtype=torch.int32) % 251).to(torch.uint8)
         extents, where = self._arena.pages.allocate(PROBE_BYTES), ""
         if extents is None:
@@ -105,29 +105,30 @@ class TensorIpcSender:
         try:
             head = self._me.encode(self.place(message, content))
             arena = self._arena.descriptor if placement == "torch_shm" else None
-            for address in self._addresses:
-                where = f" to rank {address.rank} of engine {address.engine}"
-                stream = FrameSender(address.tensor_ipc, deadline)
-                self._streams.append(stream)
-                stream.enqueue_frame(head, message.payload, arena)
-                _check_answer(stream, content)
-                if slots is not None:
-                    self._probe_slots(slots, stream, content)
-        except TransportError as error:
+            async with asyncio.timeout(seconds):
+                for address in self._addresses:
+                    where = f" to rank {address.rank} of engine {address.engine}"
+                    stream = await FrameSender.connect(address.tensor_ipc, deadline)
+                    self._streams.append(stream)
+                    stream.enqueue_frame(head, message.payload, arena)
+                    await _check_answer(stream, content)
+                    if slots is not None:
+                        await self._probe_slots(slots, stream, content)
+        except (TransportError, TimeoutError) as error:
             self._disconnect()
             self._slots = None
-            raise TransportError(f"{placement}{where}: {error}") from error
+            why = "connected, but no answer to the probe in time" if isinstance(error, TimeoutError) else error
+            raise TransportError(f"{placement}{where}: {why}") from error
         finally:
             self.release([message])
 
     async def watch_end(self, on_end: Callable[[str], None]) -> None:
-        """The running event loop writes from now on, and calls `on_end`, with a text for the log, when the stream to a
-        rank ends."""
-        watches = []
-        for address, stream in zip(self._addresses, self._streams, strict=True):
-            prefix = f"tensor stream to rank {address.rank} ended: "
-            watches.append(stream.watch_end(lambda why, prefix=prefix: on_end(prefix + why)))  # type: ignore[misc]
-        await asyncio.gather(*watches)  # at once: the end of one closes all
+        """Call `on_end`, with a text for the log, when the stream to a rank ends; until all have."""
+
+        async def watch(address: RankAddress, stream: FrameSender) -> None:
+            on_end(f"tensor stream to rank {address.rank} ended: {await stream.wait_for_end()}")
+
+        await asyncio.gather(*map(watch, self._addresses, self._streams))
 
     async def reserve(self, tensors: Sequence[torch.Tensor]) -> Outgoing:
         """Room for the CPU tensors of a request, each a message of its own. See `Arena.acquire`."""
@@ -198,7 +199,7 @@ class TensorIpcSender:
         self.count_held(-message.nbytes, -1)
         return True
 
-    def _probe_slots(self, slots: StagingSlots, stream: FrameSender, content: torch.Tensor) -> None:
+    async def _probe_slots(self, slots: StagingSlots, stream: FrameSender, content: torch.Tensor) -> None:
         acquired = slots.acquire([PROBE_BYTES])
         if acquired is None:
             raise TransportError(f"a staging slot of {slots.nbytes} bytes is too small for a probe")
@@ -207,7 +208,7 @@ class TensorIpcSender:
             head = self.place(message, slots.staging.local(content))
             head = msgspec.structs.replace(head, slots=slots.staging.export(slots.nbytes))
             stream.enqueue_frame(self._me.encode(head))
-            _check_answer(stream, content)
+            await _check_answer(stream, content)
         finally:
             self.release([message])
 
@@ -217,9 +218,9 @@ class TensorIpcSender:
         self._streams = []
 
 
-def _check_answer(stream: FrameSender, content: torch.Tensor) -> None:
+async def _check_answer(stream: FrameSender, content: torch.Tensor) -> None:
     """Wait for the answer to a probe of `content`. Raises TransportError."""
-    answer = decode(stream.receive_answer()).body
+    answer = decode(await stream.receive_answer()).body
     if not isinstance(answer, ProbeResult) or answer.error or answer.checksum != checksum(content):
         raise TransportError(getattr(answer, "error", None) or "wrong checksum of the probe")
 

@@ -34,10 +34,9 @@ def request(name: str, *sizes: int) -> NewRequest:
 async def test_tensors_and_then_their_request_leave_and_are_counted(
     placement: str, ranks: Any, connect: Any, arena: Arena
 ) -> None:
-    both, queue = ranks(), connect(placement)
+    both, queue = ranks(), await connect(placement)
     transport = f"{{transport={placement}}}"
     counted = Counted(f"ipc_messages_total{transport}", f"ipc_bytes_total{transport}")
-    await queue.watch_end(lambda why: None)
     frames: list[bytes] = []
     sender = RequestSender(ME, queue, frames.append, runs)
     for new in (request("small", 10, 20), request("large", INLINE_COPY_BYTES + 1)):
@@ -59,7 +58,7 @@ async def test_cancelled_copy_frees_its_memory_when_the_thread_has_returned(
     placement: str, ranks: Any, connect: Any, arena: Arena
 ) -> None:
     ranks()
-    queue = connect(placement)
+    queue = await connect(placement)
     frames: list[bytes] = []
     sender = RequestSender(ME, queue, frames.append, runs)
     submitting = asyncio.create_task(sender.send_request(request("large", INLINE_COPY_BYTES + 1)))
