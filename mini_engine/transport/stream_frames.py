@@ -12,7 +12,6 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
-import dataclasses
 import os
 import socket
 import struct
@@ -24,7 +23,7 @@ import numpy as np
 
 from mini_engine.transport.codec import TransportError
 
-HEADER = struct.Struct("<IBQ")  # bytes of the head, descriptors passed with the frame (0 or 1), bytes after the head
+HEADER = struct.Struct("<IQ")  # bytes of the head, bytes after it
 MAX_HEAD = 1 << 20
 TURN_BYTES = 1 << 20  # read from one stream before the loop serves others; and the socket's buffer for what is sent
 
@@ -32,9 +31,9 @@ TURN_BYTES = 1 << 20  # read from one stream before the loop serves others; and 
 _TRANSIENT = (FileNotFoundError, ConnectionRefusedError, BlockingIOError, TimeoutError)
 
 
-def pack_frame(head: bytes, num_bytes: int = 0, descriptors: int = 0) -> bytes:
+def pack_frame(head: bytes, num_bytes: int = 0) -> bytes:
     """Header and head of a frame that `num_bytes` follow."""
-    return HEADER.pack(len(head), descriptors, num_bytes) + head
+    return HEADER.pack(len(head), num_bytes) + head
 
 
 # --- sender ----------------------------------------------------------------------------------------------------------
@@ -56,7 +55,7 @@ class FrameSender:
     def enqueue_frame(self, head: bytes, payload: memoryview | None = None, descriptor: int | None = None) -> None:
         """Queue a frame until the rank reads. `payload` (bytes) is kept until then. A `descriptor` passes with the
         first frame, which has no payload. A frame for a stream that has ended is dropped: see `wait_for_end`."""
-        frame = pack_frame(head, len(payload or b""), descriptor is not None)
+        frame = pack_frame(head, len(payload or b""))
         if descriptor is not None:
             with contextlib.suppress(OSError):  # the stream has ended
                 socket.send_fds(self._socket, [frame], [descriptor])  # nothing is queued: the kernel takes all of it
@@ -110,14 +109,7 @@ def connect_stream(path: str, deadline: float) -> socket.socket:
 # --- receiver --------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(slots=True)
-class Frame:
-    """A complete frame. Its receiver owns the descriptor, if there is one."""
-
-    head: bytes
-    payload: np.ndarray  # uint8: the bytes after the head, in memory of its own
-    descriptor: int | None
-    lost_descriptor: bool  # received without its descriptor: this process is out of file descriptors
+Frame = tuple[bytes, np.ndarray]  # its head, and the bytes after it: uint8, in memory of their own
 
 
 class FrameReceiver:
@@ -125,7 +117,9 @@ class FrameReceiver:
 
     def __init__(self, stream: socket.socket):
         self._socket = stream
-        self._descriptors: deque[int] = deque()
+        # Passed with frames so far, for the caller to take and close. The kernel drops one that finds this process out
+        # of descriptors.
+        self.descriptors: deque[int] = deque()
         self._parts = self._parse()
         self._part, self._filled = next(self._parts), 0
 
@@ -135,8 +129,8 @@ class FrameReceiver:
         turn = TURN_BYTES
         while turn > 0 and (count := self._fill()):
             turn -= count
-            while isinstance(self._part, Frame) or self._filled == len(self._part):
-                if isinstance(self._part, Frame):
+            while isinstance(self._part, tuple) or self._filled == len(self._part):
+                if isinstance(self._part, tuple):
                     yield self._part
                 self._part, self._filled = next(self._parts), 0
 
@@ -146,9 +140,9 @@ class FrameReceiver:
             self._socket.send(pack_frame(head), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     def close_stream(self) -> None:
-        """Close it, and the descriptors of incomplete frames."""
-        while self._descriptors:
-            os.close(self._descriptors.popleft())
+        """Close it, and the descriptors that were not taken."""
+        while self.descriptors:
+            os.close(self.descriptors.popleft())
         self._socket.close()
 
     def _parse(self) -> Iterator[np.ndarray | Frame]:
@@ -156,21 +150,19 @@ class FrameReceiver:
         while True:
             header = np.empty(HEADER.size, np.uint8)
             yield header
-            length, descriptors, after = HEADER.unpack(header.tobytes())
-            if not 0 < length <= MAX_HEAD or descriptors > 1:
-                raise TransportError(f"invalid frame: a header of {length} bytes with {descriptors} descriptors")
+            length, after = HEADER.unpack(header.tobytes())
+            if not 0 < length <= MAX_HEAD:
+                raise TransportError(f"invalid frame: a head of {length} bytes")
             head = np.empty(length, np.uint8)
             yield head
             payload = np.empty(after, np.uint8)
             if after:
                 yield payload
-            # A descriptor arrives with the frame's first byte: one that is missing now was lost.
-            descriptor = self._descriptors.popleft() if descriptors and self._descriptors else None
-            yield Frame(head.tobytes(), payload, descriptor, bool(descriptors) and descriptor is None)
+            yield head.tobytes(), payload
 
     def _fill(self) -> int:
         """Read into the current part; returns how many bytes."""
-        assert isinstance(self._part, np.ndarray)
+        assert not isinstance(self._part, tuple)
         room = socket.CMSG_SPACE(array.array("i").itemsize)
         flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
         try:
@@ -181,7 +173,7 @@ class FrameReceiver:
             raise TransportError(str(error.strerror)) from error
         for level, kind, content in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                self._descriptors.extend(array.array("i", content))
+                self.descriptors.extend(array.array("i", content))
         if not count:
             raise TransportError("closed by the API server")
         self._filled += count

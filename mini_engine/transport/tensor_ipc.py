@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
+import numpy as np
 import torch
 
 from mini_engine.messages import MessageId, ProbeResult, RankAddress, TensorHandle, TensorMessage, TransportName
@@ -31,7 +32,7 @@ from mini_engine.transport.arena import Arena, Pin, ReadableMemory, checksum
 from mini_engine.transport.codec import Encoder, TransportError, decode
 from mini_engine.transport.cuda_memory import CudaCopy, CudaMapped, MapSlots, StagingSlots
 from mini_engine.transport.page_allocator import HIGH_WATER_PAGES, PAGE_BYTES, Extent
-from mini_engine.transport.stream_frames import Frame, FrameReceiver, FrameSender
+from mini_engine.transport.stream_frames import FrameReceiver, FrameSender
 
 log = logging.getLogger(__name__)
 
@@ -271,10 +272,10 @@ class _Connection:
 
     def receive(self) -> Iterator[Received | Failed]:
         """See `TensorIpcReceiver.receive`. Raises TransportError: see `FrameReceiver.read_frames`."""
-        for frame in self._stream.read_frames():
-            envelope = decode(frame.head)
+        for frame_head, payload in self._stream.read_frames():
+            envelope = decode(frame_head)
             if isinstance(head := envelope.body, TensorMessage):
-                arrival = self._receive_tensor(MessageId(envelope.incarnation, head.number), head, frame)
+                arrival = self._receive_tensor(MessageId(envelope.incarnation, head.number), head, payload)
                 if head.number:
                     yield arrival
                 else:
@@ -287,20 +288,19 @@ class _Connection:
         if self._slots is not None:
             self._slots.close()
 
-    def _map_arena(self, descriptor: int) -> None:
+    def _map_arena(self) -> ReadableMemory:
+        if not self._stream.descriptors:
+            raise TransportError("descriptor of the arena lost: out of file descriptors")
+        descriptor = self._stream.descriptors.popleft()
         try:
-            self._arena = ReadableMemory(descriptor, self._pin)
+            return ReadableMemory(descriptor, self._pin)
         except OSError as error:
             raise TransportError(f"cannot map the arena: {error}") from error
         finally:
             os.close(descriptor)
 
-    def _receive_tensor(self, message: MessageId, head: TensorMessage, frame: Frame) -> Received | Failed:
+    def _receive_tensor(self, message: MessageId, head: TensorMessage, payload: np.ndarray) -> Received | Failed:
         try:
-            if frame.lost_descriptor:
-                raise TransportError("descriptor of the arena lost: out of file descriptors")
-            if frame.descriptor is not None:
-                self._map_arena(frame.descriptor)
             if head.slot:
                 if self._map_slots is None:
                     raise TransportError("this rank has no CUDA device")
@@ -310,11 +310,11 @@ class _Connection:
                 copied = self._slots.fetch(head.slot, math.prod(head.shape))
                 return Received(message, head.shape, content=copied.memory, copied=copied)
             if head.extents:
-                assert self._arena is not None, "the probe failed"
+                self._arena = self._arena or self._map_arena()
                 end = max(first + count for first, count in head.extents)
                 self._arena.register(-(-end // HIGH_WATER_PAGES) * HIGH_WATER_PAGES * PAGE_BYTES)
                 return Received(message, head.shape, self._arena, head.extents)
-            return Received(message, head.shape, content=torch.from_numpy(frame.payload))
+            return Received(message, head.shape, content=torch.from_numpy(payload))
         except TransportError as error:
             return Failed(message, str(error))
 

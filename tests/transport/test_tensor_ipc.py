@@ -147,7 +147,7 @@ async def test_a_lost_descriptor_fails_messages_and_the_next_stream_is_served(ra
     with socket.socket(socket.AF_UNIX) as peer:
         peer.connect(rank.address.tensor_ipc)
         head = ME.encode(TensorMessage(7, (3,), extents=[(0, 1)]))
-        peer.sendall(pack_frame(head, descriptors=1))
+        peer.sendall(pack_frame(head))
         failed = await arrival(rank)
     assert isinstance(failed, Failed) and failed.message == MessageId(ME.incarnation, 7)
     assert failed.why == "descriptor of the arena lost: out of file descriptors"
@@ -161,7 +161,7 @@ def test_a_stream_that_ends_at_any_byte_leaves_the_whole_frames_and_nothing_else
     """As that of a sender that is killed: the kernel closes its end."""
     address, fd = address_of(runtime), create_sparse(4 * PAGE_BYTES)
     WritableMemory(fd).write([(2, 1)], torch.arange(8, dtype=torch.uint8))
-    first = pack_frame(ME.encode(TensorMessage(1, (8,), extents=[(2, 1)])), descriptors=1)
+    first = pack_frame(ME.encode(TensorMessage(1, (8,), extents=[(2, 1)])))
     frames = first + pack_frame(ME.encode(TensorMessage(2, (5,))), 5) + b"\1\2\3\4\5"
     receiver = TensorIpcReceiver(Encoder("worker 0.0", 100), address)
     for cut in range(len(frames) + 1):

@@ -88,7 +88,7 @@ async def test_a_tensor_that_cannot_be_read_fails_alone(inputs, core, connect, r
     lost = MessageId(API, 7)
     with socket.socket(socket.AF_UNIX) as peer:
         peer.connect(address_of(runtime).tensor_ipc)
-        peer.sendall(pack_frame(ME.encode(TensorMessage(lost.number, (3,), [(0, 1)])), descriptors=1))
+        peer.sendall(pack_frame(ME.encode(TensorMessage(lost.number, (3,), [(0, 1)]))))
         first, second = reports(core, 2)
     assert first == ready(1) and "out of file descriptors" in second.problem
     assert inputs.rows(handle, 0, 3).tolist() == [1, 1, 1]
