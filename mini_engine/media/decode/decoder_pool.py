@@ -33,8 +33,7 @@ from mini_engine.media.decode.decoder import Announced, Decoded, DecodeFailed, J
 from mini_engine.media.decode.fair_places import FairPlaces, Place
 from mini_engine.media.decode.item_limits import MAX_ASPECT_RATIO
 from mini_engine.media.frame_sampling import VideoFacts
-from mini_engine.media.media_errors import DecoderUnavailable, MediaError
-from mini_engine.protocol.api_errors import out_of
+from mini_engine.protocol.api_errors import DecoderUnavailable, MediaError, out_of
 from mini_engine.transport.shared_memory import create_sparse
 
 logger = logging.getLogger(__name__)

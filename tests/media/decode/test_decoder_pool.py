@@ -24,9 +24,8 @@ from mini_engine.media.decode import decoder
 from mini_engine.media.decode.decoder import Announced, Decoded, DecodeFailed, Job
 from mini_engine.media.decode.decoder_pool import KEPT_BYTES, DecoderPool, Decoding
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
-from mini_engine.media.media_errors import DecoderUnavailable, MediaError
 from mini_engine.metrics import REGISTRY
-from mini_engine.protocol.api_errors import out_of
+from mini_engine.protocol.api_errors import DecoderUnavailable, MediaError, out_of
 from tests.media.decode.test_image import FORMATS, saved, tall
 from tests.support import clips, corpus
 from tests.support.decoding import decode_image, decode_video

@@ -12,7 +12,7 @@ import pytest
 from PIL import ExifTags, Image, ImageOps
 
 from mini_engine.config.decode_limits import DecodeLimits
-from mini_engine.media.media_errors import MediaError
+from mini_engine.protocol.api_errors import MediaError
 from tests.support import clips
 from tests.support.corpus import png_of_size
 from tests.support.decoding import decode_frames, decode_image
