@@ -42,28 +42,18 @@ class RequestSender:
         engine is down; memory for the tensors is short (MediaNotSent); or they are larger than the limit, a 400.
         """
         tensors: list[Any] = [item.patches for item in request.media if item.patches is not None]
-        if not await self._send_from_device(request, tensors):
-            await self._send_from_host(request, tensors)
-
-    async def _send_from_device(self, request: NewRequest, tensors: list[Any]) -> bool:
-        on_device = all(tensor.device.type == "cuda" for tensor in tensors)
-        if not on_device or (outgoing := self.queue.reserve_slots(tensors)) is None:
-            return False
-        try:
-            frame = await self._encode(request, outgoing, outgoing, inline=False)
-        except TransportError as error:
-            logger.warning("%s: CUDA transport failed, tensors copied to the host: %s", request.request_id, error)
-            return False
-        self._send_all(request, outgoing, frame, "torch_shm")
-        return True
-
-    async def _send_from_host(self, request: NewRequest, tensors: list[Any]) -> None:
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        on_host = all(tensor.device.type == "cpu" for tensor in tensors)
-        metrics.ipc_fallbacks_total.labels("cuda_ipc").inc(not on_host)
+        nbytes, devices = sum(tensor.nbytes for tensor in tensors), {tensor.device.type for tensor in tensors}
+        if devices == {"cuda"} and (slots := self.queue.reserve_slots(tensors)) is not None:
+            try:
+                frame = await self._encode(request, slots, slots, inline=False)
+            except TransportError as error:
+                logger.warning("%s: CUDA transport failed, tensors copied to the host: %s", request.request_id, error)
+            else:
+                return self._send_all(request, slots, frame, "torch_shm")
+        metrics.ipc_fallbacks_total.labels("cuda_ipc").inc(devices != {"cpu"})
         try:
             outgoing = await self.queue.reserve(tensors)
-            inline = on_host and nbytes <= INLINE_COPY_BYTES
+            inline = devices == {"cpu"} and nbytes <= INLINE_COPY_BYTES
             frame = await self._encode(request, outgoing, partial(_place_on_host, outgoing), inline)
         except RequestTooLarge:
             problem = f"The media of this request take {nbytes} bytes as tensors, more than --mm-ipc-memory-bytes"
@@ -78,28 +68,27 @@ class RequestSender:
     async def _encode(
         self, request: NewRequest, outgoing: Outgoing, consumer: OOBTensorConsumer, inline: bool
     ) -> bytes:
-        """`request` as a frame. The codec has `consumer` copy each tensor to `outgoing`, which is freed on failure."""
-        if inline:
-            try:
-                return self._encoder.encode(request, consumer)
-            except BaseException:
-                outgoing.discard()
-                raise
-        copying = asyncio.get_running_loop().run_in_executor(None, self._encoder.encode, request, consumer)
+        """`request` as a frame. The codec has `consumer` copy each tensor to `outgoing`, which is freed on failure, or
+        if the engine is down by then."""
+        encode, copying = partial(self._encoder.encode, request, consumer), None
         try:
-            return await asyncio.shield(copying)
+            if inline:
+                frame = encode()
+            else:
+                copying = asyncio.get_running_loop().run_in_executor(None, encode)
+                frame = await asyncio.shield(copying)
+            self._check()
+            return frame
         except BaseException:
-            copying.add_done_callback(partial(_free_aborted, outgoing))  # until then the thread writes there
+            if copying is None:
+                outgoing.discard()
+            else:
+                copying.add_done_callback(partial(_free_aborted, outgoing))  # until then the thread writes there
             raise
 
     def _send_all(self, request: NewRequest, outgoing: Outgoing, frame: bytes, transport: str) -> None:
         """The frames of all tensors, then the request. Nothing here waits: ranks would hold tensors without a request
         until this process ends."""
-        try:
-            self._check()
-        except EngineError:
-            outgoing.discard()
-            raise
         try:
             self.queue.send_tensors(outgoing)
             self._send_frame(frame)

@@ -22,6 +22,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -102,26 +103,31 @@ class TensorIpcSender:
         extents, where = self._arena.pages.allocate(PROBE_BYTES), ""
         if extents is None:
             raise TransportError("out of memory")
-        message = _Message(0, PROBE_BYTES, extents)
+        messages = [_Message(0, PROBE_BYTES, extents)]
         try:
-            head = self._me.encode(self.place(message, content))
+            heads = [self.place(messages[0], content)]
             arena = self._arena.descriptor if placement == "torch_shm" else None
+            if slots is not None:
+                if (acquired := slots.acquire([PROBE_BYTES])) is None:
+                    raise TransportError(f"a staging slot of {slots.nbytes} bytes is too small for a probe")
+                messages.append(_Message(0, PROBE_BYTES, slot=acquired[0]))
+                head = self.place(messages[1], slots.staging.local(content))
+                heads.append(msgspec.structs.replace(head, slots=slots.staging.export(slots.nbytes)))
             async with asyncio.timeout(seconds):
                 for address in self._addresses:
                     where = f" to rank {address.rank} of engine {address.engine}"
                     stream = await FrameSender.connect(address.tensor_ipc, deadline)
                     self._streams.append(stream)
-                    stream.enqueue_frame(head, message.payload, arena)
-                    await _check_answer(stream, content)
-                    if slots is not None:
-                        await self._probe_slots(slots, stream, content)
+                    for head, message in zip(heads, messages, strict=True):
+                        stream.enqueue_frame(self._me.encode(head), message.payload, None if head.slot else arena)
+                        await _check_answer(stream, content)
         except (TransportError, TimeoutError) as error:
             self._disconnect()
             self._slots = None
             why = "connected, but no answer to the probe in time" if isinstance(error, TimeoutError) else error
             raise TransportError(f"{placement}{where}: {why}") from error
         finally:
-            self.release([message])
+            self.release(messages)
 
     async def watch_end(self, on_end: Callable[[str], None]) -> None:
         """Call `on_end`, with a text for the log, when the stream to a rank ends; until all have."""
@@ -200,19 +206,6 @@ class TensorIpcSender:
         self.count_held(-message.nbytes, -1)
         return True
 
-    async def _probe_slots(self, slots: StagingSlots, stream: FrameSender, content: torch.Tensor) -> None:
-        acquired = slots.acquire([PROBE_BYTES])
-        if acquired is None:
-            raise TransportError(f"a staging slot of {slots.nbytes} bytes is too small for a probe")
-        message = _Message(0, PROBE_BYTES, slot=acquired[0])
-        try:
-            head = self.place(message, slots.staging.local(content))
-            head = msgspec.structs.replace(head, slots=slots.staging.export(slots.nbytes))
-            stream.enqueue_frame(self._me.encode(head))
-            await _check_answer(stream, content)
-        finally:
-            self.release([message])
-
     def _disconnect(self) -> None:
         for stream in self._streams:
             stream.close_stream()
@@ -231,26 +224,14 @@ async def _check_answer(stream: FrameSender, content: torch.Tensor) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Received:
-    """A tensor message. Its bytes lie in extents of the sender's `arena`, or in `content` (uint8, one dimension), which
-    is memory of this process; a device may still be filling it, see `copied`."""
+    """A tensor message."""
 
     message: MessageId
     shape: tuple[int, ...]
-    arena: ReadableMemory | None = None
-    extents: Sequence[Extent] = ()
-    content: torch.Tensor | None = None
+    # Returns rows `first .. stop` of the tensor, read-only: a write may end the process. A view, unless they lie in
+    # several extents. On a device, which may still be filling them, they are for the current stream.
+    rows: Callable[[int, int], torch.Tensor]
     copied: CudaCopy | None = None
-
-    def rows(self, first: int, stop: int) -> torch.Tensor:
-        """Rows `first .. stop` of the tensor, read-only: a write may end the process. A view, unless they lie in
-        several extents. On a device it is for the current stream."""
-        if self.arena is not None:
-            return self.arena.rows(self.extents, self.shape, first, stop)
-        assert self.content is not None
-        rows = self.content.view(self.shape)[first:stop]
-        if self.copied is not None:
-            self.copied.use(rows)
-        return rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -308,13 +289,14 @@ class _Connection:
                     self._slots = self._map_slots(head.slots)
                 assert self._slots is not None, "the probe failed"
                 copied = self._slots.fetch(head.slot, math.prod(head.shape))
-                return Received(message, head.shape, content=copied.memory, copied=copied)
+                return Received(message, head.shape, partial(copied.rows, head.shape), copied)
             if head.extents:
                 self._arena = self._arena or self._map_arena()
                 end = max(first + count for first, count in head.extents)
                 self._arena.register(-(-end // HIGH_WATER_PAGES) * HIGH_WATER_PAGES * PAGE_BYTES)
-                return Received(message, head.shape, self._arena, head.extents)
-            return Received(message, head.shape, content=torch.from_numpy(payload))
+                return Received(message, head.shape, partial(self._arena.rows, head.extents, head.shape))
+            content = torch.from_numpy(payload)
+            return Received(message, head.shape, lambda first, stop: content.view(head.shape)[first:stop])
         except TransportError as error:
             return Failed(message, str(error))
 

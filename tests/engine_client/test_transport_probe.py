@@ -62,7 +62,7 @@ async def test_cuda_tensors_are_copied_to_the_host_where_no_slots_can_be_made() 
     def fail() -> StagingSlots:
         raise TransportError("out of memory")
 
-    first = await choose(3, "auto", queue_to(), lambda: StagingSlots(HostStaging(), 1, 512), 1)
+    first = await choose(3, "auto", queue_to(), lambda: StagingSlots(HostStaging(), 1, 1 << 17), 1)
     assert first == "the first whose probe passed"
     replaced = await choose(3, "auto", queue := queue_to(), fail, 1)
     assert queue.placement == "torch_shm"

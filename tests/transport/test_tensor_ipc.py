@@ -222,7 +222,11 @@ class HostMapped:
 
     def fetch(self, slot: int, nbytes: int) -> Any:
         memory = HostStaging.memory[(slot - 1) * self.nbytes :][:nbytes].clone()
-        return SimpleNamespace(memory=memory, use=lambda _: None, synchronize=lambda: None)
+
+        def rows(shape: tuple[int, ...], first: int, stop: int) -> torch.Tensor:
+            return memory.view(shape)[first:stop]
+
+        return SimpleNamespace(rows=rows, synchronize=lambda: None)
 
     def close(self) -> None:
         pass
