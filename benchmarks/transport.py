@@ -110,8 +110,7 @@ async def _transfers(
     # Never short: waiting for memory is not what is measured.
     arena = Arena(2 * tensor.nbytes + 64 * MB, lambda: 1 << 60)
     sender = TensorIpcSender(Encoder("api 0", incarnation), [rank.address for rank in ranks], arena)
-    sender.probe(placement, PROBE_SECONDS)
-    await sender.watch_end(say)
+    await sender.probe(placement, PROBE_SECONDS)
     found = []
     for _ in PLACEMENTS[placement]:
         for rank in ranks:

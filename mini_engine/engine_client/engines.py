@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import zmq
 import zmq.asyncio
@@ -74,15 +74,15 @@ class EngineHandle:
         self.preparing: dict[str, int] = {}  # samples of requests that chose this engine and are not in `requests` yet
         self.stopped: EngineError | None = None  # what requests end with once it serves no more
         self.may_be_lost = False  # the supervisor has reported its death, or this process is draining
-        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # raises EngineLost
+        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # raises EngineLost
         self._socket = socket
         self._encoder = encoder
         self._metrics = metrics.EngineMetrics(number, cache.capacity)
         self._numbers = itertools.count(1)
-        self._replies: dict[int, asyncio.Future[ControlReply | None]] = {}  # to control requests, by number
+        self._answers: dict[str | bytes | int, asyncio.Future[Any]] = {}  # to questions, by what both name
         self._ping: asyncio.Future[ControlReply | None] | None = None
-        self._sender = RequestSender(encoder, queue, self._send_frame)
-        self.media = MediaStoreClient(number, self._send, queue.num_ranks, cache)
+        self._sender = RequestSender(encoder, queue, self._send_frame, self.check)
+        self.media = MediaStoreClient(number, self._send, self._ask, queue.num_ranks, cache)
 
     @property
     def load(self) -> int:
@@ -140,21 +140,18 @@ class EngineHandle:
             with contextlib.suppress(EngineError):
                 self._send(Finish(request_id, reason))
 
-    def control(self, action: Literal["ping", "stats", "reset_caches"]) -> asyncio.Future[ControlReply | None]:
-        """Send a control request. The future, which must not be cancelled, is None if the engine is down."""
-        number, reply = next(self._numbers), asyncio.get_running_loop().create_future()
-        if self.stopped is None:
-            self._replies[number] = reply
-            with contextlib.suppress(EngineError):  # the reply is None then
-                self._send(ControlRequest(number, action))
-        else:
-            reply.set_result(None)
-        return reply
+    async def control(self, action: Literal["ping", "stats", "reset_caches"]) -> ControlReply | None:
+        """Send a control request. None: the engine is down."""
+        number = next(self._numbers)
+        with contextlib.suppress(EngineError):
+            reply: ControlReply = await self._ask(number, ControlRequest(number, action))
+            return reply
+        return None
 
     async def answers_ping(self, within: float) -> bool:
         """Whether the core and all its ranks answer a ping, at most one at a time, within so many seconds."""
         if self._ping is None or self._ping.done():
-            self._ping = self.control("ping")
+            self._ping = asyncio.ensure_future(self.control("ping"))
         reply = self._ping
         await asyncio.wait([reply], timeout=within)
         return reply.done() and reply.result() is not None
@@ -165,13 +162,13 @@ class EngineHandle:
             return
         self.stopped = refusal
         self._metrics.forget()
-        self.media.close(refusal)
         for receiver in self.requests.values():
             receiver.fail(failure)
-        for reply in self._replies.values():
-            reply.set_result(None)
-        self.requests, self._replies = {}, {}
-        self._sender.close(refusal)
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(refusal)
+        self.requests = {}
+        self._sender.queue.close_streams()
 
     def die(self) -> None:
         self.stop(EngineError(ENGINE_STOPPED), EngineError(ENGINE_DIED, 500))
@@ -180,9 +177,12 @@ class EngineHandle:
         self.die()
         self._socket.close()
 
-    async def receive(self) -> None:
-        """Handle what the core sends, until cancelled; and watch whether the ranks can be reached."""
-        await self._sender.queue.watch_end(self._lose)
+    async def run(self) -> None:
+        """Handle what the core sends, and watch whether the ranks can be reached, until cancelled. Raises
+        EngineLost."""
+        await asyncio.gather(self._lost, self._receive(), self._sender.queue.watch_end(self._lose))
+
+    async def _receive(self) -> None:
         while True:
             body = decode(await self._socket.recv()).body
             if self.stopped is None:
@@ -197,20 +197,28 @@ class EngineHandle:
                             del self.requests[output.request_id]
                         receiver.receive(output)
                 if body.consumed:
-                    self._sender.consumed(body.consumed)
+                    self._sender.queue.consumed(body.consumed)
             case MediaMiss(request_id=request_id, arrival=arrival):
                 self._forget(self.requests[request_id]).fail(MediaNotSent(arrival))
-            case Found() | Reserved():
-                self.media.on_answer(body)
-            case ControlReply(number=number, stats=stats):
-                if stats is not None:
-                    self._metrics.update(stats)
-                self._replies.pop(number).set_result(body)
+            case Found(request_id=key) | Reserved(media_hash=key) | ControlReply(number=key):
+                if isinstance(body, ControlReply) and body.stats is not None:
+                    self._metrics.update(body.stats)
+                if (answer := self._answers.get(key)) is not None and not answer.done():
+                    answer.set_result(body)
 
     def _forget(self, receiver: OutputReceiver) -> OutputReceiver:
         """The core has no state of its request: there will be no final output."""
         self.requests = {each: other for each, other in self.requests.items() if other is not receiver}
         return receiver
+
+    async def _ask(self, key: str | bytes | int, question: AnyMessage) -> Any:
+        """The core's answer, which names `key`. Raises EngineError: the engine is down."""
+        self._send(question)
+        answer = self._answers[key] = asyncio.get_running_loop().create_future()
+        try:
+            return await answer
+        finally:
+            del self._answers[key]
 
     def _send(self, body: AnyMessage) -> None:
         self._send_frame(self._encoder.encode(body))
@@ -231,8 +239,8 @@ class EngineHandle:
             asyncio.get_running_loop().call_later(LOST_SECONDS, self._check_lost)
 
     def _check_lost(self) -> None:
-        if not self.may_be_lost and not self.lost.done():
-            self.lost.set_exception(EngineLost("a running engine cannot be reached; this API server exits"))
+        if not self.may_be_lost and not self._lost.done():
+            self._lost.set_exception(EngineLost("a running engine cannot be reached; this API server exits"))
 
 
 class EngineClient:
@@ -265,7 +273,7 @@ class EngineClient:
 
     async def run(self) -> None:
         """Take what the cores send, until cancelled. Raises EngineLost: this process must be replaced."""
-        await asyncio.gather(*(engine.lost for engine in self.engines), *(engine.receive() for engine in self.engines))
+        await asyncio.gather(*(engine.run() for engine in self.engines))
 
     @contextlib.contextmanager
     def preparing(self, end: Callable[[EngineError], None]) -> Iterator[None]:
@@ -296,12 +304,13 @@ class EngineClient:
 
     async def refresh_metrics(self) -> None:
         """Bring the engines' metrics up to date; those of an engine that does not answer in time stay as they are."""
-        await asyncio.wait([engine.control("stats") for engine in self.engines], timeout=METRICS_SECONDS)
+        asked = [asyncio.ensure_future(engine.control("stats")) for engine in self.engines]
+        await asyncio.wait(asked, timeout=METRICS_SECONDS)
 
     async def reset_caches(self) -> None:
         """Empty the caches of every engine, but for what running requests use. Cancelling it stops the wait only.
         Raises EngineError: an engine is down."""
-        await asyncio.wait([engine.control("reset_caches") for engine in self.engines])
+        await asyncio.gather(*(engine.control("reset_caches") for engine in self.engines))
         for engine in self.engines:
             engine.check()
 

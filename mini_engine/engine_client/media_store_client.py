@@ -7,7 +7,7 @@ pages of its reservations. It runs in the event loop's thread; large items are c
 import asyncio
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Awaitable, Callable, Iterable, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -50,14 +50,21 @@ class MediaStoreClient:
     """Towards one engine. `look_up` and `place` give a request references, which the engine claims with the request;
     `release_aborted` releases those of one that is not sent.
 
-    `send` sends the core a message; it raises EngineError when the engine is down.
+    `send` sends the core a message, `ask` a question, by the key that its answer names, too. They raise EngineError
+    when the engine is down.
     """
 
-    def __init__(self, engine: int, send: Callable[[AnyMessage], None], num_ranks: int, cache: CacheAccess):
-        self._send = send
+    def __init__(
+        self,
+        engine: int,
+        send: Callable[[AnyMessage], None],
+        ask: Callable[[str | bytes, Lookup | Reserve], Awaitable[Any]],
+        num_ranks: int,
+        cache: CacheAccess,
+    ):
+        self._send, self._ask = send, ask
         self._num_ranks = num_ranks
         self._cache = cache
-        self._asked: dict[str | bytes, asyncio.Future[Any]] = {}  # answers, by a request's id or an item's hash
         self._locks = weakref.WeakValueDictionary[bytes, asyncio.Lock]()  # of items that are being written
         self.queries = metrics.mm_cache_queries_total.labels(str(engine))
         self.hits = metrics.mm_cache_hits_total.labels(str(engine))
@@ -66,12 +73,13 @@ class MediaStoreClient:
         """What the engine knows of these, by hash. Raises EngineError: the engine is down."""
         if not (distinct := [*dict.fromkeys(hashes)]):
             return {}
-        answer = await self._ask(request_id, Lookup(request_id, distinct))
+        answer: Found = await self._ask(request_id, Lookup(request_id, distinct))
         return {media.facts.media_hash: media for media in answer.items}
 
     async def resolve_names(self, request_id: str, keys: list[bytes]) -> dict[bytes, NamedMedia]:
         """What is bound here, by key. Raises EngineError: the engine is down."""
-        return (await self._ask(request_id, Lookup(request_id, [], keys))).named
+        answer: Found = await self._ask(request_id, Lookup(request_id, [], keys))
+        return answer.named
 
     def bind_name(self, key: bytes, media: NamedMedia) -> None:
         """From now on the name with this key means `media`. Lost if the engine is down."""
@@ -107,26 +115,6 @@ class MediaStoreClient:
         """The request will not be sent: the items that it refers to may be evicted, and their pages freed."""
         with contextlib.suppress(EngineError):
             self._send(Finish(request_id, "abort"))
-
-    def on_answer(self, answer: Found | Reserved) -> None:
-        """To what `_ask` has sent."""
-        key = answer.request_id if isinstance(answer, Found) else answer.media_hash
-        if (asked := self._asked.get(key)) is not None and not asked.done():
-            asked.set_result(answer)
-
-    def close(self, error: EngineError) -> None:
-        """The engine is down: waiting calls raise `error`."""
-        for answer in self._asked.values():
-            if not answer.done():
-                answer.set_exception(error)
-
-    async def _ask(self, key: str | bytes, question: Lookup | Reserve) -> Any:
-        self._send(question)
-        answer = self._asked[key] = asyncio.get_running_loop().create_future()
-        try:
-            return await answer
-        finally:
-            del self._asked[key]
 
     async def _write(self, item: MediaItem, readers: Set[str]) -> Literal["present", "full", "busy", "oversize"]:
         """Write the item for the request in `readers`, which is empty once that has left; only if it is "present" the

@@ -7,13 +7,13 @@ neither caches nor answers. It runs in the event loop's thread; only large copie
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from mini_engine import metrics
 from mini_engine.log import about
-from mini_engine.messages import MessageId, NewRequest, TensorHandle
+from mini_engine.messages import NewRequest, TensorHandle
 from mini_engine.protocol.api_errors import EngineError, MediaNotSent
 from mini_engine.transport.arena import RequestTooLarge
 from mini_engine.transport.codec import Encoder, OOBTensorConsumer, TransportError
@@ -26,14 +26,15 @@ INLINE_COPY_BYTES = 1 << 20  # above it, tenths of a millisecond, tensors are co
 
 class RequestSender:
     """Sends requests to one engine, their tensors by `queue`. `send_frame` takes an encoded message for the engine
-    core, and raises EngineError when the engine is down."""
+    core. It and `check` raise EngineError when the engine is down."""
 
-    def __init__(self, encoder: Encoder, queue: TensorIpcSender, send_frame: Callable[[bytes], None]):
+    def __init__(
+        self, encoder: Encoder, queue: TensorIpcSender, send_frame: Callable[[bytes], None], check: Callable[[], None]
+    ):
         self.queue = queue
         self._encoder = encoder
-        self._send_frame = send_frame
-        self._closed: EngineError | None = None
-        self._shown = 0, 0  # this queue's part of the metrics
+        self._send_frame, self._check = send_frame, check
+        queue.count_held = _count_held
 
     async def send_request(self, request: NewRequest) -> None:
         """Send `request` and its tensors: the patches of its items are a tensor, of one at least, or None where the
@@ -41,47 +42,18 @@ class RequestSender:
         engine is down; memory for the tensors is short (MediaNotSent); or they are larger than the limit, a 400.
         """
         tensors: list[Any] = [item.patches for item in request.media if item.patches is not None]
-        try:
-            if not await self._send_from_device(request, tensors):
-                await self._send_from_host(request, tensors)
-        finally:
-            self._update_metrics()
-
-    def consumed(self, messages: Iterable[MessageId]) -> None:
-        """No rank will read these again."""
-        self.queue.consumed(messages)
-        self._update_metrics()
-
-    def close(self, error: EngineError) -> None:
-        """The engine is down: requests that are not sent yet end with `error`."""
-        self._closed = error
-        self.queue.close_streams()
-        self._update_metrics()
-
-    def _update_metrics(self) -> None:
-        before, self._shown = self._shown, (self.queue.buffered_bytes, self.queue.buffered_tensors)
-        metrics.ipc_buffered_bytes.inc(self._shown[0] - before[0])
-        metrics.ipc_buffered_tensors.inc(self._shown[1] - before[1])
-
-    async def _send_from_device(self, request: NewRequest, tensors: list[Any]) -> bool:
-        on_device = all(tensor.device.type == "cuda" for tensor in tensors)
-        if not on_device or (outgoing := self.queue.reserve_slots(tensors)) is None:
-            return False
-        try:
-            frame = await self._encode(request, outgoing, outgoing, inline=False)
-        except TransportError as error:
-            logger.warning("%s: CUDA transport failed, tensors copied to the host: %s", request.request_id, error)
-            return False
-        self._send_all(request, outgoing, frame, "torch_shm")
-        return True
-
-    async def _send_from_host(self, request: NewRequest, tensors: list[Any]) -> None:
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        on_host = all(tensor.device.type == "cpu" for tensor in tensors)
-        metrics.ipc_fallbacks_total.labels("cuda_ipc").inc(not on_host)
+        nbytes, devices = sum(tensor.nbytes for tensor in tensors), {tensor.device.type for tensor in tensors}
+        if devices == {"cuda"} and (slots := self.queue.reserve_slots(tensors)) is not None:
+            try:
+                frame = await self._encode(request, slots, slots, inline=False)
+            except TransportError as error:
+                logger.warning("%s: CUDA transport failed, tensors copied to the host: %s", request.request_id, error)
+            else:
+                return self._send_all(request, slots, frame, "torch_shm")
+        metrics.ipc_fallbacks_total.labels("cuda_ipc").inc(devices != {"cpu"})
         try:
             outgoing = await self.queue.reserve(tensors)
-            inline = on_host and nbytes <= INLINE_COPY_BYTES
+            inline = devices == {"cpu"} and nbytes <= INLINE_COPY_BYTES
             frame = await self._encode(request, outgoing, partial(_place_on_host, outgoing), inline)
         except RequestTooLarge:
             problem = f"The media of this request take {nbytes} bytes as tensors, more than --mm-ipc-memory-bytes"
@@ -89,41 +61,36 @@ class RequestSender:
             raise EngineError(f"{problem}; {remedy}", 400, "media_too_large", "messages") from None
         except TransportError as error:
             logger.warning("%s: cannot send tensors: %s", request.request_id, error, extra=about(request.request_id))
-            raise self._closed or MediaNotSent() from error
+            self._check()
+            raise MediaNotSent() from error
         self._send_all(request, outgoing, frame, self.queue.placement)
 
     async def _encode(
         self, request: NewRequest, outgoing: Outgoing, consumer: OOBTensorConsumer, inline: bool
     ) -> bytes:
-        """`request` as a frame. The codec has `consumer` copy each tensor to `outgoing`, which is freed on failure."""
-        if inline:
-            try:
-                return self._encoder.encode(request, consumer)
-            except BaseException:
-                outgoing.discard()
-                raise
-        copying = asyncio.get_running_loop().run_in_executor(None, self._encoder.encode, request, consumer)
+        """`request` as a frame. The codec has `consumer` copy each tensor to `outgoing`, which is freed on failure, or
+        if the engine is down by then."""
+        encode, copying = partial(self._encoder.encode, request, consumer), None
         try:
-            return await asyncio.shield(copying)
+            if inline:
+                frame = encode()
+            else:
+                copying = asyncio.get_running_loop().run_in_executor(None, encode)
+                frame = await asyncio.shield(copying)
+            self._check()
+            return frame
         except BaseException:
-            copying.add_done_callback(partial(self._free_aborted, outgoing))  # until then the thread writes there
+            if copying is None:
+                outgoing.discard()
+            else:
+                copying.add_done_callback(partial(_free_aborted, outgoing))  # until then the thread writes there
             raise
-
-    def _free_aborted(self, outgoing: Outgoing, copying: asyncio.Future[bytes]) -> None:
-        """Free the pages of a request that ends while a thread copies to them: the copy has ended."""
-        if not copying.cancelled():
-            copying.exception()  # retrieved, or asyncio would log it
-        outgoing.discard()
-        self._update_metrics()
 
     def _send_all(self, request: NewRequest, outgoing: Outgoing, frame: bytes, transport: str) -> None:
         """The frames of all tensors, then the request. Nothing here waits: ranks would hold tensors without a request
         until this process ends."""
-        if self._closed is not None:
-            outgoing.discard()
-            raise self._closed
         try:
-            sent = self.queue.send_tensors(outgoing)
+            self.queue.send_tensors(outgoing)
             self._send_frame(frame)
         except EngineError:  # the engine counts as stopped: this process ends, unless the engine has
             raise
@@ -132,8 +99,20 @@ class RequestSender:
             logging.shutdown()
             os._exit(1)
         nbytes = sum(message.nbytes for message in outgoing.messages)
-        metrics.ipc_messages_total.labels(transport).inc(sent)
-        metrics.ipc_bytes_total.labels(transport).inc(nbytes * sent // len(outgoing.messages))
+        metrics.ipc_messages_total.labels(transport).inc(len(outgoing.messages) * self.queue.num_ranks)
+        metrics.ipc_bytes_total.labels(transport).inc(nbytes * self.queue.num_ranks)
+
+
+def _count_held(nbytes: int, tensors: int) -> None:
+    metrics.ipc_buffered_bytes.inc(nbytes)
+    metrics.ipc_buffered_tensors.inc(tensors)
+
+
+def _free_aborted(outgoing: Outgoing, copying: asyncio.Future[bytes]) -> None:
+    """Free the pages of a request that ends while a thread copies to them: the copy has ended."""
+    if not copying.cancelled():
+        copying.exception()  # retrieved, or asyncio would log it
+    outgoing.discard()
 
 
 def _place_on_host(outgoing: Outgoing, tensor: Any) -> TensorHandle:

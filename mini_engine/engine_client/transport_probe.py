@@ -31,15 +31,15 @@ def make_arena(config: EngineConfig) -> Arena:
     return Arena(config.mm_ipc_memory_bytes, lambda: available_memory() - others)
 
 
-def choose(
+async def choose(
     engine: int,
     mode: TensorIpc,
     queue: TensorIpcSender,
     make_slots: Callable[[], StagingSlots] | None = None,
-    timeout: float = PROBE_SECONDS,
+    seconds: float = PROBE_SECONDS,
 ) -> str:
     """Have `queue`, to the ranks of `engine`, use the first placement allowed by `mode` that passes its probe; returns
-    why it is that one. Blocks.
+    why it is that one. Blocks while it connects.
 
     `make_slots` makes staging slots for CUDA tensors towards one engine; None: this server makes no such tensors. Under
     `auto`, where the probe fails with the slots, CUDA tensors are copied to the host. Raises ConfigError: the placement
@@ -50,7 +50,7 @@ def choose(
     failures: dict[str, TransportError] = {}
     for name, make in itertools.product(ORDER if mode == "auto" else (mode,), [*slots, *without_slots]):
         try:
-            queue.probe(name, timeout, make and make())
+            await queue.probe(name, seconds, make and make())
             break
         except TransportError as error:
             failures[name if make is None else f"{name} with slots for CUDA tensors"] = error

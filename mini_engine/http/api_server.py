@@ -110,7 +110,7 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
     queues, media = [], "media that do not fit the cache" if init.media_cache.kind == "shm" else "media"
     for engine in range(len(init.cores)):
         queues.append(TensorIpcSender(child.encoder, [rank for rank in init.ranks if rank.engine == engine], arena))
-        reason = transport_probe.choose(engine, init.config.mm_tensor_ipc, queues[-1], make_slots)
+        reason = await transport_probe.choose(engine, init.config.mm_tensor_ipc, queues[-1], make_slots)
         if child.spec.index == "0":
             logger.info("%s reach engine %d by %s: %s", media, engine, queues[-1].placement, reason)
     # The same context, so the same I/O thread, seen through asyncio.

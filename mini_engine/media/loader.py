@@ -23,14 +23,13 @@ from mini_engine.failpoints import reach_failpoint
 from mini_engine.media.decode.decoder import Job
 from mini_engine.media.decode.decoder_pool import DecoderPool
 from mini_engine.media.hashing import HASH_BYTES, content_digest, media_hash
-from mini_engine.media.media_errors import ItemError, MediaError
 from mini_engine.media.processor import MediaProcessor, MediaSettings, ProcessedItem
 from mini_engine.media.settings import hash_key
 from mini_engine.media.sources import fetch as sources
-from mini_engine.media.sources.data_url import fetch_data
 from mini_engine.media.sources.http_fetch import fetch_http, tls_context
 from mini_engine.media.sources.local_files import read_file
 from mini_engine.media.sources.policy import MediaPolicy, Received
+from mini_engine.protocol.api_errors import ItemError, MediaError
 from mini_engine.protocol.body_split import DataUrl
 from mini_engine.protocol.parts import MediaRef
 from mini_engine.protocol.request_clock import RequestClock
@@ -232,7 +231,7 @@ class MediaLoader:
             known, digest = read_file(url, policy, name)
             content = Content.of(ref, digest, known)
         else:
-            data = fetch_data(url, policy, name) if download is None else download
+            data = sources.fetch_data(url, policy, name) if download is None else download
             content = Content.of(ref, content_digest(data), data)
         ref = replace(ref, url=content)  # what is in a body is not kept
         hashes = (media_hash(content.digest, hash_key(each, ref.modality)) for each in settings)

@@ -58,7 +58,7 @@ class CudaStaging:
             return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=array), device=self._device)
 
     def export(self, nbytes: int) -> DeviceSlots:
-        """For one rank: slots of `nbytes` each."""
+        """For the ranks: slots of `nbytes` each."""
         with use_cuda(self._device) as runtime:
             handle = check(runtime.cudaIpcGetMemHandle(self._address))
             memory = ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)  # not all releases have its field `reserved`
@@ -118,11 +118,13 @@ class CudaCopy:
     memory: torch.Tensor
     _done: torch.cuda.Event
 
-    def use(self, tensor: torch.Tensor) -> None:
-        """The current stream's later work waits for the copy. `tensor` is a view of the memory."""
-        stream = torch.cuda.current_stream(tensor.device)
+    def rows(self, shape: Sequence[int], first: int, stop: int) -> torch.Tensor:
+        """Rows `first .. stop` of the copied tensor. The current stream's later work waits for the copy."""
+        rows = self.memory.view(*shape)[first:stop]
+        stream = torch.cuda.current_stream(rows.device)
         stream.wait_event(self._done)
-        tensor.record_stream(stream)  # torch would reuse the memory for the next copy when the last reference ends
+        rows.record_stream(stream)  # torch would reuse the memory for the next copy when the last reference ends
+        return rows
 
     def synchronize(self) -> None:
         wait_for(self._done)

@@ -22,8 +22,10 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import msgspec
+import numpy as np
 import torch
 
 from mini_engine.messages import MessageId, ProbeResult, RankAddress, TensorHandle, TensorMessage, TransportName
@@ -31,7 +33,7 @@ from mini_engine.transport.arena import Arena, Pin, ReadableMemory, checksum
 from mini_engine.transport.codec import Encoder, TransportError, decode
 from mini_engine.transport.cuda_memory import CudaCopy, CudaMapped, MapSlots, StagingSlots
 from mini_engine.transport.page_allocator import HIGH_WATER_PAGES, PAGE_BYTES, Extent
-from mini_engine.transport.stream_frames import Frame, FrameReceiver, FrameSender
+from mini_engine.transport.stream_frames import FrameReceiver, FrameSender
 
 log = logging.getLogger(__name__)
 
@@ -86,46 +88,54 @@ class TensorIpcSender:
         self._slots: StagingSlots | None = None
         self._streams: list[FrameSender] = []
         self._numbers = itertools.count(1)
-        self._held: dict[int, _Message] = {}
+        self.held: dict[int, _Message] = {}  # tensors for which room is reserved and which are not consumed, by number
+        # Called with the bytes and the tensors by which these grow, or shrink.
+        self.count_held: Callable[[int, int], None] = lambda *_: None
 
-    def probe(self, placement: TransportName, timeout: float, slots: StagingSlots | None = None) -> None:
-        """Connect to every rank and prove `placement` by a checksum, and the `slots` if they are given, which this
-        sender owns from now on. Blocks; for the start only. After an error nothing is connected. Raises TransportError:
-        with the reason, and which rank."""
+    async def probe(self, placement: TransportName, seconds: float, slots: StagingSlots | None = None) -> None:
+        """Connect to every rank, which blocks, and prove `placement` by a checksum, and the `slots` if they are given,
+        which this sender owns from now on; all within so many seconds. After an error nothing is connected. Raises
+        TransportError: with the reason, and which rank."""
         self._disconnect()
         self.placement, self._slots = placement, slots
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + seconds
         content = (torch.arange(PROBE_BYTES, dtype=torch.int32) % 251).to(torch.uint8)
         extents, where = self._arena.pages.allocate(PROBE_BYTES), ""
         if extents is None:
             raise TransportError("out of memory")
-        message = _Message(0, PROBE_BYTES, extents)
+        messages = [_Message(0, PROBE_BYTES, extents)]
         try:
-            head = self._me.encode(self.place(message, content))
+            heads = [self.place(messages[0], content)]
             arena = self._arena.descriptor if placement == "torch_shm" else None
-            for address in self._addresses:
-                where = f" to rank {address.rank} of engine {address.engine}"
-                stream = FrameSender(address.tensor_ipc, deadline)
-                self._streams.append(stream)
-                stream.enqueue_frame(head, message.payload, arena)
-                _check_answer(stream, content)
-                if slots is not None:
-                    self._probe_slots(slots, stream, content)
-        except TransportError as error:
+            if slots is not None:
+                if (acquired := slots.acquire([PROBE_BYTES])) is None:
+                    raise TransportError(f"a staging slot of {slots.nbytes} bytes is too small for a probe")
+                messages.append(_Message(0, PROBE_BYTES, slot=acquired[0]))
+                head = self.place(messages[1], slots.staging.local(content))
+                heads.append(msgspec.structs.replace(head, slots=slots.staging.export(slots.nbytes)))
+            async with asyncio.timeout(seconds):
+                for address in self._addresses:
+                    where = f" to rank {address.rank} of engine {address.engine}"
+                    stream = await FrameSender.connect(address.tensor_ipc, deadline)
+                    self._streams.append(stream)
+                    for head, message in zip(heads, messages, strict=True):
+                        stream.enqueue_frame(self._me.encode(head), message.payload, None if head.slot else arena)
+                        await _check_answer(stream, content)
+        except (TransportError, TimeoutError) as error:
             self._disconnect()
             self._slots = None
-            raise TransportError(f"{placement}{where}: {error}") from error
+            why = "connected, but no answer to the probe in time" if isinstance(error, TimeoutError) else error
+            raise TransportError(f"{placement}{where}: {why}") from error
         finally:
-            self.release([message])
+            self.release(messages)
 
     async def watch_end(self, on_end: Callable[[str], None]) -> None:
-        """The running event loop writes from now on, and calls `on_end`, with a text for the log, when the stream to a
-        rank ends."""
-        watches = []
-        for address, stream in zip(self._addresses, self._streams, strict=True):
-            prefix = f"tensor stream to rank {address.rank} ended: "
-            watches.append(stream.watch_end(lambda why, prefix=prefix: on_end(prefix + why)))  # type: ignore[misc]
-        await asyncio.gather(*watches)  # at once: the end of one closes all
+        """Call `on_end`, with a text for the log, when the stream to a rank ends; until all have."""
+
+        async def watch(address: RankAddress, stream: FrameSender) -> None:
+            on_end(f"tensor stream to rank {address.rank} ended: {await stream.wait_for_end()}")
+
+        await asyncio.gather(*map(watch, self._addresses, self._streams))
 
     async def reserve(self, tensors: Sequence[torch.Tensor]) -> Outgoing:
         """Room for the CPU tensors of a request, each a message of its own. See `Arena.acquire`."""
@@ -153,8 +163,8 @@ class TensorIpcSender:
         message.head = TensorMessage(message.number, tuple(tensor.shape), extents, message.slot)
         return message.head
 
-    def send_tensors(self, outgoing: Outgoing) -> int:
-        """Queue the frames of all tensors to every rank. Does not wait, cannot be undone. Returns how many frames."""
+    def send_tensors(self, outgoing: Outgoing) -> None:
+        """Queue the frames of all tensors to every rank. Does not wait, cannot be undone."""
         for message in outgoing.messages:
             assert message.head is not None, "memory was reserved for more tensors"
             self._arena.pages.written(message.head.extents)
@@ -162,54 +172,39 @@ class TensorIpcSender:
             for stream in self._streams:
                 stream.enqueue_frame(head, message.payload)
             message.sent, message.payload = True, None  # which is the streams' now
-        return len(outgoing.messages) * len(self._streams)
 
     def consumed(self, messages: Iterable[MessageId]) -> None:
         """No rank will read these again: free their memory."""
-        self.release(self._held[message.number] for message in messages if message.number in self._held)
+        self.release([self.held[message.number] for message in messages if message.number in self.held])
 
     def release(self, messages: Iterable[_Message]) -> None:
         """Free the memory of these, which no process uses. Without effect where `close_streams` discarded it."""
         for message in messages:
-            if message.number and self._held.pop(message.number, None) is None:
+            if message.number and not self._forget(message):
                 continue
             if message.slot and self._slots is not None:
                 self._slots.release(message.slot)
             elif message.extents:
                 self._arena.release(message.extents)
 
-    @property
-    def buffered_bytes(self) -> int:
-        """Of the tensors for which room is reserved and which are not consumed."""
-        return sum(message.nbytes for message in self._held.values())
-
-    @property
-    def buffered_tensors(self) -> int:
-        return len(self._held)
-
     def close_streams(self) -> None:
         """Close all streams. Pages that were sent are not used again: a rank may still read them."""
         self._disconnect()
-        for message in [message for message in self._held.values() if message.sent]:
-            del self._held[message.number]
+        for message in [message for message in self.held.values() if message.sent]:
+            self._forget(message)
             self._arena.discard(message.extents)
 
     def _hold(self, messages: list[_Message]) -> Outgoing:
-        self._held |= {message.number: message for message in messages}
+        self.held |= {message.number: message for message in messages}
+        self.count_held(sum(message.nbytes for message in messages), len(messages))
         return Outgoing(self, messages)
 
-    def _probe_slots(self, slots: StagingSlots, stream: FrameSender, content: torch.Tensor) -> None:
-        acquired = slots.acquire([PROBE_BYTES])
-        if acquired is None:
-            raise TransportError(f"a staging slot of {slots.nbytes} bytes is too small for a probe")
-        message = _Message(0, PROBE_BYTES, slot=acquired[0])
-        try:
-            head = self.place(message, slots.staging.local(content))
-            head = msgspec.structs.replace(head, slots=slots.staging.export(slots.nbytes))
-            stream.enqueue_frame(self._me.encode(head))
-            _check_answer(stream, content)
-        finally:
-            self.release([message])
+    def _forget(self, message: _Message) -> bool:
+        """Whether it was held."""
+        if self.held.pop(message.number, None) is None:
+            return False
+        self.count_held(-message.nbytes, -1)
+        return True
 
     def _disconnect(self) -> None:
         for stream in self._streams:
@@ -217,9 +212,9 @@ class TensorIpcSender:
         self._streams = []
 
 
-def _check_answer(stream: FrameSender, content: torch.Tensor) -> None:
+async def _check_answer(stream: FrameSender, content: torch.Tensor) -> None:
     """Wait for the answer to a probe of `content`. Raises TransportError."""
-    answer = decode(stream.receive_answer()).body
+    answer = decode(await stream.receive_answer()).body
     if not isinstance(answer, ProbeResult) or answer.error or answer.checksum != checksum(content):
         raise TransportError(getattr(answer, "error", None) or "wrong checksum of the probe")
 
@@ -229,26 +224,14 @@ def _check_answer(stream: FrameSender, content: torch.Tensor) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Received:
-    """A tensor message. Its bytes lie in extents of the sender's `arena`, or in `content` (uint8, one dimension), which
-    is memory of this process; a device may still be filling it, see `copied`."""
+    """A tensor message."""
 
     message: MessageId
     shape: tuple[int, ...]
-    arena: ReadableMemory | None = None
-    extents: Sequence[Extent] = ()
-    content: torch.Tensor | None = None
+    # Returns rows `first .. stop` of the tensor, read-only: a write may end the process. A view, unless they lie in
+    # several extents. On a device, which may still be filling them, they are for the current stream.
+    rows: Callable[[int, int], torch.Tensor]
     copied: CudaCopy | None = None
-
-    def rows(self, first: int, stop: int) -> torch.Tensor:
-        """Rows `first .. stop` of the tensor, read-only: a write may end the process. A view, unless they lie in
-        several extents. On a device it is for the current stream."""
-        if self.arena is not None:
-            return self.arena.rows(self.extents, self.shape, first, stop)
-        assert self.content is not None
-        rows = self.content.view(self.shape)[first:stop]
-        if self.copied is not None:
-            self.copied.use(rows)
-        return rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -270,10 +253,10 @@ class _Connection:
 
     def receive(self) -> Iterator[Received | Failed]:
         """See `TensorIpcReceiver.receive`. Raises TransportError: see `FrameReceiver.read_frames`."""
-        for frame in self._stream.read_frames():
-            envelope = decode(frame.head)
+        for frame_head, payload in self._stream.read_frames():
+            envelope = decode(frame_head)
             if isinstance(head := envelope.body, TensorMessage):
-                arrival = self._receive_tensor(MessageId(envelope.incarnation, head.number), head, frame)
+                arrival = self._receive_tensor(MessageId(envelope.incarnation, head.number), head, payload)
                 if head.number:
                     yield arrival
                 else:
@@ -286,20 +269,19 @@ class _Connection:
         if self._slots is not None:
             self._slots.close()
 
-    def _map_arena(self, descriptor: int) -> None:
+    def _map_arena(self) -> ReadableMemory:
+        if not self._stream.descriptors:
+            raise TransportError("descriptor of the arena lost: out of file descriptors")
+        descriptor = self._stream.descriptors.popleft()
         try:
-            self._arena = ReadableMemory(descriptor, self._pin)
+            return ReadableMemory(descriptor, self._pin)
         except OSError as error:
             raise TransportError(f"cannot map the arena: {error}") from error
         finally:
             os.close(descriptor)
 
-    def _receive_tensor(self, message: MessageId, head: TensorMessage, frame: Frame) -> Received | Failed:
+    def _receive_tensor(self, message: MessageId, head: TensorMessage, payload: np.ndarray) -> Received | Failed:
         try:
-            if frame.lost_descriptor:
-                raise TransportError("descriptor of the arena lost: out of file descriptors")
-            if frame.descriptor is not None:
-                self._map_arena(frame.descriptor)
             if head.slot:
                 if self._map_slots is None:
                     raise TransportError("this rank has no CUDA device")
@@ -307,13 +289,14 @@ class _Connection:
                     self._slots = self._map_slots(head.slots)
                 assert self._slots is not None, "the probe failed"
                 copied = self._slots.fetch(head.slot, math.prod(head.shape))
-                return Received(message, head.shape, content=copied.memory, copied=copied)
+                return Received(message, head.shape, partial(copied.rows, head.shape), copied)
             if head.extents:
-                assert self._arena is not None, "the probe failed"
+                self._arena = self._arena or self._map_arena()
                 end = max(first + count for first, count in head.extents)
                 self._arena.register(-(-end // HIGH_WATER_PAGES) * HIGH_WATER_PAGES * PAGE_BYTES)
-                return Received(message, head.shape, self._arena, head.extents)
-            return Received(message, head.shape, content=torch.from_numpy(frame.payload))
+                return Received(message, head.shape, partial(self._arena.rows, head.extents, head.shape))
+            content = torch.from_numpy(payload)
+            return Received(message, head.shape, lambda first, stop: content.view(head.shape)[first:stop])
         except TransportError as error:
             return Failed(message, str(error))
 

@@ -16,22 +16,25 @@ from mini_engine.core.caches.encoder_cache import EncoderCache
 from mini_engine.core.caches.media_store import MediaStore
 from mini_engine.core.engine_core import EngineCore
 from mini_engine.core.pending_steps import NextStep
+from mini_engine.engine_client.engines import EngineHandle
 from mini_engine.engine_client.media_store_client import INLINE_COPY_BYTES, SHM_STORE, CacheAccess, MediaStoreClient
 from mini_engine.messages import (
-    AnyMessage,
     CachedMedia,
     Envelope,
     Finish,
     Lookup,
     MediaItem,
     NewRequest,
+    RankAddress,
     Reserve,
     Written,
 )
 from mini_engine.protocol.api_errors import EngineError
-from mini_engine.transport.arena import ReadableMemory, WritableMemory
+from mini_engine.transport.arena import Arena, ReadableMemory, WritableMemory
+from mini_engine.transport.codec import Encoder, decode
 from mini_engine.transport.page_allocator import PAGE_BYTES, Extent
 from mini_engine.transport.shared_memory import create_sparse
+from mini_engine.transport.tensor_ipc import TensorIpcSender
 from tests.support.patience import PATIENCE, cancelled, eventually, settle
 from tests.support.serving import Counted
 
@@ -69,22 +72,25 @@ class EngineStore:
         fd = create_sparse(64 * PAGE_BYTES)
         self.memory, self.readable = HeldMemory(fd), ReadableMemory(fd)
         os.close(fd)
-        self.client = MediaStoreClient(0, self.send, 2, CacheAccess(1 << 30, self.memory, 32 * PAGE_BYTES))
+        encoder = Encoder("api 0", 1)
+        queue = TensorIpcSender(encoder, [RankAddress(0, rank, "") for rank in range(2)], Arena(PAGE_BYTES, lambda: 0))
+        socket: Any = SimpleNamespace(send=self.send)
+        self.handle = EngineHandle(0, socket, encoder, queue, CacheAccess(1 << 30, self.memory, 32 * PAGE_BYTES))
+        self.client = self.handle.media
         self.unanswered: type | None = None
         self.sent: list[type] = []
-        self.is_dead = False
 
-    def send(self, body: AnyMessage) -> None:
-        if self.is_dead:
-            raise EngineError("gone")
+    def send(self, frame: bytes, _: int) -> Any:
+        body = decode(frame).body
         self.sent.append(type(body))
         if isinstance(body, Finish):
             self.store.release_request((1, body.request_id))
         elif type(body) is not self.unanswered:
             loop = asyncio.get_running_loop()
-            links = SimpleNamespace(send=lambda _, answer: loop.call_soon(self.client.on_answer, answer))
+            links = SimpleNamespace(send=lambda _, answer: loop.call_soon(self.handle._handle, answer))
             core: Any = SimpleNamespace(media=self.store, links=links, encoder=EncoderCache(0, NextStep()))
             EngineCore._handle_media(core, Envelope(1, body))
+        return SimpleNamespace(result=lambda: None)
 
     async def ask(self, name: str, *media: MediaItem) -> NewRequest:
         """A request's path until it is sent: look up, bring what is absent, and place it."""
@@ -113,7 +119,7 @@ async def engine() -> AsyncIterator[EngineStore]:
     """At its end all that was begun has ended, and nothing is held for it."""
     engine = EngineStore()
     yield engine
-    if not engine.is_dead:
+    if engine.handle.stopped is None:
         await settle()
         assert not engine.store.reservations
         assert engine.store.num_references == 0 == engine.store.num_bytes_pinned
@@ -194,15 +200,14 @@ async def test_dead_engine_ends_requests_that_wait_for_its_answer(engine: Engine
     engine.memory.go.clear()
     asking = [asyncio.create_task(engine.ask(name, item(A, LARGE))) for name in ("one", "two")]
     await eventually(lambda: unanswered in engine.sent or engine.memory.begun == 1)
-    engine.is_dead = True
-    engine.client.close(EngineError("gone"))
+    engine.handle.die()
     engine.memory.go.set()
     for task in (*asking, asyncio.create_task(engine.ask("late", item(B)))):
-        with pytest.raises(EngineError, match="gone"):
+        with pytest.raises(EngineError, match="stopped"):
             await task
 
 
 async def test_nothing_is_asked_without_media_and_nothing_reserved_without_a_store() -> None:
-    client = MediaStoreClient(0, pytest.fail, 2, CacheAccess(1 << 30))
+    client = MediaStoreClient(0, pytest.fail, pytest.fail, 2, CacheAccess(1 << 30))
     request = NewRequest("asks", [1], media=[item(B)])
     assert await client.look_up("asks", []) == {} and await client.place(request) is request

@@ -31,14 +31,14 @@ def queue_to(*ranks: RankAddress) -> TensorIpcSender:
         ("direct_rpc", False, "direct_rpc", "asked for by --mm-tensor-ipc", "asked_for"),
     ],
 )
-def test_first_placement_whose_probe_passes_is_used(
+async def test_first_placement_whose_probe_passes_is_used(
     mode: TensorIpc, has_shared_memory: bool, chosen: str, reason: str, label: str
 ) -> None:
     queue = queue_to()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft if has_shared_memory else 1 << 20, hard))
     try:
-        assert reason in choose(3, mode, queue, timeout=1)
+        assert reason in await choose(3, mode, queue, seconds=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert queue.placement == chosen
@@ -53,22 +53,22 @@ def test_first_placement_whose_probe_passes_is_used(
         ("direct_rpc", "--mm-tensor-ipc direct_rpc: .*Use --mm-tensor-ipc auto"),
     ],
 )
-def test_no_placement_is_an_error(mode: TensorIpc, says: str) -> None:
+async def test_no_placement_is_an_error(mode: TensorIpc, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        choose(3, mode, queue_to(RankAddress(3, 1, "/nowhere")), timeout=0.1)
+        await choose(3, mode, queue_to(RankAddress(3, 1, "/nowhere")), seconds=0.1)
 
 
-def test_cuda_tensors_are_copied_to_the_host_where_no_slots_can_be_made() -> None:
+async def test_cuda_tensors_are_copied_to_the_host_where_no_slots_can_be_made() -> None:
     def fail() -> StagingSlots:
         raise TransportError("out of memory")
 
-    first = choose(3, "auto", queue_to(), lambda: StagingSlots(HostStaging(), 1, 512), 1)
+    first = await choose(3, "auto", queue_to(), lambda: StagingSlots(HostStaging(), 1, 1 << 17), 1)
     assert first == "the first whose probe passed"
-    replaced = choose(3, "auto", queue := queue_to(), fail, 1)
+    replaced = await choose(3, "auto", queue := queue_to(), fail, 1)
     assert queue.placement == "torch_shm"
     assert replaced.endswith("; torch_shm with slots for CUDA tensors failed its probe: out of memory")
     with pytest.raises(ConfigError, match="--mm-tensor-ipc torch_shm: .*auto"):
-        choose(3, "torch_shm", queue_to(), fail, 1)
+        await choose(3, "torch_shm", queue_to(), fail, 1)
 
 
 # --- the device of the processor -------------------------------------------------------------------------------------

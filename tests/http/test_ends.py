@@ -127,7 +127,7 @@ async def test_engine_that_cannot_be_reached_counts_as_dead(
     """Unless its death is reported, or this server drains, this server is to be replaced."""
     rank = Rank(address_of(runtime))
     queue = TensorIpcSender(ME, [rank.address], Arena(1 << 20, lambda: 1 << 40))
-    queue.probe("torch_shm", PATIENCE)
+    await queue.probe("torch_shm", PATIENCE)
     async with serve(queue=queue) as served:
         engines, served.core.hold = served.context.engines, True
         asking = served.asking()

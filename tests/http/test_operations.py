@@ -13,11 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from mini_engine.engine_client.engines import METRICS_SECONDS
 from mini_engine.http.error_responses import report_error
 from mini_engine.http.routes.operations import RESET_SECONDS, STATS_SECONDS, log_stats
-from mini_engine.media.media_errors import DecoderUnavailable
 from mini_engine.media.sources.http_fetch import fetch_http
 from mini_engine.media.sources.policy import MediaPolicy
 from mini_engine.messages import ControlReply, EngineStats
-from mini_engine.protocol.api_errors import shutting_down
+from mini_engine.protocol.api_errors import DecoderUnavailable, shutting_down
 from mini_engine.protocol.request_clock import RequestClock
 from tests.support.patience import cancelled, eventually, settle, skip
 from tests.support.serving import Counted, Serve, Served, check_error

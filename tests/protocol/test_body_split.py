@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mini_engine.http.body import decode_body
-from mini_engine.media.sources.data_url import fetch_data
+from mini_engine.media.sources.fetch import fetch_data
 from mini_engine.media.sources.policy import MediaPolicy
 from mini_engine.protocol.api_errors import ApiError
 from mini_engine.protocol.bodies import ChatRequest

@@ -121,7 +121,7 @@ class Served:
         context = self.context
         return not (
             any(engine.requests or engine.preparing for engine in context.engines.engines)
-            or self.queue.buffered_tensors
+            or self.queue.held
             or context.places.num_free < context.places.limit
             or context.places.queue.locked()
             or any(budget.used for budget in (context.media_bytes, context.requests, context.bodies))

@@ -96,10 +96,10 @@ async def connect(arena: Arena, runtime: Path) -> AsyncIterator[Callable[..., Te
     """Makes a sender to the first ranks of `runtime`, all with the same arena."""
     made: list[TensorIpcSender] = []
 
-    def make(placement: str, count: int = 2, incarnation: int = API) -> TensorIpcSender:
+    async def make(placement: str, count: int = 2, incarnation: int = API) -> TensorIpcSender:
         addresses = [address_of(runtime, rank) for rank in range(count)]
         made.append(TensorIpcSender(Encoder("api 0", incarnation), addresses, arena))
-        made[-1].probe(placement, PATIENCE)
+        await made[-1].probe(placement, PATIENCE)
         return made[-1]
 
     yield make

@@ -38,15 +38,10 @@ def whole(received: Received | Failed) -> torch.Tensor:
     return received.rows(0, received.shape[0])
 
 
-def broken(why: str) -> None:
-    raise AssertionError(why)
-
-
 @pytest.mark.parametrize("placement", PLACEMENTS)
 async def test_tensors_arrive_at_every_rank_as_they_were_sent(placement: str, ranks: Any, connect: Any) -> None:
     both = ranks()
-    sender = connect(placement)
-    await sender.watch_end(broken)
+    sender = await connect(placement)
     for tensor in (noise(300, 7), noise(1, 5), noise(3, 100, 1000), noise(10)):
         (handle,) = await send(sender, tensor)
         for rank in both:
@@ -55,7 +50,7 @@ async def test_tensors_arrive_at_every_rank_as_they_were_sent(placement: str, ra
             assert torch.equal(whole(received), tensor)
             assert torch.equal(received.rows(1, 2) if len(tensor) > 1 else tensor[1:2], tensor[1:2])
         sender.consumed([handle.message])
-    assert (sender.buffered_bytes, sender.buffered_tensors) == (0, 0)
+    assert sender.held == {}
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -63,8 +58,7 @@ async def test_a_blocked_rank_gets_its_frames_later_and_the_other_goes_on(
     placement: str, ranks: Any, connect: Any, arena: Arena
 ) -> None:
     blocked, other = ranks()
-    sender = connect(placement)
-    await sender.watch_end(broken)
+    sender = await connect(placement)
     blocked.pause()
     messages: list[MessageId] = []
     for number in range(2000 if placement == "torch_shm" else 10):
@@ -83,13 +77,13 @@ async def test_a_blocked_rank_gets_its_frames_later_and_the_other_goes_on(
 
 async def test_discarded_messages_free_their_pages(ranks: Any, connect: Any, arena: Arena) -> None:
     ranks(1)
-    sender = connect("torch_shm", 1)
+    sender = await connect("torch_shm", 1)
     outgoing = await sender.reserve([noise(400_000), noise(20)])
     outgoing(noise(400_000))
-    assert (sender.buffered_tensors, sender.buffered_bytes) == (2, 400_020) and arena.pages.num_used == 8
+    assert [message.nbytes for message in sender.held.values()] == [400_000, 20] and arena.pages.num_used == 8
     outgoing.discard()
     outgoing.discard()
-    assert sender.buffered_tensors == 0 == arena.pages.num_used
+    assert sender.held == {} and arena.pages.num_used == 0
     sender.consumed([MessageId(ME.incarnation, 1), MessageId(ME.incarnation, 99)])  # unknown: ignored
 
 
@@ -98,8 +92,8 @@ async def test_the_end_of_a_stream_is_reported_once_and_frames_after_it_are_drop
 ) -> None:
     ended: list[str] = []
     first, second = ranks()
-    sender = connect("torch_shm")
-    await sender.watch_end(ended.append)
+    sender = await connect("torch_shm")
+    watching = asyncio.create_task(sender.watch_end(ended.append))
     second.close()
     await asyncio.to_thread(second.thread.join)
     sent = await send(sender, noise(3))
@@ -110,27 +104,28 @@ async def test_the_end_of_a_stream_is_reported_once_and_frames_after_it_are_drop
     used = arena.pages.num_used
     outgoing = await sender.reserve([noise(3)])
     sender.close_streams()
-    assert sender.buffered_tensors == 1 and arena.pages.num_used == used + 1
+    assert len(sender.held) == 1 and arena.pages.num_used == used + 1
     outgoing.discard()
     assert arena.pages.num_used == used, "a rank that lives may read what was sent"
+    await watching
 
 
 # --- probes ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_probe_names_the_rank_and_the_reason(ranks: Any, runtime: Path, arena: Arena) -> None:
+async def test_a_probe_names_the_rank_and_the_reason(ranks: Any, runtime: Path, arena: Arena) -> None:
     (rank,) = ranks(1)
     sender = TensorIpcSender(ME, [rank.address, address_of(runtime, 1)], arena)
     with pytest.raises(TransportError, match="^torch_shm to rank 1 of engine 0: cannot connect: "):
-        sender.probe("torch_shm", 0.1)
+        await sender.probe("torch_shm", 0.1)
     rank.pause()
     with pytest.raises(TransportError, match="rank 0 of engine 0: connected, but no answer to the probe in time"):
-        sender.probe("direct_rpc", 0.1)
+        await sender.probe("direct_rpc", 0.1)
     rank.resume.set()
     assert arena.pages.num_used == 0
 
 
-def test_a_probe_that_arrives_with_other_bytes_fails(runtime: Path, arena: Arena) -> None:
+async def test_a_probe_that_arrives_with_other_bytes_fails(runtime: Path, arena: Arena) -> None:
     def answer_wrongly() -> None:
         connection, _ = listener.accept()
         with connection:
@@ -143,7 +138,7 @@ def test_a_probe_that_arrives_with_other_bytes_fails(runtime: Path, arena: Arena
         thread = threading.Thread(target=answer_wrongly)
         thread.start()
         with pytest.raises(TransportError, match="wrong checksum of the probe"):
-            TensorIpcSender(ME, [address_of(runtime)], arena).probe("torch_shm", PATIENCE)
+            await TensorIpcSender(ME, [address_of(runtime)], arena).probe("torch_shm", PATIENCE)
         thread.join()
 
 
@@ -152,11 +147,11 @@ async def test_a_lost_descriptor_fails_messages_and_the_next_stream_is_served(ra
     with socket.socket(socket.AF_UNIX) as peer:
         peer.connect(rank.address.tensor_ipc)
         head = ME.encode(TensorMessage(7, (3,), extents=[(0, 1)]))
-        peer.sendall(pack_frame(head, descriptors=1))
+        peer.sendall(pack_frame(head))
         failed = await arrival(rank)
     assert isinstance(failed, Failed) and failed.message == MessageId(ME.incarnation, 7)
     assert failed.why == "descriptor of the arena lost: out of file descriptors"
-    connect("torch_shm", 1)
+    await connect("torch_shm", 1)
 
 
 # --- what is held ----------------------------------------------------------------------------------------------------
@@ -166,7 +161,7 @@ def test_a_stream_that_ends_at_any_byte_leaves_the_whole_frames_and_nothing_else
     """As that of a sender that is killed: the kernel closes its end."""
     address, fd = address_of(runtime), create_sparse(4 * PAGE_BYTES)
     WritableMemory(fd).write([(2, 1)], torch.arange(8, dtype=torch.uint8))
-    first = pack_frame(ME.encode(TensorMessage(1, (8,), extents=[(2, 1)])), descriptors=1)
+    first = pack_frame(ME.encode(TensorMessage(1, (8,), extents=[(2, 1)])))
     frames = first + pack_frame(ME.encode(TensorMessage(2, (5,))), 5) + b"\1\2\3\4\5"
     receiver = TensorIpcReceiver(Encoder("worker 0.0", 100), address)
     for cut in range(len(frames) + 1):
@@ -199,8 +194,7 @@ def test_descriptors_and_mappings_are_back_once_nothing_of_the_arena_is_viewed(
         both = [Rank(address_of(runtime, number)) for number in (0, 1)]
         arena = Arena(16 << 20, unlimited)
         sender = TensorIpcSender(ME, [rank.address for rank in both], arena)
-        sender.probe(placement, PATIENCE)
-        await sender.watch_end(broken)
+        await sender.probe(placement, PATIENCE)
         for _ in range(3):
             messages = [handle.message for handle in await send(sender, noise(400_000), last)]
             for rank in both:
@@ -228,7 +222,11 @@ class HostMapped:
 
     def fetch(self, slot: int, nbytes: int) -> Any:
         memory = HostStaging.memory[(slot - 1) * self.nbytes :][:nbytes].clone()
-        return SimpleNamespace(memory=memory, use=lambda _: None, synchronize=lambda: None)
+
+        def rows(shape: tuple[int, ...], first: int, stop: int) -> torch.Tensor:
+            return memory.view(shape)[first:stop]
+
+        return SimpleNamespace(rows=rows, synchronize=lambda: None)
 
     def close(self) -> None:
         pass
@@ -237,8 +235,7 @@ class HostMapped:
 async def test_slots_bring_tensors_and_are_used_again_once_consumed(ranks: Any, arena: Arena) -> None:
     (rank,) = ranks(1, map_slots=HostMapped)
     sender = TensorIpcSender(ME, [rank.address], arena)
-    sender.probe("torch_shm", PATIENCE, StagingSlots(HostStaging(), 3, 1 << 17))
-    await sender.watch_end(broken)
+    await sender.probe("torch_shm", PATIENCE, StagingSlots(HostStaging(), 3, 1 << 17))
     assert sender.reserve_slots([noise(1 + (1 << 17))]) is None, "too large for a slot"
     assert sender.reserve_slots([noise(1)] * 4) is None, "more than there are"
     tensors = [noise(100, 3), noise(5)]
@@ -258,7 +255,7 @@ async def test_slots_bring_tensors_and_are_used_again_once_consumed(ranks: Any, 
 
 
 @pytest.mark.parametrize("case", ["no device", "not mapped", "too small"])
-def test_slots_whose_probe_fails_are_not_used(case: str, ranks: Any, arena: Arena) -> None:
+async def test_slots_whose_probe_fails_are_not_used(case: str, ranks: Any, arena: Arena) -> None:
     def refuse(_: DeviceSlots) -> Any:
         raise TransportError("cudaErrorInvalidDevice")
 
@@ -270,7 +267,7 @@ def test_slots_whose_probe_fails_are_not_used(case: str, ranks: Any, arena: Aren
     (rank,) = ranks(1, map_slots=map_slots)
     sender = TensorIpcSender(ME, [rank.address], arena)
     with pytest.raises(TransportError, match=reason):
-        sender.probe("torch_shm", PATIENCE, StagingSlots(HostStaging(), 3, nbytes))
-    sender.probe("torch_shm", PATIENCE)
+        await sender.probe("torch_shm", PATIENCE, StagingSlots(HostStaging(), 3, nbytes))
+    await sender.probe("torch_shm", PATIENCE)
     assert sender.reserve_slots([noise(1)]) is None
     sender.close_streams()

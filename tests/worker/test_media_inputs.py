@@ -52,7 +52,7 @@ def inputs(context, runtime) -> Iterator[MediaInputs]:
 
 
 async def test_life_of_a_message(inputs, core, connect) -> None:
-    sender = connect("torch_shm", 1)
+    sender = await connect("torch_shm", 1)
     tensors = [torch.randint(0, 256, shape, dtype=torch.uint8) for shape in ((10, 100), (64, 48))]
     handles = await send(sender, *tensors)
     assert reports(core, 2) == [ready(1), ready(2)]
@@ -67,13 +67,13 @@ async def test_life_of_a_message(inputs, core, connect) -> None:
 
 async def test_the_core_drops_a_sender_and_the_end_of_its_stream_does_not(inputs, core, connect) -> None:
     """To all ranks in one step. Later messages of that sender are ignored."""
-    sender, other = (connect("torch_shm", 1, incarnation) for incarnation in (API, API + 1))
+    sender, other = [await connect("torch_shm", 1, incarnation) for incarnation in (API, API + 1)]
     (handle,) = await send(sender, torch.arange(5, dtype=torch.uint8))
     assert reports(core, 1) == [ready(1)]
     sender.close_streams()
     assert reports(core, 1, seconds=0.1) == [] and inputs.rows(handle, 0, 5).tolist() == [0, 1, 2, 3, 4]
     inputs.drop_sender(API)
-    sender = connect("torch_shm", 1)
+    sender = await connect("torch_shm", 1)
     await send(sender, ONES)
     (theirs,) = await send(other, ONES)
     assert reports(core, 2, seconds=0.2) == [ready(1, API + 1)]
@@ -83,12 +83,12 @@ async def test_the_core_drops_a_sender_and_the_end_of_its_stream_does_not(inputs
 
 
 async def test_a_tensor_that_cannot_be_read_fails_alone(inputs, core, connect, runtime) -> None:
-    sender = connect("torch_shm", 1)
+    sender = await connect("torch_shm", 1)
     (handle,) = await send(sender, ONES)
     lost = MessageId(API, 7)
     with socket.socket(socket.AF_UNIX) as peer:
         peer.connect(address_of(runtime).tensor_ipc)
-        peer.sendall(pack_frame(ME.encode(TensorMessage(lost.number, (3,), [(0, 1)])), descriptors=1))
+        peer.sendall(pack_frame(ME.encode(TensorMessage(lost.number, (3,), [(0, 1)]))))
         first, second = reports(core, 2)
     assert first == ready(1) and "out of file descriptors" in second.problem
     assert inputs.rows(handle, 0, 3).tolist() == [1, 1, 1]
@@ -103,7 +103,7 @@ async def test_a_crashed_thread_fails_the_next_step_even_an_empty_one(context, c
     with contextlib.closing(MediaInputs(*where, pin=lambda address, nbytes: 1 / 0)) as inputs:
         runner = make_runner(inputs)
         with pytest.raises(TransportError):
-            connect("torch_shm", 1)
+            await connect("torch_shm", 1)
         with pytest.raises(RuntimeError, match="thread crashed") as caught:
             for _ in range(1000):
                 runner.execute(Step(1))
@@ -117,7 +117,7 @@ async def test_a_thread_that_hangs_fails_the_next_step_even_an_empty_one(
     hangs, goes_on = threading.Event(), threading.Event()
     where = address_of(runtime), f"ipc://{runtime}/core", Encoder("worker 0.0", 100), context
     with contextlib.closing(MediaInputs(*where, timeout=0.2)) as inputs:
-        connect("torch_shm", 1)
+        await connect("torch_shm", 1)
         inputs.store = SimpleNamespace(register=lambda _: hangs.set() or goes_on.wait())
         runner = make_runner(inputs)
         await asyncio.sleep(0.3)

@@ -34,7 +34,7 @@ from mini_engine.launch.process_setup import die_with_parent, ignore_stop_signal
 from mini_engine.media.decode.item_limits import DecodeLimits, Guard
 from mini_engine.media.decode.sandbox import enter_sandbox
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
-from mini_engine.media.media_errors import MediaError
+from mini_engine.protocol.api_errors import MediaError
 
 DATA_OFFSET = mmap.PAGESIZE  # of the encoded bytes in the input memory
 Size = Annotated[int, msgspec.Meta(ge=1)]
@@ -116,8 +116,7 @@ class _Decoder:
 
     def _decode(self, job: Job) -> Decoded | DecodeFailed:
         # Not at the head of this file, which the API server imports: no FFmpeg is loaded there.
-        from mini_engine.media.decode.animation import decode_animation, is_animation
-        from mini_engine.media.decode.image import decode_frames, decode_image
+        from mini_engine.media.decode.image import decode_animation, decode_frames, decode_image, is_animation
         from mini_engine.media.decode.video import decode_video
 
         limit = self._own_bytes + job.num_bytes + self._limits.media_decoder_memory
@@ -159,7 +158,7 @@ def main() -> NoReturn:
     ignore_stop_signals()
     spec = msgspec.json.decode(sys.argv[1], type=DecoderSpec)
     die_with_parent(spec.parent_pid)
-    for name in ("animation", "image", "video"):
+    for name in ("image", "video"):
         importlib.import_module(f"mini_engine.media.decode.{name}")
     gc.freeze()  # what is loaded stays: the collector need not walk over it
     keep_freed_memory(_KEPT_BYTES)

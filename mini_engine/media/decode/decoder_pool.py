@@ -1,8 +1,8 @@
 """The decoder processes of one API server. `decoder.py` is the other end.
 
-A job has a place (`fair_places.py`) and a `DecoderProcess`, until its frames are released. A decoder that exits is
-replaced in the background; a spare stands ready. Use the pool from the event loop's thread only, which has to outlive
-the processes that it starts.
+A job has a place (`fair_places.py`) and a `DecoderProcess`, until its frames are released. A spare decoder stands
+ready, or starts by itself: whether one lives is checked when a job takes it. Use the pool from the event loop's thread
+only, which has to outlive the processes that it starts.
 """
 
 from __future__ import annotations
@@ -33,15 +33,14 @@ from mini_engine.media.decode.decoder import Announced, Decoded, DecodeFailed, J
 from mini_engine.media.decode.fair_places import FairPlaces, Place
 from mini_engine.media.decode.item_limits import MAX_ASPECT_RATIO, DecodeLimits
 from mini_engine.media.frame_sampling import VideoFacts
-from mini_engine.media.media_errors import DecoderUnavailable, MediaError
-from mini_engine.protocol.api_errors import out_of
+from mini_engine.protocol.api_errors import DecoderUnavailable, MediaError, out_of
 from mini_engine.transport.shared_memory import create_sparse
 
 logger = logging.getLogger(__name__)
 
 STOP_SECONDS = 0.5  # from the stop flag, which the decode loop reads at each frame, to SIGKILL
 STARVED_SHARE = 0.25  # of its wall time: a decode that got less processor time says nothing of its item
-START_SECONDS = 60.0  # within which a new decoder must be ready
+START_SECONDS = 60.0  # within which a decoder that a job waits for must be ready
 QUEUE_TIMEOUTS = 4  # a job waits for a place for at most so many times --media-decode-timeout
 MAX_MESSAGES = 4  # of a job: a video's frames are announced for the seek and for up to two walks
 KEPT_BYTES = 32 << 20  # of each memory between jobs: 34 frames of 640x480
@@ -76,25 +75,23 @@ class DecoderPool:
         self._name, self._max_input_bytes = name, max_input_bytes
         self._places = FairPlaces(places, slow_places=places)
         self._decoders: set[DecoderProcess] = set()
-        self._idle: list[DecoderProcess] = []  # the last one's memory is the warmest
-        self._first: DecoderProcess | None = None
-        self._spare: asyncio.Task[None] | None = None
+        self._idle: list[DecoderProcess] = []  # perhaps still starting; the last one's memory is the warmest
         self._background: set[asyncio.Task[None]] = set()
 
     def launch(self) -> None:
-        """Start the first decoder, which imports its libraries while this process does something else until `start`. It
-        needs no event loop. Raises OSError."""
-        self._first = self._launch_decoder()
+        """Launch a decoder, which imports its libraries while this process does something else. It needs no event loop.
+        Raises OSError."""
+        if self.is_closed:
+            raise OSError("the pool is closed")
+        child = DecoderProcess(self._name, self.limits, self._max_input_bytes, lambda size: self.count_decoded(size))
+        self._decoders.add(child)
+        self._idle.append(child)
 
     async def start(self) -> None:
-        """Wait until the first decoder is ready, with a spare on its way. Raises OSError."""
-        try:
-            first = await self._wait_until_started(self._first or self._launch_decoder())
-        except OSError:  # since `launch` it may have been killed, as the first of all if memory runs out
-            first = await self._wait_until_started(self._launch_decoder())
+        """Wait until a decoder is ready, with a spare on its way. Raises OSError."""
+        first = await self._take_decoder()
         if first.missing:
             logger.warning("media decoders run without a part of their sandbox: %s", ", ".join(first.missing))
-        self._ensure_spare()
         self._keep_idle(first)
 
     async def decode(self, job: Job, data: bytes, owner: str) -> Decoding:
@@ -147,18 +144,30 @@ class DecoderPool:
         except TimeoutError:
             raise DecoderUnavailable(item, f"no media decoder was free within {seconds:g} s; retry later") from None
         try:
-            if self._idle:
-                child = self._idle[-1]
-                self._remove_idle(child)
-            else:
-                child = await self._wait_until_started(self._launch_decoder())
+            return place, await self._take_decoder()
         except BaseException as error:
             place.release()
             if isinstance(error, OSError) and not out_of(error):
                 raise DecoderUnavailable(item, "no media decoder could be started; retry later") from error
             raise
-        self._ensure_spare()
-        return place, child
+
+    async def _take_decoder(self) -> DecoderProcess:
+        """An idle decoder, or else a new one, with a spare on its way. Raises OSError."""
+        is_new = False
+        while not is_new:
+            if is_new := not self._idle:
+                self.launch()
+            child = self._idle.pop()
+            try:
+                is_ready = await child.is_ready()
+            except BaseException:
+                self._discard(child)
+                raise
+            if is_ready:
+                self._ensure_spare()
+                return child
+            self._retire(child, "killed")
+        raise OSError("a media decoder process did not start")
 
     def _release(self, place: Place, child: DecoderProcess) -> None:
         if not self.is_closed:
@@ -172,54 +181,25 @@ class DecoderPool:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def _launch_decoder(self) -> DecoderProcess:
-        if self.is_closed:  # perhaps between the decision to start one and its turn in the event loop
-            raise OSError("the pool is closed")
-        child = DecoderProcess(self._name, self.limits, self._max_input_bytes, lambda size: self.count_decoded(size))
-        self._decoders.add(child)
-        return child
-
-    async def _wait_until_started(self, child: DecoderProcess) -> DecoderProcess:
-        try:
-            await child.wait_until_started()
-        except BaseException:
-            self._discard(child)
-            raise
-        return child
-
     def _ensure_spare(self) -> None:
-        if not self._idle and not self.is_closed and (self._spare is None or self._spare.done()):
-            self._spare = asyncio.ensure_future(self._start_spare())
-
-    async def _start_spare(self) -> None:
-        try:
-            self._keep_idle(await self._wait_until_started(self._launch_decoder()))
-        except Exception as error:  # noqa: BLE001 - the next job tries again, and reports it
-            if not self.is_closed:
+        if not self._idle and not self.is_closed:
+            try:
+                self.launch()
+            except OSError as error:  # the next job tries again, and reports it
                 logger.warning("a spare media decoder cannot be started: %s", error)
 
     def _keep_idle(self, child: DecoderProcess) -> None:
         if child.ending is None and len(self._idle) <= self.places:  # with the spare
             self._idle.append(child)
-            asyncio.get_running_loop().add_reader(child.connection, self._on_idle_message, child)
         else:
             self._retire(child, child.ending or "surplus")
-
-    def _remove_idle(self, child: DecoderProcess) -> None:
-        self._idle.remove(child)
-        asyncio.get_running_loop().remove_reader(child.connection)
-
-    def _on_idle_message(self, child: DecoderProcess) -> None:
-        """An idle decoder exited, or sent a message without a job."""
-        self._remove_idle(child)
-        self._retire(child, "killed")
+            self._ensure_spare()
 
     def _retire(self, child: DecoderProcess, ending: metrics.DecoderEnding) -> None:
         metrics.media_decoder_exits_total.labels(ending).inc()
         if ending not in ("surplus", "cancelled"):
             logger.warning("media decoder %d replaced: %s", child.pid, ending)
         self._discard(child)
-        self._ensure_spare()
 
     def _discard(self, child: DecoderProcess) -> None:
         self._decoders.discard(child)
@@ -243,7 +223,7 @@ class DecoderProcess:
         """Start it. `count_decoded`: see `DecoderPool`. Raises OSError."""
         self.ending: metrics.DecoderEnding | None = None
         self._count_decoded, self._decoded_bytes = count_decoded, 0  # bytes of the frames of its job
-        self.missing: list[str] = []  # parts of its sandbox, once it has started
+        self._has_started, self.missing = False, list[str]()  # parts of its sandbox, once it has started
         self._limits = limits
         with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
             self.connection, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -267,15 +247,19 @@ class DecoderProcess:
             ours.pop_all()
         self.pid = self._process.pid
 
-    async def wait_until_started(self) -> None:
-        """Raises OSError if it does not start."""
+    async def is_ready(self) -> bool:
+        """Whether it takes a job: it has started, and since then has neither exited nor sent a message without a job.
+        Waits while it starts."""
         try:
-            async with asyncio.timeout(START_SECONDS):
-                reply = await self._receive()
-        except TimeoutError:
-            raise OSError("a media decoder process did not start in time") from None
-        assert isinstance(reply, Started)
-        self.missing = reply.missing
+            if not self._has_started:
+                async with asyncio.timeout(START_SECONDS):
+                    reply = await self._receive()
+                assert isinstance(reply, Started)
+                self.missing, self._has_started = reply.missing, True
+            self.connection.recv(1, socket.MSG_PEEK)
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
+        return False
 
     async def decode(self, job: Job, data: bytes) -> tuple[NDArray[np.uint8], VideoFacts | None]:
         """Do one job; see `DecoderPool.decode`. The next job writes over the frames."""

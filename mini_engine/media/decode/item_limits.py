@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from mini_engine.config import EngineConfig, flag_of
-from mini_engine.media.media_errors import MediaError
+from mini_engine.protocol.api_errors import MediaError
 
 UNREADABLE = "cannot be read, or is damaged; send a whole file in another format, such as PNG, or H.264 in mp4"
 TRUNCATED = "the file is truncated or damaged: {}; send the whole file"

@@ -14,7 +14,7 @@ from av.container import InputContainer
 from av.video import VideoStream
 
 from mini_engine.media.decode.item_limits import Guard
-from mini_engine.media.media_errors import MediaError
+from mini_engine.protocol.api_errors import MediaError
 
 ENCRYPTED = "its video is encrypted; send it without encryption"
 # Where each packet becomes a frame at a time that the file says, and key frames are marked. AVI's times are counted,

@@ -28,7 +28,7 @@ from mini_engine.media.decode.frame_array import Allocate, FrameArray
 from mini_engine.media.decode.item_limits import TRUNCATED, UNREADABLE, WRONG_COLOURS, Guard
 from mini_engine.media.decode.packets import ENCRYPTED, PacketTable
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
-from mini_engine.media.media_errors import MediaError
+from mini_engine.protocol.api_errors import MediaError
 
 # FFmpeg's demuxers that open what a file names: playlists, sessions, scripts, parts of a recording. NOFILE are those
 # that open devices or many files.

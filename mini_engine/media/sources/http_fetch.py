@@ -23,9 +23,8 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from mini_engine.media.media_errors import MediaError
 from mini_engine.media.sources.policy import BLOCK_BYTES, MediaPolicy, Received
-from mini_engine.protocol.api_errors import out_of
+from mini_engine.protocol.api_errors import MediaError, out_of
 from mini_engine.protocol.parts import MAX_URL_CHARACTERS
 
 # Limit for a name resolution, for a connection with its TLS handshake, and between two reads of a response.

@@ -14,9 +14,8 @@ from pathlib import Path
 from urllib.parse import unquote_to_bytes
 
 from mini_engine.media.hashing import content_digest
-from mini_engine.media.media_errors import MediaError
 from mini_engine.media.sources.policy import MediaPolicy
-from mini_engine.protocol.api_errors import out_of
+from mini_engine.protocol.api_errors import MediaError, out_of
 from mini_engine.protocol.parts import MAX_URL_CHARACTERS
 
 _URL = re.compile("file://(?:localhost)?(/[^?#\x00-\x1f\x7f\ud800-\udfff]*)", re.IGNORECASE)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from yarl import URL
 
-from mini_engine.media.media_errors import MediaError
+from mini_engine.protocol.api_errors import MediaError
 
 Address = IPv4Address | IPv6Address
 AllowedHost = tuple[str, int | None]  # a host as `URL.raw_host` spells it, and a port; None allows every port

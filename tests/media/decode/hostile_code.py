@@ -18,7 +18,7 @@ import msgspec
 
 from mini_engine.media.decode import decoder, image, sandbox, video
 from mini_engine.media.decode.sandbox import call_libc  # noqa: F401
-from mini_engine.media.media_errors import MediaError
+from mini_engine.protocol.api_errors import MediaError
 
 CLONE3, X32 = 435, 0x40000000
 PR_SET_PDEATHSIG, PTRACE_SEIZE = 1, 0x4206

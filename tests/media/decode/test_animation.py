@@ -9,7 +9,7 @@ from PIL import Image
 from mini_engine.config import EngineConfig, flag_of
 from mini_engine.media.decode.item_limits import DecodeLimits
 from mini_engine.media.frame_sampling import VideoSampling
-from mini_engine.media.media_errors import MediaError
+from mini_engine.protocol.api_errors import MediaError
 from tests.support import clips
 from tests.support.decoding import decode_image, decode_video
 

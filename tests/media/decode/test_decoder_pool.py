@@ -25,9 +25,8 @@ from mini_engine.media.decode.decoder import Announced, Decoded, DecodeFailed, J
 from mini_engine.media.decode.decoder_pool import KEPT_BYTES, DecoderPool, Decoding
 from mini_engine.media.decode.item_limits import DecodeLimits
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
-from mini_engine.media.media_errors import DecoderUnavailable, MediaError
 from mini_engine.metrics import REGISTRY
-from mini_engine.protocol.api_errors import out_of
+from mini_engine.protocol.api_errors import DecoderUnavailable, MediaError, out_of
 from tests.media.decode.test_image import FORMATS, saved, tall
 from tests.support import clips, corpus
 from tests.support.decoding import decode_image, decode_video
@@ -277,14 +276,16 @@ async def test_a_lost_decoder_fails_its_item_alone_and_is_replaced(
         assert pid in before
 
 
-async def test_a_decoder_that_dies_idle_costs_no_request() -> None:
+async def test_decoders_that_die_idle_cost_no_request_and_are_replaced() -> None:
     async with running() as decoders:
         counted = exits("killed")
-        for pid in await decoders.settled(2):
+        before = await decoders.settled(2)
+        for pid in before:
             os.kill(pid, signal.SIGKILL)
-        await eventually(lambda: exits("killed") == counted + 2)
+        await decoders.settled(0)
         await decoders.check()
-        await decoders.settled(2)
+        assert exits("killed") == counted + 2
+        assert not before & await decoders.settled(2)
 
 
 async def test_a_decoder_that_dies_while_its_api_server_loads_costs_no_start() -> None:

@@ -13,7 +13,7 @@ from PIL import ExifTags, Image, ImageOps
 
 from mini_engine.config import EngineConfig
 from mini_engine.media.decode.item_limits import DecodeLimits
-from mini_engine.media.media_errors import MediaError
+from mini_engine.protocol.api_errors import MediaError
 from tests.support import clips
 from tests.support.corpus import png_of_size
 from tests.support.decoding import decode_frames, decode_image

@@ -14,11 +14,10 @@ from mini_engine.config import EngineConfig
 from mini_engine.media.decode.item_limits import DecodeLimits
 from mini_engine.media.frame_sampling import VideoSampling
 from mini_engine.media.hashing import content_digest
-from mini_engine.media.media_errors import MediaError
-from mini_engine.media.sources.data_url import fetch_data
-from mini_engine.media.sources.fetch import Frames, declared_size, fetch_frames, is_elsewhere, is_local_file
+from mini_engine.media.sources.fetch import Frames, declared_size, fetch_data, fetch_frames, is_elsewhere, is_local_file
 from mini_engine.media.sources.local_files import SETTLED_NS, read_file
 from mini_engine.media.sources.policy import MediaPolicy
+from mini_engine.protocol.api_errors import MediaError
 from mini_engine.protocol.body_split import DataUrl
 from tests.support.media_directory import make_root
 

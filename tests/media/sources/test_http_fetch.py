@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from mini_engine.media.media_errors import MediaError
 from mini_engine.media.sources import http_fetch
 from mini_engine.media.sources.http_fetch import fetch_http
 from mini_engine.media.sources.policy import BLOCK_BYTES, MediaPolicy, Received
+from mini_engine.protocol.api_errors import MediaError
 from mini_engine.protocol.parts import MAX_URL_CHARACTERS
 from tests.support.web import WebServer, chunked, make_certificate, response
 
