@@ -104,7 +104,6 @@ def test_without_cuda_gpu_says_so_in_one_line(bench):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_device():
     """With the bundled model, whose contexts are short."""
     command = ["gpu", "--models", BUNDLED_MODEL, "--batches", "1", "3", "--contexts", "256", "--steps", "5"]
@@ -112,6 +111,5 @@ def test_on_a_device():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_all_checks_pass_on_a_device():
     assert all(check["passed"] for check in last_line("gpu", "--check")["results"]["checks"])
