@@ -9,9 +9,8 @@ from mini_engine.model.weights import load_model
 from mini_engine.worker.attention.sdpa import AttentionBackend, SdpaBackend, Span
 from mini_engine.worker.model_runner import ModelRunner
 from tests.support import script, tiny
-from tests.support.devices import INTERPRETED, device
+from tests.support.devices import INTERPRETED
 
-__all__ = ["device"]
 pytest.importorskip("triton")
 from mini_engine.worker.attention.decode_graphs import DecodeGraphs  # noqa: E402
 from mini_engine.worker.attention.triton_attention import Tables, TritonBackend  # noqa: E402
