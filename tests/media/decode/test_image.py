@@ -221,8 +221,11 @@ def test_more_pixels_than_the_limit_are_refused_also_in_a_frame_beyond_the_canva
         limit = "more than 100000000, the limit of --max-image-pixels; send a smaller one"
         with pytest.raises(MediaError, match=f"^image 1: it has {pixels}, {limit}$"):
             decode_image(data, DecodeLimits(max_image_pixels=10**8))
-    within = saved(Image.new("L", (600, 3)), "PNG")
-    assert decode_image(within, DecodeLimits(max_image_pixels=1800)).shape == (3, 600, 3)
+
+
+def test_just_within_the_limits() -> None:
+    data = saved(Image.new("L", (600, 3)), "PNG")
+    assert decode_image(data, DecodeLimits(max_image_pixels=1800)).shape == (3, 600, 3)
 
 
 def test_frames_are_decoded_as_images_and_named_in_errors() -> None:
