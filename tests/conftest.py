@@ -61,6 +61,12 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if hasattr(item.config, "workerinput") and not item.nodeid.startswith(SERVING):
         os.setpriority(os.PRIO_PROCESS, 0, 10)
+    for mark, count in {"gpu": 1, "multi_gpu": 2}.items():
+        if item.get_closest_marker(mark) is not None:
+            import torch  # which takes a second
+
+            if torch.cuda.device_count() < count:
+                pytest.skip(f"needs {count} CUDA device(s)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -113,7 +113,7 @@ def test_a_row_may_name_a_file_whose_name_is_no_utf_8(tmp_path: Path):
     assert rows == [row]
 
 
-def test_a_run_that_is_interrupted_is_continued_by_another_server(server, tmp_path: Path):
+def test_a_run_that_is_interrupted_is_continued_by_another_server(server, tmp_path: Path, capsys):
     """The second chat is held until the program is stopped, so that it and those behind it have no answers."""
     (video,) = ask_small(1).urls
     chats = [
@@ -123,11 +123,15 @@ def test_a_run_that_is_interrupted_is_continued_by_another_server(server, tmp_pa
     wrong = {**REQUEST, "custom_id": "wrong", "body": {"prompt": "x", "n": 0}}
     requests = write(tmp_path / "in.jsonl", *chats, REQUEST, wrong)
     path = tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "mini_engine.batch", "-i", requests, "-o", path, "--max-concurrency", "1"]
+    flags = ["-i", str(requests), "-o", str(path), "--max-concurrency", "1"]
     environ = {**os.environ, VARIABLE: str(tmp_path)}
     with FailPoint(tmp_path, "decoding") as point:
         first = subprocess.Popen(
-            [*command, "-dp", "1"], stderr=subprocess.PIPE, text=True, start_new_session=True, env=environ
+            [sys.executable, "-m", "mini_engine.batch", *flags, "-dp", "1"],
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env=environ,
         )
         point.wait()
         processes = descendants(first.pid)
@@ -136,10 +140,10 @@ def test_a_run_that_is_interrupted_is_continued_by_another_server(server, tmp_pa
     assert first.returncode == 130 and "the same command goes on" in log, log
     assert re.search(r"1/4 .* 0 failed, .*prefill \d+%", log), log
     assert not any(map(alive, processes)) and path.read_bytes().count(b"\n") == 1
-    command += ["--base-url", f"{server.url}/"]  # which ends in /v1/
-    last = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120)
-    assert last.returncode == 1 and re.search(r"100%.*, 1 failed", last.stderr), last.stderr
-    assert last.stderr.endswith("asks all of them again\n    1 x status 400: Invalid 'n': expected `int` >= 1.\n")
+    assert main([*flags, "--base-url", f"{server.url}/"]) == 1  # which ends in /v1/
+    log = capsys.readouterr().err
+    assert re.search(r"100%.*, 1 failed", log), log
+    assert log.endswith("asks all of them again\n    1 x status 400: Invalid 'n': expected `int` >= 1.\n")
     answers = [json.loads(line) for line in path.read_text().splitlines()]
     by_id = {answer["custom_id"]: answer for answer in answers}
     assert [*by_id] == ["chat", "video", "a", "wrong"] and len(answers) == 4

@@ -17,7 +17,9 @@ from mini_engine import LLM, Image, Video
 from mini_engine.batch.server_handle import ServerError
 from mini_engine.config import ConfigError
 from mini_engine.demo.videos import encode, encode_image, render, render_image
+from tests.support.client import use_server
 from tests.support.processes import descendants, memory
+from tests.support.running_server import RunningServer
 
 QUESTION = "Describe the video."
 
@@ -110,8 +112,11 @@ def test_a_coroutine_can_wait(llm: LLM):
     assert first == second
 
 
-def test_a_prompt_is_answered_by_a_model_that_nothing_else_refers_to():
-    assert LLM(data_parallel_size=1).submit("hello", max_tokens=1).result(60).error is None
+def test_a_prompt_is_answered_by_a_model_that_nothing_else_refers_to(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+):
+    use_server(server, monkeypatch)
+    assert LLM().submit("hello", max_tokens=1).result(60).error is None
 
 
 def test_a_fork_is_refused_and_harms_nothing(llm: LLM):

@@ -60,7 +60,7 @@ def test_checks_of_the_model_on_the_cpu(monkeypatch):
     def shrink_rows(raw: dict) -> None:
         shrink(raw)
         raw["text_config"] |= {"hidden_size": 256, "moe_intermediate_size": 128}
-        raw["vision_config"]["out_hidden_size"] = 256
+        raw["vision_config"] |= {"hidden_size": 256, "num_heads": 4, "intermediate_size": 512, "out_hidden_size": 256}
 
     monkeypatch.setattr(gpu_check, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(gpu_check, "shrink", shrink_rows)

@@ -7,13 +7,9 @@ devices: `--device` is `auto`. And the kernels serve on the CPU, by Triton's int
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
 from tests.support.client import answers_of, ask_image, ask_two, ask_video
 from tests.support.running_server import RunningServer
-
-ONE_DEVICE = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-TWO_DEVICES = [pytest.mark.multi_gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two CUDA devices")]
 
 
 @pytest.mark.parametrize(
@@ -28,10 +24,10 @@ TWO_DEVICES = [pytest.mark.multi_gpu, pytest.mark.skipif(torch.cuda.device_count
 @pytest.mark.parametrize(
     ("workers", "has_graphs"),
     [
-        pytest.param("", True, marks=ONE_DEVICE, id="one"),
-        pytest.param("--enforce-eager", False, marks=ONE_DEVICE, id="eager"),
-        pytest.param("-tp 2 --distributed-backend gloo", False, marks=ONE_DEVICE, id="gloo"),
-        pytest.param("-tp 2", True, marks=TWO_DEVICES, id="nccl"),
+        pytest.param("", True, marks=pytest.mark.gpu, id="one"),
+        pytest.param("--enforce-eager", False, marks=pytest.mark.gpu, id="eager"),
+        pytest.param("-tp 2 --distributed-backend gloo", False, marks=pytest.mark.gpu, id="gloo"),
+        pytest.param("-tp 2", True, marks=pytest.mark.multi_gpu, id="nccl"),
     ],
 )
 def test_answers_by_each_path(workers: str, has_graphs: bool, path_of_patches: str):
@@ -49,7 +45,6 @@ def test_answers_by_each_path(workers: str, has_graphs: bool, path_of_patches: s
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda_graphs_do_not_change_tokens():
     """Long greedy continuations of texts, many at a time, so that steps have every size."""
     texts = [" ".join(["red circle", "moves left", "and then"][: 1 + i % 3] * (1 + i % 5)) for i in range(40)]

@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,15 +52,16 @@ def test_only_the_http_port_listens_beyond_this_host(server):
     assert listening == [server.address[1]]
 
 
-def test_health_is_not_200_before_a_request_can_be_served():
-    """It is asked all through the start. The first 200 is followed by a request at once."""
-    seen: list[str] = []
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[RunningServer]:
+    """`seen` is what /health said all through its start, and the request after the first 200."""
     with socket.socket() as kept:  # from other programs, until the server has it
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         kept.bind(("127.0.0.1", 0))
-        server = RunningServer("-tp", "2", "--port", str(kept.getsockname()[1]))
-        server.url, server.model = f"http://127.0.0.1:{kept.getsockname()[1]}/v1", "mini-engine-demo"
+        port, seen = kept.getsockname()[1], list[str]()
+        server = RunningServer("-tp", "2", "--health-timeout", "1.5", "--port", str(port))
+        server.url, server.model, server.seen = f"http://127.0.0.1:{port}/v1", "mini-engine-demo", seen
 
         def watch() -> None:
             deadline = time.monotonic() + START_SECONDS
@@ -76,14 +78,12 @@ def test_health_is_not_200_before_a_request_can_be_served():
         watcher.start()
         with server:
             watcher.join()
-    assert seen[0] != "200" and seen[-2:] == ["200", "served 2"]
-    assert set(seen[:-2]) <= {"refused", "503"}
+            yield server
 
 
-@pytest.fixture(scope="module")
-def impatient():
-    with RunningServer("-tp", "2", "--health-timeout", "1.5") as server:
-        yield server
+def test_health_is_not_200_before_a_request_can_be_served(impatient: RunningServer):
+    *starting, healthy, served = impatient.seen
+    assert starting and {*starting} <= {"refused", "503"} and (healthy, served) == ("200", "served 2")
 
 
 @pytest.mark.parametrize("victim", ["worker 0.0", "core 0", "worker 0.1"])

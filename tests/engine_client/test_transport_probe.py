@@ -81,7 +81,6 @@ def test_start_is_refused_without_a_device() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_slots_stay_within_their_memory() -> None:
     """One of 2 API servers towards one of 2 engines: a quarter of a GiB."""
     config = EngineConfig(**CUDA, api_server_count=2, data_parallel_size=2)

@@ -23,43 +23,36 @@ from tests.support.serving import Counted, Serve, Served, check_error
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "allowed"),
+    ("method", "path", "says"),
     [
-        ("POST", "/v1/images", None),
-        ("GET", "/v1", None),
-        ("GET", "/v1/chat/completions", "POST"),
-        ("GET", "/tokenize", "POST"),
-        ("DELETE", "/v1/models", "GET, HEAD"),
+        ("POST", "/v1/images", "/openapi.json lists"),
+        ("GET", "/v1", "/openapi.json lists"),
+        # That which differs in /v1 or a slash; no redirect to where the header `Host` says.
+        ("GET", "/live/", "did you mean /live?"),
+        ("GET", "/chat/completions", "did you mean /v1/chat/completions?"),
+        ("GET", "/v1/v1/chat/completions", "did you mean /v1/chat/completions?"),
+        ("GET", "/v1/tokenize", "did you mean /tokenize?"),
+        # The chats of other interfaces.
+        *(("POST", path, "conversations go to /v1/chat/completions")
+          for path in ("/v1/responses", "/v1/messages", "/api/chat")),
     ],
-)
-async def test_unknown_path_or_method(served: Served, method: str, path: str, allowed: str | None) -> None:
+)  # fmt: skip
+async def test_unknown_path_names_what_may_be_meant(served: Served, method: str, path: str, says: str) -> None:
     response = await served.http.request(method, path, headers={"host": "elsewhere"})
+    check_error(response, 404, "unknown_url", f"Not Found: {method} {path}; {says}")
     assert response.json()["error"]["type"] == "invalid_request_error"
-    if allowed is None:
-        check_error(response, 404, "unknown_url", f"Not Found: {method} {path}; /openapi.json lists")
-    else:
-        check_error(response, 405, "method_not_allowed", f"Method Not Allowed: {method} {path}; /openapi.json lists")
-        assert set(response.headers["allow"].split(", ")) == set(allowed.split(", "))
 
 
 @pytest.mark.parametrize(
-    ("path", "near"),
-    [
-        ("/live/", "/live"),  # no redirect to where the header `Host` says
-        ("/chat/completions", "/v1/chat/completions"),
-        ("/v1/v1/chat/completions", "/v1/chat/completions"),
-        ("/v1/tokenize", "/tokenize"),
-    ],
+    ("method", "path", "allowed"),
+    [("GET", "/v1/chat/completions", "POST"), ("GET", "/tokenize", "POST"), ("DELETE", "/v1/models", "GET, HEAD")],
 )
-async def test_unknown_path_names_the_one_that_differs_in_v1_or_a_slash(served: Served, path: str, near: str) -> None:
-    response = await served.http.get(path, headers={"host": "elsewhere"})
-    check_error(response, 404, "unknown_url", f"Not Found: GET {path}; did you mean {near}?")
-
-
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/api/chat"])
-async def test_chat_path_of_another_api_names_chat_completions(served: Served, path: str) -> None:
-    response = await served.http.post(path, json={"model": "tiny", "input": "hello"})
-    check_error(response, 404, "unknown_url", f"Not Found: POST {path}; conversations go to /v1/chat/completions")
+async def test_another_method_names_those_that_are_allowed(
+    served: Served, method: str, path: str, allowed: str
+) -> None:
+    response = await served.http.request(method, path)
+    check_error(response, 405, "method_not_allowed", f"Method Not Allowed: {method} {path}; /openapi.json lists")
+    assert set(response.headers["allow"].split(", ")) == set(allowed.split(", "))
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny", "/metrics", "/version", "/", "/openapi.json"])

@@ -15,13 +15,8 @@ pytest.importorskip("triton")
 def test_the_kernels_interpreted():
     # Two processes, of one thread each, take as long as each other: the imports of the second take longer.
     halves = [
-        ["kernels/test_ops.py", "kernels/test_paged.py"],
-        [
-            "model/test_delta_rule.py",
-            "model/test_grouped_experts.py",
-            "matmul/test_triton_matmul.py",
-            "worker/attention/test_decode_graphs.py",
-        ],
+        ["kernels/test_ops.py", "kernels/test_paged.py", "model/test_grouped_experts.py"],
+        ["model/test_delta_rule.py", "matmul/test_triton_matmul.py", "worker/attention/test_decode_graphs.py"],
     ]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu and not slow"]
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # several would spin, for arrays this small

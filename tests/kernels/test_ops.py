@@ -11,6 +11,7 @@ import torch
 
 from mini_engine.kernels import ops
 from mini_engine.worker.sampling.grammar import bars_of
+from tests.support.devices import INTERPRETED
 
 pytest.importorskip("triton")
 from mini_engine.kernels import elementwise, triton_experts  # noqa: E402
@@ -179,6 +180,8 @@ def test_draw(spread, steps, size, device):
     """Every combination of filters. With few `steps` many scores are equal; the largest lie in a few lanes of a tile;
     a third is masked; some rows are not finite. A token may be one that sums a little larger or smaller would give."""
     combinations = [*itertools.product([0.0, 0.02], [0, 20, 2500], [0.0, 0.3, 0.99, 1.0]), (1.0, 0, 1.0)]
+    if INTERPRETED and size > 50:  # a row takes a quarter of a second: each combination is in one of the large cases
+        combinations = combinations[steps == 4 :: 2]
 
     def reference_token(scores: torch.Tensor, min_p: float, top_k: int, top_p: float, drawn: float) -> int:
         """Of one row after its temperature, in float64, by a stable sort."""

@@ -114,7 +114,6 @@ def test_concurrent_threads_get_equal_patches(processor: MediaProcessor) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_patches_of_cuda_equal_those_of_the_cpu_but_for_rounding(model_dir: Path) -> None:
     """The resize sharpens edges, which here stay within 0 to 255: CPU and CUDA clamp what is beyond at other steps."""
     video = decoded(4, 60, 100)

@@ -10,9 +10,7 @@ from mini_engine.model.layers import pack_weights
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.quantization import Quantization
 from mini_engine.model.weights import fill_randomly
-from tests.support.devices import INTERPRETED, combinations, device
-
-__all__ = ["device"]
+from tests.support.devices import INTERPRETED, combinations
 
 COUNT, SIZE, INNER, EACH = 7, 64, 128, 2
 

@@ -19,11 +19,6 @@ NAMES = ["text", "image", "video", *tiny.ORDERS]
 BFLOAT16_BOUND = 0.05  # of the largest logit
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_logits_equal_transformers(name, model, checkpoint, family):
-    tiny.assert_logits(script.logits(model, family, [name]), checkpoint.oracle, family)
-
-
 @pytest.mark.parametrize("budget", [1 << 30, 29])
 def test_logits_of_a_mixed_batch_equal_transformers(budget, model, checkpoint, family):
     """Of prompts at once, or in chunks that end inside of items, and of three tokens decoded after each.

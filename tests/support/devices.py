@@ -10,12 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ON_CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-)
+ON_CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+DEVICES = ["cpu"] if INTERPRETED else [ON_CUDA]
 
 
 def combinations(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -23,8 +21,3 @@ def combinations(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
     if not INTERPRETED:
         return [*itertools.product(*values)]
     return [tuple(each[i % len(each)] for each in values) for i in range(max(map(len, values)))]
-
-
-@pytest.fixture(params=["cpu"] if INTERPRETED else [ON_CUDA])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")

@@ -1,4 +1,5 @@
-"""Fixtures of several folders: an API server in the test's own event loop, what it is made of, and a whole server.
+"""Fixtures of several folders: an API server in the test's own event loop, what it is made of, a whole server, and the
+device of a test of kernels.
 
 They import what they need: it takes seven seconds, and pytest reads this file in each process of each run.
 """
@@ -7,6 +8,7 @@ import functools
 
 import pytest
 
+from tests.support.devices import DEVICES
 from tests.support.patience import PatientLoop
 
 
@@ -76,3 +78,10 @@ def server(media_root):
     flags = ["--allowed-local-media-path", str(media_root), "--limit-mm-per-prompt", '{"video": 2}']
     with RunningServer(*flags) as running:
         yield running
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    import torch
+
+    return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")

@@ -146,4 +146,4 @@ def logits(oracle: Any, family: str, found: Mapping[str, Tensor]) -> dict[str, T
 def assert_logits(found: Mapping[str, Tensor], oracle: Any, family: str) -> None:
     """They are transformers'."""
     for name, expected in logits(oracle, family, found).items():
-        torch.testing.assert_close(found[name], expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(found[name], expected, atol=1e-5, rtol=0, msg=f"{name}: {{}}".format)

@@ -23,7 +23,6 @@ def test_missing_cuda_bindings_is_a_transport_error(start, monkeypatch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_failed_call_leaves_torch_usable() -> None:
     """CUDA keeps a thread's last error, which torch reports after its next call."""
     with pytest.raises(TransportError, match="^cudaError"), use_cuda(DEVICE) as runtime:
@@ -32,7 +31,6 @@ def test_failed_call_leaves_torch_usable() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_staging_memory_is_a_view() -> None:
     staging = CudaStaging(DEVICE)
     before = torch.cuda.mem_get_info(DEVICE)[0]
@@ -46,7 +44,6 @@ def test_staging_memory_is_a_view() -> None:
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two CUDA devices")
 def test_a_thread_leaves_no_context_on_the_first_device() -> None:
     program = """
 import threading, torch

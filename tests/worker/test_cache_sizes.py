@@ -150,7 +150,6 @@ def test_a_warm_up_runs_in_a_cache_of_one_token(make_runner, model):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_worst_step_fits_beside_the_cache():
     """With all blocks allocated it runs again, and no more than the share of the device is taken."""
     cuda, config = torch.device("cuda", 0), EngineConfig(gpu_memory_utilization=0.3, max_num_seqs=512)

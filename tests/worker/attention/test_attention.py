@@ -46,7 +46,6 @@ def test_ragged_batches(pad_bytes, group_bytes, block_size, heads, kv_heads, mon
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_long_context_in_half_precision(dtype):
     """By Triton's kernels: 8,192 tokens on the device, heads as in a model of 7 B."""

@@ -1,3 +1,0 @@
-from tests.support.devices import device
-
-__all__ = ["device"]
