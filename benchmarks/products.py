@@ -42,7 +42,8 @@ def packed(weight: Tensor) -> Tensor | nn.Module:
     """The matrix as a worker keeps it."""
     matrix = pack(nn.Parameter(weight, requires_grad=False))
     if isinstance(matrix, HalfMatrix):
-        matrix.pack()
+        for number in range(matrix.num_parts):
+            matrix.pack(number)
     return matrix
 
 

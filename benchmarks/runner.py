@@ -67,7 +67,7 @@ def make_runner(
     torch.set_num_threads(threads)
     model_dir, device, tp = resolve_model(config), worker.choose_device(config, 0, 0), TensorParallel()
     model = worker.load(model_dir, config, tp, device)
-    pack_later(model)
+    list(pack_later(model))
     backend = worker.choose_backend(config.attention_backend, device)
     most = max(batch for batch, _ in batches)
     size = CacheSize(max(batch * -(-longest // config.block_size) for batch, longest in batches), most)

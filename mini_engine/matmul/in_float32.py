@@ -14,7 +14,7 @@ from mini_engine.free_memory import is_x86_without_bfloat16
 
 LEAST_ROWS = 4  # of a product with another matrix; torch is as fast for fewer
 SLICE = 1 << 19  # values converted at a time, which stay in the CPU's caches
-PACKED_AT_ONCE = 1 << 25  # values, which take 12 bytes each meanwhile
+PART_VALUES = 1 << 21  # of a matrix; larger parts take longer to pack for each value
 _pack = getattr(torch.ops.quantized, "linear_prepack_fp16", None)
 
 
@@ -29,43 +29,53 @@ def can_pack() -> bool:
 
 
 class HalfMatrix(nn.Module):
-    """A matrix `[outputs, inputs]` that multiplies by itself; `pack` puts it in float16 and in the order in which
-    FBGEMM, which comes with torch, multiplies it.
+    """A matrix `[outputs, inputs]` that multiplies by itself, in parts. `pack` puts a part in float16 and in the order
+    in which FBGEMM, which comes with torch, multiplies it.
 
     A power of two scales the largest weight of a row to between 2^14 and 2^15, so bfloat16 weights down to 2^-29 of the
-    largest are exact, and smaller ones are off by at most 2^-40 of it. Products are summed in float32 and rounded once.
+    largest are exact, and smaller ones are off by at most 2^-40 of it. Products are summed in float32.
     """
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.shape, self.nbytes = tuple(weight.shape), weight.nbytes
-        self._dense: Tensor | None = weight.detach()  # until it is packed; no parameter, as nobody shares it
-        self._packed: list[torch.ScriptObject] = []
+        self.shape = tuple(weight.shape)
+        self.part_rows = max(1, PART_VALUES // weight.shape[1])
+        # Copies, so that each is freed when it is packed; no parameters, as engines do not share them.
+        self._parts: list[Tensor | torch.ScriptObject] = [part.clone() for part in weight.split(self.part_rows)]
+        self._steps = torch.ones(len(weight))
 
-    def pack(self) -> None:
-        """Replace the weight by a packed copy, from any thread and beside products. FBGEMM takes 30 to 65 ns for a
-        weight, in one thread. A matrix that is not finite stays: FBGEMM clamps to float16."""
-        weight = self._dense
-        if weight is None or not weight.isfinite().all():
-            return
-        low, high = weight.aminmax(dim=1)
-        exponents = (15 - torch.frexp(torch.maximum(-low, high).float()).exponent).clamp(max=100)
-        self._steps = torch.ldexp(torch.ones(len(weight)), -exponents)
-        rows = max(1, PACKED_AT_ONCE // weight.shape[1])
-        parts = zip(weight.split(rows), exponents.split(rows), strict=True)
-        assert _pack is not None
-        self._packed = [_pack(torch.ldexp(part.float(), exponent[:, None]), None) for part, exponent in parts]
-        self._dense = None
+    def pack(self, number: int) -> int:
+        """Pack a part, which takes 40 ns for a weight in one thread; returns its bytes. Not during a product. A part
+        that is not finite stays: FBGEMM clamps to float16."""
+        part = self._parts[number]
+        assert isinstance(part, Tensor) and _pack is not None
+        if part.isfinite().all():
+            low, high = part.aminmax(dim=1)
+            exponents = (15 - torch.frexp(torch.maximum(-low, high).float()).exponent).clamp(max=100)
+            self._steps[number * self.part_rows :][: len(part)] = torch.ldexp(torch.ones(len(part)), -exponents)
+            self._parts[number] = _pack(torch.ldexp(part.float(), exponents[:, None]), None)
+        return part.nbytes
+
+    @property
+    def num_parts(self) -> int:
+        return len(self._parts)
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x W^T + b`: `[..., inputs]`, `[outputs]` -> `[..., outputs]`, in x's dtype."""
-        weight, widened = self._dense, x.float()
-        if weight is None:
-            parts = [torch.ops.quantized.linear_dynamic_fp16(widened, part) for part in self._packed]
-            return _rounded((parts[0] if len(parts) == 1 else torch.cat(parts, -1)).mul_(self._steps), bias, x.dtype)
-        if x.dtype is weight.dtype and widened[..., 0].numel() < LEAST_ROWS:
-            return F.linear(x, weight, bias)
-        return _rounded(multiply(widened.flatten(0, -2), weight).unflatten(0, x.shape[:-1]), bias, x.dtype)
+        rows = x.flatten(0, -2)
+        widened = rows.float()
+        parts = [_multiply_part(rows, widened, part) for part in self._parts]
+        y = (parts[0] if len(parts) == 1 else torch.cat(parts, -1)).mul_(self._steps)
+        return _rounded(y, bias, x.dtype).unflatten(0, x.shape[:-1])
+
+
+def _multiply_part(x: Tensor, widened: Tensor, part: Tensor | torch.ScriptObject) -> Tensor:
+    """`x W^T` in float32, of x `[n, inputs]`, which is also given in float32."""
+    if not isinstance(part, Tensor):
+        return torch.ops.quantized.linear_dynamic_fp16(widened, part)
+    if len(x) < LEAST_ROWS and x.dtype is part.dtype:
+        return F.linear(x, part).float()
+    return multiply(widened, part)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

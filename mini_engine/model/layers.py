@@ -6,7 +6,7 @@ Checkpoint names are in the newer hub layout (`model.language_model.*`, `model.v
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
@@ -91,20 +91,19 @@ def pack_weights(module: nn.Module) -> None:
         _trim(number)
 
 
-def pack_later(module: nn.Module) -> None:
-    """Pack each `HalfMatrix` below `module`, in as many threads as a product takes; the model may be in use."""
+def pack_later(module: nn.Module) -> Iterator[None]:
+    """Pack each `HalfMatrix` below `module`: for each item of the iterator a part in each thread of a product. Between
+    two items the model may be used."""
     matrices = [matrix for matrix in module.modules() if isinstance(matrix, HalfMatrix)]
-    matrices.sort(key=lambda matrix: -matrix.nbytes)  # a head takes as long as most others together
-    progress = Progress("weights packed", sum(matrix.nbytes for matrix in matrices))
-
-    def replace(number: int, matrix: HalfMatrix) -> int:
-        matrix.pack()
-        _trim(number)
-        return matrix.nbytes
-
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        for packed in as_completed([pool.submit(replace, *numbered) for numbered in enumerate(matrices)]):
-            progress.add(packed.result())
+    parts = [(matrix, number) for matrix in matrices for number in range(matrix.num_parts)]
+    threads = torch.get_num_threads()
+    progress = Progress("weights packed", 2 * sum(math.prod(matrix.shape) for matrix in matrices))
+    with ThreadPoolExecutor(threads) as pool:
+        for first in range(0, len(parts), threads):
+            for nbytes in pool.map(HalfMatrix.pack, *zip(*parts[first : first + threads], strict=True)):
+                progress.add(nbytes)
+            _trim(first)
+            yield
     return_freed_memory()
 
 

@@ -1,13 +1,12 @@
 """A worker's process: one rank of one engine, from its start to its loop: steps from the engine core in, results out,
 in order.
 
-On the CPU a step is complete when it has been executed. On CUDA the next step, if received, is launched while one runs,
-so that the device does not idle between them.
+On the CPU a step is complete when it has been executed; between steps weights may be packed. On CUDA the next step, if
+received, is launched while one runs, so that the device does not idle between them.
 
-Beside the main thread there are the receiver of `media_inputs.py`, on rank 0 the reports of `grammar.py`, on CUDA the
-`watch` of `serve_ahead`, and at first, on some CPUs, `layers.pack_later`. An exception in the main thread ends the
-process: the supervisor detects it and ends the engine. A rank that has lost another one logs that in a line; the
-supervisor reports why that one exited.
+Beside the main thread there are the receiver of `media_inputs.py`, on rank 0 the reports of `grammar.py`, and, on CUDA,
+the `watch` of `serve_ahead`. An exception ends the process: the supervisor detects it and ends the engine. A rank
+that has lost another one logs that in a line; the supervisor reports why that one exited.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ import gc
 import logging
 import os
 import sys
-import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -135,17 +134,22 @@ def _run(child: Child) -> None:
     core = sockets.connect_dealer(child.context, init.core_workers[engine], identity)
     core.send(child.encoder.encode(WorkerReady(rank, runner.num_blocks, device.type, runner.num_states)))
     child.ready()
-    threading.Thread(target=pack_later, args=[model], name="packing", daemon=True).start()
     runner.grammars = grammars
     if device.type == "cpu":
-        serve(core, child.encoder, runner)
+        serve(core, child.encoder, runner, pack_later(model))
     serve_ahead(core, child.encoder, runner)
 
 
-def serve(core: zmq.Socket[bytes], encoder: Encoder, runner: ModelRunner) -> None:
-    """Receive -> launch -> report, forever."""
+def serve(core: zmq.Socket[bytes], encoder: Encoder, runner: ModelRunner, packing: Iterator[None]) -> None:
+    """Receive -> launch -> report, forever. Until it ends, `packing` goes on while no step is there, and between two
+    for as long as the first took."""
+    begun = time.monotonic()
     while True:
-        step = decode(core.recv()).body
+        packs_until = 2 * time.monotonic() - begun
+        for _ in packing:
+            if core.poll(0) and time.monotonic() >= packs_until:
+                break
+        step, begun = decode(core.recv()).body, time.monotonic()
         assert isinstance(step, Step)
         core.send(encoder.encode(runner.launch(step).result()))
 

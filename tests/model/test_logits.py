@@ -64,7 +64,7 @@ def test_narrow_dtypes_stay_near(dtype, bound, packed, checkpoint, family, monke
         monkeypatch.setattr(in_float32, "is_x86_without_bfloat16", lambda: True)
         monkeypatch.setattr("mini_engine.matmul.linear.LEAST_PACKED", 1)
     model = load(checkpoint.path, dtype)
-    pack_later(model)
+    list(pack_later(model))
     assert any(isinstance(module, in_float32.HalfMatrix) for module in model.modules()) is packed
     assert {p.dtype for p in model.parameters() if p.ndim > 1} == {dtype}
     assert model.decoder.rope.frequencies.dtype == model.visual.inv_freq.dtype == torch.float32
