@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import socket
+import struct
 from collections.abc import AsyncIterator
 from functools import partial
 
@@ -211,7 +212,10 @@ async def test_request_that_has_arrived_when_the_server_stops_is_answered(serve:
     [b"", LIVE, LIVE.replace(b"live", b"nope"), LIVE.replace(b"live", b"v1/models"), CHAT_HEAD],
     ids=["no request", "answered", "refused", "routed", "half of the headers"],
 )
-async def test_a_closed_connection_is_freed_without_a_collection(served: Served, request_: bytes) -> None:
+@pytest.mark.parametrize("is_reset", [False, True])
+async def test_a_closed_connection_is_freed_without_a_collection(
+    served: Served, request_: bytes, is_reset: bool
+) -> None:
     """uvloop has 256 KiB for each TLS connection: clients that leave together would keep their memory until the next
     full collection, which on an idle server does not come."""
 
@@ -226,6 +230,8 @@ async def test_a_closed_connection_is_freed_without_a_collection(served: Served,
         if request_.endswith(b"\r\n\r\n"):
             await reader.readuntil(b"\r\n\r\n")
         await eventually(lambda: connections() == 1)
+        if is_reset:
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         await hang_up(writer)
         await eventually(lambda: connections() == 0)
     finally:
