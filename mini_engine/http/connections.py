@@ -198,6 +198,8 @@ class Connection(asyncio.BufferedProtocol):
         """The request in progress receives `http.disconnect`."""
         self._protocol.connection_lost(exc)
         self._update_timer()
+        self._protocol._unset_keepalive_if_required()  # uvicorn leaves its timer, which has the protocol, after a reset
+        self._protocol.app_state.clear()  # has this connection: a cycle, whose buffers wait for a full collection
 
     def pause_writing(self) -> None:
         self._protocol.pause_writing()

@@ -94,6 +94,7 @@ class RequestMiddleware:
                 is_slow = config.log_slow_requests is not None and seconds >= config.log_slow_requests
                 if (config.enable_log_requests or is_slow) and exchange.path not in OPEN_PATHS:
                     exchange.log(round(seconds, 3), with_stages=is_slow)
+                scope["state"].clear()  # `end` has the exchange, which has the scope: a cycle, with the connection
 
     def _admit(self, exchange: Exchange) -> None:
         """Raises ApiError for a request that is not accepted."""

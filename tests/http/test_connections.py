@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import json
 import logging
 import re
 import socket
+import struct
 from collections.abc import AsyncIterator
 from functools import partial
 
@@ -14,10 +16,10 @@ import h11
 import pytest
 
 from mini_engine.config import EngineConfig
-from mini_engine.http.connections import HEADER_BYTES, HttpParser
+from mini_engine.http.connections import HEADER_BYTES, Connection, Http, HttpParser
 from mini_engine.metrics import REGISTRY
 from tests.support.patience import PATIENCE, eventually, settle, skip
-from tests.support.serving import CHAT_HEAD, MAX_REQUEST_BYTES, Counted, Serve, Served
+from tests.support.serving import CHAT_HEAD, MAX_REQUEST_BYTES, Counted, Serve, Served, hang_up
 
 SHORT = {"timeout_client": 0.25, "timeout_keep_alive": 1}
 LIVE = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -203,3 +205,35 @@ async def test_request_that_has_arrived_when_the_server_stops_is_answered(serve:
         writer.write(LIVE)  # arrives at once: the event loop has not read it
         await served.server.shutdown()
         assert b" 200 " in await reader.read()
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [b"", LIVE, LIVE.replace(b"live", b"nope"), LIVE.replace(b"live", b"v1/models"), CHAT_HEAD],
+    ids=["no request", "answered", "refused", "routed", "half of the headers"],
+)
+@pytest.mark.parametrize("is_reset", [False, True])
+async def test_a_closed_connection_is_freed_without_a_collection(
+    served: Served, request_: bytes, is_reset: bool
+) -> None:
+    """uvloop has 256 KiB for each TLS connection: clients that leave together would keep their memory until the next
+    full collection, which on an idle server does not come."""
+
+    def connections() -> int:
+        return sum(isinstance(each, Connection | Http) for each in gc.get_objects())
+
+    gc.collect()
+    gc.freeze()  # what is there by now is in no list of objects
+    gc.disable()
+    try:
+        reader, writer = await served.connect(request_)
+        if request_.endswith(b"\r\n\r\n"):
+            await reader.readuntil(b"\r\n\r\n")
+        await eventually(lambda: connections() == 2)
+        if is_reset:
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        await hang_up(writer)
+        await eventually(lambda: connections() == 0)
+    finally:
+        gc.enable()
+        gc.unfreeze()
