@@ -93,8 +93,8 @@ def pack_weights(module: nn.Module) -> None:
 
 
 def pack_later(module: nn.Module) -> Iterator[None]:
-    """Pack each `HalfMatrix` below `module`: for each item of the iterator a part in each thread of a product. Between
-    two items the model may be used."""
+    """Pack each `HalfMatrix` below `module`. Before each item of the iterator, as many parts are packed at a time as
+    products have threads; between two items the model may be used."""
     matrices = [matrix for matrix in module.modules() if isinstance(matrix, HalfMatrix)]
     parts = [(matrix, number) for matrix in matrices for number in range(matrix.num_parts)]
     threads, freed = torch.get_num_threads(), 0
