@@ -51,21 +51,32 @@ def test_the_spine_has_as_many_lines_as_the_pages_say(page: str) -> None:
     assert_close(SPINE.search((ROOT / page).read_text())[1], num_lines("".join(spine)))
 
 
-def test_calls_exist_and_are_as_few_as_the_page_says() -> None:
-    def functions_in(path: str) -> set[str]:
-        """Qualified names of the functions and methods of a file."""
-        names = set()
-        for node in ast.parse((ROOT / path).read_text()).body:
-            owner, parts = (f"{node.name}.", node.body) if isinstance(node, ast.ClassDef) else ("", [node])
-            names |= {owner + part.name for part in parts if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef))}
-        return names
+def names_in(path: str) -> set[str]:
+    """Of the classes of a file, and qualified ones of its functions and methods."""
+    names = set()
+    for node in ast.parse((ROOT / path).read_text()).body:
+        is_class = isinstance(node, ast.ClassDef)
+        owner, parts = (f"{node.name}.", node.body) if is_class else ("", [node])
+        names |= {node.name} if is_class else set()
+        names |= {owner + part.name for part in parts if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef))}
+    return names
 
+
+def test_the_table_of_hops_names_what_the_files_have() -> None:
+    hops = PAGE.read_text().partition("\n## ")[0]
+    named = re.findall(r"`(mini_engine/[\w/]+\.py)`((?: `[\w.]+`,?)*)", hops)
+    assert len(named) > 30
+    for path, names in named:
+        assert {*re.findall(r"`([\w.]+)`", names)} <= names_in(path), path
+
+
+def test_calls_exist_and_are_as_few_as_the_page_says() -> None:
     calls: dict[str, list[str]] = {"text": [], "video": []}
     for row in rows("Calls"):
         _, path, *columns = row.strip("|").split("|")
         for kind, names in zip(calls, columns, strict=True):
             calls[kind] += (named := re.findall(r"`([\w.]+)`", names))
-            assert {*named} <= functions_in(path.strip(" `")), row
+            assert {*named} <= names_in(path.strip(" `")), row
     text, video = len(calls["text"]), len(calls["text"] + calls["video"])
     assert f"a text request takes {text} calls, a request with a new video {video}." in PAGE.read_text()
     assert text <= 22 and video <= 65

@@ -29,8 +29,8 @@ class Scheduler:
     """Continuous batching with chunked prefill and preemption by recompute.
 
     Decodes go first, then prefills. Those of one client go by priority and arrival, running ones before waiting ones;
-    clients take turns. A request's media are on all ranks when it is added to `clients`. It owns what it allocates to
-    requests: KV blocks, recurrent states, and room in the encoder cache.
+    clients take turns. A request's media are on all ranks when it is added to `clients`. The scheduler owns what it
+    allocates to requests: KV blocks, recurrent states, and room in the encoder cache.
     """
 
     def __init__(self, config: EngineConfig, limits: EngineLimits, tower_depth: int, next_step: NextStep):

@@ -27,6 +27,7 @@ MadeMatrix = nn.Parameter | QuantizedMatrix | StackedMatrix
 Matrix = MadeMatrix | HalfMatrix
 
 TRIM_MODULES = 200  # are packed before memory is returned, which takes milliseconds
+TRIM_BYTES = 128 << 20  # of parts, likewise: no other fits where one lay; and what steps have freed goes, too
 
 
 @dataclass(frozen=True)
@@ -92,17 +93,20 @@ def pack_weights(module: nn.Module) -> None:
 
 
 def pack_later(module: nn.Module) -> Iterator[None]:
-    """Pack each `HalfMatrix` below `module`: for each item of the iterator a part in each thread of a product. Between
-    two items the model may be used."""
+    """Pack each `HalfMatrix` below `module`. Before each item of the iterator, as many parts are packed at a time as
+    products have threads; between two items the model may be used."""
     matrices = [matrix for matrix in module.modules() if isinstance(matrix, HalfMatrix)]
     parts = [(matrix, number) for matrix in matrices for number in range(matrix.num_parts)]
-    threads = torch.get_num_threads()
+    threads, freed = torch.get_num_threads(), 0
     progress = Progress("weights packed", 2 * sum(math.prod(matrix.shape) for matrix in matrices))
     with ThreadPoolExecutor(threads) as pool:
         for first in range(0, len(parts), threads):
             for nbytes in pool.map(HalfMatrix.pack, *zip(*parts[first : first + threads], strict=True)):
                 progress.add(nbytes)
-            _trim(first)
+                freed += nbytes
+            if freed >= TRIM_BYTES:
+                return_freed_memory()
+                freed = 0
             yield
     return_freed_memory()
 

@@ -73,7 +73,8 @@ class FrameSender:
             raise TransportError(f"tensor stream ended: {error.strerror}") from error
 
     async def wait_for_end(self) -> str:
-        """Wait until the stream ends; returns the reason. The rank sends nothing but answers to probes."""
+        """Wait until the stream ends, also by `close_stream`; returns the reason of any other end. The rank sends
+        nothing but answers to probes."""
         try:
             await self._reader.read()
             return "closed by the rank"

@@ -130,7 +130,8 @@ class TensorIpcSender:
             self.release(messages)
 
     async def watch_end(self, on_end: Callable[[str], None]) -> None:
-        """Call `on_end`, with a text for the log, when the stream to a rank ends; until all have."""
+        """Call `on_end`, with a text for the log, when the stream to a rank ends, also by `close_streams`; until all
+        have."""
 
         async def watch(address: RankAddress, stream: FrameSender) -> None:
             on_end(f"tensor stream to rank {address.rank} ended: {await stream.wait_for_end()}")

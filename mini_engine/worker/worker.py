@@ -76,6 +76,7 @@ logger = logging.getLogger(__name__)
 EXIT_DELAY_SECONDS = 10
 NVIDIA_DEVICE = Path("/dev/nvidia0")
 AHEAD = 2  # steps that are launched and not reported
+PACKING_SECONDS = 1.0  # of weights, while a step waits; `--health-timeout` counts them
 GRAPHS_REMEDY = (
     "lower --gpu-memory-utilization, --kv-cache-memory-bytes or --max-num-seqs, or leave them out with --enforce-eager"
 )
@@ -142,16 +143,17 @@ def _run(child: Child) -> None:
 
 def serve(core: zmq.Socket[bytes], encoder: Encoder, runner: ModelRunner, packing: Iterator[None]) -> None:
     """Receive -> launch -> report, forever. Until it ends, `packing` goes on while no step is there, and between two
-    for as long as the first took."""
-    begun = time.monotonic()
+    for as long as the first took, but for PACKING_SECONDS at most."""
+    seconds = 0.0  # of the last step
     while True:
-        packs_until = 2 * time.monotonic() - begun
+        packs_until = time.monotonic() + min(seconds, PACKING_SECONDS)
         for _ in packing:
             if core.poll(0) and time.monotonic() >= packs_until:
                 break
         step, begun = decode(core.recv()).body, time.monotonic()
         assert isinstance(step, Step)
         core.send(encoder.encode(runner.launch(step).result()))
+        seconds = time.monotonic() - begun
 
 
 def serve_ahead(core: zmq.Socket[bytes], encoder: Encoder, runner: ModelRunner) -> None:

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForImageTextToText
 
-from mini_engine.model import weights
+from mini_engine.matmul.in_float32 import HalfMatrix, can_pack
+from mini_engine.model import layers, weights
 from mini_engine.model.architectures import canonical_name
 from mini_engine.model.checkpoint import PROGRESS_LINES, PROGRESS_SECONDS, CheckpointError, Progress
-from mini_engine.model.layers import pieces_of
+from mini_engine.model.layers import pack_later, pieces_of
 from mini_engine.model.parallel import TensorParallel
 from tests.model.conftest import values_of
 from tests.model.test_experts import by_expert
@@ -174,3 +176,18 @@ def test_estimate_is_at_the_rate_of_the_last_lines(monkeypatch, caplog):
     assert [line.rpartition(", ")[2] for line in caplog.messages[PROGRESS_LINES + 1 :]] == [
         f"about {(1000 - size) / 10 * PROGRESS_SECONDS:.0f} s left" for size in done
     ]
+
+
+@pytest.mark.skipif(not can_pack(), reason="not on x86")
+@pytest.mark.parametrize("threads", [1, 3, 7])
+def test_memory_of_packed_weights_is_returned_on_the_way(threads, monkeypatch, caplog):
+    """With any number of threads, each of which packs a part at a time."""
+    caplog.set_level("INFO")
+    model, returned = nn.ModuleList(HalfMatrix(torch.ones(64, 32).bfloat16()) for _ in range(42)), list[str]()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(layers, "TRIM_BYTES", 10 * 64 * 32 * 2)
+    monkeypatch.setattr(layers, "return_freed_memory", lambda: returned.append("all"))
+    for turns, _ in enumerate(pack_later(model), 1):
+        assert len(returned) == turns // -(-10 // threads)
+    assert turns == 42 // threads and len(returned) == 1 + turns // -(-10 // threads), "and at the end"
+    assert "weights packed: 0.00 GB" in caplog.text

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mini_engine.config import EngineConfig
-from mini_engine.media.decode import image, video
+from mini_engine.media.decode import animation, image, video
 from mini_engine.media.decode.item_limits import DecodeLimits, Guard
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
 
@@ -30,7 +30,7 @@ def decode_video(
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Video:
     guard, file = Guard("video 1", limits, allow_partial, should_stop), mapped(data)
-    decode = image.decode_animation if image.is_animation(file) else video.decode_video
+    decode = animation.decode_animation if animation.is_animation(file) else video.decode_video
     return Video(*decode(file, sampling, guard, allocate))
 
 

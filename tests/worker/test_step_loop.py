@@ -1,16 +1,20 @@
-"""The worker's loop that launches steps ahead, over real sockets. In the place of the device's end of a step stands a
-gate that the test opens, so that steps can be seen to be launched before."""
+"""The worker's loops. Of the one that launches steps ahead, over real sockets, a gate that the test opens stands in the
+place of the device's end of a step, so that steps can be seen to be launched before; the one that packs weights between
+steps has a clock of the test's."""
 
 import contextlib
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 
+import pytest
 import torch
 import zmq
 
 from mini_engine.messages import Step, StepResult
 from mini_engine.transport.codec import Encoder, decode
-from mini_engine.worker.worker import AHEAD, serve_ahead
+from mini_engine.worker import worker
+from mini_engine.worker.worker import AHEAD, PACKING_SECONDS, serve, serve_ahead
 from tests.support.processes import eventually
 
 
@@ -53,3 +57,49 @@ def test_some_steps_are_launched_before_one_has_ended_and_no_more_until_the_devi
         gate.release()
         thread.join(60)  # without a further step
         assert not thread.is_alive()
+
+
+def test_weights_are_packed_while_no_step_is_there_and_between_steps_as_long_as_one_took(monkeypatch):
+    """A part takes an eighth of a second; the first step comes when five are packed, the others wait."""
+    now, packed = 0.0, 0
+    durations, packed_before = [0.5, 0.25, 100.0, 0.0, 0.0, 0.0], list[int]()
+
+    def pack() -> Iterator[None]:
+        nonlocal now, packed
+        for _ in range(40):
+            now, packed = now + 0.125, packed + 1
+            yield
+
+    def receive() -> bytes:
+        if len(packed_before) == len(durations):
+            raise EOFError
+        return Encoder("core 0", 1).encode(Step(len(packed_before)))
+
+    def launch(step: Step) -> SimpleNamespace:
+        nonlocal now
+        packed_before.append(packed)
+        now += durations[step.number]
+        return SimpleNamespace(result=lambda: StepResult(step.number))
+
+    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: now))
+    core = SimpleNamespace(poll=lambda _: packed >= 5, recv=receive, send=lambda _: None)
+    with pytest.raises(EOFError):
+        serve(core, Encoder("worker 0.0", 1), SimpleNamespace(launch=launch), pack())
+    limit = int(PACKING_SECONDS / 0.125)
+    assert packed_before == [5, 9, 11, 11 + limit, 12 + limit, 13 + limit], "and a part at least"
+    assert packed == 14 + limit
+
+
+def test_steps_are_served_once_all_weights_are_packed():
+    packing = iter([None, None])
+    steps = [Encoder("core 0", 1).encode(Step(number)) for number in range(3)]
+    launched: list[int] = []
+
+    def launch(step: Step) -> SimpleNamespace:
+        launched.append(step.number)
+        return SimpleNamespace(result=lambda: StepResult(step.number))
+
+    core = SimpleNamespace(poll=lambda _: False, recv=lambda: steps.pop(0), send=lambda _: None)
+    with pytest.raises(IndexError):
+        serve(core, Encoder("worker 0.0", 1), SimpleNamespace(launch=launch), packing)
+    assert launched == [0, 1, 2]

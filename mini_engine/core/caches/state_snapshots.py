@@ -17,8 +17,8 @@ LEAST_INTERVAL = 256  # tokens; requests diverge at places that have snapshots o
 
 
 class StatePool:
-    """Allocates the state indices `0 .. num_states - 1`, as many of the first as a step has sequences to sequences, the
-    others to snapshots; `num_states` is 0 if the model has no recurrent states."""
+    """Allocates the state indices `0 .. num_states - 1`: the first to sequences, one for each that a step may have, and
+    the others to snapshots. `num_states` is 0 if the model has no recurrent states."""
 
     def __init__(self, config: EngineConfig, limits: EngineLimits):
         self.is_needed = limits.num_states > 0

@@ -116,7 +116,8 @@ class _Decoder:
 
     def _decode(self, job: Job) -> Decoded | DecodeFailed:
         # Not at the head of this file, which the API server imports: no FFmpeg is loaded there.
-        from mini_engine.media.decode.image import decode_animation, decode_frames, decode_image, is_animation
+        from mini_engine.media.decode.animation import decode_animation, is_animation
+        from mini_engine.media.decode.image import decode_frames, decode_image
         from mini_engine.media.decode.video import decode_video
 
         limit = self._own_bytes + job.num_bytes + self._limits.media_decoder_memory
@@ -158,7 +159,7 @@ def main() -> NoReturn:
     ignore_stop_signals()
     spec = msgspec.json.decode(sys.argv[1], type=DecoderSpec)
     die_with_parent(spec.parent_pid)
-    for name in ("image", "video"):
+    for name in ("animation", "image", "video"):
         importlib.import_module(f"mini_engine.media.decode.{name}")
     gc.freeze()  # what is loaded stays: the collector need not walk over it
     keep_freed_memory(_KEPT_BYTES)

@@ -162,6 +162,7 @@ class DecoderPool:
                 is_ready = await child.is_ready()
             except BaseException:
                 self._discard(child)
+                self._ensure_spare()  # it may have been the spare
                 raise
             if is_ready:
                 self._ensure_spare()

@@ -1,28 +1,24 @@
 """Bytes of an image file -> sRGB, with Pillow, or else with FFmpeg. The first frame of an animation counts.
 
-And bytes of an animated WebP -> the sampled frames, as of a video, with Pillow: FFmpeg decodes none.
-
 Runs in a decoder process, which bounds its memory and time. Knows nothing of models.
 """
 
 import contextlib
-import io
 import mmap
 import warnings
 from collections.abc import Sequence
 from typing import BinaryIO, cast
 
-import av
 import numpy as np
 import pillow_heif
 from numpy.typing import NDArray
 from PIL import AvifImagePlugin, ExifTags, Image, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError
 
 from mini_engine.media.decode.colour import UNKNOWN, to_srgb
-from mini_engine.media.decode.frame_array import Allocate, FrameArray
+from mini_engine.media.decode.frame_array import Allocate
 from mini_engine.media.decode.item_limits import UNREADABLE, Guard
-from mini_engine.media.decode.video import NO_FRAME, Timeline, decode_video
-from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
+from mini_engine.media.decode.video import decode_video
+from mini_engine.media.frame_sampling import VideoSampling
 from mini_engine.protocol.api_errors import MediaError
 
 _STRIP_ROWS = 512  # converted to RGB at once
@@ -31,8 +27,6 @@ _TURNS = "FLIP_LEFT_RIGHT ROTATE_180 FLIP_TOP_BOTTOM TRANSPOSE ROTATE_270 TRANSV
 _TURN_OF = {2 + place: Image.Transpose[name] for place, name in enumerate(_TURNS.split())}
 _TIFF = (b"II*\0", b"MM\0*")
 _JPEG2000_SIZE = b"\xff\x4f\xff\x51"  # the first two markers of a code stream
-_ANIMATION, _ALPHA = 0x02, 0x10  # flags of VP8X, in WebP
-_SHORTEST, _USUAL = 11, 100  # milliseconds: browsers show a frame of less time for the usual one
 
 # Import the formats now and not at their first file: a decoder process has few descriptors.
 Image.init()
@@ -152,55 +146,3 @@ def to_rgb(image: Image.Image, peak: float = 255) -> Image.Image:
     layered = Image.new("RGBA", image.size, "white")
     layered.alpha_composite(image.convert("RGBA"))
     return layered.convert("RGB")
-
-
-# --- animated WebP ----------------------------------------------------------------------------------------------------
-
-
-def is_animation(data: mmap.mmap) -> bool:
-    """Whether it is a WebP file with frames (RFC 9649, section 2.7)."""
-    return len(data) >= 30 and data[:4] == b"RIFF" and data[8:16] == b"WEBPVP8X" and bool(data[20] & _ANIMATION)
-
-
-def decode_animation(
-    data: mmap.mmap, sampling: VideoSampling, guard: Guard, allocate: Allocate
-) -> tuple[NDArray[np.uint8], VideoFacts]:
-    """As `video.decode_video`, but the file must be whole. Its frames build on each other: all up to the last sampled
-    one are decoded. Transparency is laid over white."""
-    width, height = (1 + int.from_bytes(data[place : place + 3], "little") for place in (24, 27))
-    guard.check_size("max_frame_pixels", width, height)
-    times = _frame_times(data, guard)
-    timeline = Timeline(times[:-1], 1 / times[1], sampling, guard)
-    indices = timeline.indices()
-    frames = FrameArray(indices, guard, allocate)
-    try:
-        # As if it had transparency, as it has where no frame covers the canvas, whatever its flag says.
-        file = io.BytesIO(b"".join((data[:20], bytes([data[20] | _ALPHA]), data[21:])))
-        with Image.open(file, formats=["WEBP"]) as image:
-            for place in range(indices[-1] + 1):
-                guard.tick()
-                image.seek(place)
-                image.load()
-                if place in indices:
-                    frames.offer(place, av.VideoFrame.from_ndarray(np.asarray(to_rgb(image)), "rgb24"))
-    except (MediaError, MemoryError):
-        raise
-    except Exception as error:  # noqa: BLE001 - what Pillow raises depends on the damage
-        raise MediaError(guard.item, UNREADABLE) from error
-    return frames.select(indices), timeline.facts(indices)
-
-
-def _frame_times(data: mmap.mmap, guard: Guard) -> list[float]:
-    """When each frame is shown, in seconds, and when the last one ends."""
-    ends, place = [0], 12
-    while place + 8 <= len(data):
-        guard.tick()
-        if data[place : place + 4] == b"ANMF":
-            guard.check("max_video_frames", len(ends), "frames", "a shorter video")
-            duration = int.from_bytes(data[place + 20 : place + 23], "little")
-            ends.append(ends[-1] + (duration if duration >= _SHORTEST else _USUAL))
-        size = int.from_bytes(data[place + 4 : place + 8], "little")
-        place += 8 + size + size % 2
-    if len(ends) == 1:
-        raise MediaError(guard.item, NO_FRAME)
-    return [end / 1000 for end in ends]

@@ -31,7 +31,7 @@ from tests.media.decode.test_image import FORMATS, saved, tall
 from tests.support import clips, corpus
 from tests.support.decoding import decode_image, decode_video
 from tests.support.patience import PATIENCE, cancelled, eventually, settle
-from tests.support.processes import FailPoint, descendants, memory
+from tests.support.processes import FailPoint, alive, descendants, memory
 
 GOOD = clips.encode(20)
 SAMPLING = VideoSampling(num_frames=8)
@@ -282,7 +282,7 @@ async def test_decoders_that_die_idle_cost_no_request_and_are_replaced() -> None
         before = await decoders.settled(2)
         for pid in before:
             os.kill(pid, signal.SIGKILL)
-        await decoders.settled(0)
+        await eventually(lambda: not any(map(alive, before)))  # with their connections, which outlive their names
         await decoders.check()
         assert exits("killed") == counted + 2
         assert not before & await decoders.settled(2)
@@ -295,6 +295,18 @@ async def test_a_decoder_that_dies_while_its_api_server_loads_costs_no_start() -
     os.kill(launched, signal.SIGKILL)
     await decoders.pool.start()
     await decoders.check()
+    decoders.pool.close()
+
+
+async def test_a_job_that_is_cancelled_while_its_decoder_starts_leaves_a_spare() -> None:
+    decoders, before = Decoders(places=1), {*descendants(os.getpid())}
+    waiting = asyncio.ensure_future(decoders.decode())
+    await eventually(lambda: {*descendants(os.getpid())} - before)
+    (starting,) = {*descendants(os.getpid())} - before
+    os.kill(starting, signal.SIGSTOP)
+    await cancelled(waiting)
+    (spare,) = await decoders.settled(1)
+    assert spare != starting
     decoders.pool.close()
 
 
