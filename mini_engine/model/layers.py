@@ -98,12 +98,14 @@ def pack_later(module: nn.Module) -> Iterator[None]:
     parts = [(matrix, number) for matrix in matrices for number in range(matrix.num_parts)]
     threads = torch.get_num_threads()
     progress = Progress("weights packed", 2 * sum(math.prod(matrix.shape) for matrix in matrices))
-    with ThreadPoolExecutor(threads) as pool:
+    # Each of its threads would otherwise start as many of OpenMP's for the conversions.
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         for first in range(0, len(parts), threads):
             for nbytes in pool.map(HalfMatrix.pack, *zip(*parts[first : first + threads], strict=True)):
                 progress.add(nbytes)
             _trim(first)
             yield
+    torch.set_num_threads(threads)  # of threads that torch meets later; this one has kept its own
     return_freed_memory()
 
 

@@ -1,5 +1,6 @@
 """Products of 16-bit floats in float32 against double precision, on any x86 CPU."""
 
+import os
 import weakref
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 
 from mini_engine.matmul import in_float32
 from mini_engine.matmul.linear import linear, pack
+from mini_engine.model.layers import pack_later
 
 EPSILON = {torch.bfloat16: 2**-8, torch.float16: 2**-11}  # half a unit in the last place, at most
 
@@ -63,6 +65,22 @@ def test_a_matrix_with_infinities_stays():
     matrix = in_float32.HalfMatrix(infinite)
     matrix.pack(0)
     assert matrix(torch.ones(5, 1024).bfloat16())[:, 2:5].tolist() == [[0, float("inf"), 0]] * 5
+
+
+def test_packing_takes_a_thread_for_each_of_a_product(monkeypatch):
+    monkeypatch.setattr(in_float32, "PART_VALUES", 1 << 17)  # of which OpenMP would convert a part in several threads
+    before, used = torch.get_num_threads(), set[int]()
+    torch.set_num_threads(4)
+    try:
+        matrix = in_float32.HalfMatrix(torch.randn(1024, 1024).bfloat16())
+        linear(torch.randn(64, 1024).bfloat16(), matrix)  # the threads of products are there
+        running = len(os.listdir("/proc/self/task"))
+        for _ in pack_later(matrix):
+            used.add(len(os.listdir("/proc/self/task")) - running)
+            assert torch.get_num_threads() == 4, "of the next product"
+        assert max(used) <= 4
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_small_matrices_and_those_of_float32_are_not_converted():
