@@ -76,7 +76,7 @@ logger = logging.getLogger(__name__)
 EXIT_DELAY_SECONDS = 10
 NVIDIA_DEVICE = Path("/dev/nvidia0")
 AHEAD = 2  # steps that are launched and not reported
-PACKING_SECONDS = 1.0  # of weights, while a step waits; `--health-timeout` counts them
+PACKING_SECONDS = 1.0  # of weights, and a part, at most while a step waits; `--health-timeout` counts them
 GRAPHS_REMEDY = (
     "lower --gpu-memory-utilization, --kv-cache-memory-bytes or --max-num-seqs, or leave them out with --enforce-eager"
 )
@@ -142,18 +142,18 @@ def _run(child: Child) -> None:
 
 
 def serve(core: zmq.Socket[bytes], encoder: Encoder, runner: ModelRunner, packing: Iterator[None]) -> None:
-    """Receive -> launch -> report, forever. Until it ends, `packing` goes on while no step is there, and between two
-    for as long as the first took, but for PACKING_SECONDS at most."""
-    seconds = 0.0  # of the last step
+    """Receive -> launch -> report, forever. Until it ends, `packing` goes on while no step is there, and for as long as
+    steps take while one waits."""
+    is_packing, balance = True, 0.0  # seconds of steps that packing has not had yet
     while True:
-        packs_until = time.monotonic() + min(seconds, PACKING_SECONDS)
-        for _ in packing:
-            if core.poll(0) and time.monotonic() >= packs_until:
-                break
+        while is_packing and (not (waits := core.poll(0)) or balance > 0):
+            begun = time.monotonic()
+            is_packing = next(packing, False) is None
+            balance = balance - (time.monotonic() - begun) if waits else 0.0
         step, begun = decode(core.recv()).body, time.monotonic()
         assert isinstance(step, Step)
         core.send(encoder.encode(runner.launch(step).result()))
-        seconds = time.monotonic() - begun
+        balance = min(balance + time.monotonic() - begun, PACKING_SECONDS)
 
 
 def serve_ahead(core: zmq.Socket[bytes], encoder: Encoder, runner: ModelRunner) -> None:
