@@ -60,8 +60,9 @@ class EngineConfig:
     """Allow the hub model's own processor code to run."""
     chat_template: str | None = _model(None, unset="the model's", metavar="FILE")
     """Jinja chat template to use."""
-    tool_call_parser: Literal["auto", "hermes"] = _model("auto")
-    """Format of tool calls in answers: `hermes` (JSON in `<tool_call>`), or `auto`: by the chat template."""
+    tool_call_parser: Literal["auto", "hermes", "qwen3_xml", "qwen3_coder"] = _model("auto")
+    """Format of tool calls in answers: `hermes` (JSON in `<tool_call>`), `qwen3_xml` or `qwen3_coder` (`<function=`),
+    or `auto`: by the chat template."""
     reasoning_parser: Literal["auto", "qwen3", "none"] = _model("auto")
     """Format of thoughts in answers: `qwen3` (`<think>`), `none`, or `auto`: by the chat template."""
     generation_config: str = _model("auto", metavar="SOURCE")

@@ -21,9 +21,8 @@ from mini_engine.prompt.detokenizer import Detokenizer, ListedToken, Vocabulary
 from mini_engine.prompt.prompt_echo import LogprobTables, PromptEcho
 from mini_engine.prompt.renderer import Prompt
 from mini_engine.prompt.stop_strings import StopSearch, stop_strings
-from mini_engine.prompt.tool_calls import AnswerParser, Kind
+from mini_engine.prompt.tool_calls import Kind
 from mini_engine.protocol.api_errors import ApiError, EngineError, MediaNotSent, bad_request
-from mini_engine.protocol.bodies import ChatRequest
 from mini_engine.protocol.request_clock import RequestClock
 
 logger = logging.getLogger(__name__)
@@ -71,7 +70,7 @@ class Sample:
         self._detokenizer = Detokenizer(vocabulary, body.skip_special_tokens is not False)
         self._thoughts = prompt.thought_parser()
         self._stops = StopSearch(stop_strings(tuple(body.stop_strings)), include_stop)
-        self._calls = AnswerParser(calls=isinstance(body, ChatRequest) and body.calls_tools)
+        self._calls = prompt.call_parser()
         self._min_tokens = sampling.min_tokens  # no stop string counts that these complete, as in vLLM
         self._with_logprobs = sampling.logprobs is not None
         self._hidden_ends = () if include_stop else sampling.stop_token_ids  # without text where they end the sample

@@ -19,7 +19,8 @@ import msgspec
 from mini_engine.media.processor import MediaProcessor, ProcessedItem
 from mini_engine.messages import EngineLimits, MediaItem, Modality, PoolingParams
 from mini_engine.prompt.client_text import MARK, ClientText, encode_text
-from mini_engine.prompt.tool_calls import AnswerParser, after_thought, call_grammar, has_calls
+from mini_engine.prompt.tool_calls import AnswerParser, after_thought, call_format, call_grammar
+from mini_engine.prompt.xml_calls import XmlCallParser, xml_call_grammar
 from mini_engine.protocol.api_errors import bad_request, prompt_too_long
 from mini_engine.protocol.bodies import ChatMessage, ChatRequest, GenerationRequest, StructuredOutputs
 from mini_engine.protocol.parts import MediaRef, Part
@@ -35,7 +36,9 @@ class Prompt:
 
     body: GenerationRequest  # with the grammar of its answer
     token_ids: list[int]  # with one placeholder for each item
-    thought_parser: Callable[[], AnswerParser] = AnswerParser  # makes one for each choice
+    # Make one for each choice.
+    thought_parser: Callable[[], AnswerParser] = AnswerParser
+    call_parser: Callable[[], AnswerParser] = AnswerParser
     first_index: int = 0  # of its choices
     other_tokens: int = 0  # of the other prompts of its request
     pooling: PoolingParams | None = None  # in the place of an answer
@@ -69,7 +72,7 @@ class ChatRenderer:
         self.after_text = self.tokenizer.encode("").ids  # tokens that it puts after a text, as those of embeddings do
         self._client_text = ClientText(self.tokenizer, TAGS)
         self._added_tokens = hf_processor.tokenizer.get_added_vocab()
-        self._has_calls = has_calls(template, tool_parser)
+        self._call_format = call_format(template, tool_parser)
         self._has_thoughts = reasoning == "qwen3" or (reasoning == "auto" and THINK in template)
         # In characters, which are never more than the bytes that a token stands for.
         self._longest_token = max(map(len, hf_processor.tokenizer.get_vocab()))
@@ -110,7 +113,13 @@ class ChatRenderer:
         in_thought = self._has_thoughts and end.rstrip().endswith(THINK)
         is_constrained = chat.grammar or chat.tool_choice not in (None, "none", "auto")
         body = self._constrain(chat, in_thought) if is_constrained else chat
-        return Prompt(body, token_ids, partial(AnswerParser, thoughts=self._has_thoughts, in_thought=in_thought))
+        thought_parser = partial(AnswerParser, thoughts=self._has_thoughts, in_thought=in_thought)
+        return Prompt(body, token_ids, thought_parser, self._call_parser(chat))
+
+    def _call_parser(self, chat: ChatRequest) -> Callable[[], AnswerParser]:
+        if chat.calls_tools and self._call_format == "qwen3_xml":
+            return partial(XmlCallParser, {tool.function.name: tool.function for tool in chat.tools or ()})
+        return partial(AnswerParser, calls=chat.calls_tools)
 
     def _constrain(self, chat: ChatRequest, in_thought: bool) -> ChatRequest:
         """The request with the grammar that its answer follows, after the thought, or that of its forced call."""
@@ -120,7 +129,8 @@ class ChatRenderer:
             raise bad_request(f"'tool_choice' cannot ask for a call {problem}.", "tool_choice")
         if chat.must_call:
             parallel = chat.parallel_tool_calls is not False and chat.tool_choice == "required"
-            grammar = call_grammar(chat.must_call, parallel, self._added_tokens)
+            write = xml_call_grammar if self._call_format == "qwen3_xml" else call_grammar
+            grammar = write(chat.must_call, parallel, self._added_tokens)
         grammar = after_thought(grammar) if in_thought else grammar
         return msgspec.structs.replace(chat, structured_outputs=StructuredOutputs(grammar=grammar))
 
@@ -198,8 +208,8 @@ class ChatRenderer:
     def _template_arguments(self, chat: ChatRequest) -> dict[str, Any]:
         """The template's variables besides the messages. One that it does not read is left out."""
         tools = chat.tools if chat.calls_tools else None
-        if tools and not self._has_calls:
-            text = "the chat template has no tools in Hermes' format; leave them out, or use another --chat-template"
+        if tools and self._call_format is None:
+            text = "the chat template has no tools in a known format; leave them out, or use another --chat-template"
             raise bad_request(text, "tools")
         variables = {"reasoning_effort": chat.reasoning_effort} | (chat.chat_template_kwargs or {})
         goes_on = bool(chat.continue_final_message)

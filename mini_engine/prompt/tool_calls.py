@@ -1,7 +1,10 @@
-"""Tool calls and thoughts in answers: the grammar that forces calls, and the parser. Knows nothing of tokens."""
+"""Tool calls and thoughts in answers: the parser, and the grammar that forces calls. Knows nothing of tokens.
+
+Calls have the format of Hermes; those in XML are in `xml_calls.py`.
+"""
 
 from collections.abc import Collection, Sequence
-from typing import Literal
+from typing import ClassVar, Literal, cast
 
 import regex
 
@@ -11,13 +14,20 @@ from mini_engine.protocol.tools import CALL, CALL_END, NAME, THINK, THINK_END, F
 TEMPLATE_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
-def has_calls(template: str, parser: str) -> bool:
-    """Whether answers to this chat template's prompts may contain calls; `parser` is `--tool-call-parser`. Raises
-    ValueError: one for tools, which the template does not write."""
-    if parser == "hermes" and "tools" not in template:
-        raise ValueError("--tool-call-parser: the chat template has no tools; give one with --chat-template")
-    # Others write calls as XML: <tool_call><function=name>.
-    return "tools" in template and (parser == "hermes" or (CALL in template and "<function=" not in template))
+Format = Literal["hermes", "qwen3_xml"]
+
+
+def call_format(template: str, parser: str) -> Format | None:
+    """The format of calls in answers to this chat template's prompts, None if there are none; `parser` is
+    `--tool-call-parser`. Raises ValueError: one for tools, which the template does not write."""
+    if "tools" not in template:
+        if parser != "auto":
+            raise ValueError("--tool-call-parser: the chat template has no tools; give one with --chat-template")
+        return None
+    if parser == "auto":
+        is_xml = "<function=" in template
+        return ("qwen3_xml" if is_xml else "hermes") if CALL in template else None
+    return "hermes" if parser == "hermes" else "qwen3_xml"
 
 
 def call_grammar(functions: Sequence[Function], parallel: bool, added_tokens: Collection[str]) -> str:
@@ -39,15 +49,8 @@ def after_thought(grammar: str) -> str:
 
 Kind = Literal["start", "reasoning_content", "content", "call", "arguments"]
 
-_SPACE = r"\s{0,9}"  # not any number: it is held back, and searched again with each text
-_HEAD = _SPACE.join(["", CALL, r"\{", '"name"', ":", f'"({NAME})"', ",", '"arguments"', ":", r"(?=\{)"])
-# What ends the text of a kind, and the kind of what follows.
-_ENDS: dict[Kind, tuple[str, Kind]] = {
-    "start": (rf"\A{_SPACE}{THINK}", "reasoning_content"),  # here only: later the tag is content
-    "reasoning_content": (_SPACE + THINK_END, "content"),
-    "content": (_HEAD, "arguments"),
-    "arguments": (rf"{_SPACE}\}}?{_SPACE}{CALL_END}", "content"),  # with the brace that closes the call
-}
+SPACE = r"\s{0,9}"  # not any number: it is held back, and searched again with each text
+_HEAD = SPACE.join(["", CALL, r"\{", '"name"', ":", f'"(?P<name>{NAME})"', ",", '"arguments"', ":", r"(?=\{)"])
 
 
 class AnswerParser:
@@ -59,11 +62,20 @@ class AnswerParser:
     dropped.
     """
 
+    # What ends the text of a state, in a group with the name of the next.
+    ENDS: ClassVar[dict[str, str]] = {
+        "start": rf"\A(?P<reasoning_content>{SPACE}{THINK})",  # here only: later the tag is content
+        "reasoning_content": f"(?P<content>{SPACE}{THINK_END})",
+        "content": f"(?P<arguments>{_HEAD})",
+        "arguments": rf"(?P<content>{SPACE}\}}?{SPACE}{CALL_END})",  # with the brace that closes the call
+    }
+    OPTIONAL: ClassVar[Collection[str]] = ("start",)  # states that are content if their end does not come at once
+
     def __init__(self, *, calls: bool = False, thoughts: bool = False, in_thought: bool = False):
         """`in_thought`: the prompt has opened one."""
         self._calls = calls
-        self._kind: Kind = "reasoning_content" if in_thought else "start" if thoughts else "content"
-        self._held = ""  # of this kind, not delivered
+        self._state = "reasoning_content" if in_thought else "start" if thoughts else "content"
+        self._held = ""  # of this state, not delivered
         self._after_tag = in_thought
 
     def push(self, text: str, last: bool = False) -> list[tuple[Kind, str]]:
@@ -72,23 +84,27 @@ class AnswerParser:
         self._held += text
         fragments: list[tuple[Kind, str]] = []
         while True:
-            pattern, next_kind = _ENDS[self._kind]
-            search = self._kind != "content" or self._calls
-            end = regex.search(pattern, self._held, partial=not last) if search else None
-            if end is None and self._kind == "start":
-                self._kind = "content"
-            elif end is None and last and self._kind == "arguments":
+            search = self._state != "content" or self._calls
+            end = regex.search(self.ENDS[self._state], self._held, partial=not last) if search else None
+            if end is None and self._state in self.OPTIONAL:
+                self._state = "content"
+            elif end is None and last and self._state == "arguments":
                 self._held += CALL_END  # the answer is cut off, or ends at the tag as its stop string
             elif end is None or end.partial:
                 return fragments + self._take(len(self._held) if end is None else end.start())
             else:
                 fragments += self._take(end.start())
-                self._kind, self._held, self._after_tag = next_kind, self._held[len(end[0]) :], True
-                if next_kind == "arguments":
-                    fragments.append(("call", end[1]))
+                self._held, self._after_tag = self._held[len(end[0]) :], True
+                fragments += self._enter(end)
 
     def _take(self, end: int) -> list[tuple[Kind, str]]:
+        """The fragments of the held text up to `end`, which is dropped."""
         text, self._held = self._held[:end], self._held[end:]
         text = text.lstrip() if self._after_tag else text
         self._after_tag = self._after_tag and not text
-        return [(self._kind, text)] if text else []
+        return [(cast(Kind, self._state), text)] if text else []
+
+    def _enter(self, end: "regex.Match[str]") -> list[tuple[Kind, str]]:
+        """The fragments of a tag, with which the next state begins."""
+        self._state = end.lastgroup or ""
+        return [("call", end["name"])] if self._state == "arguments" else []

@@ -1,5 +1,5 @@
-"""The tools of a request and its earlier calls, in the format of Hermes and Qwen: a thought in `<think>` tags, then
-text, and each call in `<tool_call>` tags, an object with `name` and `arguments`.
+"""The tools of a request and its earlier calls, and the tags of Hermes and Qwen: a thought in `<think>` tags, then
+text, and each call in `<tool_call>` tags.
 """
 
 from typing import Annotated, Any, Literal

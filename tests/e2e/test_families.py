@@ -1,5 +1,6 @@
 """Every family through the running server: answers equal what transformers generates from the same frames."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from tests.support.full_call import full_call
 from tests.support.running_server import RunningServer, message
 
 SMALL_STEPS = ["--max-num-batched-tokens", "64"]  # prompts are cut into chunks in the middle of items
-QWEN3_5 = ("qwen3_5", ["--mm-processor-kwargs", '{"fps": 2, "do_sample_frames": true}'])  # its model card's default
+MODEL_CARD = ["--mm-processor-kwargs", '{"fps": 2, "do_sample_frames": true}', "--tool-call-parser", "qwen3_coder"]
+QWEN3_5 = ("qwen3_5", MODEL_CARD)
 
 
 class Family:
@@ -147,3 +149,26 @@ def test_turns_of_a_conversation_compute_only_what_is_new(served: tuple[Family, 
             {"role": "assistant", "content": reply.choices[0].message.content},
             {"role": "user", "content": f"And number {turn}?"},
         ]
+
+
+@pytest.mark.parametrize("served", [pytest.param(QWEN3_5, id="qwen3_5")], indirect=True)
+def test_forced_calls_in_xml(served: tuple[Family, RunningServer]):
+    """The grammar acts in the worker, and the stream's arguments are those of the whole answer."""
+    family, server = served
+    properties = {"side": {"enum": ["north", "south"]}, "n": {"type": "integer", "minimum": 0, "maximum": 99}}
+    function = {"name": "look", "parameters": {"properties": properties, "required": ["side", "n"]}}
+    for seed in range(4):
+        asked: dict[str, Any] = {
+            "model": server.model,
+            "messages": [message("Look.", [])],
+            "tools": [{"type": "function", "function": function}],
+            "tool_choice": {"type": "function", "function": {"name": "look"}},
+            "seed": seed,
+            "extra_body": {"stop_token_ids": [family.hf.tokenizer.eos_token_id]},  # which the random model's files lack
+        }
+        (call,) = server.client.chat.completions.create(**asked).choices[0].message.tool_calls
+        arguments = json.loads(call.function.arguments)
+        assert arguments["side"] in ("north", "south") and isinstance(arguments["n"], int), call
+        with server.client.chat.completions.stream(**asked) as stream:
+            (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
+        assert streamed.function.arguments == call.function.arguments

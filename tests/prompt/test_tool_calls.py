@@ -1,6 +1,8 @@
 """Answers split into text, thoughts and calls; the grammar that forces calls; and how both reach a client."""
 
+import json
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 from mini_engine import demo
 from mini_engine.messages import Problem
 from mini_engine.prompt.tool_calls import AnswerParser, after_thought, call_grammar
+from mini_engine.prompt.xml_calls import XmlCallParser, types_of, xml_call_grammar
 from mini_engine.protocol.tools import TAGS, Function
 from tests.support.serving import Counted, Served, check_error
 
@@ -21,9 +24,31 @@ CALL = f'<tool_call>\n{{"name": "look", "arguments": {ARGUMENTS}}}\n</tool_call>
 LOOK = [("call", "look"), ("arguments", ARGUMENTS)]
 
 
-def parse(*pieces: str, calls: bool = True, thoughts: bool = True, in_thought: bool = False) -> list[tuple[str, str]]:
+PLACE: dict[str, Any] = {"enum": ["north", "south"]}
+XML_LOOK: dict[str, Any] = {
+    "properties": {
+        "at": {"type": "string"},
+        "n": {"anyOf": [{"$ref": "#/$defs/count"}, {"type": "null"}]},
+        "place": PLACE,
+    }
+    | {name: {"type": name} for name in ("number", "array", "object", "boolean")},
+    "required": ["at"],
+    "$defs": {"count": {"type": "integer"}},
+}
+XML_FUNCTIONS = {"look": Function(name="look", parameters=XML_LOOK), "now": Function(name="now")}
+
+
+def xml(name: str = "look", **values: str) -> str:
+    written = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{written}</function>\n</tool_call>"
+
+
+def parse(
+    *pieces: str, calls: bool = True, thoughts: bool = True, in_thought: bool = False, is_xml: bool = False
+) -> list[tuple[str, str]]:
     """Kinds and texts of the fragments, those of a text put together."""
-    first, second = AnswerParser(thoughts=thoughts, in_thought=in_thought), AnswerParser(calls=calls)
+    first = AnswerParser(thoughts=thoughts, in_thought=in_thought)
+    second = XmlCallParser(XML_FUNCTIONS) if is_xml else AnswerParser(calls=calls)
     fragments: list[tuple[str, str]] = []
     for piece in (*pieces, None):
         said = dict(first.push(piece or "", last=piece is None))
@@ -52,6 +77,53 @@ def test_text_thoughts_and_calls(text: str, expected: list[Any]) -> None:
     assert parse("hm\n</think>\n" + text, in_thought=True)[0] == ("reasoning_content", "hm")
 
 
+@pytest.mark.parametrize(
+    ("text", "arguments", "after"),
+    [
+        (xml(at=' "a"\n\n</parameter> b <\\'), {"at": ' "a"\n\n</parameter> b <\\'}, ""),
+        (xml(at="1", n=" -3", number="1", place="north"), {"at": "1", "n": -3, "number": 1, "place": "north"}, ""),
+        (xml(n="None", boolean="True", object="{}"), {"n": None, "boolean": True, "object": {}}, ""),
+        (xml(n="1.5", number="x", object="{'a': 1}"), {"n": "1.5", "number": "x", "object": "{'a': 1}"}, ""),
+        (xml(array="[1, {}]", boolean='{"a": 1}'), {"array": [1, {}], "boolean": '{"a": 1}'}, ""),
+        (xml(other="7", boolean="1"), {"other": "7", "boolean": "1"}, ""),
+        (xml(at="") + " z", {"at": ""}, "z"),
+        ("<function=look><parameter=at>a</parameter></function>", {"at": "a"}, ""),
+        ("<tool_call>\n<function=look>\n<parameter=at>\na</function>\n</tool_call>z", {"at": "a"}, "z"),
+        ("<tool_call><function=look></tool_call>z", {}, "z"),
+    ],
+)  # fmt: skip
+def test_xml_becomes_json_by_the_schema(text: str, arguments: dict[str, Any], after: str) -> None:
+    content, call, written, *end = parse("<think>hm</think>Well.\n\n" + text, is_xml=True)[1:]
+    assert (content, call) == (("content", "Well."), ("call", "look"))
+    assert json.loads(written[1]) == arguments and end == [("content", after)] * bool(after)
+    assert parse(text + text, is_xml=True)[:2] == [call, written], "the next begins anew"
+
+
+def test_xml_that_is_cut_off_is_not_closed() -> None:
+    assert parse(xml(at="a", n="3").partition("3")[0], is_xml=True)[1] == ("arguments", '{"at": "a", "n": ')
+    assert parse(xml(at="a b").partition("b")[0], is_xml=True)[1] == ("arguments", '{"at": "a ')
+    for text in ("<tool_call> <function>", "<tool_call>\n<function=lo"):
+        assert parse(text, is_xml=True) == [("content", text)]
+
+
+XML_PARTS = [*TAGS, xml(at="a", n="1"), xml("now"), "<function=look>\n", "</function>", "<parameter=at>"]
+XML_PARTS += ["<parameter=n>\n", "</parameter>", "\n", "a", "3", '"']
+
+
+@given(parts=st.lists(st.sampled_from(XML_PARTS), max_size=12))
+def test_arguments_are_the_same_however_xml_is_cut(parts: list[str]) -> None:
+    assert parse(*parts, is_xml=True) == parse(*"".join(parts), is_xml=True) == parse("".join(parts), is_xml=True)
+
+
+def test_types_of_schemas_that_nobody_has_checked() -> None:
+    """They may be wrong, or look endless."""
+    many = {"anyOf": [{"$ref": "#"}] * 1000}
+    for schema in (None, True, 5, {"type": 5, "enum": 3, "anyOf": 4}, {"$ref": "#/$defs/none"}, many, {"$ref": "#"}):
+        assert types_of(schema, many) == {"string"}
+    assert types_of({"type": ["integer", "null"]}, {}) == {"integer", "null"}
+    assert types_of({"enum": ["a", 1, None]}, {}) == {"string", "integer", "null"}
+
+
 PARTS = [*TAGS, CALL, "\n", " ", "<", "a", "{", "}", '"', '{"name": "look", ', '"arguments": ', '{"x": 1}', "\\", "}\n"]
 
 
@@ -69,24 +141,31 @@ def test_text_is_held_back_only_while_it_may_begin_a_call() -> None:
     assert pushed == [["a"], [], [" <tools> b"], [], [], ["look", '{"n'], ['": 1'], ["}"], []]
 
 
+class Accepts:
+    """Whether the grammar of calls lets the bundled model write a text. `tokens` are added to its tokenizer."""
+
+    def __init__(self, folder: Path, tokens: Sequence[str], write: Callable[..., str], functions: Sequence[Function]):
+        self.tokenizer = Tokenizer.from_file(str(Path(demo.__file__).parent / "weights" / "tokenizer.json"))
+        self.tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in tokens])  # as in Qwen's: not special
+        self.tokenizer.save(str(folder / "tokenizer.json"))
+        self.vocabulary = LLTokenizer(str(folder / "tokenizer.json"))
+        self.grammars = {parallel: write(functions, parallel, tokens) for parallel in (False, True)}
+
+    def __call__(self, text: str, parallel: bool = False, thought: str = "") -> bool:
+        grammar = self.grammars[parallel]
+        matcher = LLMatcher(self.vocabulary, after_thought(grammar) if thought else grammar)
+        assert not matcher.is_error(), matcher.get_error()
+        ids = self.tokenizer.encode(thought + text).ids
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
 @pytest.mark.parametrize("tokens", [(), TAGS])
 def test_grammar_takes_the_calls_that_the_parser_reads(tmp_path: Path, tokens: tuple[str, ...]) -> None:
     argument = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     number = {"$ref": "#/definitions/zoom", "definitions": {"zoom": argument}}  # as zod writes it
     functions = [Function(name="look"), Function(name="zoom.in", parameters=number)]
     both = [("look", "{}"), ("zoom.in", '{"n": -3}')]
-    tokenizer = Tokenizer.from_file(str(Path(demo.__file__).parent / "weights" / "tokenizer.json"))
-    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in tokens])  # as in Qwen's: not special
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    vocabulary = LLTokenizer(str(tmp_path / "tokenizer.json"))
-
-    def accepts(text: str, parallel: bool = False, thought: str = "") -> bool:
-        grammar = call_grammar(functions, parallel, tokens)
-        matcher = LLMatcher(vocabulary, after_thought(grammar) if thought else grammar)
-        assert not matcher.is_error(), matcher.get_error()
-        ids = tokenizer.encode(thought + text).ids
-        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-
+    accepts = Accepts(tmp_path, tokens, call_grammar, functions)
     first, second = (f'<tool_call>\n{{"name": "{name}", "arguments": {given}}}\n</tool_call>' for name, given in both)
     assert accepts(first) and accepts(second) and accepts(f"{first}\n{second}", parallel=True)
     assert parse(f"{first}\n{second}") == [part for a, b in both for part in (("call", a), ("arguments", b))]
@@ -94,6 +173,24 @@ def test_grammar_takes_the_calls_that_the_parser_reads(tmp_path: Path, tokens: t
     assert not any(map(accepts, ["a", "", f"{first}\n{second}", *changed]))
     if tokens:
         assert accepts(second, thought="a <b>\n</think>\n\n") and not accepts("a", thought="a</think>")
+
+
+@pytest.mark.parametrize("tokens", [(), TAGS])
+def test_xml_grammar_takes_calls_of_the_schema(tmp_path: Path, tokens: tuple[str, ...]) -> None:
+    definitions = {"view": XML_LOOK, "count": {"type": "integer"}}
+    zoom = {"$ref": "#/$defs/view", "$defs": definitions}  # as zod writes it
+    free = Function(name="free", parameters={"additionalProperties": True})
+    accepts = Accepts(
+        tmp_path, tokens, xml_call_grammar, [Function(name="look", parameters=zoom), free, XML_FUNCTIONS["now"]]
+    )
+    written = {"at": '"a"\n</parameter> b', "n": "3", "place": "north", "array": "[1, {}]", "boolean": "true"}
+    assert accepts(xml(**written)) and accepts(xml("now")) and accepts(xml("free", any="x", thing="\ny"))
+    assert accepts(xml(at="") + "\n" + xml("now"), parallel=True) and not accepts(xml(at="") + "\n" + xml("now"))
+    wrong = [{"n": "x"}, {"place": "up"}, {"array": "1"}, {"other": "1"}]
+    assert not any(accepts(xml(**written | values)) for values in wrong)
+    assert not any(map(accepts, [xml(n="3"), xml("now", at="a"), "a", ""]))
+    if tokens:
+        assert accepts(xml("now"), thought="a <b>\n</think>\n\n") and not accepts("a", thought="a</think>")
 
 
 TOOLS: Any = [{"type": "function", "function": {"name": "look", "strict": True, "parameters": {"type": "object"}}}]
