@@ -130,7 +130,10 @@ class ChatRenderer:
         if chat.must_call:
             parallel = chat.parallel_tool_calls is not False and chat.tool_choice == "required"
             write = xml_call_grammar if self._call_format == "qwen3_xml" else call_grammar
-            grammar = write(chat.must_call, parallel, self._added_tokens)
+            try:
+                grammar = write(chat.must_call, parallel, self._added_tokens)
+            except ValueError as error:
+                raise bad_request(f"tools: {error}", "tools") from None
         grammar = after_thought(grammar) if in_thought else grammar
         return msgspec.structs.replace(chat, structured_outputs=StructuredOutputs(grammar=grammar))
 

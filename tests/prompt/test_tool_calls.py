@@ -189,6 +189,12 @@ def test_xml_grammar_takes_calls_of_the_schema(tmp_path: Path, tokens: tuple[str
     wrong = [{"n": "x"}, {"place": "up"}, {"array": "1"}, {"other": "1"}]
     assert not any(accepts(xml(**written | values)) for values in wrong)
     assert not any(map(accepts, [xml(n="3"), xml("now", at="a"), "a", ""]))
+    many = {
+        "$defs": {"d": {"description": "d" * 10_000}},
+        "properties": {str(n): {"type": "integer"} for n in range(200)},
+    }
+    with pytest.raises(ValueError, match="too long"):
+        xml_call_grammar([Function(name="look", parameters=many)], False, tokens)
     if tokens:
         assert accepts(xml("now"), thought="a <b>\n</think>\n\n") and not accepts("a", thought="a</think>")
 
