@@ -28,7 +28,7 @@ _NEXT = rf"<parameter=[^>\n]{{1,256}}>|</function>|{CALL_END}"
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 _PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates write earlier calls
 MAX_GRAMMAR = 1 << 20  # characters: each value's schema is written with all definitions
-MOST_SCHEMAS = 64  # within one that are looked at for its types
+MOST_SCHEMAS = 32  # within one that are looked at for its types
 
 
 class XmlCallParser(AnswerParser):
