@@ -19,8 +19,8 @@ import msgspec
 from mini_engine.media.processor import MediaProcessor, ProcessedItem
 from mini_engine.messages import EngineLimits, MediaItem, Modality, PoolingParams
 from mini_engine.prompt.client_text import MARK, ClientText, encode_text
-from mini_engine.prompt.tool_calls import AnswerParser, after_thought, call_format, call_grammar
-from mini_engine.prompt.xml_calls import XmlCallParser, xml_call_grammar
+from mini_engine.prompt.tool_calls import HEAD, AnswerParser, after_thought, call_format, call_grammar
+from mini_engine.prompt.xml_calls import XML_HEAD, XmlCallParser, xml_call_grammar
 from mini_engine.protocol.api_errors import bad_request, prompt_too_long
 from mini_engine.protocol.bodies import ChatMessage, ChatRequest, GenerationRequest, StructuredOutputs
 from mini_engine.protocol.parts import MediaRef, Part
@@ -113,13 +113,20 @@ class ChatRenderer:
         in_thought = self._has_thoughts and end.rstrip().endswith(THINK)
         is_constrained = chat.grammar or chat.tool_choice not in (None, "none", "auto")
         body = self._constrain(chat, in_thought) if is_constrained else chat
-        thought_parser = partial(AnswerParser, thoughts=self._has_thoughts, in_thought=in_thought)
-        return Prompt(body, token_ids, thought_parser, self._call_parser(chat))
+        return Prompt(body, token_ids, *self._parsers(chat, in_thought))
 
-    def _call_parser(self, chat: ChatRequest) -> Callable[[], AnswerParser]:
-        if chat.calls_tools and self._call_format == "qwen3_xml":
-            return partial(XmlCallParser, {tool.function.name: tool.function for tool in chat.tools or ()})
-        return partial(AnswerParser, calls=chat.calls_tools)
+    def _parsers(
+        self, chat: ChatRequest, in_thought: bool
+    ) -> tuple[Callable[[], AnswerParser], Callable[[], AnswerParser]]:
+        """What makes those of a choice, of its thought and of its calls."""
+        is_xml = self._call_format == "qwen3_xml"
+        # A forced call comes after the thought: the grammar acts from there on.
+        head = (XML_HEAD if is_xml else HEAD) if chat.calls_tools and not chat.must_call else ""
+        thought_parser = partial(AnswerParser, thoughts=self._has_thoughts, in_thought=in_thought, head=head)
+        if is_xml and chat.calls_tools:
+            functions = {tool.function.name: tool.function for tool in chat.tools or ()}
+            return thought_parser, partial(XmlCallParser, functions)
+        return thought_parser, partial(AnswerParser, calls=chat.calls_tools)
 
     def _constrain(self, chat: ChatRequest, in_thought: bool) -> ChatRequest:
         """The request with the grammar that its answer follows, after the thought, or that of its forced call."""

@@ -50,7 +50,7 @@ def after_thought(grammar: str) -> str:
 Kind = Literal["start", "reasoning_content", "content", "call", "arguments"]
 
 SPACE = r"\s{0,9}"  # not any number: it is held back, and searched again with each text
-_HEAD = SPACE.join(["", CALL, r"\{", '"name"', ":", f'"(?P<name>{NAME})"', ",", '"arguments"', ":", r"(?=\{)"])
+HEAD = SPACE.join(["", CALL, r"\{", '"name"', ":", f'"(?P<name>{NAME})"', ",", '"arguments"', ":", r"(?=\{)"])
 
 
 class AnswerParser:
@@ -66,13 +66,16 @@ class AnswerParser:
     ENDS: ClassVar[dict[str, str]] = {
         "start": rf"\A(?P<reasoning_content>{SPACE}{THINK})",  # here only: later the tag is content
         "reasoning_content": f"(?P<content>{SPACE}{THINK_END})",
-        "content": f"(?P<arguments>{_HEAD})",
+        "content": f"(?P<arguments>{HEAD})",
         "arguments": rf"(?P<content>{SPACE}\}}?{SPACE}{CALL_END})",  # with the brace that closes the call
     }
     OPTIONAL: ClassVar[Collection[str]] = ("start",)  # states that are content if their end does not come at once
 
-    def __init__(self, *, calls: bool = False, thoughts: bool = False, in_thought: bool = False):
-        """`in_thought`: the prompt has opened one."""
+    def __init__(self, *, calls: bool = False, thoughts: bool = False, in_thought: bool = False, head: str = ""):
+        """`in_thought`: the prompt has opened one. `head`: of calls, before which an open thought ends."""
+        self._ends = self.ENDS
+        if head:
+            self._ends = self.ENDS | {"reasoning_content": f"(?P<content>{SPACE}{THINK_END}|(?={head}))"}
         self._calls = calls
         self._state = "reasoning_content" if in_thought else "start" if thoughts else "content"
         self._held = ""  # of this state, not delivered
@@ -85,7 +88,7 @@ class AnswerParser:
         fragments: list[tuple[Kind, str]] = []
         while True:
             search = self._state != "content" or self._calls
-            end = regex.search(self.ENDS[self._state], self._held, partial=not last) if search else None
+            end = regex.search(self._ends[self._state], self._held, partial=not last) if search else None
             if end is None and self._state in self.OPTIONAL:
                 self._state = "content"
             elif end is None and last and self._state == "arguments":

@@ -23,6 +23,7 @@ from mini_engine.prompt.tool_calls import SPACE, TEMPLATE_SPACING, AnswerParser,
 from mini_engine.protocol.structured_outputs import json_value
 from mini_engine.protocol.tools import CALL, CALL_END, NAME, Function
 
+XML_HEAD = rf"{SPACE}{CALL}{SPACE}<function=(?P<name>{NAME})>"
 _PARAMETER = r"<parameter=(?P<name>[^>\n]{1,256})>"
 _NEXT = rf"<parameter=[^>\n]{{1,256}}>|</function>|{CALL_END}"
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}

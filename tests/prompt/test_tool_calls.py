@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from mini_engine import demo
 from mini_engine.messages import Problem
-from mini_engine.prompt.tool_calls import AnswerParser, after_thought, call_grammar
-from mini_engine.prompt.xml_calls import XmlCallParser, types_of, xml_call_grammar
+from mini_engine.prompt.tool_calls import HEAD, AnswerParser, after_thought, call_grammar
+from mini_engine.prompt.xml_calls import XML_HEAD, XmlCallParser, types_of, xml_call_grammar
 from mini_engine.protocol.tools import TAGS, Function
 from tests.support.serving import Counted, Served, check_error
 
@@ -104,6 +104,16 @@ def test_xml_that_is_cut_off_is_not_closed() -> None:
     assert parse(xml(at="a b").partition("b")[0], is_xml=True)[1] == ("arguments", '{"at": "a ')
     for text in ("<tool_call> <function>", "<tool_call>\n<function=lo"):
         assert parse(text, is_xml=True) == [("content", text)]
+
+
+@pytest.mark.parametrize(("head", "call"), [(HEAD, CALL), (XML_HEAD, xml(at="a"))])
+def test_a_call_ends_an_open_thought(head: str, call: str) -> None:
+    """Models leave out the tag. Less than a head is part of the thought."""
+    parser, said = AnswerParser(in_thought=True, head=head), f"hm <tool_call> <tool_call>\n<function> \n{call}</think>"
+    fragments = [part for piece in said for part in parser.push(piece)] + parser.push("", last=True)
+    thought = "".join(text for kind, text in fragments if kind == "reasoning_content")
+    assert thought == "hm <tool_call> <tool_call>\n<function>"
+    assert "".join(text for kind, text in fragments if kind == "content") == f"{call}</think>"
 
 
 XML_PARTS = [*TAGS, xml(at="a", n="1"), xml("now"), "<function=look>\n", "</function>", "<parameter=at>"]
