@@ -15,6 +15,7 @@ from mini_engine.protocol import api_errors as errors
 from mini_engine.protocol.bodies import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from mini_engine.protocol.parts import SUPPORTED
 from mini_engine.protocol.pooling_bodies import EmbeddingRequest, RerankRequest, ScoreRequest
+from mini_engine.protocol.response_bodies import ResponsesRequest
 from tests.support.api_page import PAGE, names_below
 
 
@@ -22,6 +23,7 @@ def test_every_field_of_a_request_is_named() -> None:
     shared = names_below("Fields of every request for text")
     assert set(ChatRequest.__struct_fields__) == shared | names_below("Fields of a chat request")
     assert set(CompletionRequest.__struct_fields__) == shared | names_below("Fields of a completion request")
+    assert set(ResponsesRequest.__struct_fields__) == shared | names_below("Fields of a responses request")
     assert set(TokenizeRequest.__struct_fields__) == names_below("Fields of a tokenize request")
     assert set(DetokenizeRequest.__struct_fields__) == names_below("Fields of a detokenize request")
     shared = names_below("Fields of every request for embeddings or scores")

@@ -15,12 +15,12 @@ from starlette.responses import Response
 from mini_engine.http.body import ERRORS, REF, schema_types
 from mini_engine.http.context import AppContext
 from mini_engine.http.middleware import ActiveRequests, RequestMiddleware
-from mini_engine.http.routes import chat_completions, completions, operations, playground, pooling
+from mini_engine.http.routes import chat_completions, completions, model_responses, operations, playground, pooling
 from mini_engine.protocol.api_errors import ApiError, Code
 
-ROUTERS = (chat_completions.router, completions.router, pooling.router, operations.router, playground.router)
-# Where other APIs take a conversation: OpenAI's newer one, the default of some SDKs, Anthropic's, and Ollama's.
-CHAT_OF_OTHER_APIS = ("/responses", "/messages", "/api/chat")
+TEXT_ROUTERS = (chat_completions.router, completions.router, model_responses.router)
+ROUTERS = (*TEXT_ROUTERS, pooling.router, operations.router, playground.router)
+CHAT_OF_OTHER_APIS = ("/messages", "/api/chat")  # where Anthropic's and Ollama's take a conversation
 
 
 class DescribedApp(FastAPI):

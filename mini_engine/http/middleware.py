@@ -34,6 +34,7 @@ UNCOUNTED_PATHS = (*OPEN_PATHS, "/metrics")  # a drain does not wait for them
 ENGINE_PATHS: dict[str, tuple[str, *tuple[TaskKind, ...]]] = {
     "/v1/chat/completions": ("chatcmpl", "generate"),
     "/v1/completions": ("cmpl", "generate"),
+    "/v1/responses": ("resp", "generate"),
     "/v1/embeddings": ("embd", "embed"),
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), ("rerank", "embed", "classify")),
     **dict.fromkeys(("/v1/score", "/score"), ("score", "embed", "classify")),

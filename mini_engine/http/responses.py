@@ -28,6 +28,7 @@ from mini_engine.protocol.bodies import ChatRequest, GenerationRequest, StreamOp
 from mini_engine.protocol.tools import ToolChoice
 
 DONE = b"data: [DONE]\n\n"
+EVENT_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 PART_BYTES = 1 << 18  # of a response, written at a time
 
 encode = msgspec.json.Encoder(enc_hook=io.StringIO.getvalue).encode
@@ -72,8 +73,7 @@ class Responder(ABC):
         first event."""
         if self._stream:
             events = self._events(answers)
-            headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
-            return StreamedResponse(headers, await anext(events), events)
+            return StreamedResponse(EVENT_HEADERS, await anext(events), events)
         choices: dict[int, Choice] = collections.defaultdict(Choice)
         async with contextlib.aclosing(pieces(answers)) as arriving:
             async for piece in arriving:
@@ -196,7 +196,7 @@ class ChatResponder(Responder):
                 calls[number]["function"]["arguments"].write(text)
         self._last_calls[piece.index] = number
         if piece.logprobs is not None:
-            choice.add_logprobs({"content": _chat_logprobs(piece.logprobs)})
+            choice.add_logprobs({"content": chat_logprobs(piece.logprobs)})
         # OpenAI's: a call that the request has named is no reason to stop.
         called = piece.finish_reason == "stop" and number >= 0 and not self._is_named
         choice.finish_reason = "tool_calls" if called else piece.finish_reason
@@ -233,7 +233,7 @@ class CompletionResponder(Responder):
         return {"text": choice.fields.get("text", ""), "finish_reason": choice.finish_reason}
 
 
-def _chat_logprobs(listed: Sequence[ListedToken]) -> list[dict[str, Any]]:
+def chat_logprobs(listed: Sequence[ListedToken]) -> list[dict[str, Any]]:
     """Of a token that is a part of a character, `bytes` is exact and `token` has U+FFFD."""
 
     def entry(data: bytes, logprob: float | None) -> dict[str, Any]:
@@ -334,4 +334,7 @@ def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:
     details = {"cached_tokens": sum(answer.num_cached_tokens for answer in answers)}
     for kind in ("image", "video"):
         details[f"{kind}_tokens"] = sum(item["tokens"] for item in media if item["type"] == kind)
-    return _counts(answers) | {"prompt_tokens_details": details} | ({"media": media} if media else {})
+    fields = _counts(answers) | {"prompt_tokens_details": details}
+    if reasoning := sum(answer.reasoning_tokens for answer in answers):
+        fields["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return fields | ({"media": media} if media else {})

@@ -64,6 +64,7 @@ class Sample:
         self.request_id = request_id
         self.over = False  # there are no more pieces
         self.completion_tokens = 0  # delivered, up to the one that completes a stop string
+        self.reasoning_tokens = 0  # of these, in the thought
         self.num_cached_tokens = 0
         self.times: EngineTimes | None = None  # of the first sample, once its first token arrived
         self.pooled = b""
@@ -110,6 +111,7 @@ class Sample:
                 listed.append(self._detokenizer.list_token(logprobs[position - 1]))
             if not (hidden and position == len(token_ids)):
                 parts.append(self._split(self._detokenizer.push(token_id)))
+                self.reasoning_tokens += self._thoughts.in_thought
         if reason is not None and not self._stops.found:
             parts.append(self._split(self._detokenizer.finish(), last=True))
         finished: FinishedBy | None = None
@@ -175,6 +177,11 @@ class Answer:
     def completion_tokens(self) -> int:
         """Delivered so far."""
         return sum(sample.completion_tokens for sample in self.samples.values())
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Of these, in thoughts."""
+        return sum(sample.reasoning_tokens for sample in self.samples.values())
 
     @property
     def num_cached_tokens(self) -> int:

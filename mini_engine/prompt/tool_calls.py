@@ -81,6 +81,10 @@ class AnswerParser:
         self._held = ""  # of this state, not delivered
         self._after_tag = in_thought
 
+    @property
+    def in_thought(self) -> bool:
+        return self._state == "reasoning_content"
+
     def push(self, text: str, last: bool = False) -> list[tuple[Kind, str]]:
         """Takes the next text, and returns the fragments that are certain now; with the `last`, all. That of a call is
         its name."""

@@ -96,7 +96,7 @@ class Part(PartSettings, frozen=True, kw_only=True):
 
     type: Literal[
         "text", "refusal", "image_url", "video_url", "image", "video", "file", "input_text", "input_image",
-        "input_video",
+        "input_video", "output_text", "reasoning_text", "summary_text",
     ]  # fmt: skip
     text: str | None = None
     refusal: str | None = None
@@ -133,7 +133,7 @@ class Part(PartSettings, frozen=True, kw_only=True):
 
     @property
     def _kind(self) -> str:
-        return self.type.removeprefix("input_").removesuffix("_url")
+        return "text" if self.type.endswith("text") else self.type.removeprefix("input_").removesuffix("_url")
 
     @property
     def _source(self) -> Any:

@@ -34,7 +34,7 @@ from tests.support.serving import Counted, Serve, Served, check_error
         ("GET", "/v1/tokenize", "did you mean /tokenize?"),
         # The chats of other interfaces.
         *(("POST", path, "conversations go to /v1/chat/completions")
-          for path in ("/v1/responses", "/v1/messages", "/api/chat")),
+          for path in ("/v1/messages", "/api/chat")),
     ],
 )  # fmt: skip
 async def test_unknown_path_names_what_may_be_meant(served: Served, method: str, path: str, says: str) -> None:

@@ -233,7 +233,7 @@ async def test_a_failure_ends_all_inputs(embedder: Served) -> None:
 @pytest.mark.parametrize(
     ("settings", "offered"),
     [
-        ({}, {"/v1/chat/completions", "/v1/completions"}),
+        ({}, {"/v1/chat/completions", "/v1/completions", "/v1/responses"}),
         ({"convert": "embed"}, {"/v1/embeddings", *SCORES}),
         ({"runner": "pooling", "convert": "classify"}, SCORES),
     ],

@@ -1,0 +1,228 @@
+"""The request body of `POST /v1/responses`, OpenAI's newer form of a conversation, and the chat request that it means.
+
+Nothing is stored: a request has the whole conversation, as items of its `input`.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from mini_engine.protocol.api_errors import bad_request
+from mini_engine.protocol.bodies import (
+    IGNORED,
+    MAX_LOGPROBS,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    ChatMessage,
+    ChatRequest,
+    GenerationRequest,
+    Ignored,
+    JsonSchema,
+    MediaIOKwargs,
+    Positive,
+    ResponseFormat,
+    only,
+)
+from mini_engine.protocol.parts import Part
+from mini_engine.protocol.tools import AllowedTools, CalledFunction, Function, Tool, ToolCall, ToolChoice
+
+LISTS_LOGPROBS = "message.output_text.logprobs"
+Content = str | Annotated[list[Part], Meta(max_length=MAX_PARTS)]
+# What items of a kind must have.
+_NEEDED = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
+
+
+class InputItem(Struct, frozen=True, kw_only=True):
+    """A message, a thought, a call or its result. Unknown fields are ignored: clients send output items back."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: Content | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: Content | None = None
+    summary: list[Part] | None = None
+
+    def __post_init__(self) -> None:
+        if missing := [name for name in _NEEDED[self.type] if getattr(self, name) is None]:
+            raise ValueError(f"an item of the type {self.type} has `{missing[0]}`")
+
+    @property
+    def parts(self) -> list[Part]:
+        return [part for content in (self.content, self.output) if isinstance(content, list) for part in content]
+
+    @property
+    def thought(self) -> str:
+        return "".join(part.text or "" for part in self.parts or self.summary or ())
+
+
+class FunctionTool(Function, frozen=True, kw_only=True, omit_defaults=False, tag_field="type", tag="function"):
+    """A function that the model may call."""
+
+    @property
+    def function(self) -> Function:
+        return Function(**{name: getattr(self, name) for name in Function.__struct_fields__})
+
+
+class ChosenTool(Struct, frozen=True):
+    """One of those that a `tool_choice` allows."""
+
+    type: Literal["function"]
+    name: str
+
+
+class ChosenTools(Struct, frozen=True):
+    """A `tool_choice` that names functions: the one to call, or those that may be called."""
+
+    type: Literal["function", "allowed_tools"]
+    name: str = ""
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[ChosenTool], Meta(max_length=128)] = []
+
+
+class TextFormat(Struct, frozen=True, omit_defaults=True):
+    """Any text, any JSON object, or JSON under a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = ""
+    schema: dict[str, Any] | None = None
+
+
+class TextOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """The form of the text."""
+
+    format: TextFormat | None = None
+    verbosity: Ignored = IGNORED
+
+
+class Reasoning(Struct, frozen=True, forbid_unknown_fields=True):
+    """How much to think; summaries are not made."""
+
+    effort: str | None = None  # a variable of some chat templates
+    summary: Ignored = IGNORED
+    generate_summary: Ignored = IGNORED
+
+
+class ResponsesRequest(GenerationRequest, kw_only=True, frozen=True):
+    """The body of a request for a model response."""
+
+    prompt_field = "input"
+
+    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    instructions: str | None = None
+    max_output_tokens: Positive | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTools | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    media_io_kwargs: MediaIOKwargs | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    metadata: Ignored = IGNORED
+    store: Ignored = IGNORED
+    service_tier: Ignored = IGNORED
+    safety_identifier: Ignored = IGNORED
+    prompt_cache_key: Ignored = IGNORED
+    prompt_cache_options: Ignored = IGNORED
+    prompt_cache_retention: Ignored = IGNORED
+    max_tool_calls: Ignored = IGNORED  # of tools that a server runs
+    truncation: Annotated[Any, only("disabled")] = None
+    background: Annotated[Any, only(False)] = None
+    echo: Annotated[Any, only(False)] = None
+    n: Annotated[Any, only(1)] = None
+    # Of stored responses, conversations and prompts.
+    previous_response_id: str | None = None
+    conversation: Any = None
+    prompt: Any = None
+    # Chat completions' names.
+    max_tokens: Annotated[Any, only(None)] = None
+    response_format: Annotated[Any, only(None)] = None
+    prompt_logprobs: Annotated[Any, only(None)] = None
+
+    @property
+    def parts(self) -> Iterator[Part]:
+        items = self.input if isinstance(self.input, list) else ()
+        return (part for item in items for part in item.parts)
+
+    def check(self) -> None:
+        super().check()
+        for name in ("previous_response_id", "conversation", "prompt"):
+            if getattr(self, name) is not None:
+                text = f"'{name}' is not supported: this server stores nothing; send the whole conversation in 'input'."
+                raise bad_request(text, name, "unsupported_parameter")
+
+    def chat_request(self) -> ChatRequest:
+        """The chat request with the same answer. Raises ApiError, a 400."""
+        names = set(self.__struct_fields__).intersection(ChatRequest.__struct_fields__)
+        fields: dict[str, Any] = {name: getattr(self, name) for name in names}
+        tools = [tool.function for tool in self.tools or ()]
+        fields["tools"] = [Tool("function", function) for function in tools] or None
+        form = self.text.format if self.text else None
+        fields["logprobs"] = LISTS_LOGPROBS in (self.include or ())
+        if self.reasoning is not None:
+            fields["reasoning_effort"] = self.reasoning.effort
+        try:
+            fields["messages"] = [ChatMessage(**message) for message in self._messages()]
+            fields["tool_choice"] = self._tool_choice(fields["tools"] or [])
+            if form is not None:
+                schema = None if form.schema is None else JsonSchema(form.name, form.schema)
+                fields["response_format"] = ResponseFormat(form.type, schema)
+        except ValueError as error:
+            raise bad_request(f"Invalid 'input': {error}.", "input", "invalid_value") from None
+        chat = ChatRequest(**fields, max_completion_tokens=self.max_output_tokens)
+        chat.check()
+        return chat
+
+    def _tool_choice(self, tools: list[Tool]) -> Any:
+        choice = self.tool_choice
+        if not isinstance(choice, ChosenTools):
+            return choice
+        if choice.type == "function":
+            return ToolChoice("function", function=Function(name=choice.name))
+        named = {tool.name for tool in choice.tools}
+        allowed = [tool for tool in tools if tool.function.name in named]
+        if len(allowed) < len(named):
+            raise ValueError("`tool_choice` allows a function that is not in `tools`")
+        return ToolChoice("allowed_tools", allowed_tools=AllowedTools(choice.mode, allowed))
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """The fields of each message. A thought and calls are of the assistant's message before or after them."""
+        items = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        messages: list[dict[str, Any]] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        thought = ""
+        for item in items:
+            if item.type == "reasoning":
+                thought = item.thought
+                continue
+            if item.type == "function_call":
+                call = ToolCall(id=item.call_id or "", function=CalledFunction(item.name or "", item.arguments or ""))
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant"})
+                messages[-1].setdefault("tool_calls", []).append(call)
+            elif item.type == "function_call_output":
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+            elif len(messages) == 1 and self.instructions and item.role in ("system", "developer"):
+                parts = [
+                    Part(type="text", text=f"{self.instructions}\n\n"),
+                    *ChatMessage(role="user", content=item.content).parts,
+                ]
+                messages[0]["content"] = parts  # templates know one system message
+            else:
+                messages.append({"role": item.role, "content": item.content})
+            if thought and messages[-1]["role"] == "assistant":
+                messages[-1].setdefault("reasoning_content", thought)
+                thought = ""
+        return messages
