@@ -55,8 +55,6 @@ class EngineLost(Exception):
 class OutputReceiver(Protocol):
     """What takes the outputs of one request and its children; there are no more after `fail`."""
 
-    finish_at_engine: Callable[[str, FinishReason], None]  # set once the engine has the request
-
     def receive(self, output: RequestOutput) -> None: ...
     def fail(self, error: ApiError) -> None: ...
 
@@ -79,7 +77,7 @@ class EngineHandle:
         self._encoder = encoder
         self._metrics = metrics.EngineMetrics(number, cache.capacity)
         self._numbers = itertools.count(1)
-        self._answers: dict[str | bytes | int, asyncio.Future[Any]] = {}  # to questions, by what both name
+        self._replies: dict[str | bytes | int, asyncio.Future[Any]] = {}  # awaited by `_ask`, by its key
         self._ping: asyncio.Future[ControlReply | None] | None = None
         self._sender = RequestSender(encoder, queue, self._send_frame, self.check)
         self.media = MediaStoreClient(number, self._send, self._ask, queue.num_ranks, cache)
@@ -128,7 +126,6 @@ class EngineHandle:
         except BaseException:
             self._forget(receiver)
             raise
-        receiver.finish_at_engine = self.finish
         request_id, items = request.request_id, len(request.media)
         logger.debug(
             "%s sent to engine %d, with %d media items", request_id, self.number, items, extra=about(request_id)
@@ -164,9 +161,9 @@ class EngineHandle:
         self._metrics.forget()
         for receiver in self.requests.values():
             receiver.fail(failure)
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(refusal)
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(refusal)
         self.requests = {}
         self._sender.queue.close_streams()
 
@@ -203,8 +200,8 @@ class EngineHandle:
             case Found(request_id=key) | Reserved(media_hash=key) | ControlReply(number=key):
                 if isinstance(body, ControlReply) and body.stats is not None:
                     self._metrics.update(body.stats)
-                if (answer := self._answers.get(key)) is not None and not answer.done():
-                    answer.set_result(body)
+                if (reply := self._replies.get(key)) is not None and not reply.done():
+                    reply.set_result(body)
 
     def _forget(self, receiver: OutputReceiver) -> OutputReceiver:
         """The core has no state of its request: there will be no final output."""
@@ -212,13 +209,13 @@ class EngineHandle:
         return receiver
 
     async def _ask(self, key: str | bytes | int, question: AnyMessage) -> Any:
-        """The core's answer, which names `key`. Raises EngineError: the engine is down."""
+        """The core's reply, which has `key`, too. Raises EngineError: the engine is down."""
         self._send(question)
-        answer = self._answers[key] = asyncio.get_running_loop().create_future()
+        reply = self._replies[key] = asyncio.get_running_loop().create_future()
         try:
-            return await answer
+            return await reply
         finally:
-            del self._answers[key]
+            del self._replies[key]
 
     def _send(self, body: AnyMessage) -> None:
         self._send_frame(self._encoder.encode(body))
@@ -255,7 +252,7 @@ class EngineClient:
         caches: Sequence[CacheAccess],
     ):
         name = sockets.identity(encoder.sender, encoder.incarnation)
-        self._preparing: list[Callable[[EngineError], None]] = []
+        self._unsent: list[Callable[[EngineError], None]] = []  # what ends each request that no engine has yet
         self.engines = []
         for number, (endpoint, queue, cache) in enumerate(zip(endpoints, queues, caches, strict=True)):
             socket = sockets.connect_dealer(context, endpoint, name)
@@ -276,13 +273,13 @@ class EngineClient:
         await asyncio.gather(*(engine.run() for engine in self.engines))
 
     @contextlib.contextmanager
-    def preparing(self, end: Callable[[EngineError], None]) -> Iterator[None]:
-        """In this block no engine has the request that `end` ends: it is called when none runs."""
-        self._preparing.append(end)
+    def end_if_none_runs(self, end: Callable[[EngineError], None]) -> Iterator[None]:
+        """In this block no engine has the request yet that `end` ends: it is called when the last engine stops."""
+        self._unsent.append(end)
         try:
             yield
         finally:
-            self._preparing.remove(end)
+            self._unsent.remove(end)
 
     def choose(self, digest: bytes = b"") -> EngineHandle:
         """The engine for a request whose first item of media has this content digest. Raises EngineError: none runs.
@@ -321,7 +318,7 @@ class EngineClient:
             engine = self.engines[int(index.partition(".")[0])]
             engine.may_be_lost = True
             engine.die()
-            self._end_preparing()
+            self._end_unsent()
 
     def drain(self) -> None:
         """This process exits when its last request has finished, and is not replaced before."""
@@ -332,16 +329,16 @@ class EngineClient:
         """End all requests with `why`, and refuse new ones."""
         for engine in self.engines:
             engine.stop(why, why)
-        self._end_preparing()
+        self._end_unsent()
 
     def close(self) -> None:
         for engine in self.engines:
             engine.close()
 
-    def _end_preparing(self) -> None:
+    def _end_unsent(self) -> None:
         """Without effect while an engine runs."""
         if not self._running and (why := self.engines[0].stopped):
-            for end in list(self._preparing):
+            for end in list(self._unsent):
                 end(why)
 
     @property

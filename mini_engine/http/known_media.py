@@ -118,9 +118,9 @@ async def find_media(
     return chosen, found
 
 
-def absent_items(items: Sequence[FetchedItem], found: FoundByHash, trusts_embeddings: bool) -> list[FetchedItem]:
-    """What has to be decoded. Without `trusts_embeddings` data too, of which there are only these: they may be evicted
-    each time; names still mean embeddings, which another request has encoded since."""
+def items_to_decode(items: Sequence[FetchedItem], found: FoundByHash, trusts_embeddings: bool) -> list[FetchedItem]:
+    """Those that the engine has neither patches nor embeddings of. Without `trusts_embeddings` also those with
+    embeddings alone, which may be evicted each time; but not those known by name, which have no data to decode."""
     return [
         item
         for item in items
@@ -134,11 +134,10 @@ def _is_held(item: FetchedItem, found: FoundByHash) -> bool:
 
 
 def _choose(items: Sequence[Candidates], found: FoundByHash) -> list[FetchedItem]:
-    """Each item with the settings as if there was no text, if it is known to leave room for it; unless only the smaller
-    one is held."""
+    """The largest of each item if it is known to leave room for the text; unless only the fitted one is held."""
     chosen = []
-    for first, last in ((item[0], item[-1]) for item in items):
-        known, budget = found.get(first.media_hash), last.settings.video_tokens or 0
+    for largest, fitted in items:
+        known, budget = found.get(largest.media_hash), fitted.settings.video_tokens or 0
         fits = known is not None and prompt_tokens(known.facts) <= budget
-        chosen.append(first if fits and (_is_held(first, found) or not _is_held(last, found)) else last)
+        chosen.append(largest if fits and (_is_held(largest, found) or not _is_held(fitted, found)) else fitted)
     return chosen

@@ -13,7 +13,7 @@ import time
 from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
 import torch
@@ -37,7 +37,8 @@ from mini_engine.protocol.request_clock import RequestClock
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-FetchGroup = list[tuple[MediaRef, Sequence[MediaSettings]]]
+SettingsPair = tuple[MediaSettings, MediaSettings]  # see `Candidates`
+FetchGroup = list[tuple[MediaRef, SettingsPair]]
 
 INLINE_CHARACTERS = 64 << 10  # `data:` URLs of this length together cost less than handing them to a thread
 ITEM_CHARACTERS = 1 << 10  # what an item costs beside its URL
@@ -83,8 +84,20 @@ class FetchedItem:
     media_hash: bytes
 
 
-Candidates = list[FetchedItem]
-"""One item with each of the settings that it may be used with, and the same content."""
+class Candidates(NamedTuple):
+    """One item, with the settings as if its prompt had no text, and with those that leave the text its room: one object
+    where these are the same."""
+
+    largest: FetchedItem
+    fitted: FetchedItem
+
+    @property
+    def ref(self) -> MediaRef:
+        return self.largest.ref
+
+    @property
+    def content(self) -> Content:
+        return self.largest.content
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,10 +138,10 @@ class MediaLoader:
             tls_context()
 
     async def fetch(
-        self, refs: Sequence[MediaRef], settings: Iterable[Sequence[MediaSettings]], received: Received
+        self, refs: Sequence[MediaRef], settings: Iterable[SettingsPair], received: Received
     ) -> list[Candidates]:
-        """The items in the order of `refs`, with the hashes by all of the `settings` of each. Cancelling it, or the
-        failure of one item, ends the work on the others. What is there several times, under one `name`, is fetched
+        """The items in the order of `refs`, hashed with both `settings` of each. Cancelling it, or the failure of one
+        item, ends the work on the others. What is there several times, under one `name`, is fetched
         once; so is a URL with a `uuid`, of which two downloads could differ.
 
         `received` is called with the most bytes of all items that no other server has, before anything is fetched, and
@@ -151,7 +164,7 @@ class MediaLoader:
             url = item[0].uuid and origin_of(item[0].url)
             groups.setdefault((url or name) if _is_slow(item[0]) else "", []).append(item)
         fetched = await _all(self._fetch(group, received) for group in groups.values())
-        items = {candidates[0].ref.name: candidates for group in fetched for candidates in group}
+        items = {item.ref.name: item for group in fetched for item in group}
         return [items[ref.name] for ref in refs]
 
     async def process(
@@ -216,7 +229,7 @@ class MediaLoader:
             return fetched()
         return await asyncio.get_running_loop().run_in_executor(self._reading, fetched)
 
-    def _read(self, ref: MediaRef, settings: Sequence[MediaSettings], download: bytes | None) -> Candidates:
+    def _read(self, ref: MediaRef, settings: SettingsPair, download: bytes | None) -> Candidates:
         """Read, or take what was downloaded, and hash it."""
         url, policy, name, is_video = ref.url, self.policy, ref.name, ref.modality == "video"
         if isinstance(url, Content):
@@ -234,8 +247,12 @@ class MediaLoader:
             data = sources.fetch_data(url, policy, name) if download is None else download
             content = Content.of(ref, content_digest(data), data)
         ref = replace(ref, url=content)  # what is in a body is not kept
-        hashes = (media_hash(content.digest, hash_key(each, ref.modality)) for each in settings)
-        return [FetchedItem(ref, content, *each) for each in zip(settings, hashes, strict=True)]
+
+        def hashed(own: MediaSettings) -> FetchedItem:
+            return FetchedItem(ref, content, own, media_hash(content.digest, hash_key(own, ref.modality)))
+
+        item = hashed(settings[0])
+        return Candidates(item, item if settings[1] is settings[0] else hashed(settings[1]))
 
     def _read_again(self, item: FetchedItem) -> bytes:
         name = item.ref.name

@@ -137,20 +137,29 @@ class Sample:
 class Answer:
     """One request, and the pieces of its choices. As a context it aborts, when it is left, what has not ended.
 
-    `request` is what the engine gets of `prompt`, with its children.
+    Args:
+        request: what the engine gets of `prompt`, with its children.
+        finish_at_engine: ends a sample, by its id; without effect if the engine has ended it.
+        media: what the response says of the images and videos, in order.
+        warnings: what the answer does not rest on, such as the missing part of a video.
     """
 
-    finish_at_engine: Callable[[str, FinishReason], None]  # ends a sample, by its id; set once the engine has it
-    media: Sequence[dict[str, Any]] = ()  # what the response says of the images and videos, in order
-    warnings: Sequence[str] = ()  # what the answer does not rest on, such as the missing part of a video
-    may_need_media = False  # whether the engine may need the request again
-
-    def __init__(self, prompt: Prompt, request: NewRequest, vocabulary: Vocabulary, clock: RequestClock):
+    def __init__(
+        self,
+        prompt: Prompt,
+        request: NewRequest,
+        vocabulary: Vocabulary,
+        clock: RequestClock,
+        finish_at_engine: Callable[[str, FinishReason], None],
+        media: Sequence[dict[str, Any]],
+        warnings: Sequence[str],
+    ):
         body = prompt.body
         ids = [request.request_id, *(child.request_id for child in request.children)]
         # Not the request itself: its tensors would stay in memory until the last token.
         self.request_id, self.num_prompt_tokens = request.request_id, len(request.prompt_token_ids)
-        self.clock = clock
+        self.clock, self.media, self.warnings = clock, media, warnings
+        self._finish_at_engine = finish_at_engine
         clock.max_tokens = request.sampling.max_tokens
         self._prompt: PromptEcho | None = None
         if body.echo or request.sampling.prompt_logprobs is not None:
@@ -194,9 +203,10 @@ class Answer:
     # --- for the HTTP side -------------------------------------------------------------------------------------------
 
     async def is_admitted(self) -> bool:
-        """Wait for the first output or a failure if the engine may need the request again; False: it does, as another
-        answer, and this one is over, and uncounted."""
-        if self.may_need_media:
+        """Whether the engine keeps the request. If it was sent without the patches of items whose embeddings the engine
+        had, this waits for the first output or a failure. False: they have been evicted, so it has to be sent again, as
+        another answer; this one is over, and uncounted."""
+        if any(item["cached"] == "embeddings" for item in self.media):
             await self.arrived.wait()
         if isinstance(self._error, MediaNotSent) and self._error.arrival is not None:
             self.arrival, self._unfinished = self._error.arrival, 0
@@ -276,7 +286,7 @@ class Answer:
             self._waiting.remove(sample)
         sample.end()
         self._unfinished -= 1
-        self.finish_at_engine(sample.request_id, reason)  # without effect if the engine has ended it
+        self._finish_at_engine(sample.request_id, reason)
 
 
 async def pieces(answers: Sequence[Answer]) -> AsyncGenerator[Piece, None]:

@@ -113,11 +113,11 @@ async def _fetch_query(
     `start`."""
     parts = [part for part in query if part.modality]
     prompt = Prompt(body.chat([ChatMessage(role="user", content=parts)]), [])
-    with context.engines.preparing(state.end):
+    with context.engines.end_if_none_runs(state.end):
         try:
             items = await load_media(context, prompt, await resolve_names(context, prompt.body, state), state, held)
-            if any(item[0].content.is_absent and origin_of(item[0].content) for item in items):
-                engine = context.engines.preferred(items[0][0].content.digest)  # as `start` chooses it for documents
+            if any(item.content.is_absent and origin_of(item.content) for item in items):
+                engine = context.engines.preferred(items[0].content.digest)  # as `start` chooses it for documents
                 try:
                     # The documents fail, if they do: they may have room for less of a video.
                     with contextlib.suppress(ApiError):
@@ -129,7 +129,7 @@ async def _fetch_query(
         except ApiError as error:
             raise _located(error, "query") from None
     for part, item in zip(parts, items, strict=True):
-        part.fill_in({part.location: item[0].ref.url})
+        part.fill_in({part.location: item.ref.url})
 
 
 async def _respond(
