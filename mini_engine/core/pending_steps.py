@@ -12,11 +12,11 @@ from mini_engine.messages import Chunk, Step, StepResult
 
 @dataclasses.dataclass
 class ChunkWork:
-    """A chunk of the step, and its request, in which its retirement publishes what was computed."""
+    """A chunk of the step, and its request, of which the step's retirement publishes what was computed."""
 
     chunk: Chunk
     request: Request
-    epoch: int
+    epoch: int  # of the request; if it has another by then, it has lost these blocks
 
 
 @dataclasses.dataclass
@@ -47,7 +47,7 @@ class InFlight:
 
     step: Step
     plan: Plan
-    unreferenced: list[References]  # to cached media; they end when this step retires
+    ending_references: list[References]  # to cached media; released when this step retires
     begun_at: float  # when the ranks could begin it, by `StepTimes.clock`
     num_reports: int = 0
     result: StepResult | None = None  # of rank 0
@@ -58,7 +58,7 @@ class NextStep:
 
     def __init__(self) -> None:
         self.step = Step(1)
-        self.unreferenced: list[References] = []  # to cached media, which no step after this one reads
+        self.ending_references: list[References] = []  # to cached media, which no step after this one reads
 
     def register_media(self, nbytes: int) -> None:
         """See `Step.high_water_mark`."""

@@ -77,7 +77,7 @@ class Scheduler:
     def _plan(self, quick: bool) -> Plan:
         """Decodes first, so that no prompt delays the output of others. Then running prefills and waiting requests, up
         to the first of these that has to wait for a place or for blocks; and the other running prefills."""
-        plan = Plan(quick, self.max_tokens, self.max_encoder_tokens, self.times.quick if quick else math.inf)
+        plan = Plan(quick, self.max_tokens, self.max_encoder_tokens, self.times.quick_step if quick else math.inf)
         for request in self.clients.waiting:
             if request.reserved and request.unreserved(len(self._cached_prefix(request)) * self.blocks.block_size):
                 self.encoder.release(request.reserved)  # holding it, two requests could wait for each other's room
@@ -98,8 +98,8 @@ class Scheduler:
         for request in self.clients.running:
             if request.is_running and request.num_missing > 1 and request.id not in plan.work:
                 self._continue(request, plan)
-        seconds = plan.num_prefill * self.times.token + plan.num_encoded * self.times.media
-        plan.heavy = seconds > self.times.quick
+        seconds = plan.num_prefill * self.times.per_token + plan.num_encoded * self.times.per_media_token
+        plan.heavy = seconds > self.times.quick_step
         return plan
 
     def _prefills(self) -> Iterator[Request]:
@@ -143,9 +143,11 @@ class Scheduler:
     # --- waiting -----------------------------------------------------------------------------------------------------
 
     def _admit(self, request: Request, plan: Plan) -> bool:
-        """Admit a waiting request, or skip it: in a quick step one that is not short, and one without room in the
-        encoder cache, which later ones may have to free; none of these takes room that it needs. False when it has to
-        wait for a place or for blocks, and so all behind it.
+        """Admit a waiting request. False: it has to wait for a place or for blocks, and so have all behind it.
+
+        Skipped, which holds up none of them, is a request whose embeddings were evicted; in a quick step one that is
+        not short; one without room in the encoder cache, which later ones may have to free, though none takes room that
+        it needs; and one whose first tokens exceed what is left of the step.
 
         It gets the blocks of all its known tokens at once: otherwise the decodes of later requests could preempt a
         prefill again and again. Embeddings that it relies on stay from here on, and no earlier: two requests could hold
@@ -159,7 +161,7 @@ class Scheduler:
         cached = self._cached_prefix(request)
         request.num_computed = len(cached) * self.blocks.block_size
         items = request.unreserved(request.num_computed)
-        room, blocks = self.encoder.room_for(items), None
+        room = self.encoder.room_for(items)
         if (items and plan.kept_room + room > self.encoder.num_free) or (plan.quick and not self._is_quick(request)):
             plan.kept_room += room
             request.num_computed = 0
@@ -169,12 +171,13 @@ class Scheduler:
         self.encoder.reserve(items, users=1 + len(request.children))
         for sample in (request, *request.children):
             sample.reserved |= items
-        if (length := self._prepare_chunk(request, plan)) and not self._is_full():
-            blocks = self.blocks.allocate(self.blocks.blocks_for(request.num_known), cached)
-        if blocks is None:
+        if not (length := self._prepare_chunk(request, plan)):
             request.num_computed = 0
-            self._claimant = request if length else self._claimant
-            return not length
+            return True
+        blocks = None if self._is_full() else self.blocks.allocate(self.blocks.blocks_for(request.num_known), cached)
+        if blocks is None:
+            request.num_computed, self._claimant = 0, request
+            return False
         request.num_published, request.blocks = len(cached), blocks
         self.clients.start(request)
         if request.num_cached is None:
@@ -209,12 +212,12 @@ class Scheduler:
 
     def _is_quick(self, request: Request) -> bool:
         """Whether a quick step has time for all missing tokens of the request, and for the media that they need."""
-        left = self.times.quick - request.num_missing * self.times.token
+        left = self.times.quick_step - request.num_missing * self.times.per_token
         if left < 0:
             return False
         items = {item.media_hash: item.num_tokens for item, _ in self._items_between(request, request.num_known)}
         unencoded = sum(tokens for media_hash, tokens in items.items() if not self.encoder.holds(media_hash))
-        return unencoded * self.times.media <= left
+        return unencoded * self.times.per_media_token <= left
 
     def _cached_prefix(self, request: Request) -> list[int]:
         """Cached blocks of its first tokens, as far as the recurrent state after them is known; at least one token is
@@ -248,7 +251,7 @@ class Scheduler:
     def _prompt_tokens_left(self, plan: Plan) -> int:
         """Tokens of prompts for which the step has room and time."""
         least = 0 if plan.has_prompts else LEAST_CHUNK
-        return min(plan.tokens_left, max(least, int(min(plan.tokens_left, plan.seconds_left / self.times.token))))
+        return min(plan.tokens_left, max(least, int(min(plan.tokens_left, plan.seconds_left / self.times.per_token))))
 
     def _encode(self, request: Request, item: MediaItem, plan: Plan) -> bool:
         """Run the tower on the item's next temporal grids: first on the rest of one that is begun, then on whole ones,
@@ -259,14 +262,14 @@ class Scheduler:
             count, end = self._grids_in_step(item, entry, plan)
             if not count:
                 break
-            self._serve(request, plan)
+            self._add_request(request, plan)
             begin, index, stop = entry.num_blocks, request.media.index(item), end if end < depth else None
             self.next_step.step.encode.append(EncodeItem(request.id, index, entry.num_grids, count, begin, stop))
             num_tokens = count * item.num_tokens // total * (end - begin) / depth
             plan.num_encoded += num_tokens
             plan.encoder_left = max(0, plan.encoder_left - math.ceil(num_tokens))
             plan.tokens_left = max(0, plan.tokens_left - math.ceil(num_tokens))  # the vision tower costs time as well
-            plan.seconds_left = max(0.0, plan.seconds_left - num_tokens * self.times.media)
+            plan.seconds_left = max(0.0, plan.seconds_left - num_tokens * self.times.per_media_token)
             entry.num_grids += count * end // depth
             entry.num_blocks = end % depth
             if entry.num_grids == total:
@@ -282,9 +285,12 @@ class Scheduler:
         wait for what this request holds, but decodes end, and then it is encoded at once."""
         depth, is_first = self.tower_depth, not plan.has_prompts
         grid_tokens = item.num_tokens // item.grid_thw[0]
-        room = plan.encoder_left * depth // grid_tokens  # in blocks, as all below
-        time = plan.seconds_left * depth / (grid_tokens * self.times.media)
-        blocks = int(min(max(room, depth), max(time, 1)) if is_first else min(room, time))
+        # What is left of the step, in blocks of the tower on one grid.
+        in_tokens = plan.encoder_left * depth // grid_tokens
+        in_seconds = plan.seconds_left * depth / (grid_tokens * self.times.per_media_token)
+        if is_first:
+            in_tokens, in_seconds = max(in_tokens, depth), max(in_seconds, 1)
+        blocks = int(min(in_tokens, in_seconds))
         if entry.num_blocks:
             return min(1, blocks), min(depth, entry.num_blocks + blocks)
         if blocks >= depth:
@@ -303,7 +309,7 @@ class Scheduler:
 
     def _add_chunk(self, request: Request, length: int, plan: Plan, restart: bool) -> None:
         """`restart`: it has just been admitted."""
-        self._serve(request, plan)
+        self._add_request(request, plan)
         start, end = request.num_computed, request.num_computed + length
         first_new = 0 if restart else self.blocks.blocks_for(start)
         blocks = request.blocks[first_new : self.blocks.blocks_for(end)]
@@ -315,12 +321,12 @@ class Scheduler:
         plan.tokens_left -= length
         if length > 1:
             plan.num_prefill += length
-            plan.seconds_left = max(0.0, plan.seconds_left - length * self.times.token)
+            plan.seconds_left = max(0.0, plan.seconds_left - length * self.times.per_token)
         request.num_computed = end
         request.num_sampled += samples
 
-    def _serve(self, request: Request, plan: Plan) -> None:
-        """The plan has work for it."""
+    def _add_request(self, request: Request, plan: Plan) -> None:
+        """The plan has work for it, perhaps not the first. The ranks learn of it with the first."""
         plan.requests[request.id] = request
         self.clients.serve(request)
         if not request.scheduled_at:

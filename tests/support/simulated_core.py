@@ -160,7 +160,7 @@ class World:
     def assert_at_rest(self):
         core, links, states = self.core, self.links, self.core.states
         assert not core.requests and not core.in_flight and not [*core.scheduler.clients.in_turns()]
-        assert not core.arrivals._entries and not core.waiting
+        assert not core.arrivals._entries and not core.unready
         assert not core.grammars._entries and not links.grammars
         assert not links.sequences, "the ranks still keep a sequence"
         assert links.num_grids.keys() == links.encoded.keys(), "the ranks still keep half of an item"

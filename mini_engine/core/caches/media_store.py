@@ -200,7 +200,7 @@ class RankCopies(MediaDirectory):
         self.num_bytes += nbytes
         self._pin(entry)
         self._next_step.step.keep.append(KeepMedia(media_hash, item.patches))
-        self._next_step.unreferenced.append({media_hash: entry})
+        self._next_step.ending_references.append({media_hash: entry})
 
     def _free(self, entries: list[MediaEntry]) -> None:
         self._next_step.step.drop.extend(entry.media.media_hash for entry in entries)
