@@ -270,16 +270,16 @@ class MediaLoader:
             data = await asyncio.get_running_loop().run_in_executor(self._reading, self._read_again, item)
         sampling = item.settings.sampling if item.ref.modality == "video" and frames is None else None
         job = Job(item.ref.name, len(data), sampling, self._allow_partial, frames.sizes if frames else [])
-        decoding = await self.decoders.decode(job, data, owner)
-        decoded, video = time.monotonic(), frames.facts if frames else decoding.video
+        decoded = await self.decoders.decode(job, data, owner)
+        decoded_at, video = time.monotonic(), frames.facts if frames else decoded.video
 
         def process() -> ProcessedItem:
             reach_failpoint("processing")
             try:
                 if video is None:
-                    made = self.processor.process_image(decoding.frames[0], item.settings)
+                    made = self.processor.process_image(decoded.frames[0], item.settings)
                 else:
-                    made = self.processor.process_video(decoding.frames, video, item.settings)
+                    made = self.processor.process_video(decoded.frames, video, item.settings)
                 own_hash = os.urandom(HASH_BYTES) if made.missing else item.media_hash
                 return replace(made, facts=msgspec.structs.replace(made.facts, media_hash=own_hash))
             except torch.AcceleratorError:  # such as an illegal access: from then on all CUDA calls of a process fail
@@ -289,10 +289,10 @@ class MediaLoader:
 
         processing = self._processing.submit(process)
         # The frames are in use until the thread is done, whether it is waited for or not.
-        processing.add_done_callback(lambda _: decoding.release())
+        processing.add_done_callback(lambda _: decoded.release())
         processed = await asyncio.wrap_future(processing)
         metrics.media_decodes_total.inc()
-        return _Processed(processed, decoded - began, time.monotonic() - decoded)
+        return _Processed(processed, decoded_at - began, time.monotonic() - decoded_at)
 
 
 def _is_slow(ref: MediaRef) -> bool:
