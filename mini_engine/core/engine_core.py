@@ -103,7 +103,7 @@ class EngineCore:
                     self.media.release_request((envelope.incarnation, request_id))
             case MediaReady() as report if report.message.incarnation not in self.links.gone:
                 self.arrivals.report(report)
-                for request in [each for each in self.unready.values() if report.message in each.tensors.messages]:
+                for request in [each for each in self.unready.values() if report.message in each.sources.messages]:
                     self._queue(request)
             case PeerGone(sender=sender, incarnation=incarnation) if sender.startswith("api "):
                 self._on_api_server_gone(incarnation)
@@ -124,8 +124,8 @@ class EngineCore:
                 found = media.look_up((incarnation, request_id), hashes, self.encoder.holds)
                 named = {key: meaning for key in keys if (meaning := media.names.get(key))}
                 self.links.send(incarnation, Found(request_id, found, named))
-            case Reserve(request_id=request_id, media=item) if isinstance(media, MediaStore):
-                self.links.send(incarnation, media.reserve((incarnation, request_id), item))
+            case Reserve(request_id=request_id, facts=facts) if isinstance(media, MediaStore):
+                self.links.send(incarnation, media.reserve((incarnation, request_id), facts))
             case Written(media_hash=media_hash, request_ids=None) if isinstance(media, MediaStore):
                 media.abandoned(media_hash)
             case Written(media_hash=media_hash, request_ids=[*request_ids]) if isinstance(media, MediaStore):
@@ -168,7 +168,7 @@ class EngineCore:
         if new.sampling.grammar:
             self.grammars.acquire(parent)
         self.media.remember(new.media)
-        if all(map(self.encoder.holds, parent.tensors.embeddings)):
+        if all(map(self.encoder.holds, parent.sources.embeddings)):
             self._queue(parent)
         else:
             self._send_media_miss(parent, parent.arrival)
@@ -176,8 +176,8 @@ class EngineCore:
     def _queue(self, request: Request) -> None:
         """Queue a request once its media are on all ranks and its grammar is compiled; end it if one of them failed.
         Called again when either is reported."""
-        messages = request.tensors.messages
-        if not request.tensors.released and not request.accepted_at:
+        messages = request.sources.messages
+        if not request.sources.released and not request.accepted_at:
             if self.arrivals.has_failed(messages):
                 self._send_media_miss(request)
                 return
@@ -196,7 +196,7 @@ class EngineCore:
             for sample in [*request.children, request]:  # none of which has started
                 self._finish(sample, "error", problem)
         else:
-            self.scheduler.clients.add(request)
+            self.scheduler.queues.add(request)
 
     # --- schedule, dispatch and retire -------------------------------------------------------------------------------
 
@@ -206,8 +206,8 @@ class EngineCore:
         for request in plan.unmet:
             self._send_media_miss(request, request.arrival)
         for request in plan.requests.values():
-            if not request.tensors.released and self._keeps_embeddings(request):
-                self._release_tensors(request)
+            if not request.sources.released and self._keeps_embeddings(request):
+                self._release_sources(request)
         step, ending = self.next_step.step, self.next_step.ending_references
         if step == Step(step.number) and not ending and (self.in_flight or not self.pings):
             return False
@@ -274,7 +274,7 @@ class EngineCore:
         if request.children and end >= request.num_prompt:
             for child in request.children:
                 child.parent = None
-                self.scheduler.clients.add(child)
+                self.scheduler.queues.add(child)
             request.children = []
 
     def _publish_snapshots(self, work: ChunkWork) -> None:
@@ -363,9 +363,9 @@ class EngineCore:
             request.parent.children.remove(request)
         if request.children:
             self._promote_child(request)
-        request.tensors.users -= 1
-        if not request.tensors.users:
-            self._release_tensors(request)
+        request.sources.users -= 1
+        if not request.sources.users:
+            self._release_sources(request)
 
     def _promote_child(self, request: Request) -> None:
         """The first of its children becomes the parent of the others."""
@@ -375,18 +375,18 @@ class EngineCore:
             child.parent = parent
         self._queue(parent)
 
-    def _release_tensors(self, request: Request) -> None:
+    def _release_sources(self, request: Request) -> None:
         """Free them, once, when the next step, which is the last to read them, retires."""
-        tensors = request.tensors
-        if not tensors.released:
-            tensors.released = True
-            self.arrivals.release(tensors.messages)
-            if tensors.references:
-                self.next_step.ending_references.append(tensors.references)
+        sources = request.sources
+        if not sources.released:
+            sources.released = True
+            self.arrivals.release(sources.messages)
+            if sources.references:
+                self.next_step.ending_references.append(sources.references)
 
     def _stats(self) -> EngineStats:
         """The gauges, and the events since the last call."""
-        running = self.scheduler.clients.num_running
+        running = self.scheduler.queues.num_running
         events, self.scheduler.events = self.scheduler.events, Counter()
         evictions, self.media.num_evictions = self.media.num_evictions, 0
         step_tokens, self.step_tokens = self.step_tokens, Counter()

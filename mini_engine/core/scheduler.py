@@ -17,7 +17,7 @@ from mini_engine.core.caches.kv_blocks import BlockPool
 from mini_engine.core.caches.state_snapshots import StatePool
 from mini_engine.core.pending_steps import ChunkWork, NextStep, Plan
 from mini_engine.core.request import Request
-from mini_engine.core.request_order import Clients
+from mini_engine.core.request_order import ClientQueues
 from mini_engine.core.step_times import StepTimes
 from mini_engine.messages import Chunk, EncodeItem, EngineLimits, MediaItem, NewSequence, StateStart
 
@@ -29,7 +29,7 @@ class Scheduler:
     """Continuous batching with chunked prefill and preemption by recompute.
 
     Decodes go first, then prefills. Those of one client go by priority and arrival, running ones before waiting ones;
-    clients take turns. A request's media are on all ranks when it is added to `clients`. The scheduler owns what it
+    clients take turns. A request's media are on all ranks when it is added to `queues`. The scheduler owns what it
     allocates to requests: KV blocks, recurrent states, and room in the encoder cache.
     """
 
@@ -46,14 +46,14 @@ class Scheduler:
         threshold = config.long_prefill_token_threshold
         self.long_prefill = max(1, self.max_tokens // 2) if threshold is None else threshold
         self.times = StepTimes(config.step_seconds(limits.device))
-        self.clients = Clients()
+        self.queues = ClientQueues()
         self.events: Counter[str] = Counter()  # since the last `EngineStats`, by its fields
         self._owes_quick = False  # a step with prompts was made since the last quick one
         self._claimant: Request | None = None  # waits for a place or for blocks: see `_preempt_for_claimant`
 
     def remove(self, request: Request) -> None:
         """Remove a request in any state, and free its blocks, its state and its room in the encoder cache."""
-        self.clients.remove(request)
+        self.queues.remove(request)
         if request is self._claimant:
             self._claimant = None
         self._free_blocks(request)
@@ -78,24 +78,24 @@ class Scheduler:
         """Decodes first, so that no prompt delays the output of others. Then running prefills and waiting requests, up
         to the first of these that has to wait for a place or for blocks; and the other running prefills."""
         plan = Plan(quick, self.max_tokens, self.max_encoder_tokens, self.times.quick_step if quick else math.inf)
-        for request in self.clients.waiting:
+        for request in self.queues.waiting:
             if request.reserved and request.unreserved(len(self._cached_prefix(request)) * self.blocks.block_size):
                 self.encoder.release(request.reserved)  # holding it, two requests could wait for each other's room
         if self._claimant is not None:
             self._preempt_for_claimant(self._claimant, plan)
-        for request in self.clients.running:
+        for request in self.queues.running:
             if request.is_running and request.num_missing == 1:  # it may have been preempted by one before it
                 self._continue(request, plan)
         is_alone = not plan.work and len([*itertools.islice(self._prefills(), 2)]) < 2
         plan.seconds_left = min(plan.seconds_left, self.times.for_prompts(bool(plan.work), is_alone))
-        for request in self.clients.in_turns():
+        for request in self.queues.in_turns():
             if not self._prompt_tokens_left(plan):
                 break
             if request.is_running and request.num_missing > 1:
                 self._continue(request, plan)
             elif not request.is_running and not self._admit(request, plan):
                 break
-        for request in self.clients.running:
+        for request in self.queues.running:
             if request.is_running and request.num_missing > 1 and request.id not in plan.work:
                 self._continue(request, plan)
         seconds = plan.num_prefill * self.times.per_token + plan.num_encoded * self.times.per_media_token
@@ -104,8 +104,8 @@ class Scheduler:
 
     def _prefills(self) -> Iterator[Request]:
         """Waiting requests and running prefills."""
-        running = (request for request in self.clients.running if request.num_missing > 1)
-        return itertools.chain(self.clients.waiting, running)
+        running = (request for request in self.queues.running if request.num_missing > 1)
+        return itertools.chain(self.queues.waiting, running)
 
     # --- running -----------------------------------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class Scheduler:
         num_new = self.blocks.blocks_for(request.num_computed + length) - len(request.blocks)
         while (blocks := self.blocks.allocate(max(0, num_new))) is None:
             # The request is itself a candidate: none before it is preempted.
-            victim = next(other for other in reversed(self.clients.running) if other.id not in plan.work)
+            victim = next(other for other in reversed(self.queues.running) if other.id not in plan.work)
             self._preempt(victim)
             if victim is request:
                 return
@@ -126,9 +126,9 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Queue it again; all is recomputed but what the prefix cache still holds. Its sampled tokens stay valid, those
         of dispatched steps too, and so do its media's embeddings."""
-        self.clients.remove(request)
+        self.queues.remove(request)
         self._free_blocks(request)
-        self.clients.add(request)
+        self.queues.add(request)
         self.events["preemptions"] += 1
 
     def _free_blocks(self, request: Request) -> None:
@@ -153,10 +153,10 @@ class Scheduler:
         prefill again and again. Embeddings that it relies on stay from here on, and no earlier: two requests could hold
         what the other waits for.
         """
-        if not (request.reserved or all(map(self.encoder.holds, request.tensors.embeddings))):
+        if not (request.reserved or all(map(self.encoder.holds, request.sources.embeddings))):
             plan.unmet.append(request)
             return True
-        if self._is_full() and self.clients.victim_for_place(request) is None:
+        if self._is_full() and self.queues.victim_for_place(request) is None:
             return False
         cached = self._cached_prefix(request)
         request.num_computed = len(cached) * self.blocks.block_size
@@ -179,7 +179,7 @@ class Scheduler:
             request.num_computed, self._claimant = 0, request
             return False
         request.num_published, request.blocks = len(cached), blocks
-        self.clients.start(request)
+        self.queues.start(request)
         if request.num_cached is None:
             request.num_cached = min(request.num_computed, request.num_prompt)
             if request.prefix_salt is not None:
@@ -194,7 +194,7 @@ class Scheduler:
         return True
 
     def _is_full(self) -> bool:
-        return self.clients.num_running >= self.max_seqs
+        return self.queues.num_running >= self.max_seqs
 
     def _preempt_for_claimant(self, request: Request, plan: Plan) -> None:
         """Preempt a request for one that waits, if that evens out what clients hold. Before anything else, since what
@@ -204,9 +204,9 @@ class Scheduler:
         self._claimant = victim = None
         num_blocks = self.blocks.blocks_for(request.num_known)
         if self._is_full():
-            victim = self.clients.victim_for_place(request)
+            victim = self.queues.victim_for_place(request)
         elif not self.blocks.has_room(num_blocks, self._cached_prefix(request)):
-            victim = self.clients.victim_for_blocks(request, num_blocks)
+            victim = self.queues.victim_for_blocks(request, num_blocks)
         if victim is not None and not request.is_running:
             self._preempt(victim)
 
@@ -328,7 +328,7 @@ class Scheduler:
     def _add_request(self, request: Request, plan: Plan) -> None:
         """The plan has work for it, perhaps not the first. The ranks learn of it with the first."""
         plan.requests[request.id] = request
-        self.clients.serve(request)
+        self.queues.serve(request)
         if not request.scheduled_at:
             request.scheduled_at = time.monotonic()
             sampling = request.new.sampling

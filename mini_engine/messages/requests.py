@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from mini_engine.messages.tensors import CachedMedia, MediaItem, Message, MessageId
+from mini_engine.messages.tensors import ItemFacts, MediaItem, Message, MessageId
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -77,7 +77,7 @@ class Lookup(Message, frozen=True):
 class FoundMedia(msgspec.Struct, frozen=True, array_like=True):
     """An item of which the engine knows the facts, and what else it has of it."""
 
-    facts: CachedMedia
+    facts: ItemFacts
     # patches: the request refers to them; embeddings: in the encoder cache, perhaps not for long; facts: nothing else
     held: Literal["patches", "embeddings", "facts"]
 
@@ -109,7 +109,7 @@ class Reserve(Message, frozen=True):
     """API server -> core: pages of the media store for this item of the request."""
 
     request_id: str
-    media: CachedMedia
+    facts: ItemFacts
 
 
 class Reserved(Message, frozen=True):
