@@ -80,7 +80,7 @@ class EngineHandle:
         self._replies: dict[str | bytes | int, asyncio.Future[Any]] = {}  # awaited by `_ask`, by its key
         self._ping: asyncio.Future[ControlReply | None] | None = None
         self._sender = RequestSender(encoder, queue, self._send_frame, self.check)
-        self.media = MediaStoreClient(number, self._send, self._ask, queue.num_ranks, cache)
+        self.media_store = MediaStoreClient(number, self._send, self._ask, queue.num_ranks, cache)
 
     @property
     def load(self) -> int:
@@ -100,15 +100,15 @@ class EngineHandle:
         try:
             yield
         except BaseException:
-            self.media.release_aborted(request_id)
+            self.media_store.release_aborted(request_id)
             raise
         finally:
             self.preparing.pop(request_id, None)
 
     async def submit(self, receiver: OutputReceiver, request: NewRequest) -> None:
-        """Send the engine `request`, inside of `holding`. Its patches are tensors, or None where `media` has found
-        the item or its embeddings. Cancelling it leaves nothing behind. Raises EngineError: the engine is down, or the
-        tensors cannot be sent.
+        """Send the engine `request`, inside of `holding`. Its patches are tensors, or None where `media_store` has
+        found the item or its embeddings. Cancelling it leaves nothing behind. Raises EngineError: the engine is down,
+        or the tensors cannot be sent.
 
         What finds room in the store is written there; for the rest this waits for room for its tensors, which leave
         before the request does, straight to the ranks.
@@ -118,7 +118,7 @@ class EngineHandle:
         self.requests |= dict.fromkeys(ids, receiver)
         try:
             if request.media:
-                request = await self.media.place(request)
+                request = await self.media_store.place(request)
             if any(item.patches is not None for item in request.media):
                 await self._sender.send_request(request)
             else:

@@ -8,10 +8,8 @@ does not have it, a URL is fetched after all, and a name alone is an error.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from starlette.datastructures import State
-
 from mini_engine.engine_client.engines import EngineClient, EngineHandle
-from mini_engine.http.context import AppContext
+from mini_engine.http.context import AppContext, RequestState
 from mini_engine.media.hashing import HASH_BYTES, content_digest, name_key
 from mini_engine.media.loader import Candidates, Content, FetchedItem, origin_of
 from mini_engine.media.processor import ProcessedItem
@@ -33,7 +31,7 @@ FoundByHash = dict[bytes, FoundMedia]
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
-async def resolve_names(context: AppContext, body: GenerationRequest, state: State) -> list[MediaRef]:
+async def resolve_names(context: AppContext, body: GenerationRequest, state: RequestState) -> list[MediaRef]:
     """The media of a conversation; those with a `uuid` have a key. A `uuid` alone, or beside the URL that was
     downloaded under it before, has the `Content` that it means in place of its URL. One that this request has sent
     before, with data or with this URL, is that part again, under the same `name` too if the settings are the same.
@@ -48,7 +46,7 @@ async def resolve_names(context: AppContext, body: GenerationRequest, state: Sta
     named: dict[bytes, NamedMedia] = {}
     if keys := [*{ref.key for ref in refs if ref.key and origin_of(ref.url) == ref.url}]:
         home = context.engines.preferred(keys[0][:HASH_BYTES])  # of all names of a client
-        named = await home.media.resolve_names(state.request_id, keys)
+        named = await home.media_store.resolve_names(state.request_id, keys)
     resolved: list[MediaRef] = []
     sent: dict[bytes, MediaRef] = {}
     for ref in refs:
@@ -76,7 +74,7 @@ def bind_names(engines: EngineClient, items: Sequence[FetchedItem], processed: M
         is_whole = item.media_hash not in processed or processed[item.media_hash].missing is None
         if ref.key and is_whole and not content.is_absent:
             media = NamedMedia(content.digest, content_digest(origin_of(content).encode()), content.frames is not None)
-            engines.preferred(ref.key[:HASH_BYTES]).media.bind_name(ref.key, media)
+            engines.preferred(ref.key[:HASH_BYTES]).media_store.bind_name(ref.key, media)
 
 
 # --- what an engine has -----------------------------------------------------------------------------------------------
@@ -99,7 +97,7 @@ async def find_media(
     Raises DownloadAgain; ApiError: 404 for names alone of what it does not have, 400 for two contents under one name;
     EngineError: the engine is down.
     """
-    found = await engine.media.look_up(request_id, (each.media_hash for item in items for each in item))
+    found = await engine.media_store.look_up(request_id, (each.media_hash for item in items for each in item))
     chosen = _choose(items, found)
     if lacking := [*dict.fromkeys(item for item in chosen if item.content.is_absent and not _is_held(item, found))]:
         if unknown := [item.ref.name for item in lacking if not origin_of(item.content)]:
@@ -113,8 +111,8 @@ async def find_media(
             raise bad_request(f"{item.ref.name}: {AMBIGUOUS}.", "messages")
     # Only now: after a download the same items are looked up again.
     distinct = {item.media_hash: item for item in chosen}
-    engine.media.queries.inc(len(distinct))
-    engine.media.hits.inc(sum(_is_held(item, found) for item in distinct.values()))
+    engine.media_store.queries.inc(len(distinct))
+    engine.media_store.hits.inc(sum(_is_held(item, found) for item in distinct.values()))
     return chosen, found
 
 

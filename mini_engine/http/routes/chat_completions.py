@@ -11,13 +11,12 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.datastructures import State
 from starlette.responses import Response
 
 from mini_engine import metrics
 from mini_engine.engine_client.engines import EngineHandle
 from mini_engine.http.body import read_body, takes
-from mini_engine.http.context import AppContext, context_of
+from mini_engine.http.context import AppContext, RequestState, context_of, state_of
 from mini_engine.http.known_media import DownloadAgain, bind_names, find_media, items_to_decode, resolve_names
 from mini_engine.http.responses import ChatResponder
 from mini_engine.log import about
@@ -38,7 +37,7 @@ router = APIRouter()
 @router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, as OpenAI's chat completions."""
-    context, state = context_of(request), request.state
+    context, state = context_of(request), state_of(request)
     chat = await read_body(request, ChatRequest, context)
     state.choices.receive(chat.num_choices - 1)
     context.sampling.check(chat)
@@ -50,7 +49,7 @@ async def chat_completions(request: Request) -> Response:
     return await responder.respond([answer])
 
 
-async def start(context: AppContext, prompt: Prompt, state: State) -> Answer:
+async def start(context: AppContext, prompt: Prompt, state: RequestState) -> Answer:
     """Rows 3 to 8 of docs/request-path.md, for a rendered prompt. When this returns the engine has the request, and its
     media for good: if it relied on embeddings that have been evicted, it is sent again with all data, which are kept
     until then.
@@ -87,7 +86,7 @@ async def start(context: AppContext, prompt: Prompt, state: State) -> Answer:
 
 
 async def load_media(
-    context: AppContext, prompt: Prompt, refs: Sequence[MediaRef], state: State, held: contextlib.AsyncExitStack
+    context: AppContext, prompt: Prompt, refs: Sequence[MediaRef], state: RequestState, held: contextlib.AsyncExitStack
 ) -> list[Candidates]:
     """Rows 2 and 3 for the media `refs` of a prompt, which have room until `held` is closed.
 
@@ -111,7 +110,7 @@ async def load_media(
     # Row 3: room for the media's bytes, the bytes, and their hashes.
     share = held.enter_context(context.media_bytes.reserve())
     clock.enter("fetch")
-    items = await context.media.fetch(refs, settings, share.receive)
+    items = await context.media_loader.fetch(refs, settings, share.receive)
     request_id, size = state.request_id, share.amount
     logger.debug("%s fetched: %d media items of %d bytes", request_id, len(refs), size, extra=about(request_id))
     clock.enter("other")
@@ -123,7 +122,7 @@ async def send(
     engine: EngineHandle,
     prompt: Prompt,
     items: Sequence[Candidates],
-    state: State,
+    state: RequestState,
     arrival: int | None,
     trusts_embeddings: bool,
 ) -> Answer:
@@ -135,7 +134,7 @@ async def send(
     if items:
         chosen, found = await find_media(engine, items, request_id)
         new = items_to_decode(chosen, found, trusts_embeddings)
-        processed = await context.media.process(new, clock, request_id)
+        processed = await context.media_loader.process(new, clock, request_id)
         bind_names(context.engines, chosen, processed)
         warnings = [f"{item.ref.name}: {text}" for item in new if (text := processed[item.media_hash].missing)]
         hashes = [item.media_hash for item in chosen]
@@ -146,7 +145,7 @@ async def send(
         for key, item in zip(hashes, media, strict=True):
             # What the engine had: "embeddings", which it may evict, are without patches; "facts" were no help.
             cached = None if key not in found else "facts" if key in processed else found[key].held
-            usage.append(media_usage(item, context.media.processor) | {"cached": cached})
+            usage.append(media_usage(item, context.media_loader.processor) | {"cached": cached})
     request = context.sampling.new_request(prompt, request_id, media, state.client, arrival)
     answer = Answer(prompt, request, context.vocabulary, clock, engine.finish, usage, warnings)
     clock.enter("transport")
