@@ -32,9 +32,9 @@ FoundByHash = dict[bytes, FoundMedia]
 
 
 async def resolve_names(context: AppContext, body: GenerationRequest, state: RequestState) -> list[MediaRef]:
-    """The media of a conversation; those with a `uuid` have a key. A `uuid` alone, or beside the URL that was
-    downloaded under it before, has the `Content` that it means in place of its URL. One that this request has sent
-    before, with data or with this URL, is that part again, under the same `name` too if the settings are the same.
+    """The media of a conversation, with names resolved. An item with a `uuid` has a key. Where it repeats one of this
+    request, by the `uuid` alone or with the same URL, it has that one's URL, and is that one if the settings are the
+    same. Otherwise see `_resolve_name`.
 
     Raises ApiError: 400 for too many items, and for a name alone that other clients may use; EngineError.
     """
@@ -48,7 +48,7 @@ async def resolve_names(context: AppContext, body: GenerationRequest, state: Req
         home = context.engines.preferred(keys[0][:HASH_BYTES])  # of all names of a client
         named = await home.media_store.resolve_names(state.request_id, keys)
     resolved: list[MediaRef] = []
-    sent: dict[bytes, MediaRef] = {}
+    sent: dict[bytes, MediaRef] = {}  # the first with data or a URL, by key
     for ref in refs:
         first, origin = sent.get(ref.key), origin_of(ref.url)
         if first and (not ref.url or (origin and origin == origin_of(first.url))):
@@ -56,19 +56,26 @@ async def resolve_names(context: AppContext, body: GenerationRequest, state: Req
         elif ref.key and not (ref.url or client or body.cache_salt):
             raise bad_request(f"{ref.name}: {OPEN}.", "cache_salt", "missing_required_parameter")
         elif ref.key:
-            bound = named.get(ref.key) or NamedMedia(ref.key, is_frames=True)  # a digest that nothing is found by
-            is_alone = not ref.url
-            if is_alone or (origin == ref.url and bound.url == content_digest(origin.encode())):
-                ref = replace(ref, url=Content.of(replace(ref, url=FRAMES) if bound.is_frames else ref, bound.digest))
+            is_alone, ref = not ref.url, _resolve_name(ref, named.get(ref.key))
             if not is_alone:
                 sent.setdefault(ref.key, ref)
         resolved.append(ref)
     return resolved
 
 
+def _resolve_name(ref: MediaRef, meaning: NamedMedia | None) -> MediaRef:
+    """With the `Content` that its name means in place of the URL, where there is none, or where that URL was downloaded
+    under the name before. No engine has the content of a name without a meaning: see `find_media`."""
+    meaning = meaning or NamedMedia(ref.key, is_frames=True)
+    origin = origin_of(ref.url)
+    if ref.url and not (origin == ref.url and meaning.url == content_digest(origin.encode())):
+        return ref
+    return replace(ref, url=Content.of(replace(ref, url=FRAMES) if meaning.is_frames else ref, meaning.digest))
+
+
 def bind_names(engines: EngineClient, items: Sequence[FetchedItem], processed: Mapping[bytes, ProcessedItem]) -> None:
-    """The names of these mean them from now on, which are `processed`, or which the engine has; but not of a video of
-    which a part is missing. Raises EngineError."""
+    """From now on the names of these items mean them. The items are `processed`, or the engine has them; a video of
+    which a part is missing gets no name. Raises EngineError."""
     for item in items:
         ref, content = item.ref, item.content
         is_whole = item.media_hash not in processed or processed[item.media_hash].missing is None
@@ -82,8 +89,8 @@ def bind_names(engines: EngineClient, items: Sequence[FetchedItem], processed: M
 
 @dataclass(eq=False)
 class DownloadAgain(Exception):
-    """The engine does not have what some URLs were downloaded as. Load `refs`, in which these are to be fetched, and
-    all URLs with the same name: no part means what was downloaded before, and another what is there now."""
+    """The engine does not have what some URLs were downloaded as. Load `refs`: there these are URLs again, and so are
+    all with the same name, since no part may mean what was downloaded before and another what is there now."""
 
     refs: list[MediaRef]
 
