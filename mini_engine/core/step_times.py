@@ -11,7 +11,7 @@ NUM_SAMPLES = 15  # recent steps that count for each estimate
 WITHOUT_DECODES = 4  # times as long as beside decodes a step may take
 QUICK_DECODES = 6  # the prompts of a quick step cost at most so many decode steps
 
-Sample = tuple[float, int, float]  # seconds, tokens of prompts, media tokens
+Measurement = tuple[float, int, float]  # seconds, tokens of prompts, media tokens
 
 
 class StepTimes:
@@ -31,7 +31,7 @@ class StepTimes:
         self.decode_step, self.per_token, self.per_media_token = 0.128 / QUICK_DECODES, 0.001, 0.002
         # By what the step is a sample of.
         self._decodes = deque[float](maxlen=NUM_SAMPLES)
-        self._prefills, self._encodes = (deque[Sample](maxlen=NUM_SAMPLES) for _ in range(2))
+        self._prefills, self._encodes = (deque[Measurement](maxlen=NUM_SAMPLES) for _ in range(2))
 
     @property
     def quick_step(self) -> float:

@@ -60,19 +60,21 @@ class OutputReceiver(Protocol):
 
 
 class EngineHandle:
-    """One engine core and its ranks, seen from this API server. `requests` holds the receiver of each sample's id, from
-    before its tensors are reserved until the core's final output for the sample, which comes even for one that was
-    aborted, or its `MediaMiss`."""
+    """One engine core and its ranks, seen from this API server."""
 
     def __init__(
         self, number: int, socket: zmq.asyncio.Socket, encoder: Encoder, queue: TensorIpcSender, cache: CacheAccess
     ):
         self.number = number
+        # By the id of each sample: from before its tensors are reserved until its final output, which comes even if it
+        # was aborted, or its `MediaMiss`.
         self.requests: dict[str, OutputReceiver] = {}
         self.preparing: dict[str, int] = {}  # samples of requests that chose this engine and are not in `requests` yet
         self.stopped: EngineError | None = None  # what requests end with once it serves no more
-        self.may_be_lost = False  # the supervisor has reported its death, or this process is draining
-        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # raises EngineLost
+        # Whether this process goes on if a connection ends: the supervisor has reported the engine's death, or this
+        # process is draining.
+        self.end_is_expected = False
+        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # only ever raises EngineLost
         self._socket = socket
         self._encoder = encoder
         self._metrics = metrics.EngineMetrics(number, cache.capacity)
@@ -168,6 +170,7 @@ class EngineHandle:
         self._sender.queue.close_streams()
 
     def die(self) -> None:
+        """It serves no more, or cannot be reached: as `stop`."""
         self.stop(EngineError(ENGINE_STOPPED), EngineError(ENGINE_DIED, 500))
 
     def close(self) -> None:
@@ -229,14 +232,14 @@ class EngineHandle:
             self.check()
 
     def _lose(self, why: str) -> None:
-        """A connection to it has ended. If it has died the supervisor reports that, too."""
+        """A connection to it has ended. If it has died the supervisor reports that, too, within `LOST_SECONDS`."""
         if self.stopped is None:
             logger.error("connection to engine %d lost: %s", self.number, why)
             self.die()
             asyncio.get_running_loop().call_later(LOST_SECONDS, self._check_lost)
 
     def _check_lost(self) -> None:
-        if not self.may_be_lost and not self._lost.done():
+        if not self.end_is_expected and not self._lost.done():
             self._lost.set_exception(EngineLost("a running engine cannot be reached; this API server exits"))
 
 
@@ -316,14 +319,14 @@ class EngineClient:
         role, _, index = sender.partition(" ")
         if role in ("core", "worker"):
             engine = self.engines[int(index.partition(".")[0])]
-            engine.may_be_lost = True
+            engine.end_is_expected = True
             engine.die()
             self._end_unsent()
 
     def drain(self) -> None:
         """This process exits when its last request has finished, and is not replaced before."""
         for engine in self.engines:
-            engine.may_be_lost = True
+            engine.end_is_expected = True
 
     def stop(self, why: EngineError) -> None:
         """End all requests with `why`, and refuse new ones."""

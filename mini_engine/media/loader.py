@@ -47,8 +47,8 @@ START_SECONDS = 60.0  # for the threads of a pool
 
 
 class Content(str):
-    """An item as fetched, or as its name means it. It takes the place of the item's URL, and is not fetched again: as a
-    text it is a `data:` URL without data."""
+    """An item as fetched, or as its name means it. It takes the place of the item's URL, and is not fetched again. A
+    text, since all that looks at URLs must find the kind of the item there: a `data:` URL without data."""
 
     digest: bytes
     data: bytes | None  # None: of a local file, which is read again if it must be decoded; or of a name
