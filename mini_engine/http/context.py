@@ -11,8 +11,8 @@ from starlette.requests import Request
 
 from mini_engine.config import EngineConfig
 from mini_engine.engine_client.engines import EngineClient
+from mini_engine.fair_places import FairPlaces
 from mini_engine.http.admission import Budget, BudgetShare, Places, body_budget, media_budget
-from mini_engine.media.decode.fair_places import FairPlaces
 from mini_engine.media.loader import MediaLoader, start_thread_pool
 from mini_engine.media.settings import MediaSettingsResolver
 from mini_engine.messages import EngineLimits

@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 
 from mini_engine import metrics
 from mini_engine.config import flag_of
+from mini_engine.fair_places import FairPlaces, Place
 from mini_engine.media.decode import decoder
 from mini_engine.media.decode.decoder import Announced, Decoded, DecodeFailed, Job, Reply, Shape, Started
-from mini_engine.media.decode.fair_places import FairPlaces, Place
 from mini_engine.media.decode.item_limits import MAX_ASPECT_RATIO, DecodeLimits
 from mini_engine.media.frame_sampling import VideoFacts
 from mini_engine.protocol.api_errors import DecoderUnavailable, MediaError, out_of
