@@ -203,7 +203,7 @@ class EngineCore:
     def _dispatch(self) -> bool:
         """Send the next step to every rank. False: it would be empty, releases no references, and is no ping."""
         plan = self.scheduler.schedule(heavy_in_flight=any(flight.plan.heavy for flight in self.in_flight))
-        for request in plan.unmet:
+        for request in plan.without_embeddings:
             self._send_media_miss(request, request.arrival)
         for request in plan.requests.values():
             if not request.sources.released and self._keeps_embeddings(request):

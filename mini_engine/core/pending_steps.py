@@ -31,7 +31,7 @@ class Plan:
     encoded_hashes: list[bytes] = dataclasses.field(default_factory=list)  # items whose last grids are in `Step.encode`
     work: dict[str, ChunkWork] = dataclasses.field(default_factory=dict)  # all chunks, by request id
     requests: dict[str, Request] = dataclasses.field(default_factory=dict)  # with a chunk or an item to encode
-    unmet: list[Request] = dataclasses.field(default_factory=list)  # embeddings that these rely on have been evicted
+    without_embeddings: list[Request] = dataclasses.field(default_factory=list)  # those they rely on were evicted
     num_prefill: int = 0  # tokens
     num_encoded: float = 0  # tokens; those of a part of the tower's blocks count in part
     heavy: bool = False  # short requests must not wait for two such steps

@@ -154,7 +154,7 @@ class Scheduler:
         what the other waits for.
         """
         if not (request.reserved or all(map(self.encoder.holds, request.sources.embeddings))):
-            plan.unmet.append(request)
+            plan.without_embeddings.append(request)
             return True
         if self._is_full() and self.queues.victim_for_place(request) is None:
             return False

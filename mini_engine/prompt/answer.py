@@ -172,7 +172,7 @@ class Answer:
         self.arrival: int | None = None  # of the request when it is sent again
         self._error: ApiError | None = None
         self._grammar_field = body.grammar_field if request.sampling.grammar else None
-        self._waiting: collections.deque[Sample] = collections.deque()  # samples with outputs, each once
+        self._ready: collections.deque[Sample] = collections.deque()  # samples with outputs, each once
         self.arrived = asyncio.Event()  # set when there is something to take
         self._unfinished = len(ids)  # samples
 
@@ -213,9 +213,9 @@ class Answer:
         return self.arrival is None
 
     @property
-    def is_waiting(self) -> bool:
+    def has_piece(self) -> bool:
         """Whether there is something to take."""
-        return bool(self._waiting or self._error)
+        return bool(self._ready or self._error)
 
     def take(self) -> Piece:
         """The next piece; no sample is taken twice while another waits. Raises EngineError: the engine has failed at
@@ -223,10 +223,10 @@ class Answer:
         if self._error is not None:
             self._end("error" if self._error.status >= 500 else None)
             raise self._error
-        sample = self._waiting.popleft()
+        sample = self._ready.popleft()
         piece = sample.take()
         if sample.outputs:
-            self._waiting.append(sample)
+            self._ready.append(sample)
         self.clock.count_tokens(self.num_prompt_tokens, piece.num_tokens, piece.index)
         if piece.finish_reason is not None:
             self._finish(sample, "stop")  # without effect unless a stop string ended it
@@ -256,7 +256,7 @@ class Answer:
             self.arrived.set()
             return
         if not sample.outputs:
-            self._waiting.append(sample)
+            self._ready.append(sample)
         sample.add(output)
         self.arrived.set()
 
@@ -283,7 +283,7 @@ class Answer:
         if sample.over:
             return
         if sample.outputs:
-            self._waiting.remove(sample)
+            self._ready.remove(sample)
         sample.end()
         self._unfinished -= 1
         self._finish_at_engine(sample.request_id, reason)
@@ -299,7 +299,7 @@ async def pieces(answers: Sequence[Answer]) -> AsyncGenerator[Piece, None]:
     while unfinished := [answer for answer in answers if not answer.over]:
         arrived.clear()
         for answer in unfinished:
-            if answer.is_waiting:
+            if answer.has_piece:
                 await turn.end_if_over()
                 yield answer.take()
                 arrived.set()  # there may be more
