@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from mini_engine.engine_client.engines import EngineClient, EngineHandle
 from mini_engine.http.context import AppContext, RequestState
 from mini_engine.media.hashing import HASH_BYTES, content_digest, name_key
-from mini_engine.media.loader import Candidates, Content, FetchedItem, origin_of
+from mini_engine.media.loader import Candidates, FetchedItem, MediaContent, origin_of
 from mini_engine.media.processor import ProcessedItem
 from mini_engine.media.settings import prompt_tokens
 from mini_engine.messages import FoundMedia, NamedMedia
@@ -64,13 +64,13 @@ async def resolve_names(context: AppContext, body: GenerationRequest, state: Req
 
 
 def _resolve_name(ref: MediaRef, meaning: NamedMedia | None) -> MediaRef:
-    """With the `Content` that its name means in place of the URL, where there is none, or where that URL was downloaded
-    under the name before. No engine has the content of a name without a meaning: see `find_media`."""
+    """With the `MediaContent` that its name means in place of the URL, where there is none, or where that URL was
+    downloaded under the name before. No engine has the content of a name without a meaning: see `find_media`."""
     meaning = meaning or NamedMedia(ref.key, is_frames=True)
     origin = origin_of(ref.url)
     if ref.url and not (origin == ref.url and meaning.url == content_digest(origin.encode())):
         return ref
-    return replace(ref, url=Content.of(replace(ref, url=FRAMES) if meaning.is_frames else ref, meaning.digest))
+    return replace(ref, url=MediaContent.of(replace(ref, url=FRAMES) if meaning.is_frames else ref, meaning.digest))
 
 
 def bind_names(engines: EngineClient, items: Sequence[FetchedItem], processed: Mapping[bytes, ProcessedItem]) -> None:

@@ -46,7 +46,7 @@ MAX_DOWNLOADS = 32  # connections of one API server at once
 START_SECONDS = 60.0  # for the threads of a pool
 
 
-class Content(str):
+class MediaContent(str):
     """An item as fetched, or as its name means it. It takes the place of the item's URL, and is not fetched again. A
     text, since all that looks at URLs must find the kind of the item there: a `data:` URL without data."""
 
@@ -70,7 +70,7 @@ class Content(str):
 
 def origin_of(url: str) -> str:
     """The URL from which another server sends, or has sent, this; empty for others."""
-    source = url.source if isinstance(url, Content) else url
+    source = url.source if isinstance(url, MediaContent) else url
     return source if sources.is_elsewhere(source) else ""
 
 
@@ -79,7 +79,7 @@ class FetchedItem:
     """An item's content and settings, and their 16-byte hash: equal hashes mean equal patches."""
 
     ref: MediaRef  # its URL is `content`
-    content: Content
+    content: MediaContent
     settings: MediaSettings
     media_hash: bytes
 
@@ -96,7 +96,7 @@ class Candidates(NamedTuple):
         return self.largest.ref
 
     @property
-    def content(self) -> Content:
+    def content(self) -> MediaContent:
         return self.largest.content
 
 
@@ -232,20 +232,20 @@ class MediaLoader:
     def _read(self, ref: MediaRef, settings: SettingsPair, download: bytes | None) -> Candidates:
         """Read, or take what was downloaded, and hash it."""
         url, policy, name, is_video = ref.url, self.policy, ref.name, ref.modality == "video"
-        if isinstance(url, Content):
+        if isinstance(url, MediaContent):
             content = url
         elif is_video and sources.has_frames(url):
             limits, own = self.decoders.limits, settings[0]
             data, frames = sources.fetch_frames(url, policy, limits, own.sampling, name, own.timestamps)
-            content = Content.of(ref, content_digest(data, frames.sizes), data, frames)
+            content = MediaContent.of(ref, content_digest(data, frames.sizes), data, frames)
         elif is_video and settings[0].timestamps:
             raise MediaError(name, "timestamps are for a video that is sent as frames; remove them")
         elif sources.is_local_file(url):
             known, digest = read_file(url, policy, name)
-            content = Content.of(ref, digest, known)
+            content = MediaContent.of(ref, digest, known)
         else:
             data = sources.fetch_data(url, policy, name) if download is None else download
-            content = Content.of(ref, content_digest(data), data)
+            content = MediaContent.of(ref, content_digest(data), data)
         ref = replace(ref, url=content)  # what is in a body is not kept
 
         def hashed(own: MediaSettings) -> FetchedItem:

@@ -107,8 +107,8 @@ async def _score(request: Request, body: RankingRequest) -> tuple[list[Answer], 
 async def _fetch_query(
     context: AppContext, body: PoolingRequest, query: Content, state: RequestState, held: contextlib.AsyncExitStack
 ) -> None:
-    """Fetch the media of a query once for all of its documents: its parts get them as `loader.Content`, which has room
-    until `held` is closed. So do those that were downloaded before, if their engine has lost them. Raises as
+    """Fetch the media of a query once for all of its documents: its parts get them as `loader.MediaContent`, which has
+    room until `held` is closed. So do those that were downloaded before, if their engine has lost them. Raises as
     `start`."""
     parts = [part for part in query if part.modality]
     prompt = Prompt(body.chat([ChatMessage(role="user", content=parts)]), [])
