@@ -71,7 +71,7 @@ class EngineCore:
         self.in_flight: deque[InFlight] = deque()
         self.max_in_flight = 2 if config.async_scheduling else 1
         self.requests: dict[str, Request] = {}
-        self.waiting: dict[str, Request] = {}  # of those, the ones whose media or grammar are not on the ranks yet
+        self.unready: dict[str, Request] = {}  # those of them whose media or grammar are not on the ranks yet
         self.arrival_numbers = itertools.count()
         self.step_tokens: Counter[int] = Counter()  # see `EngineStats`
         self.outputs: defaultdict[int, Outputs] = defaultdict(Outputs)  # of this turn, by API server
@@ -103,13 +103,13 @@ class EngineCore:
                     self.media.release_request((envelope.incarnation, request_id))
             case MediaReady() as report if report.message.incarnation not in self.links.gone:
                 self.arrivals.report(report)
-                for request in [each for each in self.waiting.values() if report.message in each.tensors.messages]:
+                for request in [each for each in self.unready.values() if report.message in each.sources.messages]:
                     self._queue(request)
             case PeerGone(sender=sender, incarnation=incarnation) if sender.startswith("api "):
                 self._on_api_server_gone(incarnation)
             case GrammarReady() as ready:
                 self.grammars.report(ready)
-                for request in [each for each in self.waiting.values() if each.new.sampling.grammar == ready.digest]:
+                for request in [each for each in self.unready.values() if each.new.sampling.grammar == ready.digest]:
                     self._queue(request)
             case ControlRequest() as control:
                 self._handle_control(control, envelope.incarnation)
@@ -124,8 +124,8 @@ class EngineCore:
                 found = media.look_up((incarnation, request_id), hashes, self.encoder.holds)
                 named = {key: meaning for key in keys if (meaning := media.names.get(key))}
                 self.links.send(incarnation, Found(request_id, found, named))
-            case Reserve(request_id=request_id, media=item) if isinstance(media, MediaStore):
-                self.links.send(incarnation, media.reserve((incarnation, request_id), item))
+            case Reserve(request_id=request_id, facts=facts) if isinstance(media, MediaStore):
+                self.links.send(incarnation, media.reserve((incarnation, request_id), facts))
             case Written(media_hash=media_hash, request_ids=None) if isinstance(media, MediaStore):
                 media.abandoned(media_hash)
             case Written(media_hash=media_hash, request_ids=[*request_ids]) if isinstance(media, MediaStore):
@@ -168,54 +168,58 @@ class EngineCore:
         if new.sampling.grammar:
             self.grammars.acquire(parent)
         self.media.remember(new.media)
-        if all(map(self.encoder.holds, parent.tensors.embeddings)):
+        if all(map(self.encoder.holds, parent.sources.embeddings)):
             self._queue(parent)
         else:
-            self._forget(parent, parent.arrival)
+            self._send_media_miss(parent, parent.arrival)
 
     def _queue(self, request: Request) -> None:
         """Queue a request once its media are on all ranks and its grammar is compiled; end it if one of them failed.
         Called again when either is reported."""
-        messages = request.tensors.messages
-        if not request.tensors.released and not request.accepted_at:
+        messages = request.sources.messages
+        if not request.sources.released and not request.accepted_at:
             if self.arrivals.has_failed(messages):
-                self._forget(request)
+                self._send_media_miss(request)
                 return
             if not self.arrivals.is_ready(messages):
-                self.waiting[request.id] = request
+                self.unready[request.id] = request
                 return
             for item in request.media:
                 if isinstance(item.patches, TensorHandle) and item.cacheable:
                     self.media.arrived(item)
         request.accepted_at = request.accepted_at or time.monotonic()
         if not self.grammars.is_ready(request):
-            self.waiting[request.id] = request
+            self.unready[request.id] = request
             return
-        self.waiting.pop(request.id, None)
+        self.unready.pop(request.id, None)
         if problem := self.grammars.problem_with(request):
             for sample in [*request.children, request]:  # none of which has started
                 self._finish(sample, "error", problem)
         else:
-            self.scheduler.clients.add(request)
+            self.scheduler.queues.add(request)
 
     # --- schedule, dispatch and retire -------------------------------------------------------------------------------
 
     def _dispatch(self) -> bool:
         """Send the next step to every rank. False: it would be empty, releases no references, and is no ping."""
         plan = self.scheduler.schedule(heavy_in_flight=any(flight.plan.heavy for flight in self.in_flight))
-        for request in plan.unmet:
-            self._forget(request, request.arrival)
+        for request in plan.without_embeddings:
+            self._send_media_miss(request, request.arrival)
         for request in plan.requests.values():
-            own, hashes = request.reserved, [item.media_hash for item in request.media]
-            if not request.tensors.released and all(each in own and self.encoder.holds(each) for each in hashes):
-                self._release_tensors(request)  # its items are encoded once this step has run, and stay as long as it
-        step, unreferenced = self.next_step.step, self.next_step.unreferenced
-        if step == Step(step.number) and not unreferenced and (self.in_flight or not self.pings):
+            if not request.sources.released and self._keeps_embeddings(request):
+                self._release_sources(request)
+        step, ending = self.next_step.step, self.next_step.ending_references
+        if step == Step(step.number) and not ending and (self.in_flight or not self.pings):
             return False
-        self.next_step.step, self.next_step.unreferenced = Step(step.number + 1), []
-        self.in_flight.append(InFlight(step, plan, unreferenced, self.scheduler.times.clock()))
+        self.next_step.step, self.next_step.ending_references = Step(step.number + 1), []
+        self.in_flight.append(InFlight(step, plan, ending, self.scheduler.times.clock()))
         self.links.send_step(step)
         return True
+
+    def _keeps_embeddings(self, request: Request) -> bool:
+        """Whether all of its items are encoded once the next step has run, and stay so as long as the request."""
+        hashes = [item.media_hash for item in request.media]
+        return all(media_hash in request.reserved and self.encoder.holds(media_hash) for media_hash in hashes)
 
     def _on_step_result(self, result: StepResult) -> None:
         """A rank has run a step. Those that all ranks have run retire, in the order of dispatch."""
@@ -253,7 +257,7 @@ class EngineCore:
         self._deliver_result(flight.result)
         for message in flight.step.release:
             self.outputs[message.incarnation].consumed.append(message)
-        for references in flight.unreferenced:
+        for references in flight.ending_references:
             self.media.release(references)
 
     def _publish(self, request: Request, end: int) -> None:
@@ -270,7 +274,7 @@ class EngineCore:
         if request.children and end >= request.num_prompt:
             for child in request.children:
                 child.parent = None
-                self.scheduler.clients.add(child)
+                self.scheduler.queues.add(child)
             request.children = []
 
     def _publish_snapshots(self, work: ChunkWork) -> None:
@@ -333,9 +337,9 @@ class EngineCore:
 
     # --- end of a request --------------------------------------------------------------------------------------------
 
-    def _forget(self, request: Request, arrival: int | None = None) -> None:
-        """It cannot run with the media that were sent: remove it and its children, and send `MediaMiss`, with `arrival`
-        if embeddings that it relies on have been evicted."""
+    def _send_media_miss(self, request: Request, arrival: int | None = None) -> None:
+        """Remove a request, with its children, that cannot run with the media that were sent, and report that. With
+        `arrival`: embeddings that it relied on have been evicted."""
         self.scheduler.events["media_needed"] += arrival is not None
         for sample in [*request.children, request]:
             self._remove(sample)
@@ -349,7 +353,7 @@ class EngineCore:
     def _remove(self, request: Request) -> None:
         """The only end of a request: frees all that it holds once the dispatched steps have retired."""
         del self.requests[request.id]
-        self.waiting.pop(request.id, None)
+        self.unready.pop(request.id, None)
         if request.new.sampling.grammar:
             self.grammars.release(request)
         self.scheduler.remove(request)
@@ -359,9 +363,9 @@ class EngineCore:
             request.parent.children.remove(request)
         if request.children:
             self._promote_child(request)
-        request.tensors.users -= 1
-        if not request.tensors.users:
-            self._release_tensors(request)
+        request.sources.users -= 1
+        if not request.sources.users:
+            self._release_sources(request)
 
     def _promote_child(self, request: Request) -> None:
         """The first of its children becomes the parent of the others."""
@@ -371,18 +375,18 @@ class EngineCore:
             child.parent = parent
         self._queue(parent)
 
-    def _release_tensors(self, request: Request) -> None:
+    def _release_sources(self, request: Request) -> None:
         """Free them, once, when the next step, which is the last to read them, retires."""
-        tensors = request.tensors
-        if not tensors.released:
-            tensors.released = True
-            self.arrivals.release(tensors.messages)
-            if tensors.references:
-                self.next_step.unreferenced.append(tensors.references)
+        sources = request.sources
+        if not sources.released:
+            sources.released = True
+            self.arrivals.release(sources.messages)
+            if sources.references:
+                self.next_step.ending_references.append(sources.references)
 
     def _stats(self) -> EngineStats:
         """The gauges, and the events since the last call."""
-        running = self.scheduler.clients.num_running
+        running = self.scheduler.queues.num_running
         events, self.scheduler.events = self.scheduler.events, Counter()
         evictions, self.media.num_evictions = self.media.num_evictions, 0
         step_tokens, self.step_tokens = self.step_tokens, Counter()

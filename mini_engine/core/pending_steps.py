@@ -12,11 +12,11 @@ from mini_engine.messages import Chunk, Step, StepResult
 
 @dataclasses.dataclass
 class ChunkWork:
-    """A chunk of the step, and its request, in which its retirement publishes what was computed."""
+    """A chunk of the step, and its request, of which the step's retirement publishes what was computed."""
 
     chunk: Chunk
     request: Request
-    epoch: int
+    epoch: int  # of the request; if it has another by then, it has lost these blocks
 
 
 @dataclasses.dataclass
@@ -31,7 +31,7 @@ class Plan:
     encoded_hashes: list[bytes] = dataclasses.field(default_factory=list)  # items whose last grids are in `Step.encode`
     work: dict[str, ChunkWork] = dataclasses.field(default_factory=dict)  # all chunks, by request id
     requests: dict[str, Request] = dataclasses.field(default_factory=dict)  # with a chunk or an item to encode
-    unmet: list[Request] = dataclasses.field(default_factory=list)  # embeddings that these rely on have been evicted
+    without_embeddings: list[Request] = dataclasses.field(default_factory=list)  # those they rely on were evicted
     num_prefill: int = 0  # tokens
     num_encoded: float = 0  # tokens; those of a part of the tower's blocks count in part
     heavy: bool = False  # short requests must not wait for two such steps
@@ -47,7 +47,7 @@ class InFlight:
 
     step: Step
     plan: Plan
-    unreferenced: list[References]  # to cached media; they end when this step retires
+    ending_references: list[References]  # to cached media; released when this step retires
     begun_at: float  # when the ranks could begin it, by `StepTimes.clock`
     num_reports: int = 0
     result: StepResult | None = None  # of rank 0
@@ -58,7 +58,7 @@ class NextStep:
 
     def __init__(self) -> None:
         self.step = Step(1)
-        self.unreferenced: list[References] = []  # to cached media, which no step after this one reads
+        self.ending_references: list[References] = []  # to cached media, which no step after this one reads
 
     def register_media(self, nbytes: int) -> None:
         """See `Step.high_water_mark`."""

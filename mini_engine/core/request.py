@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from mini_engine.messages import CachedMedia, EngineTimes, MediaItem, MessageId, NewRequest, StoreHandle, TensorHandle
+from mini_engine.messages import EngineTimes, ItemFacts, MediaItem, MessageId, NewRequest, StoreHandle, TensorHandle
 
 HASH_BYTES = 16
 
@@ -21,7 +21,7 @@ HASH_BYTES = 16
 class MediaEntry:
     """One cached item, see `MediaDirectory`."""
 
-    media: CachedMedia
+    facts: ItemFacts
     nbytes: int  # that evicting it frees: in the store, those of whole pages
     patches: StoreHandle | None = None  # None: the ranks have copies
     writer: int = 0  # incarnation of the API server that has the extents reserved
@@ -38,8 +38,8 @@ References = dict[bytes, MediaEntry]
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Tensors:
-    """The sources of the media of a request and its children, which share it.
+class MediaSources:
+    """Where the ranks have the media of a request and its children, which share them.
 
     Released once every item is encoded, or when the last sample ends. Not before: a prompt found in the prefix cache
     needs no embeddings, but after a preemption it may not be found again.
@@ -65,7 +65,7 @@ class Request:
     sender: int  # incarnation of its API server
     arrival: int  # counts up over the requests of an engine
     prefix_salt: bytes | None  # its blocks are shared within one salt; None: not shared
-    tensors: Tensors
+    sources: MediaSources
     parent: Request | None = None  # has not computed the prompt yet, which its children then share
     children: list[Request] = dataclasses.field(default_factory=list)  # they start when the prompt is computed
     tokens: list[int] = dataclasses.field(init=False)  # the prompt and the output reported so far
@@ -102,10 +102,10 @@ class Request:
         messages = dict.fromkeys(item.patches.message for item in new.media if isinstance(item.patches, TensorHandle))
         sourceless = (item.media_hash for item in new.media if item.patches is None)
         embeddings = [media_hash for media_hash in sourceless if media_hash not in references]
-        tensors = Tensors(list(messages), references, embeddings, 1 + len(new.children), released=not new.media)
+        sources = MediaSources(list(messages), references, embeddings, 1 + len(new.children), released=not new.media)
 
         def sample(request_id: str, seed: int, parent: Request | None = None) -> Request:
-            return cls(new, request_id, seed, sender, next(arrivals), salt, tensors, parent)
+            return cls(new, request_id, seed, sender, next(arrivals), salt, sources, parent)
 
         parent = sample(new.request_id, new.sampling.seed)
         parent.children = [sample(child.request_id, child.seed, parent) for child in new.children]
@@ -123,7 +123,7 @@ class Request:
         Not those before, in cached blocks: if it is preempted and the blocks are gone, it reserves room for them then,
         and they are encoded. Without patches they could not be; and children share one reservation.
         """
-        needs_all = self.tensors.embeddings or self.tensors.users > 1
+        needs_all = self.sources.embeddings or self.sources.users > 1
         needed = {item.media_hash: item.num_tokens for item in self.media if needs_all or item.end > start}
         return {media_hash: tokens for media_hash, tokens in needed.items() if media_hash not in self.reserved}
 

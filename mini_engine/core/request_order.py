@@ -29,8 +29,8 @@ class Client:
         return sum(len(request.blocks) for request in self.running)
 
 
-class Clients:
-    """All running and waiting requests."""
+class ClientQueues:
+    """All running and waiting requests, by client."""
 
     def __init__(self) -> None:
         self.num_running = 0  # counted: the scheduler asks for each waiting request

@@ -17,7 +17,7 @@ from mini_engine.core.caches.kv_blocks import BlockPool
 from mini_engine.core.caches.state_snapshots import StatePool
 from mini_engine.core.pending_steps import ChunkWork, NextStep, Plan
 from mini_engine.core.request import Request
-from mini_engine.core.request_order import Clients
+from mini_engine.core.request_order import ClientQueues
 from mini_engine.core.step_times import StepTimes
 from mini_engine.messages import Chunk, EncodeItem, EngineLimits, MediaItem, NewSequence, StateStart
 
@@ -29,7 +29,7 @@ class Scheduler:
     """Continuous batching with chunked prefill and preemption by recompute.
 
     Decodes go first, then prefills. Those of one client go by priority and arrival, running ones before waiting ones;
-    clients take turns. A request's media are on all ranks when it is added to `clients`. The scheduler owns what it
+    clients take turns. A request's media are on all ranks when it is added to `queues`. The scheduler owns what it
     allocates to requests: KV blocks, recurrent states, and room in the encoder cache.
     """
 
@@ -46,14 +46,14 @@ class Scheduler:
         threshold = config.long_prefill_token_threshold
         self.long_prefill = max(1, self.max_tokens // 2) if threshold is None else threshold
         self.times = StepTimes(config.step_seconds(limits.device))
-        self.clients = Clients()
+        self.queues = ClientQueues()
         self.events: Counter[str] = Counter()  # since the last `EngineStats`, by its fields
         self._owes_quick = False  # a step with prompts was made since the last quick one
         self._claimant: Request | None = None  # waits for a place or for blocks: see `_preempt_for_claimant`
 
     def remove(self, request: Request) -> None:
         """Remove a request in any state, and free its blocks, its state and its room in the encoder cache."""
-        self.clients.remove(request)
+        self.queues.remove(request)
         if request is self._claimant:
             self._claimant = None
         self._free_blocks(request)
@@ -77,35 +77,35 @@ class Scheduler:
     def _plan(self, quick: bool) -> Plan:
         """Decodes first, so that no prompt delays the output of others. Then running prefills and waiting requests, up
         to the first of these that has to wait for a place or for blocks; and the other running prefills."""
-        plan = Plan(quick, self.max_tokens, self.max_encoder_tokens, self.times.quick if quick else math.inf)
-        for request in self.clients.waiting:
+        plan = Plan(quick, self.max_tokens, self.max_encoder_tokens, self.times.quick_step if quick else math.inf)
+        for request in self.queues.waiting:
             if request.reserved and request.unreserved(len(self._cached_prefix(request)) * self.blocks.block_size):
                 self.encoder.release(request.reserved)  # holding it, two requests could wait for each other's room
         if self._claimant is not None:
             self._preempt_for_claimant(self._claimant, plan)
-        for request in self.clients.running:
+        for request in self.queues.running:
             if request.is_running and request.num_missing == 1:  # it may have been preempted by one before it
                 self._continue(request, plan)
         is_alone = not plan.work and len([*itertools.islice(self._prefills(), 2)]) < 2
         plan.seconds_left = min(plan.seconds_left, self.times.for_prompts(bool(plan.work), is_alone))
-        for request in self.clients.in_turns():
+        for request in self.queues.in_turns():
             if not self._prompt_tokens_left(plan):
                 break
             if request.is_running and request.num_missing > 1:
                 self._continue(request, plan)
             elif not request.is_running and not self._admit(request, plan):
                 break
-        for request in self.clients.running:
+        for request in self.queues.running:
             if request.is_running and request.num_missing > 1 and request.id not in plan.work:
                 self._continue(request, plan)
-        seconds = plan.num_prefill * self.times.token + plan.num_encoded * self.times.media
-        plan.heavy = seconds > self.times.quick
+        seconds = plan.num_prefill * self.times.per_token + plan.num_encoded * self.times.per_media_token
+        plan.heavy = seconds > self.times.quick_step
         return plan
 
     def _prefills(self) -> Iterator[Request]:
         """Waiting requests and running prefills."""
-        running = (request for request in self.clients.running if request.num_missing > 1)
-        return itertools.chain(self.clients.waiting, running)
+        running = (request for request in self.queues.running if request.num_missing > 1)
+        return itertools.chain(self.queues.waiting, running)
 
     # --- running -----------------------------------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class Scheduler:
         num_new = self.blocks.blocks_for(request.num_computed + length) - len(request.blocks)
         while (blocks := self.blocks.allocate(max(0, num_new))) is None:
             # The request is itself a candidate: none before it is preempted.
-            victim = next(other for other in reversed(self.clients.running) if other.id not in plan.work)
+            victim = next(other for other in reversed(self.queues.running) if other.id not in plan.work)
             self._preempt(victim)
             if victim is request:
                 return
@@ -126,9 +126,9 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Queue it again; all is recomputed but what the prefix cache still holds. Its sampled tokens stay valid, those
         of dispatched steps too, and so do its media's embeddings."""
-        self.clients.remove(request)
+        self.queues.remove(request)
         self._free_blocks(request)
-        self.clients.add(request)
+        self.queues.add(request)
         self.events["preemptions"] += 1
 
     def _free_blocks(self, request: Request) -> None:
@@ -143,23 +143,25 @@ class Scheduler:
     # --- waiting -----------------------------------------------------------------------------------------------------
 
     def _admit(self, request: Request, plan: Plan) -> bool:
-        """Admit a waiting request, or skip it: in a quick step one that is not short, and one without room in the
-        encoder cache, which later ones may have to free; none of these takes room that it needs. False when it has to
-        wait for a place or for blocks, and so all behind it.
+        """Admit a waiting request. False: it has to wait for a place or for blocks, and so have all behind it.
+
+        Skipped, which holds up none of them, is a request whose embeddings were evicted; in a quick step one that is
+        not short; one without room in the encoder cache, which later ones may have to free, though none takes room that
+        it needs; and one whose first tokens exceed what is left of the step.
 
         It gets the blocks of all its known tokens at once: otherwise the decodes of later requests could preempt a
         prefill again and again. Embeddings that it relies on stay from here on, and no earlier: two requests could hold
         what the other waits for.
         """
-        if not (request.reserved or all(map(self.encoder.holds, request.tensors.embeddings))):
-            plan.unmet.append(request)
+        if not (request.reserved or all(map(self.encoder.holds, request.sources.embeddings))):
+            plan.without_embeddings.append(request)
             return True
-        if self._is_full() and self.clients.victim_for_place(request) is None:
+        if self._is_full() and self.queues.victim_for_place(request) is None:
             return False
         cached = self._cached_prefix(request)
         request.num_computed = len(cached) * self.blocks.block_size
         items = request.unreserved(request.num_computed)
-        room, blocks = self.encoder.room_for(items), None
+        room = self.encoder.room_for(items)
         if (items and plan.kept_room + room > self.encoder.num_free) or (plan.quick and not self._is_quick(request)):
             plan.kept_room += room
             request.num_computed = 0
@@ -169,14 +171,15 @@ class Scheduler:
         self.encoder.reserve(items, users=1 + len(request.children))
         for sample in (request, *request.children):
             sample.reserved |= items
-        if (length := self._prepare_chunk(request, plan)) and not self._is_full():
-            blocks = self.blocks.allocate(self.blocks.blocks_for(request.num_known), cached)
-        if blocks is None:
+        if not (length := self._prepare_chunk(request, plan)):
             request.num_computed = 0
-            self._claimant = request if length else self._claimant
-            return not length
+            return True
+        blocks = None if self._is_full() else self.blocks.allocate(self.blocks.blocks_for(request.num_known), cached)
+        if blocks is None:
+            request.num_computed, self._claimant = 0, request
+            return False
         request.num_published, request.blocks = len(cached), blocks
-        self.clients.start(request)
+        self.queues.start(request)
         if request.num_cached is None:
             request.num_cached = min(request.num_computed, request.num_prompt)
             if request.prefix_salt is not None:
@@ -191,7 +194,7 @@ class Scheduler:
         return True
 
     def _is_full(self) -> bool:
-        return self.clients.num_running >= self.max_seqs
+        return self.queues.num_running >= self.max_seqs
 
     def _preempt_for_claimant(self, request: Request, plan: Plan) -> None:
         """Preempt a request for one that waits, if that evens out what clients hold. Before anything else, since what
@@ -201,20 +204,20 @@ class Scheduler:
         self._claimant = victim = None
         num_blocks = self.blocks.blocks_for(request.num_known)
         if self._is_full():
-            victim = self.clients.victim_for_place(request)
+            victim = self.queues.victim_for_place(request)
         elif not self.blocks.has_room(num_blocks, self._cached_prefix(request)):
-            victim = self.clients.victim_for_blocks(request, num_blocks)
+            victim = self.queues.victim_for_blocks(request, num_blocks)
         if victim is not None and not request.is_running:
             self._preempt(victim)
 
     def _is_quick(self, request: Request) -> bool:
         """Whether a quick step has time for all missing tokens of the request, and for the media that they need."""
-        left = self.times.quick - request.num_missing * self.times.token
+        left = self.times.quick_step - request.num_missing * self.times.per_token
         if left < 0:
             return False
         items = {item.media_hash: item.num_tokens for item, _ in self._items_between(request, request.num_known)}
         unencoded = sum(tokens for media_hash, tokens in items.items() if not self.encoder.holds(media_hash))
-        return unencoded * self.times.media <= left
+        return unencoded * self.times.per_media_token <= left
 
     def _cached_prefix(self, request: Request) -> list[int]:
         """Cached blocks of its first tokens, as far as the recurrent state after them is known; at least one token is
@@ -248,7 +251,7 @@ class Scheduler:
     def _prompt_tokens_left(self, plan: Plan) -> int:
         """Tokens of prompts for which the step has room and time."""
         least = 0 if plan.has_prompts else LEAST_CHUNK
-        return min(plan.tokens_left, max(least, int(min(plan.tokens_left, plan.seconds_left / self.times.token))))
+        return min(plan.tokens_left, max(least, int(min(plan.tokens_left, plan.seconds_left / self.times.per_token))))
 
     def _encode(self, request: Request, item: MediaItem, plan: Plan) -> bool:
         """Run the tower on the item's next temporal grids: first on the rest of one that is begun, then on whole ones,
@@ -259,14 +262,14 @@ class Scheduler:
             count, end = self._grids_in_step(item, entry, plan)
             if not count:
                 break
-            self._serve(request, plan)
+            self._add_request(request, plan)
             begin, index, stop = entry.num_blocks, request.media.index(item), end if end < depth else None
             self.next_step.step.encode.append(EncodeItem(request.id, index, entry.num_grids, count, begin, stop))
             num_tokens = count * item.num_tokens // total * (end - begin) / depth
             plan.num_encoded += num_tokens
             plan.encoder_left = max(0, plan.encoder_left - math.ceil(num_tokens))
             plan.tokens_left = max(0, plan.tokens_left - math.ceil(num_tokens))  # the vision tower costs time as well
-            plan.seconds_left = max(0.0, plan.seconds_left - num_tokens * self.times.media)
+            plan.seconds_left = max(0.0, plan.seconds_left - num_tokens * self.times.per_media_token)
             entry.num_grids += count * end // depth
             entry.num_blocks = end % depth
             if entry.num_grids == total:
@@ -282,9 +285,12 @@ class Scheduler:
         wait for what this request holds, but decodes end, and then it is encoded at once."""
         depth, is_first = self.tower_depth, not plan.has_prompts
         grid_tokens = item.num_tokens // item.grid_thw[0]
-        room = plan.encoder_left * depth // grid_tokens  # in blocks, as all below
-        time = plan.seconds_left * depth / (grid_tokens * self.times.media)
-        blocks = int(min(max(room, depth), max(time, 1)) if is_first else min(room, time))
+        # What is left of the step, in blocks of the tower on one grid.
+        in_tokens = plan.encoder_left * depth // grid_tokens
+        in_seconds = plan.seconds_left * depth / (grid_tokens * self.times.per_media_token)
+        if is_first:
+            in_tokens, in_seconds = max(in_tokens, depth), max(in_seconds, 1)
+        blocks = int(min(in_tokens, in_seconds))
         if entry.num_blocks:
             return min(1, blocks), min(depth, entry.num_blocks + blocks)
         if blocks >= depth:
@@ -303,7 +309,7 @@ class Scheduler:
 
     def _add_chunk(self, request: Request, length: int, plan: Plan, restart: bool) -> None:
         """`restart`: it has just been admitted."""
-        self._serve(request, plan)
+        self._add_request(request, plan)
         start, end = request.num_computed, request.num_computed + length
         first_new = 0 if restart else self.blocks.blocks_for(start)
         blocks = request.blocks[first_new : self.blocks.blocks_for(end)]
@@ -315,14 +321,14 @@ class Scheduler:
         plan.tokens_left -= length
         if length > 1:
             plan.num_prefill += length
-            plan.seconds_left = max(0.0, plan.seconds_left - length * self.times.token)
+            plan.seconds_left = max(0.0, plan.seconds_left - length * self.times.per_token)
         request.num_computed = end
         request.num_sampled += samples
 
-    def _serve(self, request: Request, plan: Plan) -> None:
-        """The plan has work for it."""
+    def _add_request(self, request: Request, plan: Plan) -> None:
+        """The plan has work for it, perhaps not the first. The ranks learn of it with the first."""
         plan.requests[request.id] = request
-        self.clients.serve(request)
+        self.queues.serve(request)
         if not request.scheduled_at:
             request.scheduled_at = time.monotonic()
             sampling = request.new.sampling

@@ -55,34 +55,34 @@ class EngineLost(Exception):
 class OutputReceiver(Protocol):
     """What takes the outputs of one request and its children; there are no more after `fail`."""
 
-    finish_at_engine: Callable[[str, FinishReason], None]  # set once the engine has the request
-
     def receive(self, output: RequestOutput) -> None: ...
     def fail(self, error: ApiError) -> None: ...
 
 
 class EngineHandle:
-    """One engine core and its ranks, seen from this API server. `requests` holds the receiver of each sample's id, from
-    before its tensors are reserved until the core's final output for the sample, which comes even for one that was
-    aborted, or its `MediaMiss`."""
+    """One engine core and its ranks, seen from this API server."""
 
     def __init__(
         self, number: int, socket: zmq.asyncio.Socket, encoder: Encoder, queue: TensorIpcSender, cache: CacheAccess
     ):
         self.number = number
+        # By the id of each sample: from before its tensors are reserved until its final output, which comes even if it
+        # was aborted, or its `MediaMiss`.
         self.requests: dict[str, OutputReceiver] = {}
         self.preparing: dict[str, int] = {}  # samples of requests that chose this engine and are not in `requests` yet
         self.stopped: EngineError | None = None  # what requests end with once it serves no more
-        self.may_be_lost = False  # the supervisor has reported its death, or this process is draining
-        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # raises EngineLost
+        # Whether this process goes on if a connection ends: the supervisor has reported the engine's death, or this
+        # process is draining.
+        self.end_is_expected = False
+        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # only ever raises EngineLost
         self._socket = socket
         self._encoder = encoder
         self._metrics = metrics.EngineMetrics(number, cache.capacity)
         self._numbers = itertools.count(1)
-        self._answers: dict[str | bytes | int, asyncio.Future[Any]] = {}  # to questions, by what both name
+        self._replies: dict[str | bytes | int, asyncio.Future[Any]] = {}  # awaited by `_ask`, by its key
         self._ping: asyncio.Future[ControlReply | None] | None = None
         self._sender = RequestSender(encoder, queue, self._send_frame, self.check)
-        self.media = MediaStoreClient(number, self._send, self._ask, queue.num_ranks, cache)
+        self.media_store = MediaStoreClient(number, self._send, self._ask, queue.num_ranks, cache)
 
     @property
     def load(self) -> int:
@@ -102,15 +102,15 @@ class EngineHandle:
         try:
             yield
         except BaseException:
-            self.media.release_aborted(request_id)
+            self.media_store.release_aborted(request_id)
             raise
         finally:
             self.preparing.pop(request_id, None)
 
     async def submit(self, receiver: OutputReceiver, request: NewRequest) -> None:
-        """Send the engine `request`, inside of `holding`. Its patches are tensors, or None where `media` has found
-        the item or its embeddings. Cancelling it leaves nothing behind. Raises EngineError: the engine is down, or the
-        tensors cannot be sent.
+        """Send the engine `request`, inside of `holding`. Its patches are tensors, or None where `media_store` has
+        found the item or its embeddings. Cancelling it leaves nothing behind. Raises EngineError: the engine is down,
+        or the tensors cannot be sent.
 
         What finds room in the store is written there; for the rest this waits for room for its tensors, which leave
         before the request does, straight to the ranks.
@@ -120,7 +120,7 @@ class EngineHandle:
         self.requests |= dict.fromkeys(ids, receiver)
         try:
             if request.media:
-                request = await self.media.place(request)
+                request = await self.media_store.place(request)
             if any(item.patches is not None for item in request.media):
                 await self._sender.send_request(request)
             else:
@@ -128,7 +128,6 @@ class EngineHandle:
         except BaseException:
             self._forget(receiver)
             raise
-        receiver.finish_at_engine = self.finish
         request_id, items = request.request_id, len(request.media)
         logger.debug(
             "%s sent to engine %d, with %d media items", request_id, self.number, items, extra=about(request_id)
@@ -164,13 +163,14 @@ class EngineHandle:
         self._metrics.forget()
         for receiver in self.requests.values():
             receiver.fail(failure)
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(refusal)
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(refusal)
         self.requests = {}
         self._sender.queue.close_streams()
 
     def die(self) -> None:
+        """It serves no more, or cannot be reached: as `stop`."""
         self.stop(EngineError(ENGINE_STOPPED), EngineError(ENGINE_DIED, 500))
 
     def close(self) -> None:
@@ -203,8 +203,8 @@ class EngineHandle:
             case Found(request_id=key) | Reserved(media_hash=key) | ControlReply(number=key):
                 if isinstance(body, ControlReply) and body.stats is not None:
                     self._metrics.update(body.stats)
-                if (answer := self._answers.get(key)) is not None and not answer.done():
-                    answer.set_result(body)
+                if (reply := self._replies.get(key)) is not None and not reply.done():
+                    reply.set_result(body)
 
     def _forget(self, receiver: OutputReceiver) -> OutputReceiver:
         """The core has no state of its request: there will be no final output."""
@@ -212,13 +212,13 @@ class EngineHandle:
         return receiver
 
     async def _ask(self, key: str | bytes | int, question: AnyMessage) -> Any:
-        """The core's answer, which names `key`. Raises EngineError: the engine is down."""
+        """The core's reply, which has `key`, too. Raises EngineError: the engine is down."""
         self._send(question)
-        answer = self._answers[key] = asyncio.get_running_loop().create_future()
+        reply = self._replies[key] = asyncio.get_running_loop().create_future()
         try:
-            return await answer
+            return await reply
         finally:
-            del self._answers[key]
+            del self._replies[key]
 
     def _send(self, body: AnyMessage) -> None:
         self._send_frame(self._encoder.encode(body))
@@ -232,14 +232,14 @@ class EngineHandle:
             self.check()
 
     def _lose(self, why: str) -> None:
-        """A connection to it has ended. If it has died the supervisor reports that, too."""
+        """A connection to it has ended. If it has died the supervisor reports that, too, within `LOST_SECONDS`."""
         if self.stopped is None:
             logger.error("connection to engine %d lost: %s", self.number, why)
             self.die()
             asyncio.get_running_loop().call_later(LOST_SECONDS, self._check_lost)
 
     def _check_lost(self) -> None:
-        if not self.may_be_lost and not self._lost.done():
+        if not self.end_is_expected and not self._lost.done():
             self._lost.set_exception(EngineLost("a running engine cannot be reached; this API server exits"))
 
 
@@ -255,7 +255,7 @@ class EngineClient:
         caches: Sequence[CacheAccess],
     ):
         name = sockets.identity(encoder.sender, encoder.incarnation)
-        self._preparing: list[Callable[[EngineError], None]] = []
+        self._unsent: list[Callable[[EngineError], None]] = []  # what ends each request that no engine has yet
         self.engines = []
         for number, (endpoint, queue, cache) in enumerate(zip(endpoints, queues, caches, strict=True)):
             socket = sockets.connect_dealer(context, endpoint, name)
@@ -276,13 +276,13 @@ class EngineClient:
         await asyncio.gather(*(engine.run() for engine in self.engines))
 
     @contextlib.contextmanager
-    def preparing(self, end: Callable[[EngineError], None]) -> Iterator[None]:
-        """In this block no engine has the request that `end` ends: it is called when none runs."""
-        self._preparing.append(end)
+    def end_if_none_runs(self, end: Callable[[EngineError], None]) -> Iterator[None]:
+        """In this block no engine has the request yet that `end` ends: it is called when the last engine stops."""
+        self._unsent.append(end)
         try:
             yield
         finally:
-            self._preparing.remove(end)
+            self._unsent.remove(end)
 
     def choose(self, digest: bytes = b"") -> EngineHandle:
         """The engine for a request whose first item of media has this content digest. Raises EngineError: none runs.
@@ -319,29 +319,29 @@ class EngineClient:
         role, _, index = sender.partition(" ")
         if role in ("core", "worker"):
             engine = self.engines[int(index.partition(".")[0])]
-            engine.may_be_lost = True
+            engine.end_is_expected = True
             engine.die()
-            self._end_preparing()
+            self._end_unsent()
 
     def drain(self) -> None:
         """This process exits when its last request has finished, and is not replaced before."""
         for engine in self.engines:
-            engine.may_be_lost = True
+            engine.end_is_expected = True
 
     def stop(self, why: EngineError) -> None:
         """End all requests with `why`, and refuse new ones."""
         for engine in self.engines:
             engine.stop(why, why)
-        self._end_preparing()
+        self._end_unsent()
 
     def close(self) -> None:
         for engine in self.engines:
             engine.close()
 
-    def _end_preparing(self) -> None:
+    def _end_unsent(self) -> None:
         """Without effect while an engine runs."""
         if not self._running and (why := self.engines[0].stopped):
-            for end in list(self._preparing):
+            for end in list(self._unsent):
                 end(why)
 
     @property

@@ -18,10 +18,10 @@ from mini_engine import metrics
 from mini_engine.messages import (
     AnyMessage,
     BindName,
-    CachedMedia,
     Finish,
     Found,
     FoundMedia,
+    ItemFacts,
     Lookup,
     MediaItem,
     NamedMedia,
@@ -126,7 +126,7 @@ class MediaStoreClient:
         async with self._locks.setdefault(item.media_hash, asyncio.Lock()):
             if not readers:
                 return "full"
-            reserved: Reserved = await self._ask(item.media_hash, Reserve(next(iter(readers)), CachedMedia.of(item)))
+            reserved: Reserved = await self._ask(item.media_hash, Reserve(next(iter(readers)), ItemFacts.of(item)))
             if reserved.outcome != "reserved":
                 return reserved.outcome
             if is_written := bool(readers):

@@ -119,7 +119,7 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
     capacity, max_bytes = init.media_cache.nbytes, init.config.mm_shm_cache_max_object_size_mb << 20
     caches = [CacheAccess(capacity, store, max_bytes) for store in stores]
     engines = EngineClient(context, child.encoder, init.cores, queues, caches)
-    await front.media.decoders.start()
+    await front.media_loader.decoders.start()
     child.ready()
     link = SupervisorLink(child, engines)
     background = [asyncio.create_task(link.run()), asyncio.create_task(engines.run())]
@@ -135,7 +135,7 @@ async def _main(child: Child, init: Init, front: ModelFront) -> None:
         for task in (serving, *background):
             task.cancel()
         await asyncio.gather(serving, *background, return_exceptions=True)
-        front.media.close()
+        front.media_loader.close()
         engines.close()
         arena.close_memory()
         link.socket.close()
@@ -150,7 +150,7 @@ async def _serve(child: Child, config: EngineConfig, front: ModelFront, link: Su
     front.renderer.max_tokens = limits.max_model_len
     # Decoded frames are only counted, against later requests: what is admitted is decoded in any case, by a bounded
     # number of decoders.
-    front.media.decoders.count_decoded = context.media_bytes.count
+    front.media_loader.decoders.count_decoded = context.media_bytes.count
     app = create_app(context)
     server = HttpServer(app, config, link.report_serving)
 

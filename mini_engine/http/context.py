@@ -1,6 +1,7 @@
 """The objects that the routes of the HTTP application share. Each route gets them by `context_of`."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -10,8 +11,8 @@ from starlette.requests import Request
 
 from mini_engine.config import EngineConfig
 from mini_engine.engine_client.engines import EngineClient
-from mini_engine.http.admission import Budget, Places, body_budget, media_budget
-from mini_engine.media.decode.fair_places import FairPlaces
+from mini_engine.fair_places import FairPlaces
+from mini_engine.http.admission import Budget, BudgetShare, Places, body_budget, media_budget
 from mini_engine.media.loader import MediaLoader, start_thread_pool
 from mini_engine.media.settings import MediaSettingsResolver
 from mini_engine.messages import EngineLimits
@@ -35,7 +36,7 @@ class ModelFront:
     vocabulary: Vocabulary
     vocab_size: int  # of the model's logits; its tokenizer may have fewer tokens
     media_settings: MediaSettingsResolver
-    media: MediaLoader
+    media_loader: MediaLoader
     defaults: SamplingDefaults
     task: Task
 
@@ -76,15 +77,31 @@ class AppContext(ModelFront):
             del running  # an error has this frame: with the future in it they would be a cycle, which keeps the body
 
 
+class RequestState(State):
+    """What a route finds of its request, by `state_of`: a view of `scope["state"]`, which the middleware fills."""
+
+    request_id: str
+    caller: dict[str, Any]  # of log lines, see `caller_of`
+    client: bytes  # opaque; clients take turns
+    clock: RequestClock
+    clocks: list[RequestClock]  # this one, and those of further prompts
+    cleanup: contextlib.ExitStack  # closed at the end of the request, however it ends
+    end: Callable[[Exception], None]  # cancels the request; when it has cleaned up, the exception becomes the response
+    model: str  # that the client asked for; set by `read_body`
+    # Of requests to an engine alone:
+    choices: BudgetShare  # of `AppContext.requests`, with the first choice
+    name_scope: bytes  # see `Access.name_scope`
+
+
 def context_of(request: Request) -> AppContext:
     return request.app.state.context
 
 
-def state_of(request: Request, number: int) -> State:
+def state_of(request: Request, number: int = 0) -> RequestState:
     """That of a request's prompt `number`, each of which has an id and a clock of its own."""
-    state = request.state
+    state = RequestState(request.scope["state"])
     if not number:
         return state
     state.clocks.append(clock := RequestClock())
     own: dict[str, Any] = {"request_id": f"{state.request_id}-prompt{number}", "clock": clock}
-    return State(request.scope["state"] | own)
+    return RequestState(request.scope["state"] | own)

@@ -8,12 +8,10 @@ does not have it, a URL is fetched after all, and a name alone is an error.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from starlette.datastructures import State
-
 from mini_engine.engine_client.engines import EngineClient, EngineHandle
-from mini_engine.http.context import AppContext
+from mini_engine.http.context import AppContext, RequestState
 from mini_engine.media.hashing import HASH_BYTES, content_digest, name_key
-from mini_engine.media.loader import Candidates, Content, FetchedItem, origin_of
+from mini_engine.media.loader import Candidates, FetchedItem, MediaContent, origin_of
 from mini_engine.media.processor import ProcessedItem
 from mini_engine.media.settings import prompt_tokens
 from mini_engine.messages import FoundMedia, NamedMedia
@@ -33,10 +31,10 @@ FoundByHash = dict[bytes, FoundMedia]
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
-async def resolve_names(context: AppContext, body: GenerationRequest, state: State) -> list[MediaRef]:
-    """The media of a conversation; those with a `uuid` have a key. A `uuid` alone, or beside the URL that was
-    downloaded under it before, has the `Content` that it means in place of its URL. One that this request has sent
-    before, with data or with this URL, is that part again, under the same `name` too if the settings are the same.
+async def resolve_names(context: AppContext, body: GenerationRequest, state: RequestState) -> list[MediaRef]:
+    """The media of a conversation, with names resolved. An item with a `uuid` has a key. Where it repeats one of this
+    request, by the `uuid` alone or with the same URL, it has that one's URL, and is that one if the settings are the
+    same. Otherwise see `_resolve_name`.
 
     Raises ApiError: 400 for too many items, and for a name alone that other clients may use; EngineError.
     """
@@ -48,9 +46,9 @@ async def resolve_names(context: AppContext, body: GenerationRequest, state: Sta
     named: dict[bytes, NamedMedia] = {}
     if keys := [*{ref.key for ref in refs if ref.key and origin_of(ref.url) == ref.url}]:
         home = context.engines.preferred(keys[0][:HASH_BYTES])  # of all names of a client
-        named = await home.media.resolve_names(state.request_id, keys)
+        named = await home.media_store.resolve_names(state.request_id, keys)
     resolved: list[MediaRef] = []
-    sent: dict[bytes, MediaRef] = {}
+    sent: dict[bytes, MediaRef] = {}  # the first with data or a URL, by key
     for ref in refs:
         first, origin = sent.get(ref.key), origin_of(ref.url)
         if first and (not ref.url or (origin and origin == origin_of(first.url))):
@@ -58,25 +56,32 @@ async def resolve_names(context: AppContext, body: GenerationRequest, state: Sta
         elif ref.key and not (ref.url or client or body.cache_salt):
             raise bad_request(f"{ref.name}: {OPEN}.", "cache_salt", "missing_required_parameter")
         elif ref.key:
-            bound = named.get(ref.key) or NamedMedia(ref.key, is_frames=True)  # a digest that nothing is found by
-            is_alone = not ref.url
-            if is_alone or (origin == ref.url and bound.url == content_digest(origin.encode())):
-                ref = replace(ref, url=Content.of(replace(ref, url=FRAMES) if bound.is_frames else ref, bound.digest))
+            is_alone, ref = not ref.url, _resolve_name(ref, named.get(ref.key))
             if not is_alone:
                 sent.setdefault(ref.key, ref)
         resolved.append(ref)
     return resolved
 
 
+def _resolve_name(ref: MediaRef, meaning: NamedMedia | None) -> MediaRef:
+    """With the `MediaContent` that its name means in place of the URL, where there is none, or where that URL was
+    downloaded under the name before. No engine has the content of a name without a meaning: see `find_media`."""
+    meaning = meaning or NamedMedia(ref.key, is_frames=True)
+    origin = origin_of(ref.url)
+    if ref.url and not (origin == ref.url and meaning.url == content_digest(origin.encode())):
+        return ref
+    return replace(ref, url=MediaContent.of(replace(ref, url=FRAMES) if meaning.is_frames else ref, meaning.digest))
+
+
 def bind_names(engines: EngineClient, items: Sequence[FetchedItem], processed: Mapping[bytes, ProcessedItem]) -> None:
-    """The names of these mean them from now on, which are `processed`, or which the engine has; but not of a video of
-    which a part is missing. Raises EngineError."""
+    """From now on the names of these items mean them. The items are `processed`, or the engine has them; a video of
+    which a part is missing gets no name. Raises EngineError."""
     for item in items:
         ref, content = item.ref, item.content
         is_whole = item.media_hash not in processed or processed[item.media_hash].missing is None
         if ref.key and is_whole and not content.is_absent:
             media = NamedMedia(content.digest, content_digest(origin_of(content).encode()), content.frames is not None)
-            engines.preferred(ref.key[:HASH_BYTES]).media.bind_name(ref.key, media)
+            engines.preferred(ref.key[:HASH_BYTES]).media_store.bind_name(ref.key, media)
 
 
 # --- what an engine has -----------------------------------------------------------------------------------------------
@@ -84,8 +89,8 @@ def bind_names(engines: EngineClient, items: Sequence[FetchedItem], processed: M
 
 @dataclass(eq=False)
 class DownloadAgain(Exception):
-    """The engine does not have what some URLs were downloaded as. Load `refs`, in which these are to be fetched, and
-    all URLs with the same name: no part means what was downloaded before, and another what is there now."""
+    """The engine does not have what some URLs were downloaded as. Load `refs`: there these are URLs again, and so are
+    all with the same name, since no part may mean what was downloaded before and another what is there now."""
 
     refs: list[MediaRef]
 
@@ -99,7 +104,7 @@ async def find_media(
     Raises DownloadAgain; ApiError: 404 for names alone of what it does not have, 400 for two contents under one name;
     EngineError: the engine is down.
     """
-    found = await engine.media.look_up(request_id, (each.media_hash for item in items for each in item))
+    found = await engine.media_store.look_up(request_id, (each.media_hash for item in items for each in item))
     chosen = _choose(items, found)
     if lacking := [*dict.fromkeys(item for item in chosen if item.content.is_absent and not _is_held(item, found))]:
         if unknown := [item.ref.name for item in lacking if not origin_of(item.content)]:
@@ -113,14 +118,14 @@ async def find_media(
             raise bad_request(f"{item.ref.name}: {AMBIGUOUS}.", "messages")
     # Only now: after a download the same items are looked up again.
     distinct = {item.media_hash: item for item in chosen}
-    engine.media.queries.inc(len(distinct))
-    engine.media.hits.inc(sum(_is_held(item, found) for item in distinct.values()))
+    engine.media_store.queries.inc(len(distinct))
+    engine.media_store.hits.inc(sum(_is_held(item, found) for item in distinct.values()))
     return chosen, found
 
 
-def absent_items(items: Sequence[FetchedItem], found: FoundByHash, trusts_embeddings: bool) -> list[FetchedItem]:
-    """What has to be decoded. Without `trusts_embeddings` data too, of which there are only these: they may be evicted
-    each time; names still mean embeddings, which another request has encoded since."""
+def items_to_decode(items: Sequence[FetchedItem], found: FoundByHash, trusts_embeddings: bool) -> list[FetchedItem]:
+    """Those that the engine has neither patches nor embeddings of. Without `trusts_embeddings` also those with
+    embeddings alone, which may be evicted each time; but not those known by name, which have no data to decode."""
     return [
         item
         for item in items
@@ -134,11 +139,10 @@ def _is_held(item: FetchedItem, found: FoundByHash) -> bool:
 
 
 def _choose(items: Sequence[Candidates], found: FoundByHash) -> list[FetchedItem]:
-    """Each item with the settings as if there was no text, if it is known to leave room for it; unless only the smaller
-    one is held."""
+    """The largest of each item if it is known to leave room for the text; unless only the fitted one is held."""
     chosen = []
-    for first, last in ((item[0], item[-1]) for item in items):
-        known, budget = found.get(first.media_hash), last.settings.video_tokens or 0
+    for largest, fitted in items:
+        known, budget = found.get(largest.media_hash), fitted.settings.video_tokens or 0
         fits = known is not None and prompt_tokens(known.facts) <= budget
-        chosen.append(first if fits and (_is_held(first, found) or not _is_held(last, found)) else last)
+        chosen.append(largest if fits and (_is_held(largest, found) or not _is_held(fitted, found)) else fitted)
     return chosen

@@ -67,10 +67,8 @@ class ActiveRequests:
 
 
 class RequestMiddleware:
-    """See the module. In `scope["state"]` the application finds `request_id`, `caller`, `clock`, `clocks`, to which it
-    adds those of further prompts, `cleanup`, an ExitStack, `end`, which cancels it, and `client`, an opaque id; for
-    text also `name_scope`, see `Access`, and `choices`, the budget share of the first one. It is also cancelled when
-    its client disconnects. It sets `model`, the name that the client asked for."""
+    """See the module. It fills `scope["state"]`: see `RequestState`. The application is cancelled when its client
+    disconnects."""
 
     def __init__(self, app: ASGIApp, context: AppContext, requests: ActiveRequests):
         self._app = app

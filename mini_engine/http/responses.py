@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from starlette.datastructures import Headers, State
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mini_engine.http.body import JSON
+from mini_engine.http.context import RequestState
 from mini_engine.http.error_responses import report_error
 from mini_engine.prompt.answer import Answer, Piece, Turn, pieces
 from mini_engine.prompt.detokenizer import ListedToken
@@ -59,9 +60,8 @@ class Responder(ABC):
     logprobs_head: bytes
     lists_prompt_by_choice: bool  # or the response lists it
 
-    def __init__(self, request: GenerationRequest, state: State, model: str):
-        """`state` of the HTTP request, see `middleware.RequestMiddleware`."""
-        self._head = {"id": state.request_id, "created": int(time.time()), "model": model}
+    def __init__(self, request: GenerationRequest, state: RequestState, model: str):
+        self._head: dict[str, Any] = {"id": state.request_id, "created": int(time.time()), "model": model}
         self._caller, self._lists_prompts = state.caller, request.prompt_logprobs is not None
         self._stream = bool(request.stream)
         self._options = request.stream_options or StreamOptions()
@@ -173,7 +173,7 @@ class ChatResponder(Responder):
     logprobs_head = b'{"refusal":null,'
     lists_prompt_by_choice = False
 
-    def __init__(self, request: ChatRequest, state: State, model: str):
+    def __init__(self, request: ChatRequest, state: RequestState, model: str):
         super().__init__(request, state, model)
         self._last_calls: dict[int, int] = {}  # the number of the last call of each choice that has begun; -1: none
         self._is_named = isinstance(request.tool_choice, ToolChoice)

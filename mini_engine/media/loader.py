@@ -13,7 +13,7 @@ import time
 from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import msgspec
 import torch
@@ -37,7 +37,8 @@ from mini_engine.protocol.request_clock import RequestClock
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-FetchGroup = list[tuple[MediaRef, Sequence[MediaSettings]]]
+SettingsPair = tuple[MediaSettings, MediaSettings]  # see `Candidates`
+FetchGroup = list[tuple[MediaRef, SettingsPair]]
 
 INLINE_CHARACTERS = 64 << 10  # `data:` URLs of this length together cost less than handing them to a thread
 ITEM_CHARACTERS = 1 << 10  # what an item costs beside its URL
@@ -45,9 +46,9 @@ MAX_DOWNLOADS = 32  # connections of one API server at once
 START_SECONDS = 60.0  # for the threads of a pool
 
 
-class Content(str):
-    """An item as fetched, or as its name means it. It takes the place of the item's URL, and is not fetched again: as a
-    text it is a `data:` URL without data."""
+class MediaContent(str):
+    """An item as fetched, or as its name means it. It takes the place of the item's URL, and is not fetched again. A
+    text, since all that looks at URLs must find the kind of the item there: a `data:` URL without data."""
 
     digest: bytes
     data: bytes | None  # None: of a local file, which is read again if it must be decoded; or of a name
@@ -69,7 +70,7 @@ class Content(str):
 
 def origin_of(url: str) -> str:
     """The URL from which another server sends, or has sent, this; empty for others."""
-    source = url.source if isinstance(url, Content) else url
+    source = url.source if isinstance(url, MediaContent) else url
     return source if sources.is_elsewhere(source) else ""
 
 
@@ -78,13 +79,25 @@ class FetchedItem:
     """An item's content and settings, and their 16-byte hash: equal hashes mean equal patches."""
 
     ref: MediaRef  # its URL is `content`
-    content: Content
+    content: MediaContent
     settings: MediaSettings
     media_hash: bytes
 
 
-Candidates = list[FetchedItem]
-"""One item with each of the settings that it may be used with, and the same content."""
+class Candidates(NamedTuple):
+    """One item, with the settings as if its prompt had no text, and with those that leave the text its room: one object
+    where these are the same."""
+
+    largest: FetchedItem
+    fitted: FetchedItem
+
+    @property
+    def ref(self) -> MediaRef:
+        return self.largest.ref
+
+    @property
+    def content(self) -> MediaContent:
+        return self.largest.content
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,10 +138,10 @@ class MediaLoader:
             tls_context()
 
     async def fetch(
-        self, refs: Sequence[MediaRef], settings: Iterable[Sequence[MediaSettings]], received: Received
+        self, refs: Sequence[MediaRef], settings: Iterable[SettingsPair], received: Received
     ) -> list[Candidates]:
-        """The items in the order of `refs`, with the hashes by all of the `settings` of each. Cancelling it, or the
-        failure of one item, ends the work on the others. What is there several times, under one `name`, is fetched
+        """The items in the order of `refs`, hashed with both `settings` of each. Cancelling it, or the failure of one
+        item, ends the work on the others. What is there several times, under one `name`, is fetched
         once; so is a URL with a `uuid`, of which two downloads could differ.
 
         `received` is called with the most bytes of all items that no other server has, before anything is fetched, and
@@ -151,7 +164,7 @@ class MediaLoader:
             url = item[0].uuid and origin_of(item[0].url)
             groups.setdefault((url or name) if _is_slow(item[0]) else "", []).append(item)
         fetched = await _all(self._fetch(group, received) for group in groups.values())
-        items = {candidates[0].ref.name: candidates for group in fetched for candidates in group}
+        items = {item.ref.name: item for group in fetched for item in group}
         return [items[ref.name] for ref in refs]
 
     async def process(
@@ -216,26 +229,30 @@ class MediaLoader:
             return fetched()
         return await asyncio.get_running_loop().run_in_executor(self._reading, fetched)
 
-    def _read(self, ref: MediaRef, settings: Sequence[MediaSettings], download: bytes | None) -> Candidates:
+    def _read(self, ref: MediaRef, settings: SettingsPair, download: bytes | None) -> Candidates:
         """Read, or take what was downloaded, and hash it."""
         url, policy, name, is_video = ref.url, self.policy, ref.name, ref.modality == "video"
-        if isinstance(url, Content):
+        if isinstance(url, MediaContent):
             content = url
         elif is_video and sources.has_frames(url):
             limits, own = self.decoders.limits, settings[0]
             data, frames = sources.fetch_frames(url, policy, limits, own.sampling, name, own.timestamps)
-            content = Content.of(ref, content_digest(data, frames.sizes), data, frames)
+            content = MediaContent.of(ref, content_digest(data, frames.sizes), data, frames)
         elif is_video and settings[0].timestamps:
             raise MediaError(name, "timestamps are for a video that is sent as frames; remove them")
         elif sources.is_local_file(url):
             known, digest = read_file(url, policy, name)
-            content = Content.of(ref, digest, known)
+            content = MediaContent.of(ref, digest, known)
         else:
             data = sources.fetch_data(url, policy, name) if download is None else download
-            content = Content.of(ref, content_digest(data), data)
+            content = MediaContent.of(ref, content_digest(data), data)
         ref = replace(ref, url=content)  # what is in a body is not kept
-        hashes = (media_hash(content.digest, hash_key(each, ref.modality)) for each in settings)
-        return [FetchedItem(ref, content, *each) for each in zip(settings, hashes, strict=True)]
+
+        def hashed(own: MediaSettings) -> FetchedItem:
+            return FetchedItem(ref, content, own, media_hash(content.digest, hash_key(own, ref.modality)))
+
+        item = hashed(settings[0])
+        return Candidates(item, item if settings[1] is settings[0] else hashed(settings[1]))
 
     def _read_again(self, item: FetchedItem) -> bytes:
         name = item.ref.name
@@ -253,16 +270,16 @@ class MediaLoader:
             data = await asyncio.get_running_loop().run_in_executor(self._reading, self._read_again, item)
         sampling = item.settings.sampling if item.ref.modality == "video" and frames is None else None
         job = Job(item.ref.name, len(data), sampling, self._allow_partial, frames.sizes if frames else [])
-        decoding = await self.decoders.decode(job, data, owner)
-        decoded, video = time.monotonic(), frames.facts if frames else decoding.video
+        decoded = await self.decoders.decode(job, data, owner)
+        decoded_at, video = time.monotonic(), frames.facts if frames else decoded.video
 
         def process() -> ProcessedItem:
             reach_failpoint("processing")
             try:
                 if video is None:
-                    made = self.processor.process_image(decoding.frames[0], item.settings)
+                    made = self.processor.process_image(decoded.frames[0], item.settings)
                 else:
-                    made = self.processor.process_video(decoding.frames, video, item.settings)
+                    made = self.processor.process_video(decoded.frames, video, item.settings)
                 own_hash = os.urandom(HASH_BYTES) if made.missing else item.media_hash
                 return replace(made, facts=msgspec.structs.replace(made.facts, media_hash=own_hash))
             except torch.AcceleratorError:  # such as an illegal access: from then on all CUDA calls of a process fail
@@ -272,10 +289,10 @@ class MediaLoader:
 
         processing = self._processing.submit(process)
         # The frames are in use until the thread is done, whether it is waited for or not.
-        processing.add_done_callback(lambda _: decoding.release())
+        processing.add_done_callback(lambda _: decoded.release())
         processed = await asyncio.wrap_future(processing)
         metrics.media_decodes_total.inc()
-        return _Processed(processed, decoded - began, time.monotonic() - decoded)
+        return _Processed(processed, decoded_at - began, time.monotonic() - decoded_at)
 
 
 def _is_slow(ref: MediaRef) -> bool:

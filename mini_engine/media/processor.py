@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from mini_engine import metrics
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
-from mini_engine.messages import CachedMedia, Modality
+from mini_engine.messages import ItemFacts, Modality
 from mini_engine.model.architectures import find_spec
 
 Kwargs = Mapping[str, Any]
@@ -48,7 +48,7 @@ class MediaSettings:
 class ProcessedItem:
     """The model's input for one image or video."""
 
-    facts: CachedMedia  # from `MediaProcessor` without a hash
+    facts: ItemFacts  # from `MediaProcessor` without a hash
     patches: torch.Tensor | None  # contiguous, see `MediaItem`; None: the engine has them, or the item's embeddings
     missing: str | None = None  # of a video: see `VideoFacts`
 
@@ -149,7 +149,7 @@ class MediaProcessor:
         assert patches.dtype == torch.uint8, f"its patches are {patches.dtype}, not uint8"
         frames, height, width = grid[0].tolist()
         tokens = frames * height * width // self._image.merge_size**2
-        facts = CachedMedia(b"", kind, tokens, (frames, height, width), *rest)
+        facts = ItemFacts(b"", kind, tokens, (frames, height, width), *rest)
         return ProcessedItem(facts, patches.contiguous(), missing)
 
 

@@ -18,7 +18,7 @@ from mini_engine.config import MOST_FRAMES_KEPT, EngineConfig
 from mini_engine.media.frame_sampling import VideoSampling
 from mini_engine.media.processor import EDGES, FORWARDED, TIME_TOKENS, Calls, Kwargs, MediaProcessor, MediaSettings
 from mini_engine.media.sources.fetch import DEFAULT_FPS, has_frames
-from mini_engine.messages import CachedMedia, EngineLimits, Modality
+from mini_engine.messages import EngineLimits, ItemFacts, Modality
 from mini_engine.protocol.api_errors import bad_request
 from mini_engine.protocol.bodies import ChatRequest
 from mini_engine.protocol.parts import Count, MediaRef, Seconds
@@ -176,7 +176,7 @@ def video_tokens(limits: EngineLimits, text_tokens: int, answer_tokens: int, num
     return int(tokens)
 
 
-def prompt_tokens(item: CachedMedia) -> int:
+def prompt_tokens(item: ItemFacts) -> int:
     """The most that an item takes of a prompt, with the text that tells the time of its steps."""
     return item.num_tokens + (TIME_TOKENS * item.grid_thw[0] if item.placeholder is not None else 0)
 

@@ -27,7 +27,7 @@ from mini_engine.messages.steps import (
     Step, StepResult, WorkerReady,
 )  # fmt: skip
 from mini_engine.messages.tensors import (
-    CachedMedia, DeviceSlots, MediaItem, Message, MessageId, Modality, ProbeResult, StoreHandle, TensorHandle,
+    ItemFacts, DeviceSlots, MediaItem, Message, MessageId, Modality, ProbeResult, StoreHandle, TensorHandle,
     TensorMessage, TransportName,
 )  # fmt: skip
 

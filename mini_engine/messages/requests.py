@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from mini_engine.messages.tensors import CachedMedia, MediaItem, Message, MessageId
+from mini_engine.messages.tensors import ItemFacts, MediaItem, Message, MessageId
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -66,18 +66,18 @@ class NewRequest(Message, frozen=True):
 
 
 class Lookup(Message, frozen=True):
-    """API server -> core: what is known of these media? From then on the request refers to those with patches. And what
-    do names mean, of which this engine is the home, see `EngineClient.preferred`?"""
+    """API server -> core: which of these media, and of these names, are known? From then on the request refers to the
+    media with patches."""
 
     request_id: str
     hashes: list[bytes]
-    names: list[bytes] = []  # keys
+    names: list[bytes] = []  # keys of names of which this engine is the home: see `EngineClient.preferred`
 
 
 class FoundMedia(msgspec.Struct, frozen=True, array_like=True):
     """An item of which the engine knows the facts, and what else it has of it."""
 
-    facts: CachedMedia
+    facts: ItemFacts
     # patches: the request refers to them; embeddings: in the encoder cache, perhaps not for long; facts: nothing else
     held: Literal["patches", "embeddings", "facts"]
 
@@ -109,11 +109,11 @@ class Reserve(Message, frozen=True):
     """API server -> core: pages of the media store for this item of the request."""
 
     request_id: str
-    media: CachedMedia
+    facts: ItemFacts
 
 
 class Reserved(Message, frozen=True):
-    """Core -> API server: answer to `Reserve`, of which an API server has one for a hash at a time."""
+    """Core -> API server: answer to `Reserve`. An API server has at most one open `Reserve` for a hash."""
 
     media_hash: bytes
     # present: cached by now, and the request refers to it; full: no room; busy: another reservation of it is open
@@ -125,16 +125,17 @@ class Written(Message, frozen=True):
     """API server -> core: no thread writes to the pages that it has reserved for this item, and none will."""
 
     media_hash: bytes
-    request_ids: list[str] | None  # the item lies in its pages, and these refer to it; None: it does not
+    request_ids: list[str] | None  # the item is in the pages, and these requests refer to it; None: it was not written
 
 
 class MediaMiss(Message, frozen=True):
-    """Core -> API server: the request has ended, without an output, and its references too: a rank cannot read its
-    tensors; or with `arrival` embeddings that it relied on have been evicted: it is to be sent again, with the
-    patches of all items whose data were sent."""
+    """Core -> API server: the request has ended without an output, and so have its references, since it cannot run
+    with the media that were sent."""
 
     request_id: str
-    arrival: int | None = None  # for `NewRequest.arrival`
+    # None: a rank cannot read its tensors. Else embeddings that it relied on have been evicted: it is to be sent again
+    # with this `NewRequest.arrival`, and with the patches of all items whose data were sent.
+    arrival: int | None = None
 
 
 class Finish(Message, frozen=True):

@@ -41,7 +41,7 @@ else:
     Tensor = TensorHandle
 
 
-class CachedMedia(msgspec.Struct, frozen=True, array_like=True):
+class ItemFacts(msgspec.Struct, frozen=True, array_like=True):
     """The facts about an image or video that a prompt needs."""
 
     media_hash: bytes  # 16 bytes, of the media's bytes, the sampling, the processor's settings and the model
@@ -53,11 +53,11 @@ class CachedMedia(msgspec.Struct, frozen=True, array_like=True):
     timestamps: list[float] | None = None  # of the sampled frames: seconds after the video's first. None: an image
 
     @classmethod
-    def of(cls, item: MediaItem) -> CachedMedia:
+    def of(cls, item: MediaItem) -> ItemFacts:
         return cls(*(getattr(item, name) for name in cls.__struct_fields__))
 
 
-class MediaItem(CachedMedia, frozen=True, array_like=False, kw_only=True):
+class MediaItem(ItemFacts, frozen=True, array_like=False, kw_only=True):
     """One image or video of a prompt, as the vision tower needs it."""
 
     offsets: list[int]  # in the prompt's token ids, of each run of placeholders, all equally long, text in between

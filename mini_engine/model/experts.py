@@ -109,7 +109,7 @@ class GroupedExperts(Layer):
         whole = matrix.dequantize(torch.bfloat16) if isinstance(matrix, QuantizedMatrix) else matrix
         return whole.unflatten(0, (self.count, -1)).mT
 
-    def pieces(self) -> Iterator[WeightSlice]:
+    def weight_slices(self) -> Iterator[WeightSlice]:
         whole, widths = slice(0, self.size), {"gate_proj": 0, "up_proj": self.padded}
         for expert in range(self.count):
             source = f"{self.source}.{expert}"

@@ -1,6 +1,6 @@
 """The layers that decoder and vision tower are made of, each holding one rank's part of its weights.
 
-A layer says through `pieces()` which rectangle of which checkpoint tensor it holds; `weights.py` does the reading.
+A layer says by `weight_slices` which rectangle of which checkpoint tensor it holds; `weights.py` does the reading.
 Checkpoint names are in the newer hub layout (`model.language_model.*`, `model.visual.*`, `lm_head.weight`).
 """
 
@@ -60,17 +60,17 @@ class Layer(nn.Module):
 
     source: str
 
-    def pieces(self) -> Iterator[WeightSlice]:
+    def weight_slices(self) -> Iterator[WeightSlice]:
         """The parts of a checkpoint that this layer loads. Targets are views: repeat the call after `.to()`."""
         for name, target in self.named_parameters():
             yield WeightSlice(f"{self.source}.{name}", tuple(target.shape), (slice(0, len(target)),), target)
 
 
-def pieces_of(module: nn.Module) -> Iterator[WeightSlice]:
-    """The pieces of all layers below `module`, itself included."""
+def weight_slices_of(module: nn.Module) -> Iterator[WeightSlice]:
+    """Those of all layers below `module`, itself included."""
     for layer in module.modules():
         if isinstance(layer, Layer):
-            yield from layer.pieces()
+            yield from layer.weight_slices()
 
 
 def pack_weights(module: nn.Module) -> None:
@@ -227,7 +227,7 @@ class ColumnParallel(Layer):
         """`[..., inputs]` -> `[..., this rank's outputs]`."""
         return linear(x, self.weight, self.bias)
 
-    def pieces(self) -> Iterator[WeightSlice]:
+    def weight_slices(self) -> Iterator[WeightSlice]:
         start = 0
         for r in self.rows:
             here = slice(start, start + r.count)
@@ -268,7 +268,7 @@ class RowParallel(Layer):
         # Added once, after the sum: inside the product it would count once per rank.
         return y if self.bias is None else y + self.bias
 
-    def pieces(self) -> Iterator[WeightSlice]:
+    def weight_slices(self) -> Iterator[WeightSlice]:
         rows = slice(0, self.outputs)
         held = part_of(self.weight, rows, self.held)
         yield WeightSlice(f"{self.source}.weight", (self.outputs, self.inputs), (rows, self.part), held)
@@ -365,7 +365,7 @@ class VocabParallelEmbedding(Layer):
         scores = self.project(chosen.float() if isinstance(self.weight, HalfMatrix) else chosen)  # of x's dtype
         return x.new_zeros(len(rows)).float() if scores is None else scores.gather(1, token_ids[:, None])[:, 0].float()
 
-    def pieces(self) -> Iterator[WeightSlice]:
+    def weight_slices(self) -> Iterator[WeightSlice]:
         shape, twin = (self.vocab_size, self.size), self.twin and f"{self.twin}.weight"
         held = part_of(self.weight, slice(0, self.part.stop - self.part.start), self.size)
         yield WeightSlice(f"{self.source}.weight", shape, (self.part,), held, twin)

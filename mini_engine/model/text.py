@@ -111,7 +111,7 @@ class GatedDeltaNet(Layer):
         read = attend.recur(self.layer, qkv, gates, Weights(self.kernel, self.A_log, self.dt_bias))
         return self.out(ops.gated_rms_norm(read.flatten(1), z, self.norm.weight, self.norm.eps))
 
-    def pieces(self) -> Iterator[WeightSlice]:
+    def weight_slices(self) -> Iterator[WeightSlice]:
         start = 0
         for part in self.parts:
             here = self.kernel[start : start + part.stop - part.start].unsqueeze(1)

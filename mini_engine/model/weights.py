@@ -18,7 +18,7 @@ from mini_engine.free_memory import available_memory
 from mini_engine.matmul.quantized import Codes, Int8Matrix, MatrixPart, QuantizedMatrix
 from mini_engine.model.checkpoint import FLOATS, CheckpointError, Progress, Stored, read_tensor, shorten
 from mini_engine.model.config import ModelConfig
-from mini_engine.model.layers import WeightSlice, pack_weights, pieces_of
+from mini_engine.model.layers import WeightSlice, pack_weights, weight_slices_of
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.quantization import SUPPORTED, Quantization
 from mini_engine.model.quantized_files import StoredMatrix, find_weights, is_empty_bias
@@ -82,7 +82,7 @@ def load_weights(model: nn.Module, path: str | Path, tensors: dict[str, Stored |
     """Fill all parameters from `tensors`, which `find_weights` has found in a directory. All names and shapes are
     checked before anything is read. Raises CheckpointError naming what is missing, unexpected or wrong, and if a matrix
     that serves twice is stored twice with different values."""
-    pieces = list(pieces_of(model))
+    pieces = list(weight_slices_of(model))
     _check(pieces, tensors, path)
     progress = Progress("weights read", sum(piece.target.nbytes for piece in pieces))
     for piece in sorted(pieces, key=lambda piece: _place(tensors[piece.source])):
@@ -99,7 +99,7 @@ def fill_randomly(model: nn.Module) -> None:
     """Fill all parameters with small random values, norms with values near one. A value depends on its tensor's name
     and its place in the whole tensor alone, so that any number of ranks hold the parts of the same model; nothing that
     another rank holds is computed. The numbers are made on the device."""
-    pieces = list(pieces_of(model))
+    pieces = list(weight_slices_of(model))
     progress = Progress("random weights made", sum(piece.target.nbytes for piece in pieces))
     for piece in pieces:
         is_norm = len(piece.shape) == 1 and piece.source.endswith(".weight")

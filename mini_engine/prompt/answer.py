@@ -138,20 +138,29 @@ class Sample:
 class Answer:
     """One request, and the pieces of its choices. As a context it aborts, when it is left, what has not ended.
 
-    `request` is what the engine gets of `prompt`, with its children.
+    Args:
+        request: what the engine gets of `prompt`, with its children.
+        finish_at_engine: ends a sample, by its id; without effect if the engine has ended it.
+        media: what the response says of the images and videos, in order.
+        warnings: what the answer does not rest on, such as the missing part of a video.
     """
 
-    finish_at_engine: Callable[[str, FinishReason], None]  # ends a sample, by its id; set once the engine has it
-    media: Sequence[dict[str, Any]] = ()  # what the response says of the images and videos, in order
-    warnings: Sequence[str] = ()  # what the answer does not rest on, such as the missing part of a video
-    may_need_media = False  # whether the engine may need the request again
-
-    def __init__(self, prompt: Prompt, request: NewRequest, vocabulary: Vocabulary, clock: RequestClock):
+    def __init__(
+        self,
+        prompt: Prompt,
+        request: NewRequest,
+        vocabulary: Vocabulary,
+        clock: RequestClock,
+        finish_at_engine: Callable[[str, FinishReason], None],
+        media: Sequence[dict[str, Any]],
+        warnings: Sequence[str],
+    ):
         body = prompt.body
         ids = [request.request_id, *(child.request_id for child in request.children)]
         # Not the request itself: its tensors would stay in memory until the last token.
         self.request_id, self.num_prompt_tokens = request.request_id, len(request.prompt_token_ids)
-        self.clock = clock
+        self.clock, self.media, self.warnings = clock, media, warnings
+        self._finish_at_engine = finish_at_engine
         clock.max_tokens = request.sampling.max_tokens
         self._prompt: PromptEcho | None = None
         if body.echo or request.sampling.prompt_logprobs is not None:
@@ -164,7 +173,7 @@ class Answer:
         self.arrival: int | None = None  # of the request when it is sent again
         self._error: ApiError | None = None
         self._grammar_field = body.grammar_field if request.sampling.grammar else None
-        self._waiting: collections.deque[Sample] = collections.deque()  # samples with outputs, each once
+        self._ready: collections.deque[Sample] = collections.deque()  # samples with outputs, each once
         self.arrived = asyncio.Event()  # set when there is something to take
         self._unfinished = len(ids)  # samples
 
@@ -200,18 +209,19 @@ class Answer:
     # --- for the HTTP side -------------------------------------------------------------------------------------------
 
     async def is_admitted(self) -> bool:
-        """Wait for the first output or a failure if the engine may need the request again; False: it does, as another
-        answer, and this one is over, and uncounted."""
-        if self.may_need_media:
+        """Whether the engine keeps the request. If it was sent without the patches of items whose embeddings the engine
+        had, this waits for the first output or a failure. False: they have been evicted, so it has to be sent again, as
+        another answer; this one is over, and uncounted."""
+        if any(item["cached"] == "embeddings" for item in self.media):
             await self.arrived.wait()
         if isinstance(self._error, MediaNotSent) and self._error.arrival is not None:
             self.arrival, self._unfinished = self._error.arrival, 0
         return self.arrival is None
 
     @property
-    def is_waiting(self) -> bool:
+    def has_piece(self) -> bool:
         """Whether there is something to take."""
-        return bool(self._waiting or self._error)
+        return bool(self._ready or self._error)
 
     def take(self) -> Piece:
         """The next piece; no sample is taken twice while another waits. Raises EngineError: the engine has failed at
@@ -219,10 +229,10 @@ class Answer:
         if self._error is not None:
             self._end("error" if self._error.status >= 500 else None)
             raise self._error
-        sample = self._waiting.popleft()
+        sample = self._ready.popleft()
         piece = sample.take()
         if sample.outputs:
-            self._waiting.append(sample)
+            self._ready.append(sample)
         self.clock.count_tokens(self.num_prompt_tokens, piece.num_tokens, piece.index)
         if piece.finish_reason is not None:
             self._finish(sample, "stop")  # without effect unless a stop string ended it
@@ -252,7 +262,7 @@ class Answer:
             self.arrived.set()
             return
         if not sample.outputs:
-            self._waiting.append(sample)
+            self._ready.append(sample)
         sample.add(output)
         self.arrived.set()
 
@@ -279,10 +289,10 @@ class Answer:
         if sample.over:
             return
         if sample.outputs:
-            self._waiting.remove(sample)
+            self._ready.remove(sample)
         sample.end()
         self._unfinished -= 1
-        self.finish_at_engine(sample.request_id, reason)  # without effect if the engine has ended it
+        self._finish_at_engine(sample.request_id, reason)
 
 
 async def pieces(answers: Sequence[Answer]) -> AsyncGenerator[Piece, None]:
@@ -295,7 +305,7 @@ async def pieces(answers: Sequence[Answer]) -> AsyncGenerator[Piece, None]:
     while unfinished := [answer for answer in answers if not answer.over]:
         arrived.clear()
         for answer in unfinished:
-            if answer.is_waiting:
+            if answer.has_piece:
                 await turn.end_if_over()
                 yield answer.take()
                 arrived.set()  # there may be more

@@ -44,7 +44,7 @@ class WritableMemory:
         pages."""
         reach_failpoint("writing")
         source = payload.numpy()
-        for start, nbytes in _pieces(extents, 0, payload.numel()):
+        for start, nbytes in _byte_ranges(extents, 0, payload.numel()):
             # Entered into the page table at once: a first touch, page by page, costs several times the copy.
             first, stop = start // PAGE_BYTES, -(-(start + nbytes) // PAGE_BYTES)
             if not self._populated[first:stop].all():
@@ -70,7 +70,7 @@ class ReadableMemory:
     def read(self, extents: Sequence[Extent], start: int, stop: int) -> torch.Tensor:
         """Bytes `start .. stop` of what lies in `extents`, uint8, one dimension: a view where they lie in one extent,
         else a copy."""
-        views = [self._bytes[first : first + nbytes] for first, nbytes in _pieces(extents, start, stop)]
+        views = [self._bytes[first : first + nbytes] for first, nbytes in _byte_ranges(extents, start, stop)]
         return views[0] if len(views) == 1 else torch.cat(views) if views else self._bytes[:0]
 
     def rows(self, extents: Sequence[Extent], shape: Sequence[int], first: int, stop: int) -> torch.Tensor:
@@ -154,14 +154,14 @@ class Arena:
             self.descriptor = None
 
 
-def _pieces(extents: Sequence[Extent], start: int, stop: int) -> list[tuple[int, int]]:
+def _byte_ranges(extents: Sequence[Extent], start: int, stop: int) -> list[tuple[int, int]]:
     """The parts of the memory that hold bytes `start .. stop` of what lies in `extents`, as (first byte, bytes)."""
-    pieces: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     before = 0  # bytes in the extents so far
     for first, count in extents:
         begin, end = max(start - before, 0), min(stop - before, count * PAGE_BYTES)
         if begin < end:
-            pieces.append((first * PAGE_BYTES + begin, end - begin))
+            ranges.append((first * PAGE_BYTES + begin, end - begin))
         before += count * PAGE_BYTES
     assert stop <= before, f"bytes {start} to {stop} do not lie in extents of {before}"
-    return pieces
+    return ranges

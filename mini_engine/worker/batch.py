@@ -109,30 +109,22 @@ class ChunkRows(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatBatch:
-    """All tokens of a step, chunks one after the other in the order that attention wants.
+    """All n tokens of a step, chunks one after the other in the order that attention wants; s of the chunks sample.
+    Tensors are int64 on the CPU."""
 
-    Tensors are int64 on the CPU: `token_ids` `[n]`, `positions` `[3, n]`, `cache_indices` `[n]` (block * block_size +
-    place), `last_rows` `[s]`, the last row of each chunk that samples. `sampled` are the sequences of these, and
-    `stops`, int64 `[s]`, the indices in them of the tokens to be sampled. `parts` are all chunks, those of the first
-    step in a `DecodeBatch`; `in_prompt` those that begin in a prompt: others have no media; `pooled` those that end the
-    prompt of a request with `PoolingParams`; `listed` those of prompts with `SamplingParams.prompt_logprobs`. `greedy`:
-    no row needs more than its largest logit; `adjusts`: some row's logits are adjusted; `constrained`: some row has a
-    grammar.
-    """
-
-    parts: list[ChunkRows]
-    in_prompt: list[ChunkRows]
-    sampled: list[SequenceState]
-    pooled: list[ChunkRows]
-    listed: list[ChunkRows]
-    stops: np.ndarray
-    token_ids: Tensor
-    positions: Tensor
-    cache_indices: Tensor
-    last_rows: Tensor
-    greedy: bool
-    adjusts: bool
-    constrained: bool
+    parts: list[ChunkRows]  # all chunks; in a `DecodeBatch` those of its first step
+    in_prompt: list[ChunkRows]  # those that begin in a prompt: others have no media
+    sampled: list[SequenceState]  # whose chunks sample
+    pooled: list[ChunkRows]  # those that end the prompt of a request with `PoolingParams`
+    listed: list[ChunkRows]  # those of prompts with `SamplingParams.prompt_logprobs`
+    stops: np.ndarray  # int64 `[s]`, the indices in `sampled` of the tokens to be sampled
+    token_ids: Tensor  # `[n]`
+    positions: Tensor  # `[3, n]`
+    cache_indices: Tensor  # `[n]`, block * block_size + place in the block
+    last_rows: Tensor  # `[s]`, the last row of each chunk that samples
+    greedy: bool  # no row needs more than its largest logit
+    adjusts: bool  # some row's logits are adjusted
+    constrained: bool  # some row has a grammar
 
     @property
     def decodes(self) -> bool:

@@ -126,10 +126,10 @@ class ModelRunner:
         # core keeps the budget of both, and lets no chunk read an item before its last part is encoded.
         self._encoded: dict[bytes, Tensor] = {}
         self._unfinished: dict[bytes, Iterator[Tensor]] = {}  # the tower's blocks on one grid of an item, by its hash
-        self._decode: DecodeBatch | None = None  # the last step's, if it was one
+        self._decode_batch: DecodeBatch | None = None  # the last step's, if it was one
         self._processors: LogitsProcessors | None = None  # the last step's, as long as its batch continues
         self._pending: PendingTokens | None = None  # the last step's, until they are in the sequences
-        # Of processor time, as masks are bounded, that the model took for the last step beside which some were made.
+        # Processor time of the model in the last step with masks: the next ones may take as long beside it.
         self._model_seconds = 0.0
 
     def execute(self, step: Step) -> StepResult:
@@ -151,7 +151,7 @@ class ModelRunner:
         if step.finished:
             self._enter_tokens()
             # They may be in the batch, which would keep them alive; and the next of that name is another.
-            self._decode = self._processors = None
+            self._decode_batch = self._processors = None
             for request_id in step.finished:
                 del self._sequences[request_id]
         self._update_media(step)
@@ -251,26 +251,27 @@ class ModelRunner:
         for chunk in chunks:
             if chunk.block_ids or chunk.restart:
                 self._sequences[chunk.request_id].add_blocks(chunk)
-        if self._decode is None or not self._decode.advance(chunks):
+        if self._decode_batch is None or not self._decode_batch.advance(chunks):
             self._enter_tokens()
-            self._decode = self._processors = None
+            self._decode_batch = self._processors = None
             if any(chunk.start and not chunk.samples for chunk in chunks):
                 reach_failpoint("prefilling")  # in the middle of a prompt
             batch = build_batch([(chunk, self._sequences[chunk.request_id]) for chunk in chunks], self.block_size)
             attend = self._attention.step(to_device(batch.cache_indices, self.device), batch.spans)
             if batch.decodes:
-                self._decode = DecodeBatch(chunks, batch, attend, self._attention)
-        if self._decode is not None:
-            batch, attend = self._decode.batch, self._decode.attend
+                self._decode_batch = DecodeBatch(chunks, batch, attend, self._attention)
+        if self._decode_batch is not None:
+            batch, attend = self._decode_batch.batch, self._decode_batch.attend
         token_ids, positions = to_device(batch.token_ids, self.device), to_device(batch.positions, self.device)
-        # Beside the model. A device computes it by itself, and what it has sampled before would have to be waited for.
-        is_beside = batch.constrained and self.device.type == "cpu"
-        if is_beside:
+        # Masks are made while the model runs. Requesting them waits for the tokens of the step before: so on a device
+        # that follows the launch of the model, in `_receive_masks`.
+        requests_masks = batch.constrained and self.device.type == "cpu"
+        if requests_masks:
             self._request_masks(batch)
         begun = time.thread_time()
         states = self._cache.states
         hook = StepHook(attend, Recurrence.of(states, batch.parts) if states is not None else None)
-        if self.graphs is not None and self._decode is not None:
+        if self.graphs is not None and self._decode_batch is not None:
             hidden = self.graphs.run(token_ids, positions, hook)
         else:
             media = [
@@ -281,9 +282,9 @@ class ModelRunner:
             hidden = self._model(self._model.embed(token_ids, media), positions, hook, media)
         if states is not None:
             self._snapshot_single_tokens(states, chunks)
-        if is_beside:
+        if requests_masks:
             self._model_seconds = time.thread_time() - begun
-        return self._finish(hidden, batch)
+        return self._sample_and_report(hidden, batch)
 
     def _snapshot_single_tokens(self, states: RecurrentStates, chunks: Sequence[Chunk]) -> None:
         """Once all layers have run; the snapshots of longer chunks are `Recurrence`'s."""
@@ -292,9 +293,9 @@ class ModelRunner:
                 for _, snapshot in chunk.snapshots:
                     states.copy(self._sequences[chunk.request_id].state_index, snapshot)
 
-    def _finish(self, hidden: Tensor, batch: FlatBatch) -> dict[str, Callable[[], Any]]:
-        """The next token of every chunk that samples, kept on every rank, and what is returned of prompts; reported by
-        rank 0."""
+    def _sample_and_report(self, hidden: Tensor, batch: FlatBatch) -> dict[str, Callable[[], Any]]:
+        """Sample the next token of every chunk that ends its sequence, and compute what requests ask of their prompts.
+        All ranks keep the tokens; rank 0 reports the rest, too."""
         pending: dict[str, Callable[[], Any]] = {}
         if batch.listed:
             pending["prompt_logprobs"] = list_prompts(self._model, hidden, batch.listed)
@@ -304,8 +305,8 @@ class ModelRunner:
         if batch.sampled:
             tokens, sampled = self._sample(hidden, batch)
         self._enter_tokens()  # of the step before, in order
-        if self._decode is not None:
-            self._decode.feed(tokens)
+        if self._decode_batch is not None:
+            self._decode_batch.feed(tokens)
         self._pending = PendingTokens(tokens, batch, sampled)
         return {"tokens": self._pending.result} | ({} if self._tp.rank else pending)
 
@@ -314,11 +315,11 @@ class ModelRunner:
         if len(batch.sampled) != len(hidden):
             hidden = hidden.index_select(0, to_device(batch.last_rows, self.device))
         logits = self._model.logits(hidden)
-        sampled = None if logits is None else self._choose(logits, batch)
+        sampled = None if logits is None else self._choose_tokens(logits, batch)
         own = torch.empty(len(hidden), dtype=torch.int64, device=self.device) if sampled is None else sampled.tokens
         return self._tp.broadcast(own), sampled
 
-    def _choose(self, logits: Tensor, batch: FlatBatch) -> sampler.Sampled:
+    def _choose_tokens(self, logits: Tensor, batch: FlatBatch) -> sampler.Sampled:
         if batch.greedy:
             return sampler.Sampled(sampler.largest(logits))
         stops: list[int] = batch.stops.tolist()
@@ -348,7 +349,7 @@ class ModelRunner:
     def _receive_masks(self, batch: FlatBatch) -> Masks | None:
         if self.grammars is None:
             return None
-        if self.device.type != "cpu":  # it may compute the step meanwhile
+        if self.device.type != "cpu":  # see `_compute`
             self._request_masks(batch)
         masks, problems = self.grammars.receive_masks(self.device)
         for i, problem in problems.items():

@@ -191,7 +191,7 @@ def test_item_in_cached_blocks_takes_no_room_from_others():
         if number < 3:
             world.finish(name)
     world.turn()
-    assert world.core.scheduler.clients.num_running == 2 and world.core.encoder.holds(B)
+    assert world.core.scheduler.queues.num_running == 2 and world.core.encoder.holds(B)
     world.finish("a2", "b2")
     counters = world.stats()
     assert (world.links.num_encoded, counters.encoder_cache_queries) == (2, 2)
@@ -252,7 +252,7 @@ def test_request_whose_embeddings_are_gone_is_needed_again_at_once_and_keeps_its
     assert [*world.missed] == ["again"] and world.look_up("other", A) == "facts"
     world.request("again", prompt=8, media=[item(message(2), 1, media_hash=A)], arrival=world.missed["again"])
     world.turn()
-    assert [request.id for request in world.core.scheduler.clients.waiting] == ["again", "later"]
+    assert [request.id for request in world.core.scheduler.queues.waiting] == ["again", "later"]
     world.finish("runs", "again", "later")
     stats = world.stats()
     assert (stats.media_needed, stats.media_facts) == (1, 1)

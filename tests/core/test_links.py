@@ -4,7 +4,7 @@ import contextlib
 from types import SimpleNamespace
 
 from mini_engine.core.links import SUPERVISOR, Links
-from mini_engine.messages import CachedMedia, ControlRequest, Found, WorkerReady
+from mini_engine.messages import ControlRequest, Found, ItemFacts, WorkerReady
 from mini_engine.transport import sockets
 from mini_engine.transport.codec import Encoder
 
@@ -63,7 +63,7 @@ def test_unresponsive_api_server_is_logged_once_and_blocks_nothing(runtime, cont
     with core_links(runtime, context, 7) as (links, apis):
         apis[7].send(Encoder("api 7", 7).encode(ControlRequest(0, "stats")))
         links.receive()
-        huge = Found("r", [CachedMedia(bytes(1 << 20), "image", 1, (1, 1, 1), None)])
+        huge = Found("r", [ItemFacts(bytes(1 << 20), "image", 1, (1, 1, 1), None)])
         for _ in range(20):
             links.send(7, huge)  # more than the kernel takes
         links.identities[9] = b"api 9:9"

@@ -157,10 +157,10 @@ def assert_invariants(world: World) -> None:
     users = Counter(media_hash for request in requests for media_hash in request.reserved)
     assert all(world.core.encoder[media_hash].users == number for media_hash, number in users.items())
     assert world.core.encoder.num_tokens <= world.core.encoder.budget
-    running = world.core.scheduler.clients.running
-    assert len(running) == world.core.scheduler.clients.num_running <= world.core.config.max_num_seqs
+    running = world.core.scheduler.queues.running
+    assert len(running) == world.core.scheduler.queues.num_running <= world.core.config.max_num_seqs
     assert all(request.is_running for request in running)
-    assert not any(request.is_running for request in world.core.scheduler.clients.waiting)
+    assert not any(request.is_running for request in world.core.scheduler.queues.waiting)
     assert all(len(request.blocks) >= world.pool.blocks_for(request.num_known - 1) for request in running)
     assert len(world.core.in_flight) <= world.core.max_in_flight
 

@@ -117,11 +117,11 @@ def test_estimates_are_medians_beside_the_decode_step():
     for _ in range(5):
         times.record(0.1, 0, 0)
     times.record(60, 0, 0)
-    assert times.decode == 0.1
+    assert times.decode_step == 0.1
     for seconds in (5.1, 5.1, 300):
         times.record(seconds, 500, 0)
     times.record(2 + 1.1, 100, 100)
-    assert (times.token, times.media) == pytest.approx((0.01, 0.02))
+    assert (times.per_token, times.per_media_token) == pytest.approx((0.01, 0.02))
     assert times.for_prompts(beside_decodes=True, is_alone=False) == LIMIT
 
 
@@ -130,8 +130,8 @@ def test_short_prompts_that_cost_nothing_do_not_make_a_long_one_cheap():
     for _ in range(15):
         times.record(0.25, 0, 0)
         times.record(0.24, 8, 0)  # their products take no time beside reading the weights
-    assert times.token * 64 >= LIMIT
+    assert times.per_token * 64 >= LIMIT
     for _ in range(10):
-        length = int(LIMIT / times.token)
+        length = int(LIMIT / times.per_token)
         times.record(max(0.25, 0.01 * length), length, 0)  # as a processor computes them
     assert 0.4 <= 0.01 * length <= LIMIT + 0.25

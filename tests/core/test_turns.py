@@ -111,7 +111,7 @@ def test_quick_step_takes_no_encoder_room_from_a_skipped_video():
     for number, (name, prompt, num_tokens) in enumerate([("video", 200, 12), ("small", 20, 4), ("image", 20, 6)], 1):
         world.request(name, prompt, 30, [item(message(number), 2, num_tokens)], first_token=30 + number)
     world.turn()
-    assert [request.id for request in world.core.scheduler.clients.waiting] == ["video", "image"]
+    assert [request.id for request in world.core.scheduler.queues.waiting] == ["video", "image"]
     world.finish("heavy", "small", "video", "image")
     assert list(world.ends).index("video") < list(world.ends).index("image")
 
@@ -122,7 +122,7 @@ def test_quick_step_starts_no_request_that_needs_a_heavy_step():
     world.turn()
     world.request("image", 100, media=[item(message(1), 5, 80)])
     world.turn()
-    assert [request.id for request in world.core.scheduler.clients.waiting] == ["image"]
+    assert [request.id for request in world.core.scheduler.queues.waiting] == ["image"]
     world.finish("heavy", "image")
 
 
@@ -137,7 +137,7 @@ def flood(world, client, count=2, samples=128, prompt=5, priority=-(2**31)):
 
 
 def num_running(world, client):
-    return sum(request.new.client == client for request in world.core.scheduler.clients.running)
+    return sum(request.new.client == client for request in world.core.scheduler.queues.running)
 
 
 @pytest.mark.parametrize(

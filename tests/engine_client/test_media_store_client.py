@@ -19,9 +19,9 @@ from mini_engine.core.pending_steps import NextStep
 from mini_engine.engine_client.engines import EngineHandle
 from mini_engine.engine_client.media_store_client import INLINE_COPY_BYTES, SHM_STORE, CacheAccess, MediaStoreClient
 from mini_engine.messages import (
-    CachedMedia,
     Envelope,
     Finish,
+    ItemFacts,
     Lookup,
     MediaItem,
     NewRequest,
@@ -142,7 +142,7 @@ async def test_item_that_another_api_server_writes_or_has_written_since_the_look
 ) -> None:
     counted = Counted("ipc_fallbacks_total{reason=store_busy}")
     assert await engine.client.look_up("asks", [A]) == {}
-    granted = engine.store.reserve((2, "other"), CachedMedia.of(item(A)))
+    granted = engine.store.reserve((2, "other"), ItemFacts.of(item(A)))
     if is_written:
         engine.memory.write(granted.extents, item(A).patches)
         engine.store.written(A, [])

@@ -22,7 +22,7 @@ def loaded(**settings: Any) -> Iterator[server.ModelFront]:
     init = Init(EngineConfig(**settings), BUNDLED_MODEL, "", cores=[], core_workers=[], ranks=[], media_cache=no_cache)
     front = server.load(init, 0, make_decoders("api 0", init.config))
     yield front
-    front.media.close()
+    front.media_loader.close()
 
 
 def test_settings_reach_the_media_path(tmp_path: Path) -> None:
@@ -36,14 +36,14 @@ def test_settings_reach_the_media_path(tmp_path: Path) -> None:
     }
     with loaded(**settings, **limits) as front:
         assert front.media_settings.server.sampling.fps == 3
-        assert front.media.policy.allowed_local_media_path == tmp_path
-        assert front.media.policy.max_media_bytes == 1000
-        assert front.media.decoders.limits == DecodeLimits.of(EngineConfig(**limits))
+        assert front.media_loader.policy.allowed_local_media_path == tmp_path
+        assert front.media_loader.policy.max_media_bytes == 1000
+        assert front.media_loader.decoders.limits == DecodeLimits.of(EngineConfig(**limits))
         assert front.vocab_size == 768
         tokens = front.renderer.render(ChatRequest(messages=[ChatMessage(role="user", content="hello")])).token_ids
         assert front.renderer.tokenizer.decode(tokens) == "hello!"
     with loaded() as front:
-        assert front.media.decoders.limits == DecodeLimits.of(EngineConfig())
+        assert front.media_loader.decoders.limits == DecodeLimits.of(EngineConfig())
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,7 @@ async def test_usage_says_what_the_model_saw_and_what_the_engine_had(served: Ser
 async def test_part_of_a_video_is_answered_with_a_warning_where_the_server_says_so(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(served.context.media, "_allow_partial", True)
+    monkeypatch.setattr(served.context.media_loader, "_allow_partial", True)
     cut = CLIP[: len(CLIP) * 7 // 10]
     content = [video(cut), image(), video(cut)]
     first, second = (await served.post(content, n=2)).json()["warnings"]

@@ -149,7 +149,7 @@ async def test_url_is_downloaded_once_under_its_name(
     await ask(served, named({"type": "image_url", "image_url": web.part["image_url"]["url"] + "?2"}))
     await ask(served, part)
     assert web.dialled == 4, "a name stands for the URL that it came with last"
-    monkeypatch.setitem(vars(served.context.media.policy), "allowed_hosts", frozenset())
+    monkeypatch.setitem(vars(served.context.media_loader.policy), "allowed_hosts", frozenset())
     check_error(await served.post([part], **SALT), 400, "invalid_media")
 
 
@@ -216,7 +216,7 @@ async def test_name_of_an_item_that_failed_or_is_not_whole_means_nothing(
 ) -> None:
     cut = video(CLIP[: len(CLIP) * 7 // 10])
     with monkeypatch.context() as patch:
-        patch.setattr(served.context.media, "_allow_partial", True)
+        patch.setattr(served.context.media_loader, "_allow_partial", True)
         assert (await ask(served, named(cut))).json()["warnings"]
     check_error(await served.post([named(cut, "b")], **SALT), 400, "invalid_media")
     for uuid in "ab":

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from benchmarks.runner import CONFIGS
 from mini_engine.model.architectures import SPECS, ModelSpec, canonical_name
 from mini_engine.model.config import ModelConfig
-from mini_engine.model.layers import pieces_of
+from mini_engine.model.layers import weight_slices_of
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.quantization import Quantization
 from mini_engine.model.vision_language import VisionLanguageModel
@@ -28,7 +28,7 @@ EVERY_CONFIG = pytest.mark.parametrize("raw", HUB.values(), ids=HUB)
 def test_names_and_shapes_are_transformers(raw: dict[str, Any], tmp_path):
     nowhere = torch.device("meta")
     model = VisionLanguageModel(ModelConfig.from_dict(raw), Placement(TensorParallel(), torch.bfloat16, nowhere))
-    ours = {piece.source: piece.shape for piece in pieces_of(model)}
+    ours = {piece.source: piece.shape for piece in weight_slices_of(model)}
     with nowhere:
         # A copy: transformers writes into what it is given.
         oracle = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**copy.deepcopy(raw)))

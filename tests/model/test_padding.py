@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mini_engine.model import parallel
-from mini_engine.model.layers import MLP, pieces_of
+from mini_engine.model.layers import MLP, weight_slices_of
 from mini_engine.model.parallel import TensorParallel
 from mini_engine.model.vision_language import VisionLanguageModel
 from tests.support import script, tiny
@@ -31,9 +31,9 @@ def check_padding(model: VisionLanguageModel) -> None:
         if isinstance(mlp, MLP):
             assert mlp.down.weight.shape[1] % GRANULE == 0
             assert mlp.up.weight.shape[0] == mlp.down.weight.shape[1] * len(mlp.up.rows)
-    for piece in pieces_of(model):
+    for piece in weight_slices_of(model):
         piece.target.zero_()
-    assert sum(p.numel() for p in model.parameters()) > sum(piece.target.numel() for piece in pieces_of(model))
+    assert sum(p.numel() for p in model.parameters()) > sum(piece.target.numel() for piece in weight_slices_of(model))
     assert not any(parameter.any() for parameter in model.parameters())
 
 
@@ -52,7 +52,7 @@ def test_each_rank_holds_the_same_as_without(load_format, checkpoint, monkeypatc
         for granule, pieces in ((1, plain), (GRANULE, padded)):
             monkeypatch.setitem(parallel.GRANULES, "cpu", granule)
             model = load(checkpoint.path, tp=TensorParallel(rank, size), load_format=load_format)
-            pieces += pieces_of(model)
+            pieces += weight_slices_of(model)
         for piece, other in zip(plain, padded, strict=True):
             assert (piece.source, piece.shape, piece.index) == (other.source, other.shape, other.index)
             assert torch.equal(piece.target, other.target)

@@ -16,7 +16,7 @@ from mini_engine.matmul.in_float32 import HalfMatrix, can_pack
 from mini_engine.model import layers, weights
 from mini_engine.model.architectures import canonical_name
 from mini_engine.model.checkpoint import PROGRESS_LINES, PROGRESS_SECONDS, CheckpointError, Progress
-from mini_engine.model.layers import pack_later, pieces_of
+from mini_engine.model.layers import pack_later, weight_slices_of
 from mini_engine.model.parallel import TensorParallel
 from tests.model.conftest import values_of
 from tests.model.test_experts import by_expert
@@ -109,11 +109,12 @@ def test_ranks_hold_every_weight_once(name, size, checkpoints):
     holders = {key: torch.zeros(value.shape, dtype=torch.int64) for key, value in stored.items()}
     for rank in range(size):
         model = load(checkpoint.path, tp=TensorParallel(rank, size))
-        for piece in pieces_of(model):
+        for piece in weight_slices_of(model):
             holders[piece.source][piece.index] += 1
             assert torch.equal(piece.target, stored[piece.source][piece.index])
         # Nothing is held beside: the pieces are all that the parameters are.
-        assert sum(piece.target.numel() for piece in pieces_of(model)) == sum(p.numel() for p in model.parameters())
+        held = sum(piece.target.numel() for piece in weight_slices_of(model))
+        assert held == sum(p.numel() for p in model.parameters())
     # What every rank holds whole, beside norms, and biases of sums over the ranks.
     whole = re.compile(r"visual\.(patch_embed\.proj|pos_embed)\.weight$|mlp\.(gate|shared_expert_gate)\.weight$")
     split = re.compile(r"(q_proj|k_proj|v_proj|qkv|gate_proj|up_proj|fc1|merger\.mlp\.0)\.bias$|A_log$|dt_bias$")
@@ -148,7 +149,7 @@ def test_runs_of_rows_and_ranks_make_and_read_the_same_weights(copy, monkeypatch
         for name, tensor in values_of(load(copy, load_format=load_format)).items():
             assert torch.equal(tensor, whole[name])
     for rank, load_format in ((0, "auto"), (1, "auto"), (0, "dummy"), (1, "dummy")):
-        for piece in pieces_of(load(copy, tp=TensorParallel(rank, 2), load_format=load_format)):
+        for piece in weight_slices_of(load(copy, tp=TensorParallel(rank, 2), load_format=load_format)):
             assert torch.equal(piece.target, whole[piece.source][piece.index])
 
 

@@ -13,9 +13,9 @@ async def test_requests_with_many_pieces_take_turns(monkeypatch: pytest.MonkeyPa
     """One piece of one request in each iteration of the event loop."""
 
     class Waiting:
-        """A generation of which all nine pieces wait: their numbers."""
+        """An answer of which all nine pieces wait: their numbers."""
 
-        is_waiting, over, taken = True, False, 0
+        has_piece, over, taken = True, False, 0
 
         def take(self) -> int:
             self.taken += 1
@@ -32,8 +32,8 @@ async def test_requests_with_many_pieces_take_turns(monkeypatch: pytest.MonkeyPa
             await asyncio.sleep(0)
 
     async def take(number: int) -> None:
-        generations: Any = [Waiting(), Waiting()]
-        async for _ in pieces(generations):
+        answers: Any = [Waiting(), Waiting()]
+        async for _ in pieces(answers):
             taken.append((iterations, number))
 
     other = asyncio.create_task(iterate())

@@ -45,7 +45,7 @@ class ScriptedCore:
         self.pool: Callable[[NewRequest], list[float]] = lambda request: []  # what a request with `pooling` is for
         self.stats = messages.EngineStats()
         self.accepts = True
-        self.kept: dict[bytes, messages.CachedMedia] = {}
+        self.kept: dict[bytes, messages.ItemFacts] = {}
         self.held: Literal["patches", "embeddings", "facts"] = "patches"
         self.names: dict[bytes, messages.NamedMedia] = {}
         self.num_resolved = 0  # how often it was asked for names
@@ -108,7 +108,7 @@ class ScriptedCore:
         """Take a request, and answer it by the script."""
         samples = [request, *as_requests(request)]
         self.times[request.request_id] = messages.EngineTimes(*[time.monotonic()] * 2, 0, 0, 0)
-        self.kept |= {item.media_hash: messages.CachedMedia.of(item) for item in request.media if item.patches}
+        self.kept |= {item.media_hash: messages.ItemFacts.of(item) for item in request.media if item.patches}
         if (likeliest := request.sampling.prompt_logprobs) is not None:
             rows = [prompt_row(index, token, likeliest) for index, token in enumerate(request.prompt_token_ids)][1:]
             for part in (rows[:2], rows[2:]):  # as of two chunks

@@ -74,7 +74,7 @@ class Served:
     @property
     def allowed(self) -> Path:
         """Files below it may be read."""
-        path = self.context.media.policy.allowed_local_media_path
+        path = self.context.media_loader.policy.allowed_local_media_path
         assert path is not None
         return path
 
@@ -336,7 +336,7 @@ def make_context(
         vocabulary=Vocabulary(tokenizer),
         vocab_size=len(tokenizer),
         media_settings=MediaSettingsResolver(processor, Path(tokenizer.name_or_path), config),
-        media=media,
+        media_loader=media,
         defaults=SamplingDefaults(eos_token_id=[3]),
         task=Task.of(config, Path(tokenizer.name_or_path), HIDDEN_SIZE, len(tokenizer), tokenizer.backend_tokenizer),
     )

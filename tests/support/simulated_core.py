@@ -159,8 +159,8 @@ class World:
 
     def assert_at_rest(self):
         core, links, states = self.core, self.links, self.core.states
-        assert not core.requests and not core.in_flight and not [*core.scheduler.clients.in_turns()]
-        assert not core.arrivals._entries and not core.waiting
+        assert not core.requests and not core.in_flight and not [*core.scheduler.queues.in_turns()]
+        assert not core.arrivals._entries and not core.unready
         assert not core.grammars._entries and not links.grammars
         assert not links.sequences, "the ranks still keep a sequence"
         assert links.num_grids.keys() == links.encoded.keys(), "the ranks still keep half of an item"
@@ -209,7 +209,7 @@ class CachingWorld(World):
         return found[0].held if found else ""
 
     def reserve(self, request_id, media_hash, num_tokens=2, sender=API) -> messages.Reserved:
-        media = messages.CachedMedia.of(item(None, 0, num_tokens, media_hash=media_hash))
+        media = messages.ItemFacts.of(item(None, 0, num_tokens, media_hash=media_hash))
         return self.reply(messages.Reserved, messages.Reserve(request_id, media), sender)
 
     def write(self, reserved, *request_ids, sender=API):

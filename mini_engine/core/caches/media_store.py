@@ -21,9 +21,9 @@ from mini_engine.core.pending_steps import NextStep
 from mini_engine.core.request import MediaEntry, References
 from mini_engine.free_memory import RESERVE, available_memory
 from mini_engine.messages import (
-    CachedMedia,
     FoundMedia,
     Init,
+    ItemFacts,
     KeepMedia,
     MediaItem,
     NamedMedia,
@@ -86,7 +86,7 @@ class MediaDirectory:
         self.num_bytes_pinned = 0  # of those, the items with references
         self.num_references = 0
         self.num_evictions = 0
-        self.facts = LruDict[bytes, CachedMedia](FACTS_BYTES, _facts_bytes)
+        self.facts = LruDict[bytes, ItemFacts](FACTS_BYTES, _facts_bytes)
         self.names = LruDict[bytes, NamedMedia](MAX_NAMES)  # what they mean, whether this engine has it or not
         self._entries: dict[bytes, MediaEntry] = {}
         self.idle: OrderedDict[bytes, MediaEntry] = OrderedDict()  # without a reference, least recently used first
@@ -105,7 +105,7 @@ class MediaDirectory:
         for media_hash in hashes:
             if (entry := self._entries.get(media_hash)) is not None:
                 self._refer(owner, entry)
-                found.append(FoundMedia(entry.media, "patches"))
+                found.append(FoundMedia(entry.facts, "patches"))
             elif (facts := self.facts.get(media_hash)) is not None:
                 found.append(FoundMedia(facts, "embeddings" if has_embeddings(media_hash) else "facts"))
         return found
@@ -114,7 +114,7 @@ class MediaDirectory:
         """The facts of the items of a request, which has just used them."""
         for item in items:
             if item.cacheable and self.facts.get(item.media_hash) is None:
-                self.facts.put(item.media_hash, CachedMedia.of(item))
+                self.facts.put(item.media_hash, ItemFacts.of(item))
 
     def claim(self, owner: Owner) -> References:
         """The request arrived. Returns its references; the caller owns them until `release`."""
@@ -131,7 +131,7 @@ class MediaDirectory:
             self.num_references -= 1
             if not entry.references:
                 self.num_bytes_pinned -= entry.nbytes
-                self.idle[entry.media.media_hash] = entry
+                self.idle[entry.facts.media_hash] = entry
 
     def on_api_server_gone(self, incarnation: int) -> None:
         """Release its requests that have not arrived."""
@@ -149,14 +149,14 @@ class MediaDirectory:
 
     def _refer(self, owner: Owner, entry: MediaEntry) -> None:
         references = self._held.setdefault(owner, {})
-        if entry.media.media_hash not in references:
-            references[entry.media.media_hash] = entry
+        if entry.facts.media_hash not in references:
+            references[entry.facts.media_hash] = entry
             self._pin(entry)
 
     def _pin(self, entry: MediaEntry) -> None:
         if not entry.references:
             self.num_bytes_pinned += entry.nbytes
-            self.idle.pop(entry.media.media_hash, None)
+            self.idle.pop(entry.facts.media_hash, None)
         entry.references += 1
         self.num_references += 1
 
@@ -196,14 +196,14 @@ class RankCopies(MediaDirectory):
         if media_hash in self._entries or self.num_bytes_pinned + nbytes > self.capacity:
             return
         self.num_evictions += self._evict_idle(self.num_bytes + nbytes - self.capacity)
-        self._entries[media_hash] = entry = MediaEntry(CachedMedia.of(item), nbytes)
+        self._entries[media_hash] = entry = MediaEntry(ItemFacts.of(item), nbytes)
         self.num_bytes += nbytes
         self._pin(entry)
         self._next_step.step.keep.append(KeepMedia(media_hash, item.patches))
-        self._next_step.unreferenced.append({media_hash: entry})
+        self._next_step.ending_references.append({media_hash: entry})
 
     def _free(self, entries: list[MediaEntry]) -> None:
-        self._next_step.step.drop.extend(entry.media.media_hash for entry in entries)
+        self._next_step.step.drop.extend(entry.facts.media_hash for entry in entries)
 
 
 class MediaStore(MediaDirectory):
@@ -226,20 +226,20 @@ class MediaStore(MediaDirectory):
         self._register = register
         self.reservations: dict[bytes, MediaEntry] = {}  # which API servers are writing, by media hash
 
-    def reserve(self, owner: Owner, media: CachedMedia) -> Reserved:
+    def reserve(self, owner: Owner, facts: ItemFacts) -> Reserved:
         """Pages for an item of a request; or a reference, if it has been written meanwhile."""
-        media_hash = media.media_hash
+        media_hash = facts.media_hash
         if media_hash in self._entries:
             self._refer(owner, self._entries[media_hash])
             return Reserved(media_hash, "present")
         if media_hash in self.reservations:
             return Reserved(media_hash, "busy")
-        shape = math.prod(media.grid_thw), self._row_bytes
+        shape = math.prod(facts.grid_thw), self._row_bytes
         extents = self._allocate(math.prod(shape))
         if extents is None:
             return Reserved(media_hash, "full")
         nbytes = sum(count for _, count in extents) * PAGE_BYTES
-        self.reservations[media_hash] = MediaEntry(media, nbytes, StoreHandle(extents, shape), owner[0])
+        self.reservations[media_hash] = MediaEntry(facts, nbytes, StoreHandle(extents, shape), owner[0])
         return Reserved(media_hash, "reserved", extents)
 
     def written(self, media_hash: bytes, owners: Iterable[Owner]) -> None:
@@ -279,7 +279,7 @@ class MediaStore(MediaDirectory):
         self.pages.free([extent for entry in entries for extent in entry.extents])
 
 
-def _facts_bytes(facts: CachedMedia) -> int:
+def _facts_bytes(facts: ItemFacts) -> int:
     """About what they take: a video's text may have 20,000 characters, of its 768 timestamps each takes 32 bytes."""
     return 512 + len(facts.placeholder or "") + 32 * len(facts.timestamps or ())
 

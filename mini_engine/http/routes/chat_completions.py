@@ -11,17 +11,16 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.datastructures import State
 from starlette.responses import Response
 
 from mini_engine import metrics
 from mini_engine.engine_client.engines import EngineHandle
 from mini_engine.http.body import read_body, takes
-from mini_engine.http.context import AppContext, context_of
-from mini_engine.http.known_media import DownloadAgain, absent_items, bind_names, find_media, resolve_names
+from mini_engine.http.context import AppContext, RequestState, context_of, state_of
+from mini_engine.http.known_media import DownloadAgain, bind_names, find_media, items_to_decode, resolve_names
 from mini_engine.http.responses import ChatResponder
 from mini_engine.log import about
-from mini_engine.media.loader import Candidates
+from mini_engine.media.loader import Candidates, SettingsPair
 from mini_engine.media.processor import ProcessedItem
 from mini_engine.media.settings import INLINE_ITEMS, video_tokens
 from mini_engine.messages import MediaItem
@@ -38,7 +37,7 @@ router = APIRouter()
 @router.post("/v1/chat/completions", openapi_extra=takes(ChatRequest))
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, as OpenAI's chat completions."""
-    context, state = context_of(request), request.state
+    context, state = context_of(request), state_of(request)
     chat = await read_body(request, ChatRequest, context)
     state.choices.receive(chat.num_choices - 1)
     context.sampling.check(chat)
@@ -50,7 +49,7 @@ async def chat_completions(request: Request) -> Response:
     return await responder.respond([answer])
 
 
-async def start(context: AppContext, prompt: Prompt, state: State) -> Answer:
+async def start(context: AppContext, prompt: Prompt, state: RequestState) -> Answer:
     """Rows 3 to 8 of docs/request-path.md, for a rendered prompt. When this returns the engine has the request, and its
     media for good: if it relied on embeddings that have been evicted, it is sent again with all data, which are kept
     until then.
@@ -59,16 +58,16 @@ async def start(context: AppContext, prompt: Prompt, state: State) -> Answer:
     OSError: see `out_of`.
     """
     async with contextlib.AsyncExitStack() as held:
-        with context.engines.preparing(state.end):
+        with context.engines.end_if_none_runs(state.end):
             items = await load_media(context, prompt, await resolve_names(context, prompt.body, state), state, held)
-        digest = items[0][0].content.digest if items else b""
-        has_names = any(item[0].ref.key for item in items)
+        digest = items[0].content.digest if items else b""
         # What was named is found at one engine, so at any load.
-        choose = context.engines.preferred if has_names else context.engines.choose
+        choose = context.engines.preferred if any(item.ref.key for item in items) else context.engines.choose
         engine: EngineHandle | None = None
-        arrival, trusts_embeddings = None, True  # its place in the queue of an engine that needs the request again
+        arrival: int | None = None  # the request's place in the queue of `engine`, once that needs the request again
+        trusts_embeddings = True  # until an engine has evicted some that the request relied on
         while True:
-            with context.engines.preparing(state.end):
+            with context.engines.end_if_none_runs(state.end):
                 try:
                     async with context.places.hold(len(items), state.clock):
                         engine = engine or choose(digest)
@@ -77,17 +76,17 @@ async def start(context: AppContext, prompt: Prompt, state: State) -> Answer:
                 except DownloadAgain as again:  # without places: a web server that hangs must block no queue
                     items = await load_media(context, prompt, again.refs, state, held)
                     # Another content may be there now: then the engine is the one at which later names look for it.
-                    before, engine = engine, context.engines.preferred(items[0][0].content.digest)
+                    before, engine = engine, context.engines.preferred(items[0].content.digest)
                     arrival = arrival if engine is before else None
                     continue
             if await answer.is_admitted():
-                metrics.media_named_hits_total.inc(len({item[0] for item in items if item[0].content.is_absent}))
+                metrics.media_named_hits_total.inc(len({item.largest for item in items if item.content.is_absent}))
                 return answer
             arrival, trusts_embeddings = answer.arrival, False
 
 
 async def load_media(
-    context: AppContext, prompt: Prompt, refs: Sequence[MediaRef], state: State, held: contextlib.AsyncExitStack
+    context: AppContext, prompt: Prompt, refs: Sequence[MediaRef], state: RequestState, held: contextlib.AsyncExitStack
 ) -> list[Candidates]:
     """Rows 2 and 3 for the media `refs` of a prompt, which have room until `held` is closed.
 
@@ -99,14 +98,19 @@ async def load_media(
         return []
     # Clients that mean no limit send the model's length, or more.
     answer_tokens = min(chat.token_limit or 1, limits.max_model_len // 2)
+    alone = video_tokens(limits, 0, 1, 1)
     beside_text = video_tokens(limits, len(prompt.token_ids), answer_tokens, len(refs))
-    budgets = dict.fromkeys((video_tokens(limits, 0, 1, 1), beside_text))
     resolve = partial(context.media_settings.resolve, chat, refs)
-    settings = await context.run_sized(lambda: [*map(resolve, budgets)], len(refs), state.client, INLINE_ITEMS)
+
+    def resolve_both() -> list[SettingsPair]:
+        largest = resolve(alone)
+        return [*zip(largest, largest if alone == beside_text else resolve(beside_text), strict=True)]
+
+    settings = await context.run_sized(resolve_both, len(refs), state.client, INLINE_ITEMS)
     # Row 3: room for the media's bytes, the bytes, and their hashes.
     share = held.enter_context(context.media_bytes.reserve())
     clock.enter("fetch")
-    items = await context.media.fetch(refs, zip(*settings, strict=True), share.receive)
+    items = await context.media_loader.fetch(refs, settings, share.receive)
     request_id, size = state.request_id, share.amount
     logger.debug("%s fetched: %d media items of %d bytes", request_id, len(refs), size, extra=about(request_id))
     clock.enter("other")
@@ -118,7 +122,7 @@ async def send(
     engine: EngineHandle,
     prompt: Prompt,
     items: Sequence[Candidates],
-    state: State,
+    state: RequestState,
     arrival: int | None,
     trusts_embeddings: bool,
 ) -> Answer:
@@ -129,10 +133,10 @@ async def send(
     media, usage, warnings = list[MediaItem](), list[dict[str, Any]](), list[str]()
     if items:
         chosen, found = await find_media(engine, items, request_id)
-        absent = absent_items(chosen, found, trusts_embeddings)
-        processed = await context.media.process(absent, clock, request_id)
+        new = items_to_decode(chosen, found, trusts_embeddings)
+        processed = await context.media_loader.process(new, clock, request_id)
         bind_names(context.engines, chosen, processed)
-        warnings = [f"{item.ref.name}: {text}" for item in absent if (text := processed[item.media_hash].missing)]
+        warnings = [f"{item.ref.name}: {text}" for item in new if (text := processed[item.media_hash].missing)]
         hashes = [item.media_hash for item in chosen]
         used = [processed.get(key) or ProcessedItem(found[key].facts, None) for key in hashes]
         token_ids, media = context.renderer.expand(prompt.token_ids, used)
@@ -141,11 +145,9 @@ async def send(
         for key, item in zip(hashes, media, strict=True):
             # What the engine had: "embeddings", which it may evict, are without patches; "facts" were no help.
             cached = None if key not in found else "facts" if key in processed else found[key].held
-            usage.append(media_usage(item, context.media.processor) | {"cached": cached})
+            usage.append(media_usage(item, context.media_loader.processor) | {"cached": cached})
     request = context.sampling.new_request(prompt, request_id, media, state.client, arrival)
-    answer = Answer(prompt, request, context.vocabulary, clock)
-    answer.media, answer.warnings = usage, warnings
-    answer.may_need_media = any(item["cached"] == "embeddings" for item in usage)
+    answer = Answer(prompt, request, context.vocabulary, clock, engine.finish, usage, warnings)
     clock.enter("transport")
     await engine.submit(answer, request)
     state.cleanup.enter_context(answer)

@@ -30,7 +30,7 @@ async def completions(request: Request) -> Response:
 
     Choice i of prompt p has the index p * n + i.
     """
-    context, state = context_of(request), request.state
+    context, state = context_of(request), state_of(request)
     body = await read_body(request, CompletionRequest, context)
     state.choices.receive(len(body.prompts) * body.num_choices - 1)
     context.sampling.check(body)
@@ -63,22 +63,22 @@ async def _encode(
 @router.post("/tokenize", openapi_extra=takes(TokenizeRequest))
 async def tokenize(request: Request) -> Response:
     """The token ids of a text, or those of a conversation as a chat completion has them, with all of its media."""
-    context, client = context_of(request), request.state.client
+    context, state = context_of(request), state_of(request)
     body = await read_body(request, TokenizeRequest, context)
     media: list[MediaItem] = []
     if body.prompt is None:
         async with contextlib.AsyncExitStack() as held:
             chat = body.chat(body.messages or ())
-            prompt = await context.run_sized(partial(context.renderer.render, chat), chat.num_characters, client)
+            prompt = await context.run_sized(partial(context.renderer.render, chat), chat.num_characters, state.client)
             refs = collect_media(prompt.body.parts, context.config.item_limits)
-            items = [item[-1] for item in await load_media(context, prompt, refs, request.state, held)]
-            await held.enter_async_context(context.places.hold(len(items), request.state.clock))
-            measured = await context.media.process(items, request.state.clock, request.state.request_id)
+            items = [item.fitted for item in await load_media(context, prompt, refs, state, held)]
+            await held.enter_async_context(context.places.hold(len(items), state.clock))
+            measured = await context.media_loader.process(items, state.clock, state.request_id)
             processed = [measured[item.media_hash] for item in items]
             tokens, media = context.renderer.expand(prompt.token_ids, processed)
             check_budget(media, context.limits)
     else:
-        tokens = await _encode(context, body, body.prompt, client)
+        tokens = await _encode(context, body, body.prompt, state.client)
     kinds = ("image", "video")
     counts = {f"{kind}_tokens": sum(item.num_tokens for item in media if item.modality == kind) for kind in kinds}
     answer = {"count": len(tokens), "max_model_len": context.limits.max_model_len, "prompt_tokens_details": counts}
@@ -87,7 +87,7 @@ async def tokenize(request: Request) -> Response:
         names = [*map(context.renderer.tokenizer.id_to_token, tokens)] if body.return_token_strs else None
         return msgspec.json.encode(answer | {"tokens": tokens, "token_strs": names})
 
-    return Response(await context.run_sized(encode_answer, len(tokens), client), media_type=JSON)
+    return Response(await context.run_sized(encode_answer, len(tokens), state.client), media_type=JSON)
 
 
 @router.post("/detokenize", openapi_extra=takes(DetokenizeRequest))
@@ -100,5 +100,5 @@ async def detokenize(request: Request) -> Response:
         raise bad_request(text, "tokens")
     context.sampling.check_tokens("tokens", body.tokens)
     decode = partial(context.renderer.tokenizer.decode_batch, [body.tokens], skip_special_tokens=False)
-    (text,) = await context.run_sized(decode, len(body.tokens), request.state.client)
+    (text,) = await context.run_sized(decode, len(body.tokens), state_of(request).client)
     return Response(msgspec.json.encode({"prompt": text}), media_type=JSON)

@@ -14,11 +14,10 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
-from starlette.datastructures import State
 from starlette.responses import Response
 
 from mini_engine.http.body import read_body, takes
-from mini_engine.http.context import AppContext, context_of, state_of
+from mini_engine.http.context import AppContext, RequestState, context_of, state_of
 from mini_engine.http.known_media import DownloadAgain, find_media, resolve_names
 from mini_engine.http.responses import usage_of, whole_response
 from mini_engine.http.routes.chat_completions import load_media, start
@@ -100,24 +99,24 @@ async def _score(request: Request, body: RankingRequest) -> tuple[list[Answer], 
         return answers, [float(query @ document) for query, document in pairs]
     async with contextlib.AsyncExitStack() as held:
         if len(queries) == 1:
-            await _fetch_query(context, body, queries[0], request.state, held)
+            await _fetch_query(context, body, queries[0], state_of(request), held)
         answers = await _pool(request, body, ranking_prompts(body))
     return answers, [score(answer.pooled) for answer in answers]
 
 
 async def _fetch_query(
-    context: AppContext, body: PoolingRequest, query: Content, state: State, held: contextlib.AsyncExitStack
+    context: AppContext, body: PoolingRequest, query: Content, state: RequestState, held: contextlib.AsyncExitStack
 ) -> None:
-    """Fetch the media of a query once for all of its documents: its parts get them as `loader.Content`, which has room
-    until `held` is closed. So do those that were downloaded before, if their engine has lost them. Raises as
+    """Fetch the media of a query once for all of its documents: its parts get them as `loader.MediaContent`, which has
+    room until `held` is closed. So do those that were downloaded before, if their engine has lost them. Raises as
     `start`."""
     parts = [part for part in query if part.modality]
     prompt = Prompt(body.chat([ChatMessage(role="user", content=parts)]), [])
-    with context.engines.preparing(state.end):
+    with context.engines.end_if_none_runs(state.end):
         try:
             items = await load_media(context, prompt, await resolve_names(context, prompt.body, state), state, held)
-            if any(item[0].content.is_absent and origin_of(item[0].content) for item in items):
-                engine = context.engines.preferred(items[0][0].content.digest)  # as `start` chooses it for documents
+            if any(item.content.is_absent and origin_of(item.content) for item in items):
+                engine = context.engines.preferred(items[0].content.digest)  # as `start` chooses it for documents
                 try:
                     # The documents fail, if they do: they may have room for less of a video.
                     with contextlib.suppress(ApiError):
@@ -125,18 +124,18 @@ async def _fetch_query(
                 except DownloadAgain as again:
                     items = await load_media(context, prompt, again.refs, state, held)
                 finally:
-                    engine.media.release_aborted(state.request_id)
+                    engine.media_store.release_aborted(state.request_id)
         except ApiError as error:
             raise _located(error, "query") from None
     for part, item in zip(parts, items, strict=True):
-        part.fill_in({part.location: item[0].ref.url})
+        part.fill_in({part.location: item.ref.url})
 
 
 async def _respond(
     request: Request, answers: Sequence[Answer], name: str, items: Iterable[dict[str, Any]], **more: Any
 ) -> Response:
     """The response with these items, of which there is one, in the list `name`, and `more` fields."""
-    model, state = context_of(request).config.served_names[0], request.state
+    model, state = context_of(request).config.served_names[0], state_of(request)
     head = {"id": state.request_id, "object": "list", "created": int(time.time()), "model": model}
     body = bytearray(msgspec.json.encode(head | {"usage": usage_of(answers)} | more)[:-1] + b',"%s":[' % name.encode())
     for item in items:
@@ -148,7 +147,7 @@ async def _respond(
 
 async def _pool(request: Request, body: PoolingRequest, prompts: InputPrompts) -> list[Answer]:
     """The answers to all prompts, in order. Raises as `start` and `Answer.take`, for the first that fails."""
-    context, state = context_of(request), request.state
+    context, state = context_of(request), state_of(request)
     state.choices.receive(len(prompts) - 1)
     preparing = asyncio.Semaphore(PREPARED_AT_ONCE)
 

@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 
 from mini_engine import metrics
 from mini_engine.config import flag_of
+from mini_engine.fair_places import FairPlaces, Place
 from mini_engine.media.decode import decoder
 from mini_engine.media.decode.decoder import Announced, Decoded, DecodeFailed, Job, Reply, Shape, Started
-from mini_engine.media.decode.fair_places import FairPlaces, Place
 from mini_engine.media.decode.item_limits import MAX_ASPECT_RATIO, DecodeLimits
 from mini_engine.media.frame_sampling import VideoFacts
 from mini_engine.protocol.api_errors import DecoderUnavailable, MediaError, out_of
@@ -55,7 +55,7 @@ _replies = msgspec.msgpack.Decoder(Reply)
 
 
 @dataclass(frozen=True, eq=False)
-class Decoding:
+class DecodedItem:
     """A decoded item. Its frames are its decoder's memory until `release`, which any thread may call: then the decoder
     takes its next job. For frames of a gigabyte it takes up to 0.1 s."""
 
@@ -94,7 +94,7 @@ class DecoderPool:
             logger.warning("media decoders run without a part of their sandbox: %s", ", ".join(first.missing))
         self._keep_idle(first)
 
-    async def decode(self, job: Job, data: bytes, owner: str) -> Decoding:
+    async def decode(self, job: Job, data: bytes, owner: str) -> DecodedItem:
         """Decode the item `data` for the request `owner`. Cancelling it stops the decode within STOP_SECONDS.
 
         Raises:
@@ -114,7 +114,7 @@ class DecoderPool:
         work = asyncio.ensure_future(child.decode(job, data))
         try:
             await asyncio.wait({work})  # cancelling it does not cancel `work`
-            return Decoding(*work.result(), release)
+            return DecodedItem(*work.result(), release)
         except asyncio.CancelledError:
             if not self.is_closed:
                 child.stop()

@@ -57,18 +57,18 @@ def decode_video(
             container_options={"format_whitelist": _DEMUXERS, "protocol_whitelist": ""},
             options={"max_pixels": str(guard.limits.max_frame_pixels)},  # FFmpeg decodes a little while it opens a file
         ) as container:
-            decode = _Decode(container, data, sampling, guard, allocate)
-            stamps = decode.packets.stamps
+            video = _VideoFile(container, data, sampling, guard, allocate)
+            stamps = video.packets.stamps
             if not stamps:
                 raise MediaError(guard.item, NO_FRAME)
-            timeline = decode.timeline(stamps)
+            timeline = video.timeline(stamps)
             indices = timeline.indices()
-            frames, walks = decode.seek(indices), 0
+            frames, walks = video.seek(indices), 0
             while frames is None or not frames.holds(indices):
                 if walks == 2:  # a decoder that has seen damage may remember it
                     raise MediaError(guard.item, TRUNCATED.format("two decodes return different frames"))
                 del frames  # the next ones may take its memory
-                frames, timeline = decode.walk(indices)
+                frames, timeline = video.walk(indices)
                 indices, walks = timeline.indices(), walks + 1
             return frames.select(indices), timeline.facts(indices, len(stamps))
     except (MediaError, MemoryError):
@@ -120,8 +120,8 @@ class Timeline:
         )
 
 
-class _Decode:
-    """One file being decoded."""
+class _VideoFile:
+    """One open file, and its decoder."""
 
     def __init__(
         self, container: InputContainer, data: mmap.mmap, sampling: VideoSampling, guard: Guard, allocate: Allocate

@@ -8,7 +8,7 @@ from itertools import chain
 import pytest
 
 from mini_engine.core.caches.media_store import LruDict, MediaStore
-from mini_engine.messages import CachedMedia, FoundMedia, StoreHandle
+from mini_engine.messages import FoundMedia, ItemFacts, StoreHandle
 from mini_engine.transport.page_allocator import HIGH_WATER_PAGES, PAGE_BYTES, pages_for
 
 ROW = PAGE_BYTES // 2
@@ -16,11 +16,11 @@ PAGES = 12  # of the store in the random test
 PLENTY = 1 << 50
 
 
-def media(number: int, rows: int) -> CachedMedia:
-    return CachedMedia(bytes([number]) * 16, "video", 1, (1, 1, rows), 1.0)
+def media(number: int, rows: int) -> ItemFacts:
+    return ItemFacts(bytes([number]) * 16, "video", 1, (1, 1, rows), 1.0)
 
 
-def num_pages(items: Iterable[CachedMedia]) -> int:
+def num_pages(items: Iterable[ItemFacts]) -> int:
     return sum(pages_for(item.grid_thw[2] * ROW) for item in items)
 
 
@@ -28,13 +28,13 @@ class Record:
     """What the store is to hold."""
 
     def __init__(self) -> None:
-        self.stored: dict[CachedMedia, StoreHandle] = {}
-        self.writing: dict[CachedMedia, tuple[int, StoreHandle]] = {}  # with the incarnation of the API server
-        self.held = defaultdict[tuple[int, str], set[CachedMedia]](set)  # by requests that have not arrived
-        self.running: list[tuple[dict, set[CachedMedia]]] = []  # of those that have, with the store's references
+        self.stored: dict[ItemFacts, StoreHandle] = {}
+        self.writing: dict[ItemFacts, tuple[int, StoreHandle]] = {}  # with the incarnation of the API server
+        self.held = defaultdict[tuple[int, str], set[ItemFacts]](set)  # by requests that have not arrived
+        self.running: list[tuple[dict, set[ItemFacts]]] = []  # of those that have, with the store's references
 
-    def reserve(self, store: MediaStore, owner: tuple[int, str], item: CachedMedia) -> None:
-        idle = [entry.media for entry in store.idle.values()]
+    def reserve(self, store: MediaStore, owner: tuple[int, str], item: ItemFacts) -> None:
+        idle = [entry.facts for entry in store.idle.values()]
         room, evictions = PAGES - num_pages([*self.stored, *self.writing]), store.num_evictions
         enough = (n for n in range(len(idle) + 1) if num_pages([item]) <= room + num_pages(idle[:n]))
         num_evicted = next(enough, None)
@@ -59,13 +59,13 @@ class Record:
             del self.held[owner]
         self.writing = {item: written for item, written in self.writing.items() if written[0] != incarnation}
 
-    def check(self, store: MediaStore, idle: list[CachedMedia]) -> None:
+    def check(self, store: MediaStore, idle: list[ItemFacts]) -> None:
         """`idle`: these were, before what has happened last."""
         readers = Counter(chain(*self.held.values(), *(items for _, items in self.running)))
         assert store.num_references == readers.total() and len(store.reservations) == len(self.writing)
         assert store.num_bytes == num_pages(self.stored) * PAGE_BYTES
         assert store.num_bytes_pinned == num_pages(readers) * PAGE_BYTES
-        order = [entry.media for entry in store.idle.values()]
+        order = [entry.facts for entry in store.idle.values()]
         still_idle = [item for item in idle if item in self.stored and item not in readers]
         assert order[: len(still_idle)] == still_idle and {*order} == self.stored.keys() - readers.keys()
         handles = [*self.stored.values(), *(handle for _, handle in self.writing.values())]
@@ -80,7 +80,7 @@ def test_any_use_keeps_to_the_record(seed):
     store = MediaStore(PAGES * PAGE_BYTES + 100, ROW, lambda: PLENTY)
     every = [media(number, rows) for number, rows in enumerate([1, 2, 3, 5, 8, 13, 2 * PAGES, 2 * PAGES + 1])]
     for _ in range(600):
-        idle = [entry.media for entry in store.idle.values()]
+        idle = [entry.facts for entry in store.idle.values()]
         owner, items = (chance.choice(servers), chance.choice("abcd")), chance.sample(every, chance.randint(1, 3))
         match chance.choice(["look up", "reserve", "write", "abandon", "leave", "arrive", "end", "die", "reset"]):
             case "look up":
@@ -104,7 +104,7 @@ def test_any_use_keeps_to_the_record(seed):
                 store.release_request(owner)
             case "arrive":  # its items are those that it refers to; a later request may use the id
                 references, expected = store.claim(owner), record.held.pop(owner, set())
-                handles = {entry.media: entry.patches for entry in references.values()}
+                handles = {entry.facts: entry.patches for entry in references.values()}
                 assert handles == {item: record.stored[item] for item in expected}
                 record.running.append((references, expected))
             case "end" if record.running:

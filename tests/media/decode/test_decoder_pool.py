@@ -22,7 +22,7 @@ import pytest
 from mini_engine.config import EngineConfig
 from mini_engine.media.decode import decoder
 from mini_engine.media.decode.decoder import Announced, Decoded, DecodeFailed, Job
-from mini_engine.media.decode.decoder_pool import KEPT_BYTES, DecoderPool, Decoding
+from mini_engine.media.decode.decoder_pool import KEPT_BYTES, DecodedItem, DecoderPool
 from mini_engine.media.decode.item_limits import DecodeLimits
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
 from mini_engine.metrics import REGISTRY
@@ -45,7 +45,7 @@ class Decoders:
         self.counted: list[int] = []
         self.pool.count_decoded = self.counted.append
 
-    def decode(self, data: bytes = GOOD, owner: str = "a", modality: str = "video") -> Awaitable[Decoding]:
+    def decode(self, data: bytes = GOOD, owner: str = "a", modality: str = "video") -> Awaitable[DecodedItem]:
         item = f"{modality} 1"
         job = Job(item, len(data), None if modality == "image" else SAMPLING)
         return self.pool.decode(job, data, owner)
