@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from starlette.datastructures import State
 from starlette.responses import Response
 
+from mini_engine.http.context import RequestState
 from mini_engine.http.error_responses import report_error
 from mini_engine.http.responses import EVENT_HEADERS, StreamedResponse, chat_logprobs, encode, usage_of, whole_response
 from mini_engine.prompt.answer import Answer, Piece, pieces
@@ -59,8 +59,7 @@ class OutputItem:
 class ModelResponder:
     """Makes the response to one request. Keeps only the options of the request, not its media."""
 
-    def __init__(self, request: ResponsesRequest, state: State, model: str):
-        """`state` of the HTTP request, see `middleware.RequestMiddleware`."""
+    def __init__(self, request: ResponsesRequest, state: RequestState, model: str):
         head = {"id": state.request_id, "object": "response", "created_at": int(time.time()), "model": model}
         defaults = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
         names = ("instructions", "max_output_tokens", "temperature", "top_p", *defaults)

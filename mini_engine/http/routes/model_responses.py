@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mini_engine.http.body import read_body, takes
-from mini_engine.http.context import context_of
+from mini_engine.http.context import context_of, state_of
 from mini_engine.http.model_response import ModelResponder
 from mini_engine.http.routes.chat_completions import start
 from mini_engine.protocol.response_bodies import ResponsesRequest
@@ -17,7 +17,7 @@ router = APIRouter()
 @router.post("/v1/responses", openapi_extra=takes(ResponsesRequest))
 async def responses(request: Request) -> Response:
     """Answer a conversation, as OpenAI's responses. Nothing is stored."""
-    context, state = context_of(request), request.state
+    context, state = context_of(request), state_of(request)
     body = await read_body(request, ResponsesRequest, context)
     chat = body.chat_request()
     context.sampling.check(chat)
