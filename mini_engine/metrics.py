@@ -117,7 +117,7 @@ requests_rejected_total = _counter(
 http_requests_total = Counter(
     "http_requests_total", "Responses by the path of their route.", ["handler", "method", "status"], registry=REGISTRY
 )
-_SUCCESS = "Finished requests; `error`: with a 5xx or an error event."
+_SUCCESS = "Finished requests; `error`: with a 5xx, also in a stream."
 request_success_total = _counter("request_success_total", _SUCCESS, "finished_reason", get_args(FinishReason))
 time_to_first_token_seconds = _histogram("time_to_first_token_seconds", "Time to first token.", _TTFT_BUCKETS)
 inter_token_latency_seconds = _histogram(

@@ -59,7 +59,7 @@ class EngineConfig:
     trust_remote_code: bool = _model(False)
     """Allow the hub model's own processor code to run."""
     chat_template: str | None = _model(None, unset="the model's", metavar="FILE")
-    """Jinja chat template to use."""
+    """File with a Jinja chat template to use."""
     tool_call_parser: Literal["auto", "hermes", "qwen3_xml", "qwen3_coder"] = _model("auto")
     """Format of tool calls in answers: `hermes` (JSON in `<tool_call>`), `qwen3_xml` or `qwen3_coder` (`<function=`),
     or `auto`: by the chat template."""
@@ -155,8 +155,8 @@ class EngineConfig:
     of the playground. May be repeated. `ps` shows a flag, but not the environment variable."""
     allowed_hosts: list[str] = _security([], metavar="NAME", unset="any with an API key, TLS or --uds")
     """Host names, such as engine.example or *.example, that clients may ask for in the header `Host`, beside IP
-    addresses, names without a dot, in .localhost, .local and .internal, and --host; `*`: any. Against web pages that
-    have their own name resolve to this server (DNS rebinding)."""
+    addresses, names without a dot, in .localhost, .local and .internal, the machine's, and --host; `*`: any. Against
+    web pages that have their own name resolve to this server (DNS rebinding)."""
     forwarded_allow_ips: list[str] = _security(["127.0.0.1"], metavar="ADDRESS", unset="127.0.0.1")
     """Addresses and networks, such as 10.0.0.0/8, of reverse proxies, whose header `X-Forwarded-For` says which client
     a request is from; `*`: any, also at a Unix socket."""

@@ -41,6 +41,7 @@ def create_app(context: AppContext) -> FastAPI:
         title="mini-engine",
         version=importlib.metadata.version("mini-engine"),
         redirect_slashes=False,  # to wherever the header `Host` says
+        redoc_url=None,  # `/docs` is enough
     )
     app.state.context = context
     app.state.created = int(time.time())

@@ -7,11 +7,13 @@ released: each server checks that at its end.
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import get_args
 
 import httpx
 import pytest
 
 from mini_engine.engine_client.engines import LOST_SECONDS, EngineClient, EngineLost
+from mini_engine.messages import FinishReason, Problem
 from mini_engine.protocol.api_errors import shutting_down
 from mini_engine.transport.arena import Arena
 from mini_engine.transport.page_allocator import PAGE_BYTES
@@ -117,6 +119,15 @@ async def test_engine_or_server_ends(served: Served, web: SlowWeb, stage: str, c
     check_error(await served.post([image()]), 503, code)
     check_error(await served.http.get("/health"), 503, "engine_unavailable")
     assert not served.core.finishes
+
+
+async def test_a_grammar_that_takes_too_much_in_a_stream_counts_as_no_error(served: Served, web: SlowWeb) -> None:
+    """It is the fault of the client, as a 400 before the stream, which counts in `http_requests_total` alone."""
+    counted = Counted(*(f"request_success_total{{finished_reason={reason}}}" for reason in get_args(FinishReason)))
+    asking = await ask_until("streamed", served, web)
+    await served.core.end(served.core.requests[-1], "error", Problem("it takes too much"))
+    assert '"code":"invalid_value"' in (await asking).text.splitlines()[-2]
+    assert counted.since() == [0] * len(counted.before)
 
 
 @pytest.mark.parametrize("replaced", [True, False])

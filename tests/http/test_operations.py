@@ -27,6 +27,7 @@ from tests.support.serving import Counted, Serve, Served, check_error
     [
         ("POST", "/v1/images", "/openapi.json lists"),
         ("GET", "/v1", "/openapi.json lists"),
+        ("GET", "/redoc", "/openapi.json lists"),  # FastAPI's second page about the same
         # That which differs in /v1 or a slash; no redirect to where the header `Host` says.
         ("GET", "/live/", "did you mean /live?"),
         ("GET", "/chat/completions", "did you mean /v1/chat/completions?"),

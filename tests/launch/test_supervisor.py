@@ -49,7 +49,7 @@ def make_processes(runtime, monkeypatch) -> Iterator[Callable[[EngineConfig], Pr
     yield make
     for group in made:
         for child in group.children:
-            ChildProcess.kill(child)  # a test may have replaced its own
+            child.kill()
             child.reap()
         group.close()
     os.close(no_signals)
@@ -174,12 +174,20 @@ def test_no_process_is_killed_for_a_pause_of_the_supervisor(processes, monkeypat
 # --- deaths -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_process_that_does_not_die_ends_the_server(server, processes, monkeypatch, caplog):
-    """As one that waits in the kernel for a device: SIGKILL does not end it."""
+@pytest.fixture
+def short_deaths(monkeypatch):
+    """A killed process has half a second to exit."""
     monkeypatch.setattr(process_monitor, "DEATH_SECONDS", 0.5)
-    undying = start(processes, "worker", "sleeps")
-    monkeypatch.setattr(undying, "kill", lambda: undying.advance(ChildState.KILLED))
-    assert server.run() == 1
+
+
+@pytest.mark.parametrize("role", ["api", "worker"])
+@pytest.mark.usefixtures("short_deaths")  # before the process group is made
+def test_a_process_that_does_not_die_ends_the_server(role, server, processes, monkeypatch, caplog):
+    """As one that waits in the kernel for a device: SIGKILL does not end it."""
+    undying = start(processes, role, "sleeps")
+    with monkeypatch.context() as patched:
+        patched.setattr(undying, "_signal", lambda _: None)
+        assert server.run() == 1
     assert f"ended with status 1: {undying.title} has not exited after SIGKILL" in messages(caplog)[-1]
 
 
