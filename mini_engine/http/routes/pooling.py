@@ -156,8 +156,10 @@ async def _pool(request: Request, body: PoolingRequest, prompts: InputPrompts) -
         try:
             async with preparing:
                 await asyncio.sleep(0)
-                rendered = await _prompt(context, body, prompt, state.client)
-                answer = await start(context, rendered, state_of(request, number))
+                # No name for the prompt: all would stay in memory until the last answer.
+                answer = await start(
+                    context, await _prompt(context, body, prompt, state.client), state_of(request, number)
+                )
             async for _ in pieces([answer]):
                 pass
         except ApiError as error:
