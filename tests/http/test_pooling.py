@@ -139,7 +139,10 @@ async def test_rerank(ranker: Served) -> None:
     [
         ({"queries": "a", "documents": "b"}, [("a", "b")]),
         ({"text_1": "a", "text_2": ["b", "c"]}, [("a", "b"), ("a", "c")]),
-        ({"queries": ["a", "b"], "documents": [{"text": "c"}, {"content": "d"}]}, [("a", "c"), ("b", "d")]),
+        (
+            {"queries": ["a", "b"], "documents": [{"text": "c", "image": None}, {"content": "d"}]},
+            [("a", "c"), ("b", "d")],
+        ),
     ],
 )
 async def test_score(ranker: Served, asked: dict[str, Any], pairs: list[tuple[str, str]]) -> None:
