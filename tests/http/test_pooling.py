@@ -189,6 +189,14 @@ async def test_media_of_a_query_are_fetched_hashed_and_decoded_once(
         assert len(web.requests) == 2, "downloaded again once, not for each document"
 
 
+async def test_too_many_documents_are_refused_before_the_query_is_downloaded(ranker: Served, web: SlowWeb) -> None:
+    web.go.set()
+    with ranker.context.requests.reserve(2):  # of another request
+        body = {"query": {"content": [web.part]}, "documents": ["d"] * (MAX_REQUESTS - 1)}
+        check_error(await ranker.http.post("/rerank", json=body), 429, "overloaded")
+    assert not web.requests
+
+
 @pytest.mark.parametrize(("path", "body", "says"), [
     ("/v1/embeddings", {}, "'input' or 'messages'"),
     ("/v1/embeddings", {"input": ["a", 1]}, "cannot be mixed"),

@@ -98,10 +98,7 @@ async def _score(request: Request, body: RankingRequest) -> tuple[list[Answer], 
         vectors = [embedding(answer.pooled, None) for answer in answers]
         pairs = paired(vectors[: len(queries)], vectors[len(queries) :])
         return answers, [float(query @ document) for query, document in pairs]
-    async with contextlib.AsyncExitStack() as held:
-        if len(queries) == 1:
-            await _fetch_query(context, body, queries[0], request.state, held)
-        answers = await _pool(request, body, ranking_prompts(body))
+    answers = await _pool(request, body, ranking_prompts(body), queries[0] if len(queries) == 1 else None)
     return answers, [score(answer.pooled) for answer in answers]
 
 
@@ -146,10 +143,13 @@ async def _respond(
     return whole_response(body)
 
 
-async def _pool(request: Request, body: PoolingRequest, prompts: InputPrompts) -> list[Answer]:
-    """The answers to all prompts, in order. Raises as `start` and `Answer.take`, for the first that fails."""
+async def _pool(
+    request: Request, body: PoolingRequest, prompts: InputPrompts, query: Content | None = None
+) -> list[Answer]:
+    """The answers to all prompts, in order; all are about `query`, if there is one. Raises as `start` and
+    `Answer.take`, for the first that fails."""
     context, state = context_of(request), request.state
-    state.choices.receive(len(prompts) - 1)
+    state.choices.receive(len(prompts) - 1)  # before anything is fetched
     preparing = asyncio.Semaphore(PREPARED_AT_ONCE)
 
     async def ask(number: int, name: str, prompt: ChatRequest | list[int]) -> Answer:
@@ -166,11 +166,14 @@ async def _pool(request: Request, body: PoolingRequest, prompts: InputPrompts) -
             raise _located(error, name) if len(prompts) > 1 or name == "documents[0]" else error from None
         return answer
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(ask(number, *prompt)) for number, prompt in enumerate(prompts.items())]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+    async with contextlib.AsyncExitStack() as held:
+        if query:
+            await _fetch_query(context, body, query, state, held)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(ask(number, *prompt)) for number, prompt in enumerate(prompts.items())]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
 
 
