@@ -80,11 +80,11 @@ class Responder(ABC):
                 self._add(piece, choices[piece.index])
         parts = self._whole(answers, choices)
         if self._lists_prompts:
-            return StreamedResponse({"content-type": JSON}, b"", _join(parts))
+            return await response_of(parts)
         body = bytearray()
         async for part in parts:
             body += part
-        return whole_response(body)
+        return _whole_response(body)
 
     async def _whole(
         self, answers: Sequence[Answer], choices: dict[int, Choice]
@@ -295,7 +295,16 @@ class StreamedResponse(Response):
             await self._parts.aclose()
 
 
-def whole_response(body: bytearray) -> Response:
+async def response_of(pieces: AsyncGenerator[bytes | bytearray, None]) -> Response:
+    """A response of JSON, whose pieces are made as the client reads if it is long."""
+    parts = _join(pieces)
+    first = await anext(parts)
+    if (second := await anext(parts, None)) is None:
+        return Response(first, media_type=JSON)
+    return StreamedResponse({"content-type": JSON}, first + second, parts)
+
+
+def _whole_response(body: bytearray) -> Response:
     """A response of JSON, in parts if it is long."""
     if len(body) <= PART_BYTES:
         return Response(bytes(body), media_type=JSON)

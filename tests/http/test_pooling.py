@@ -15,6 +15,7 @@ from openai.types import CreateEmbeddingResponse
 
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.http.middleware import ENGINE_PATHS
+from mini_engine.http.routes import pooling
 from mini_engine.media import loader
 from mini_engine.media.hashing import content_digest
 from mini_engine.messages import Problem
@@ -94,6 +95,19 @@ async def test_base64_and_leading_dimensions(embedder: Served) -> None:
     assert not embedding(bytes(4 * HIDDEN_SIZE), None).any()
     answer = await embedder.openai.embeddings.create(model="tiny", input="hello")
     assert answer.data[0].embedding == whole
+
+
+async def test_embeddings_are_encoded_as_the_client_reads(embedder: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As JSON they may be megabytes."""
+    made = list[int]()
+    monkeypatch.setattr(pooling, "embedding", lambda *arguments: made.append(1) or embedding(*arguments))
+    embedder.core.pool = lambda request: [0.12345678] * 300_000
+    async with embedder.http.stream("POST", "/v1/embeddings", json={"input": ["a"] * MAX_REQUESTS}) as response:
+        parts = response.aiter_raw()
+        read = [await anext(parts)]
+        assert len(made) < MAX_REQUESTS
+        read += [part async for part in parts]
+    assert [item["index"] for item in json.loads(b"".join(read))["data"]] == [*range(MAX_REQUESTS)]
 
 
 async def test_a_conversation_with_media(embedder: Served) -> None:
