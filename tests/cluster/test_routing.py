@@ -54,6 +54,18 @@ def test_a_name_decides_before_data_within_one_salt() -> None:
     assert key(text("Hello") | {"uuid": "a"}, video(CLIP)) == key(video(CLIP) | {"uuid": None}) == key(video(CLIP))
 
 
+@pytest.mark.parametrize("names", [("query", "documents"), ("queries", "documents"), ("text_1", "text_2")])
+def test_the_first_item_of_a_ranking_decides_as_that_of_a_conversation(names: tuple[str, str]) -> None:
+    def ranking(query: Any, documents: Any) -> str:
+        return media_key(json.dumps(dict(zip(names, (query, documents), strict=True))).encode())
+
+    clip, alone = video(CLIP + 1000 * "AAAA"), {"type": "video_url", "uuid": "a"}
+    query = {"content": [text("of this"), clip]}
+    assert ranking(query, ["a", "b"]) == ranking([query], {"content": [alone]}) == key(clip)
+    assert ranking({"content": [clip | {"uuid": "a"}]}, "a") == ranking("q", ["a", {"content": [alone]}]) == key(alone)
+    assert ranking("q", "a") == ranking("q", "b") != ranking("r", "a")
+
+
 def test_a_signature_does_not_change_the_key_of_a_url() -> None:
     for query in (
         "id=7&X-Amz-Signature=1&X-Amz-Date=2&X-Amz-Expires=3",
