@@ -70,7 +70,7 @@ async def start(context: AppContext, prompt: Prompt, state: State) -> Answer:
         while True:
             with context.engines.preparing(state.end):
                 try:
-                    async with context.places.hold(len(items), state.clock):
+                    async with context.places.hold(len(items), state.clock, state.client):
                         engine = engine or choose(digest)
                         with engine.holding(state.request_id, prompt.body.num_choices):
                             answer = await send(context, engine, prompt, items, state, arrival, trusts_embeddings)

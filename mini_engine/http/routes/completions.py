@@ -72,7 +72,7 @@ async def tokenize(request: Request) -> Response:
             prompt = await context.run_sized(partial(context.renderer.render, chat), chat.num_characters, client)
             refs = collect_media(prompt.body.parts, context.config.item_limits)
             items = [item[-1] for item in await load_media(context, prompt, refs, request.state, held)]
-            await held.enter_async_context(context.places.hold(len(items), request.state.clock))
+            await held.enter_async_context(context.places.hold(len(items), request.state.clock, client))
             measured = await context.media.process(items, request.state.clock, request.state.request_id)
             processed = [measured[item.media_hash] for item in items]
             tokens, media = context.renderer.expand(prompt.token_ids, processed)
