@@ -105,14 +105,11 @@ class Places:
         needed = min(num_items, self.limit)
         clock.enter("admission")
         if needed:
-            turn = await self.turns.acquire(client)
-            try:
+            with await self.turns.acquire(client):
                 while self.num_free < needed:
                     self._freed.clear()
                     await self._freed.wait()
                 self.num_free -= needed
-            finally:
-                turn.release()
         clock.enter("other")
         try:
             yield

@@ -8,6 +8,8 @@ import httpx
 import pytest
 
 from mini_engine.http.context import TEXT_THREADS
+from mini_engine.media.decode import fair_places
+from mini_engine.media.decode.fair_places import FairPlaces
 from mini_engine.prompt.renderer import Prompt
 from mini_engine.protocol.bodies import ChatRequest
 from mini_engine.transport.arena import Arena
@@ -135,6 +137,28 @@ async def test_web_server_that_hangs_delays_no_other_request(served: Served, web
         assert (await served.post([image(side)])).status_code == 200
     web.go.set()
     assert {(await task).status_code for task in hanging} == {200}
+
+
+async def test_downloads_do_not_wait_for_all_queued_downloads_of_another_client(
+    serve: Serve, web: SlowWeb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for those that run, and one more."""
+    monkeypatch.setattr(fair_places, "SLOW_SECONDS", PATIENCE)
+    async with serve(api_key=["first", "second"]) as served:
+        monkeypatch.setattr(served.context.media, "_downloads", downloads := FairPlaces(2, slow_places=2))
+
+        def ask(key: str) -> asyncio.Task[httpx.Response]:
+            part = {"type": "image_url", "image_url": f"http://127.0.0.1:{web.port}/{key}.png"}
+            body, headers = chat_body([part]), {"authorization": f"Bearer {key}"}
+            return asyncio.create_task(served.http.post("/v1/chat/completions", json=body, headers=headers))
+
+        asking = [ask("first") for _ in range(4)]
+        await eventually(lambda: len(web.requests) == 2 and len(downloads._queue) == 2)
+        asking.append(ask("second"))
+        await eventually(lambda: len(downloads._queue) == 3)
+        web.go.set()
+        assert {(await task).status_code for task in asking} == {200}
+        assert [number for number, head in enumerate(web.requests) if "second.png" in head] in ([2], [3])
 
 
 async def test_large_request_is_not_overtaken_in_the_queue_for_decoding(served: Served) -> None:

@@ -106,7 +106,7 @@ async def load_media(
     # Row 3: room for the media's bytes, the bytes, and their hashes.
     share = held.enter_context(context.media_bytes.reserve())
     clock.enter("fetch")
-    items = await context.media.fetch(refs, zip(*settings, strict=True), share.receive)
+    items = await context.media.fetch(refs, zip(*settings, strict=True), share.receive, state.client)
     request_id, size = state.request_id, share.amount
     logger.debug("%s fetched: %d media items of %d bytes", request_id, len(refs), size, extra=about(request_id))
     clock.enter("other")
