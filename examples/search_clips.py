@@ -25,7 +25,8 @@ INSTRUCTION = "Retrieve images or text relevant to the user's query."
 
 def embed_new(llm: LLM, folder: Path, known: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The embedding of each file by its time and name; those that are not known are computed."""
-    kinds = {path: (mimetypes.guess_type(path)[0] or "").partition("/")[0] for path in sorted(folder.rglob("*"))}
+    files = (path for path in sorted(folder.rglob("*")) if not path.is_dir())  # some have a file's suffix
+    kinds = {path: (mimetypes.guess_type(path)[0] or "").partition("/")[0] for path in files}
     media = {
         f"{path.stat().st_mtime_ns}:{path.relative_to(folder)}": KINDS[kind](path)
         for path, kind in kinds.items()
@@ -53,7 +54,9 @@ def main() -> None:
     try:
         with LLM(flags=[*flags, "--runner=pooling"]) as llm:
             found = embed_new(llm, args.folder, dict(np.load(path)) if path.exists() else {})
-            np.savez(path, **found)  # type: ignore[arg-type] # its own argument is a flag
+            whole = path.with_name("embeddings.new.npz")  # a search that is killed leaves the old ones
+            np.savez(whole, **found)  # type: ignore[arg-type] # its own argument is a flag
+            whole.replace(path)
             (query,) = llm.embed([args.text], instruction=INSTRUCTION, use_tqdm=False)
     except (ConfigError, ServerError, OSError) as error:
         parser.error(str(error))

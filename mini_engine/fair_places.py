@@ -54,11 +54,17 @@ class FairPlaces:
 
 
 class Place:
-    """The place of one running job, from `FairPlaces.acquire` to `release`."""
+    """The place of one running job, from `FairPlaces.acquire` to `release`, or to the end of its `with` block."""
 
     def __init__(self, places: FairPlaces):
         self._places, self._is_slow = places, False
         self._timer = asyncio.get_running_loop().call_later(SLOW_SECONDS, self._become_slow)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def release(self) -> None:
         self._timer.cancel()

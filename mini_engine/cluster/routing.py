@@ -25,7 +25,8 @@ from mini_engine.protocol.parts import MAX_URL_CHARACTERS
 # Fields of parts, and where in each is a URL; first of all the client's name.
 FIELDS = {"uuid": "", **dict.fromkeys(URL_FIELDS, "url"), "file": "file_data"}
 TEXT = ("text", "input_text")
-TEXTS = ("prompt", "input", "query", "queries", "text_1")  # fields of requests without messages
+QUERIES, DOCUMENTS = ("query", "queries", "text_1"), ("documents", "text_2")  # fields of rankings
+TEXTS = ("prompt", "input", *QUERIES)  # of requests without messages
 # Query parameters of signed URLs of Amazon S3, Google Cloud Storage, CloudFront and Azure: new for each request.
 _SIGNATURE = re.compile(
     r"x-(amz|goog)-.*|awsaccesskeyid|googleaccessid|key-pair-id|policy|signature|expires"
@@ -38,8 +39,8 @@ LOAD_MARGIN = 4  # requests above that: with few in flight the mean says little,
 
 
 def media_key(body: SplitBody, path: str) -> str:
-    """The key of a request's JSON body: of its messages' first media item, else of its first message, its prompt or its
-    query; without a body that of its path.
+    """The key of a request's JSON body: of the first media item of its messages or items, or of query and documents,
+    else of the first of these, its prompt or its query; without a body that of its path.
 
     A body that is not such an object has a key, too: the engine refuses it.
     """
@@ -48,28 +49,35 @@ def media_key(body: SplitBody, path: str) -> str:
         if not text or count_structure(text, items=8) > MAX_STRUCTURE:
             return _hash(text or path.encode())
         request = msgspec.json.decode(text, type=dict[str, Any])
-        messages = request.get("messages")
-        messages = messages if isinstance(messages, list) else []
-        for field, known_by in _media(messages):
+        for field, known_by in _media(request):
             if field == "uuid":
                 return _hash(msgspec.json.encode([known_by, request.get("cache_salt")]))
             return _hash(urls[known_by].data if known_by in urls else _identity(known_by))
-        first = messages[0] if messages else next((request[name] for name in TEXTS if name in request), None)
-        return _hash(msgspec.json.encode(first))
+        items = request.get("messages", request.get("input"))
+        texts = items if isinstance(items, list) else (request[name] for name in TEXTS if name in request)
+        return _hash(msgspec.json.encode(next(iter(texts), None)))
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return _hash(path.encode())
 
 
-def _media(messages: list[Any]) -> Iterator[tuple[str, str]]:
+def _media(request: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """By which field each item is known, and the name or URL there."""
-    for message in messages:
-        parts = message.get("content") if isinstance(message, dict) else None
-        for part in parts if isinstance(parts, list) else ():
-            for field, inner in FIELDS.items() if isinstance(part, dict) and part.get("type") not in TEXT else ():
-                location = part.get(field)
-                text = location.get(inner) if isinstance(location, dict) else location
-                if isinstance(text, str):
-                    yield field, text
+    for name in ("messages", "input", *QUERIES, *DOCUMENTS):
+        value = request.get(name)
+        for message in value if isinstance(value, list) else [value]:
+            parts = message.get("content") if isinstance(message, dict) else None
+            for part in parts if isinstance(parts, list) else ():
+                yield from _known_by(part)
+
+
+def _known_by(part: Any) -> Iterator[tuple[str, str]]:
+    """Of one part."""
+    if isinstance(part, dict) and part.get("type") not in TEXT:
+        for field, inner in FIELDS.items():
+            location = part.get(field)
+            text = location.get(inner) if isinstance(location, dict) else location
+            if isinstance(text, str):
+                yield field, text
 
 
 def _identity(url: str) -> bytes:

@@ -7,7 +7,7 @@
     bytes of encoded media in flight         --max-inflight-media-gb        429 before anything is fetched; downloads
                                                                             are counted as their blocks arrive
     bytes of decoded frames                  count as media in flight       admitted items are decoded in any case
-    media items decoded, processed and sent  --maximum-concurrent-videos    queued in the order of arrival
+    media items decoded, processed and sent  --maximum-concurrent-videos    queued; clients take turns
 
 A request is queued only when its media are fetched: a web server that hangs does not block the queue. Each resource is
 released at the end of a `with` block. Knows nothing of the content of requests. Used from the event-loop thread only.
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from mini_engine import metrics
 from mini_engine.config import EngineConfig
+from mini_engine.fair_places import FairPlaces
 from mini_engine.protocol.api_errors import ApiError, bad_request
 from mini_engine.protocol.request_clock import RequestClock
 
@@ -94,17 +95,17 @@ class Places:
     def __init__(self, limit: int):
         self.limit = limit
         self.num_free = limit
-        self.queue = asyncio.Lock()  # acquired in the order of arrival
+        self.turns = FairPlaces(1, slow_places=0)  # of the request that is next
         self._freed = asyncio.Event()
 
     @contextlib.asynccontextmanager
-    async def hold(self, num_items: int, clock: RequestClock) -> AsyncIterator[None]:
+    async def hold(self, num_items: int, clock: RequestClock, client: bytes) -> AsyncIterator[None]:
         """Wait for so many places, and hold them while the block runs. More items than the limit run alone; no later
-        request overtakes one with many. On `clock` the wait is `admission`."""
+        request of the same client overtakes one with many. On `clock` the wait is `admission`."""
         needed = min(num_items, self.limit)
         clock.enter("admission")
         if needed:
-            async with self.queue:
+            with await self.turns.acquire(client):
                 while self.num_free < needed:
                     self._freed.clear()
                     await self._freed.wait()

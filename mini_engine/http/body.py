@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # the cluster's front receives bodies, too, and needs no torc
     from mini_engine.protocol.bodies import Body
 
 BodyT = TypeVar("BodyT", bound="Body")
+Fields = dict[str, msgspec.Raw]
 
 INLINE_BYTES = 64 << 10  # of a body, see `AppContext.run_sized`
 
@@ -84,11 +85,20 @@ def _decode(text: bytes, kind: type[BodyT]) -> BodyT:
 
 
 def _without_nulls(text: bytes, levels: int) -> bytes:
-    """A JSON object without fields that are null; with two levels the objects in it have none either."""
-    fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-    values = {name: bytes(value) for name, value in fields.items() if bytes(value) != b"null"}
-    inner = {name: _without_nulls(value, 1) for name, value in values.items() if levels > 1 and value[:1] == b"{"}
-    return msgspec.json.encode({name: msgspec.Raw(value) for name, value in (values | inner).items()})
+    """A JSON object, or a list of objects, without fields that are null; with two levels so are objects and lists of
+    objects in it. Other values as they are."""
+    if not levels:
+        return text
+    try:
+        decoded = msgspec.json.decode(text, type=Fields | list[Fields])
+    except msgspec.ValidationError:
+        return text
+
+    def strip(fields: Fields) -> Fields:
+        values = {name: bytes(value) for name, value in fields.items() if bytes(value) != b"null"}
+        return {name: msgspec.Raw(_without_nulls(value, levels - 1)) for name, value in values.items()}
+
+    return msgspec.json.encode(strip(decoded) if isinstance(decoded, dict) else [*map(strip, decoded)])
 
 
 def check_model(name: str, served_names: Sequence[str]) -> None:

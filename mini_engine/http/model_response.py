@@ -66,7 +66,8 @@ class ModelResponder:
         given = {name: getattr(request, name) for name in names}
         given["text"] = {"format": request.text.format} if request.text and request.text.format else None
         given["reasoning"] = {"effort": request.reasoning.effort} if request.reasoning else None
-        self._head: dict[str, Any] = head | defaults | {name: value for name, value in given.items() if value is not None}
+        given = {name: value for name, value in given.items() if value is not None}
+        self._head: dict[str, Any] = head | defaults | given
         self._caller, self._stream = state.caller, bool(request.stream)
         self._items: list[OutputItem] = []
         self._number = 0  # of the next event

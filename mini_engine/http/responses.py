@@ -80,7 +80,7 @@ class Responder(ABC):
                 self._add(piece, choices[piece.index])
         parts = self._whole(answers, choices)
         if self._lists_prompts:
-            return StreamedResponse({"content-type": JSON}, b"", _join(parts))
+            return await response_of(parts)
         body = bytearray()
         async for part in parts:
             body += part
@@ -293,6 +293,15 @@ class StreamedResponse(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             await self._parts.aclose()
+
+
+async def response_of(pieces: AsyncGenerator[bytes | bytearray, None]) -> Response:
+    """A response of JSON, whose pieces are made as the client reads if it is long."""
+    parts = _join(pieces)
+    first = await anext(parts)
+    if (second := await anext(parts, None)) is None:
+        return Response(first, media_type=JSON)
+    return StreamedResponse({"content-type": JSON}, first + second, parts)
 
 
 def whole_response(body: bytearray) -> Response:

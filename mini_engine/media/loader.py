@@ -20,6 +20,7 @@ import torch
 
 from mini_engine import metrics
 from mini_engine.failpoints import reach_failpoint
+from mini_engine.fair_places import FairPlaces
 from mini_engine.media.decode.decoder import Job
 from mini_engine.media.decode.decoder_pool import DecoderPool
 from mini_engine.media.hashing import HASH_BYTES, content_digest, media_hash
@@ -42,7 +43,7 @@ FetchGroup = list[tuple[MediaRef, SettingsPair]]
 
 INLINE_CHARACTERS = 64 << 10  # `data:` URLs of this length together cost less than handing them to a thread
 ITEM_CHARACTERS = 1 << 10  # what an item costs beside its URL
-MAX_DOWNLOADS = 32  # connections of one API server at once
+MAX_DOWNLOADS = 32  # connections of one API server at once, and as many again of downloads that take long
 START_SECONDS = 60.0  # for the threads of a pool
 
 
@@ -119,8 +120,8 @@ class _Flight:
 
 
 class MediaLoader:
-    """Loads media: up to `threads` items are read and hashed at once, as many processed, and up to MAX_DOWNLOADS
-    downloaded; `decoders`, which is closed with the loader, bounds how many are decoded.
+    """Loads media: up to `threads` items are read and hashed at once, and as many processed; `decoders`, which is
+    closed with the loader, bounds how many are decoded. Clients take turns at downloads.
     """
 
     def __init__(
@@ -132,13 +133,13 @@ class MediaLoader:
         self._allow_partial = allow_partial
         self._processing = start_thread_pool(threads, "media")
         self._reading = start_thread_pool(threads, "read")
-        self._downloads = asyncio.Semaphore(MAX_DOWNLOADS)
+        self._downloads = FairPlaces(MAX_DOWNLOADS, slow_places=MAX_DOWNLOADS)
         self._flights: dict[bytes, _Flight] = {}
         if policy.allowed_hosts:
             tls_context()
 
     async def fetch(
-        self, refs: Sequence[MediaRef], settings: Iterable[SettingsPair], received: Received
+        self, refs: Sequence[MediaRef], settings: Iterable[SettingsPair], received: Received, client: bytes
     ) -> list[Candidates]:
         """The items in the order of `refs`, hashed with both `settings` of each. Cancelling it, or the failure of one
         item, ends the work on the others. What is there several times, under one `name`, is fetched
@@ -163,7 +164,7 @@ class MediaLoader:
         for name, item in distinct.items():  # those that take no time share a task, which costs more than many of them
             url = item[0].uuid and origin_of(item[0].url)
             groups.setdefault((url or name) if _is_slow(item[0]) else "", []).append(item)
-        fetched = await _all(self._fetch(group, received) for group in groups.values())
+        fetched = await _all(self._fetch(group, received, client) for group in groups.values())
         items = {item.ref.name: item for group in fetched for item in group}
         return [items[ref.name] for ref in refs]
 
@@ -215,11 +216,11 @@ class MediaLoader:
                 flight.work.cancel()
                 del self._flights[item.media_hash]
 
-    async def _fetch(self, group: FetchGroup, received: Received) -> list[Candidates]:
+    async def _fetch(self, group: FetchGroup, received: Received, client: bytes) -> list[Candidates]:
         download: bytes | None = None
         first, _ = group[0]
         if sources.is_elsewhere(first.url):
-            async with self._downloads:
+            with await self._downloads.acquire(client):
                 download = await fetch_http(first.url, self.policy, first.name, received)
 
         def fetched() -> list[Candidates]:

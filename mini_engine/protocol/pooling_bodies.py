@@ -1,7 +1,7 @@
 """The request bodies of embeddings, rankings and scores, as `bodies.py` has the others. Knows nothing of the prompts
 that are made of them (`prompt/pooling_prompts.py`)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
@@ -10,6 +10,7 @@ from mini_engine.protocol.api_errors import bad_request
 from mini_engine.protocol.bodies import (
     IGNORED,
     MAX_PARTS,
+    PART_CHARACTERS,
     Body,
     Ignored,
     Int32,
@@ -22,6 +23,7 @@ from mini_engine.protocol.bodies import (
 from mini_engine.protocol.parts import Part
 
 MAX_INPUTS = 2048  # OpenAI's limit on `input`
+MAX_REPEATED = 1 << 22  # characters of query and instruction, for all prompts after the first
 
 
 class PoolingRequest(Body, kw_only=True, frozen=True):
@@ -35,6 +37,15 @@ class PoolingRequest(Body, kw_only=True, frozen=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None  # those that the model's tokenizer puts after a text
     user: Ignored = IGNORED
+
+    def check_repeated(self, name: str, count: int, query: Sequence[Part] = ()) -> None:
+        """Raises ApiError, a 400, if the prompts of the `count` inputs in the field `name` repeat too much: each has
+        the instruction, and the `query`."""
+        characters = len(self.instruction or "") + sum(PART_CHARACTERS + len(part.text or "") for part in query)
+        if (count - 1) * characters > MAX_REPEATED:
+            shared = f"query and instruction, of {characters} characters, are in the prompt of each of {count} inputs"
+            limit = f"more than {MAX_REPEATED} characters besides the first"
+            raise bad_request(f"Invalid '{name}': {shared}: {limit}; send fewer inputs.", name)
 
 
 class EmbeddingRequest(PoolingRequest, kw_only=True, frozen=True):
@@ -65,6 +76,7 @@ class EmbeddingRequest(PoolingRequest, kw_only=True, frozen=True):
             raise bad_request(f"{len(self.inputs)} inputs are more than {MAX_INPUTS}; send fewer.", "input")
         if self.instruction and self.has_system_message:
             raise bad_request("Send either 'instruction' or a system message, not both.", "instruction")
+        self.check_repeated("input", len(self.inputs))
 
 
 class RankingItem(Struct, frozen=True, forbid_unknown_fields=True):
@@ -110,10 +122,12 @@ class RankingRequest(PoolingRequest, kw_only=True, frozen=True):
             if sum(getattr(self, name) is not None for name in names) != 1:
                 text = f"Send either '{names[0]}' or '{names[-1]}'."
                 raise bad_request(text, names[0], "missing_required_parameter")
-        num_queries, num_documents = map(len, self.sides)
+        queries, documents = self.sides
+        num_queries, num_documents = len(queries), len(documents)
         if num_queries not in (1, num_documents):
             remedy = "send one query, or one for each document"
             raise bad_request(f"{num_queries} queries for {num_documents} documents: {remedy}.", "documents")
+        self.check_repeated("documents", num_documents, queries[0] if num_queries == 1 else [])
 
 
 class RerankRequest(RankingRequest, kw_only=True, frozen=True):

@@ -43,6 +43,7 @@ def test_all_forms_of_one_item_have_one_key_whatever_is_asked(size: int) -> None
         key(file, video("data:video/mp4;base64,BBBB")),
         key({"type": "video", "video": clip}),
         key({"type": "video", "url": clip}),
+        media_key(json.dumps({"input": [{"role": "user", "content": [plain]}]}).encode()),
     }
     assert len(keys_of_clip) == 1 and keys_of_clip != {key(video("data:video/mp4;base64,BBBB"))}
 
@@ -52,6 +53,18 @@ def test_a_name_decides_before_data_within_one_salt() -> None:
     assert key(named) == key(text("Hello"), alone) == key({"type": "video_url", "uuid": "a"}, video(CLIP))
     assert len({key(named), key(video(CLIP)), key(alone | {"uuid": "b"}), key(alone, cache_salt="s")}) == 4
     assert key(text("Hello") | {"uuid": "a"}, video(CLIP)) == key(video(CLIP) | {"uuid": None}) == key(video(CLIP))
+
+
+@pytest.mark.parametrize("names", [("query", "documents"), ("queries", "documents"), ("text_1", "text_2")])
+def test_the_first_item_of_a_ranking_decides_as_that_of_a_conversation(names: tuple[str, str]) -> None:
+    def ranking(query: Any, documents: Any) -> str:
+        return media_key(json.dumps(dict(zip(names, (query, documents), strict=True))).encode())
+
+    clip, alone = video(CLIP + 1000 * "AAAA"), {"type": "video_url", "uuid": "a"}
+    query = {"content": [text("of this"), clip]}
+    assert ranking(query, ["a", "b"]) == ranking([query], {"content": [alone]}) == key(clip)
+    assert ranking({"content": [clip | {"uuid": "a"}]}, "a") == ranking("q", ["a", {"content": [alone]}]) == key(alone)
+    assert ranking("q", "a") == ranking("q", "b") != ranking("r", "a")
 
 
 def test_a_signature_does_not_change_the_key_of_a_url() -> None:
@@ -67,10 +80,11 @@ def test_a_signature_does_not_change_the_key_of_a_url() -> None:
 
 def test_without_media_the_first_message_or_the_prompt_decides() -> None:
     system = {"role": "system", "content": "Be short."}
-    first, second = (
-        media_key(json.dumps({"messages": [system, {"role": "user", "content": ask}]}).encode()) for ask in "ab"
-    )
-    assert first == second != key(text("a"))
+    for name in ("messages", "input"):
+        first, second = (
+            media_key(json.dumps({name: [system, {"role": "user", "content": ask}]}).encode()) for ask in "ab"
+        )
+        assert first == second != key(text("a"))
     assert media_key(b'{"prompt": "a"}') == media_key(b'{"prompt": "a", "n": 2}') != media_key(b'{"prompt": "b"}')
 
 

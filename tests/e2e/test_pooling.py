@@ -181,18 +181,20 @@ def test_search_clips_embeds_new_files_only(
 ) -> None:
     use_server(embedder, monkeypatch)
     folder, known = family.folder / "clips", family.embedding(TEXTS[0])
-    (folder / "sub").mkdir(parents=True)
-    for name, data in {"a.mp4": CLIP, "sub/b.mp4": CLIP, "broken.png": b"", "known.mp4": b""}.items():
+    (folder / "sub.png").mkdir(parents=True)
+    for name, data in {"a.mp4": CLIP, "sub.png/b.mp4": CLIP, "broken.png": b"", "known.mp4": b""}.items():
         (folder / name).write_bytes(data)
     key = f"{(folder / 'known.mp4').stat().st_mtime_ns}:known.mp4"
     np.savez(folder / "embeddings.npz", **{key: known})  # type: ignore[arg-type] # its own argument is a flag
     monkeypatch.setattr(sys, "argv", ["search_clips.py", str(folder), "a red circle"])
     runpy.run_path(str(ROOT / "examples" / "search_clips.py"), run_name="__main__")
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    shown = capsys.readouterr()
+    assert "broken.png: " in shown.err and "sub.png: " not in shown.err
+    lines = [line.split() for line in shown.out.splitlines()]
     query = family.embedding("a red circle", system="Retrieve images or text relevant to the user's query.")
     clip, kept = family.embedding(VIDEO) @ query, known @ query
     cosines = {name: float(cosine) for cosine, name in lines}
-    assert cosines == pytest.approx({"a.mp4": clip, "sub/b.mp4": clip, "known.mp4": kept}, abs=1e-3)
+    assert cosines == pytest.approx({"a.mp4": clip, "sub.png/b.mp4": clip, "known.mp4": kept}, abs=1e-3)
     assert [*cosines.values()] == sorted(cosines.values(), reverse=True)
 
 

@@ -50,7 +50,7 @@ async def ask_until(stage: str, served: Served, web: SlowWeb) -> asyncio.Task[ht
             served.asking([image(56 + number) for number in range(places.limit)])
             await eventually(lambda: not places.num_free)
             asking = served.asking([image()])
-            await eventually(places.queue.locked)
+            await eventually(lambda: not places.turns.num_free)
         case "looked up":
             core.replies_to.discard("look_up")
             asking = served.asking([image(84)])

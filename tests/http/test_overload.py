@@ -7,6 +7,8 @@ import threading
 import httpx
 import pytest
 
+from mini_engine import fair_places
+from mini_engine.fair_places import FairPlaces
 from mini_engine.http.context import TEXT_THREADS
 from mini_engine.prompt.renderer import Prompt
 from mini_engine.protocol.bodies import ChatRequest
@@ -25,6 +27,7 @@ from tests.support.serving import (
     Serve,
     Served,
     SlowWeb,
+    chat_body,
     check_error,
     image,
     metric,
@@ -136,19 +139,65 @@ async def test_web_server_that_hangs_delays_no_other_request(served: Served, web
     assert {(await task).status_code for task in hanging} == {200}
 
 
+async def test_downloads_do_not_wait_for_all_queued_downloads_of_another_client(
+    serve: Serve, web: SlowWeb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for those that run, and one more."""
+    monkeypatch.setattr(fair_places, "SLOW_SECONDS", PATIENCE)
+    async with serve(api_key=["first", "second"]) as served:
+        monkeypatch.setattr(served.context.media_loader, "_downloads", downloads := FairPlaces(2, slow_places=2))
+
+        def ask(key: str) -> asyncio.Task[httpx.Response]:
+            part = {"type": "image_url", "image_url": f"http://127.0.0.1:{web.port}/{key}.png"}
+            body, headers = chat_body([part]), {"authorization": f"Bearer {key}"}
+            return asyncio.create_task(served.http.post("/v1/chat/completions", json=body, headers=headers))
+
+        asking = [ask("first") for _ in range(4)]
+        await eventually(lambda: len(web.requests) == 2 and len(downloads._queue) == 2)
+        asking.append(ask("second"))
+        await eventually(lambda: len(downloads._queue) == 3)
+        web.go.set()
+        assert {(await task).status_code for task in asking} == {200}
+        assert [number for number, head in enumerate(web.requests) if "second.png" in head] in ([2], [3])
+
+
 async def test_large_request_is_not_overtaken_in_the_queue_for_decoding(served: Served) -> None:
     """There are four places. More items than places run alone."""
-    places, queue = served.context.places, served.context.places.queue
+    places, turns = served.context.places, served.context.places.turns
     served.gate.door.clear()
     asking = []
     for waiting, sides in enumerate([(56, 57, 58), range(59, 64), (64,), (65, 66)]):
         asking.append(served.asking([image(side) for side in sides]))
-        await eventually(lambda n=waiting: places.num_free <= 1 and queue.locked() + len(queue._waiters or ()) == n)
+        await eventually(lambda n=waiting: places.num_free <= 1 and (not turns.num_free) + len(turns._queue) == n)
     assert (await served.post()).status_code == 200  # needs no place
     await cancelled(asking.pop())
     served.gate.door.set()
     assert {(await task).status_code for task in asking} == {200}
     assert [len(request.media) for request in served.core.requests] == [0, 3, 5, 1]
+
+
+async def test_media_do_not_wait_for_all_queued_media_of_another_client(serve: Serve) -> None:
+    """But for those that are next, and of one more request. There are four places."""
+    async with serve(api_key=["first", "second"]) as served:
+        places, turns, sides = served.context.places, served.context.places.turns, iter(range(56, 100))
+        served.gate.door.clear()
+
+        def ask(num_items: int, key: str) -> asyncio.Task[httpx.Response]:
+            content = [image(next(sides)) for _ in range(num_items)]
+            headers = {"authorization": f"Bearer {key}"}
+            return asyncio.create_task(
+                served.http.post("/v1/chat/completions", json=chat_body(content), headers=headers)
+            )
+
+        asking = []
+        for waiting in range(4):
+            asking.append(ask(4, "first"))
+            await eventually(lambda n=waiting: not places.num_free and (not turns.num_free) + len(turns._queue) == n)
+        asking.append(ask(1, "second"))
+        await eventually(lambda: len(turns._queue) == 3)
+        served.gate.door.set()
+        assert {(await task).status_code for task in asking} == {200}
+        assert [len(request.media) for request in served.core.requests] == [4, 4, 4, 1, 4]
 
 
 async def test_tensors_that_do_not_fit_into_memory_are_refused(serve: Serve) -> None:

@@ -15,6 +15,7 @@ from openai.types import CreateEmbeddingResponse
 
 from mini_engine.config import ConfigError, EngineConfig
 from mini_engine.http.middleware import ENGINE_PATHS
+from mini_engine.http.routes import pooling
 from mini_engine.media import loader
 from mini_engine.media.hashing import content_digest
 from mini_engine.messages import Problem
@@ -96,6 +97,19 @@ async def test_base64_and_leading_dimensions(embedder: Served) -> None:
     assert answer.data[0].embedding == whole
 
 
+async def test_embeddings_are_encoded_as_the_client_reads(embedder: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As JSON they may be megabytes."""
+    made = list[int]()
+    monkeypatch.setattr(pooling, "embedding", lambda *arguments: made.append(1) or embedding(*arguments))
+    embedder.core.pool = lambda request: [0.12345678] * 300_000
+    async with embedder.http.stream("POST", "/v1/embeddings", json={"input": ["a"] * MAX_REQUESTS}) as response:
+        parts = response.aiter_raw()
+        read = [await anext(parts)]
+        assert len(made) < MAX_REQUESTS
+        read += [part async for part in parts]
+    assert [item["index"] for item in json.loads(b"".join(read))["data"]] == [*range(MAX_REQUESTS)]
+
+
 async def test_a_conversation_with_media(embedder: Served) -> None:
     """In vLLM's form for Qwen3-VL-Embedding too, and with media that the engine has already."""
     user = {"role": "user", "content": [image(57), {"type": "text", "text": "what"}, serving.video()]}
@@ -139,7 +153,10 @@ async def test_rerank(ranker: Served) -> None:
     [
         ({"queries": "a", "documents": "b"}, [("a", "b")]),
         ({"text_1": "a", "text_2": ["b", "c"]}, [("a", "b"), ("a", "c")]),
-        ({"queries": ["a", "b"], "documents": [{"text": "c"}, {"content": "d"}]}, [("a", "c"), ("b", "d")]),
+        (
+            {"queries": ["a", "b"], "documents": [{"text": "c", "image": None}, {"content": "d"}]},
+            [("a", "c"), ("b", "d")],
+        ),
     ],
 )
 async def test_score(ranker: Served, asked: dict[str, Any], pairs: list[tuple[str, str]]) -> None:
@@ -186,6 +203,14 @@ async def test_media_of_a_query_are_fetched_hashed_and_decoded_once(
         assert len(web.requests) == 2, "downloaded again once, not for each document"
 
 
+async def test_too_many_documents_are_refused_before_the_query_is_downloaded(ranker: Served, web: SlowWeb) -> None:
+    web.go.set()
+    with ranker.context.requests.reserve(2):  # of another request
+        body = {"query": {"content": [web.part]}, "documents": ["d"] * (MAX_REQUESTS - 1)}
+        check_error(await ranker.http.post("/rerank", json=body), 429, "overloaded")
+    assert not web.requests
+
+
 @pytest.mark.parametrize(("path", "body", "says"), [
     ("/v1/embeddings", {}, "'input' or 'messages'"),
     ("/v1/embeddings", {"input": ["a", 1]}, "cannot be mixed"),
@@ -194,12 +219,16 @@ async def test_media_of_a_query_are_fetched_hashed_and_decoded_once(
     ("/v1/embeddings", {"input": [257] * (serving.MAX_MODEL_LEN + 1)}, "--max-model-len"),
     ("/v1/embeddings", {"input": ["a"] * (MAX_REQUESTS + 1)}, "--max-num-queued-reqs"),
     ("/v1/embeddings", {"input": ["a"] * 2049}, "2049 inputs are more than 2048"),
+    ("/v1/embeddings", {"input": ["a"] * 1000, "instruction": "x" * 5000}, "query and instruction, of 5000 characters"),
     ("/v1/embeddings", {"instruction": "x", "messages": [{"role": "system", "content": "y"}]}, "not both"),
     ("/v1/embeddings", {"messages": [{"role": "user", "content": [DAMAGED]}]}, "image 1"),
     ("/score", {"queries": ["a", "b"], "documents": ["c"]}, "2 queries for 1 documents"),
     ("/score", {"queries": "a", "text_1": "b", "documents": "c"}, "either 'queries' or 'text_1'"),
     ("/rerank", {"query": "a"}, "'documents'"),
     ("/rerank", {"query": "a", "documents": ["b"] * 2049}, "Invalid 'documents': expected `array` of length <= 2048"),
+    ("/rerank", {"query": "a" * 5000, "documents": ["b"] * 1000}, "each of 1000 inputs"),
+    ("/score", {"queries": {"content": [{"type": "text", "text": ""}] * 4096}, "documents": ["b"] * 2048},
+     "more than 4194304 characters"),
     ("/rerank", {"query": "a", "documents": [{"content": [DAMAGED]}]}, "documents[0]: image 1"),
     ("/rerank", {"query": "a", "documents": [{"content": [{"type": "image", "uuid": "u"}]}] * 2, "cache_salt": "b"},
      "documents[0]: image 1"),

@@ -123,7 +123,7 @@ class Served:
             any(engine.requests or engine.preparing for engine in context.engines.engines)
             or self.queue.held
             or context.places.num_free < context.places.limit
-            or context.places.queue.locked()
+            or not context.places.turns.num_free
             or any(budget.used for budget in (context.media_bytes, context.requests, context.bodies))
             or metric("inflight_media_bytes")
         )

@@ -69,7 +69,7 @@ async def start(context: AppContext, prompt: Prompt, state: RequestState) -> Ans
         while True:
             with context.engines.end_if_none_runs(state.end):
                 try:
-                    async with context.places.hold(len(items), state.clock):
+                    async with context.places.hold(len(items), state.clock, state.client):
                         engine = engine or choose(digest)
                         with engine.holding(state.request_id, prompt.body.num_choices):
                             answer = await send(context, engine, prompt, items, state, arrival, trusts_embeddings)
@@ -110,7 +110,7 @@ async def load_media(
     # Row 3: room for the media's bytes, the bytes, and their hashes.
     share = held.enter_context(context.media_bytes.reserve())
     clock.enter("fetch")
-    items = await context.media_loader.fetch(refs, settings, share.receive)
+    items = await context.media_loader.fetch(refs, settings, share.receive, state.client)
     request_id, size = state.request_id, share.amount
     logger.debug("%s fetched: %d media items of %d bytes", request_id, len(refs), size, extra=about(request_id))
     clock.enter("other")

@@ -8,7 +8,7 @@ import asyncio
 import base64
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from starlette.responses import Response
 from mini_engine.http.body import read_body, takes
 from mini_engine.http.context import AppContext, RequestState, context_of, state_of
 from mini_engine.http.known_media import DownloadAgain, find_media, resolve_names
-from mini_engine.http.responses import usage_of, whole_response
+from mini_engine.http.responses import response_of, usage_of
 from mini_engine.http.routes.chat_completions import load_media, start
 from mini_engine.media.loader import origin_of
 from mini_engine.prompt.answer import Answer, pieces
@@ -97,10 +97,7 @@ async def _score(request: Request, body: RankingRequest) -> tuple[list[Answer], 
         vectors = [embedding(answer.pooled, None) for answer in answers]
         pairs = paired(vectors[: len(queries)], vectors[len(queries) :])
         return answers, [float(query @ document) for query, document in pairs]
-    async with contextlib.AsyncExitStack() as held:
-        if len(queries) == 1:
-            await _fetch_query(context, body, queries[0], state_of(request), held)
-        answers = await _pool(request, body, ranking_prompts(body))
+    answers = await _pool(request, body, ranking_prompts(body), queries[0] if len(queries) == 1 else None)
     return answers, [score(answer.pooled) for answer in answers]
 
 
@@ -134,40 +131,53 @@ async def _fetch_query(
 async def _respond(
     request: Request, answers: Sequence[Answer], name: str, items: Iterable[dict[str, Any]], **more: Any
 ) -> Response:
-    """The response with these items, of which there is one, in the list `name`, and `more` fields."""
+    """The response with these items, of which there is one, in the list `name`, and `more` fields. Embeddings are made
+    as the client reads: as JSON they take five times the memory."""
     model, state = context_of(request).config.served_names[0], state_of(request)
     head = {"id": state.request_id, "object": "list", "created": int(time.time()), "model": model}
-    body = bytearray(msgspec.json.encode(head | {"usage": usage_of(answers)} | more)[:-1] + b',"%s":[' % name.encode())
-    for item in items:
-        body += msgspec.json.encode(item) + b","
-        await asyncio.sleep(0)  # each may be long
-    body[-1:] = b"]}"
-    return whole_response(body)
+    head |= {"usage": usage_of(answers)} | more
+
+    async def pieces_of_json() -> AsyncGenerator[bytes, None]:
+        yield msgspec.json.encode(head)[:-1] + b',"%s":[' % name.encode()
+        for number, item in enumerate(items):
+            yield b"," * bool(number) + msgspec.json.encode(item)
+            await asyncio.sleep(0)  # each may be long
+        yield b"]}"
+
+    return await response_of(pieces_of_json())
 
 
-async def _pool(request: Request, body: PoolingRequest, prompts: InputPrompts) -> list[Answer]:
-    """The answers to all prompts, in order. Raises as `start` and `Answer.take`, for the first that fails."""
+async def _pool(
+    request: Request, body: PoolingRequest, prompts: InputPrompts, query: Content | None = None
+) -> list[Answer]:
+    """The answers to all prompts, in order; all are about `query`, if there is one. Raises as `start` and
+    `Answer.take`, for the first that fails."""
     context, state = context_of(request), state_of(request)
-    state.choices.receive(len(prompts) - 1)
+    state.choices.receive(len(prompts) - 1)  # before anything is fetched
     preparing = asyncio.Semaphore(PREPARED_AT_ONCE)
 
     async def ask(number: int, name: str, prompt: ChatRequest | list[int]) -> Answer:
         try:
             async with preparing:
                 await asyncio.sleep(0)
-                rendered = await _prompt(context, body, prompt, state.client)
-                answer = await start(context, rendered, state_of(request, number))
+                # No name for the prompt: all would stay in memory until the last answer.
+                answer = await start(
+                    context, await _prompt(context, body, prompt, state.client), state_of(request, number)
+                )
             async for _ in pieces([answer]):
                 pass
         except ApiError as error:
             raise _located(error, name) if len(prompts) > 1 or name == "documents[0]" else error from None
         return answer
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(ask(number, *prompt)) for number, prompt in enumerate(prompts.items())]
-    except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+    async with contextlib.AsyncExitStack() as held:
+        if query:
+            await _fetch_query(context, body, query, state, held)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(ask(number, *prompt)) for number, prompt in enumerate(prompts.items())]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
 
 
