@@ -67,7 +67,9 @@ def caption(args: argparse.Namespace, flags: list[str]) -> int:
                     out.append({"file": left[answer.id], "question": args.question, **row})
                     num_failed += answer.error is not None
     num_before = len(kinds) - len(left)
-    print(f"{len(kinds)} files, {num_before} with a caption before, {num_failed} failed: {args.out}", file=sys.stderr)
+    counts = f"{len(kinds)} files, {num_before} with a caption before, {num_failed} failed"
+    others = f"; {ignored} with other suffixes ignored" if (ignored := len(paths) - len(kinds)) else ""
+    print(f"{counts}{others}: {args.out}", file=sys.stderr)
     return int(num_failed > 0)
 
 

@@ -29,7 +29,11 @@ from mini_engine.protocol.bodies import ChatRequest, GenerationRequest, StreamOp
 from mini_engine.protocol.tools import ToolChoice
 
 DONE = b"data: [DONE]\n\n"
-EVENT_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+EVENT_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # by default nginx would hold back events until it has 4 KB of them
+}
 PART_BYTES = 1 << 18  # of a response, written at a time
 
 encode = msgspec.json.Encoder(enc_hook=io.StringIO.getvalue).encode

@@ -182,7 +182,7 @@ class Int8Matrix(QuantizedMatrix):
         return self.codes, self.scales
 
     def pack(self) -> None:
-        if self.codes.device.type == "cpu" and _has_vnni():
+        if self.codes.device.type == "cpu" and has_vnni():
             self.codes = torch.ops.onednn.qlinear_prepack(self.codes, [PACKED_ROWS, self.shape[1]])
             self._zero_points = torch.zeros(self.shape[0], dtype=torch.int32)
 
@@ -371,6 +371,6 @@ def _unpacks() -> bool:
 
 
 @functools.cache
-def _has_vnni() -> bool:
+def has_vnni() -> bool:
     """Whether oneDNN multiplies 8-bit integers here without saturating sums of two products at 16 bits."""
     return hasattr(torch.ops.onednn, "qlinear_prepack") and torch.cpu._is_vnni_supported()

@@ -4,6 +4,7 @@ A layer says by `weight_slices` which rectangle of which checkpoint tensor it ho
 Checkpoint names are in the newer hub layout (`model.language_model.*`, `model.visual.*`, `lm_head.weight`).
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +20,19 @@ from mini_engine.kernels import ops
 from mini_engine.matmul import in_float32
 from mini_engine.matmul.in_float32 import HalfMatrix
 from mini_engine.matmul.linear import linear, pack
-from mini_engine.matmul.quantized import GROUPS, Int4Matrix, Int8Matrix, MatrixPart, QuantizedMatrix, StackedMatrix
+from mini_engine.matmul.quantized import (
+    GROUPS,
+    Int4Matrix,
+    Int8Matrix,
+    MatrixPart,
+    QuantizedMatrix,
+    StackedMatrix,
+    has_vnni,
+)
 from mini_engine.model.checkpoint import CheckpointError, Progress
 from mini_engine.model.parallel import Placement, TensorParallel
+
+logger = logging.getLogger(__name__)
 
 MadeMatrix = nn.Parameter | QuantizedMatrix | StackedMatrix
 Matrix = MadeMatrix | HalfMatrix
@@ -98,6 +109,11 @@ def pack_later(module: nn.Module) -> Iterator[None]:
     matrices = [matrix for matrix in module.modules() if isinstance(matrix, HalfMatrix)]
     parts = [(matrix, number) for matrix in matrices for number in range(matrix.num_parts)]
     threads, freed = torch.get_num_threads(), 0
+    if matrices:
+        is_quantised = any(isinstance(below, QuantizedMatrix) for below in module.modules())
+        remedy = "" if is_quantised or not has_vnni() else "; --quantization int8 is faster here"
+        reason = "this CPU has no instructions for bfloat16"
+        logger.info("%s: packing weights between steps, which are slow until that ends%s", reason, remedy)
     progress = Progress("weights packed", 2 * sum(math.prod(matrix.shape) for matrix in matrices))
     # Each of its threads would otherwise start as many of OpenMP's for the conversions.
     with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:

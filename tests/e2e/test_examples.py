@@ -59,7 +59,12 @@ def test_structured(
 
 
 def test_a_killed_caption_folder_leaves_nothing_and_goes_on(
-    server: RunningServer, media_root: Path, tmp_path: Path, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    server: RunningServer,
+    media_root: Path,
+    tmp_path: Path,
+    run: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder, out, scratch = media_root / "captions", tmp_path / "captions.jsonl", tmp_path / "scratch"
     shown = {}  # the colour in each file
@@ -100,6 +105,7 @@ def test_a_killed_caption_folder_leaves_nothing_and_goes_on(
     use_server(server, monkeypatch)
     with pytest.raises(SystemExit, match="1"):  # one is broken
         run(*args)
+    assert "with a caption before, 1 failed; 1 with other suffixes ignored: " in capsys.readouterr().err
     assert {row["file"]: row["text"] for row in rows() if "text" in row} == shown | kept
     assert [row["file"] for row in rows() if "error" in row] == ["broken.mp4"] and len(rows()) == 23
 

@@ -29,7 +29,7 @@ def test_products_are_within_their_rounding(bits, outputs, inputs, dtype, with_a
     monkeypatch.setattr(in_float32, "is_x86_without_bfloat16", lambda: with_avx2)
     if with_avx2:
         monkeypatch.setattr(ops, "HAS_AVX2_ALONE", True)
-        monkeypatch.setattr(quantized, "_has_vnni", lambda: False)
+        monkeypatch.setattr(quantized, "has_vnni", lambda: False)
     monkeypatch.setattr(quantized, "UNPACKED", 1 << 18)
     torch.manual_seed(0)
     made = matrix(bits, outputs, inputs, dtype)
@@ -52,7 +52,7 @@ def test_other_processors_compute_the_same(bits, monkeypatch):
     made = [matrix(bits, 192, 64) for _ in "ab"]
     made[1].load_state_dict(made[0].state_dict())
     x, results = torch.randn(200, 64), []
-    for number, name in enumerate(("", "_has_vnni _unpacks")):
+    for number, name in enumerate(("", "has_vnni _unpacks")):
         for function in name.split():
             monkeypatch.setattr(quantized, function, lambda: False)
         made[number].pack()

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForImageTextToText
 
 from mini_engine.matmul.in_float32 import HalfMatrix, can_pack
+from mini_engine.matmul.quantized import Int8Matrix
 from mini_engine.model import layers, weights
 from mini_engine.model.architectures import canonical_name
 from mini_engine.model.checkpoint import PROGRESS_LINES, PROGRESS_SECONDS, CheckpointError, Progress
@@ -177,6 +178,21 @@ def test_estimate_is_at_the_rate_of_the_last_lines(monkeypatch, caplog):
     assert [line.rpartition(", ")[2] for line in caplog.messages[PROGRESS_LINES + 1 :]] == [
         f"about {(1000 - size) / 10 * PROGRESS_SECONDS:.0f} s left" for size in done
     ]
+
+
+@pytest.mark.skipif(not can_pack(), reason="not on x86")
+@pytest.mark.parametrize(("has_vnni", "decoder", "says"), [(True, 16, True), (False, 16, False), (True, 8, False)])
+def test_log_says_why_weights_are_packed_and_whether_int8_is_faster(has_vnni, decoder, says, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(layers, "has_vnni", lambda: has_vnni)
+    quantised = Int8Matrix(4, 32, torch.device("cpu")) if decoder == 8 else nn.Identity()
+    list(pack_later(nn.ModuleList([HalfMatrix(torch.ones(64, 32).bfloat16()), quantised])))
+    first = caplog.messages[0]
+    assert first.startswith("this CPU has no instructions for bfloat16: packing weights between steps")
+    assert ("--quantization int8 is faster here" in first) is says
+    caplog.clear()
+    list(pack_later(nn.ModuleList([quantised])))
+    assert not caplog.messages, "nothing to pack"
 
 
 @pytest.mark.skipif(not can_pack(), reason="not on x86")

@@ -242,6 +242,7 @@ async def choices_of(answer: Any, count: int = 1) -> Choices:
 def events_of(response: httpx.Response) -> list[dict[str, Any]]:
     """The chunks of a stream that has ended well."""
     assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["x-accel-buffering"] == "no"
     *events, done, end = response.text.split("\n\n")
     assert (done, end) == ("data: [DONE]", "")
     assert all(event.startswith("data: ") and "\n" not in event for event in events)

@@ -35,7 +35,9 @@ from mini_engine.protocol.api_errors import MediaError
 _DENIED = {"avisynth", "concat", "dash", "hls", "imf", "mlv", "sdp", "vapoursynth", "vobsub", "webm_dash_manifest"}
 _FORMATS = [av.ContainerFormat(name) for name in av.formats_available - _DENIED]
 _DEMUXERS = ",".join(form.name for form in _FORMATS if form.is_input and not form.no_file)
+_JPEG = b"\xff\xd8"
 _EBML, _SEGMENT = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"
+NO_MEDIA = "the file is no image or video, but has a JPEG in it, as a PDF may; send the JPEG, or each page as PNG"
 NO_FRAME = TRUNCATED.format("no frame can be decoded")
 
 
@@ -57,6 +59,8 @@ def decode_video(
             container_options={"format_whitelist": _DEMUXERS, "protocol_whitelist": ""},
             options={"max_pixels": str(guard.limits.max_frame_pixels)},  # FFmpeg decodes a little while it opens a file
         ) as container:
+            if container.format.name == "mjpeg" and data[:2] != _JPEG:  # FFmpeg looks for one anywhere in the file
+                raise MediaError(guard.item, NO_MEDIA)
             video = _VideoFile(container, data, sampling, guard, allocate)
             stamps = video.packets.stamps
             if not stamps:

@@ -291,6 +291,7 @@ UNREADABLE = "cannot be read, or is damaged; send a whole file"
 
 def test_what_is_no_video_is_refused() -> None:
     buffer, key = io.BytesIO(), {"encryption_key": "0" * 32, "encryption_kid": "1" * 32}
+    Image.new("RGB", (320, 240)).save(pdf := io.BytesIO(), "PDF")  # FFmpeg would decode its JPEG
     with av.open(buffer, "w", format="mp4", options={"encryption_scheme": "cenc-aes-ctr"} | key) as output:
         clips.write_frames(output, clips.video_stream(output, "libx264", 64, 48, 10, {}), range(3))
     encrypted = buffer.getvalue()  # frames by ISO/IEC 23001-7
@@ -304,6 +305,7 @@ def test_what_is_no_video_is_refused() -> None:
         (encrypted, "its video is encrypted; send it without encryption$"),
         (encrypted.replace(b"frma", b"free"), "its video is encrypted; send"),
         (clips.encode(3).replace(b"avc1", b"avs3"), "it is coded as avs3, for which"),
+        (pdf.getvalue(), "the file is no image or video, but has a JPEG in it, as a PDF may; send"),
         *((content, UNREADABLE) for content in contents),
     ):
         with pytest.raises(MediaError, match=f"^video 1: {problem}"):
