@@ -20,7 +20,7 @@ from mini_engine.media.processor import MediaProcessor, ProcessedItem
 from mini_engine.messages import EngineLimits, MediaItem, Modality, PoolingParams
 from mini_engine.prompt.client_text import MARK, ClientText, encode_text
 from mini_engine.prompt.tool_calls import AnswerParser, after_thought, call_format, call_grammar
-from mini_engine.prompt.xml_calls import XmlCallParser, xml_call_grammar
+from mini_engine.prompt.xml_calls import XmlCallParser, XmlThoughtParser, xml_call_grammar
 from mini_engine.protocol.api_errors import bad_request, prompt_too_long
 from mini_engine.protocol.bodies import ChatMessage, ChatRequest, GenerationRequest, StructuredOutputs
 from mini_engine.protocol.parts import MediaRef, Part
@@ -113,13 +113,11 @@ class ChatRenderer:
         in_thought = self._has_thoughts and end.rstrip().endswith(THINK)
         is_constrained = chat.grammar or chat.tool_choice not in (None, "none", "auto")
         body = self._constrain(chat, in_thought) if is_constrained else chat
-        thought_parser = partial(AnswerParser, thoughts=self._has_thoughts, in_thought=in_thought)
-        return Prompt(body, token_ids, thought_parser, self._call_parser(chat))
-
-    def _call_parser(self, chat: ChatRequest) -> Callable[[], AnswerParser]:
+        thoughts = {"thoughts": self._has_thoughts, "in_thought": in_thought}
         if chat.calls_tools and self._call_format == "qwen3_xml":
-            return partial(XmlCallParser, {tool.function.name: tool.function for tool in chat.tools or ()})
-        return partial(AnswerParser, calls=chat.calls_tools)
+            functions = {tool.function.name: tool.function for tool in chat.tools or ()}
+            return Prompt(body, token_ids, partial(XmlThoughtParser, **thoughts), partial(XmlCallParser, functions))
+        return Prompt(body, token_ids, partial(AnswerParser, **thoughts), partial(AnswerParser, calls=chat.calls_tools))
 
     def _constrain(self, chat: ChatRequest, in_thought: bool) -> ChatRequest:
         """The request with the grammar that its answer follows, after the thought, or that of its forced call."""

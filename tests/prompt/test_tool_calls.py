@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 from mini_engine import demo
 from mini_engine.messages import Problem
 from mini_engine.prompt.tool_calls import AnswerParser, after_thought, call_grammar
-from mini_engine.prompt.xml_calls import XmlCallParser, types_of, xml_call_grammar
+from mini_engine.prompt.xml_calls import XmlCallParser, XmlThoughtParser, types_of, xml_call_grammar
 from mini_engine.protocol.tools import TAGS, Function
 from tests.support.serving import Counted, Served, check_error
 
@@ -35,7 +35,16 @@ XML_LOOK: dict[str, Any] = {
     "required": ["at"],
     "$defs": {"count": {"type": "integer"}},
 }
-XML_FUNCTIONS = {"look": Function(name="look", parameters=XML_LOOK), "now": Function(name="now")}
+XML_LOOK["properties"]["untyped"] = {"items": {}}
+EITHER = {
+    "anyOf": [{"properties": {"k": {"const": "a"}}}, {"properties": {"k": {"const": "b"}, "m": {"type": "integer"}}}]
+}
+XML_FUNCTIONS = {
+    "look": Function(name="look", parameters=XML_LOOK),
+    "now": Function(name="now"),
+    "free": Function(name="free", parameters={"additionalProperties": {"type": "integer"}}),
+    "either": Function(name="either", parameters=EITHER),
+}
 
 
 def xml(name: str = "look", **values: str) -> str:
@@ -47,13 +56,14 @@ def parse(
     *pieces: str, calls: bool = True, thoughts: bool = True, in_thought: bool = False, is_xml: bool = False
 ) -> list[tuple[str, str]]:
     """Kinds and texts of the fragments, those of a text put together."""
-    first = AnswerParser(thoughts=thoughts, in_thought=in_thought)
+    first = (XmlThoughtParser if is_xml else AnswerParser)(thoughts=thoughts, in_thought=in_thought)
     second = XmlCallParser(XML_FUNCTIONS) if is_xml else AnswerParser(calls=calls)
     fragments: list[tuple[str, str]] = []
     for piece in (*pieces, None):
-        said = dict(first.push(piece or "", last=piece is None))
-        content = said.pop("content", "")
-        for kind, text in [*said.items(), *second.push(content, last=piece is None)]:
+        said = first.push(piece or "", last=piece is None)
+        content = "".join(text for kind, text in said if kind == "content")
+        thought = [part for part in said if part[0] != "content"]
+        for kind, text in [*thought, *second.push(content, last=piece is None)]:
             before = fragments.pop()[1] if fragments and fragments[-1][0] == kind != "call" else ""
             fragments.append((kind, before + text))
     return fragments
@@ -86,6 +96,9 @@ def test_text_thoughts_and_calls(text: str, expected: list[Any]) -> None:
         (xml(n="1.5", number="x", object="{'a': 1}"), {"n": "1.5", "number": "x", "object": "{'a': 1}"}, ""),
         (xml(array="[1, {}]", boolean='{"a": 1}'), {"array": [1, {}], "boolean": '{"a": 1}'}, ""),
         (xml(other="7", boolean="1"), {"other": "7", "boolean": "1"}, ""),
+        (xml(n="2.0", number="2.0", untyped="[1]"), {"n": 2, "number": 2.0, "untyped": [1]}, ""),
+        (xml("free", any="7") + " z", {"any": 7}, "z"),
+        (xml("either", m="7"), {"m": 7}, ""),
         (xml(at="") + " z", {"at": ""}, "z"),
         ("<function=look><parameter=at>a</parameter></function>", {"at": "a"}, ""),
         ("<tool_call>\n<function=look>\n<parameter=at>\na</function>\n</tool_call>z", {"at": "a"}, "z"),
@@ -94,9 +107,46 @@ def test_text_thoughts_and_calls(text: str, expected: list[Any]) -> None:
 )  # fmt: skip
 def test_xml_becomes_json_by_the_schema(text: str, arguments: dict[str, Any], after: str) -> None:
     content, call, written, *end = parse("<think>hm</think>Well.\n\n" + text, is_xml=True)[1:]
-    assert (content, call) == (("content", "Well."), ("call", "look"))
+    assert content == ("content", "Well.") and f"<function={call[1]}>" in text
     assert json.loads(written[1]) == arguments and end == [("content", after)] * bool(after)
     assert parse(text + text, is_xml=True)[:2] == [call, written], "the next begins anew"
+
+
+LOOK_AT = "<tool_call>\n<function=look>\n<parameter=at>\n"
+XML_A, XML_B = (xml(at=value) for value in "ab")
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        (f"{LOOK_AT}a</b>\n<parameter=x>\nc\n<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>",
+         ['{"at": "a</b>\\n<parameter=x>\\nc", "n": 3}']),
+        (f"{LOOK_AT}a</tool_call> c\n</tool_call>", ['{"at": "a</tool_call> c"}']),
+        (f"{LOOK_AT}a\n</tool_call>\n{XML_B}", ['{"at": "a"}', '{"at": "b"}']),
+        (f"{LOOK_AT}a\n</function>", ['{"at": "a"}']),
+        (f"{XML_A}\n{XML_B}".replace("</function>\n</tool_call>", "", 1), ['{"at": "a"}', '{"at": "b"}']),
+        (f"{XML_A}{XML_B}".replace("</function>\n</tool_call><tool_call>", "", 1), ['{"at": "a"}', '{"at": "b"}']),
+        (f"{XML_A}{XML_B}".replace("</tool_call><tool_call>", "", 1), ['{"at": "a"}', '{"at": "b"}']),
+    ],
+)  # fmt: skip
+def test_tags_that_models_leave_out(text: str, arguments: list[str]) -> None:
+    """The bounds of a text are those of the function's parameters, and of calls."""
+    for pieces in ([text], text):
+        assert [part for kind, part in parse(*pieces, is_xml=True) if kind == "arguments"] == arguments
+        assert {kind for kind, _ in parse(*pieces, is_xml=True)} == {"call", "arguments"}
+
+
+def test_tag_of_a_function_in_a_text_is_no_call() -> None:
+    text = "Write <function=look> to look, and <function=now>."
+    assert parse(text, is_xml=True) == [("content", text)]
+
+
+def test_call_in_a_thought_that_does_not_end_is_a_call() -> None:
+    text, call = f"hm\n\n{XML_A}", [("call", "look"), ("arguments", '{"at": "a"}')]
+    for pieces in ([text], text):
+        assert parse(*pieces, in_thought=True, is_xml=True) == [("reasoning_content", "hm"), *call]
+        ended = parse(*pieces, "\n</think>\n", XML_B, in_thought=True, is_xml=True)
+        assert ended == [("reasoning_content", text), call[0], ("arguments", '{"at": "b"}')]
 
 
 def test_xml_that_is_cut_off_is_not_closed() -> None:
@@ -118,6 +168,8 @@ def test_arguments_are_the_same_however_xml_is_cut(parts: list[str]) -> None:
 def test_types_of_schemas_that_nobody_has_checked() -> None:
     """They may be wrong, or look endless."""
     many = {"anyOf": [{"$ref": "#"}] * 1000}
+    wrong = {"type": [["a"], {}], "properties": {}} | {"anyOf": 4, "enum": [{}]}
+    assert types_of(wrong, wrong) == {"object"}
     for schema in (None, True, 5, {"type": 5, "enum": 3, "anyOf": 4}, {"$ref": "#/$defs/none"}, many, {"$ref": "#"}):
         assert types_of(schema, many) == {"string"}
     assert types_of({"type": ["integer", "null"]}, {}) == {"integer", "null"}
@@ -190,13 +242,48 @@ def test_xml_grammar_takes_calls_of_the_schema(tmp_path: Path, tokens: tuple[str
     assert not any(accepts(xml(**written | values)) for values in wrong)
     assert not any(map(accepts, [xml(n="3"), xml("now", at="a"), "a", ""]))
     many = {
-        "$defs": {"d": {"description": "d" * 10_000}},
-        "properties": {str(n): {"type": "integer"} for n in range(200)},
+        "$defs": {"d": {"type": "integer", "description": "d" * 10_000}},
+        "properties": {str(n): {"$ref": "#/$defs/d"} for n in range(200)},
     }
     with pytest.raises(ValueError, match="too long"):
         xml_call_grammar([Function(name="look", parameters=many)], False, tokens)
     if tokens:
         assert accepts(xml("now"), thought="a <b>\n</think>\n\n") and not accepts("a", thought="a</think>")
+
+
+COLOURS = {"enum": ["red", "<b>"], "type": "string"}
+PAIR = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+OPTIONAL = {"anyOf": [{"$ref": "#/$defs/Colour"}, {"type": "null"}]}  # as pydantic writes it
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"properties": {"x": OPTIONAL}, "$defs": {"Colour": COLOURS}}, ["red", "<b>", "null"], ["blue", "7"]),
+        ({"properties": {"x": {"allOf": [COLOURS], "default": "red"}}}, ["red"], ["blue"]),
+        ({"properties": {"x": {"enum": ["a", 1, None]}}}, ["a", "1", "null"], ["b", "2"]),
+        ({"properties": {"x": {"type": ["string", "null"], "enum": ["a", None, 1]}}}, ["a", "null"], ["b", "1"]),
+        ({"properties": {"x": {"anyOf": [COLOURS, PAIR]}}}, ["red", '{"n": 1}'], ["blue", '{"n": "1"}']),
+        ({"properties": {"x": {"anyOf": [COLOURS, {"type": "string"}]}}}, ["blue"], []),
+        ({"properties": {"a": PAIR, "x": {"items": {"$ref": "#/properties/a"}}}}, ['[{"n": 1}]'], ["[1]"]),  # zod's
+        ({"properties": {"a/b": {"anyOf": [PAIR]}, "x": {"$ref": "#/properties/a~1b/anyOf/0"}}}, ['{"n": 1}'], ["1"]),
+        ({"properties": {"x": {"type": "array", "items": {"$ref": "#"}}}}, ['[{"x": [{}]}]'], ['[{"y": 1}]']),
+        ({"additionalProperties": {"type": "integer"}}, ["1"], ["a"]),
+        ({"anyOf": [{"properties": {"x": {"const": "a"}}}, {"properties": {"x": {"const": 1}}}]}, ["a", "1"], ["b"]),
+    ],
+)  # fmt: skip
+def test_xml_grammar_takes_values_of_the_schema(
+    tmp_path: Path, schema: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    accepts = Accepts(tmp_path, TAGS, xml_call_grammar, [Function(name="look", parameters=schema)])
+    assert all(accepts(xml(x=value)) for value in right)
+    assert not any(accepts(xml(x=value)) for value in wrong)
+
+
+def test_parameter_that_xml_cannot_name_is_an_error() -> None:
+    for name in ("a>", "a\nb", "", "a" * 257):
+        with pytest.raises(ValueError, match="rename it"):
+            xml_call_grammar([Function(name="look", parameters={"properties": {name: {}}})], False, TAGS)
 
 
 TOOLS: Any = [{"type": "function", "function": {"name": "look", "strict": True, "parameters": {"type": "object"}}}]
