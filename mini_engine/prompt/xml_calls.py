@@ -214,7 +214,8 @@ def _own_types(schema: Mapping[str, Any]) -> set[str]:
     named = schema.get("type")
     names = {named} if isinstance(named, str) else {name for name in _list(named) if isinstance(name, str)}
     names = names or set(map(_json_type, _values(schema)[:MOST_SCHEMAS]))
-    return names or {kind for keyword, kind in _TYPE_OF_KEYWORD.items() if keyword in schema}
+    names = names or {kind for keyword, kind in _TYPE_OF_KEYWORD.items() if keyword in schema}
+    return names | {"null"} if names and schema.get("nullable") is True else names  # OpenAPI's
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ XML_LOOK: dict[str, Any] = {
     "required": ["at"],
     "$defs": {"count": {"type": "integer"}},
 }
-XML_LOOK["properties"]["untyped"] = {"items": {}}
+XML_LOOK["properties"] |= {"untyped": {"items": {}}, "nullable": {"type": "string", "nullable": True}}
 EITHER = {
     "anyOf": [{"properties": {"k": {"const": "a"}}}, {"properties": {"k": {"const": "b"}, "m": {"type": "integer"}}}]
 }
@@ -97,6 +97,7 @@ def test_text_thoughts_and_calls(text: str, expected: list[Any]) -> None:
         (xml(array="[1, {}]", boolean='{"a": 1}'), {"array": [1, {}], "boolean": '{"a": 1}'}, ""),
         (xml(other="7", boolean="1"), {"other": "7", "boolean": "1"}, ""),
         (xml(n="2.0", number="2.0", untyped="[1]"), {"n": 2, "number": 2.0, "untyped": [1]}, ""),
+        (xml(nullable="null", at="null"), {"nullable": None, "at": "null"}, ""),
         (xml("free", any="7") + " z", {"any": 7}, "z"),
         (xml("either", m="7"), {"m": 7}, ""),
         (xml(at="") + " z", {"at": ""}, "z"),
