@@ -96,7 +96,8 @@ class AnswerParser:
         fragments: list[tuple[Kind, str]] = []
         while True:
             search = self._state != "content" or self._calls
-            pattern = self.ENDS[self._state].replace(END, r"\Z" if last else END)
+            pattern = self.ENDS[self._state]
+            pattern = pattern.replace(END, r"\Z") if last else pattern
             end = regex.search(pattern, self._held, partial=not last) if search else None
             if end is None and self._state in self.OPTIONAL:
                 self._state = "content"

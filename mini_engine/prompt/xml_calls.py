@@ -84,7 +84,8 @@ class XmlCallParser(AnswerParser):
         "value": rf"(?P<parameters>\n?(?:</parameter>(?={SPACE}(?:{_NEXT}))"
         rf"|(?=</function>{SPACE}(?:{CALL_END}|<function={NAME}>|{END})|{CALL_END}{SPACE}(?:{CALL}|{END}))))"
         rf"|(?P<value>\n(?={_PARAMETER}\n))",
-        "tail": rf"\A(?P<content>{SPACE}{CALL_END})",
+        # Models also write </function_invocation>, or a tag twice.
+        "tail": rf"\A(?P<content>{SPACE}(?:</function\w{{0,20}}>{SPACE}){{0,3}}{CALL_END})",
     }
     OPTIONAL: ClassVar[Collection[str]] = ("tail",)
 

@@ -14,10 +14,12 @@ from tokenizers import AddedToken, Tokenizer
 
 from mini_engine import demo
 from mini_engine.messages import Problem
+from mini_engine.prompt.renderer import ChatRenderer
 from mini_engine.prompt.tool_calls import AnswerParser, after_thought, call_grammar
 from mini_engine.prompt.xml_calls import XmlCallParser, XmlThoughtParser, types_of, xml_call_grammar
 from mini_engine.protocol.tools import TAGS, Function
-from tests.support.serving import Counted, Served, check_error
+from tests.prompt.templates import THIRD_5
+from tests.support.serving import MAX_MODEL_LEN, Counted, Served, check_error
 
 ARGUMENTS = '{"at": "a \\"}<\\\\", "n": [1, {}]}'
 CALL = f'<tool_call>\n{{"name": "look", "arguments": {ARGUMENTS}}}\n</tool_call>'
@@ -125,12 +127,13 @@ XML_A, XML_B = (xml(at=value) for value in "ab")
         (f"{LOOK_AT}a</tool_call> c\n</tool_call>", ['{"at": "a</tool_call> c"}']),
         (f"{LOOK_AT}a\n</tool_call>\n{XML_B}", ['{"at": "a"}', '{"at": "b"}']),
         (f"{LOOK_AT}a\n</function>", ['{"at": "a"}']),
+        (XML_A.replace("</function>", "</function>\n</function>\n</function_invocation>"), ['{"at": "a"}']),
         (f"{XML_A}\n{XML_B}".replace("</function>\n</tool_call>", "", 1), ['{"at": "a"}', '{"at": "b"}']),
         (f"{XML_A}{XML_B}".replace("</function>\n</tool_call><tool_call>", "", 1), ['{"at": "a"}', '{"at": "b"}']),
         (f"{XML_A}{XML_B}".replace("</tool_call><tool_call>", "", 1), ['{"at": "a"}', '{"at": "b"}']),
     ],
 )  # fmt: skip
-def test_tags_that_models_leave_out(text: str, arguments: list[str]) -> None:
+def test_tags_that_models_leave_out_or_add(text: str, arguments: list[str]) -> None:
     """The bounds of a text are those of the function's parameters, and of calls."""
     for pieces in ([text], text):
         assert [part for kind, part in parse(*pieces, is_xml=True) if kind == "arguments"] == arguments
@@ -324,6 +327,33 @@ async def test_calls_of_whole_and_streamed_answers(served: Served) -> None:
     assert await choices_of(said, tool_choice="required", **more) == [(*thought[0], look)] * 2
     grammar = served.core.requests[-1].grammar
     assert "</think>" in grammar and "call (" in grammar
+
+
+async def test_xml_calls_of_whole_and_streamed_answers(served: Served) -> None:
+    """The prompt has opened a thought."""
+    template = "{%- for tool in tools or [] %}{{- tool | tojson }}{%- endfor %}" + THIRD_5
+    served.context.renderer = ChatRenderer(served.gate.hf_processor, template)
+    served.context.renderer.max_tokens = MAX_MODEL_LEN
+    tools = [{"type": "function", "function": {"name": "look", "parameters": XML_LOOK}}]
+    call, thought = xml(at="a\n\nb", n="3"), f"hm {XML_A}"
+    for said, reasoning, content, count in (
+        (f"hm</think>\n\nWell.\n{call}\n{call}", "hm", "Well.", 2),
+        (f"hm {call}{call}", "hm", None, 2),
+        (f"{thought}\n</think>\n{call}", thought, None, 1),
+    ):
+        served.says(*said, "END")
+        messages = [{"role": "user", "content": "x"}]
+        body: Any = {"model": "tiny", "messages": messages, "tools": tools, "n": 2, "stop": "END"}
+        for parallel in (True, False):
+            body["parallel_tool_calls"] = parallel
+            answers = [await served.openai.chat.completions.create(**body)]
+            async with served.openai.chat.completions.stream(**body) as stream:
+                answers.append(await stream.get_final_completion())
+            for choice in (choice for answer in answers for choice in answer.choices):
+                message: Any = choice.message
+                assert (message.reasoning_content, message.content or None) == (reasoning, content)
+                arguments = [json.loads(call.function.arguments) for call in message.tool_calls]
+                assert arguments == [{"at": "a\n\nb", "n": 3}] * (count if parallel else 1)
 
 
 async def test_every_answer_can_be_sent_back(served: Served) -> None:
