@@ -24,14 +24,18 @@ from mini_engine.prompt.tool_calls import END, SPACE, TEMPLATE_SPACING, AnswerPa
 from mini_engine.protocol.structured_outputs import json_value
 from mini_engine.protocol.tools import CALL, CALL_END, NAME, THINK_END, Function
 
-_PARAMETER_NAME = r"[^>\n]{1,256}"
-_PARAMETER = rf"<parameter=(?P<name>{_PARAMETER_NAME})>"
+_PARAMETER_NAME = r"[^<>=\n]{1,256}"
+_PARAMETER = rf"<parameter=(?P<name>{_PARAMETER_NAME})[>=]"  # models also write <parameter=place=Paris</parameter>
 _FUNCTION = f"<function=(?P<name>{NAME})>"
 # What a call goes on with behind a value, or another one begins with.
-_NEXT = rf"<parameter={_PARAMETER_NAME}>|</function>|{CALL_END}|{CALL}|<function={NAME}>"
+_NEXT = rf"<parameter={_PARAMETER_NAME}[>=]|</function>|{CALL_END}|{CALL}|<function={NAME}>"
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 _TYPE_OF_KEYWORD = {"properties": "object", "items": "array"}  # in schemas without `type`
-_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates write earlier calls
+# What models write in JSON: Python's literals, as templates write earlier calls, and line breaks.
+_LITERAL = regex.compile(r"""(?s)(["'])(?P<text>(?:(?!\1)[^\\]|\\.)*+)\1?|True|False|None""")
+_IN_TEXT = regex.compile(r"""(?s)\\.|["\n\t]""")
+_AS_JSON = {"True": "true", "False": "false", "None": "null", "\\'": "'", '"': '\\"', "\n": "\\n", "\t": "\\t"}
+MAX_PYTHON = 1 << 16  # characters of a value that is read as Python: it takes some microseconds for each
 MAX_GRAMMAR = 1 << 20  # characters: each value's schema is written with all definitions
 MOST_SCHEMAS = 32  # within one that are looked at for its types
 
@@ -263,16 +267,28 @@ def _json_type(value: Any) -> str:
 
 def _json_of(text: str, types: Collection[str]) -> str:
     """JSON of a value that is written as `text`."""
-    literal = _PYTHON.get(text.strip(), text.strip())
+    literal = _AS_JSON.get(text.strip(), text.strip())
     try:
-        value = msgspec.json.decode(literal)
+        try:
+            value = msgspec.json.decode(literal)
+        except msgspec.DecodeError:
+            if literal[:1] not in "[{" or len(literal) > MAX_PYTHON:
+                raise
+            literal = _LITERAL.sub(_json_literal, literal)
+            value = msgspec.json.decode(literal)
     except (msgspec.DecodeError, RecursionError):
-        value = literal
+        value = text
     if isinstance(value, float) and "number" not in types and value.is_integer():
         value, literal = int(value), str(int(value))
     kind = _json_type(value)
     is_other = kind != "string" and (kind in types or (kind == "integer" and "number" in types))
     return literal if is_other else f'"{_escaped(text)}"'
+
+
+def _json_literal(literal: "regex.Match[str]") -> str:
+    if literal["text"] is None:
+        return _AS_JSON[literal[0]]
+    return f'"{_IN_TEXT.sub(lambda part: _AS_JSON.get(part[0], part[0]), literal["text"])}"'
 
 
 def _escaped(text: str) -> str:

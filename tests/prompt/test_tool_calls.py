@@ -95,7 +95,11 @@ def test_text_thoughts_and_calls(text: str, expected: list[Any]) -> None:
         (xml(at=' "a"\n\n</parameter> b <\\'), {"at": ' "a"\n\n</parameter> b <\\'}, ""),
         (xml(at="1", n=" -3", number="1", place="north"), {"at": "1", "n": -3, "number": 1, "place": "north"}, ""),
         (xml(n="None", boolean="True", object="{}"), {"n": None, "boolean": True, "object": {}}, ""),
-        (xml(n="1.5", number="x", object="{'a': 1}"), {"n": "1.5", "number": "x", "object": "{'a': 1}"}, ""),
+        (xml(n="1.5", number="x", object="{1}"), {"n": "1.5", "number": "x", "object": "{1}"}, ""),
+        (xml(object="""{'a': [True, 'None "b"', "it's"], "c": 'd\\'s'}"""),
+         {"object": {"a": [True, 'None "b"', "it's"], "c": "d's"}}, ""),
+        (xml(array='["a\n\tb"]', object="{'a"), {"array": ["a\n\tb"], "object": "{'a"}, ""),
+        (xml(at="b").replace("=at>\n", "=at="), {"at": "b"}, ""),
         (xml(array="[1, {}]", boolean='{"a": 1}'), {"array": [1, {}], "boolean": '{"a": 1}'}, ""),
         (xml(other="7", boolean="1"), {"other": "7", "boolean": "1"}, ""),
         (xml(n="2.0", number="2.0", untyped="[1]"), {"n": 2, "number": 2.0, "untyped": [1]}, ""),
@@ -285,7 +289,7 @@ def test_xml_grammar_takes_values_of_the_schema(
 
 
 def test_parameter_that_xml_cannot_name_is_an_error() -> None:
-    for name in ("a>", "a\nb", "", "a" * 257):
+    for name in ("a>", "a=", "a<", "a\nb", "", "a" * 257):
         with pytest.raises(ValueError, match="rename it"):
             xml_call_grammar([Function(name="look", parameters={"properties": {name: {}}})], False, TAGS)
 
