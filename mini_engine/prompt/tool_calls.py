@@ -49,6 +49,8 @@ def after_thought(grammar: str) -> str:
 
 Kind = Literal["start", "reasoning_content", "content", "call", "arguments"]
 
+END = "(?!)"  # in a pattern: the end of the answer, which nothing matches before it is known
+PIECE = 1 << 12  # characters that are searched at once: at each tag the rest is copied
 SPACE = r"\s{0,9}"  # not any number: it is held back, and searched again with each text
 HEAD = SPACE.join(["", CALL, r"\{", '"name"', ":", f'"(?P<name>{NAME})"', ",", '"arguments"', ":", r"(?=\{)"])
 
@@ -67,7 +69,8 @@ class AnswerParser:
         "start": rf"\A(?P<reasoning_content>{SPACE}{THINK})",  # here only: later the tag is content
         "reasoning_content": f"(?P<content>{SPACE}{THINK_END})",
         "content": f"(?P<arguments>{HEAD})",
-        "arguments": rf"(?P<content>{SPACE}\}}?{SPACE}{CALL_END})",  # with the brace that closes the call
+        # With the brace that closes the call. The answer may be cut off, or end at the tag as its stop string.
+        "arguments": rf"(?P<content>{SPACE}\}}?{SPACE}(?:{CALL_END}|{END}))",
     }
     OPTIONAL: ClassVar[Collection[str]] = ("start",)  # states that are content if their end does not come at once
 
@@ -88,15 +91,23 @@ class AnswerParser:
     def push(self, text: str, last: bool = False) -> list[tuple[Kind, str]]:
         """Takes the next text, and returns the fragments that are certain now; with the `last`, all. That of a call is
         its name."""
+        fragments: list[tuple[Kind, str]] = []
+        for begin in range(0, len(text) or 1, PIECE):
+            end = begin + PIECE
+            fragments += self._push(text[begin:end], last and end >= len(text))
+        return fragments
+
+    def _push(self, text: str, last: bool) -> list[tuple[Kind, str]]:
+        """`push` of one piece."""
         self._held += text
         fragments: list[tuple[Kind, str]] = []
         while True:
             search = self._state != "content" or self._calls
-            end = regex.search(self._ends[self._state], self._held, partial=not last) if search else None
+            pattern = self._ends[self._state]
+            pattern = pattern.replace(END, r"\Z") if last else pattern
+            end = regex.search(pattern, self._held, partial=not last) if search else None
             if end is None and self._state in self.OPTIONAL:
                 self._state = "content"
-            elif end is None and last and self._state == "arguments":
-                self._held += CALL_END  # the answer is cut off, or ends at the tag as its stop string
             elif end is None or end.partial:
                 return fragments + self._take(len(self._held) if end is None else end.start())
             else:

@@ -13,21 +13,30 @@ follows from the function's schema.
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
+from urllib.parse import unquote
 
 import msgspec
 import regex
 
-from mini_engine.prompt.tool_calls import SPACE, TEMPLATE_SPACING, AnswerParser, Kind
+from mini_engine.prompt.tool_calls import END, SPACE, TEMPLATE_SPACING, AnswerParser, Kind
 from mini_engine.protocol.structured_outputs import json_value
 from mini_engine.protocol.tools import CALL, CALL_END, NAME, Function
 
-XML_HEAD = rf"{SPACE}{CALL}{SPACE}<function=(?P<name>{NAME})>"
-_PARAMETER = r"<parameter=(?P<name>[^>\n]{1,256})>"
-_NEXT = rf"<parameter=[^>\n]{{1,256}}>|</function>|{CALL_END}"
+_PARAMETER_NAME = r"[^<>=\n]{1,256}"
+_PARAMETER = rf"<parameter=(?P<name>{_PARAMETER_NAME})[>=]"  # models also write <parameter=place=Paris</parameter>
+_FUNCTION = f"<function=(?P<name>{NAME})>"
+XML_HEAD = f"{SPACE}{CALL}{SPACE}{_FUNCTION}"
+# What a call goes on with behind a value, or another one begins with.
+_NEXT = rf"<parameter={_PARAMETER_NAME}[>=]|</function>|{CALL_END}|{CALL}|<function={NAME}>"
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
-_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates write earlier calls
+_TYPE_OF_KEYWORD = {"properties": "object", "items": "array"}  # in schemas without `type`
+# What models write in JSON: Python's literals, as templates write earlier calls, and line breaks.
+_LITERAL = regex.compile(r"""(?s)(["'])(?P<text>(?:(?!\1)[^\\]|\\.)*+)\1?|True|False|None""")
+_IN_TEXT = regex.compile(r"""(?s)\\.|["\n\t]""")
+_AS_JSON = {"True": "true", "False": "false", "None": "null", "\\'": "'", '"': '\\"', "\n": "\\n", "\t": "\\t"}
+MAX_PYTHON = 1 << 16  # characters of a value that is read as Python: it takes some microseconds for each
 MAX_GRAMMAR = 1 << 20  # characters: each value's schema is written with all definitions
 MOST_SCHEMAS = 32  # within one that are looked at for its types
 
@@ -40,22 +49,28 @@ class XmlCallParser(AnswerParser):
     """
 
     ENDS: ClassVar[dict[str, str]] = {
-        # Models leave out the first tag, or write several functions behind one.
-        "content": rf"(?P<parameters>{SPACE}(?:{CALL}{SPACE})?<function=(?P<name>{NAME})>)",
-        "parameters": rf"(?P<value>{_PARAMETER}(?:\n|(?=[^\n])))|(?P<tail></function>|(?={CALL_END}))",
+        # Models leave out the first tag, or write several functions behind one; a function's tag may also be text.
+        "content": rf"(?P<parameters>{SPACE}(?:{CALL}{SPACE}{_FUNCTION}"
+        rf"|{_FUNCTION}(?={SPACE}(?:<parameter=|</function>|{CALL_END}))))",
+        "parameters": rf"(?P<value>{_PARAMETER}(?:\n|(?=[^\n])))"
+        rf"|(?P<tail></function>|(?={CALL_END}|{CALL}|<function={NAME}>))",
         # A text may contain tags: it ends at one behind which the call goes on, or where the model left that one out.
-        "value": rf"(?P<parameters>\n?(?:</parameter>(?={SPACE}(?:{_NEXT}))|(?=</function>{SPACE}{CALL_END})))",
-        "tail": rf"\A(?P<content>{SPACE}{CALL_END})",
+        "value": rf"(?P<parameters>\n?(?:</parameter>(?={SPACE}(?:{_NEXT}))"
+        rf"|(?=</function>{SPACE}(?:{CALL_END}|<function={NAME}>|{END})|{CALL_END}{SPACE}(?:{CALL}|{END}))))"
+        rf"|(?P<value>\n(?={_PARAMETER}\n))",
+        # Models also write </function_invocation>, or a tag twice.
+        "tail": rf"\A(?P<content>{SPACE}(?:</function\w{{0,20}}>{SPACE}){{0,3}}{CALL_END})",
     }
     OPTIONAL: ClassVar[Collection[str]] = ("tail",)
 
     def __init__(self, functions: Mapping[str, Function]) -> None:
         super().__init__(calls=True)
         self._functions = functions
-        self._schema: dict[str, Any] = {}  # of the arguments
-        self._separator = ""  # before the next of them
+        self._root: dict[str, Any] = {}  # schema of the arguments
+        self._properties: dict[str, Any] = {}  # of it
+        self._written: set[str] = set()  # arguments
         self._types: set[str] = set()  # of the value
-        self._value = ""  # what has arrived of one that may be no string
+        self._value = list[str]()  # what has arrived of one that may be no string
 
     def _take(self, end: int) -> list[tuple[Kind, str]]:
         if self._state == "content":
@@ -64,74 +79,118 @@ class XmlCallParser(AnswerParser):
         if self._state != "value":
             return []
         if self._types != {"string"}:
-            self._value, text = self._value + text, ""
+            self._value.append(text)
+            return []
         return [("arguments", _escaped(text))] if text else []
 
     def _enter(self, end: "regex.Match[str]") -> list[tuple[Kind, str]]:
         before, self._state = self._state, end.lastgroup or ""
         written = ""
+        if before == self._state == "value":
+            if end["name"] not in self._properties or end["name"] in self._written:
+                self._held = end[0] + self._held
+                return self._take(len(end[0]))
+            self._state = "parameters"
         if self._state == "value":
-            self._types, self._value = types_of(_properties(self._schema).get(end["name"]), self._schema), ""
+            self._types, self._value = types_of(self._schema_of(end["name"]), self._root), []
             quote = '"' if self._types == {"string"} else ""
-            written, self._separator = f'{self._separator}"{_escaped(end["name"])}": {quote}', ", "
+            written = f'{", " * bool(self._written)}"{_escaped(end["name"])}": {quote}'
+            self._written.add(end["name"])
         elif before == "value":
-            written = '"' if self._types == {"string"} else _json_of(self._value, self._types)
+            written = '"' if self._types == {"string"} else _json_of("".join(self._value), self._types)
         elif self._state == "parameters":
             function = self._functions.get(end["name"])
-            self._schema, self._separator = function.schema if function else {}, ""
+            self._root, self._written = function.schema if function else {}, set()
+            self._properties = _properties(self._root)
             return [("call", end["name"]), ("arguments", "{")]
         elif self._state == "tail":
             written = "}"
         return [("arguments", written)] if written else []
 
+    def _schema_of(self, name: str) -> Any:
+        return self._properties.get(name, _resolved(self._root, self._root).get("additionalProperties"))
+
 
 def xml_call_grammar(functions: Sequence[Function], parallel: bool, added_tokens: Collection[str]) -> str:
     """Lark of an answer that is a call of one of `functions`, or with `parallel` perhaps several. Of the schemas of
-    strings it heeds `enum` and `const` alone. Raises ValueError: it is too long."""
+    strings it heeds `enum` and `const` alone. Raises ValueError: it is too long, or XML cannot have a parameter's name.
+    """
     begin, end = (tag if tag in added_tokens else f'"{tag}"' for tag in (CALL, CALL_END))
     calls, rules, length = [], list[str](), 0
     for number, function in enumerate(functions):
-        root, parts = function.schema, [json.dumps(f"\n<function={function.name}>\n")]
-        schema, properties = _resolved(root, root), _properties(root)
-        for place, (name, inner) in enumerate(properties.items()):
-            rule, optional = f"value_{number}_{place}", "" if name in _list(schema.get("required")) else "?"
-            rules.append(f"{rule}: {_value_rule(inner, root)}")
+        parts = [json.dumps(f"\n<function={function.name}>\n")]
+        for place, (tag, schema, often) in enumerate(_parameters(function)):
+            rule = f"value_{number}_{place}"
+            rules.append(f"{rule}: {_value_rule(schema, function.schema)}")
             if (length := length + len(rules[-1])) > MAX_GRAMMAR:
                 raise ValueError("a definition counts for each property: they are too long together; send fewer")
-            parts.append(f"({json.dumps(f'<parameter={name}>')} {rule}){optional}")
-        if schema.get("additionalProperties", not properties):
-            parts.append('("<parameter=" /[^>\\n]{1,256}/ ">" text)*')
+            parts.append(f"({tag} {rule}){often}")
         calls.append(" ".join([*parts, '"</function>\\n"']))
     start = r'call ("\n" call)*' if parallel else "call"
     text = r"text[lazy]: /\n(?s:.*)\n<\/parameter>\n/"
     return "\n".join([f"start: {start}", f"call: {begin} ({' | '.join(calls)}) {end}", text, *rules])
 
 
+def _parameters(function: Function) -> Iterator[tuple[str, Any, str]]:
+    """Of each its tag in Lark, its schema, and how often it comes."""
+    properties, root = _properties(function.schema), _resolved(function.schema, function.schema)
+    for name, schema in properties.items():
+        if not regex.fullmatch(_PARAMETER_NAME, name):
+            raise ValueError(f"a call in XML cannot have a parameter {name[:50]!r}; rename it")
+        yield json.dumps(f"<parameter={name}>"), schema, "" if name in _list(root.get("required")) else "?"
+    if others := root.get("additionalProperties", not properties):
+        yield f'"<parameter=" /{_PARAMETER_NAME}/ ">"', others, "*"
+
+
 def _value_rule(schema: Any, root: Mapping[str, Any]) -> str:
-    inner = _resolved(schema, root)
-    choices = _values(inner)
-    if choices and all(isinstance(choice, str) for choice in choices):
-        return " | ".join(json.dumps(f"\n{choice}\n</parameter>\n") for choice in choices)
-    if "string" in types_of(schema, root):
+    """Of a value and the tag behind it."""
+    parts = _parts(schema, root)
+    strings = [part for part in parts if "string" in _own_types(part)]
+    if not strings and any(map(_own_types, parts)):
+        return _json_rule(parts[0], root)
+    choices = [(part, choice) for part in strings for choice in _values(part)]
+    texts = [choice for _, choice in choices if isinstance(choice, str)]
+    if not texts or not all(map(_values, strings)):  # JSON is text, too
         return "text"
-    shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
-    return rf'"\n" {json_value(shared | inner, TEMPLATE_SPACING)} "\n</parameter>\n"'
+    others = [
+        choice for part, choice in choices if (kind := _json_type(choice)) != "string" and kind in _own_types(part)
+    ]
+    schemas = [part for part in parts if _own_types(part) - {"string"} and part not in strings]
+    rules = [_json_rule(inner, root) for inner in [*schemas, *([{"enum": others}] if others else [])]]
+    return " | ".join([*(json.dumps(f"\n{choice}\n</parameter>\n") for choice in texts), *rules])
+
+
+def _json_rule(schema: dict[str, Any], root: Mapping[str, Any]) -> str:
+    """The schema may refer to `root`, which becomes one of its definitions then."""
+    if '"$ref": "#' in json.dumps(schema):
+        text = json.dumps({**schema, "$defs": {"root": root}}).replace('"$ref": "#', '"$ref": "#/$defs/root')
+        schema = json.loads(text)
+    return rf'"\n" {json_value(schema, TEMPLATE_SPACING)} "\n</parameter>\n"'
 
 
 def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
-    """JSON's types of the values that a schema within `root` allows; that of a string where it names none. Looks at
-    MOST_SCHEMAS of its parts: they may be many, and refer to each other."""
-    types: set[str] = set()
-    pending = [schema]
-    for _ in range(MOST_SCHEMAS):
-        if not pending:
-            break
-        inner = _resolved(pending.pop(), root)
-        named = inner.get("type")
-        types |= {named} if isinstance(named, str) else {*_list(named), *map(_json_type, _values(inner)[:MOST_SCHEMAS])}
+    """JSON's types of the values that a schema within `root` allows; that of a string where it names none."""
+    return {name for part in _parts(schema, root) for name in _own_types(part)} or {"string"}
+
+
+def _parts(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The schema and those that it combines, with what they refer to. At most MOST_SCHEMAS: they may be many, and refer
+    to each other."""
+    parts, pending = list[dict[str, Any]](), [schema]
+    while pending and len(parts) < MOST_SCHEMAS:
+        parts.append(inner := _resolved(pending.pop(0), root))
         for name in ("anyOf", "oneOf", "allOf"):
             pending += _list(inner.get(name))[:MOST_SCHEMAS]
-    return types or {"string"}
+    return parts
+
+
+def _own_types(schema: Mapping[str, Any]) -> set[str]:
+    """Without those of schemas that it combines."""
+    named = schema.get("type")
+    names = {named} if isinstance(named, str) else {name for name in _list(named) if isinstance(name, str)}
+    names = names or set(map(_json_type, _values(schema)[:MOST_SCHEMAS]))
+    names = names or {kind for keyword, kind in _TYPE_OF_KEYWORD.items() if keyword in schema}
+    return names | {"null"} if names and schema.get("nullable") is True else names  # OpenAPI's
 
 
 def _resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,9 +200,15 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(path, str):
             break
         schema = root
-        for name in path.removeprefix("#").split("/")[1:]:
-            schema = schema.get(name) if isinstance(schema, dict) else None
+        for name in unquote(path).removeprefix("#").split("/")[1:]:
+            schema = _member(schema, name.replace("~1", "/").replace("~0", "~"))
     return schema if isinstance(schema, dict) else {}
+
+
+def _member(value: Any, name: str) -> Any:
+    if isinstance(value, list):
+        return next((item for number, item in enumerate(value) if str(number) == name), None)
+    return value.get(name) if isinstance(value, dict) else None
 
 
 def _values(schema: Mapping[str, Any]) -> list[Any]:
@@ -157,8 +222,13 @@ def _list(value: Any) -> list[Any]:
 
 
 def _properties(root: Mapping[str, Any]) -> dict[str, Any]:
-    properties = _resolved(root, root).get("properties")
-    return properties if isinstance(properties, dict) else {}
+    """Those of all schemas that it combines."""
+    properties: dict[str, Any] = {}
+    for part in _parts(root, root):
+        own = part.get("properties")
+        for name, inner in own.items() if isinstance(own, dict) else ():
+            properties[name] = {"anyOf": [properties[name], inner]} if name in properties else inner
+    return properties
 
 
 def _json_type(value: Any) -> str:
@@ -167,13 +237,28 @@ def _json_type(value: Any) -> str:
 
 def _json_of(text: str, types: Collection[str]) -> str:
     """JSON of a value that is written as `text`."""
-    literal = _PYTHON.get(text.strip(), text.strip())
+    literal = _AS_JSON.get(text.strip(), text.strip())
     try:
-        kind = _json_type(msgspec.json.decode(literal))
+        try:
+            value = msgspec.json.decode(literal)
+        except msgspec.DecodeError:
+            if literal[:1] not in "[{" or len(literal) > MAX_PYTHON:
+                raise
+            literal = _LITERAL.sub(_json_literal, literal)
+            value = msgspec.json.decode(literal)
     except (msgspec.DecodeError, RecursionError):
-        kind = "string"
+        value = text
+    if isinstance(value, float) and "number" not in types and value.is_integer():
+        value, literal = int(value), str(int(value))
+    kind = _json_type(value)
     is_other = kind != "string" and (kind in types or (kind == "integer" and "number" in types))
     return literal if is_other else f'"{_escaped(text)}"'
+
+
+def _json_literal(literal: "regex.Match[str]") -> str:
+    if literal["text"] is None:
+        return _AS_JSON[literal[0]]
+    return f'"{_IN_TEXT.sub(lambda part: _AS_JSON.get(part[0], part[0]), literal["text"])}"'
 
 
 def _escaped(text: str) -> str:

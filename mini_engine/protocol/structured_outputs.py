@@ -74,6 +74,8 @@ def _prepared(schema: Any, close: bool) -> Any:
         del prepared["format"]
     if schema.get("uniqueItems") is False:
         del prepared["uniqueItems"]
+    if schema.get("propertyNames") == {"type": "string"}:  # zod writes it
+        del prepared["propertyNames"]
     names = schema.get("properties", {}).keys()
     if close and names and "minProperties" not in schema and names >= set(schema.get("required", ())):
         prepared.setdefault("additionalProperties", False)

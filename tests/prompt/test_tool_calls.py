@@ -14,10 +14,12 @@ from tokenizers import AddedToken, Tokenizer
 
 from mini_engine import demo
 from mini_engine.messages import Problem
+from mini_engine.prompt.renderer import ChatRenderer
 from mini_engine.prompt.tool_calls import HEAD, AnswerParser, after_thought, call_grammar
 from mini_engine.prompt.xml_calls import XML_HEAD, XmlCallParser, types_of, xml_call_grammar
 from mini_engine.protocol.tools import TAGS, Function
-from tests.support.serving import Counted, Served, check_error
+from tests.prompt.templates import THIRD_5
+from tests.support.serving import MAX_MODEL_LEN, Counted, Served, check_error
 
 ARGUMENTS = '{"at": "a \\"}<\\\\", "n": [1, {}]}'
 CALL = f'<tool_call>\n{{"name": "look", "arguments": {ARGUMENTS}}}\n</tool_call>'
@@ -35,7 +37,16 @@ XML_LOOK: dict[str, Any] = {
     "required": ["at"],
     "$defs": {"count": {"type": "integer"}},
 }
-XML_FUNCTIONS = {"look": Function(name="look", parameters=XML_LOOK), "now": Function(name="now")}
+XML_LOOK["properties"] |= {"untyped": {"items": {}}, "nullable": {"type": "string", "nullable": True}}
+EITHER = {
+    "anyOf": [{"properties": {"k": {"const": "a"}}}, {"properties": {"k": {"const": "b"}, "m": {"type": "integer"}}}]
+}
+XML_FUNCTIONS = {
+    "look": Function(name="look", parameters=XML_LOOK),
+    "now": Function(name="now"),
+    "free": Function(name="free", parameters={"additionalProperties": {"type": "integer"}}),
+    "either": Function(name="either", parameters=EITHER),
+}
 
 
 def xml(name: str = "look", **values: str) -> str:
@@ -51,9 +62,10 @@ def parse(
     second = XmlCallParser(XML_FUNCTIONS) if is_xml else AnswerParser(calls=calls)
     fragments: list[tuple[str, str]] = []
     for piece in (*pieces, None):
-        said = dict(first.push(piece or "", last=piece is None))
-        content = said.pop("content", "")
-        for kind, text in [*said.items(), *second.push(content, last=piece is None)]:
+        said = first.push(piece or "", last=piece is None)
+        content = "".join(text for kind, text in said if kind == "content")
+        thought = [part for part in said if part[0] != "content"]
+        for kind, text in [*thought, *second.push(content, last=piece is None)]:
             before = fragments.pop()[1] if fragments and fragments[-1][0] == kind != "call" else ""
             fragments.append((kind, before + text))
     return fragments
@@ -83,9 +95,17 @@ def test_text_thoughts_and_calls(text: str, expected: list[Any]) -> None:
         (xml(at=' "a"\n\n</parameter> b <\\'), {"at": ' "a"\n\n</parameter> b <\\'}, ""),
         (xml(at="1", n=" -3", number="1", place="north"), {"at": "1", "n": -3, "number": 1, "place": "north"}, ""),
         (xml(n="None", boolean="True", object="{}"), {"n": None, "boolean": True, "object": {}}, ""),
-        (xml(n="1.5", number="x", object="{'a': 1}"), {"n": "1.5", "number": "x", "object": "{'a': 1}"}, ""),
+        (xml(n="1.5", number="x", object="{1}"), {"n": "1.5", "number": "x", "object": "{1}"}, ""),
+        (xml(object="""{'a': [True, 'None "b"', "it's"], "c": 'd\\'s'}"""),
+         {"object": {"a": [True, 'None "b"', "it's"], "c": "d's"}}, ""),
+        (xml(array='["a\n\tb"]', object="{'a"), {"array": ["a\n\tb"], "object": "{'a"}, ""),
+        (xml(at="b").replace("=at>\n", "=at="), {"at": "b"}, ""),
         (xml(array="[1, {}]", boolean='{"a": 1}'), {"array": [1, {}], "boolean": '{"a": 1}'}, ""),
         (xml(other="7", boolean="1"), {"other": "7", "boolean": "1"}, ""),
+        (xml(n="2.0", number="2.0", untyped="[1]"), {"n": 2, "number": 2.0, "untyped": [1]}, ""),
+        (xml(nullable="null", at="null"), {"nullable": None, "at": "null"}, ""),
+        (xml("free", any="7") + " z", {"any": 7}, "z"),
+        (xml("either", m="7"), {"m": 7}, ""),
         (xml(at="") + " z", {"at": ""}, "z"),
         ("<function=look><parameter=at>a</parameter></function>", {"at": "a"}, ""),
         ("<tool_call>\n<function=look>\n<parameter=at>\na</function>\n</tool_call>z", {"at": "a"}, "z"),
@@ -94,9 +114,39 @@ def test_text_thoughts_and_calls(text: str, expected: list[Any]) -> None:
 )  # fmt: skip
 def test_xml_becomes_json_by_the_schema(text: str, arguments: dict[str, Any], after: str) -> None:
     content, call, written, *end = parse("<think>hm</think>Well.\n\n" + text, is_xml=True)[1:]
-    assert (content, call) == (("content", "Well."), ("call", "look"))
+    assert content == ("content", "Well.") and f"<function={call[1]}>" in text
     assert json.loads(written[1]) == arguments and end == [("content", after)] * bool(after)
     assert parse(text + text, is_xml=True)[:2] == [call, written], "the next begins anew"
+
+
+LOOK_AT = "<tool_call>\n<function=look>\n<parameter=at>\n"
+XML_A, XML_B = (xml(at=value) for value in "ab")
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        (f"{LOOK_AT}a</b>\n<parameter=x>\nc\n<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>",
+         ['{"at": "a</b>\\n<parameter=x>\\nc", "n": 3}']),
+        (f"{LOOK_AT}a</tool_call> c\n</tool_call>", ['{"at": "a</tool_call> c"}']),
+        (f"{LOOK_AT}a\n</tool_call>\n{XML_B}", ['{"at": "a"}', '{"at": "b"}']),
+        (f"{LOOK_AT}a\n</function>", ['{"at": "a"}']),
+        (XML_A.replace("</function>", "</function>\n</function>\n</function_invocation>"), ['{"at": "a"}']),
+        (f"{XML_A}\n{XML_B}".replace("</function>\n</tool_call>", "", 1), ['{"at": "a"}', '{"at": "b"}']),
+        (f"{XML_A}{XML_B}".replace("</function>\n</tool_call><tool_call>", "", 1), ['{"at": "a"}', '{"at": "b"}']),
+        (f"{XML_A}{XML_B}".replace("</tool_call><tool_call>", "", 1), ['{"at": "a"}', '{"at": "b"}']),
+    ],
+)  # fmt: skip
+def test_tags_that_models_leave_out_or_add(text: str, arguments: list[str]) -> None:
+    """The bounds of a text are those of the function's parameters, and of calls."""
+    for pieces in ([text], text):
+        assert [part for kind, part in parse(*pieces, is_xml=True) if kind == "arguments"] == arguments
+        assert {kind for kind, _ in parse(*pieces, is_xml=True)} == {"call", "arguments"}
+
+
+def test_tag_of_a_function_in_a_text_is_no_call() -> None:
+    text = "Write <function=look> to look, and <function=now>."
+    assert parse(text, is_xml=True) == [("content", text)]
 
 
 def test_xml_that_is_cut_off_is_not_closed() -> None:
@@ -128,6 +178,8 @@ def test_arguments_are_the_same_however_xml_is_cut(parts: list[str]) -> None:
 def test_types_of_schemas_that_nobody_has_checked() -> None:
     """They may be wrong, or look endless."""
     many = {"anyOf": [{"$ref": "#"}] * 1000}
+    wrong = {"type": [["a"], {}], "properties": {}} | {"anyOf": 4, "enum": [{}]}
+    assert types_of(wrong, wrong) == {"object"}
     for schema in (None, True, 5, {"type": 5, "enum": 3, "anyOf": 4}, {"$ref": "#/$defs/none"}, many, {"$ref": "#"}):
         assert types_of(schema, many) == {"string"}
     assert types_of({"type": ["integer", "null"]}, {}) == {"integer", "null"}
@@ -200,13 +252,48 @@ def test_xml_grammar_takes_calls_of_the_schema(tmp_path: Path, tokens: tuple[str
     assert not any(accepts(xml(**written | values)) for values in wrong)
     assert not any(map(accepts, [xml(n="3"), xml("now", at="a"), "a", ""]))
     many = {
-        "$defs": {"d": {"description": "d" * 10_000}},
-        "properties": {str(n): {"type": "integer"} for n in range(200)},
+        "$defs": {"d": {"type": "integer", "description": "d" * 10_000}},
+        "properties": {str(n): {"$ref": "#/$defs/d"} for n in range(200)},
     }
     with pytest.raises(ValueError, match="too long"):
         xml_call_grammar([Function(name="look", parameters=many)], False, tokens)
     if tokens:
         assert accepts(xml("now"), thought="a <b>\n</think>\n\n") and not accepts("a", thought="a</think>")
+
+
+COLOURS = {"enum": ["red", "<b>"], "type": "string"}
+PAIR = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+OPTIONAL = {"anyOf": [{"$ref": "#/$defs/Colour"}, {"type": "null"}]}  # as pydantic writes it
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"properties": {"x": OPTIONAL}, "$defs": {"Colour": COLOURS}}, ["red", "<b>", "null"], ["blue", "7"]),
+        ({"properties": {"x": {"allOf": [COLOURS], "default": "red"}}}, ["red"], ["blue"]),
+        ({"properties": {"x": {"enum": ["a", 1, None]}}}, ["a", "1", "null"], ["b", "2"]),
+        ({"properties": {"x": {"type": ["string", "null"], "enum": ["a", None, 1]}}}, ["a", "null"], ["b", "1"]),
+        ({"properties": {"x": {"anyOf": [COLOURS, PAIR]}}}, ["red", '{"n": 1}'], ["blue", '{"n": "1"}']),
+        ({"properties": {"x": {"anyOf": [COLOURS, {"type": "string"}]}}}, ["blue"], []),
+        ({"properties": {"a": PAIR, "x": {"items": {"$ref": "#/properties/a"}}}}, ['[{"n": 1}]'], ["[1]"]),  # zod's
+        ({"properties": {"a/b": {"anyOf": [PAIR]}, "x": {"$ref": "#/properties/a~1b/anyOf/0"}}}, ['{"n": 1}'], ["1"]),
+        ({"properties": {"x": {"type": "array", "items": {"$ref": "#"}}}}, ['[{"x": [{}]}]'], ['[{"y": 1}]']),
+        ({"additionalProperties": {"type": "integer"}}, ["1"], ["a"]),
+        ({"anyOf": [{"properties": {"x": {"const": "a"}}}, {"properties": {"x": {"const": 1}}}]}, ["a", "1"], ["b"]),
+    ],
+)  # fmt: skip
+def test_xml_grammar_takes_values_of_the_schema(
+    tmp_path: Path, schema: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
+    accepts = Accepts(tmp_path, TAGS, xml_call_grammar, [Function(name="look", parameters=schema)])
+    assert all(accepts(xml(x=value)) for value in right)
+    assert not any(accepts(xml(x=value)) for value in wrong)
+
+
+def test_parameter_that_xml_cannot_name_is_an_error() -> None:
+    for name in ("a>", "a=", "a<", "a\nb", "", "a" * 257):
+        with pytest.raises(ValueError, match="rename it"):
+            xml_call_grammar([Function(name="look", parameters={"properties": {name: {}}})], False, TAGS)
 
 
 TOOLS: Any = [{"type": "function", "function": {"name": "look", "strict": True, "parameters": {"type": "object"}}}]
@@ -246,6 +333,32 @@ async def test_calls_of_whole_and_streamed_answers(served: Served) -> None:
     assert await choices_of(said, tool_choice="required", **more) == [(*thought[0], look)] * 2
     grammar = served.core.requests[-1].grammar
     assert "</think>" in grammar and "call (" in grammar
+
+
+async def test_xml_calls_of_whole_and_streamed_answers(served: Served) -> None:
+    """The prompt has opened a thought."""
+    template = "{%- for tool in tools or [] %}{{- tool | tojson }}{%- endfor %}" + THIRD_5
+    served.context.renderer = ChatRenderer(served.gate.hf_processor, template)
+    served.context.renderer.max_tokens = MAX_MODEL_LEN
+    tools = [{"type": "function", "function": {"name": "look", "parameters": XML_LOOK}}]
+    call = xml(at="a\n\nb", n="3")
+    for said, reasoning, content, count in (
+        (f"hm</think>\n\nWell.\n{call}\n{call}", "hm", "Well.", 2),
+        (f"hm {call}{call}", "hm", None, 2),
+    ):
+        served.says(*said, "END")
+        messages = [{"role": "user", "content": "x"}]
+        body: Any = {"model": "tiny", "messages": messages, "tools": tools, "n": 2, "stop": "END"}
+        for parallel in (True, False):
+            body["parallel_tool_calls"] = parallel
+            answers = [await served.openai.chat.completions.create(**body)]
+            async with served.openai.chat.completions.stream(**body) as stream:
+                answers.append(await stream.get_final_completion())
+            for choice in (choice for answer in answers for choice in answer.choices):
+                message: Any = choice.message
+                assert (message.reasoning_content, message.content or None) == (reasoning, content)
+                arguments = [json.loads(call.function.arguments) for call in message.tool_calls]
+                assert arguments == [{"at": "a\n\nb", "n": 3}] * (count if parallel else 1)
 
 
 async def test_every_answer_can_be_sent_back(served: Served) -> None:

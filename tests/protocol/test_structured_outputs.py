@@ -44,6 +44,7 @@ OPEN, EMPTY = '{"a":1,"b":2}', "{}"
     ({**A, "const": {"a": 1, "b": 2}}, [OPEN], [EMPTY]),
     # What JSON Schema says is an annotation, here beside what keeps objects open.
     ({"allOf": [{"items": {"format": "path"}}, {"uniqueItems": False}], "type": "array"}, ['["/a","/a"]'], ["1"]),
+    ({"propertyNames": {"type": "string"}, "additionalProperties": {"type": "integer"}}, ['{"a":1}'], ['{"a":"b"}']),
     ({"enum": [{"properties": {"a": 1}}]}, ['{"properties":{"a":1}}'], [EMPTY]),
     ({"properties": {"properties": A, "required": {"const": 1}}}, ['{"properties":{"a":1},"required":1}'], [OPEN]),
 ])  # fmt: skip
