@@ -94,6 +94,16 @@ async def test_an_answer_that_is_cut_off_is_incomplete(served: Served) -> None:
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (1, 0.5, 0.25)
 
 
+async def test_log_probabilities_are_of_the_tokens_of_the_text(served: Served) -> None:
+    """Also of those whose text is held back, since it may begin a call."""
+    served.says(*"a<tb")
+    body, events = await whole_and_events(served, tools=[LOOK], include=["message.output_text.logprobs"])
+    (message,) = body["output"]
+    assert [token["token"] for token in message["content"][0]["logprobs"]] == [*"a<tb"]
+    deltas = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
+    assert [token for delta in deltas for token in delta] == message["content"][0]["logprobs"]
+
+
 async def test_the_conversation_is_that_of_chat_completions(served: Served) -> None:
     """Messages, an image, a call and its result, a thought, and the SDK's own output sent back, are the same tokens."""
     served.says(*f"Well.\n{CALL}")
