@@ -128,7 +128,8 @@ def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
             break
         inner = _resolved(pending.pop(), root)
         named = inner.get("type")
-        types |= {named} if isinstance(named, str) else {*_list(named), *map(_json_type, _values(inner)[:MOST_SCHEMAS])}
+        types.update(name for name in (named, *_list(named)) if isinstance(name, str))
+        types.update(map(_json_type, _values(inner)[:MOST_SCHEMAS]))
         for name in ("anyOf", "oneOf", "allOf"):
             pending += _list(inner.get(name))[:MOST_SCHEMAS]
     return types or {"string"}

@@ -130,7 +130,7 @@ def test_types_of_schemas_that_nobody_has_checked() -> None:
     many = {"anyOf": [{"$ref": "#"}] * 1000}
     for schema in (None, True, 5, {"type": 5, "enum": 3, "anyOf": 4}, {"$ref": "#/$defs/none"}, many, {"$ref": "#"}):
         assert types_of(schema, many) == {"string"}
-    assert types_of({"type": ["integer", "null"]}, {}) == {"integer", "null"}
+    assert types_of({"type": ["integer", "null", {}]}, {}) == {"integer", "null"}
     assert types_of({"enum": ["a", 1, None]}, {}) == {"string", "integer", "null"}
 
 
