@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import msgspec
 import regex
 
-from mini_engine.prompt.tool_calls import SPACE, TEMPLATE_SPACING, AnswerParser, Kind
+from mini_engine.prompt.tool_calls import SPACE, TEMPLATE_SPACING, AnswerParser, Kind, tagged_calls
 from mini_engine.protocol.structured_outputs import json_value
 from mini_engine.protocol.tools import CALL, CALL_END, NAME, Function
 
@@ -28,7 +28,7 @@ _PARAMETER = r"<parameter=(?P<name>[^>\n]{1,256})>"
 _NEXT = rf"<parameter=[^>\n]{{1,256}}>|</function>|{CALL_END}"
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 _PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates write earlier calls
-MAX_GRAMMAR = 1 << 20  # characters: each value's schema is written with all definitions
+MAX_XML_GRAMMAR = 1 << 20  # characters: each value's schema is written with all definitions
 MOST_SCHEMAS = 32  # within one that are looked at for its types
 
 
@@ -88,23 +88,21 @@ class XmlCallParser(AnswerParser):
 def xml_call_grammar(functions: Sequence[Function], parallel: bool, added_tokens: Collection[str]) -> str:
     """Lark of an answer that is a call of one of `functions`, or with `parallel` perhaps several. Of the schemas of
     strings it heeds `enum` and `const` alone. Raises ValueError: it is too long."""
-    begin, end = (tag if tag in added_tokens else f'"{tag}"' for tag in (CALL, CALL_END))
-    calls, rules, length = [], list[str](), 0
+    calls, rules, length = list[str](), list[str](), 0
     for number, function in enumerate(functions):
         root, parts = function.schema, [json.dumps(f"\n<function={function.name}>\n")]
         schema, properties = _resolved(root, root), _properties(root)
         for place, (name, inner) in enumerate(properties.items()):
             rule, optional = f"value_{number}_{place}", "" if name in _list(schema.get("required")) else "?"
             rules.append(f"{rule}: {_value_rule(inner, root)}")
-            if (length := length + len(rules[-1])) > MAX_GRAMMAR:
+            if (length := length + len(rules[-1])) > MAX_XML_GRAMMAR:
                 raise ValueError("a definition counts for each property: they are too long together; send fewer")
             parts.append(f"({json.dumps(f'<parameter={name}>')} {rule}){optional}")
         if schema.get("additionalProperties", not properties):
             parts.append('("<parameter=" /[^>\\n]{1,256}/ ">" text)*')
         calls.append(" ".join([*parts, '"</function>\\n"']))
-    start = r'call ("\n" call)*' if parallel else "call"
     text = r"text[lazy]: /\n(?s:.*)\n<\/parameter>\n/"
-    return "\n".join([f"start: {start}", f"call: {begin} ({' | '.join(calls)}) {end}", text, *rules])
+    return "\n".join([tagged_calls(calls, parallel, added_tokens), text, *rules])
 
 
 def _value_rule(schema: Any, root: Mapping[str, Any]) -> str:
