@@ -65,7 +65,7 @@ def _media(request: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for name in ("messages", "input", *QUERIES, *DOCUMENTS):
         value = request.get(name)
         for message in value if isinstance(value, list) else [value]:
-            parts = message.get("content") if isinstance(message, dict) else None
+            parts = message.get("content") or message.get("output") if isinstance(message, dict) else None
             for part in parts if isinstance(parts, list) else ():
                 yield from _known_by(part)
 
