@@ -117,8 +117,6 @@ class Reasoning(Struct, frozen=True, forbid_unknown_fields=True):
 class ResponsesRequest(GenerationRequest, kw_only=True, frozen=True):
     """The body of a request for a model response."""
 
-    prompt_field = "input"
-
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: Positive | None = None
