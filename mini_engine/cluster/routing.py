@@ -24,7 +24,7 @@ from mini_engine.protocol.parts import MAX_URL_CHARACTERS
 
 # Fields of parts, and where in each is a URL; first of all the client's name.
 FIELDS = {"uuid": "", **dict.fromkeys(URL_FIELDS, "url"), "file": "file_data"}
-TEXT = ("text", "input_text")
+TEXT = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
 QUERIES, DOCUMENTS = ("query", "queries", "text_1"), ("documents", "text_2")  # fields of rankings
 TEXTS = ("prompt", "input", *QUERIES)  # of requests without messages
 # Query parameters of signed URLs of Amazon S3, Google Cloud Storage, CloudFront and Azure: new for each request.

@@ -81,8 +81,8 @@ class ModelResponder:
     async def respond(self, answer: Answer) -> Response:
         """The response, once the answer has ended, or as events from its first piece on. Raises EngineError: the engine
         has failed at the request before the first event."""
-        events = self._events(answer)
         if self._stream:
+            events = self._events(answer)
             return StreamedResponse(EVENT_HEADERS, await anext(events), events)
         async with contextlib.aclosing(pieces([answer])) as arriving:
             async for piece in arriving:
