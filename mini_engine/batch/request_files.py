@@ -22,7 +22,9 @@ class BatchRequest(msgspec.Struct, frozen=True):
     """A line of the requests. `body` is as the endpoint takes it, without `stream`."""
 
     custom_id: str
-    url: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v1/score"]
+    url: Literal[
+        "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/rerank", "/v1/score"
+    ]  # fmt: skip
     body: dict[str, Any]
     method: Literal["POST"] = "POST"
 

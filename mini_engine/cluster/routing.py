@@ -24,7 +24,7 @@ from mini_engine.protocol.parts import MAX_URL_CHARACTERS
 
 # Fields of parts, and where in each is a URL; first of all the client's name.
 FIELDS = {"uuid": "", **dict.fromkeys(URL_FIELDS, "url"), "file": "file_data"}
-TEXT = ("text", "input_text")
+TEXT = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
 QUERIES, DOCUMENTS = ("query", "queries", "text_1"), ("documents", "text_2")  # fields of rankings
 TEXTS = ("prompt", "input", *QUERIES)  # of requests without messages
 # Query parameters of signed URLs of Amazon S3, Google Cloud Storage, CloudFront and Azure: new for each request.
@@ -65,7 +65,7 @@ def _media(request: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for name in ("messages", "input", *QUERIES, *DOCUMENTS):
         value = request.get(name)
         for message in value if isinstance(value, list) else [value]:
-            parts = message.get("content") if isinstance(message, dict) else None
+            parts = message.get("content") or message.get("output") if isinstance(message, dict) else None
             for part in parts if isinstance(parts, list) else ():
                 yield from _known_by(part)
 

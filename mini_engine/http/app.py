@@ -18,8 +18,8 @@ from mini_engine.http.middleware import ActiveRequests, RequestMiddleware
 from mini_engine.http.routes import chat_completions, completions, model_responses, operations, playground, pooling
 from mini_engine.protocol.api_errors import ApiError, Code
 
-TEXT_ROUTERS = (chat_completions.router, completions.router, model_responses.router)
-ROUTERS = (*TEXT_ROUTERS, pooling.router, operations.router, playground.router)
+ROUTES = (chat_completions, completions, model_responses, pooling, operations, playground)
+ROUTERS = [module.router for module in ROUTES]
 CHAT_OF_OTHER_APIS = ("/messages", "/api/chat")  # where Anthropic's and Ollama's take a conversation
 
 

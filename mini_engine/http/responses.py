@@ -308,14 +308,14 @@ async def response_of(pieces: AsyncGenerator[bytes | bytearray, None]) -> Respon
     return StreamedResponse({"content-type": JSON}, first + second, parts)
 
 
-def whole_response(body: bytearray) -> Response:
+def whole_response(body: bytes | bytearray) -> Response:
     """A response of JSON, in parts if it is long."""
     if len(body) <= PART_BYTES:
         return Response(bytes(body), media_type=JSON)
     return StreamedResponse({"content-type": JSON, "content-length": str(len(body))}, b"", _cut(body))
 
 
-async def _cut(body: bytearray) -> AsyncGenerator[bytes, None]:
+async def _cut(body: bytes | bytearray) -> AsyncGenerator[bytes, None]:
     for start in range(0, len(body), PART_BYTES):
         await asyncio.sleep(0)
         yield bytes(body[start : start + PART_BYTES])

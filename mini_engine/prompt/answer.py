@@ -1,7 +1,7 @@
 """The answer to a request: what its engine sends becomes text, sample by sample and piece by piece.
 
 Only `Answer` decides whether a request is finished: `pieces` takes its pieces, and `EngineHandle` calls the rest.
-Shared by chat and legacy completions. Belongs to the event loop's thread.
+Shared by all endpoints that engines answer. Belongs to the event loop's thread.
 """
 
 import asyncio

@@ -13,7 +13,6 @@ from mini_engine.protocol.tools import CALL, CALL_END, NAME, THINK, THINK_END, F
 
 TEMPLATE_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
-
 Format = Literal["hermes", "qwen3_xml"]
 
 
@@ -32,12 +31,17 @@ def call_format(template: str, parser: str) -> Format | None:
 
 def call_grammar(functions: Sequence[Function], parallel: bool, added_tokens: Collection[str]) -> str:
     """Lark of an answer that is a call of one of `functions`, or with `parallel` perhaps several."""
-    # Lark writes a tag that is a token without quotes.
-    begin, end = (tag if tag in added_tokens else f'"{tag}"' for tag in (CALL, CALL_END))
     calls = [
         rf'"\n{{\"name\": \"{call.name}\", \"arguments\": " {json_value(call.schema, TEMPLATE_SPACING)} "}}\n"'
         for call in functions
     ]
+    return tagged_calls(calls, parallel, added_tokens)
+
+
+def tagged_calls(calls: Sequence[str], parallel: bool, added_tokens: Collection[str]) -> str:
+    """Lark of an answer that has one of `calls`, in Lark too, between the tags, or with `parallel` perhaps several."""
+    # Lark writes a tag that is a token without quotes.
+    begin, end = (tag if tag in added_tokens else f'"{tag}"' for tag in (CALL, CALL_END))
     start = r'call ("\n" call)*' if parallel else "call"
     return f"start: {start}\ncall: {begin} ({' | '.join(calls)}) {end}"
 

@@ -12,15 +12,27 @@ The format is that of their chat templates. Which values are no strings in a cli
 follows from the function's schema.
 """
 
+import ast
+import contextlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
-from urllib.parse import unquote
 
 import msgspec
 import regex
 
-from mini_engine.prompt.tool_calls import END, SPACE, TEMPLATE_SPACING, AnswerParser, Kind
+from mini_engine.prompt.argument_schemas import (
+    json_type,
+    list_of,
+    own_types,
+    parts_of,
+    properties_of,
+    resolved,
+    types_of,
+    values_of,
+)
+from mini_engine.prompt.tool_calls import END, SPACE, TEMPLATE_SPACING, AnswerParser, Kind, tagged_calls
 from mini_engine.protocol.structured_outputs import json_value
 from mini_engine.protocol.tools import CALL, CALL_END, NAME, Function
 
@@ -30,15 +42,9 @@ _FUNCTION = f"<function=(?P<name>{NAME})>"
 XML_HEAD = f"{SPACE}{CALL}{SPACE}{_FUNCTION}"
 # What a call goes on with behind a value, or another one begins with.
 _NEXT = rf"<parameter={_PARAMETER_NAME}[>=]|</function>|{CALL_END}|{CALL}|<function={NAME}>"
-_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
-_TYPE_OF_KEYWORD = {"properties": "object", "items": "array"}  # in schemas without `type`
-# What models write in JSON: Python's literals, as templates write earlier calls, and line breaks.
-_LITERAL = regex.compile(r"""(?s)(["'])(?P<text>(?:(?!\1)[^\\]|\\.)*+)\1?|True|False|None""")
-_IN_TEXT = regex.compile(r"""(?s)\\.|["\n\t]""")
-_AS_JSON = {"True": "true", "False": "false", "None": "null", "\\'": "'", '"': '\\"', "\n": "\\n", "\t": "\\t"}
-MAX_PYTHON = 1 << 16  # characters of a value that is read as Python: it takes some microseconds for each
-MAX_GRAMMAR = 1 << 20  # characters: each value's schema is written with all definitions
-MOST_SCHEMAS = 32  # within one that are looked at for its types
+_PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates write earlier calls
+MAX_LENIENT = 1 << 14  # characters of a value that is read although it is no JSON: it takes some microseconds for each
+MAX_XML_GRAMMAR = 1 << 20  # characters: each value's schema is written with all definitions
 
 
 class XmlCallParser(AnswerParser):
@@ -101,61 +107,57 @@ class XmlCallParser(AnswerParser):
         elif self._state == "parameters":
             function = self._functions.get(end["name"])
             self._root, self._written = function.schema if function else {}, set()
-            self._properties = _properties(self._root)
+            self._properties = properties_of(self._root)
             return [("call", end["name"]), ("arguments", "{")]
         elif self._state == "tail":
             written = "}"
         return [("arguments", written)] if written else []
 
     def _schema_of(self, name: str) -> Any:
-        return self._properties.get(name, _resolved(self._root, self._root).get("additionalProperties"))
+        return self._properties.get(name, resolved(self._root, self._root).get("additionalProperties"))
 
 
 def xml_call_grammar(functions: Sequence[Function], parallel: bool, added_tokens: Collection[str]) -> str:
     """Lark of an answer that is a call of one of `functions`, or with `parallel` perhaps several. Of the schemas of
     strings it heeds `enum` and `const` alone. Raises ValueError: it is too long, or XML cannot have a parameter's name.
     """
-    begin, end = (tag if tag in added_tokens else f'"{tag}"' for tag in (CALL, CALL_END))
-    calls, rules, length = [], list[str](), 0
+    calls, rules, length = list[str](), list[str](), 0
     for number, function in enumerate(functions):
         parts = [json.dumps(f"\n<function={function.name}>\n")]
         for place, (tag, schema, often) in enumerate(_parameters(function)):
             rule = f"value_{number}_{place}"
             rules.append(f"{rule}: {_value_rule(schema, function.schema)}")
-            if (length := length + len(rules[-1])) > MAX_GRAMMAR:
+            if (length := length + len(rules[-1])) > MAX_XML_GRAMMAR:
                 raise ValueError("a definition counts for each property: they are too long together; send fewer")
             parts.append(f"({tag} {rule}){often}")
         calls.append(" ".join([*parts, '"</function>\\n"']))
-    start = r'call ("\n" call)*' if parallel else "call"
     text = r"text[lazy]: /\n(?s:.*)\n<\/parameter>\n/"
-    return "\n".join([f"start: {start}", f"call: {begin} ({' | '.join(calls)}) {end}", text, *rules])
+    return "\n".join([tagged_calls(calls, parallel, added_tokens), text, *rules])
 
 
 def _parameters(function: Function) -> Iterator[tuple[str, Any, str]]:
     """Of each its tag in Lark, its schema, and how often it comes."""
-    properties, root = _properties(function.schema), _resolved(function.schema, function.schema)
+    properties, root = properties_of(function.schema), resolved(function.schema, function.schema)
     for name, schema in properties.items():
         if not regex.fullmatch(_PARAMETER_NAME, name):
             raise ValueError(f"a call in XML cannot have a parameter {name[:50]!r}; rename it")
-        yield json.dumps(f"<parameter={name}>"), schema, "" if name in _list(root.get("required")) else "?"
+        yield json.dumps(f"<parameter={name}>"), schema, "" if name in list_of(root.get("required")) else "?"
     if others := root.get("additionalProperties", not properties):
         yield f'"<parameter=" /{_PARAMETER_NAME}/ ">"', others, "*"
 
 
 def _value_rule(schema: Any, root: Mapping[str, Any]) -> str:
     """Of a value and the tag behind it."""
-    parts = _parts(schema, root)
-    strings = [part for part in parts if "string" in _own_types(part)]
-    if not strings and any(map(_own_types, parts)):
+    parts = parts_of(schema, root)
+    strings = [part for part in parts if "string" in own_types(part)]
+    if not strings and any(map(own_types, parts)):
         return _json_rule(parts[0], root)
-    choices = [(part, choice) for part in strings for choice in _values(part)]
+    choices = [(part, choice) for part in strings for choice in values_of(part)]
     texts = [choice for _, choice in choices if isinstance(choice, str)]
-    if not texts or not all(map(_values, strings)):  # JSON is text, too
+    if not texts or not all(map(values_of, strings)):  # JSON is text, too
         return "text"
-    others = [
-        choice for part, choice in choices if (kind := _json_type(choice)) != "string" and kind in _own_types(part)
-    ]
-    schemas = [part for part in parts if _own_types(part) - {"string"} and part not in strings]
+    others = [choice for part, choice in choices if (kind := json_type(choice)) != "string" and kind in own_types(part)]
+    schemas = [part for part in parts if own_types(part) - {"string"} and part not in strings]
     rules = [_json_rule(inner, root) for inner in [*schemas, *([{"enum": others}] if others else [])]]
     return " | ".join([*(json.dumps(f"\n{choice}\n</parameter>\n") for choice in texts), *rules])
 
@@ -168,97 +170,28 @@ def _json_rule(schema: dict[str, Any], root: Mapping[str, Any]) -> str:
     return rf'"\n" {json_value(schema, TEMPLATE_SPACING)} "\n</parameter>\n"'
 
 
-def types_of(schema: Any, root: Mapping[str, Any]) -> set[str]:
-    """JSON's types of the values that a schema within `root` allows; that of a string where it names none."""
-    return {name for part in _parts(schema, root) for name in _own_types(part)} or {"string"}
-
-
-def _parts(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The schema and those that it combines, with what they refer to. At most MOST_SCHEMAS: they may be many, and refer
-    to each other."""
-    parts, pending = list[dict[str, Any]](), [schema]
-    while pending and len(parts) < MOST_SCHEMAS:
-        parts.append(inner := _resolved(pending.pop(0), root))
-        for name in ("anyOf", "oneOf", "allOf"):
-            pending += _list(inner.get(name))[:MOST_SCHEMAS]
-    return parts
-
-
-def _own_types(schema: Mapping[str, Any]) -> set[str]:
-    """Without those of schemas that it combines."""
-    named = schema.get("type")
-    names = {named} if isinstance(named, str) else {name for name in _list(named) if isinstance(name, str)}
-    names = names or set(map(_json_type, _values(schema)[:MOST_SCHEMAS]))
-    names = names or {kind for keyword, kind in _TYPE_OF_KEYWORD.items() if keyword in schema}
-    return names | {"null"} if names and schema.get("nullable") is True else names  # OpenAPI's
-
-
-def _resolved(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema, or the one that it refers to in `root`; empty for one that is none."""
-    for _ in range(MOST_SCHEMAS):
-        path = schema.get("$ref") if isinstance(schema, dict) else None
-        if not isinstance(path, str):
-            break
-        schema = root
-        for name in unquote(path).removeprefix("#").split("/")[1:]:
-            schema = _member(schema, name.replace("~1", "/").replace("~0", "~"))
-    return schema if isinstance(schema, dict) else {}
-
-
-def _member(value: Any, name: str) -> Any:
-    if isinstance(value, list):
-        return next((item for number, item in enumerate(value) if str(number) == name), None)
-    return value.get(name) if isinstance(value, dict) else None
-
-
-def _values(schema: Mapping[str, Any]) -> list[Any]:
-    """Those that it lists."""
-    return [schema["const"]] if "const" in schema else _list(schema.get("enum"))
-
-
-def _list(value: Any) -> list[Any]:
-    """Of a schema that nobody has checked."""
-    return value if isinstance(value, list) else []
-
-
-def _properties(root: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of all schemas that it combines."""
-    properties: dict[str, Any] = {}
-    for part in _parts(root, root):
-        own = part.get("properties")
-        for name, inner in own.items() if isinstance(own, dict) else ():
-            properties[name] = {"anyOf": [properties[name], inner]} if name in properties else inner
-    return properties
-
-
-def _json_type(value: Any) -> str:
-    return _JSON_TYPES.get(type(value), "null")
-
-
 def _json_of(text: str, types: Collection[str]) -> str:
     """JSON of a value that is written as `text`."""
-    literal = _AS_JSON.get(text.strip(), text.strip())
+    literal = _PYTHON.get(text.strip(), text.strip())
     try:
-        try:
-            value = msgspec.json.decode(literal)
-        except msgspec.DecodeError:
-            if literal[:1] not in "[{" or len(literal) > MAX_PYTHON:
-                raise
-            literal = _LITERAL.sub(_json_literal, literal)
-            value = msgspec.json.decode(literal)
+        value = msgspec.json.decode(literal)
     except (msgspec.DecodeError, RecursionError):
-        value = text
+        value = _lenient(literal)
+        literal = msgspec.json.encode(value).decode()
     if isinstance(value, float) and "number" not in types and value.is_integer():
         value, literal = int(value), str(int(value))
-    kind = _json_type(value)
+    kind = json_type(value)
     is_other = kind != "string" and (kind in types or (kind == "integer" and "number" in types))
     return literal if is_other else f'"{_escaped(text)}"'
 
 
-def _json_literal(literal: "regex.Match[str]") -> str:
-    if literal["text"] is None:
-        return _AS_JSON[literal[0]]
-    return f'"{_IN_TEXT.sub(lambda part: _AS_JSON.get(part[0], part[0]), literal["text"])}"'
+def _lenient(literal: str) -> Any:
+    """The list or object of a text that is nearly JSON: with line breaks in strings, or Python's; else the text."""
+    if literal[:1] in ("[", "{") and len(literal) <= MAX_LENIENT:
+        for read in (partial(json.loads, strict=False), ast.literal_eval):
+            with contextlib.suppress(ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+                return read(literal)
+    return literal
 
 
 def _escaped(text: str) -> str:

@@ -1,4 +1,4 @@
-"""The request bodies of all endpoints: their fields, and the valid values.
+"""What all request bodies share, and those of text, in chat or legacy form: their fields, and the valid values.
 
 A field is supported, `Ignored`, or known and accepted only at a value that changes nothing (`only`); an unknown one is
 an error. None means the default of the model or the server. Knows nothing of HTTP, of defaults that depend on the model

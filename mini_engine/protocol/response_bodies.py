@@ -94,6 +94,10 @@ class TextFormat(Struct, frozen=True, omit_defaults=True):
     name: str = ""
     schema: dict[str, Any] | None = None
 
+    def __post_init__(self) -> None:
+        if (self.type == "json_schema") != (self.schema is not None):
+            raise ValueError("the type json_schema has `schema`, and no other")
+
 
 class TextOptions(Struct, frozen=True, forbid_unknown_fields=True):
     """The form of the text."""
@@ -112,8 +116,6 @@ class Reasoning(Struct, frozen=True, forbid_unknown_fields=True):
 
 class ResponsesRequest(GenerationRequest, kw_only=True, frozen=True):
     """The body of a request for a model response."""
-
-    prompt_field = "input"
 
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
@@ -161,68 +163,73 @@ class ResponsesRequest(GenerationRequest, kw_only=True, frozen=True):
             if getattr(self, name) is not None:
                 text = f"'{name}' is not supported: this server stores nothing; send the whole conversation in 'input'."
                 raise bad_request(text, name, "unsupported_parameter")
+        if self.stream_options and self.stream_options.continuous_usage_stats:
+            text = "'continuous_usage_stats' is not supported here: the last event has the usage."
+            raise bad_request(text, "stream_options", "unsupported_parameter")
+        if self.top_logprobs and not self._lists_logprobs:
+            text = f"'top_logprobs' is only allowed with '{LISTS_LOGPROBS}' in 'include'."
+            raise bad_request(text, "top_logprobs")
+
+    @property
+    def _lists_logprobs(self) -> bool:
+        return LISTS_LOGPROBS in (self.include or ())
 
     def chat_request(self) -> ChatRequest:
         """The chat request with the same answer. Raises ApiError, a 400."""
-        names = set(self.__struct_fields__).intersection(ChatRequest.__struct_fields__)
+        names = set(self.__struct_fields__).intersection(ChatRequest.__struct_fields__) - {"n"}  # may be 1.0
         fields: dict[str, Any] = {name: getattr(self, name) for name in names}
-        tools = [tool.function for tool in self.tools or ()]
-        fields["tools"] = [Tool("function", function) for function in tools] or None
-        form = self.text.format if self.text else None
-        fields["logprobs"] = LISTS_LOGPROBS in (self.include or ())
+        fields["tools"] = [Tool("function", tool.function) for tool in self.tools or ()] or None
+        fields["tool_choice"] = self._tool_choice()
+        fields["logprobs"] = self._lists_logprobs
         if self.reasoning is not None:
             fields["reasoning_effort"] = self.reasoning.effort
+        if form := self.text and self.text.format:
+            schema = None if form.schema is None else JsonSchema(form.name, form.schema)
+            fields["response_format"] = ResponseFormat(form.type, schema)
         try:
             fields["messages"] = [ChatMessage(**message) for message in self._messages()]
-            fields["tool_choice"] = self._tool_choice(fields["tools"] or [])
-            if form is not None:
-                schema = None if form.schema is None else JsonSchema(form.name, form.schema)
-                fields["response_format"] = ResponseFormat(form.type, schema)
         except ValueError as error:
             raise bad_request(f"Invalid 'input': {error}.", "input", "invalid_value") from None
         chat = ChatRequest(**fields, max_completion_tokens=self.max_output_tokens)
         chat.check()
         return chat
 
-    def _tool_choice(self, tools: list[Tool]) -> Any:
+    def _tool_choice(self) -> Any:
         choice = self.tool_choice
         if not isinstance(choice, ChosenTools):
             return choice
         if choice.type == "function":
             return ToolChoice("function", function=Function(name=choice.name))
-        named = {tool.name for tool in choice.tools}
-        allowed = [tool for tool in tools if tool.function.name in named]
-        if len(allowed) < len(named):
-            raise ValueError("`tool_choice` allows a function that is not in `tools`")
+        allowed = [Tool("function", Function(name=tool.name)) for tool in choice.tools]
         return ToolChoice("allowed_tools", allowed_tools=AllowedTools(choice.mode, allowed))
 
     def _messages(self) -> list[dict[str, Any]]:
-        """The fields of each message. A thought and calls are of the assistant's message before or after them."""
+        """The fields of each message. A thought begins one of the assistant, which the items after it continue."""
         items = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
-        thought = ""
         for item in items:
+            last: dict[str, Any] = messages[-1] if messages else {"role": None}
             if item.type == "reasoning":
-                thought = item.thought
-                continue
-            if item.type == "function_call":
+                if item.thought:
+                    messages.append({"role": "assistant", "reasoning_content": item.thought})
+            elif item.type == "function_call":
                 call = ToolCall(id=item.call_id or "", function=CalledFunction(item.name or "", item.arguments or ""))
-                if not messages or messages[-1]["role"] != "assistant":
+                if last["role"] != "assistant":
                     messages.append({"role": "assistant"})
                 messages[-1].setdefault("tool_calls", []).append(call)
             elif item.type == "function_call_output":
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
-            elif len(messages) == 1 and self.instructions and item.role in ("system", "developer"):
-                parts = [
-                    Part(type="text", text=f"{self.instructions}\n\n"),
-                    *ChatMessage(role="user", content=item.content).parts,
-                ]
-                messages[0]["content"] = parts  # templates know one system message
+            elif item.role == "assistant" and last.keys() == {"role", "reasoning_content"}:
+                last["content"] = item.content
+            elif self.instructions and len(messages) == 1 and item.role in ("system", "developer"):
+                # Templates know one system message.
+                last["content"] = [*_parts(last["content"]), *_parts("\n\n"), *_parts(item.content or "")]
             else:
                 messages.append({"role": item.role, "content": item.content})
-            if thought and messages[-1]["role"] == "assistant":
-                messages[-1].setdefault("reasoning_content", thought)
-                thought = ""
         return messages
+
+
+def _parts(content: Content) -> list[Part]:
+    return [Part(type="text", text=content)] if isinstance(content, str) else content

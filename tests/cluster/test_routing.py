@@ -44,6 +44,7 @@ def test_all_forms_of_one_item_have_one_key_whatever_is_asked(size: int) -> None
         key({"type": "video", "video": clip}),
         key({"type": "video", "url": clip}),
         media_key(json.dumps({"input": [{"role": "user", "content": [plain]}]}).encode()),
+        media_key(json.dumps({"input": [{"type": "function_call_output", "output": [plain]}]}).encode()),
     }
     assert len(keys_of_clip) == 1 and keys_of_clip != {key(video("data:video/mp4;base64,BBBB"))}
 

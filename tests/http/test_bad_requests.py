@@ -92,7 +92,7 @@ def tool(**properties: Any) -> dict[str, Any]:
         ({"messages": [{"role": "user"}]}, VALUE, "messages[0]", "needs `content`"),
         ({"messages": [{"role": "assistant", "function_call": {}}]}, VALUE, "messages[0].function_call", "`null`"),
         (user(text("word " * 700)), TOO_LONG, "messages", f"{MAX_MODEL_LEN}"),
-        (user({"type": "output_text"}), VALUE, PART + ".type", "'output_text'; send one of file, image, image_url, "),
+        (user({"type": "output_image"}), VALUE, PART + ".type", "'output_image'; send one of file, image, image_url, "),
         (user({"type": "refusal", "refusal": "x"}), VALUE, "messages[0]", "only the role assistant may have a part"),
         (user({"text": "x"}), MISSING, PART + ".type", "Missing required parameter"),
         (user({**text("x"), "image": "y"}), VALUE, PART, "has `text`, and no other of these"),

@@ -94,6 +94,16 @@ async def test_an_answer_that_is_cut_off_is_incomplete(served: Served) -> None:
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (1, 0.5, 0.25)
 
 
+async def test_log_probabilities_are_of_the_tokens_of_the_text(served: Served) -> None:
+    """Also of those whose text is held back, since it may begin a call."""
+    served.says(*"a<tb")
+    body, events = await whole_and_events(served, tools=[LOOK], include=["message.output_text.logprobs"])
+    (message,) = body["output"]
+    assert [token["token"] for token in message["content"][0]["logprobs"]] == [*"a<tb"]
+    deltas = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
+    assert [token for delta in deltas for token in delta] == message["content"][0]["logprobs"]
+
+
 async def test_the_conversation_is_that_of_chat_completions(served: Served) -> None:
     """Messages, an image, a call and its result, a thought, and the SDK's own output sent back, are the same tokens."""
     served.says(*f"Well.\n{CALL}")
@@ -133,6 +143,34 @@ async def test_the_conversation_is_that_of_chat_completions(served: Served) -> N
     assert ours.grammar == theirs.grammar and "look" in ours.grammar
 
 
+async def test_items_of_a_conversation_make_messages(served: Served) -> None:
+    """All system messages at the begin are one. A thought stays with what came after it, also if that was cut off."""
+
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+
+    call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "b"}
+    said, system = {"role": "assistant", "content": "Well."}, [{"role": "developer", "content": name} for name in "AB"]
+    go_on = {"role": "user", "content": "Go on."}
+    items = [*system, go_on, thought("1"), said, thought("2"), call, result, thought("3"), go_on, said, go_on]
+    body = {"instructions": "Be brief.", "input": items, "tools": [LOOK], "n": 1.0}
+    reply = await served.http.post("/v1/responses", json=body)
+    assert reply.status_code == 200, reply.text
+    function = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages = [
+        {"role": "system", "content": "Be brief.\n\nA\n\nB"}, go_on,
+        said | {"reasoning_content": "1"}, {"role": "assistant", "reasoning_content": "2", "tool_calls": [function]},
+        {"role": "tool", "tool_call_id": "c", "content": "b"}, {"role": "assistant", "reasoning_content": "3"}, go_on,
+        said, go_on,
+    ]  # fmt: skip
+    tools = [{"type": "function", "function": {"name": "look", "parameters": LOOK["parameters"]}}]
+    reply = await served.http.post("/v1/chat/completions", json={"messages": messages, "tools": tools})
+    assert reply.status_code == 200, reply.text
+    ours, theirs = served.core.requests
+    assert ours.prompt_token_ids == theirs.prompt_token_ids
+
+
 async def test_the_form_of_the_text_and_the_tools_that_count(served: Served) -> None:
     class Shape(BaseModel):
         colour: str
@@ -170,11 +208,15 @@ def user(part: dict[str, Any]) -> dict[str, Any]:
         ({"background": True}, "background", "not supported"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search'"),
         ({"tool_choice": {"type": "function", "name": "far"}, "tools": [LOOK]}, "tool_choice", "not in 'tools'"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": [{"type": "function", "name": "far"}]}, "tools": [LOOK]},
+         "tool_choice", "not in 'tools'"),
         ({"input": [{"type": "item_reference", "id": "1"}]}, "input[0].type", "send one of function_call,"),
         ({"input": [{"type": "function_call_output", "output": "a"}]}, "input[0]", "`call_id`"),
         ({"input": [user({"type": "input_image", "file_id": "1"})]}, "input[0].content[0]", "`image_url`"),
         ({"input": [user({"type": "refusal", "refusal": "no"})]}, "input", "refusal"),
-        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "input", "json_schema"),
+        ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format", "`schema`"),
+        ({"top_logprobs": 1}, "top_logprobs", "'message.output_text.logprobs' in 'include'"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options", "the last event"),
         ({"max_tokens": 3}, "max_tokens", "not supported"),
     ],
 )  # fmt: skip

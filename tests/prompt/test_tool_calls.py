@@ -14,9 +14,10 @@ from tokenizers import AddedToken, Tokenizer
 
 from mini_engine import demo
 from mini_engine.messages import Problem
+from mini_engine.prompt.argument_schemas import types_of
 from mini_engine.prompt.renderer import ChatRenderer
 from mini_engine.prompt.tool_calls import HEAD, AnswerParser, after_thought, call_grammar
-from mini_engine.prompt.xml_calls import XML_HEAD, XmlCallParser, types_of, xml_call_grammar
+from mini_engine.prompt.xml_calls import XML_HEAD, XmlCallParser, xml_call_grammar
 from mini_engine.protocol.tools import TAGS, Function
 from tests.prompt.templates import THIRD_5
 from tests.support.serving import MAX_MODEL_LEN, Counted, Served, check_error
@@ -182,7 +183,7 @@ def test_types_of_schemas_that_nobody_has_checked() -> None:
     assert types_of(wrong, wrong) == {"object"}
     for schema in (None, True, 5, {"type": 5, "enum": 3, "anyOf": 4}, {"$ref": "#/$defs/none"}, many, {"$ref": "#"}):
         assert types_of(schema, many) == {"string"}
-    assert types_of({"type": ["integer", "null"]}, {}) == {"integer", "null"}
+    assert types_of({"type": ["integer", "null", {}]}, {}) == {"integer", "null"}
     assert types_of({"enum": ["a", 1, None]}, {}) == {"string", "integer", "null"}
 
 
