@@ -9,12 +9,22 @@ from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 from starlette.responses import Response
 
 from mini_engine.http.context import RequestState
 from mini_engine.http.error_responses import report_error
-from mini_engine.http.responses import EVENT_HEADERS, StreamedResponse, chat_logprobs, encode, usage_of, whole_response
-from mini_engine.prompt.answer import Answer, Piece, pieces
+from mini_engine.http.responses import (
+    EVENT_HEADERS,
+    PART_BYTES,
+    StreamedResponse,
+    chat_logprobs,
+    encode,
+    usage_of,
+    whole_response,
+)
+from mini_engine.prompt.answer import Answer, Piece, Turn, pieces
+from mini_engine.prompt.detokenizer import ListedToken
 from mini_engine.prompt.tool_calls import Kind
 from mini_engine.protocol.response_bodies import ResponsesRequest
 
@@ -28,6 +38,32 @@ TYPES: dict[Kind, tuple[str, str, str]] = {
 }
 
 
+class EncodedList:
+    """A list in JSON, encoded item by item: as objects log probabilities would take ten times the memory."""
+
+    def __init__(self) -> None:
+        self.items = bytearray()
+
+    def extend(self, encoded: bytes) -> None:
+        """Take the items of a list, as JSON."""
+        self.items += b"," * bool(self.items and len(encoded) > 2) + encoded[1:-1]
+
+
+def json_parts(value: Any) -> Iterator[bytes | bytearray]:
+    """A value as JSON in parts, of which one each is the items of an `EncodedList`."""
+    lists: list[EncodedList] = []
+
+    def mark(encoded: EncodedList) -> msgspec.Raw:
+        lists.append(encoded)
+        return msgspec.Raw(b"[\0]")  # in JSON this byte is escaped
+
+    first, *others = msgspec.json.encode(value, enc_hook=mark).split(b"\0")
+    yield first
+    for encoded, part in zip(lists, others, strict=True):
+        yield encoded.items
+        yield part
+
+
 @dataclass
 class OutputItem:
     """A thought, a message or a call, as far as it has arrived."""
@@ -35,14 +71,14 @@ class OutputItem:
     kind: Kind
     name: str = ""  # of the function
     text: io.StringIO = field(default_factory=io.StringIO)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: EncodedList = field(default_factory=EncodedList)
     number: str = field(default_factory=lambda: secrets.token_hex(12))
 
     @property
     def id(self) -> str:
         return f"{TYPES[self.kind][1]}_{self.number}"
 
-    def part(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    def part(self, text: str, logprobs: EncodedList) -> dict[str, Any]:
         """Its only part, but for calls, with this text."""
         part: dict[str, Any] = {"type": TYPES[self.kind][2], "text": text}
         return part | {"annotations": [], "logprobs": logprobs} if self.kind == "content" else part
@@ -67,10 +103,12 @@ class ModelResponder:
         given["text"] = {"format": request.text.format} if request.text and request.text.format else None
         given["reasoning"] = {"effort": request.reasoning.effort} if request.reasoning else None
         given = {name: value for name, value in given.items() if value is not None}
-        self._head: dict[str, Any] = head | defaults | given
+        # As JSON: the request's objects take more memory, and would be encoded for each event that has them.
+        self._head: dict[str, Any] = head | {k: msgspec.Raw(encode(v)) for k, v in (defaults | given).items()}
         self._caller, self._stream = state.caller, bool(request.stream)
         self._items: list[OutputItem] = []
         self._number = 0  # of the next event
+        self._listed: list[ListedToken] = []  # tokens whose text has not come yet
 
     async def respond(self, answer: Answer) -> Response:
         """The response, once the answer has ended, or as events from its first piece on. Raises EngineError: the engine
@@ -81,7 +119,10 @@ class ModelResponder:
         async with contextlib.aclosing(pieces([answer])) as arriving:
             async for piece in arriving:
                 _ = [*self._add(piece)]
-        return whole_response(bytearray(encode(self._response(answer, _status_of(piece)))))
+        body = bytearray()
+        for part in json_parts(self._response(answer, _status_of(piece))):
+            body += part
+        return whole_response(body)
 
     async def _events(self, answer: Answer) -> AsyncGenerator[bytes, None]:
         """An error after the first piece is an event too."""
@@ -98,8 +139,10 @@ class ModelResponder:
                     if piece.finish_reason:
                         status = _status_of(piece)
                         events.append({"type": f"response.{status}", "response": self._response(answer, status)})
-                    if events:
-                        yield self._encode(events)
+                    turn = Turn()
+                    for block in self._encode(events):
+                        yield block
+                        await turn.end_if_over()
         except Exception as error:  # noqa: BLE001 - report_error() logs what it does not know
             if not started:
                 raise
@@ -107,18 +150,30 @@ class ModelResponder:
             response = self._response(answer, "failed") | {
                 "error": {"code": "server_error", "message": problem.message}
             }
-            yield self._encode([{"type": "response.failed", "response": response}])
+            for block in self._encode([{"type": "response.failed", "response": response}]):
+                yield block
 
-    def _encode(self, events: list[Event]) -> bytes:
-        encoded = b""
+    def _encode(self, events: list[Event]) -> Iterator[bytes]:
+        """The events in blocks that are written at a time."""
+        block = bytearray()
         for event in events:
-            data = encode(event | {"sequence_number": self._number})
-            encoded += b"event: %b\ndata: %b\n\n" % (event["type"].encode(), data)
+            block += b"event: %b\ndata: " % event["type"].encode()
+            for part in json_parts(event | {"sequence_number": self._number}):
+                for start in range(0, len(part), PART_BYTES):
+                    block += part[start : start + PART_BYTES]
+                    if len(block) >= PART_BYTES:
+                        yield bytes(block)
+                        block.clear()
+            block += b"\n\n"
             self._number += 1
-        return encoded
+        if block:
+            yield bytes(block)
 
     def _add(self, piece: Piece) -> Iterator[Event]:
         """Take a piece; yields what is new. All of it has to be taken."""
+        self._listed += piece.logprobs or ()
+        if piece.fragments and all(kind != "content" for kind, _ in piece.fragments):
+            self._listed.clear()  # of a thought or a call
         for kind, text in piece.fragments:
             if kind == "call" or not self._items or self._items[-1].kind != kind:
                 yield from self._end("completed")
@@ -126,8 +181,10 @@ class ModelResponder:
                 yield from self._begin()
             if kind != "call":
                 self._items[-1].text.write(text)
-                yield self._delta(text, piece)
+                yield self._delta(text)
         if piece.finish_reason:
+            if self._listed and self._items and self._items[-1].kind == "content":
+                yield self._delta("")  # of tokens without text at the end
             yield from self._end(_status_of(piece))
 
     def _begin(self) -> Iterator[Event]:
@@ -135,14 +192,16 @@ class ModelResponder:
         place = {"output_index": len(self._items) - 1}
         yield {"type": "response.output_item.added", "item": item.body("in_progress")} | place
         if item.kind != "arguments":
-            yield {"type": "response.content_part.added", "part": item.part("", [])} | self._place()
+            yield {"type": "response.content_part.added", "part": item.part("", EncodedList())} | self._place()
 
-    def _delta(self, text: str, piece: Piece) -> Event:
+    def _delta(self, text: str) -> Event:
         item = self._items[-1]
         event: Event = {"type": f"response.{TYPES[item.kind][2]}.delta", "delta": text}
         if item.kind == "content":
-            event["logprobs"] = chat_logprobs(piece.logprobs or ())
-            item.logprobs += event["logprobs"]
+            encoded = encode(chat_logprobs(self._listed))
+            self._listed.clear()
+            item.logprobs.extend(encoded)
+            event["logprobs"] = msgspec.Raw(encoded)
         return event | self._place()
 
     def _end(self, status: Status) -> Iterator[Event]:
