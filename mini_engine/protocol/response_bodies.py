@@ -3,6 +3,8 @@
 Nothing is stored: a request has the whole conversation, as items of its `input`.
 """
 
+import functools
+import itertools
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -41,7 +43,7 @@ _NEEDED = {
 class InputItem(Struct, frozen=True, kw_only=True):
     """A message, a thought, a call or its result. Unknown fields are ignored: clients send output items back."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Content | None = None
     call_id: str | None = None
@@ -51,6 +53,9 @@ class InputItem(Struct, frozen=True, kw_only=True):
     summary: list[Part] | None = None
 
     def __post_init__(self) -> None:
+        if self.type == "item_reference":
+            text = "this server stores no items; send the item itself (AI SDK: the provider option `store: false`)"
+            raise ValueError(text)
         if missing := [name for name in _NEEDED[self.type] if getattr(self, name) is None]:
             raise ValueError(f"an item of the type {self.type} has `{missing[0]}`")
 
@@ -63,8 +68,10 @@ class InputItem(Struct, frozen=True, kw_only=True):
         return "".join(part.text or "" for part in self.parts or self.summary or ())
 
 
-class FunctionTool(Function, frozen=True, kw_only=True, omit_defaults=False, tag_field="type", tag="function"):
+class FunctionTool(Function, frozen=True, kw_only=True, omit_defaults=False):
     """A function that the model may call."""
+
+    type: Literal["function"]
 
     @property
     def function(self) -> Function:
@@ -166,33 +173,29 @@ class ResponsesRequest(GenerationRequest, kw_only=True, frozen=True):
         if self.stream_options and self.stream_options.continuous_usage_stats:
             text = "'continuous_usage_stats' is not supported here: the last event has the usage."
             raise bad_request(text, "stream_options", "unsupported_parameter")
-        if self.top_logprobs and not self._lists_logprobs:
+        if self.top_logprobs and LISTS_LOGPROBS not in (self.include or ()):
             text = f"'top_logprobs' is only allowed with '{LISTS_LOGPROBS}' in 'include'."
             raise bad_request(text, "top_logprobs")
+        self.chat_request.check()
 
-    @property
-    def _lists_logprobs(self) -> bool:
-        return LISTS_LOGPROBS in (self.include or ())
-
+    @functools.cached_property
     def chat_request(self) -> ChatRequest:
         """The chat request with the same answer. Raises ApiError, a 400."""
         names = set(self.__struct_fields__).intersection(ChatRequest.__struct_fields__) - {"n"}  # may be 1.0
         fields: dict[str, Any] = {name: getattr(self, name) for name in names}
         fields["tools"] = [Tool("function", tool.function) for tool in self.tools or ()] or None
         fields["tool_choice"] = self._tool_choice()
-        fields["logprobs"] = self._lists_logprobs
+        fields["logprobs"] = LISTS_LOGPROBS in (self.include or ())
         if self.reasoning is not None:
             fields["reasoning_effort"] = self.reasoning.effort
-        if form := self.text and self.text.format:
+        if self.text is not None and (form := self.text.format) is not None:
             schema = None if form.schema is None else JsonSchema(form.name, form.schema)
             fields["response_format"] = ResponseFormat(form.type, schema)
         try:
             fields["messages"] = [ChatMessage(**message) for message in self._messages()]
         except ValueError as error:
             raise bad_request(f"Invalid 'input': {error}.", "input", "invalid_value") from None
-        chat = ChatRequest(**fields, max_completion_tokens=self.max_output_tokens)
-        chat.check()
-        return chat
+        return ChatRequest(**fields, max_completion_tokens=self.max_output_tokens)
 
     def _tool_choice(self) -> Any:
         choice = self.tool_choice
@@ -204,32 +207,37 @@ class ResponsesRequest(GenerationRequest, kw_only=True, frozen=True):
         return ToolChoice("allowed_tools", allowed_tools=AllowedTools(choice.mode, allowed))
 
     def _messages(self) -> list[dict[str, Any]]:
-        """The fields of each message. A thought begins one of the assistant, which the items after it continue."""
+        """The fields of each message. A thought begins one of the assistant, which has the text and calls after it.
+        Raises ValueError: there is none."""
         items = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
-        for item in items:
-            last: dict[str, Any] = messages[-1] if messages else {"role": None}
-            if item.type == "reasoning":
-                if item.thought:
-                    messages.append({"role": "assistant", "reasoning_content": item.thought})
-            elif item.type == "function_call":
-                call = ToolCall(id=item.call_id or "", function=CalledFunction(item.name or "", item.arguments or ""))
-                if last["role"] != "assistant":
-                    messages.append({"role": "assistant"})
-                messages[-1].setdefault("tool_calls", []).append(call)
-            elif item.type == "function_call_output":
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
-            elif item.role == "assistant" and last.keys() == {"role", "reasoning_content"}:
-                last["content"] = item.content
-            elif self.instructions and len(messages) == 1 and item.role in ("system", "developer"):
-                # Templates know one system message.
-                last["content"] = [*_parts(last["content"]), *_parts("\n\n"), *_parts(item.content or "")]
-            else:
-                messages.append({"role": item.role, "content": item.content})
+        for are_thoughts, group in itertools.groupby(items, lambda item: item.type == "reasoning"):
+            if not are_thoughts:
+                for item in group:
+                    self._add_item(item, messages)
+            elif thought := "".join(item.thought for item in group):
+                messages.append({"role": "assistant", "reasoning_content": thought})
+        if not messages:
+            raise ValueError("it has no message")
         return messages
 
-
-def _parts(content: Content) -> list[Part]:
-    return [Part(type="text", text=content)] if isinstance(content, str) else content
+    def _add_item(self, item: InputItem, messages: list[dict[str, Any]]) -> None:
+        last: dict[str, Any] = messages[-1] if messages else {"role": None}
+        if item.type == "function_call":
+            call = ToolCall(id=item.call_id or "", function=CalledFunction(item.name or "", item.arguments or ""))
+            if last["role"] != "assistant":
+                messages.append(last := {"role": "assistant"})
+            last.setdefault("tool_calls", []).append(call)
+        elif item.type == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": item.output})
+        elif item.role == "assistant" and last.keys() == {"role", "reasoning_content"}:
+            last["content"] = item.content
+        elif self.instructions and len(messages) == 1 and item.role in ("system", "developer"):
+            # Templates know one system message; some of them only as a text.
+            if isinstance(last["content"], str):
+                last["content"] = [Part(type="text", text=self.instructions)]
+            last["content"] += [Part(type="text", text="\n\n"), *ChatMessage(role="user", content=item.content).parts]
+        else:
+            messages.append({"role": item.role, "content": item.content})

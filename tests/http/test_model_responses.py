@@ -1,19 +1,23 @@
 """`POST /v1/responses` as the openai SDK uses it; every object and event is checked strictly against its models."""
 
 import json
+import tracemalloc
 from typing import Any, get_args
 
+import msgspec
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel
 
 from mini_engine.messages import Problem
+from mini_engine.protocol.response_bodies import InputItem, ResponsesRequest
 from tests.http.test_sdk import check
 from tests.support.client import data_url
 from tests.support.serving import Served, png
 
 LOOK = {"type": "function", "name": "look", "parameters": {"properties": {"at": {"type": "string"}}}, "strict": None}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "a"}}\n</tool_call>'
+CALL_ITEM = {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"}
 KINDS = {get_args(kind.model_fields["type"].annotation)[0]: kind for kind in get_args(get_args(ResponseStreamEvent)[0])}
 
 
@@ -171,6 +175,53 @@ async def test_items_of_a_conversation_make_messages(served: Served) -> None:
     assert ours.prompt_token_ids == theirs.prompt_token_ids
 
 
+async def test_a_thought_alone_is_a_message_of_its_turn(served: Served) -> None:
+    """An answer that was cut off in its thought, sent back: the thought is not that of a later answer."""
+    thoughts = [{"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]} for text in ("h", "m")]
+    more = [{"role": "user", "content": "More"}, {"role": "assistant", "content": "Well."}]
+    body = ResponsesRequest(input=msgspec.convert([*thoughts, *more, *thoughts, more[1], CALL_ITEM], list[InputItem]))
+    alone, _, plain, last = body.chat_request.messages
+    assert (alone.thought, alone.content, plain.thought, last.thought) == ("hm", None, None, "hm")
+    assert last.content == "Well." and last.tool_calls
+
+
+async def test_logprobs_of_the_text_are_listed_once_and_none_is_lost(served: Served) -> None:
+    """Also of tokens that are a part of a character, that come at once, or are held back while they may be a tag."""
+    more: dict[str, Any] = {"include": ["message.output_text.logprobs"], "tools": [LOOK], "stop": "END"}
+    for texts in (["é<tool_", *"x€ ", "b"], [f"a\n{CALL}b\n", f"{CALL}", "cEND"], [*f"a{CALL}"]):
+        served.says(*texts)
+        answer = await served.openai.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "hello"}], logprobs=True, stop="END"
+        )
+        expected = [token.token for token in answer.choices[0].logprobs.content]
+        body, events = await whole_and_events(served, **more)
+        parts = [item["content"][0] for item in body["output"] if item["type"] == "message"]
+        listed = [token["token"] for part in parts for token in part["logprobs"]]
+        deltas = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
+        assert listed == [token["token"] for delta in deltas for token in delta]
+        if CALL not in "".join(texts):
+            assert listed == expected
+        else:
+            assert len(listed) <= len(expected) and listed[0] == "a"
+
+
+async def test_an_answer_keeps_logprobs_as_json(served: Served) -> None:
+    """As objects those of a long answer would take ten times the memory; and what is written at a time is short."""
+    answer, count = served.encode("a"), 400
+    served.core.script = lambda request: [answer] * count
+    more = {"include": ["message.output_text.logprobs"], "top_logprobs": 20}
+    tracemalloc.start()
+    try:
+        async with served.http.stream(
+            "POST", "/v1/responses", json={"input": "hello", "stream": True, **more}
+        ) as reply:
+            size = sum([len(block) async for block in reply.aiter_raw()])
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert size > 5 * 400 * 21 * 30 and peak < size
+
+
 async def test_the_form_of_the_text_and_the_tools_that_count(served: Served) -> None:
     class Shape(BaseModel):
         colour: str
@@ -210,11 +261,13 @@ def user(part: dict[str, Any]) -> dict[str, Any]:
         ({"tool_choice": {"type": "function", "name": "far"}, "tools": [LOOK]}, "tool_choice", "not in 'tools'"),
         ({"tool_choice": {"type": "allowed_tools", "tools": [{"type": "function", "name": "far"}]}, "tools": [LOOK]},
          "tool_choice", "not in 'tools'"),
-        ({"input": [{"type": "item_reference", "id": "1"}]}, "input[0].type", "send one of function_call,"),
+        ({"input": [{"type": "item_reference", "id": "1"}]}, "input[0]", "`store: false`"),
         ({"input": [{"type": "function_call_output", "output": "a"}]}, "input[0]", "`call_id`"),
         ({"input": [user({"type": "input_image", "file_id": "1"})]}, "input[0].content[0]", "`image_url`"),
         ({"input": [user({"type": "refusal", "refusal": "no"})]}, "input", "refusal"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format", "`schema`"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input", "no message"),
+        ({"tools": [{"type": "custom", "name": "a"}]}, "tools[0].type", "send one of function"),
         ({"top_logprobs": 1}, "top_logprobs", "'message.output_text.logprobs' in 'include'"),
         ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options", "the last event"),
         ({"max_tokens": 3}, "max_tokens", "not supported"),

@@ -19,7 +19,7 @@ async def responses(request: Request) -> Response:
     """Answer a conversation, as OpenAI's responses. Nothing is stored."""
     context, state = context_of(request), state_of(request)
     body = await read_body(request, ResponsesRequest, context)
-    chat = body.chat_request()
+    chat = body.chat_request
     context.sampling.check(chat)
     responder = ModelResponder(body, state, context.config.served_names[0])
     prompt = await context.run_sized(partial(context.renderer.render, chat), chat.num_characters, state.client)
