@@ -76,7 +76,7 @@ class EngineStore:
         queue = TensorIpcSender(encoder, [RankAddress(0, rank, "") for rank in range(2)], Arena(PAGE_BYTES, lambda: 0))
         socket: Any = SimpleNamespace(send=self.send)
         self.handle = EngineHandle(0, socket, encoder, queue, CacheAccess(1 << 30, self.memory, 32 * PAGE_BYTES))
-        self.client = self.handle.media
+        self.client = self.handle.media_store
         self.unanswered: type | None = None
         self.sent: list[type] = []
 
