@@ -124,11 +124,9 @@ class Sample:
 
     def _split(self, decoded: str, last: bool = False) -> tuple[str, str]:
         """What `decoded` adds to the thought, and to the text, where stop strings count."""
-        parts = self._thoughts.push(decoded, last)
-        thought, text = (
-            "".join(part for kind, part in parts if kind == wanted) for wanted in ("reasoning_content", "content")
-        )
-        return thought, self._stops.push(text, self.completion_tokens <= self._min_tokens, last)
+        parts: dict[str, str] = dict(self._thoughts.push(decoded, last))
+        text = self._stops.push(parts.get("content", ""), self.completion_tokens <= self._min_tokens, last)
+        return parts.get("reasoning_content", ""), text
 
     def end(self) -> None:
         """There are no more pieces; outputs that were not taken are dropped."""

@@ -54,7 +54,6 @@ def after_thought(grammar: str) -> str:
 Kind = Literal["start", "reasoning_content", "content", "call", "arguments"]
 
 END = "(?!)"  # in a pattern: the end of the answer, which nothing matches before it is known
-PIECE = 1 << 12  # characters that are searched at once: at each tag the rest is copied
 SPACE = r"\s{0,9}"  # not any number: it is held back, and searched again with each text
 HEAD = SPACE.join(["", CALL, r"\{", '"name"', ":", f'"(?P<name>{NAME})"', ",", '"arguments"', ":", r"(?=\{)"])
 
@@ -95,14 +94,6 @@ class AnswerParser:
     def push(self, text: str, last: bool = False) -> list[tuple[Kind, str]]:
         """Takes the next text, and returns the fragments that are certain now; with the `last`, all. That of a call is
         its name."""
-        fragments: list[tuple[Kind, str]] = []
-        for begin in range(0, len(text) or 1, PIECE):
-            end = begin + PIECE
-            fragments += self._push(text[begin:end], last and end >= len(text))
-        return fragments
-
-    def _push(self, text: str, last: bool) -> list[tuple[Kind, str]]:
-        """`push` of one piece."""
         self._held += text
         fragments: list[tuple[Kind, str]] = []
         while True:
