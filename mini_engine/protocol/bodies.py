@@ -220,8 +220,7 @@ class GenerationRequest(Body, kw_only=True, frozen=True, dict=True):
     user: Ignored = IGNORED
     echo: bool | None = None
     best_of: Annotated[Any, only(1)] = None
-    # Fields of vLLM, with the values that it has for them.
-    use_beam_search: Annotated[Any, only(False)] = None
+    use_beam_search: Annotated[Any, only(False)] = None  # of vLLM, as those below, at the values that it has
     length_penalty: Annotated[Any, only(1)] = None
     include_reasoning: Annotated[Any, only(True)] = None
     bad_words: Annotated[Any, only([])] = None
@@ -289,27 +288,14 @@ class GenerationRequest(Body, kw_only=True, frozen=True, dict=True):
             raise bad_request("'prompt_logprobs' is only allowed without 'stream'.", "prompt_logprobs")
 
 
-class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
-    """The body of a chat completion request."""
+class ConversationRequest(GenerationRequest, kw_only=True, frozen=True):
+    """The fields that chat completions and responses share."""
 
-    prompt_field = "messages"
-
-    messages: Messages
-    max_completion_tokens: Positive | None = None
-    logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    # vLLM's; `media/settings.py` parses them.
-    media_io_kwargs: MediaIOKwargs | None = None
+    media_io_kwargs: MediaIOKwargs | None = None  # vLLM's, as the next; `media/settings.py` parses them
     mm_processor_kwargs: dict[str, Any] | None = None
-    return_timings: bool | None = None  # this server's: report the time that each stage of the request took
-    tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None  # a variable of some chat templates
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-
     metadata: Ignored = IGNORED
     store: Ignored = IGNORED
     service_tier: Ignored = IGNORED
@@ -317,10 +303,25 @@ class ChatRequest(GenerationRequest, kw_only=True, frozen=True):
     prompt_cache_key: Ignored = IGNORED
     prompt_cache_options: Ignored = IGNORED
     prompt_cache_retention: Ignored = IGNORED
+    echo: Annotated[Any, only(False)] = None
+
+
+class ChatRequest(ConversationRequest, kw_only=True, frozen=True):
+    """The body of a chat completion request."""
+
+    prompt_field = "messages"
+    messages: Messages
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    return_timings: bool | None = None  # this server's: report the time that each stage of the request took
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    reasoning_effort: str | None = None  # a variable of some chat templates
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     prediction: Ignored = IGNORED
     verbosity: Ignored = IGNORED
     modalities: Annotated[Any, only(["text"])] = None
-    echo: Annotated[Any, only(False)] = None
 
     def __post_init__(self) -> None:
         """Of `tools` those remain that `tool_choice` allows, with its mode; if one is missing, both are as they came,
@@ -396,7 +397,6 @@ class CompletionRequest(GenerationRequest, kw_only=True, frozen=True):
     max_tokens: Annotated[int, Meta(ge=0)] | None = None  # 0 with `echo`: the prompt alone
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None  # those that the model's tokenizer puts around a text
-
     suffix: Annotated[Any, only("")] = None
     return_timings: Annotated[Any, only(False)] = None
 

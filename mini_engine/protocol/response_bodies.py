@@ -13,15 +13,13 @@ from msgspec import Meta, Struct
 from mini_engine.protocol.api_errors import bad_request
 from mini_engine.protocol.bodies import (
     IGNORED,
-    MAX_LOGPROBS,
     MAX_MESSAGES,
     MAX_PARTS,
     ChatMessage,
     ChatRequest,
-    GenerationRequest,
+    ConversationRequest,
     Ignored,
     JsonSchema,
-    MediaIOKwargs,
     Positive,
     ResponseFormat,
     only,
@@ -121,7 +119,7 @@ class Reasoning(Struct, frozen=True, forbid_unknown_fields=True):
     generate_summary: Ignored = IGNORED
 
 
-class ResponsesRequest(GenerationRequest, kw_only=True, frozen=True):
+class ResponsesRequest(ConversationRequest, kw_only=True, frozen=True):
     """The body of a request for a model response."""
 
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -129,26 +127,12 @@ class ResponsesRequest(GenerationRequest, kw_only=True, frozen=True):
     max_output_tokens: Positive | None = None
     tools: Annotated[list[FunctionTool], Meta(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTools | None = None
-    parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    media_io_kwargs: MediaIOKwargs | None = None
-    mm_processor_kwargs: dict[str, Any] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-
-    metadata: Ignored = IGNORED
-    store: Ignored = IGNORED
-    service_tier: Ignored = IGNORED
-    safety_identifier: Ignored = IGNORED
-    prompt_cache_key: Ignored = IGNORED
-    prompt_cache_options: Ignored = IGNORED
-    prompt_cache_retention: Ignored = IGNORED
     max_tool_calls: Ignored = IGNORED  # of tools that a server runs
     truncation: Annotated[Any, only("disabled")] = None
     background: Annotated[Any, only(False)] = None
-    echo: Annotated[Any, only(False)] = None
     n: Annotated[Any, only(1)] = None
     # Of stored responses, conversations and prompts.
     previous_response_id: str | None = None
