@@ -39,7 +39,7 @@ TYPES: dict[Kind, tuple[str, str, str]] = {
 
 
 class EncodedList:
-    """A list in JSON, encoded item by item: as objects log probabilities would take ten times the memory."""
+    """A list in JSON, encoded item by item: objects for log probabilities would take more memory."""
 
     def __init__(self) -> None:
         self.items = bytearray()

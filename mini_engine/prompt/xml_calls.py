@@ -43,8 +43,8 @@ XML_HEAD = f"{SPACE}{CALL}{SPACE}{_FUNCTION}"
 # What a call goes on with behind a value, or another one begins with.
 _NEXT = rf"<parameter={_PARAMETER_NAME}[>=]|</function>|{CALL_END}|{CALL}|<function={NAME}>"
 _PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates write earlier calls
-MAX_LENIENT = 1 << 14  # characters of a value that is read although it is no JSON: it takes some microseconds for each
-MAX_XML_GRAMMAR = 1 << 20  # characters: each value's schema is written with all definitions
+MAX_LENIENT = 1 << 14  # characters of a value that is read although it is no JSON, which takes longer
+MAX_XML_GRAMMAR = 1 << 20  # characters: a schema that refers to others is written with all of them
 
 
 class XmlCallParser(AnswerParser):
@@ -128,7 +128,9 @@ def xml_call_grammar(functions: Sequence[Function], parallel: bool, added_tokens
             rule = f"value_{number}_{place}"
             rules.append(f"{rule}: {_value_rule(schema, function.schema)}")
             if (length := length + len(rules[-1])) > MAX_XML_GRAMMAR:
-                raise ValueError("a definition counts for each property: they are too long together; send fewer")
+                raise ValueError(
+                    "the schemas of arguments, each with what it refers to, are too long; send shorter ones"
+                )
             parts.append(f"({tag} {rule}){often}")
         calls.append(" ".join([*parts, '"</function>\\n"']))
     text = r"text[lazy]: /\n(?s:.*)\n<\/parameter>\n/"

@@ -98,16 +98,6 @@ async def test_an_answer_that_is_cut_off_is_incomplete(served: Served) -> None:
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (1, 0.5, 0.25)
 
 
-async def test_log_probabilities_are_of_the_tokens_of_the_text(served: Served) -> None:
-    """Also of those whose text is held back, since it may begin a call."""
-    served.says(*"a<tb")
-    body, events = await whole_and_events(served, tools=[LOOK], include=["message.output_text.logprobs"])
-    (message,) = body["output"]
-    assert [token["token"] for token in message["content"][0]["logprobs"]] == [*"a<tb"]
-    deltas = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
-    assert [token for delta in deltas for token in delta] == message["content"][0]["logprobs"]
-
-
 async def test_the_conversation_is_that_of_chat_completions(served: Served) -> None:
     """Messages, an image, a call and its result, a thought, and the SDK's own output sent back, are the same tokens."""
     served.says(*f"Well.\n{CALL}")
@@ -148,7 +138,7 @@ async def test_the_conversation_is_that_of_chat_completions(served: Served) -> N
 
 
 async def test_items_of_a_conversation_make_messages(served: Served) -> None:
-    """All system messages at the begin are one. A thought stays with what came after it, also if that was cut off."""
+    """System messages before all others are one. A thought stays with what came after it, also if that was cut off."""
 
     def thought(text: str) -> dict[str, Any]:
         return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
@@ -196,9 +186,10 @@ async def test_logprobs_of_the_text_are_listed_once_and_none_is_lost(served: Ser
         expected = [token.token for token in answer.choices[0].logprobs.content]
         body, events = await whole_and_events(served, **more)
         parts = [item["content"][0] for item in body["output"] if item["type"] == "message"]
-        listed = [token["token"] for part in parts for token in part["logprobs"]]
+        entries = [token for part in parts for token in part["logprobs"]]
+        listed = [token["token"] for token in entries]
         deltas = [event["logprobs"] for event in events if event["type"] == "response.output_text.delta"]
-        assert listed == [token["token"] for delta in deltas for token in delta]
+        assert entries == [token for delta in deltas for token in delta]
         if CALL not in "".join(texts):
             assert listed == expected
         else:
@@ -206,7 +197,7 @@ async def test_logprobs_of_the_text_are_listed_once_and_none_is_lost(served: Ser
 
 
 async def test_an_answer_keeps_logprobs_as_json(served: Served) -> None:
-    """As objects those of a long answer would take ten times the memory; and what is written at a time is short."""
+    """Objects for those of a long answer would take more memory; and what is written at a time is short."""
     answer, count = served.encode("a"), 400
     served.core.script = lambda request: [answer] * count
     more = {"include": ["message.output_text.logprobs"], "top_logprobs": 20}

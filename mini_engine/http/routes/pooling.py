@@ -132,7 +132,7 @@ async def _respond(
     request: Request, answers: Sequence[Answer], name: str, items: Iterable[dict[str, Any]], **more: Any
 ) -> Response:
     """The response with these items, of which there is one, in the list `name`, and `more` fields. Embeddings are made
-    as the client reads: as JSON they take five times the memory."""
+    as the client reads: JSON is longer than what is kept."""
     model, state = context_of(request).config.served_names[0], state_of(request)
     head = {"id": state.request_id, "object": "list", "created": int(time.time()), "model": model}
     head |= {"usage": usage_of(answers)} | more
