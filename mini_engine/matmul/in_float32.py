@@ -40,8 +40,11 @@ class HalfMatrix(nn.Module):
         super().__init__()
         self.shape = tuple(weight.shape)
         self.part_rows = max(1, PART_VALUES // weight.shape[1])
-        # Copies, so that each is freed when it is packed; no parameters, as engines do not share them.
-        self._parts: list[Tensor | torch.ScriptObject] = [part.clone() for part in weight.split(self.part_rows)]
+        # No parameters, as engines do not share them.
+        parts = weight.detach().split(self.part_rows)
+        if len(parts) > 1:
+            parts = tuple(part.clone() for part in parts)  # so that each is freed when it is packed
+        self._parts: list[Tensor | torch.ScriptObject] = list(parts)
         self._steps = torch.ones(len(weight))
 
     def pack(self, number: int) -> int:

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import re
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -52,15 +53,20 @@ class Stored:
 
 
 class Progress:
-    """Logs from time to time how many of `total` bytes are done, and at the end how long it took."""
+    """Logs from time to time how many of `total` bytes are done, and at the end how long it took. Thread-safe."""
 
     def __init__(self, what: str, total: int) -> None:
         self._what, self._total, self._done = what, total, 0
         self._begun = time.monotonic()
         self._lines = deque([(self._begun, 0)], maxlen=PROGRESS_LINES)  # when the last were logged, and what was done
+        self._lock = threading.Lock()
 
     def add(self, nbytes: int) -> None:
         """So many more bytes are done."""
+        with self._lock:
+            self._add(nbytes)
+
+    def _add(self, nbytes: int) -> None:
         self._done += nbytes
         now = time.monotonic()
         seconds, total = now - self._begun, self._total / 1e9

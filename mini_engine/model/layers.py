@@ -4,6 +4,7 @@ A layer says by `weight_slices` which rectangle of which checkpoint tensor it ho
 Checkpoint names are in the newer hub layout (`model.language_model.*`, `model.visual.*`, `lm_head.weight`).
 """
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -115,8 +116,7 @@ def pack_later(module: nn.Module) -> Iterator[None]:
         reason = "this CPU has no instructions for bfloat16"
         logger.info("%s: packing weights between steps, which are slow until that ends%s", reason, remedy)
     progress = Progress("weights packed", 2 * sum(math.prod(matrix.shape) for matrix in matrices))
-    # Each of its threads would otherwise start as many of OpenMP's for the conversions.
-    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with single_threads(threads) as pool:
         for first in range(0, len(parts), threads):
             for nbytes in pool.map(HalfMatrix.pack, *zip(*parts[first : first + threads], strict=True)):
                 progress.add(nbytes)
@@ -125,8 +125,16 @@ def pack_later(module: nn.Module) -> Iterator[None]:
                 return_freed_memory()
                 freed = 0
             yield
-    torch.set_num_threads(threads)  # of threads that torch meets later; this one has kept its own
     return_freed_memory()
+
+
+@contextlib.contextmanager
+def single_threads(count: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that torch may be used in: each would otherwise start as many of OpenMP's."""
+    of_others = torch.get_num_threads()
+    with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield pool
+    torch.set_num_threads(of_others)  # of threads that torch meets later; this one has kept its own
 
 
 def _trim(number: int) -> None:

@@ -18,7 +18,7 @@ from mini_engine.free_memory import available_memory
 from mini_engine.matmul.quantized import Codes, Int8Matrix, MatrixPart, QuantizedMatrix
 from mini_engine.model.checkpoint import FLOATS, CheckpointError, Progress, Stored, read_tensor, shorten
 from mini_engine.model.config import ModelConfig
-from mini_engine.model.layers import WeightSlice, pack_weights, weight_slices_of
+from mini_engine.model.layers import WeightSlice, pack_weights, single_threads, weight_slices_of
 from mini_engine.model.parallel import Placement, TensorParallel
 from mini_engine.model.quantization import SUPPORTED, Quantization
 from mini_engine.model.quantized_files import StoredMatrix, find_weights, is_empty_bias
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 DUMMY_SPREAD = 0.035  # of uniform values: their deviation is 0.02, as transformers starts these models
 # A tensor is read, or made, in runs of whole rows, so that what is held beside the parameters stays small.
 RUN_VALUES = 4 << 20
+READERS = 8  # threads at most, each with a run of its own
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 
@@ -85,8 +86,10 @@ def load_weights(model: nn.Module, path: str | Path, tensors: dict[str, Stored |
     pieces = list(weight_slices_of(model))
     _check(pieces, tensors, path)
     progress = Progress("weights read", sum(piece.target.nbytes for piece in pieces))
-    for piece in sorted(pieces, key=lambda piece: _place(tensors[piece.source])):
-        _fill(piece, tensors[piece.source], progress)
+    in_order = sorted(pieces, key=lambda piece: _place(tensors[piece.source]))
+    with single_threads(min(READERS, torch.get_num_threads())) as pool:
+        for _ in pool.map(lambda piece: _fill(piece, tensors[piece.source], progress), in_order):
+            pass  # what one raises ends the others
     for piece in pieces:
         if piece.twin in tensors and not _is_same(piece, tensors[piece.twin]):
             raise CheckpointError(
@@ -150,6 +153,7 @@ def _place(stored: Stored | StoredMatrix) -> tuple[Path, int]:
     return codes.file, codes.offset
 
 
+@torch.inference_mode()  # in which the caller may have made the parameters; each thread has a mode of its own
 def _fill(piece: WeightSlice, stored: Stored | StoredMatrix, progress: Progress) -> None:
     if isinstance(stored, StoredMatrix):
         _fill_from_codes(piece, stored)
