@@ -14,6 +14,7 @@ from mini_engine.free_memory import is_x86_without_bfloat16
 
 LEAST_ROWS = 4  # of a product with another matrix; torch is as fast for fewer
 SLICE = 1 << 19  # values converted at a time, which stay in the CPU's caches
+MOST_TWICE = 1 << 28  # bytes of a matrix that may be in memory until all of its parts are packed, beside these
 PART_VALUES = 1 << 24  # of a matrix: packed in a second. In parts of 2^21 a product of one row takes 1.3 times as long
 _pack = getattr(torch.ops.quantized, "linear_prepack_fp16", None)
 
@@ -42,8 +43,8 @@ class HalfMatrix(nn.Module):
         self.part_rows = max(1, PART_VALUES // weight.shape[1])
         # No parameters, as engines do not share them.
         parts = weight.detach().split(self.part_rows)
-        if len(parts) > 1:
-            parts = tuple(part.clone() for part in parts)  # so that each is freed when it is packed
+        if weight.nbytes > MOST_TWICE:
+            parts = tuple(part.clone() for part in parts)  # each is freed when it is packed
         self._parts: list[Tensor | torch.ScriptObject] = list(parts)
         self._steps = torch.ones(len(weight))
 
