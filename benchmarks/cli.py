@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(str(error))
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
+        say("interrupted")
         return 128 + signal.SIGINT
     for failure in report.failures:
         print(f"failed: {failure}")

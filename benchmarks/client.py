@@ -5,6 +5,7 @@ the server, and a stream costs aiohttp a fifth of what httpx takes.
 """
 
 import asyncio
+import contextlib
 import io
 import itertools
 import time
@@ -82,6 +83,13 @@ class Run:
     cpu_share: float = 0.0
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, and the run so far: requests without an answer have failed."""
+
+    def __init__(self, run: Run):
+        self.run = run
+
+
 def arrivals(count: int, rate: float, burstiness: float, rng: np.random.Generator) -> np.ndarray:
     """Seconds from the start at which each of `count` requests is sent, ascending.
 
@@ -93,27 +101,34 @@ def arrivals(count: int, rate: float, burstiness: float, rng: np.random.Generato
 
 
 async def send_all(target: Target, bodies: Sequence[bytes], starts: Iterable[float], at_once: int | None) -> Run:
-    """Send request i `starts[i]` seconds after the start, or once there is room for it, and wait for all."""
+    """Send request i `starts[i]` seconds after the start, or once there is room for it, and wait for all. Raises
+    Interrupted, which ends the event loop, when it is cancelled."""
     room = asyncio.Semaphore(at_once or len(bodies))
     bar = tqdm(total=len(bodies), unit=" requests", disable=target.disable_tqdm or None)  # None: only on a terminal
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_SECONDS)
     timeout = aiohttp.ClientTimeout()  # none
 
-    async def one(http: aiohttp.ClientSession, body: bytes) -> Outcome:
+    outcomes, is_whole = [Outcome(error="interrupted") for _ in bodies], False
+
+    async def one(http: aiohttp.ClientSession, number: int) -> None:
         async with room:
-            outcome = await ask(http, target.url, body)
+            outcomes[number] = await ask(http, target.url, bodies[number])
         bar.update()
-        return outcome
 
     async with aiohttp.ClientSession(connector=connector, headers=target.headers, timeout=timeout) as http:
-        begun, cpu, tasks = time.perf_counter(), time.process_time(), []
-        async with asyncio.TaskGroup() as running:
-            for body, start in zip(bodies, starts, strict=True):
-                await asyncio.sleep(max(0.0, begun + start - time.perf_counter()))
-                tasks.append(running.create_task(one(http, body)))
+        begun, cpu = time.perf_counter(), time.process_time()
+        with contextlib.suppress(asyncio.CancelledError):
+            async with asyncio.TaskGroup() as running:
+                for number, start in enumerate(starts):
+                    await asyncio.sleep(max(0.0, begun + start - time.perf_counter()))
+                    running.create_task(one(http, number))
+            is_whole = True
         seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu
     bar.close()
-    return Run([task.result() for task in tasks], begun, seconds, cpu / seconds)
+    run = Run(outcomes, begun, seconds, cpu / seconds)
+    if not is_whole:
+        raise Interrupted(run)
+    return run
 
 
 async def ask(http: aiohttp.ClientSession, url: str, body: bytes) -> Outcome:

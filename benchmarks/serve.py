@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks import metrics
 from benchmarks.cli import Report, environment, say
-from benchmarks.client import Run, Target, arrivals, send_all
+from benchmarks.client import Interrupted, Run, Target, arrivals, send_all
 from benchmarks.datasets import NAMES, READ, Prompt, Prompts, draws, load
 from benchmarks.server import ENDPOINTS, memory_mb, open_target, peak_memory
 from mini_engine.config import ConfigError
@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> Report:
 
 def measure(args: argparse.Namespace, label: str = "", prompts: Prompts | None = None) -> Measured:
     """Send the prompts (by default those of the flags) to the server, print the table and write the file of
-    --save-result. `label` tells one of several runs from the others."""
+    --save-result, of what has run also after Ctrl-C. `label` tells one of several runs from the others."""
+    interrupted: Interrupted | None = None
     with open_target(args) as target:
         prompts = prompts or load(args, target.model)
         requests = requests_of(args, target, prompts.measured)
@@ -67,7 +68,10 @@ def measure(args: argparse.Namespace, label: str = "", prompts: Prompts | None =
             before = asyncio.run(send_all(target, warm_ups, [0.0] * len(warm_ups), args.max_concurrency))
             failures = [f"warm-up: {failure}" for failure in metrics.failures(before.outcomes)]
         with peak_memory(target.pid, memory):
-            run = asyncio.run(send_all(target, requests, starts, args.max_concurrency))
+            try:
+                run = asyncio.run(send_all(target, requests, starts, args.max_concurrency))
+            except Interrupted as error:
+                run, interrupted = error.run, error
     failures += metrics.failures(run.outcomes)
     # With --ignore-eos an answer would go on after its end.
     answers = [None if args.ignore_eos else prompt.answer for prompt in prompts.measured]
@@ -82,6 +86,8 @@ def measure(args: argparse.Namespace, label: str = "", prompts: Prompts | None =
     print(f"{label}\n" * bool(label) + metrics.describe(results, args.percentile_metrics), flush=True)
     if args.save_result:
         save(args, run, results, label)
+    if interrupted is not None:
+        raise interrupted
     return Measured(prompts, run, results, [f"{label}: {failure}" if label else failure for failure in failures])
 
 

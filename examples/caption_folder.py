@@ -14,14 +14,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from mini_engine import LLM, Image, Video
+from mini_engine import LLM
+from mini_engine.batch.llm import KINDS
 from mini_engine.batch.row_file import RowFile
 from mini_engine.batch.server_handle import ServerError
 from mini_engine.config import ConfigError
-
-KINDS = dict.fromkeys(
-    ".avif .bmp .heic .heif .jfif .jp2 .jpeg .jpg .png .tif .tiff .webp".split(), Image
-) | dict.fromkeys(".avi .flv .gif .m2ts .m4v .mkv .mov .mp4 .mpeg .mpg .mts .ts .webm .wmv".split(), Video)
 
 
 def main() -> int:

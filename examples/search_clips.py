@@ -8,17 +8,16 @@ embeddings too, but they find nothing.
 """
 
 import argparse
-import mimetypes
 import sys
 from pathlib import Path
 
 import numpy as np
 
-from mini_engine import LLM, Image, Video
+from mini_engine import LLM
+from mini_engine.batch.llm import KINDS
 from mini_engine.batch.server_handle import ServerError
 from mini_engine.config import ConfigError
 
-KINDS = {"image": Image, "video": Video}
 # Of a text that searches, as its authors write it.
 INSTRUCTION = "Retrieve images or text relevant to the user's query."
 
@@ -26,11 +25,10 @@ INSTRUCTION = "Retrieve images or text relevant to the user's query."
 def embed_new(llm: LLM, folder: Path, known: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The embedding of each file by its time and name; those that are not known are computed."""
     files = (path for path in sorted(folder.rglob("*")) if not path.is_dir())  # some have a file's suffix
-    kinds = {path: (mimetypes.guess_type(path)[0] or "").partition("/")[0] for path in files}
     media = {
-        f"{path.stat().st_mtime_ns}:{path.relative_to(folder)}": KINDS[kind](path)
-        for path, kind in kinds.items()
-        if kind in KINDS
+        f"{path.stat().st_mtime_ns}:{path.relative_to(folder)}": KINDS[path.suffix.lower()](path)
+        for path in files
+        if path.suffix.lower() in KINDS
     }
     new = [key for key in media if key not in known]
     for key, answer in zip(new, llm.embed([[media[key]] for key in new]), strict=True):

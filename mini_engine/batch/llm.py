@@ -63,6 +63,12 @@ class Video(Media):
     kind = "video"
 
 
+# Of a file, by its suffix.
+KINDS: dict[str, type[Media]] = dict.fromkeys(
+    ".avif .bmp .heic .heif .jfif .jp2 .jpeg .jpg .png .tif .tiff .webp".split(), Image
+) | dict.fromkeys(".avi .flv .gif .m2ts .m4v .mkv .mov .mp4 .mpeg .mpg .mts .ts .webm .wmv".split(), Video)
+
+
 @dataclass(frozen=True)
 class LLMAnswer:
     """What became of one prompt, input or document."""

@@ -38,8 +38,8 @@ T = TypeVar("T")
 MAX_CONCURRENCY = 64  # where nothing else is said: as many requests as a step on a CPU has sequences
 OF_THE_PORT = ("Server", "Security")  # groups of settings that have no effect without a port
 # How often a request is sent again after these statuses, 0 being a connection that ended: it may have been the request
-# that ended the process at its other end.
-REPEATS = {0: 4, 429: 12, 502: 4, 503: 12}
+# that ended the process at its other end. A proxy answers 502 or 503 as long as its server restarts.
+REPEATS = {0: 4, 429: 12, 502: 12, 503: 12}
 LONGEST_PAUSE_SECONDS = 30.0  # between two of them; the first is 1 s, and each is twice the one before
 CONNECT_SECONDS = 0.05  # between attempts to connect to a server that starts
 STOP_SECONDS = 20.0  # then it is killed

@@ -35,6 +35,11 @@ ENCODER_TOKENS = 65536  # of the encoder cache, likewise
 
 MOST_FRAMES_KEPT = 10_000  # by the sampling, whatever the flag: a decoder lists the frames in a datagram of 200 kB
 
+# The keys of `video` in --media-io-kwargs, and those of --mm-processor-kwargs. `media/settings.py` has their values.
+VIDEO_ARGUMENTS = ("num_frames", "fps", "max_frames", "min_frames", "start", "end", "frame_factor")
+SIZE_ARGUMENTS = ("size", "min_pixels", "max_pixels", "cap_pixels_per_frame", "do_sample_frames", "resample")
+PROCESSOR_ARGUMENTS = (*SIZE_ARGUMENTS, "max_video_tokens", *VIDEO_ARGUMENTS)
+
 AttentionBackendName = Literal["auto", "triton", "sdpa"]
 Dtype = Literal["auto", "float32", "float", "bfloat16", "float16", "half"]
 TensorIpc = Literal["auto", "torch_shm", "direct_rpc"]
@@ -350,6 +355,12 @@ class EngineConfig:
             yield f"--allowed-local-media-path: {self.allowed_local_media_path} is not a directory"
         if self.media_io_kwargs.keys() - {"video"}:
             yield "--media-io-kwargs: only `video` takes arguments"
+        for flag, given, known in (
+            ("--media-io-kwargs", self.media_io_kwargs.get("video", {}), VIDEO_ARGUMENTS),
+            ("--mm-processor-kwargs", self.mm_processor_kwargs, PROCESSOR_ARGUMENTS),
+        ):
+            if unknown := [name for name, value in given.items() if name not in known and value is not None]:
+                yield f"{flag}: unknown {', '.join(unknown)}; it takes {', '.join(known)}"
         for modality, limit in self.item_limits.items():
             if modality not in ("image", "video", "audio") or not isinstance(limit, int) or limit < 0:
                 wrong = f"{modality!r}: {limit!r}"

@@ -76,29 +76,34 @@ def decode_body(body: SplitBody, kind: type[BodyT], served_names: Sequence[str],
 
 def _decode(text: bytes, kind: type[BodyT]) -> BodyT:
     """The request in `text`. A field that is null counts as absent, also an unknown one."""
+    stripped = set[str]()
+    while True:
+        try:
+            return msgspec.json.decode(text, type=kind)
+        except msgspec.ValidationError as error:
+            at = re.search(r" - at `\$\.([^`]*)`$", str(error))
+            path = re.sub(r"\[\d+\]", ".[]", at[1]) if at else ""
+            if "unknown field" not in str(error) or path in stripped:
+                raise
+            stripped.add(path)
+            text = _without_nulls(text, path.split(".") if path else [])
+
+
+def _without_nulls(value: bytes, path: Sequence[str]) -> bytes:
+    """A JSON value without the nulls of the object at `path` in it: names of fields, and `[]` for each item of a list.
+    Nulls elsewhere may have a meaning, as in a JSON schema."""
     try:
-        return msgspec.json.decode(text, type=kind)
-    except msgspec.ValidationError as error:
-        if "unknown field" not in str(error):
-            raise
-        return msgspec.json.decode(_without_nulls(text, levels=2), type=kind)
-
-
-def _without_nulls(text: bytes, levels: int) -> bytes:
-    """A JSON object, or a list of objects, without fields that are null; with two levels so are objects and lists of
-    objects in it. Other values as they are."""
-    if not levels:
-        return text
-    try:
-        decoded = msgspec.json.decode(text, type=Fields | list[Fields])
-    except msgspec.ValidationError:
-        return text
-
-    def strip(fields: Fields) -> Fields:
-        values = {name: bytes(value) for name, value in fields.items() if bytes(value) != b"null"}
-        return {name: msgspec.Raw(_without_nulls(value, levels - 1)) for name, value in values.items()}
-
-    return msgspec.json.encode(strip(decoded) if isinstance(decoded, dict) else [*map(strip, decoded)])
+        if path and path[0] == "[]":
+            items = msgspec.json.decode(value, type=list[msgspec.Raw])
+            return msgspec.json.encode([msgspec.Raw(_without_nulls(bytes(item), path[1:])) for item in items])
+        fields = msgspec.json.decode(value, type=Fields)
+    except msgspec.ValidationError:  # such as a text beside objects
+        return value
+    if not path:
+        fields = {name: inner for name, inner in fields.items() if bytes(inner) != b"null"}
+    elif path[0] in fields:  # else the error quotes a client's name
+        fields[path[0]] = msgspec.Raw(_without_nulls(bytes(fields[path[0]]), path[1:]))
+    return msgspec.json.encode(fields)
 
 
 def check_model(name: str, served_names: Sequence[str]) -> None:

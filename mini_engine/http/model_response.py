@@ -147,9 +147,8 @@ class ModelResponder:
             if not started:
                 raise
             problem = report_error(error, self._head["id"], self._caller, answer.clock).body
-            response = self._response(answer, "failed") | {
-                "error": {"code": "server_error", "message": problem.message}
-            }
+            code = "server_error" if problem.type == "server_error" else "invalid_prompt"  # of OpenAI's for this field
+            response = self._response(answer, "failed") | {"error": {"code": code, "message": problem.message}}
             for block in self._encode([{"type": "response.failed", "response": response}]):
                 yield block
 

@@ -3,6 +3,7 @@
 Nothing is stored: a request has the whole conversation, as items of its `input`.
 """
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from mini_engine.protocol.api_errors import bad_request
+from mini_engine.protocol.api_errors import ApiError, bad_request
 from mini_engine.protocol.bodies import (
     IGNORED,
     MAX_MESSAGES,
@@ -28,6 +29,7 @@ from mini_engine.protocol.parts import Part
 from mini_engine.protocol.tools import AllowedTools, CalledFunction, Function, Tool, ToolCall, ToolChoice
 
 LISTS_LOGPROBS = "message.output_text.logprobs"
+OWN_NAMES = {"messages": "input", "response_format": "text.format"}  # of a chat completion's fields
 Content = str | Annotated[list[Part], Meta(max_length=MAX_PARTS)]
 # What items of a kind must have.
 _NEEDED = {
@@ -36,6 +38,18 @@ _NEEDED = {
     "function_call_output": ("call_id", "output"),
     "reasoning": (),
 }
+
+
+@contextlib.contextmanager
+def with_own_names() -> Iterator[None]:
+    """Errors of the chat request have the names that the client knows."""
+    try:
+        yield
+    except ApiError as error:
+        if (param := error.body.param) not in OWN_NAMES:
+            raise
+        message = error.body.message.replace(f"'{param}'", f"'{OWN_NAMES[param]}'")
+        raise ApiError(error.status, message, code=error.body.code, param=OWN_NAMES[param]) from None
 
 
 class InputItem(Struct, frozen=True, kw_only=True):
@@ -160,7 +174,8 @@ class ResponsesRequest(ConversationRequest, kw_only=True, frozen=True):
         if self.top_logprobs and LISTS_LOGPROBS not in (self.include or ()):
             text = f"'top_logprobs' is only allowed with '{LISTS_LOGPROBS}' in 'include'."
             raise bad_request(text, "top_logprobs")
-        self.chat_request.check()
+        with with_own_names():
+            self.chat_request.check()
 
     @functools.cached_property
     def chat_request(self) -> ChatRequest:

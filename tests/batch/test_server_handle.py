@@ -41,9 +41,11 @@ async def test_a_progress_bar_of_any_length_does_not_end_the_log(status: int, sa
 async def test_a_request_is_sent_again_after_each_status_as_often_as_after_that_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A server that was busy for long may die once, and is busy again while it starts."""
+    """A server that was busy for long may die once, and is busy again while it starts: then a proxy answers 502."""
     monkeypatch.setattr(server_handle, "LONGEST_PAUSE_SECONDS", 0.0)
-    statuses = iter([429] * REPEATS[429] + [0] * REPEATS[0] + [503] * REPEATS[503] + [200, 502, 400])
+    statuses = iter(
+        [429] * REPEATS[429] + [0] * REPEATS[0] + [503] * REPEATS[503] + [200] + [502] * REPEATS[503] + [400]
+    )
 
     async def answer(request: web.Request) -> web.Response:
         if (status := next(statuses)) == 0:

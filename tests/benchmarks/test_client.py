@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
+import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -98,6 +101,25 @@ def test_each_failure_is_counted_and_shown(bench, answering, prompts, tmp_path: 
     assert said["garbage"].startswith("DecodeError: ") and said["strange"].startswith("TypeError: ")
     assert "ClientPayloadError" in said["hang up"]
     assert ran.last["failures"][0] == "2 of 10 requests: ValueError: status 500: out of order", "most frequent first"
+
+
+def test_after_ctrl_c_the_table_has_what_ran(bench, answering, prompts, tmp_path: Path):
+    """And a command of several runs ends."""
+
+    class Interrupting(dict[str, bytes]):
+        def __getitem__(self, text: str) -> bytes:
+            if text == "last":
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.1)
+            return GOOD
+
+    answering.answers = Interrupting()
+    saved = f"--save-result --result-dir {tmp_path} --result-filename r.json --max-concurrency 1"
+    ran = bench(*prompts("first", "last", "never"), "--base-url", answering.url, *saved.split())
+    assert ran.status == 130 and ran.err.endswith("bench.py: interrupted\n")
+    assert ran.row("Successful requests") == "1" and ran.row("Failed requests") == "2"
+    assert json.loads((tmp_path / "r.json").read_text())["completed"] == 1
+    assert len(answering.asked) == 2
 
 
 def test_failed_warm_ups_are_reported_apart(bench, answering, prompts):

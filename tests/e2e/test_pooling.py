@@ -1,6 +1,7 @@
 """Embeddings and scores of a running server: those of transformers, by the libraries that people use."""
 
 import json
+import re
 import runpy
 import sys
 import time
@@ -182,14 +183,14 @@ def test_search_clips_embeds_new_files_only(
     use_server(embedder, monkeypatch)
     folder, known = family.folder / "clips", family.embedding(TEXTS[0])
     (folder / "sub.png").mkdir(parents=True)
-    for name, data in {"a.mp4": CLIP, "sub.png/b.mp4": CLIP, "broken.png": b"", "known.mp4": b""}.items():
-        (folder / name).write_bytes(data)
+    for name in ("a.mp4", "sub.png/b.mp4", "broken.png", "known.mp4", "drawing.svg"):
+        (folder / name).write_bytes(CLIP if name in ("a.mp4", "sub.png/b.mp4") else b"")
     key = f"{(folder / 'known.mp4').stat().st_mtime_ns}:known.mp4"
     np.savez(folder / "embeddings.npz", **{key: known})  # type: ignore[arg-type] # its own argument is a flag
     monkeypatch.setattr(sys, "argv", ["search_clips.py", str(folder), "a red circle"])
     runpy.run_path(str(ROOT / "examples" / "search_clips.py"), run_name="__main__")
     shown = capsys.readouterr()
-    assert "broken.png: " in shown.err and "sub.png: " not in shown.err
+    assert "broken.png: " in shown.err and not {"sub.png: ", "drawing.svg: "} & {*re.findall(r"\S+: ", shown.err)}
     lines = [line.split() for line in shown.out.splitlines()]
     query = family.embedding("a red circle", system="Retrieve images or text relevant to the user's query.")
     clip, kept = family.embedding(VIDEO) @ query, known @ query

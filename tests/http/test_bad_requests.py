@@ -171,6 +171,15 @@ async def test_null_ignored_and_neutral_values_change_nothing(served: Served) ->
     assert all(msgspec.structs.replace(sampling, **same) == first for sampling in others)
 
 
+async def test_an_unknown_null_counts_as_absent_wherever_it_is_and_one_in_a_schema_stays(served: Served) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": None}, "version": None}}
+    response = await served.post(response_format=form, stream_options={"other": None}, stream=True, audio=None)
+    assert response.status_code == 200 and '{"const": null,' in served.core.requests[-1].grammar
+    form["json_schema"] |= {"version": 1}
+    for fields, name in (({"response_format": form}, "response_format.json_schema.version"), ({"a - at `$.b`": 1}, "")):
+        check_error(await served.post(**fields, audio=None), 400, "unknown_parameter", f"Unknown parameter: '{name}")
+
+
 # --- media -----------------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel
 
 from mini_engine.messages import Problem
+from mini_engine.protocol.bodies import MAX_GRAMMAR
 from mini_engine.protocol.response_bodies import InputItem, ResponsesRequest
 from tests.http.test_sdk import check
 from tests.support.client import data_url
@@ -262,6 +263,12 @@ def user(part: dict[str, Any]) -> dict[str, Any]:
         ({"top_logprobs": 1}, "top_logprobs", "'message.output_text.logprobs' in 'include'"),
         ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options", "the last event"),
         ({"max_tokens": 3}, "max_tokens", "not supported"),
+        ({"response_format": {"type": "text"}}, "response_format", "not supported"),
+        # What a chat completion refuses, too, by the names of this one's fields.
+        ({"input": "hello " * 600}, "input", "maximum context length"),
+        ({"input": [user({"type": "input_image", "image_url": "data:,"})]}, "input", "image 1: "),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"title": "x" * MAX_GRAMMAR}}}},
+         "text.format", "more than 100000 bytes"),
     ],
 )  # fmt: skip
 async def test_what_it_does_not_offer_is_a_400_that_names_it(
@@ -272,9 +279,11 @@ async def test_what_it_does_not_offer_is_a_400_that_names_it(
     assert reply.json()["error"]["param"] == param
 
 
-async def test_a_failure_in_the_middle_is_an_event(served: Served) -> None:
+@pytest.mark.parametrize(("retry", "code"), [(True, "server_error"), (False, "invalid_prompt")])
+async def test_a_failure_in_the_middle_is_an_event(served: Served, retry: bool, code: str) -> None:
     served.core.hold = True
     async with served.openai.responses.stream(model="tiny", input="hello") as stream:
-        await served.core.end(await served.core.has_requests(), "error", Problem("Too complex.", retry=True))
+        await served.core.end(await served.core.has_requests(), "error", Problem("Too complex.", retry))
         events = [event async for event in stream]
     assert events[-1].type == "response.failed" and events[-1].response.error.message == "Too complex."
+    assert events[-1].response.error.code == code

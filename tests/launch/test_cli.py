@@ -53,9 +53,9 @@ def test_command_lines():
         ("""--allowed-origins '["https://a", "b"]'""", {"allowed_origins": ["https://a", "b"]}),
         ("--allowed-media-domains [2606:4700::1]:80", {"allowed_media_domains": ["[2606:4700::1]:80"]}),
         ("--port 1 --port 2 --enable-log-requests --disable-log-requests", {"port": 2, "enable_log_requests": False}),
-        ("""--media_io_kwargs.video.num_frames 10 --media-io-kwargs.video.start=1.5 --mm-processor-kwargs.a_b c
+        ("""--media_io_kwargs.video.num_frames 10 --media-io-kwargs.video.start=1.5 --mm-processor-kwargs.min_pixels c
             --media-io-kwargs '{"video": {"num_frames": 4}}'""",
-         {"media_io_kwargs": {"video": {"num_frames": 4, "start": 1.5}}, "mm_processor_kwargs": {"a_b": "c"}}),
+         {"media_io_kwargs": {"video": {"num_frames": 4, "start": 1.5}}, "mm_processor_kwargs": {"min_pixels": "c"}}),
     ]:  # fmt: skip
         settings = parse(shlex.split(command), {})
         assert {name: getattr(settings, name) for name in expected} == expected, command
@@ -90,6 +90,8 @@ def test_unusable_flags_are_named():
         "--limit-mm-per-prompt.image.count=-1": "--limit-mm-per-prompt: 'image': -1",
         "--limit-mm-per-prompt text=1": "'text'",
         "--media-io-kwargs.image.mode L": "--media-io-kwargs: only `video` takes arguments",
+        "--media-io-kwargs.video.frames 3": "--media-io-kwargs: unknown frames; it takes num_frames, ",
+        "--mm-processor-kwargs.fpss 3": "--mm-processor-kwargs: unknown fpss; it takes size, ",
         "--mm-ipc-gpu-memory-gb 2": "--mm-ipc-gpu-memory-gb needs --mm-processor-device cuda",
         f"{cuda} --device cpu": "not --device cpu; choose cpu",
         f"{cuda} --mm-processor-cache-type shm": "choose --mm-processor-cache-type lru or auto",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from mini_engine.config import EngineConfig
+from mini_engine.config.engine_config import PROCESSOR_ARGUMENTS, VIDEO_ARGUMENTS
 from mini_engine.media.frame_sampling import VideoFacts, VideoSampling
 from mini_engine.media.hashing import content_digest, media_hash
 from mini_engine.media.processor import TIME_TOKENS, MediaProcessor, MediaSettings
@@ -114,6 +115,7 @@ def test_each_option_is_used_once(family: str, tmp_path: Path) -> None:
     }
     documented = set(VideoSampling.__struct_fields__) | set(ServerKwargs.__struct_fields__)
     assert set(options) == names_below("A request's own media settings") - {"timestamps"} == documented
+    assert documented == set(PROCESSOR_ARGUMENTS) and VIDEO_ARGUMENTS == VideoSampling.__struct_fields__
     processor = MediaProcessor(tiny_processor.build(tmp_path, family))
     times, server = np.arange(24) / 4, resolver(processor)
     for name, (kwargs, count, expected) in options.items():

@@ -9,7 +9,7 @@ from mini_engine.http.body import read_body, takes
 from mini_engine.http.context import context_of, state_of
 from mini_engine.http.model_response import ModelResponder
 from mini_engine.http.routes.chat_completions import start
-from mini_engine.protocol.response_bodies import ResponsesRequest
+from mini_engine.protocol.response_bodies import ResponsesRequest, with_own_names
 
 router = APIRouter()
 
@@ -19,11 +19,11 @@ async def responses(request: Request) -> Response:
     """Answer a conversation, as OpenAI's responses. Nothing is stored."""
     context, state = context_of(request), state_of(request)
     body = await read_body(request, ResponsesRequest, context)
-    chat = body.chat_request
-    context.sampling.check(chat)
-    responder = ModelResponder(body, state, context.config.served_names[0])
-    prompt = await context.run_sized(partial(context.renderer.render, chat), chat.num_characters, state.client)
-    del body, chat  # see `chat_completions`
-    answer = await start(context, prompt, state)
-    del prompt
-    return await responder.respond(answer)
+    responder, chat = ModelResponder(body, state, context.config.served_names[0]), body.chat_request
+    with with_own_names():
+        context.sampling.check(chat)
+        prompt = await context.run_sized(partial(context.renderer.render, chat), chat.num_characters, state.client)
+        del body, chat  # see `chat_completions`
+        answer = await start(context, prompt, state)
+        del prompt
+        return await responder.respond(answer)
