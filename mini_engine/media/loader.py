@@ -20,7 +20,7 @@ import torch
 
 from mini_engine import metrics
 from mini_engine.failpoints import reach_failpoint
-from mini_engine.fair_places import FairPlaces
+from mini_engine.fair_semaphore import FairSemaphore
 from mini_engine.media.decode.decoder import Job
 from mini_engine.media.decode.decoder_pool import DecoderPool
 from mini_engine.media.hashing import HASH_BYTES, content_digest, media_hash
@@ -133,7 +133,7 @@ class MediaLoader:
         self._allow_partial = allow_partial
         self._processing = start_thread_pool(threads, "media")
         self._reading = start_thread_pool(threads, "read")
-        self._downloads = FairPlaces(MAX_DOWNLOADS, slow_places=MAX_DOWNLOADS)
+        self._downloads = FairSemaphore(MAX_DOWNLOADS, slow_limit=MAX_DOWNLOADS)
         self._flights: dict[bytes, _Flight] = {}
         if policy.allowed_hosts:
             tls_context()

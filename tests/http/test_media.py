@@ -120,7 +120,7 @@ async def test_item_with_embeddings_is_sent_without_patches_and_if_they_are_evic
     asking = served.asking([image(), image(84)], n=2, stream=stream)
     first = await core.has_requests(2)
     assert [item.patches is None for item in first.media] == [True, False]
-    assert metric("inflight_media_bytes") >= len(png()) and served.context.places.num_free == 4
+    assert metric("inflight_media_bytes") >= len(png()) and served.context.media_permits.num_free == 4
     await core.turn_down(first, arrival=17)
     again = await core.has_requests(3)
     assert all(item.patches is not None for item in again.media)

@@ -69,11 +69,11 @@ async def start(context: AppContext, prompt: Prompt, state: RequestState) -> Ans
         while True:
             with context.engines.end_if_none_runs(state.end):
                 try:
-                    async with context.places.hold(len(items), state.clock, state.client):
+                    async with context.media_permits.hold(len(items), state.clock, state.client):
                         engine = engine or choose(digest)
                         with engine.holding(state.request_id, prompt.body.num_choices):
                             answer = await send(context, engine, prompt, items, state, arrival, trusts_embeddings)
-                except DownloadAgain as again:  # without places: a web server that hangs must block no queue
+                except DownloadAgain as again:  # without permits: a web server that hangs must block no queue
                     items = await load_media(context, prompt, again.refs, state, held)
                     # Another content may be there now: then the engine is the one at which later names look for it.
                     before, engine = engine, context.engines.preferred(items[0].content.digest)
