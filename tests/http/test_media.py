@@ -97,7 +97,7 @@ async def test_longer_conversation_keeps_a_cached_video_if_it_fits(
     served: Served, monkeypatch: pytest.MonkeyPatch, held: Any, room: int, tokens: int, decodes: int
 ) -> None:
     """One `Lookup` names the video as it is without text, and a smaller one. Of its patches, or of its facts alone."""
-    monkeypatch.setattr(media_settings, "LEAST_VIDEO", 8)
+    monkeypatch.setattr(media_settings, "SHORTEST_VIDEO", 8)
     clip = video() | {"nframes": 6}
     await served.post([clip, image()])
     counted, served.core.held = Counted(*CACHE), held
